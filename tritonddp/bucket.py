@@ -1,0 +1,316 @@
+"""Where gradients travel: which parameters share a bucket, and how a bucket is filled and emptied.
+
+A bucket owns one :class:`FlatBuffer`. How its gradients get in and out is the only difference
+between the two classes here: :class:`Bucket` copies them in and out, :class:`ViewBucket` leaves
+them in the buffer (``gradient_as_bucket_view=True``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from tritonddp.counters import Counters
+from tritonddp.kernels import Kernels
+from tritonddp.kernels.buffer import FlatBuffer, Layout
+
+MIB = 1024 * 1024
+
+
+class GradientError(RuntimeError):
+    """A gradient cannot be put into its bucket."""
+
+
+@dataclass(frozen=True)
+class BucketCaps:
+    """Size limits of buckets in bytes: the first ones in order, the last one for all others.
+
+    A bucket closes when its size *reaches* its limit, as in stock DDP, so it overshoots by less
+    than one parameter.
+    """
+
+    limits: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None
+    ) -> BucketCaps:
+        """From the constructor's arguments, in MiB.
+
+        The default is 1 MiB for the first bucket, so that communication starts early, and 25 MiB
+        for the others. An explicit ``bucket_cap_mb`` holds for all buckets, the first one too.
+
+        Raises:
+            TypeError: a size is not a number.
+            ValueError: a size is not positive, or the list is empty.
+        """
+        if bucket_cap_mb_list is not None:
+            sizes = list(bucket_cap_mb_list)
+            if not sizes:
+                raise ValueError("bucket_cap_mb_list is empty: give one size in MiB or None")
+            what = "bucket_cap_mb_list"
+        else:
+            sizes = [1, 25] if bucket_cap_mb is None else [bucket_cap_mb]
+            what = "bucket_cap_mb"
+        for size in sizes:
+            if isinstance(size, bool) or not isinstance(size, int | float):
+                raise TypeError(f"{what} must be a number of MiB, got {size!r}")
+            if not 0 < size < float("inf"):
+                raise ValueError(f"{what} must be positive and finite, got {size!r} MiB")
+        return cls(tuple(max(1, int(size * MIB)) for size in sizes))
+
+    def limit(self, index: int) -> int:
+        """Limit in bytes of bucket number ``index`` of its dtype and device."""
+        return self.limits[min(index, len(self.limits) - 1)]
+
+
+def assign_buckets(
+    params: Sequence[Tensor], order: Sequence[int], caps: BucketCaps
+) -> list[list[int]]:
+    """Cut ``order``, the indices of ``params`` as their gradients become ready, into buckets.
+
+    A bucket holds one (dtype, device). Buckets come in the order in which they get complete, so
+    that launching them in this order never waits for a later gradient than need be.
+    """
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    closed: dict[tuple[torch.dtype, torch.device], int] = {}
+    buckets: list[list[int]] = []
+    for index in order:
+        param = params[index]
+        key = (param.dtype, param.device)
+        if key not in open_buckets:
+            open_buckets[key] = []
+            buckets.append(open_buckets[key])
+            sizes[key] = 0
+        open_buckets[key].append(index)
+        sizes[key] += param.numel() * param.element_size()
+        if sizes[key] >= caps.limit(closed.get(key, 0)):
+            closed[key] = closed.get(key, 0) + 1
+            del open_buckets[key]
+    position = dict(zip(order, count()))
+    return sorted(buckets, key=lambda bucket: position[bucket[-1]])
+
+
+def gradient_strides(param: Tensor) -> tuple[int, ...]:
+    """Strides that a gradient of ``param`` has by autograd's layout contract.
+
+    The parameter's own if it is dense without overlap, else row-major (see the comment "Gradient
+    Layout Contract" in ``torch/csrc/autograd/functions/accumulate_grad.h``).
+    """
+    if _dims_by_stride(param.shape, param.stride()) is not None:
+        return param.stride()
+    return torch.empty(param.shape, device="meta").stride()
+
+
+def _dims_by_stride(
+    shape: Sequence[int], strides: Sequence[int]
+) -> list[tuple[int, int]] | None:
+    """Strides and sizes from the innermost dimension outwards, those of size 1 left out.
+
+    Two tensors of one shape with the same answer keep their elements in the same memory order.
+    ``None`` if the strides leave gaps, overlap, or hold no element.
+    """
+    dims = sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1)
+    expected = 1
+    for stride, size in dims:
+        if stride != expected:
+            return None
+        expected *= size
+    return dims
+
+
+class Bucket:
+    """Parameters whose gradients travel together, copied into the flat buffer and out of it.
+
+    Attributes:
+        index: place in the launch order, the same on every rank.
+        param_indices: the reducer's numbers of the parameters, in ready order.
+        names: their names, for errors.
+        flat: the buffer that the collective sends.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        param_indices: Sequence[int],
+        params: Sequence[Parameter],
+        names: Sequence[str],
+        kernels: Kernels,
+        counters: Counters,
+    ) -> None:
+        self.index = index
+        self.param_indices = list(param_indices)
+        self.params = list(params)
+        self.names = list(names)
+        self._kernels = kernels
+        self._counters = counters
+        layout = Layout.of(
+            [param.shape for param in params],
+            [gradient_strides(param) for param in params],
+            kernels.alignment,
+        )
+        self.flat = FlatBuffer(layout, params[0].dtype, params[0].device)
+        self._strides = list(layout.strides)
+        self._numels = list(layout.numels)
+        self._dtypes = {params[0].dtype}
+        self._used: Sequence[bool] = ()
+        self._grads: list[Tensor | None] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire: payload and trailer."""
+        return self.flat.data.numel() * self.flat.data.element_size()
+
+    def flatten(self, used: Sequence[bool], scale: float) -> None:
+        """Fill the buffer with ``scale * .grad`` of every parameter, and the trailer with ``used``.
+
+        One launch. A parameter without a gradient counts as zero; one that is not ``used`` but
+        has a gradient of an earlier backward contributes that, as it would on this rank alone.
+        """
+        self._used = used
+        self._grads = self._gradients()
+        self._counters.flattens += 1
+        self._kernels.flatten(self.flat, self._grads, used, scale)
+
+    def unflatten(self) -> None:
+        """Write the reduced gradients into ``.grad``; parameters nobody used stay as they are.
+
+        One launch. Where another rank used a parameter that has no ``.grad`` here, it is made.
+        Only then the host has to read the flags.
+        """
+        grads, self._grads = self._grads, []
+        if any(grad is None for grad in grads):
+            for slot, flag in enumerate(self.flat.flags.tolist()):
+                if flag and grads[slot] is None:
+                    grads[slot] = self.params[slot].grad = self._empty_gradient(slot)
+        self._counters.unflattens += 1
+        self._kernels.unflatten(self.flat, grads)
+
+    def placed_gradients(self) -> dict[int, Tensor]:
+        """Gradients that live in this bucket's buffer, by parameter index."""
+        return {}
+
+    def adopt(self, placed: dict[int, Tensor]) -> None:
+        """Take gradients that live in a former bucket over, removing them from ``placed``."""
+
+    def _empty_gradient(self, slot: int) -> Tensor:
+        param = self.params[slot]
+        return torch.empty_strided(
+            param.shape, self._strides[slot], dtype=param.dtype, device=param.device
+        )
+
+    def _gradients(self) -> list[Tensor | None]:
+        """The ``.grad`` of every parameter, each in the memory order of its slot."""
+        grads = [param.grad for param in self.params]
+        try:
+            # Three C loops, 0.15 us a parameter. The kernels go by address, so whatever passes
+            # here must really lie in memory as its slot does.
+            if (
+                list(map(Tensor.stride, grads)) == self._strides  # type: ignore[arg-type]
+                and list(map(Tensor.numel, grads)) == self._numels  # type: ignore[arg-type]
+                and set(map(attrgetter("dtype"), grads)) == self._dtypes
+            ):
+                return grads
+        except (TypeError, RuntimeError):
+            pass  # a missing or a sparse gradient: look at each
+        return [
+            None if grad is None else self._conform(slot, grad) for slot, grad in enumerate(grads)
+        ]
+
+    def _conform(self, slot: int, grad: Tensor) -> Tensor:
+        """``grad`` itself if it lies in memory as its slot does, else ``.grad`` copied to that.
+
+        Raises:
+            GradientError: the gradient is sparse, or has another shape or dtype than expected.
+        """
+        param, layout = self.params[slot], self.flat.layout
+        if grad.layout is not torch.strided:
+            raise GradientError(
+                f"the gradient of {self.names[slot]!r} (bucket {self.index}) is "
+                f"{grad.layout}, which tritonddp cannot reduce: make it dense, for example with "
+                "nn.Embedding(..., sparse=False)"
+            )
+        if grad.shape != param.shape or grad.dtype != param.dtype:
+            raise GradientError(
+                f"the gradient of {self.names[slot]!r} (bucket {self.index}) should be "
+                f"{tuple(param.shape)} {param.dtype} like its parameter, but is "
+                f"{tuple(grad.shape)} {grad.dtype}"
+            )
+        if tuple(param.shape) != layout.shapes[slot] or param.dtype != self.flat.data.dtype:
+            raise GradientError(
+                f"parameter {self.names[slot]!r} (bucket {self.index}) was "
+                f"{layout.shapes[slot]} {self.flat.data.dtype} when it was wrapped and is now "
+                f"{tuple(param.shape)} {param.dtype}: wrap the module again after such a change"
+            )
+        order = _dims_by_stride(grad.shape, grad.stride())
+        if grad.numel() == 0 or (
+            order is not None and order == _dims_by_stride(grad.shape, self._strides[slot])
+        ):
+            return grad
+        self._counters.layout_copies += 1
+        param.grad = self._empty_gradient(slot).copy_(grad)
+        return param.grad
+
+
+class ViewBucket(Bucket):
+    """Gradients live in the buffer: ``.grad`` is a view of it after the first backward.
+
+    Nothing is copied out. What a backward accumulated in place is scaled where it is; a gradient
+    that lies elsewhere (the first backward, ``zero_grad(set_to_none=True)``) is copied in.
+    """
+
+    def flatten(self, used: Sequence[bool], scale: float) -> None:
+        """See :meth:`Bucket.flatten`. Used gradients become views here, which frees their memory."""
+        views = self.flat.views
+        # The reduction overwrites the buffer, also the slot of a parameter that no rank used in
+        # this backward but whose gradient of an earlier one lies there: keep that.
+        self._stale = [
+            (slot, views[slot].clone())
+            for slot, flag in enumerate(used)
+            if not flag and self.params[slot].grad is views[slot]
+        ]
+        super().flatten(used, scale)
+        for param, grad, view, flag in zip(self.params, self._grads, views, used, strict=True):
+            if flag and grad is not view:
+                param.grad = view
+        self._grads = []
+
+    def unflatten(self) -> None:
+        """Nothing to do for used parameters. Those used by other ranks only become views."""
+        for slot, grad in self._stale:
+            view = self.flat.views[slot]
+            view.copy_(torch.where(self.flat.flags[slot] != 0, view, grad))
+        elsewhere = [
+            slot
+            for slot, flag in enumerate(self._used)
+            if not flag and self.params[slot].grad is not self.flat.views[slot]
+        ]
+        if elsewhere:
+            flags = self.flat.flags.tolist()
+            for slot in elsewhere:
+                if flags[slot]:
+                    self.params[slot].grad = self.flat.views[slot]
+
+    def placed_gradients(self) -> dict[int, Tensor]:
+        """See :meth:`Bucket.placed_gradients`."""
+        return {
+            index: view
+            for index, param, view in zip(
+                self.param_indices, self.params, self.flat.views, strict=True
+            )
+            if param.grad is view
+        }
+
+    def adopt(self, placed: dict[int, Tensor]) -> None:
+        """See :meth:`Bucket.adopt`."""
+        for index, param, view in zip(self.param_indices, self.params, self.flat.views, strict=True):
+            grad = placed.pop(index, None)
+            if grad is not None:
+                param.grad = view.copy_(grad)

@@ -1,0 +1,1 @@
+"""How a bucket is reduced, and how initial state and module buffers are synchronised."""

@@ -1,0 +1,77 @@
+"""The protocol of a reduction, and the plain all-reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from tritonddp.bucket import Bucket
+from tritonddp.counters import Counters
+
+
+class Work(Protocol):
+    """What a reduction under way can be asked: ``torch.distributed.Work`` is one."""
+
+    def wait(self) -> object:
+        """Block the current stream (CUDA) or the host (CPU) until the result is there."""
+
+
+class Reduction(Protocol):
+    """One way to turn the local gradients of a bucket into their mean over all ranks.
+
+    It owns the pipeline of a bucket (flatten, collective, unflatten) and knows nothing of hooks,
+    graphs or other buckets. The reducer starts buckets in bucket order on every rank and finishes
+    them in the same order, so the collectives of a reduction match without further agreement.
+    """
+
+    def start(self, bucket: Bucket, used: Sequence[bool]) -> Work:
+        """Flatten ``bucket`` on the current stream and issue its collective asynchronously.
+
+        ``used`` says for each parameter of the bucket whether this rank's backward reached it.
+        """
+
+    def finish(self, bucket: Bucket, work: Work) -> None:
+        """Wait for the collective and bring the result into ``.grad``."""
+
+
+class AllReduce:
+    """Mean over ranks by one SUM all-reduce a bucket.
+
+    The factor ``1 / world_size`` is fused into the flatten kernel: SUM, unlike AVG, stays open to
+    every NCCL algorithm, and a pre-scaled sum does not overflow in half precision.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, counters: Counters) -> None:
+        self._group = process_group
+        self._scale = 1.0 / process_group.size()
+        self._counters = counters
+
+    def start(self, bucket: Bucket, used: Sequence[bool]) -> Work:
+        """See :meth:`Reduction.start`."""
+        bucket.flatten(used, self._scale)
+        return self._all_reduce(bucket)
+
+    def start_poisoned(self, bucket: Bucket) -> Work:
+        """Take part in the collective of ``bucket`` with NaN instead of gradients.
+
+        For a rank whose backward broke: the collectives of the ranks stay in step, and its peers
+        see NaN where they would otherwise get a mean that lacks this rank.
+        """
+        bucket.flat.payload.fill_(torch.nan)
+        bucket.flat.flags.zero_()
+        return self._all_reduce(bucket)
+
+    def finish(self, bucket: Bucket, work: Work) -> None:
+        """See :meth:`Reduction.finish`."""
+        work.wait()
+        bucket.unflatten()
+
+    def _all_reduce(self, bucket: Bucket) -> Work:
+        self._counters.collectives += 1
+        self._counters.wire_bytes += bucket.nbytes
+        work = dist.all_reduce(bucket.flat.data, group=self._group, async_op=True)
+        assert work is not None  # None is for ranks outside the group only
+        return work

@@ -1,0 +1,395 @@
+"""What a user holds: the module that wraps a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from tritonddp._compat import move_inputs, preserve_version_counters, tree_leaves
+from tritonddp.bucket import MIB, BucketCaps
+from tritonddp.comm.buffers import broadcast_coalesced
+from tritonddp.kernels import select
+from tritonddp.kernels.buffer import DTYPES
+from tritonddp.reducer import Reducer
+from tritonddp.verify import describe, verify_same
+
+
+class DistributedDataParallel(nn.Module):
+    """Data parallelism by gradient averaging: a drop-in for torch's class of the same name.
+
+    Wrap the same module on every rank, then train as with one process: during each ``backward()``
+    gradients are averaged over the ranks, bucket by bucket, while the rest of the backward runs.
+    Parameters that a backward does not reach need no flag. ``torch.distributed`` must be
+    initialised first.
+
+    The arguments are those of :class:`torch.nn.parallel.DistributedDataParallel`, in its order.
+
+    Args:
+        module: the module to train, available as ``.module``; at least one parameter requires
+            gradients. Parameters are fp32, fp16, bf16 or fp64, on the CPU or on CUDA devices.
+        device_ids: ``None``, or one CUDA device, to which tensors in the inputs are moved.
+        output_device: kept for compatibility, as in torch: the module decides where outputs lie.
+        dim: kept for compatibility.
+        broadcast_buffers: deprecated by torch 2.13 for ``forward_sync_buffers``; ``False`` also
+            leaves buffers out of the initial broadcast.
+        init_sync: verify at construction that all ranks hold the same model, and broadcast
+            parameters and buffers from rank 0.
+        process_group: the ranks to average over; the default group if ``None``.
+        bucket_cap_mb: bucket size in MiB. By default 25, and 1 for the first bucket.
+        find_unused_parameters: ``None`` or ``True``: unused parameters are found automatically,
+            at no cost. ``False``: an unused parameter is an error at the next forward.
+        check_reduction: deprecated by torch, without effect.
+        gradient_as_bucket_view: ``.grad`` are views of the buckets, which saves one copy of all
+            gradients and their memory.
+        static_graph: accepted; what it makes possible in stock DDP works here without it.
+        delay_all_reduce_named_params: not supported yet.
+        param_to_hook_all_reduce: not supported yet.
+        mixed_precision: not supported yet.
+        device_mesh: a one-dimensional device mesh, instead of ``process_group``.
+        skip_all_reduce_unused_params: not supported yet.
+        bucket_cap_mb_list: sizes in MiB of the first, second, ... bucket; the last one holds for
+            all others.
+        batched_grad_copy: accepted; gradients are always copied a whole bucket at a time.
+        forward_sync_buffers: broadcast buffers from rank 0 before each forward that follows a
+            synchronised one. On by default.
+        lazy_bucket_allocation: (torch 2.15) not supported yet.
+
+    Attributes:
+        module: the wrapped module.
+        require_backward_grad_sync: whether the next backward is reduced. :meth:`no_sync` sets it;
+            it may also be set directly.
+        reducer: :class:`tritonddp.reducer.Reducer`; ``reducer.counters`` tells what was sent.
+
+    Raises:
+        NotImplementedError: an argument, dtype or kind of parameter that is not supported yet.
+        RuntimeError: no parameter requires gradients, parameters are uninitialised, or ranks hold
+            different models (raised on every rank, naming what differs).
+        TypeError: ``module`` is no module, or a size is no number.
+        ValueError: no process group, or arguments that contradict each other or the module.
+
+    Example::
+
+        dist.init_process_group("nccl")
+        model = tritonddp.DistributedDataParallel(model.cuda(), device_ids=[local_rank])
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool | None = None,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
+    ) -> None:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+        _refuse(
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            mixed_precision=mixed_precision,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            lazy_bucket_allocation=lazy_bucket_allocation,
+        )
+        caps = BucketCaps.of(bucket_cap_mb, bucket_cap_mb_list)
+        super().__init__()
+        self.process_group = _process_group(process_group, device_mesh)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        self.parameters_to_ignore: set[str] = set(
+            getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        )
+        params = [
+            (name, param)
+            for name, param in module.named_parameters()
+            if name not in self.parameters_to_ignore
+        ]
+        _check_parameters(module, params)
+        devices = {param.device for _, param in params}
+        self.device = params[0][1].device
+        self.device_type = self.device.type
+        self.is_multi_device_module = len(devices) > 1
+        self.device_ids, self.output_device = _device_ids(device_ids, output_device, devices)
+        self.dim = dim
+        self.module = module
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.batched_grad_copy = batched_grad_copy
+        self.forward_sync_buffers, init_sync_buffers = _buffer_sync(
+            broadcast_buffers, forward_sync_buffers
+        )
+        if check_reduction:
+            warnings.warn(
+                "`check_reduction` is deprecated and has no effect", FutureWarning, stacklevel=2
+            )
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self.broadcast_bucket_size = 250 * MIB
+        # Read by stock DDP too; the side stream overlaps input copies with compute.
+        self.use_side_stream_for_tensor_copies = (
+            os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
+        )
+        if init_sync:
+            buffers = self._named_buffers() if init_sync_buffers else []
+            options = {"bucket sizes": caps.limits, "find_unused_parameters": find_unused_parameters}
+            verify_same(describe(params, buffers, options), self.process_group, self.device)
+            self._broadcast([tensor.detach() for _, tensor in [*params, *buffers]])
+        self.reducer = Reducer(
+            [(name, param) for name, param in params if param.requires_grad],
+            self.process_group,
+            caps,
+            should_sync=_asks_whether_to_sync(self),
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            strict=find_unused_parameters is False,
+        )
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module, with inputs moved to its device if ``device_ids`` was given."""
+        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+            if torch.is_grad_enabled():
+                self.reducer.prepare_for_forward()
+            if self.forward_sync_buffers and self.require_forward_param_sync:
+                self._sync_buffers()
+            if self.device_ids:
+                inputs, kwargs = move_inputs(
+                    inputs,
+                    kwargs,
+                    torch.device(self.device_type, self.device_ids[0]),
+                    self.use_side_stream_for_tensor_copies,
+                )
+            output = self.module(*inputs, **kwargs)
+            if torch.is_grad_enabled():
+                self.reducer.watch(_tensors_in(output))
+            # As in stock: after a forward that will not be synchronised, the next one need not
+            # synchronise buffers, because nothing could have made ranks differ in between.
+            self.require_forward_param_sync = (
+                torch.is_grad_enabled() and self.require_backward_grad_sync
+            )
+            return output
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context: backwards accumulate gradients locally; the first one after it reduces all.
+
+        What counts is whether ``backward()`` runs inside; the forward may be anywhere.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward begins with a broadcast of module buffers."""
+        return (
+            self.forward_sync_buffers
+            and self.require_forward_param_sync
+            and len(self._named_buffers()) > 0
+        )
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """The former name of ``forward_sync_buffers``."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    def _named_buffers(self) -> list[tuple[str, Tensor]]:
+        """Buffers to synchronise, looked up each time: modules may reassign them."""
+        return [
+            (name, buffer)
+            for name, buffer in self.module.named_buffers()
+            if name not in self.parameters_to_ignore
+        ]
+
+    def _sync_buffers(self) -> None:
+        buffers = [buffer for _, buffer in self._named_buffers()]
+        with preserve_version_counters(buffers):
+            self._broadcast(buffers)
+
+    def _broadcast(self, tensors: list[Tensor]) -> None:
+        broadcast_coalesced(tensors, self.process_group, 0, self.broadcast_bucket_size)
+
+
+# torch's own class answers isinstance for this one, so that checkpointing, Lightning, Accelerate
+# and dynamo treat it as what it replaces. Its metaclass is ABCMeta.
+torch.nn.parallel.DistributedDataParallel.register(DistributedDataParallel)
+
+
+def _asks_whether_to_sync(ddp: DistributedDataParallel) -> Any:
+    """A question that the reducer may keep without keeping ``ddp`` alive."""
+    reference = weakref.ref(ddp)
+
+    def should_sync() -> bool:
+        owner = reference()
+        return owner is not None and owner.require_backward_grad_sync
+
+    return should_sync
+
+
+def _refuse(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value:
+            raise NotImplementedError(
+                f"{name} is not supported by tritonddp yet: leave it out, or use "
+                "torch.nn.parallel.DistributedDataParallel where you need it"
+            )
+
+
+def _process_group(
+    process_group: dist.ProcessGroup | None, device_mesh: Any
+) -> dist.ProcessGroup:
+    if process_group is not None and device_mesh is not None:
+        raise ValueError("Cannot specify both process_group and device_mesh arguments.")
+    if not dist.is_available():
+        raise RuntimeError("this build of PyTorch lacks torch.distributed")
+    if not dist.is_initialized():
+        raise ValueError(
+            "Default process group has not been initialized, please make sure to call "
+            "init_process_group: torch.distributed.init_process_group('gloo') under torchrun, "
+            "'nccl' for CUDA"
+        )
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise ValueError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+        return device_mesh.get_group(mesh_dim=0)
+    group = dist.group.WORLD if process_group is None else process_group
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"rank {dist.get_rank()} does not belong to process_group, which is {group!r}: wrap "
+            "the module on the ranks of the group only"
+        )
+    return group
+
+
+def _check_parameters(module: nn.Module, params: Sequence[tuple[str, Tensor]]) -> None:
+    """Errors that name the parameters, before anything is sent."""
+    if not any(param.requires_grad for _, param in params):
+        raise RuntimeError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that "
+            f"requires a gradient: {type(module).__name__} has none"
+        )
+    uninitialised = [name for name, param in params if isinstance(param, UninitializedParameter)]
+    if uninitialised:
+        raise RuntimeError(
+            "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
+            "Run a dummy forward pass to correctly initialize the modules: "
+            f"{', '.join(uninitialised)}"
+        )
+    types = {param.device.type for _, param in params}
+    if len(types) > 1:
+        raise ValueError(
+            "DistributedDataParallel's input module must be on the same type of devices, but "
+            f"input module parameters locate in {sorted(types)}."
+        )
+    for device in sorted({param.device for _, param in params}, key=str):
+        select(device)  # raises where there are no kernels
+    for name, param in params:
+        if param.requires_grad and param.dtype not in DTYPES:
+            raise NotImplementedError(
+                f"parameter {name!r} is {param.dtype}; tritonddp reduces "
+                f"{', '.join(map(str, DTYPES))}"
+            )
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad:
+            raise NotImplementedError(
+                f"{name or 'the module'!r} makes sparse gradients, which tritonddp does not "
+                "reduce yet: use sparse=False"
+            )
+        if isinstance(layer, nn.SyncBatchNorm) and types == {"cpu"}:
+            raise ValueError(
+                f"SyncBatchNorm layers only work with GPU modules, and {name or 'the module'!r} "
+                "is on the CPU"
+            )
+
+
+def _device_ids(
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+    devices: set[torch.device],
+) -> tuple[list[int] | None, int | None]:
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError(
+            f"device_ids can only be None or contain a single element, got {list(device_ids)}"
+        )
+    one_gpu = len(devices) == 1 and next(iter(devices)).type != "cpu"
+    if not one_gpu and (device_ids or output_device is not None):
+        raise ValueError(
+            "DistributedDataParallel device_ids and output_device arguments only work with "
+            "single-device/multiple-device GPU modules or CPU modules, but got device_ids "
+            f"{device_ids}, output_device {output_device}, and module parameters {devices}."
+        )
+    if not one_gpu or not device_ids:
+        return None, None
+    ids = [_device_index(device_ids[0])]
+    return ids, ids[0] if output_device is None else _device_index(output_device)
+
+
+def _device_index(device: int | str | torch.device) -> int:
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return torch.cuda.current_device() if index is None else index
+
+
+def _buffer_sync(
+    broadcast_buffers: bool | None, forward_sync_buffers: bool | None
+) -> tuple[bool, bool]:
+    """Whether buffers are synchronised at each forward, and at construction."""
+    if broadcast_buffers is not None:
+        ignored = (
+            "" if forward_sync_buffers is None else " It is ignored beside forward_sync_buffers."
+        )
+        warnings.warn(
+            "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead; unlike "
+            "`broadcast_buffers=False`, `forward_sync_buffers=False` still syncs buffers at "
+            f"construction.{ignored}",
+            FutureWarning,
+            stacklevel=3,
+        )
+    if forward_sync_buffers is not None:
+        return forward_sync_buffers, True
+    return broadcast_buffers is not False, broadcast_buffers is not False
+
+
+def _tensors_in(output: Any) -> list[Tensor]:
+    """Tensors in any nesting of containers and dataclasses."""
+    if isinstance(output, Tensor):
+        return [output]
+    tensors: list[Tensor] = []
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                tensors.extend(_tensors_in(getattr(leaf, field.name, None)))
+    return tensors

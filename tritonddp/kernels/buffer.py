@@ -1,0 +1,104 @@
+"""One flat buffer that carries all gradients of a bucket, and the trailer behind them.
+
+::
+
+    | grad 0 | grad 1 .. | pad | .. | grad n-1 | pad | flag 0 .. flag n-1 | pad |
+    |<------------ payload ---------------->|    |<-------- trailer --------->|
+
+Offsets and sizes are in elements of the buffer's dtype, the *wire* dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+# What gradients may be, and what may be on the wire, in any combination.
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each gradient lies in the flat buffer, and where the trailer begins.
+
+    Attributes:
+        shapes: logical shape of each gradient.
+        strides: strides of each gradient in elements; always dense, so a gradient fills
+            ``prod(shape)`` consecutive elements of the buffer in *memory* order.
+        numels: number of elements of each gradient (0 allowed).
+        offsets: first element of each gradient, multiples of ``alignment``.
+        flags_offset: first element of the trailer; flag ``i`` is element ``flags_offset + i``.
+        numel: length of the whole buffer, trailer included.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    strides: tuple[tuple[int, ...], ...]
+    numels: tuple[int, ...]
+    offsets: tuple[int, ...]
+    flags_offset: int
+    numel: int
+
+    @classmethod
+    def of(
+        cls,
+        shapes: Sequence[Sequence[int]],
+        strides: Sequence[Sequence[int]],
+        alignment: int,
+    ) -> Layout:
+        """Lay gradients of these shapes and dense strides out one behind the other.
+
+        ``alignment`` is in elements: 16 lets the Triton kernels use 16-byte accesses for every
+        wire dtype of one byte and more, 1 leaves no gaps.
+        """
+        numels, offsets, end = [], [], 0
+        for shape in shapes:
+            numels.append(prod(shape))
+            offsets.append(end)
+            end = _round_up(end + numels[-1], alignment)
+        return cls(
+            shapes=tuple(map(tuple, shapes)),
+            strides=tuple(map(tuple, strides)),
+            numels=tuple(numels),
+            offsets=tuple(offsets),
+            flags_offset=end,
+            numel=_round_up(end + len(numels), alignment),
+        )
+
+
+class FlatBuffer:
+    """The storage of one bucket: ``data`` is what the collective sends.
+
+    Attributes:
+        layout: see :class:`Layout`.
+        data: 1-D tensor of the wire dtype, ``layout.numel`` long. Gaps between gradients hold
+            zeros and are never written, so that a sum over ranks keeps them zero.
+        payload: view of ``data`` without the trailer.
+        flags: view of the used flags, one element per gradient: 1 or 0 before the collective,
+            afterwards the number of ranks that used the parameter (any non-zero value: the
+            sum of many ones saturates in fp16 and bf16, but never becomes zero).
+        views: one view per gradient, with the gradient's own shape and strides.
+        tables: device-side tables of the Triton kernels, made by them at their first launch.
+    """
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        self.layout = layout
+        self.data = torch.zeros(layout.numel, dtype=dtype, device=device)
+        self.payload = self.data[: layout.flags_offset]
+        self.flags = self.data[layout.flags_offset : layout.flags_offset + len(layout.numels)]
+        self.views: list[Tensor] = [
+            torch.as_strided(self.data, shape, stride, offset)
+            for shape, stride, offset in zip(
+                layout.shapes, layout.strides, layout.offsets, strict=True
+            )
+        ]
+        self.tables: Any = None

@@ -1,0 +1,51 @@
+"""Which parameters will this backward reach? Asked of the autograd engine when it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import Parameter
+
+from tritonddp._compat import will_engine_execute
+
+
+class Participation:
+    """The AccumulateGrad nodes of the parameters, and what the engine says of them.
+
+    No graph is walked and no output looked at: the engine has just computed which nodes it will
+    run, so the answer is right for any loss and any way of using the parameters.
+
+    Attributes:
+        nodes: the AccumulateGrad node of each parameter. Holding them keeps them, and the hooks
+            registered on them, alive: autograd itself refers to them only weakly.
+    """
+
+    def __init__(self, params: Sequence[Parameter]) -> None:
+        self.nodes: list[Any] = [get_gradient_edge(param).node for param in params]
+
+    def query(self) -> list[bool] | None:
+        """For each parameter, whether the backward that runs on this thread will reach it.
+
+        ``None`` for ``torch.autograd.grad`` with respect to some of the parameters. To be called
+        from a hook. Blind to inner backwards of reentrant checkpoints.
+        """
+        return will_engine_execute(self.nodes)
+
+
+def accumulates(node: Any) -> bool:
+    """Whether the backward that runs through ``node`` accumulates into leaves.
+
+    True for ``backward()``, False for ``torch.autograd.grad``: that one runs no AccumulateGrad
+    node. Needed only to tell the two apart when no parameter is reached; follows one path of the
+    graph from ``node`` to its first leaf.
+    """
+    while True:
+        parents = [parent for parent, _ in node.next_functions if parent is not None]
+        if not parents:
+            return bool(will_engine_execute([node]))
+        leaves = [parent for parent in parents if hasattr(parent, "variable")]
+        if leaves:
+            return any(will_engine_execute(leaves) or ())
+        node = parents[0]

@@ -1,0 +1,95 @@
+"""Do all ranks hold the same model? Every rank gets the answer, and the same one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Names in one error message; the rest is counted.
+_SHOWN = 10
+
+
+def describe(
+    params: Iterable[tuple[str, Tensor]],
+    buffers: Iterable[tuple[str, Tensor]],
+    options: Mapping[str, Any],
+) -> dict[str, dict[str, str]]:
+    """What must be equal on all ranks, in words: parameters, buffers and options by name."""
+    return {
+        "parameter": {name: _describe_tensor(param) for name, param in params},
+        "buffer": {name: _describe_tensor(buffer) for name, buffer in buffers},
+        "option": {name: repr(value) for name, value in options.items()},
+    }
+
+
+def verify_same(
+    description: dict[str, dict[str, str]], group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Compare descriptions over all ranks of ``group``: one small all-gather if they agree.
+
+    Nothing that comes from another rank is unpickled: descriptions travel as JSON.
+
+    Raises:
+        RuntimeError: on EVERY rank if any two differ, naming what differs and both sides.
+    """
+    message = json.dumps(description).encode()
+    digest = hashlib.sha256(message).digest() + len(message).to_bytes(8, "little")
+    digests = _all_gather_bytes(digest, len(digest), group, device)
+    if all(other == digests[0] for other in digests):
+        return
+    longest = max(int.from_bytes(other[-8:], "little") for other in digests)
+    messages = _all_gather_bytes(message, longest, group, device)
+    descriptions = [json.loads(other.rstrip(b"\0")) for other in messages]
+    raise RuntimeError(_difference(descriptions))
+
+
+def _describe_tensor(tensor: Tensor) -> str:
+    kind = "" if tensor.requires_grad else ", frozen"
+    return f"{tuple(tensor.shape)} {tensor.dtype} strides {tensor.stride()}{kind}"
+
+
+def _all_gather_bytes(
+    message: bytes, length: int, group: dist.ProcessGroup, device: torch.device
+) -> list[bytes]:
+    """Every rank's ``message``, padded with zeros to ``length`` bytes."""
+    mine = torch.frombuffer(bytearray(message.ljust(length, b"\0")), dtype=torch.uint8).to(device)
+    gathered = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(gathered, mine, group=group)
+    return [bytes(other.cpu().tolist()) for other in gathered]
+
+
+def _difference(descriptions: Sequence[dict[str, dict[str, str]]]) -> str:
+    """The error message: what each rank has otherwise than rank 0."""
+    first = descriptions[0]
+    counts = [len(description["parameter"]) for description in descriptions]
+    lines = []
+    for rank, other in enumerate(descriptions):
+        for kind, items in first.items():
+            theirs = other[kind]
+            for name in [*items, *(name for name in theirs if name not in items)]:
+                if items.get(name) != theirs.get(name):
+                    lines.append(
+                        f"  {kind} {name!r}: rank 0 has {items.get(name, 'none of this name')}, "
+                        f"rank {rank} has {theirs.get(name, 'none of this name')}"
+                    )
+        if not lines and other != first:
+            lines.append(f"  rank {rank} has the same names as rank 0, in another order")
+    if len(lines) > _SHOWN:
+        lines[_SHOWN:] = [f"  ... and {len(lines) - _SHOWN} more"]
+    odd = next((rank for rank, number in enumerate(counts) if number != counts[0]), None)
+    heading = "DDP expects same model across all ranks, but "
+    if odd is None:
+        heading += "these differ:"
+    else:
+        heading += (
+            f"Rank 0 has {counts[0]} params, while rank {odd} has inconsistent {counts[odd]} params:"
+        )
+    return "\n".join(
+        [heading, *lines, "Build the same module with the same options on every rank."]
+    )
