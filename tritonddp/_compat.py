@@ -21,7 +21,7 @@ def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     Private by its underscore only: torch's optimizers rest on it. 0.3 us a small CPU tensor,
     where a Python loop of ``copy_`` takes 0.7.
     """
-    torch._foreach_copy_(list(targets), list(sources))
+    torch._foreach_copy_(targets, sources)  # type: ignore[arg-type]
 
 
 def will_engine_execute(nodes: Iterable[Any]) -> list[bool] | None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from tritonddp.kernels import Kernels
 from tritonddp.kernels.buffer import FlatBuffer, Layout
 
 MIB = 1024 * 1024
+
+_dtype_of = attrgetter("dtype")
 
 
 class GradientError(RuntimeError):
@@ -109,9 +112,7 @@ def gradient_strides(param: Tensor) -> tuple[int, ...]:
     return torch.empty(param.shape, device="meta").stride()
 
 
-def _dims_by_stride(
-    shape: Sequence[int], strides: Sequence[int]
-) -> list[tuple[int, int]] | None:
+def _dims_by_stride(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]] | None:
     """Strides and sizes from the innermost dimension outwards, those of size 1 left out.
 
     Two tensors of one shape with the same answer keep their elements in the same memory order.
@@ -126,6 +127,22 @@ def _dims_by_stride(
     return dims
 
 
+@dataclass(frozen=True)
+class Segment:
+    """Slots ``[first, last)`` of a bucket, which one launch flattens.
+
+    On a GPU that is the whole bucket. On the CPU it is as much as stays in the cache from the
+    moment when the gradients are made.
+    """
+
+    first: int
+    last: int
+    param_indices: list[int]
+    flat: FlatBuffer
+    strides: list[tuple[int, ...]]
+    numels: list[int]
+
+
 class Bucket:
     """Parameters whose gradients travel together, copied into the flat buffer and out of it.
 
@@ -134,6 +151,7 @@ class Bucket:
         param_indices: the reducer's numbers of the parameters, in ready order.
         names: their names, for errors.
         flat: the buffer that the collective sends.
+        segments: what is flattened at once, see :class:`Segment`.
     """
 
     def __init__(
@@ -157,27 +175,37 @@ class Bucket:
             kernels.alignment,
         )
         self.flat = FlatBuffer(layout, params[0].dtype, params[0].device)
-        self._strides = list(layout.strides)
-        self._numels = list(layout.numels)
+        self.segments = [
+            Segment(
+                first,
+                last,
+                self.param_indices[first:last],
+                self.flat if last - first == len(params) else self.flat.part(first, last),
+                list(layout.strides[first:last]),
+                list(layout.numels[first:last]),
+            )
+            for first, last in kernels.segments(layout)
+        ]
         self._dtypes = {params[0].dtype}
-        self._used: Sequence[bool] = ()
-        self._grads: list[Tensor | None] = []
+        self._used = [False] * len(params)
+        self._grads: list[Tensor | None] = [None] * len(params)
 
     @property
     def nbytes(self) -> int:
         """Bytes on the wire: payload and trailer."""
         return self.flat.data.numel() * self.flat.data.element_size()
 
-    def flatten(self, used: Sequence[bool], scale: float) -> None:
-        """Fill the buffer with ``scale * .grad`` of every parameter, and the trailer with ``used``.
+    def flatten(self, segment: Segment, used: Sequence[bool], scale: float) -> None:
+        """Write ``scale * .grad`` of the segment's parameters, and ``used``, into the buffer.
 
         One launch. A parameter without a gradient counts as zero; one that is not ``used`` but
         has a gradient of an earlier backward contributes that, as it would on this rank alone.
         """
-        self._used = used
-        self._grads = self._gradients()
+        grads = self._gradients(segment)
         self._counters.flattens += 1
-        self._kernels.flatten(self.flat, self._grads, used, scale)
+        self._kernels.flatten(segment.flat, grads, used, scale)
+        self._used[segment.first : segment.last] = used
+        self._grads[segment.first : segment.last] = grads
 
     def unflatten(self) -> None:
         """Write the reduced gradients into ``.grad``; parameters nobody used stay as they are.
@@ -185,13 +213,14 @@ class Bucket:
         One launch. Where another rank used a parameter that has no ``.grad`` here, it is made.
         Only then the host has to read the flags.
         """
-        grads, self._grads = self._grads, []
-        if any(grad is None for grad in grads):
+        grads = self._grads
+        if not all(self._used):
             for slot, flag in enumerate(self.flat.flags.tolist()):
                 if flag and grads[slot] is None:
                     grads[slot] = self.params[slot].grad = self._empty_gradient(slot)
         self._counters.unflattens += 1
         self._kernels.unflatten(self.flat, grads)
+        self._grads = [None] * len(grads)
 
     def placed_gradients(self) -> dict[int, Tensor]:
         """Gradients that live in this bucket's buffer, by parameter index."""
@@ -202,26 +231,26 @@ class Bucket:
 
     def _empty_gradient(self, slot: int) -> Tensor:
         param = self.params[slot]
-        return torch.empty_strided(
-            param.shape, self._strides[slot], dtype=param.dtype, device=param.device
-        )
+        strides = self.flat.layout.strides[slot]
+        return torch.empty_strided(param.shape, strides, dtype=param.dtype, device=param.device)
 
-    def _gradients(self) -> list[Tensor | None]:
-        """The ``.grad`` of every parameter, each in the memory order of its slot."""
-        grads = [param.grad for param in self.params]
+    def _gradients(self, segment: Segment) -> list[Tensor | None]:
+        """The ``.grad`` of the segment's parameters, each in the memory order of its slot."""
+        grads = [param.grad for param in self.params[segment.first : segment.last]]
         try:
             # Three C loops, 0.15 us a parameter. The kernels go by address, so whatever passes
             # here must really lie in memory as its slot does.
             if (
-                list(map(Tensor.stride, grads)) == self._strides  # type: ignore[arg-type]
-                and list(map(Tensor.numel, grads)) == self._numels  # type: ignore[arg-type]
-                and set(map(attrgetter("dtype"), grads)) == self._dtypes
+                list(map(Tensor.stride, grads)) == segment.strides  # type: ignore[arg-type]
+                and list(map(Tensor.numel, grads)) == segment.numels  # type: ignore[arg-type]
+                and set(map(_dtype_of, grads)) == self._dtypes
             ):
                 return grads
-        except (TypeError, RuntimeError):
+        except (TypeError, AttributeError, RuntimeError):
             pass  # a missing or a sparse gradient: look at each
         return [
-            None if grad is None else self._conform(slot, grad) for slot, grad in enumerate(grads)
+            None if grad is None else self._conform(slot, grad)
+            for slot, grad in enumerate(grads, segment.first)
         ]
 
     def _conform(self, slot: int, grad: Tensor) -> Tensor:
@@ -251,7 +280,7 @@ class Bucket:
             )
         order = _dims_by_stride(grad.shape, grad.stride())
         if grad.numel() == 0 or (
-            order is not None and order == _dims_by_stride(grad.shape, self._strides[slot])
+            order is not None and order == _dims_by_stride(grad.shape, layout.strides[slot])
         ):
             return grad
         self._counters.layout_copies += 1
@@ -266,37 +295,48 @@ class ViewBucket(Bucket):
     that lies elsewhere (the first backward, ``zero_grad(set_to_none=True)``) is copied in.
     """
 
-    def flatten(self, used: Sequence[bool], scale: float) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._kept: dict[int, Tensor] = {}
+
+    def flatten(self, segment: Segment, used: Sequence[bool], scale: float) -> None:
         """See :meth:`Bucket.flatten`. Used gradients become views here, which frees their memory."""
-        views = self.flat.views
-        # The reduction overwrites the buffer, also the slot of a parameter that no rank used in
-        # this backward but whose gradient of an earlier one lies there: keep that.
-        self._stale = [
-            (slot, views[slot].clone())
-            for slot, flag in enumerate(used)
-            if not flag and self.params[slot].grad is views[slot]
-        ]
-        super().flatten(used, scale)
-        for param, grad, view, flag in zip(self.params, self._grads, views, used, strict=True):
+        if not all(used):
+            self._keep_unused(segment, used)
+        views = segment.flat.views
+        grads = self._gradients(segment)
+        for slot, (grad, view) in enumerate(zip(grads, views, strict=True)):
+            # The same memory under another name would be copied onto itself.
+            if grad is not None and grad is not view and grad.data_ptr() == view.data_ptr():
+                grads[slot] = view
+        self._counters.flattens += 1
+        self._kernels.flatten(segment.flat, grads, used, scale)
+        self._used[segment.first : segment.last] = used
+        params = self.params[segment.first : segment.last]
+        for param, grad, view, flag in zip(params, grads, views, used, strict=True):
             if flag and grad is not view:
                 param.grad = view
-        self._grads = []
 
     def unflatten(self) -> None:
-        """Nothing to do for used parameters. Those used by other ranks only become views."""
-        for slot, grad in self._stale:
+        """Used gradients are in place already. Those that only other ranks used become views."""
+        views = self.flat.views
+        for slot, grad in self._kept.items():
+            views[slot].copy_(torch.where(self.flat.flags[slot] != 0, views[slot], grad))
+        self._kept.clear()
+        if not all(self._used):
+            for slot, flag in enumerate(self.flat.flags.tolist()):
+                if flag and not self._used[slot]:
+                    self.params[slot].grad = views[slot]
+
+    def _keep_unused(self, segment: Segment, used: Sequence[bool]) -> None:
+        """Save gradients of earlier backwards that the reduction would overwrite.
+
+        A parameter that no rank used keeps its ``.grad`` as it is, also where that is a view.
+        """
+        for slot, flag in enumerate(used, segment.first):
             view = self.flat.views[slot]
-            view.copy_(torch.where(self.flat.flags[slot] != 0, view, grad))
-        elsewhere = [
-            slot
-            for slot, flag in enumerate(self._used)
-            if not flag and self.params[slot].grad is not self.flat.views[slot]
-        ]
-        if elsewhere:
-            flags = self.flat.flags.tolist()
-            for slot in elsewhere:
-                if flags[slot]:
-                    self.params[slot].grad = self.flat.views[slot]
+            if not flag and self.params[slot].grad is view:
+                self._kept[slot] = view.clone()
 
     def placed_gradients(self) -> dict[int, Tensor]:
         """See :meth:`Bucket.placed_gradients`."""
@@ -310,7 +350,9 @@ class ViewBucket(Bucket):
 
     def adopt(self, placed: dict[int, Tensor]) -> None:
         """See :meth:`Bucket.adopt`."""
-        for index, param, view in zip(self.param_indices, self.params, self.flat.views, strict=True):
+        for index, param, view in zip(
+            self.param_indices, self.params, self.flat.views, strict=True
+        ):
             grad = placed.pop(index, None)
             if grad is not None:
                 param.grad = view.copy_(grad)

@@ -157,7 +157,10 @@ class DistributedDataParallel(nn.Module):
         )
         if init_sync:
             buffers = self._named_buffers() if init_sync_buffers else []
-            options = {"bucket sizes": caps.limits, "find_unused_parameters": find_unused_parameters}
+            options = {
+                "bucket sizes": caps.limits,
+                "find_unused_parameters": find_unused_parameters,
+            }
             verify_same(describe(params, buffers, options), self.process_group, self.device)
             self._broadcast([tensor.detach() for _, tensor in [*params, *buffers]])
         self.reducer = Reducer(
@@ -265,9 +268,7 @@ def _refuse(**arguments: Any) -> None:
             )
 
 
-def _process_group(
-    process_group: dist.ProcessGroup | None, device_mesh: Any
-) -> dist.ProcessGroup:
+def _process_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
     if process_group is not None and device_mesh is not None:
         raise ValueError("Cannot specify both process_group and device_mesh arguments.")
     if not dist.is_available():
@@ -320,7 +321,11 @@ def _check_parameters(module: nn.Module, params: Sequence[tuple[str, Tensor]]) -
                 f"{', '.join(map(str, DTYPES))}"
             )
     for name, layer in module.named_modules():
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad:
+        if (
+            isinstance(layer, nn.Embedding | nn.EmbeddingBag)
+            and layer.sparse
+            and layer.weight.requires_grad
+        ):
             raise NotImplementedError(
                 f"{name or 'the module'!r} makes sparse gradients, which tritonddp does not "
                 "reduce yet: use sparse=False"

@@ -2,9 +2,10 @@
 
 One gradient, from ``backward()`` to ``.grad``::
 
-    backward starts   _begin     ask the engine which parameters it will reach; count per bucket
+    backward starts   _begin     ask the engine which parameters it will reach, and count them
     gradient ready    hook       one counter goes down, nothing else
-    bucket full       _launch    reduction.start: one flatten, one asynchronous all-reduce
+    segment full      _fill      reduction.fill: one flatten; on a GPU a segment is a whole bucket
+    bucket full       _launch    reduction.start: one asynchronous all-reduce
     backward ends     _end       launch what is left; reduction.finish: wait, one unflatten
 """
 
@@ -15,6 +16,8 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from operator import or_
 from typing import Any
 
 import torch
@@ -27,7 +30,14 @@ from tritonddp._compat import (
     current_graph_task_id,
     queue_end_of_backward,
 )
-from tritonddp.bucket import Bucket, BucketCaps, GradientError, ViewBucket, assign_buckets
+from tritonddp.bucket import (
+    Bucket,
+    BucketCaps,
+    GradientError,
+    Segment,
+    ViewBucket,
+    assign_buckets,
+)
 from tritonddp.comm.reduction import AllReduce, Work
 from tritonddp.counters import Counters
 from tritonddp.kernels import select
@@ -91,9 +101,13 @@ class Reducer:
         self._used = [False] * count
         # The hooks work on these two lists, which are therefore changed in place only.
         self._awaited = [False] * count
-        self._pending: list[int] = []
-        self._bucket_of = [0] * count
-        self._next = 0
+        self._pending: list[int] = []  # gradients to come, per segment
+        self._segments: list[tuple[Bucket, Segment]] = []
+        self._segments_of: list[range] = []  # numbers of a bucket's segments
+        self._segment_of = [0] * count  # number of a parameter's segment
+        self._filled: list[bool] = []  # per segment
+        self._unfilled: list[int] = []  # segments that wait for gradients, per bucket
+        self._next = 0  # first bucket that is not launched
         self._in_flight: list[tuple[Bucket, Work]] = []
         # Parameters whose gradients came from an inner backward (reentrant checkpoint), which the
         # engine does not announce when the outer one starts.
@@ -156,20 +170,23 @@ class Reducer:
             self._used = list(self._used_earlier)
             return
         self._phase = Phase.REDUCING
-        self._used = [now or earlier for now, earlier in zip(reached, self._used_earlier, strict=True)]
+        self._used = list(map(or_, reached, self._used_earlier))
         self._awaited[:] = reached
         self._pending[:] = [
-            sum(map(reached.__getitem__, bucket.param_indices)) for bucket in self.buckets
+            sum(map(reached.__getitem__, segment.param_indices)) for _, segment in self._segments
         ]
         if self._inner:
             self._hold_for_inner_backwards(reached)
-        self.launch_full()
+        self._unfilled = [0] * len(self.buckets)
+        for (bucket, _), pending in zip(self._segments, self._pending, strict=True):
+            self._unfilled[bucket.index] += pending > 0
+        self._launch_full()
 
     def _hold_for_inner_backwards(self, reached: Sequence[bool]) -> None:
-        """Keep buckets back until the end whose gradients may still come, or come again."""
-        for bucket in self.buckets:
-            if any(not reached[i] or i in self._inner for i in bucket.param_indices):
-                self._pending[bucket.index] += 1
+        """Keep segments back until the end whose gradients may still come, or come again."""
+        for number, (_, segment) in enumerate(self._segments):
+            if any(not reached[i] or i in self._inner for i in segment.param_indices):
+                self._pending[number] += 1
 
     # A gradient is ready
 
@@ -180,10 +197,10 @@ class Reducer:
         reducer = weakref.ref(self)
         self._hooks = [
             node.register_hook(
-                _gradient_ready_hook(reducer, self._awaited, self._pending, index, bucket)
+                _gradient_ready_hook(reducer, self._awaited, self._pending, index, segment)
             )
-            for index, (node, bucket) in enumerate(
-                zip(self._participation.nodes, self._bucket_of, strict=True)
+            for index, (node, segment) in enumerate(
+                zip(self._participation.nodes, self._segment_of, strict=True)
             )
         ]
 
@@ -195,10 +212,11 @@ class Reducer:
             defined: False if a custom function returned ``None`` for it.
 
         Raises:
-            RuntimeError: its bucket has been sent already.
+            RuntimeError: its segment has been flattened already.
         """
         if self._phase is Phase.IDLE:
             self.begin()
+        segment = self._segment_of[index]
         if self._phase is Phase.LOCAL:
             self._used_earlier[index] |= defined
         elif self._phase is Phase.OBSERVING:
@@ -211,35 +229,53 @@ class Reducer:
             self._awaited[index] = False
             if not defined:
                 self._used[index] = self._used_earlier[index]
-            self._pending[self._bucket_of[index]] -= 1
-            self.launch_full()
+            self._pending[segment] -= 1
+            if self._pending[segment] == 0:
+                self.segment_full(segment)
         elif self._phase is Phase.REDUCING:
             self._inner.add(index)
             self._used[index] |= defined
-            if self._bucket_of[index] < self._next:
+            if self._filled[segment]:
                 raise RuntimeError(
                     f"{self._where()}: the gradient of {self._names[index]!r} arrived after its "
-                    f"bucket {self._bucket_of[index]} had been sent. It comes from an inner "
-                    "backward (torch.utils.checkpoint with use_reentrant=True) that was not there "
-                    "in the first step. From the next step on such gradients are waited for; use "
-                    "use_reentrant=False to have them announced and this step work too."
+                    f"bucket {self._segments[segment][0].index} had been flattened. It comes from "
+                    "an inner backward (torch.utils.checkpoint with use_reentrant=True) that was "
+                    "not there in the first step. From the next step on such gradients are waited "
+                    "for; with use_reentrant=False they are announced and this step works too."
                 )
 
-    # A bucket is full
+    # A segment, a bucket is full
 
-    def launch_full(self) -> None:
-        """Launch the buckets that have all their gradients, in bucket order."""
+    def segment_full(self, number: int) -> None:
+        """All gradients of a segment are ready."""
         with self._launching:  # hooks of a multi-device module run on one thread per device
-            while self._next < len(self.buckets) and self._pending[self._next] == 0:
-                self._launch(self.buckets[self._next])
+            bucket, _ = self._segments[number]
+            self._fill(number)
+            self._unfilled[bucket.index] -= 1
+            self._launch_full()
 
-    def _launch(self, bucket: Bucket) -> None:
-        used = [self._used[index] for index in bucket.param_indices]
+    def _fill(self, number: int) -> None:
+        bucket, segment = self._segments[number]
+        used = [self._used[index] for index in segment.param_indices]
         try:
-            with torch.no_grad():
-                self._in_flight.append((bucket, self._reduction.start(bucket, used)))
+            # Hooks run without gradients, except under create_graph; entering costs 2 us.
+            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+                self._reduction.fill(bucket, segment, used)
         except GradientError as error:
             raise GradientError(f"{self._where()}: {error}") from None
+        self._filled[number] = True
+
+    def _launch_full(self) -> None:
+        """Launch the buckets that have all their gradients, in bucket order."""
+        while self._next < len(self.buckets) and self._unfilled[self._next] == 0:
+            self._launch(self.buckets[self._next])
+
+    def _launch(self, bucket: Bucket) -> None:
+        """Send a bucket, with zeros for the gradients that did not come."""
+        for number in self._segments_of[bucket.index]:
+            if not self._filled[number]:
+                self._fill(number)
+        self._in_flight.append((bucket, self._reduction.start(bucket)))
         self._next += 1
 
     # End of backward
@@ -268,6 +304,7 @@ class Reducer:
 
     def _reset(self) -> None:
         self._in_flight.clear()
+        self._filled = [False] * len(self._segments)
         self._awaited[:] = [False] * len(self._awaited)
         self._used_earlier = [False] * len(self._used_earlier)
         self._phase = Phase.IDLE
@@ -342,9 +379,17 @@ class Reducer:
             bucket = self._bucket_class(number, indices, params, names, kernels, self.counters)
             bucket.adopt(placed)
             self.buckets.append(bucket)
-            for index in indices:
-                self._bucket_of[index] = number
-        self._pending[:] = [0] * len(self.buckets)
+        self._segments.clear()
+        self._segments_of.clear()
+        for bucket in self.buckets:
+            before = len(self._segments)
+            for segment in bucket.segments:
+                for index in segment.param_indices:
+                    self._segment_of[index] = len(self._segments)
+                self._segments.append((bucket, segment))
+            self._segments_of.append(range(before, len(self._segments)))
+        self._pending[:] = [0] * len(self._segments)
+        self._filled = [False] * len(self._segments)
         self._install_hooks()
 
 
@@ -357,19 +402,19 @@ def _gradient_ready_hook(
     awaited: list[bool],
     pending: list[int],
     index: int,
-    bucket: int,
+    segment: int,
 ) -> Callable[[Any, tuple[Tensor | None, ...]], None]:
     """Hook on an AccumulateGrad node. It runs once a parameter and step: keep it short."""
 
     def gradient_ready(_: Any, grads: tuple[Tensor | None, ...]) -> None:
         if awaited[index] and grads[0] is not None:
             awaited[index] = False
-            pending[bucket] -= 1
-            if pending[bucket]:
+            pending[segment] -= 1
+            if pending[segment]:
                 return
             owner = reducer()
             if owner is not None:
-                owner.launch_full()
+                owner.segment_full(segment)
             return
         owner = reducer()
         if owner is not None:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from tritonddp.bucket import Bucket
+from tritonddp.bucket import Bucket, Segment
 from tritonddp.counters import Counters
 
 
@@ -27,11 +27,14 @@ class Reduction(Protocol):
     them in the same order, so the collectives of a reduction match without further agreement.
     """
 
-    def start(self, bucket: Bucket, used: Sequence[bool]) -> Work:
-        """Flatten ``bucket`` on the current stream and issue its collective asynchronously.
+    def fill(self, bucket: Bucket, segment: Segment, used: Sequence[bool]) -> None:
+        """Flatten a segment of ``bucket``, whose gradients are ready, on the current stream.
 
-        ``used`` says for each parameter of the bucket whether this rank's backward reached it.
+        ``used`` says for each of its parameters whether this rank's backward reached it.
         """
+
+    def start(self, bucket: Bucket) -> Work:
+        """All segments are filled: issue the collective asynchronously."""
 
     def finish(self, bucket: Bucket, work: Work) -> None:
         """Wait for the collective and bring the result into ``.grad``."""
@@ -49,10 +52,17 @@ class AllReduce:
         self._scale = 1.0 / process_group.size()
         self._counters = counters
 
-    def start(self, bucket: Bucket, used: Sequence[bool]) -> Work:
+    def fill(self, bucket: Bucket, segment: Segment, used: Sequence[bool]) -> None:
+        """See :meth:`Reduction.fill`."""
+        bucket.flatten(segment, used, self._scale)
+
+    def start(self, bucket: Bucket) -> Work:
         """See :meth:`Reduction.start`."""
-        bucket.flatten(used, self._scale)
-        return self._all_reduce(bucket)
+        self._counters.collectives += 1
+        self._counters.wire_bytes += bucket.nbytes
+        work = dist.all_reduce(bucket.flat.data, group=self._group, async_op=True)
+        assert work is not None  # None is for ranks outside the group only
+        return work
 
     def start_poisoned(self, bucket: Bucket) -> Work:
         """Take part in the collective of ``bucket`` with NaN instead of gradients.
@@ -62,16 +72,9 @@ class AllReduce:
         """
         bucket.flat.payload.fill_(torch.nan)
         bucket.flat.flags.zero_()
-        return self._all_reduce(bucket)
+        return self.start(bucket)
 
     def finish(self, bucket: Bucket, work: Work) -> None:
         """See :meth:`Reduction.finish`."""
         work.wait()
         bucket.unflatten()
-
-    def _all_reduce(self, bucket: Bucket) -> Work:
-        self._counters.collectives += 1
-        self._counters.wire_bytes += bucket.nbytes
-        work = dist.all_reduce(bucket.flat.data, group=self._group, async_op=True)
-        assert work is not None  # None is for ranks outside the group only
-        return work

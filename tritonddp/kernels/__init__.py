@@ -1,9 +1,79 @@
+"""Device code, each kernel next to its plain-torch twin, and the choice between the two.
+
+Imports without Triton; only the kernels of a CUDA or ROCm device need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from tritonddp.kernels import reference
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from tritonddp.kernels.buffer import FlatBuffer, Layout
+
+__all__ = ["Kernels", "select"]
+
+
 @dataclass(frozen=True)
 class Kernels:
-    flatten: object
-    unflatten: object
+    """The kernels of one kind of device.
+
+    Attributes:
+        flatten: ``flatten(flat, grads, used, scale)``, see ``reference.flatten``.
+        unflatten: ``unflatten(flat, grads)``, see ``reference.unflatten``.
+        alignment: what these kernels want of ``Layout.of``, in elements.
+        segments: cuts a layout into runs of slots ``[first, last)``, each flattened by one launch.
+    """
+
+    flatten: Callable[[FlatBuffer, Sequence[Tensor | None], Sequence[bool], float], None]
+    unflatten: Callable[[FlatBuffer, Sequence[Tensor | None]], None]
     alignment: int
-def select(device):
-    return Kernels(reference.flatten, reference.unflatten, reference.ALIGNMENT)
+    segments: Callable[[Layout], list[tuple[int, int]]]
+
+
+def select(device: torch.device) -> Kernels:
+    """The kernels for tensors on ``device``: Triton on GPUs, plain torch on the CPU.
+
+    Raises:
+        RuntimeError: there are no kernels for this kind of device, Triton is not installed, or
+            it is in interpreter mode.
+    """
+    return _for_device_type(device.type)
+
+
+@cache
+def _for_device_type(device_type: str) -> Kernels:
+    if device_type == "cpu":
+        from tritonddp.kernels import reference
+
+        return Kernels(
+            reference.flatten, reference.unflatten, reference.ALIGNMENT, reference.segments
+        )
+    if device_type != "cuda":
+        raise RuntimeError(
+            f"tritonddp has no kernels for {device_type!r} tensors; it supports 'cuda' (NVIDIA, "
+            "and AMD through ROCm) and 'cpu': move the module there before wrapping it"
+        )
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise RuntimeError(
+            f"tritonddp needs Triton for 'cuda' tensors, but importing it failed ({error}): "
+            "pip install 'triton>=3.6'"
+        ) from error
+    from tritonddp.kernels import flatten, table, unflatten
+
+    if flatten.INTERPRETED:
+        # The interpreter would follow device addresses on the host, and crash without a word.
+        raise RuntimeError(
+            "Triton's interpreter cannot reach 'cuda' gradients by address: unset TRITON_INTERPRET"
+        )
+    return Kernels(flatten.flatten, unflatten.unflatten, table.ALIGNMENT, _whole)
+
+
+def _whole(layout: Layout) -> list[tuple[int, int]]:
+    """A launch costs more than a cache saves: a bucket is flattened at once."""
+    return [(0, len(layout.numels))]

@@ -10,8 +10,10 @@ Offsets and sizes are in elements of the buffer's dtype, the *wire* dtype.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -74,6 +76,25 @@ class Layout:
             numel=_round_up(end + len(numels), alignment),
         )
 
+    def part(self, first: int, last: int) -> Layout:
+        """The layout of slots ``[first, last)`` alone, at the same places of the same buffer."""
+        return Layout(
+            shapes=self.shapes[first:last],
+            strides=self.strides[first:last],
+            numels=self.numels[first:last],
+            offsets=self.offsets[first:last],
+            flags_offset=self.flags_offset + first,
+            numel=self.numel,
+        )
+
+    @cached_property
+    def gapless(self) -> tuple[int, int] | None:
+        """First element and end of the gradients, if nothing lies between them."""
+        if not self.numels:
+            return 0, 0
+        first, end = self.offsets[0], self.offsets[-1] + self.numels[-1]
+        return (first, end) if sum(self.numels) == end - first else None
+
 
 class FlatBuffer:
     """The storage of one bucket: ``data`` is what the collective sends.
@@ -102,3 +123,12 @@ class FlatBuffer:
             )
         ]
         self.tables: Any = None
+
+    def part(self, first: int, last: int) -> FlatBuffer:
+        """Slots ``[first, last)`` as a flat buffer of their own, in the same storage."""
+        part = copy.copy(self)
+        part.layout = self.layout.part(first, last)
+        part.flags = self.flags[first:last]
+        part.views = self.views[first:last]
+        part.tables = None
+        return part

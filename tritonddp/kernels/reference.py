@@ -6,6 +6,8 @@ Same names, same signatures and the same bits as ``flatten.py`` and ``unflatten.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
+from types import NoneType
 
 import torch
 from torch import Tensor
@@ -16,10 +18,8 @@ from tritonddp.kernels.buffer import FlatBuffer, Layout
 # No gaps in the buffer: on the CPU nothing is gained by aligned gradients.
 ALIGNMENT = 1
 
-# A gradient of more elements than this is scaled on the way, in one pass over memory. Smaller
-# ones are cheaper to copy together and to scale while they are still in the cache (1 MiB in fp32).
-_SMALL = 16_384
-_RUN = 262_144
+# Elements that are flattened at once, 512 KiB in fp32: gradient and bucket fit into a level-2 cache.
+_SEGMENT = 131_072
 
 
 def compute_dtype(source: torch.dtype, wire: torch.dtype) -> torch.dtype:
@@ -43,17 +43,20 @@ def flatten(
         scale: factor, applied in :func:`compute_dtype` before the cast to the wire dtype.
     """
     wire = flat.data.dtype
-    source = next((grad.dtype for grad in grads if grad is not None), wire)
-    if source is wire:
-        if flat.tables is None:
-            flat.tables = _runs(flat.layout)
-        for first, last in flat.tables:
-            _flatten_run(flat, grads, first, last, scale)
+    source = wire
+    for grad in grads:
+        if grad is not None:
+            source = grad.dtype
+            break
+    if len(grads) > 1 and source is wire and flat.layout.gapless is not None:
+        _flatten_together(flat, grads, scale)
     else:
         compute = compute_dtype(source, wire)
         for view, grad in zip(flat.views, grads, strict=True):
             if grad is None:
                 view.zero_()
+            elif source is wire:
+                torch.mul(grad, scale, out=view)
             else:
                 view.copy_(torch.mul(grad.to(compute), scale))
     if all(used):
@@ -68,59 +71,56 @@ def unflatten(flat: FlatBuffer, grads: Sequence[Tensor | None]) -> None:
     A gradient whose used flag is zero (no rank used the parameter) is left untouched, and so
     is a slot whose gradient is ``None``.
     """
-    targets, sources = [], []
-    for flag, grad, view in zip(flat.flags.tolist(), grads, flat.views, strict=True):
-        if flag and grad is not None:
-            targets.append(grad)
-            sources.append(view)
+    targets, sources = grads, flat.views
+    flags = flat.flags.tolist()
+    if NoneType in map(type, grads) or not all(flags):
+        pairs = [
+            (grad, view)
+            for flag, grad, view in zip(flags, grads, flat.views, strict=True)
+            if flag and grad is not None
+        ]
+        targets, sources = [grad for grad, _ in pairs], [view for _, view in pairs]
     if targets:
-        foreach_copy_(targets, sources)
+        foreach_copy_(targets, sources)  # type: ignore[arg-type]
 
 
-def _runs(layout: Layout) -> list[tuple[int, int]]:
-    """Cut the slots into runs ``[first, last)``: large gradients alone, small ones together.
+def segments(layout: Layout) -> list[tuple[int, int]]:
+    """Cut a bucket into runs of slots ``[first, last)`` that are flattened at once.
 
-    The slots of a run touch each other in the buffer, so that one multiplication scales all.
+    On the CPU a gradient is best moved while it is in the cache. So a large one goes alone, as
+    soon as it is ready, and smaller ones go together, where one call costs less than many.
     """
-    runs: list[tuple[int, int]] = []
+    cuts: list[tuple[int, int]] = []
     first, size = 0, 0
     for slot, numel in enumerate(layout.numels):
-        joins = (
-            slot > first
-            and numel <= _SMALL
-            and layout.numels[slot - 1] <= _SMALL
-            and size + numel <= _RUN
-            and layout.offsets[slot - 1] + layout.numels[slot - 1] == layout.offsets[slot]
-        )
-        if slot > first and not joins:
-            runs.append((first, slot))
+        if slot > first and size + numel > _SEGMENT:
+            cuts.append((first, slot))
             first, size = slot, 0
         size += numel
-    if layout.numels:
-        runs.append((first, len(layout.numels)))
-    return runs
+    cuts.append((first, len(layout.numels)))
+    return cuts
 
 
-def _flatten_run(
-    flat: FlatBuffer, grads: Sequence[Tensor | None], first: int, last: int, scale: float
-) -> None:
-    """Flatten slots ``[first, last)``, whose gradients have the wire dtype already."""
-    if last - first == 1:
-        view, grad = flat.views[first], grads[first]
-        if grad is None:
-            view.zero_()
-        else:
-            torch.mul(grad, scale, out=view)
-        return
-    targets, sources = [], []
-    for view, grad in zip(flat.views[first:last], grads[first:last], strict=True):
-        if grad is None:
-            view.zero_()
-        elif grad is not view:
-            targets.append(view)
-            sources.append(grad)
-    if targets:
-        foreach_copy_(targets, sources)
-    layout = flat.layout
-    end = layout.offsets[last - 1] + layout.numels[last - 1]
-    flat.data[layout.offsets[first] : end].mul_(scale)
+def _flatten_together(flat: FlatBuffer, grads: Sequence[Tensor | None], scale: float) -> None:
+    """Flatten gradients of the wire dtype that touch in the buffer: copy all, then scale all."""
+    assert flat.layout.gapless is not None
+    first, end = flat.layout.gapless
+    targets, sources = flat.views, grads
+    missing = NoneType in map(type, grads)
+    if missing or any(map(is_, grads, flat.views)):
+        pairs = [
+            (view, grad)
+            for view, grad in zip(flat.views, grads, strict=True)
+            if grad is not None and grad is not view
+        ]
+        targets, sources = [view for view, _ in pairs], [grad for _, grad in pairs]
+    if len(targets) == len(grads) and set(map(len, flat.layout.shapes)) == {1}:
+        # A third of the time of separate copies, but for vectors only.
+        torch.cat(sources, out=flat.data[first:end])  # type: ignore[arg-type]
+    elif targets:
+        foreach_copy_(targets, sources)  # type: ignore[arg-type]
+    flat.data[first:end].mul_(scale)
+    if missing:
+        for view, grad in zip(flat.views, grads, strict=True):
+            if grad is None:
+                view.zero_()

@@ -1,0 +1,83 @@
+# make demo    train the digits on 2 processes, stock DDP beside tritonddp
+# make test    the tests (make test TORCH=2.11.0: against another torch, in a venv of its own)
+# make lint    formatter, linter, type checker
+# make gpu     tests and benchmarks that need a CUDA device, with this machine's own $(PYTHON)
+# make clean   remove what the others have made
+#
+# PYTHON=python3.12 chooses the interpreter, ARGS="..." goes on to pytest or to the example.
+
+PYTHON ?= python3
+TORCH ?=
+ARGS ?=
+RESULTS := benchmarks/results
+
+# The Triton that each torch release asks for on Linux (its own metadata), since builds of torch
+# without CUDA do not ask for any.
+TRITON_FOR_2.11 := 3.6.0
+TRITON_FOR_2.12 := 3.7.1
+TRITON_FOR_2.13 := 3.7.1
+TRITON_FOR_2.14 := 3.8.0
+TRITON_FOR_2.15 := 3.9.0
+TRITON_FOR_2.12.0 := 3.7.0
+torch_minor = $(word 1,$(subst ., ,$(TORCH))).$(word 2,$(subst ., ,$(TORCH)))
+TRITON ?= $(or $(TRITON_FOR_$(TORCH)),$(TRITON_FOR_$(torch_minor)))
+
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
+
+.PHONY: demo test lint gpu clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.demo-installed
+	@echo "Training the digits on 2 processes, with stock DDP and then with tritonddp ..."
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train.py --task digits --ddp both $(ARGS)
+
+test: $(VENV)/.test-installed
+	@echo "Running the tests (minutes: many of them start processes) ..."
+	@$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+lint: $(VENV)/.test-installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# No venv and no network: a machine with a GPU usually has the torch that fits its driver. Both parts
+# run even if the first fails, and neither may take longer than its share of ten minutes.
+gpu:
+	@$(PYTHON) -c 'import torch, pytest; assert torch.cuda.is_available()' 2>/dev/null || { \
+	echo "make gpu: nothing was run: $(PYTHON) needs torch, pytest and a CUDA device that torch sees" >&2; exit 2; }
+	@mkdir -p $(RESULTS)
+	@echo "Running the GPU tests, then the GPU benchmarks into $(RESULTS)/ (under 10 minutes) ..."
+	@export PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"; status=0; \
+	timeout -k 10 285 $(PYTHON) -m pytest -m gpu tests $(ARGS) || status=$$?; \
+	timeout -k 10 285 $(PYTHON) benchmarks/gpu.py || status=$$?; \
+	exit $$status
+
+clean:
+	rm -rf .venv .venv-torch-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.demo-installed: $(VENV)/constraints.txt pyproject.toml
+	@echo "Installing PyTorch and friends into $(VENV) (about a minute, once) ..."
+	@$(PIP) -e ".[examples]"
+	@touch $@
+
+$(VENV)/.test-installed: $(VENV)/constraints.txt pyproject.toml
+	@echo "Installing PyTorch, pytest and friends into $(VENV) (about a minute, once) ..."
+	@$(PIP) -e ".[test,examples]"
+	@touch $@
+
+# The venv, and in it the pins that it was made with.
+$(VENV)/constraints.txt: constraints.txt
+ifneq ($(TORCH),)
+	@test -n "$(TRITON)" || { echo "make: no Triton is known for TORCH=$(TORCH); add TRITON=<version>" >&2; exit 2; }
+endif
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("tritonddp needs Python 3.10 or newer, $(PYTHON) is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
+	@$(PYTHON) -m venv $(VENV) || { echo "make: $(PYTHON) -m venv failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
+ifeq ($(TORCH),)
+	@cp constraints.txt $@
+else
+	@sed -E '/^(torch|triton)==/d' constraints.txt >$@
+	@printf 'torch==%s\ntriton==%s\n' "$(TORCH)" "$(TRITON)" >>$@
+endif

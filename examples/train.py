@@ -1,0 +1,339 @@
+"""Train a model on several processes, with torch's DistributedDataParallel or with tritonddp's.
+
+    torchrun --standalone --nproc-per-node 2 examples/train.py --task digits
+    torchrun --standalone --nproc-per-node 2 examples/train.py --task text --ddp both
+
+At the end rank 0 prints
+  - loss and accuracy over all held-out data, each rank having evaluated its share of it;
+  - steps per second of the training loop, without its first tenth;
+  - the gradient-sync time of a step. After training, backwards of one batch are timed in turn, one
+    under ddp.no_sync() and one synchronised, from a barrier until the gradients are there. The
+    figure is the difference of the two medians on rank 0: what the synchronisation adds to a
+    backward, the wait for slower ranks included. It can be below zero where it is smaller than
+    the noise. Nothing of this reaches the result: no optimizer step is taken, and the state of
+    the model (batch statistics) is put back;
+  - whether all ranks hold the same bits. Parameters are compared as training left them. Batch
+    statistics are different on each rank after a forward, with stock DDP as with tritonddp, until
+    the next forward brings rank 0's to all; so buffers are compared after one more forward.
+    If a tensor differs, its name is printed and the exit status is 1.
+
+Training is deterministic: the same seed and number of processes give the same result. The text is
+that of the Python that runs the example, so its figures depend on the Python version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from statistics import median
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from tasks import TASKS, Task, UsageError
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel as StockDDP
+from tqdm import tqdm
+
+from tritonddp import DistributedDataParallel as TritonDDP
+
+WRAPPERS: dict[str, Callable[..., Any]] = {"stock": StockDDP, "triton": TritonDDP}
+
+
+@dataclass
+class Run:
+    """One trained model and what was measured on it; times in milliseconds."""
+
+    ddp: Any
+    steps_per_second: float
+    loss: float = math.nan
+    accuracy: float = math.nan
+    local_ms: list[float] = field(default_factory=list)
+    synchronised_ms: list[float] = field(default_factory=list)
+    difference: str | None = None  # the first tensor that is not the same on all ranks
+
+
+def train(task: Task, name: str, args: argparse.Namespace, device: torch.device) -> Run:
+    """Train from the seed: same start, same batches, whatever ``name`` of ``WRAPPERS`` it is."""
+    torch.manual_seed(args.seed)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    ddp = WRAPPERS[name](
+        task.make_model().to(device),
+        device_ids=[device] if device.type == "cuda" else None,
+        bucket_cap_mb=args.bucket_cap_mb,
+        gradient_as_bucket_view=args.gradient_as_bucket_view,
+    )
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=args.lr)
+    warmup = max(1, args.steps // 10)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min((step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * step / args.steps)),
+    )
+    batches = shards(len(task.inputs), args.batch_size, rank, world_size, args.seed)
+    for step in progress(args.steps, f"{task.name}, {name}"):
+        if step == warmup:
+            wait_for(device)
+            started = time.perf_counter()
+        indices = next(batches)
+        logits = ddp(task.inputs[indices].to(device))
+        loss = batch_loss(logits, task.targets[indices].to(device))
+        loss.backward()  # here gradients are averaged over the ranks
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    wait_for(device)
+    return Run(ddp, (args.steps - warmup) / (time.perf_counter() - started))
+
+
+def batch_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """Cross-entropy in nats per target; logits ... x classes, targets ..."""
+    return cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=reduction)
+
+
+def shards(size: int, batch_size: int, rank: int, world_size: int, seed: int) -> Iterator[Tensor]:
+    """Indices of this rank's batches, without end: every epoch all ranks draw the same
+    permutation of all samples, and each takes every ``world_size``-th of it."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = size // (batch_size * world_size)  # the rest, too few for all ranks, sits out
+    while True:
+        mine = torch.randperm(size, generator=generator)[rank::world_size]
+        yield from mine[: batches * batch_size].split(batch_size)
+
+
+@torch.no_grad()
+def evaluate(task: Task, run: Run, device: torch.device) -> None:
+    """Loss and accuracy over all held-out data: each rank sums over its share, then all add up."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = run.ddp.module.eval()
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, count
+    for indices in torch.arange(rank, len(task.held_out_inputs), world_size).split(128):
+        logits = model(task.held_out_inputs[indices].to(device))
+        targets = task.held_out_targets[indices].to(device)
+        correct = (logits.argmax(-1) == targets).sum()
+        loss = batch_loss(logits, targets, reduction="sum")
+        sums += torch.stack([loss.double(), correct.double(), sums.new_tensor(targets.numel())])
+    dist.all_reduce(sums)
+    loss_sum, correct_sum, count = sums.tolist()
+    run.loss, run.accuracy = loss_sum / count, correct_sum / count
+
+
+def measure_sync(task: Task, runs: list[Run], batch_size: int, device: torch.device) -> None:
+    """Time backwards with and without synchronisation in turn; see the top of this file."""
+    indices = next(shards(len(task.inputs), batch_size, dist.get_rank(), dist.get_world_size(), 0))
+    inputs, targets = task.inputs[indices].to(device), task.targets[indices].to(device)
+    saved = [{k: v.clone() for k, v in run.ddp.state_dict().items()} for run in runs]
+    warmup, rounds = 2, 20
+    for i in range(warmup + rounds):
+        for run in runs:
+            run.ddp.train()
+            for context, times in (
+                (run.ddp.no_sync(), run.local_ms),
+                (nullcontext(), run.synchronised_ms),
+            ):
+                run.ddp.zero_grad()
+                with context:
+                    loss = batch_loss(run.ddp(inputs), targets)
+                    wait_for(device)
+                    dist.barrier()
+                    started = time.perf_counter()
+                    loss.backward()
+                    wait_for(device)
+                if i >= warmup:
+                    times.append((time.perf_counter() - started) * 1000)
+    for run, state in zip(runs, saved, strict=True):
+        run.ddp.load_state_dict(state)
+        run.ddp.zero_grad()
+
+
+def first_difference(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Name of the first tensor whose bytes differ between ranks; every rank gets this answer."""
+    mine = {
+        name: hashlib.sha256(tensor.detach().cpu().numpy().tobytes()).digest()
+        for name, tensor in tensors
+    }
+    every: list[dict[str, bytes]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(every, mine)
+    return next((name for name in mine if any(e[name] != mine[name] for e in every)), None)
+
+
+def check_ranks(task: Task, run: Run, device: torch.device) -> None:
+    """Do all ranks hold the same bits? Parameters as they are, buffers after one more forward."""
+    run.difference = first_difference(run.ddp.module.named_parameters())
+    run.ddp.eval()
+    with torch.no_grad():
+        run.ddp(task.inputs[:1].to(device))  # DDP hands out rank 0's buffers at every forward
+    run.difference = run.difference or first_difference(run.ddp.module.named_buffers())
+
+
+def report(task: Task, runs: dict[str, Run]) -> None:
+    """Print one column for each run, and how the runs compare."""
+    per_target = f"per {task.target}"
+    rows: dict[str, Callable[[Run], str]] = {
+        f"held-out loss, nats {per_target}": lambda run: f"{run.loss:.4f}",
+        f"held-out loss, bits {per_target}": lambda run: f"{run.loss / math.log(2):.4f}",
+        "held-out accuracy, %": lambda run: f"{100 * run.accuracy:.2f}",
+        "steps per second": lambda run: f"{run.steps_per_second:.1f}",
+        "backward alone, ms": lambda run: f"{median(run.local_ms):.2f}",
+        "gradient sync, ms per step": lambda run: (
+            f"{median(run.synchronised_ms) - median(run.local_ms):.2f}"
+        ),
+        f"bit-identical on all {dist.get_world_size()} ranks": lambda run: (
+            "NO" if run.difference else "yes"
+        ),
+    }
+    print(f"\n{'':34}" + "".join(f"{name:>10}" for name in runs))
+    for label, cell in rows.items():
+        print(f"{label:34}" + "".join(f"{cell(run):>10}" for run in runs.values()))
+    for label, loss in task.baselines.items():
+        print(f"for comparison, {label} alone: {loss:.4f} nats {per_target}")
+    if len(runs) == 2:
+        stock, triton = (run.ddp.module.parameters() for run in runs.values())
+        largest = max((a - b).abs().max().item() for a, b in zip(stock, triton, strict=True))
+        note = " (bit-identical)" if largest == 0 else ""
+        print(f"largest difference of the final parameters, stock to triton: {largest:g}{note}")
+    for name, run in runs.items():
+        if run.difference:
+            print(f"ERROR: {name}: {run.difference} differs between the ranks", file=sys.stderr)
+    sys.stdout.flush()
+
+
+def progress(steps: int, label: str) -> Iterator[int]:
+    """Count steps on rank 0: a bar in a terminal, else a line now and then; silent elsewhere."""
+    if dist.get_rank() != 0:
+        yield from range(steps)
+    elif sys.stderr.isatty():
+        yield from tqdm(range(steps), desc=label, unit="step")
+    else:
+        for step in range(steps):
+            yield step
+            if (step + 1) % max(1, math.ceil(steps / 4)) == 0 or step + 1 == steps:
+                print(f"{label}: step {step + 1} of {steps}", file=sys.stderr, flush=True)
+
+
+def wait_for(device: torch.device) -> None:
+    """Let the device finish what was launched, so that a clock tells the truth."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def _at_least(kind: type, lowest: float) -> Callable[[str], Any]:
+    def parse(string: str) -> Any:
+        value = kind(string)
+        if not lowest <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{string} is not at least {lowest:g}")
+        return value
+
+    parse.__name__ = kind.__name__
+    return parse
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=TASKS, default="digits")
+    parser.add_argument("--ddp", choices=[*WRAPPERS, "both"], default="triton")
+    parser.add_argument("--steps", type=_at_least(int, 2), help="default: the task's")
+    parser.add_argument(
+        "--batch-size", type=_at_least(int, 2), help="samples per rank; default: the task's"
+    )
+    parser.add_argument("--lr", type=_at_least(float, 0), help="peak; default: the task's")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--backend", choices=["gloo", "nccl"], help="default: by device")
+    parser.add_argument("--seed", type=_at_least(int, 0), default=0)
+    parser.add_argument("--bucket-cap-mb", type=_at_least(float, 1e-6), help="default: DDP's own")
+    parser.add_argument("--gradient-as-bucket-view", action="store_true")
+    return parser.parse_args()
+
+
+def set_up(args: argparse.Namespace) -> tuple[Task, torch.device]:
+    """Check what was asked for, fill in defaults and join the other processes."""
+    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise UsageError(
+            "start it with torchrun: "
+            "torchrun --standalone --nproc-per-node 2 examples/train.py --task " + args.task
+        )
+    local_rank, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cpu")
+    if args.device == "cuda":
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if found == 0:
+            raise UsageError("--device cuda, but torch sees no CUDA device: use --device cpu")
+        if local_rank >= found:
+            raise UsageError(f"more processes than CUDA devices: use --nproc-per-node {found}")
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only so
+        torch.use_deterministic_algorithms(True)
+    elif args.backend == "nccl":
+        raise UsageError("--backend nccl moves CUDA tensors only: use --device cuda, or gloo")
+    else:
+        torch.set_num_threads(1)  # a process per core
+
+    task = TASKS[args.task]()
+    for name in ("steps", "batch_size", "lr"):
+        if getattr(args, name) is None:
+            setattr(args, name, getattr(task, name))
+    smallest = min(len(task.inputs) // args.batch_size, len(task.held_out_inputs))
+    if smallest < world_size:
+        raise UsageError(
+            f"{world_size} processes with {args.batch_size} samples each are more than the "
+            f"{len(task.inputs)} of --task {task.name} for training, or the "
+            f"{len(task.held_out_inputs)} held out: use fewer processes or a smaller --batch-size"
+        )
+    backend = args.backend or ("nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group(
+        backend,
+        timeout=timedelta(minutes=5),
+        device_id=device if backend == "nccl" else None,
+    )
+    return task, device
+
+
+def main() -> int:
+    args = parse_arguments()
+    task, device = set_up(args)
+    try:
+        if dist.get_rank() == 0:
+            size = sum(p.numel() for p in task.make_model().parameters())
+            print(
+                f"{task.name}: {len(task.inputs):,} samples for training, "
+                f"{len(task.held_out_inputs):,} held out; {size:,} parameters; "
+                f"{dist.get_world_size()} processes on {device.type} ({dist.get_backend()}); "
+                f"{args.steps} steps of {args.batch_size} samples per process",
+                flush=True,
+            )
+        runs: dict[str, Run] = {}
+        for name in WRAPPERS if args.ddp == "both" else [args.ddp]:
+            run = runs[name] = train(task, name, args, device)
+            check_ranks(task, run, device)
+            evaluate(task, run, device)
+        measure_sync(task, list(runs.values()), args.batch_size, device)
+        if dist.get_rank() == 0:
+            report(task, runs)
+        dist.barrier()  # torchrun ends all processes as soon as one fails: let rank 0 print first
+        return int(any(run.difference for run in runs.values()))
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UsageError as error:
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(3)  # rank 0 has most likely the same to say; torchrun then ends the others
+        print(f"{os.path.basename(__file__)}: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)

@@ -1,0 +1,153 @@
+"""Compile the kernels for GPUs this machine does not have, and print what the code looks like.
+
+A script, not a module of the tests: Triton must be imported without TRITON_INTERPRET, which the
+interpreter tests of the same pytest process need. Prints one JSON list of variants.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tritonddp.kernels.flatten import FLAG_BLOCK, compute_dtype, flatten_kernel
+from tritonddp.kernels.table import BLOCK
+from tritonddp.kernels.unflatten import unflatten_kernel
+
+SPELLING = {tl.float16: "fp16", tl.bfloat16: "bf16", tl.float32: "fp32", tl.float64: "fp64"}
+ALL_PAIRS = [(grad, wire) for grad in SPELLING for wire in SPELLING]
+SOME_PAIRS = [
+    (tl.float32, tl.float32),
+    (tl.float32, tl.bfloat16),
+    (tl.bfloat16, tl.bfloat16),
+    (tl.bfloat16, tl.float32),
+    (tl.float16, tl.float16),
+    (tl.float64, tl.float64),
+]
+TARGETS = {
+    "sm_80": (GPUTarget("cuda", 80, 32), SOME_PAIRS),
+    "sm_90": (GPUTarget("cuda", 90, 32), ALL_PAIRS),
+    "sm_100": (GPUTarget("cuda", 100, 32), SOME_PAIRS),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), SOME_PAIRS),
+}
+KERNELS = {
+    "flatten": (flatten_kernel, "SOURCE", ("slots", "num_chunks", "flags_offset")),
+    "unflatten": (unflatten_kernel, "TARGET", ("flags_offset",)),
+}
+
+
+def compile_variant(name: str, target: GPUTarget, grad: tl.dtype, wire: tl.dtype, aligned: bool):
+    """Compile as ``Launcher`` would: base pointers divisible by 16, integers unspecialised."""
+    kernel, grad_name, integers = KERNELS[name]
+    signature = {"chunks": "*i64", "dynamic": "*i64", "bucket": f"*{SPELLING[wire]}"}
+    divisible = [["tt.divisibility", 16]]
+    if target.backend == "hip":  # a storage below 2 GiB, as nearly every bucket is
+        divisible = [*divisible, ["tt.pointer_range", 32]]
+    attrs = {(kernel.arg_names.index(pointer),): divisible for pointer in signature}
+    signature |= dict.fromkeys(integers, "i32")
+    constexprs = {
+        grad_name: grad,
+        "COMPUTE": compute_dtype(grad, wire),
+        "BLOCK": BLOCK,
+        "ALIGNED": aligned,
+        "EMULATE": False,
+    }
+    if name == "flatten":
+        constexprs["FLAG_BLOCK"] = FLAG_BLOCK
+    signature |= dict.fromkeys(constexprs, "constexpr")
+    source = ASTSource(
+        kernel,
+        signature={argument: signature[argument] for argument in kernel.arg_names},
+        constexprs={(kernel.arg_names.index(k),): v for k, v in constexprs.items()},
+        attrs=attrs,
+    )
+    return triton.compile(source, target=target, options={"num_warps": 4})
+
+
+def nvidia_facts(compiled) -> dict:
+    ptx = compiled.asm["ptx"]
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        usage = subprocess.run(
+            [cuobjdump, "-res-usage", cubin.name], capture_output=True, text=True, check=True
+        ).stdout
+    numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+
+    def widths(operation: str) -> list[int]:
+        # For example st.global.v4.b32, or ld.global.nc.L1::evict_first.v2.b64; whatever qualifiers.
+        found = []
+        for line in re.findall(rf"\b{operation}\.global\S*", ptx):
+            vector, bits = re.search(r"(?:\.v(\d))?\.[busf](\d+)$", line).groups()
+            found.append(int(vector or 1) * int(bits) // 8)
+        return found
+
+    return {
+        "registers": numbers["REG"],
+        "spilled": numbers["STACK"] + numbers["LOCAL"],
+        "loads": widths("ld"),
+        "stores": widths("st"),
+    }
+
+
+def amd_facts(compiled) -> dict:
+    code = compiled.asm["amdgcn"]
+    bytes_of = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4}
+
+    def number(name: str) -> int:
+        return int(re.search(rf"\.{name}:\s+(\d+)", code).group(1))
+
+    def widths(operation: str) -> list[int]:
+        names = re.findall(rf"\b(?:global|buffer|flat)_{operation}_(\w+)", code)
+        return [
+            bytes_of.get(name) or (1 if "byte" in name else 2)
+            for name in names
+            if "lds" not in name
+        ]
+
+    return {
+        "registers": number("vgpr_count"),
+        "spilled": number("vgpr_spill_count")
+        + number("sgpr_spill_count")
+        + number("private_segment_fixed_size"),
+        "loads": widths("load"),
+        "stores": widths("store"),
+    }
+
+
+def main() -> None:
+    variants = []
+    for architecture, (target, pairs) in TARGETS.items():
+        for name in KERNELS:
+            for grad, wire in pairs:
+                for aligned in (True, False):
+                    compiled = compile_variant(name, target, grad, wire, aligned)
+                    facts = (nvidia_facts if target.backend == "cuda" else amd_facts)(compiled)
+                    variants.append(
+                        {
+                            "architecture": architecture,
+                            "kernel": name,
+                            "grad": SPELLING[grad],
+                            "wire": SPELLING[wire],
+                            "aligned": aligned,
+                            "shared": compiled.metadata.shared,
+                            **facts,
+                        }
+                    )
+    json.dump(variants, sys.stdout)
+
+
+if __name__ == "__main__":
+    if os.environ.get("TRITON_INTERPRET"):
+        sys.exit("unset TRITON_INTERPRET: the interpreter compiles nothing")
+    main()

@@ -1,0 +1,129 @@
+"""The code that Triton makes of the kernels, for GPUs that this machine need not have.
+
+Compiled in a process of its own: in this one the kernels may be interpreted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[2]
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
+THREADS = {"sm_80": 128, "sm_90": 128, "sm_100": 128, "gfx942": 256}
+ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
+BLOCK = 2048
+
+# Most registers a thread may take, by (aligned, fp64 on either side). Measured with Triton 3.6.0,
+# 3.7.1 and 3.9.0, most of all four architectures: 32, 48, 40 and 56. NVIDIA allots 8 at a time, so
+# that anything above the next multiple of 8 costs occupancy.
+REGISTERS = {(True, False): 32, (True, True): 48, (False, False): 40, (False, True): 56}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("compile_kernels.py"))],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def report(variants: list[dict]) -> str:
+    def widths(sizes: list[int]) -> str:
+        return " ".join(f"{n}x{size}B" for size, n in sorted(Counter(sizes).items(), reverse=True))
+
+    lines = [
+        "",
+        f"{'arch':7} {'kernel':9} {'grad':4} {'wire':4} {'aligned':7} regs spilled loads | stores",
+    ]
+    for v in variants:
+        lines.append(
+            f"{v['architecture']:7} {v['kernel']:9} {v['grad']:4} {v['wire']:4} "
+            f"{v['aligned']!s:7} {v['registers']:4} {v['spilled']:7} "
+            f"{widths(v['loads'])} | {widths(v['stores'])}"
+        )
+    return "\n".join(lines)
+
+
+def of(compiled: list[dict], architecture: str) -> list[dict]:
+    variants = [v for v in compiled if v["architecture"] == architecture]
+    assert variants, f"nothing was compiled for {architecture}"
+    return variants
+
+
+def wide(dtype: str, architecture: str) -> int:
+    """16-byte accesses a thread needs for its share of a chunk."""
+    return BLOCK * ITEMSIZE[dtype] // (16 * THREADS[architecture])
+
+
+def sides(variant: dict) -> tuple[str, str]:
+    """The dtypes loaded and stored."""
+    pair = variant["grad"], variant["wire"]
+    return pair if variant["kernel"] == "flatten" else pair[::-1]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_aligned_kernels_move_16_bytes_at_a_time(compiled, architecture):
+    wrong = []
+    for variant in of(compiled, architecture):
+        loaded, stored = sides(variant)
+        # Loads of the tables may be wide as well; stores are the body, the tail and the flags.
+        if variant["aligned"] and (
+            variant["loads"].count(16) < wide(loaded, architecture)
+            or variant["stores"].count(16) != wide(stored, architecture)
+            or len(variant["stores"]) > wide(stored, architecture) + 2
+        ):
+            wrong.append(variant)
+    assert not wrong, report(wrong)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_misaligned_kernels_keep_to_the_itemsize_at_gradients_only(compiled, architecture):
+    # A wide access to a misaligned gradient is a fault; the bucket's side can still be wide.
+    wrong = []
+    for variant in of(compiled, architecture):
+        if variant["aligned"]:
+            continue
+        loaded, stored = sides(variant)
+        elements = BLOCK // THREADS[architecture]
+        if variant["kernel"] == "flatten":
+            narrow = variant["loads"].count(ITEMSIZE[loaded]) >= elements
+            bucket = variant["stores"].count(16) == wide(stored, architecture)
+        else:
+            narrow = set(variant["stores"]) == {ITEMSIZE[stored]}
+            bucket = variant["loads"].count(16) >= wide(loaded, architecture)
+        if not (narrow and bucket):
+            wrong.append(variant)
+    assert not wrong, report(wrong)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_nothing_is_spilled_and_registers_stay_under_the_cap(compiled, architecture):
+    wrong = [
+        variant
+        for variant in of(compiled, architecture)
+        if variant["spilled"]
+        or variant["registers"] > REGISTERS[variant["aligned"], "fp64" in sides(variant)]
+    ]
+    assert not wrong, report(wrong)
+
+
+def test_all_pairs_of_dtypes_compile_for_sm_90(compiled):
+    pairs = {(v["kernel"], v["grad"], v["wire"], v["aligned"]) for v in of(compiled, "sm_90")}
+    assert len(pairs) == 2 * 16 * 2

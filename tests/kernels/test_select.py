@@ -1,0 +1,119 @@
+"""Which kernels a device gets, and what is said where there are none."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from tritonddp.kernels import reference, select
+
+
+def run(code: str, **environment: str) -> str:
+    """Run ``code`` in a process without the interpreter, and hand back what it printed."""
+    import os
+
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment
+    env["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+WITHOUT_TRITON = """
+    import sys
+
+    class NoTriton:
+        def find_spec(self, name, path=None, target=None):
+            if name.split(".")[0] == "triton":
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    sys.meta_path.insert(0, NoTriton())
+    import torch
+    from tritonddp.kernels import select
+"""
+
+
+def test_cpu_tensors_get_the_reference_even_under_the_interpreter():
+    kernels = select(torch.device("cpu"))
+    assert kernels.flatten is reference.flatten
+    assert kernels.unflatten is reference.unflatten
+    assert kernels.alignment == reference.ALIGNMENT
+
+
+def test_the_choice_is_made_once_and_cannot_be_changed():
+    kernels = select(torch.device("cpu"))
+    assert select(torch.device("cpu")) is kernels
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        kernels.alignment = 2
+
+
+@pytest.mark.parametrize("device", ["meta", "mps", "xpu"])
+def test_an_unsupported_device_is_named_with_the_supported_ones(device):
+    with pytest.raises(RuntimeError, match=f"'{device}'.*'cuda'.*'cpu'"):
+        select(torch.device(device))
+
+
+def test_cuda_tensors_are_refused_under_the_interpreter():
+    with pytest.raises(RuntimeError, match="unset TRITON_INTERPRET"):
+        select(torch.device("cuda", 0))
+
+
+def test_cuda_tensors_get_the_triton_kernels():
+    printed = run(
+        """
+        import torch
+        from tritonddp.kernels import select
+        kernels = select(torch.device("cuda", 0))
+        print(kernels.flatten.__module__, kernels.unflatten.__module__, kernels.alignment)
+        assert select(torch.device("cuda", 1)) is kernels
+        """
+    )
+    assert printed == "tritonddp.kernels.flatten tritonddp.kernels.unflatten 16"
+
+
+def test_without_triton_the_cpu_still_works():
+    printed = run(
+        WITHOUT_TRITON
+        + """
+    print(select(torch.device("cpu")).flatten.__module__)
+    """
+    )
+    assert printed == "tritonddp.kernels.reference"
+
+
+def test_without_triton_cuda_is_an_error_that_says_what_to_install():
+    printed = run(
+        WITHOUT_TRITON
+        + """
+    try:
+        select(torch.device("cuda", 0))
+    except RuntimeError as error:
+        print(error)
+    """
+    )
+    assert "pip install 'triton>=3.6'" in printed
+    assert "No module named 'triton'" in printed
+
+
+def test_the_cpu_path_does_not_import_triton():
+    printed = run(
+        """
+        import sys, torch
+        from tritonddp.kernels import select
+        select(torch.device("cpu"))
+        print([name for name in sys.modules if name.startswith("tritonddp.kernels.")])
+        """
+    )
+    assert "flatten" not in printed.replace("unflatten", "flatten")

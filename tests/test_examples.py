@@ -1,0 +1,150 @@
+"""The example does what it prints: it learns, ranks agree, both wrappers end with the same bits."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sklearn", reason="needs the extra [examples]")
+pytest.importorskip("tqdm", reason="needs the extra [examples]")
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLE = ROOT / "examples" / "train.py"
+
+
+def run(
+    *arguments: str | Path, nproc: int | None = 2, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a script under torchrun (without it if ``nproc`` is None); nothing outlives the call."""
+    launcher = [] if nproc is None else ["-m", "torch.distributed.run", "--standalone"]
+    launcher += [] if nproc is None else ["--nproc-per-node", str(nproc)]
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    process = subprocess.Popen(
+        [sys.executable, *launcher, *map(str, arguments)],
+        env={**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=90)
+    finally:
+        if process.poll() is None:
+            # torchrun puts its workers into sessions of their own, so it must end them itself.
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(timeout=40)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def row(output: str, label: str) -> list[str]:
+    """The cells of the line of the final table that begins with ``label``."""
+    match = re.search(rf"^{re.escape(label)} {{2,}}(.+)$", output, re.MULTILINE)
+    assert match, f"no line {label!r} in:\n{output}"
+    return match[1].split()
+
+
+def test_digits_are_learnt_alike_with_stock_and_triton() -> None:
+    done = run(EXAMPLE, "--task", "digits", "--steps", "60", "--ddp", "both")
+    assert done.returncode == 0, done.stderr
+    assert row(done.stdout, "bit-identical on all 2 ranks") == ["yes", "yes"]
+    assert "stock to triton: 0 (bit-identical)" in done.stdout
+    stock, triton = row(done.stdout, "held-out loss, nats per digit")
+    assert stock == triton
+    assert float(stock) < 0.3
+    assert all(float(cell) > 93 for cell in row(done.stdout, "held-out accuracy, %"))
+    assert all(float(cell) > 0 for cell in row(done.stdout, "steps per second"))
+    assert len(row(done.stdout, "gradient sync, ms per step")) == 2
+    assert done.stderr.count("step 60 of 60") == 2  # lines instead of a bar, from rank 0 alone
+
+
+def test_text_is_learnt_with_gradients_as_bucket_views() -> None:
+    done = run(
+        EXAMPLE,
+        *("--task", "text", "--steps", "12", "--batch-size", "4", "--bucket-cap-mb", "0.5"),
+        "--gradient-as-bucket-view",
+    )
+    assert done.returncode == 0, done.stderr
+    assert row(done.stdout, "bit-identical on all 2 ranks") == ["yes"]
+    (nats,) = map(float, row(done.stdout, "held-out loss, nats per character"))
+    (bits,) = map(float, row(done.stdout, "held-out loss, bits per character"))
+    assert nats < 4.2  # log(96) = 4.56 before the first step
+    assert bits == pytest.approx(nats / 0.693147, abs=1e-3)
+    assert "frequencies of character pairs alone: 2." in done.stdout
+
+
+def test_ranks_that_differ_are_found_and_named(tmp_path: Path) -> None:
+    script = tmp_path / "unsynchronised.py"
+    script.write_text(
+        f"""
+import contextlib, sys
+sys.path.insert(0, {str(EXAMPLE.parent)!r})
+import torch, train
+
+class Unsynchronised(torch.nn.Module):
+    def __init__(self, module, **_):
+        super().__init__()
+        self.module = module
+        self.no_sync = contextlib.nullcontext
+
+    def forward(self, x):
+        return self.module(x)
+
+train.WRAPPERS["triton"] = Unsynchronised
+sys.exit(train.main())
+"""
+    )
+    done = run(script, "--task", "digits", "--steps", "3")
+    assert done.returncode != 0
+    assert row(done.stdout, "bit-identical on all 2 ranks") == ["NO"]
+    assert "ERROR: triton: 0.weight differs between the ranks" in done.stderr
+    assert re.search(r"exitcode *: 1 ", done.stderr)
+
+
+ONE_RANK = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "message"),
+    [
+        ([], {}, "start it with torchrun: torchrun --standalone --nproc-per-node 2 "),
+        (["--device", "cuda"], {**ONE_RANK, "CUDA_VISIBLE_DEVICES": ""}, "use --device cpu"),
+        (["--backend", "nccl"], ONE_RANK, "use --device cuda, or gloo"),
+        (["--batch-size", "1439"], ONE_RANK, "use fewer processes or a smaller --batch-size"),
+        ([], {**ONE_RANK, "WORLD_SIZE": "45"}, "use fewer processes or a smaller --batch-size"),
+        (["--steps", "1"], ONE_RANK, "argument --steps: 1 is not at least 2"),
+    ],
+    ids=["no torchrun", "no CUDA", "nccl on CPU", "batch too large", "too many ranks", "one step"],
+)
+def test_bad_input_is_one_line_and_status_2(
+    arguments: list[str], env: dict[str, str], message: str
+) -> None:
+    done = run(EXAMPLE, *arguments, nproc=None, env=env)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("train.py: error: ")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_bad_input_under_torchrun_is_said_once() -> None:
+    done = run(EXAMPLE, "--backend", "nccl")
+    assert done.returncode != 0
+    assert done.stderr.count("train.py: error: ") == 1
+    assert re.search(r"exitcode *: 2 ", done.stderr)

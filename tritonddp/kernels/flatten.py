@@ -1,0 +1,175 @@
+"""Flatten: scale, cast and gather all gradients of a bucket, and its used flags, in one launch.
+
+Wins over one copy per gradient by the launches it saves, and over ``torch.cat`` followed by a
+scale and a cast by the passes over memory. The plain-torch twin is in ``reference.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tritonddp.kernels.buffer import FlatBuffer
+from tritonddp.kernels.launch import Launcher
+from tritonddp.kernels.table import DeviceTables
+
+TRITON_DTYPES = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+
+
+# Flags a program writes: one a thread. A whole BLOCK of int64 would cost the chunks registers.
+FLAG_BLOCK = 128
+
+
+@triton.jit
+def widen(x, TO: tl.constexpr, EMULATE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Cast ``x`` to ``TO``, fp32 or fp64, exactly.
+
+    By way of fp32, because not every backend converts bf16 to fp64. The interpreter reads
+    subnormal bf16 wrongly, hence its own way by bits.
+    """
+    if EMULATE and x.dtype == tl.bfloat16:
+        bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        return bits.to(tl.float32, bitcast=True).to(TO)
+    elif x.dtype == tl.bfloat16:
+        return x.to(tl.float32).to(TO)
+    else:
+        return x.to(TO)
+
+
+@triton.jit
+def narrow(x, TO: tl.constexpr, EMULATE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Cast ``x``, fp32 or fp64, to ``TO``, rounding to nearest even.
+
+    From fp64 to 16 bits in two steps by way of fp32, as torch does on the CPU: same bits. The
+    interpreter truncates to bf16 where the hardware rounds, hence its own way by bits.
+    """
+    if x.dtype == TO:
+        return x
+    elif EMULATE and TO == tl.bfloat16:  # noqa: SIM300
+        y = x.to(tl.float32)
+        bits = y.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where(y != y, 0x7FC0, rounded)  # the addition may carry a NaN into the sign
+        return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(tl.float32).to(TO)
+
+
+@triton.jit(do_not_specialize=["slots", "num_chunks", "flags_offset"])
+def flatten_kernel(  # type: ignore[no-untyped-def]
+    chunks,
+    dynamic,
+    bucket,
+    slots,
+    num_chunks,
+    flags_offset,
+    SOURCE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FLAG_BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """One program a chunk, then one program for each ``FLAG_BLOCK`` used flags.
+
+    The chunk's length is rounded down to 16 in the mask, or the compiler would not prove that 16
+    bytes at a time are safe; the rest is a 16-wide tail. ``multiple_of`` is the only hint it
+    takes, for a pointer in bytes and for an offset in elements.
+    """
+    wire = bucket.dtype.element_ty
+    program = tl.program_id(0)
+    if program >= num_chunks:
+        slot = (program - num_chunks).to(tl.int64) * FLAG_BLOCK + tl.arange(0, FLAG_BLOCK)
+        flag = tl.load(dynamic + slots + slot, mask=slot < slots, other=0)
+        flag = narrow(flag.to(tl.float32).to(COMPUTE), wire, EMULATE)
+        tl.store(bucket + flags_offset + slot, flag, mask=slot < slots)
+        return
+    row = chunks + program.to(tl.int64) * 4
+    address = tl.load(dynamic + tl.load(row))
+    source = address.to(tl.pointer_type(SOURCE))
+    if ALIGNED:
+        source = tl.multiple_of(source, 16)
+    source += tl.multiple_of(tl.load(row + 1), 16)
+    target = bucket + tl.multiple_of(tl.load(row + 2), 16)
+    count = tl.load(row + 3)
+    scale = tl.load(dynamic + 2 * slots).to(tl.float64, bitcast=True).to(COMPUTE)
+    present = address != 0
+    # Not as one more term of the masks: the interpreter of Triton 3.9 refuses to load with the
+    # conjunction of a block and a scalar.
+    readable = tl.where(present, count, 0)
+
+    body = (count // 16) * 16
+    offsets = tl.arange(0, BLOCK)
+    inside = offsets < body
+    x = tl.load(source + offsets, mask=offsets < (readable // 16) * 16, other=0.0)
+    x = tl.where(present, widen(x, COMPUTE, EMULATE) * scale, 0.0)  # even if scale is inf or NaN
+    tl.store(target + offsets, narrow(x, wire, EMULATE), mask=inside)
+    if body < count:
+        # New names: the compiler refuses to rebind one to another shape.
+        rest = body + tl.arange(0, 16)
+        y = tl.load(source + rest, mask=rest < readable, other=0.0)
+        y = tl.where(present, widen(y, COMPUTE, EMULATE) * scale, 0.0)
+        tl.store(target + rest, narrow(y, wire, EMULATE), mask=rest < count)
+
+
+# Decided when @triton.jit runs, once for the process.
+INTERPRETED = not isinstance(flatten_kernel, triton.JITFunction)
+
+_launch = Launcher(flatten_kernel)
+
+
+def flatten(
+    flat: FlatBuffer,
+    grads: Sequence[Tensor | None],
+    used: Sequence[bool],
+    scale: float,
+) -> None:
+    """Write ``cast(scale * grad)`` of every gradient, and the used flags, into ``flat``.
+
+    One launch on the current stream, which should be the one that produced the gradients.
+
+    Args:
+        flat: the destination; gaps and everything behind the flags stay as they are.
+        grads: one per slot, of one dtype, with the slot's shape and strides. ``None`` counts
+            as zero. A gradient may be ``flat.views[i]`` itself: it is then scaled in place.
+        used: one per slot; written to the trailer as 1 or 0.
+        scale: factor, applied in fp32 (fp64 if either dtype is) before the cast to the wire dtype.
+
+    Raises:
+        ValueError: there is not one gradient and one flag per slot.
+        TypeError: the gradients are not of one dtype, or not on the buffer's device.
+    """
+    tables = DeviceTables.of(flat)
+    wire = TRITON_DTYPES[flat.data.dtype]
+    dtype = tables.update(grads, used, scale)
+    slots = len(flat.layout.numels)
+    if slots == 0:
+        return
+    source = wire if dtype is None else TRITON_DTYPES[dtype]
+    _launch(
+        tables.num_chunks + -(-slots // FLAG_BLOCK),
+        (tables.chunks, tables.dynamic, flat.data),
+        (slots, tables.num_chunks, flat.layout.flags_offset),
+        (
+            source,
+            compute_dtype(source, wire),
+            tables.block,
+            FLAG_BLOCK,
+            tables.aligned,
+            INTERPRETED,
+        ),
+    )
+
+
+def compute_dtype(source: tl.dtype, wire: tl.dtype) -> tl.dtype:
+    """The dtype in which gradients are scaled: fp32, or fp64 if either side is fp64."""
+    return tl.float64 if tl.float64 in (source, wire) else tl.float32

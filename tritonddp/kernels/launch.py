@@ -1,0 +1,96 @@
+"""Launching compiled Triton kernels without Triton's own per-launch work.
+
+``kernel[grid](...)`` binds, specialises and looks up in Python at every launch, about 6.5 us.
+``JITFunction.warmup`` returns the compiled kernel, and that launches in about 1.3 us, but it checks
+nothing: which code fits which arguments is for the key below to know. Both are public and alike in
+Triton 3.6 to 3.9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Launches of all kernels since the import; tests and benchmarks read differences of it.
+launches = 0
+
+_INT32_MAX = 2**31 - 1
+
+
+class Launcher:
+    """One Triton kernel and its compiled variants.
+
+    The kernel's signature must begin with its tensors, then come its integers (all in
+    ``do_not_specialize``, or their values would be compiled in), then its constexprs.
+    """
+
+    def __init__(self, kernel: Any, num_warps: int = 4) -> None:
+        self.kernel = kernel
+        self.num_warps = num_warps
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(
+        self,
+        grid: int,
+        tensors: Sequence[Tensor],
+        integers: Sequence[int],
+        constexprs: Sequence[Any],
+    ) -> None:
+        """Launch ``grid`` programs on the current stream of the tensors' device.
+
+        Args:
+            grid: number of programs, at least 1.
+            tensors: all on one device.
+            integers: non-negative.
+            constexprs: hashable; dtypes as ``tl.dtype``.
+        """
+        global launches
+        device = tensors[0].device
+        with _current(device):
+            key = specialisation(device, tensors, integers, constexprs)
+            shape, arguments = (grid, 1, 1), (*tensors, *integers, *constexprs)
+            compiled = self._compiled.get(key)
+            if compiled is None:
+                compiled = self.kernel.warmup(*arguments, grid=shape, num_warps=self.num_warps)
+                if compiled is not None:
+                    if hasattr(compiled, "result"):  # Triton compiles in the background if asked to
+                        compiled = compiled.result()
+                    self._compiled[key] = compiled
+            if compiled is None:  # the interpreter compiles nothing
+                self.kernel[shape](*arguments, num_warps=self.num_warps)
+            else:
+                compiled[shape](*arguments)
+        launches += 1
+
+
+def specialisation(
+    device: torch.device,
+    tensors: Sequence[Tensor],
+    integers: Sequence[int],
+    constexprs: Sequence[Any],
+) -> tuple[Any, ...]:
+    """Everything that Triton compiles differently, as a dictionary key.
+
+    That is the device, every dtype, whether a pointer is a multiple of 16, whether an integer
+    fits 32 bits, every constexpr, and on AMD GPUs also whether a tensor's storage is below 2 GiB,
+    since the compiler then uses buffer instructions with 32-bit offsets.
+    """
+    key: list[Any] = [device.index, *constexprs]
+    for tensor in tensors:
+        key += (tensor.dtype, tensor.data_ptr() % 16 == 0)
+    for integer in integers:
+        key.append(integer <= _INT32_MAX)
+    if torch.version.hip is not None:
+        key += [tensor.untyped_storage().nbytes() <= _INT32_MAX for tensor in tensors]
+    return tuple(key)
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Make ``device`` the current one, where it is not: Triton launches on the current device."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return nullcontext()
+    return torch.cuda.device(device)

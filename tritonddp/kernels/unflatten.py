@@ -1,0 +1,93 @@
+"""Unflatten: cast and scatter a reduced bucket into all its gradients, in one launch.
+
+Wins over one copy per gradient by the launches it saves; where ``.grad`` is a view of the bucket
+nothing needs to be launched at all. The plain-torch twin is in ``reference.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tritonddp.kernels.buffer import FlatBuffer
+from tritonddp.kernels.flatten import INTERPRETED, TRITON_DTYPES, compute_dtype, narrow, widen
+from tritonddp.kernels.launch import Launcher
+from tritonddp.kernels.table import DeviceTables
+
+
+@triton.jit(do_not_specialize=["flags_offset"])
+def unflatten_kernel(  # type: ignore[no-untyped-def]
+    chunks,
+    dynamic,
+    bucket,
+    flags_offset,
+    TARGET: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """One program a chunk; mask, tail and hints as in ``flatten_kernel``.
+
+    The flag is read from the reduced trailer: whether any rank used the parameter is known on
+    the device only, and the host need not wait for it.
+    """
+    row = chunks + tl.program_id(0).to(tl.int64) * 4
+    slot = tl.load(row)
+    address = tl.load(dynamic + slot)
+    if address == 0:
+        return
+    flag = widen(tl.load(bucket + flags_offset + slot), COMPUTE, EMULATE)
+    if flag == 0.0:
+        return
+    target = address.to(tl.pointer_type(TARGET))
+    if ALIGNED:
+        target = tl.multiple_of(target, 16)
+    target += tl.multiple_of(tl.load(row + 1), 16)
+    source = bucket + tl.multiple_of(tl.load(row + 2), 16)
+    count = tl.load(row + 3)
+
+    body = (count // 16) * 16
+    offsets = tl.arange(0, BLOCK)
+    inside = offsets < body
+    x = widen(tl.load(source + offsets, mask=inside, other=0.0), COMPUTE, EMULATE)
+    tl.store(target + offsets, narrow(x, TARGET, EMULATE), mask=inside)
+    if body < count:
+        rest = body + tl.arange(0, 16)
+        y = widen(tl.load(source + rest, mask=rest < count, other=0.0), COMPUTE, EMULATE)
+        tl.store(target + rest, narrow(y, TARGET, EMULATE), mask=rest < count)
+
+
+_launch = Launcher(unflatten_kernel)
+
+
+def unflatten(flat: FlatBuffer, grads: Sequence[Tensor | None]) -> None:
+    """Copy the reduced payload of ``flat`` into ``grads``, cast to their dtype.
+
+    One launch on the current stream, which must be behind the collective; none where there is
+    nothing to write. A gradient whose used flag is zero (no rank used the parameter) is left
+    untouched, and so is a slot whose gradient is ``None``.
+
+    Args:
+        flat: the source.
+        grads: one per slot, of one dtype, with the slot's shape and strides.
+
+    Raises:
+        ValueError: there is not one gradient per slot.
+        TypeError: the gradients are not of one dtype, or not on the buffer's device.
+    """
+    tables = DeviceTables.of(flat)
+    dtype = tables.update(grads)
+    if dtype is None or tables.num_chunks == 0:
+        return
+    target = TRITON_DTYPES[dtype]
+    compute = compute_dtype(target, TRITON_DTYPES[flat.data.dtype])
+    _launch(
+        tables.num_chunks,
+        (tables.chunks, tables.dynamic, flat.data),
+        (flat.layout.flags_offset,),
+        (target, compute, tables.block, tables.aligned, INTERPRETED),
+    )
