@@ -137,7 +137,6 @@ class Segment:
 
     first: int
     last: int
-    param_indices: list[int]
     flat: FlatBuffer
     strides: list[tuple[int, ...]]
     numels: list[int]
@@ -148,7 +147,7 @@ class Bucket:
 
     Attributes:
         index: place in the launch order, the same on every rank.
-        param_indices: the reducer's numbers of the parameters, in ready order.
+        params: in launch order.
         names: their names, for errors.
         flat: the buffer that the collective sends.
         segments: what is flattened at once, see :class:`Segment`.
@@ -157,14 +156,12 @@ class Bucket:
     def __init__(
         self,
         index: int,
-        param_indices: Sequence[int],
         params: Sequence[Parameter],
         names: Sequence[str],
         kernels: Kernels,
         counters: Counters,
     ) -> None:
         self.index = index
-        self.param_indices = list(param_indices)
         self.params = list(params)
         self.names = list(names)
         self._kernels = kernels
@@ -179,7 +176,6 @@ class Bucket:
             Segment(
                 first,
                 last,
-                self.param_indices[first:last],
                 self.flat if last - first == len(params) else self.flat.part(first, last),
                 list(layout.strides[first:last]),
                 list(layout.numels[first:last]),
@@ -201,9 +197,7 @@ class Bucket:
         One launch. A parameter without a gradient counts as zero; one that is not ``used`` but
         has a gradient of an earlier backward contributes that, as it would on this rank alone.
         """
-        grads = self._gradients(segment)
-        self._counters.flattens += 1
-        self._kernels.flatten(segment.flat, grads, used, scale)
+        grads = self._flatten(segment, used, scale)
         self._used[segment.first : segment.last] = used
         self._grads[segment.first : segment.last] = grads
 
@@ -222,11 +216,11 @@ class Bucket:
         self._kernels.unflatten(self.flat, grads)
         self._grads = [None] * len(grads)
 
-    def placed_gradients(self) -> dict[int, Tensor]:
-        """Gradients that live in this bucket's buffer, by parameter index."""
+    def placed_gradients(self) -> dict[Parameter, Tensor]:
+        """Gradients that live in this bucket's buffer."""
         return {}
 
-    def adopt(self, placed: dict[int, Tensor]) -> None:
+    def adopt(self, placed: dict[Parameter, Tensor]) -> None:
         """Take gradients that live in a former bucket over, removing them from ``placed``."""
 
     def _empty_gradient(self, slot: int) -> Tensor:
@@ -234,12 +228,26 @@ class Bucket:
         strides = self.flat.layout.strides[slot]
         return torch.empty_strided(param.shape, strides, dtype=param.dtype, device=param.device)
 
-    def _gradients(self, segment: Segment) -> list[Tensor | None]:
-        """The ``.grad`` of the segment's parameters, each in the memory order of its slot."""
+    def _flatten(self, segment: Segment, used: Sequence[bool], scale: float) -> list[Tensor | None]:
+        """Flatten the segment's gradients and return them."""
         grads = [param.grad for param in self.params[segment.first : segment.last]]
+        self._counters.flattens += 1
+        if self._kernels.by_address:
+            grads = self._conform_all(segment, grads)
+            self._kernels.flatten(segment.flat, grads, used, scale)
+        else:
+            # These kernels cope with any strides, and raise where a gradient is amiss.
+            try:
+                self._kernels.flatten(segment.flat, grads, used, scale)
+            except RuntimeError:
+                self._conform_all(segment, grads)  # names it
+                raise
+        return grads
+
+    def _conform_all(self, segment: Segment, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """The gradients, each in the memory order of its slot."""
         try:
-            # Three C loops, 0.15 us a parameter. The kernels go by address, so whatever passes
-            # here must really lie in memory as its slot does.
+            # Three C loops, 0.15 us a parameter: whatever passes lies in memory as its slot does.
             if (
                 list(map(Tensor.stride, grads)) == segment.strides  # type: ignore[arg-type]
                 and list(map(Tensor.numel, grads)) == segment.numels  # type: ignore[arg-type]
@@ -304,13 +312,7 @@ class ViewBucket(Bucket):
         if not all(used):
             self._keep_unused(segment, used)
         views = segment.flat.views
-        grads = self._gradients(segment)
-        for slot, (grad, view) in enumerate(zip(grads, views, strict=True)):
-            # The same memory under another name would be copied onto itself.
-            if grad is not None and grad is not view and grad.data_ptr() == view.data_ptr():
-                grads[slot] = view
-        self._counters.flattens += 1
-        self._kernels.flatten(segment.flat, grads, used, scale)
+        grads = self._flatten(segment, used, scale)
         self._used[segment.first : segment.last] = used
         params = self.params[segment.first : segment.last]
         for param, grad, view, flag in zip(params, grads, views, used, strict=True):
@@ -338,21 +340,17 @@ class ViewBucket(Bucket):
             if not flag and self.params[slot].grad is view:
                 self._kept[slot] = view.clone()
 
-    def placed_gradients(self) -> dict[int, Tensor]:
+    def placed_gradients(self) -> dict[Parameter, Tensor]:
         """See :meth:`Bucket.placed_gradients`."""
         return {
-            index: view
-            for index, param, view in zip(
-                self.param_indices, self.params, self.flat.views, strict=True
-            )
+            param: view
+            for param, view in zip(self.params, self.flat.views, strict=True)
             if param.grad is view
         }
 
-    def adopt(self, placed: dict[int, Tensor]) -> None:
+    def adopt(self, placed: dict[Parameter, Tensor]) -> None:
         """See :meth:`Bucket.adopt`."""
-        for index, param, view in zip(
-            self.param_indices, self.params, self.flat.views, strict=True
-        ):
-            grad = placed.pop(index, None)
+        for param, view in zip(self.params, self.flat.views, strict=True):
+            grad = placed.pop(param, None)
             if grad is not None:
                 param.grad = view.copy_(grad)

@@ -15,8 +15,8 @@ import enum
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import or_
 from typing import Any
 
@@ -83,6 +83,8 @@ class Reducer:
     ) -> None:
         self.counters = Counters()
         self.buckets: list[Bucket] = []
+        # Parameters are numbered in launch order, so that those of a segment are neighbours in
+        # every list below: each is then read in one run, not at a cold address per parameter.
         self._names = [name for name, _ in named_params]
         self._params = [param for _, param in named_params]
         self._group = process_group
@@ -90,7 +92,6 @@ class Reducer:
         self._should_sync = should_sync
         self._bucket_class = ViewBucket if gradient_as_bucket_view else Bucket
         self._strict = strict
-        self._participation = Participation(self._params)
         self._reduction = AllReduce(process_group, self.counters)
 
         count = len(self._params)
@@ -102,9 +103,8 @@ class Reducer:
         # The hooks work on these two lists, which are therefore changed in place only.
         self._awaited = [False] * count
         self._pending: list[int] = []  # gradients to come, per segment
-        self._segments: list[tuple[Bucket, Segment]] = []
-        self._segments_of: list[range] = []  # numbers of a bucket's segments
-        self._segment_of = [0] * count  # number of a parameter's segment
+        self._segments: list[_Place] = []
+        self._segment_of: list[int] = []  # per parameter
         self._filled: list[bool] = []  # per segment
         self._unfilled: list[int] = []  # segments that wait for gradients, per bucket
         self._next = 0  # first bucket that is not launched
@@ -173,36 +173,22 @@ class Reducer:
         self._used = list(map(or_, reached, self._used_earlier))
         self._awaited[:] = reached
         self._pending[:] = [
-            sum(map(reached.__getitem__, segment.param_indices)) for _, segment in self._segments
+            reached[place.first : place.last].count(True) for place in self._segments
         ]
         if self._inner:
             self._hold_for_inner_backwards(reached)
         self._unfilled = [0] * len(self.buckets)
-        for (bucket, _), pending in zip(self._segments, self._pending, strict=True):
-            self._unfilled[bucket.index] += pending > 0
+        for place, pending in zip(self._segments, self._pending, strict=True):
+            self._unfilled[place.bucket.index] += pending > 0
         self._launch_full()
 
     def _hold_for_inner_backwards(self, reached: Sequence[bool]) -> None:
         """Keep segments back until the end whose gradients may still come, or come again."""
-        for number, (_, segment) in enumerate(self._segments):
-            if any(not reached[i] or i in self._inner for i in segment.param_indices):
+        for number, place in enumerate(self._segments):
+            if any(not reached[i] or i in self._inner for i in range(place.first, place.last)):
                 self._pending[number] += 1
 
     # A gradient is ready
-
-    def _install_hooks(self) -> None:
-        """Register the hooks; again whenever parameters changed buckets."""
-        for handle in self._hooks:
-            handle.remove()
-        reducer = weakref.ref(self)
-        self._hooks = [
-            node.register_hook(
-                _gradient_ready_hook(reducer, self._awaited, self._pending, index, segment)
-            )
-            for index, (node, segment) in enumerate(
-                zip(self._participation.nodes, self._segment_of, strict=True)
-            )
-        ]
 
     def gradient_ready(self, index: int, defined: bool) -> None:
         """A gradient arrived that the short path of the hook does not cover.
@@ -238,10 +224,10 @@ class Reducer:
             if self._filled[segment]:
                 raise RuntimeError(
                     f"{self._where()}: the gradient of {self._names[index]!r} arrived after its "
-                    f"bucket {self._segments[segment][0].index} had been flattened. It comes from "
-                    "an inner backward (torch.utils.checkpoint with use_reentrant=True) that was "
-                    "not there in the first step. From the next step on such gradients are waited "
-                    "for; with use_reentrant=False they are announced and this step works too."
+                    f"bucket {self._segments[segment].bucket.index} had been flattened. It comes "
+                    "from an inner backward (torch.utils.checkpoint with use_reentrant=True) that "
+                    "was not there in the first step. From the next step on such gradients are "
+                    "waited for; with use_reentrant=False they are announced beforehand."
                 )
 
     # A segment, a bucket is full
@@ -249,18 +235,17 @@ class Reducer:
     def segment_full(self, number: int) -> None:
         """All gradients of a segment are ready."""
         with self._launching:  # hooks of a multi-device module run on one thread per device
-            bucket, _ = self._segments[number]
             self._fill(number)
-            self._unfilled[bucket.index] -= 1
+            self._unfilled[self._segments[number].bucket.index] -= 1
             self._launch_full()
 
     def _fill(self, number: int) -> None:
-        bucket, segment = self._segments[number]
-        used = [self._used[index] for index in segment.param_indices]
+        if torch.is_grad_enabled():  # a backward with create_graph
+            with torch.no_grad():
+                return self._fill(number)
+        place = self._segments[number]
         try:
-            # Hooks run without gradients, except under create_graph; entering costs 2 us.
-            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-                self._reduction.fill(bucket, segment, used)
+            self._reduction.fill(place.bucket, place.segment, self._used[place.first : place.last])
         except GradientError as error:
             raise GradientError(f"{self._where()}: {error}") from None
         self._filled[number] = True
@@ -272,8 +257,8 @@ class Reducer:
 
     def _launch(self, bucket: Bucket) -> None:
         """Send a bucket, with zeros for the gradients that did not come."""
-        for number in self._segments_of[bucket.index]:
-            if not self._filled[number]:
+        for number, place in enumerate(self._segments):
+            if place.bucket is bucket and not self._filled[number]:
                 self._fill(number)
         self._in_flight.append((bucket, self._reduction.start(bucket)))
         self._next += 1
@@ -285,14 +270,12 @@ class Reducer:
         if self._phase is Phase.LOCAL:
             self._phase = Phase.IDLE
             return
-        try:
-            for bucket in self.buckets[self._next :]:
-                self._launch(bucket)
-            self._finish()
-            if self._strict:
-                self._note_unused()
-        finally:
-            self._reset()
+        for bucket in self.buckets[self._next :]:
+            self._launch(bucket)
+        self._finish()
+        if self._strict:
+            self._note_unused()
+        self._reset()
 
     def _finish(self) -> None:
         """Wait for the buckets in launch order, emptying one while the next is on its way."""
@@ -353,7 +336,7 @@ class Reducer:
         """
         assert self._ready_order is not None
         arrived, self._ready_order = self._ready_order, None
-        missing = [i for i in reversed(range(len(self._params))) if i not in arrived]
+        missing = [index for index in range(len(self._params)) if index not in arrived]
         order = torch.tensor([*arrived, *missing], device=self._params[0].device)
         dist.broadcast(order, group=self._group, group_src=0)
         self.counters.collectives += 1
@@ -361,66 +344,118 @@ class Reducer:
         self._build_buckets(order.tolist())
 
     def _build_buckets(self, order: Sequence[int]) -> None:
-        """Assign parameters to buckets by the order in which their gradients become ready."""
+        """Assign parameters to buckets by the order in which their gradients become ready.
+
+        Numbers the parameters anew, and registers hooks that know the new numbers.
+        """
         assignment = assign_buckets(self._params, order, self._caps)
-        if assignment == [bucket.param_indices for bucket in self.buckets]:
+        former = [index for indices in assignment for index in indices]
+        sizes = [len(bucket.params) for bucket in self.buckets]
+        if former == list(range(len(former))) and sizes == list(map(len, assignment)):
             return
+        self._names = [self._names[index] for index in former]
+        self._params = [self._params[index] for index in former]
+        self._inner = {number for number, index in enumerate(former) if index in self._inner}
         # Former buckets are let go before new ones are made. One lives on, by the gradients that
         # are views of it, until the last of these has moved.
-        placed: dict[int, Tensor] = {}
+        placed: dict[Parameter, Tensor] = {}
         for bucket in self.buckets:
             placed.update(bucket.placed_gradients())
-        self._in_flight.clear()
         self.buckets.clear()
-        for number, indices in enumerate(assignment):
-            params = [self._params[index] for index in indices]
-            names = [self._names[index] for index in indices]
-            kernels = select(params[0].device)
-            bucket = self._bucket_class(number, indices, params, names, kernels, self.counters)
+        self._in_flight.clear()
+        self._segments.clear()
+        self._segment_of.clear()
+        first = 0
+        for indices in assignment:
+            last = first + len(indices)
+            bucket = self._bucket_class(
+                len(self.buckets),
+                self._params[first:last],
+                self._names[first:last],
+                select(self._params[first].device),
+                self.counters,
+            )
             bucket.adopt(placed)
             self.buckets.append(bucket)
-        self._segments.clear()
-        self._segments_of.clear()
-        for bucket in self.buckets:
-            before = len(self._segments)
             for segment in bucket.segments:
-                for index in segment.param_indices:
-                    self._segment_of[index] = len(self._segments)
-                self._segments.append((bucket, segment))
-            self._segments_of.append(range(before, len(self._segments)))
+                size = segment.last - segment.first
+                self._segment_of.extend([len(self._segments)] * size)
+                self._segments.append(
+                    _Place(bucket, segment, first + segment.first, first + segment.last)
+                )
+            first = last
         self._pending[:] = [0] * len(self._segments)
         self._filled = [False] * len(self._segments)
+        self._participation = Participation(self._params)
         self._install_hooks()
+
+    def _install_hooks(self) -> None:
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks = [
+            node.register_hook(hook)
+            for node, hook in zip(
+                self._participation.nodes,
+                _gradient_ready_hooks(
+                    weakref.ref(self), self._awaited, self._pending, self._segment_of
+                ),
+                strict=True,
+            )
+        ]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A segment, its bucket, and the numbers ``[first, last)`` of its parameters."""
+
+    bucket: Bucket
+    segment: Segment
+    first: int
+    last: int
 
 
 # Hooks are plain functions that refer to the reducer weakly: autograd nodes hold them, and the
 # reducer holds the nodes, a cycle through C++ that the garbage collector could not see.
 
 
-def _gradient_ready_hook(
+GradientHook = Callable[[Any, tuple[Tensor | None, ...]], None]
+
+
+def _gradient_ready_hooks(
     reducer: weakref.ref[Reducer],
     awaited: list[bool],
     pending: list[int],
-    index: int,
-    segment: int,
-) -> Callable[[Any, tuple[Tensor | None, ...]], None]:
-    """Hook on an AccumulateGrad node. It runs once a parameter and step: keep it short."""
+    segment_of: Sequence[int],
+) -> Iterator[GradientHook]:
+    """Hooks for AccumulateGrad nodes, one a parameter. Each runs once a step: keep it short.
 
-    def gradient_ready(_: Any, grads: tuple[Tensor | None, ...]) -> None:
-        if awaited[index] and grads[0] is not None:
-            awaited[index] = False
-            pending[segment] -= 1
-            if pending[segment]:
+    What differs between them is in default arguments, and the rest in one shared closure: fewer
+    objects to fetch into the cache for each parameter.
+    """
+
+    def make(index: int, segment: int) -> GradientHook:
+        def gradient_ready(
+            _: Any,
+            grads: tuple[Tensor | None, ...],
+            index: int = index,
+            segment: int = segment,
+        ) -> None:
+            if awaited[index] and grads[0] is not None:
+                awaited[index] = False
+                pending[segment] -= 1
+                if pending[segment]:
+                    return
+                owner = reducer()
+                if owner is not None:
+                    owner.segment_full(segment)
                 return
             owner = reducer()
             if owner is not None:
-                owner.segment_full(segment)
-            return
-        owner = reducer()
-        if owner is not None:
-            owner.gradient_ready(index, grads[0] is not None)
+                owner.gradient_ready(index, grads[0] is not None)
 
-    return gradient_ready
+        return gradient_ready
+
+    return (make(index, segment) for index, segment in enumerate(segment_of))
 
 
 def _backward_start_hook(reducer: weakref.ref[Reducer]) -> Callable[[Tensor], None]:

@@ -87,7 +87,10 @@ def _difference(descriptions: Sequence[dict[str, dict[str, str]]]) -> str:
     if odd is None:
         heading += "these differ:"
     else:
-        heading += f"Rank 0 has {counts[0]} params, while rank {odd} has inconsistent {counts[odd]} params:"
+        heading += (
+            f"Rank 0 has {counts[0]} params, while rank {odd} has inconsistent {counts[odd]} "
+            "params:"
+        )
     return "\n".join(
         [heading, *lines, "Build the same module with the same options on every rank."]
     )

@@ -25,12 +25,14 @@ class Kernels:
         flatten: ``flatten(flat, grads, used, scale)``, see ``reference.flatten``.
         unflatten: ``unflatten(flat, grads)``, see ``reference.unflatten``.
         alignment: what these kernels want of ``Layout.of``, in elements.
+        by_address: they read gradients by address, which must lie in memory as their slots do.
         segments: cuts a layout into runs of slots ``[first, last)``, each flattened by one launch.
     """
 
     flatten: Callable[[FlatBuffer, Sequence[Tensor | None], Sequence[bool], float], None]
     unflatten: Callable[[FlatBuffer, Sequence[Tensor | None]], None]
     alignment: int
+    by_address: bool
     segments: Callable[[Layout], list[tuple[int, int]]]
 
 
@@ -50,7 +52,7 @@ def _for_device_type(device_type: str) -> Kernels:
         from tritonddp.kernels import reference
 
         return Kernels(
-            reference.flatten, reference.unflatten, reference.ALIGNMENT, reference.segments
+            reference.flatten, reference.unflatten, reference.ALIGNMENT, False, reference.segments
         )
     if device_type != "cuda":
         raise RuntimeError(
@@ -71,7 +73,7 @@ def _for_device_type(device_type: str) -> Kernels:
         raise RuntimeError(
             "Triton's interpreter cannot reach 'cuda' gradients by address: unset TRITON_INTERPRET"
         )
-    return Kernels(flatten.flatten, unflatten.unflatten, table.ALIGNMENT, _whole)
+    return Kernels(flatten.flatten, unflatten.unflatten, table.ALIGNMENT, True, _whole)
 
 
 def _whole(layout: Layout) -> list[tuple[int, int]]:

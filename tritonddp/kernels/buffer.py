@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 # What gradients may be, and what may be on the wire, in any combination.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -94,6 +93,11 @@ class Layout:
             return 0, 0
         first, end = self.offsets[0], self.offsets[-1] + self.numels[-1]
         return (first, end) if sum(self.numels) == end - first else None
+
+    @cached_property
+    def vectors(self) -> bool:
+        """Whether all gradients are one-dimensional."""
+        return all(len(shape) == 1 for shape in self.shapes)
 
 
 class FlatBuffer:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import is_
 from types import NoneType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,11 @@ from tritonddp.kernels.buffer import FlatBuffer, Layout
 # No gaps in the buffer: on the CPU nothing is gained by aligned gradients.
 ALIGNMENT = 1
 
-# Elements that are flattened at once, 512 KiB in fp32: gradient and bucket fit into a level-2 cache.
-_SEGMENT = 131_072
+# Gradients of fewer elements on average are copied together and then scaled together.
+_SMALL = 8_192
+# Elements that are flattened at once: 1 MiB in fp32, about a level-2 cache. Measured: smaller and
+# larger ones cost the same up to 4 MiB, and twice as much beyond 16.
+_SEGMENT = 262_144
 
 
 def compute_dtype(source: torch.dtype, wire: torch.dtype) -> torch.dtype:
@@ -48,7 +52,7 @@ def flatten(
         if grad is not None:
             source = grad.dtype
             break
-    if len(grads) > 1 and source is wire and flat.layout.gapless is not None:
+    if source is wire and flat.layout.gapless is not None and _small(flat.layout):
         _flatten_together(flat, grads, scale)
     else:
         compute = compute_dtype(source, wire)
@@ -87,25 +91,32 @@ def unflatten(flat: FlatBuffer, grads: Sequence[Tensor | None]) -> None:
 def segments(layout: Layout) -> list[tuple[int, int]]:
     """Cut a bucket into runs of slots ``[first, last)`` that are flattened at once.
 
-    On the CPU a gradient is best moved while it is in the cache. So a large one goes alone, as
-    soon as it is ready, and smaller ones go together, where one call costs less than many.
+    On the CPU a gradient is best moved while it is in the cache, that is soon after it is ready;
+    but each call costs some 10 us, so that small gradients wait for each other.
     """
     cuts: list[tuple[int, int]] = []
     first, size = 0, 0
-    for slot, numel in enumerate(layout.numels):
-        if slot > first and size + numel > _SEGMENT:
+    for slot, numel in enumerate(layout.numels, start=1):
+        size += numel
+        if size >= _SEGMENT:
             cuts.append((first, slot))
             first, size = slot, 0
-        size += numel
-    cuts.append((first, len(layout.numels)))
+    if first < len(layout.numels):
+        cuts.append((first, len(layout.numels)))
     return cuts
+
+
+def _small(layout: Layout) -> bool:
+    """Whether a call per gradient would cost more than a second pass over all of them."""
+    return sum(layout.numels) < _SMALL * len(layout.numels)
 
 
 def _flatten_together(flat: FlatBuffer, grads: Sequence[Tensor | None], scale: float) -> None:
     """Flatten gradients of the wire dtype that touch in the buffer: copy all, then scale all."""
     assert flat.layout.gapless is not None
     first, end = flat.layout.gapless
-    targets, sources = flat.views, grads
+    targets: Sequence[Tensor] = flat.views
+    sources: Any = grads
     missing = NoneType in map(type, grads)
     if missing or any(map(is_, grads, flat.views)):
         pairs = [
@@ -114,13 +125,20 @@ def _flatten_together(flat: FlatBuffer, grads: Sequence[Tensor | None], scale: f
             if grad is not None and grad is not view
         ]
         targets, sources = [view for view, _ in pairs], [grad for _, grad in pairs]
-    if len(targets) == len(grads) and set(map(len, flat.layout.shapes)) == {1}:
-        # A third of the time of separate copies, but for vectors only.
-        torch.cat(sources, out=flat.data[first:end])  # type: ignore[arg-type]
+    if len(targets) == len(grads) and flat.layout.vectors and not _overlap(flat, sources):
+        # A third of the time of separate copies, but only for vectors from elsewhere.
+        torch.cat(sources, out=flat.data[first:end])
     elif targets:
-        foreach_copy_(targets, sources)  # type: ignore[arg-type]
+        foreach_copy_(targets, sources)
     flat.data[first:end].mul_(scale)
     if missing:
         for view, grad in zip(flat.views, grads, strict=True):
             if grad is None:
                 view.zero_()
+
+
+def _overlap(flat: FlatBuffer, grads: Sequence[Tensor]) -> bool:
+    """Whether a gradient lies in the buffer, under whatever name."""
+    first = flat.data.data_ptr()
+    end = first + flat.data.numel() * flat.data.element_size()
+    return any(first <= address < end for address in map(Tensor.data_ptr, grads))
