@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
+from numbers import Real
 from operator import attrgetter
 from typing import Any
 
@@ -62,7 +63,7 @@ class BucketCaps:
             sizes = [1, 25] if bucket_cap_mb is None else [bucket_cap_mb]
             what = "bucket_cap_mb"
         for size in sizes:
-            if isinstance(size, bool) or not isinstance(size, int | float):
+            if isinstance(size, bool) or not isinstance(size, Real):
                 raise TypeError(f"{what} must be a number of MiB, got {size!r}")
             if not 0 < size < float("inf"):
                 raise ValueError(f"{what} must be positive and finite, got {size!r} MiB")
@@ -208,9 +209,11 @@ class Bucket:
         Only then the host has to read the flags.
         """
         grads = self._grads
-        if not all(self._used):
-            for slot, flag in enumerate(self.flat.flags.tolist()):
-                if flag and grads[slot] is None:
+        missing = [] if all(self._used) else [s for s, grad in enumerate(grads) if grad is None]
+        if missing:
+            flags = self.flat.flags.tolist()
+            for slot in missing:
+                if flags[slot]:
                     grads[slot] = self.params[slot].grad = self._empty_gradient(slot)
         self._counters.unflattens += 1
         self._kernels.unflatten(self.flat, grads)
@@ -308,7 +311,7 @@ class ViewBucket(Bucket):
         self._kept: dict[int, Tensor] = {}
 
     def flatten(self, segment: Segment, used: Sequence[bool], scale: float) -> None:
-        """See :meth:`Bucket.flatten`. Used gradients become views here, which frees their memory."""
+        """See :meth:`Bucket.flatten`. Used gradients become views, which frees their memory."""
         if not all(used):
             self._keep_unused(segment, used)
         views = segment.flat.views
@@ -325,9 +328,15 @@ class ViewBucket(Bucket):
         for slot, grad in self._kept.items():
             views[slot].copy_(torch.where(self.flat.flags[slot] != 0, views[slot], grad))
         self._kept.clear()
-        if not all(self._used):
-            for slot, flag in enumerate(self.flat.flags.tolist()):
-                if flag and not self._used[slot]:
+        elsewhere = [
+            slot
+            for slot, used in enumerate(self._used)
+            if not used and self.params[slot].grad is not views[slot]
+        ]
+        if elsewhere:
+            flags = self.flat.flags.tolist()
+            for slot in elsewhere:
+                if flags[slot]:
                     self.params[slot].grad = views[slot]
 
     def _keep_unused(self, segment: Segment, used: Sequence[bool]) -> None:

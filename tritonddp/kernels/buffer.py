@@ -95,6 +95,11 @@ class Layout:
         return (first, end) if sum(self.numels) == end - first else None
 
     @cached_property
+    def mean_numel(self) -> float:
+        """Average number of elements of a gradient."""
+        return sum(self.numels) / max(1, len(self.numels))
+
+    @cached_property
     def vectors(self) -> bool:
         """Whether all gradients are one-dimensional."""
         return all(len(shape) == 1 for shape in self.shapes)

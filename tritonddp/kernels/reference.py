@@ -19,7 +19,8 @@ from tritonddp.kernels.buffer import FlatBuffer, Layout
 # No gaps in the buffer: on the CPU nothing is gained by aligned gradients.
 ALIGNMENT = 1
 
-# Gradients of fewer elements on average are copied together and then scaled together.
+# Gradients of fewer elements on average are copied together and then scaled together: a second
+# pass over memory costs less than a call per gradient.
 _SMALL = 8_192
 # Elements that are flattened at once: 1 MiB in fp32, about a level-2 cache. Measured: smaller and
 # larger ones cost the same up to 4 MiB, and twice as much beyond 16.
@@ -52,17 +53,16 @@ def flatten(
         if grad is not None:
             source = grad.dtype
             break
-    if source is wire and flat.layout.gapless is not None and _small(flat.layout):
+    if source is not wire:
+        _flatten_cast(flat, grads, scale)
+    elif flat.layout.gapless is not None and flat.layout.mean_numel < _SMALL:
         _flatten_together(flat, grads, scale)
     else:
-        compute = compute_dtype(source, wire)
         for view, grad in zip(flat.views, grads, strict=True):
             if grad is None:
                 view.zero_()
-            elif source is wire:
-                torch.mul(grad, scale, out=view)
             else:
-                view.copy_(torch.mul(grad.to(compute), scale))
+                torch.mul(grad, scale, out=view)
     if all(used):
         flat.flags.fill_(1)
     else:
@@ -106,9 +106,14 @@ def segments(layout: Layout) -> list[tuple[int, int]]:
     return cuts
 
 
-def _small(layout: Layout) -> bool:
-    """Whether a call per gradient would cost more than a second pass over all of them."""
-    return sum(layout.numels) < _SMALL * len(layout.numels)
+def _flatten_cast(flat: FlatBuffer, grads: Sequence[Tensor | None], scale: float) -> None:
+    """Flatten gradients of another dtype than the wire's."""
+    for view, grad in zip(flat.views, grads, strict=True):
+        if grad is None:
+            view.zero_()
+        else:
+            wide = grad.to(compute_dtype(grad.dtype, view.dtype))
+            view.copy_(torch.mul(wide, scale))
 
 
 def _flatten_together(flat: FlatBuffer, grads: Sequence[Tensor | None], scale: float) -> None:
