@@ -11,8 +11,8 @@ class Counters:
 
     Attributes:
         reductions: backward passes that were reduced.
-        flattens: buckets flattened, one kernel launch each.
-        unflattens: buckets unflattened, one kernel launch each; none where ``.grad`` is a view.
+        flattens: kernel launches that flattened: one a bucket, on the CPU one a segment of it.
+        unflattens: kernel launches that unflattened, one a bucket; none where ``.grad`` is a view.
         collectives: collectives on gradients: one all-reduce a bucket, and one broadcast when
             the bucket order is agreed.
         wire_bytes: payload and trailer bytes handed to these collectives by this rank.

@@ -1,0 +1,135 @@
+"""Which parameters share a bucket, and in which memory order their gradients lie in it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import Parameter
+
+from tritonddp.bucket import (
+    MIB,
+    Bucket,
+    BucketCaps,
+    GradientError,
+    assign_buckets,
+    gradient_strides,
+)
+from tritonddp.counters import Counters
+from tritonddp.kernels import select
+from tritonddp.kernels.buffer import Layout
+
+CPU = torch.device("cpu")
+
+
+def caps(*limits: int) -> BucketCaps:
+    return BucketCaps(limits)
+
+
+def bucket_of(*params: Parameter) -> Bucket:
+    names = [f"p{i}" for i in range(len(params))]
+    return Bucket(0, params, names, select(CPU), Counters())
+
+
+@pytest.mark.parametrize("limits", [(400, 2000), (1,), (10**9,), (100, 300, 900)])
+def test_one_dtype_is_cut_as_stock_ddp_cuts_it(limits):
+    params = [torch.empty(n) for n in (10, 200, 3, 50, 50, 400, 1, 0, 99)]
+    expected, _ = dist._compute_bucket_assignment_by_size(params, list(limits), [False] * 9)
+    assert assign_buckets(params, range(9), caps(*limits)) == expected
+
+
+def test_dtypes_do_not_share_a_bucket_and_each_has_its_own_first_limit():
+    params = [torch.empty(10), torch.empty(10, dtype=torch.float64)] * 3
+    # 40 bytes close the first bucket of a dtype; its second one takes the rest.
+    assert assign_buckets(params, range(6), caps(40, 10**6)) == [[0], [1], [2, 4], [3, 5]]
+
+
+def test_buckets_are_launched_in_the_order_in_which_they_get_complete():
+    big, small = torch.empty(100, dtype=torch.float64), torch.empty(1)
+    params = [small, big, big, small]  # the bucket of the small ones is opened first, full last
+    assert assign_buckets(params, range(4), caps(1600)) == [[1, 2], [0, 3]]
+
+
+def test_buckets_follow_the_given_order_not_the_registration_order():
+    params = [torch.empty(10) for _ in range(4)]
+    assert assign_buckets(params, [2, 0, 3, 1], caps(80)) == [[2, 0], [3, 1]]
+
+
+def test_default_sizes_are_those_of_stock_ddp():
+    default = BucketCaps.of(None, None)
+    assert [default.limit(i) for i in range(3)] == [MIB, 25 * MIB, 25 * MIB]
+    assert [BucketCaps.of(2, None).limit(i) for i in range(2)] == [2 * MIB, 2 * MIB]
+    assert [BucketCaps.of(None, [1, 2]).limit(i) for i in range(3)] == [MIB, 2 * MIB, 2 * MIB]
+
+
+@pytest.mark.parametrize("size", [0, -1, float("nan"), float("inf")])
+def test_a_bucket_size_that_is_not_positive_is_refused(size):
+    with pytest.raises(ValueError, match="positive"):
+        BucketCaps.of(size, None)
+    with pytest.raises(ValueError, match="positive"):
+        BucketCaps.of(None, [1, size])
+
+
+@pytest.mark.parametrize("size", ["25", True, [1]])
+def test_a_bucket_size_that_is_no_number_is_refused(size):
+    with pytest.raises(TypeError, match="number of MiB"):
+        BucketCaps.of(size, None)
+
+
+def test_an_empty_list_of_bucket_sizes_is_refused():
+    with pytest.raises(ValueError, match="empty"):
+        BucketCaps.of(None, [])
+
+
+PARAMETERS = {
+    "row major": torch.empty(3, 4, 5),
+    "channels last": torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "transposed": torch.empty(4, 3).t(),
+    "size one": torch.empty(5, 1, 7),
+    "no dimension": torch.empty(()),
+    "no element": torch.empty(0, 3),
+    "with gaps": torch.empty(4, 6)[:, ::2],
+    "expanded": torch.empty(1, 6).expand(4, 6),
+}
+
+
+@pytest.mark.parametrize("kind", PARAMETERS)
+def test_slots_have_the_strides_that_autograd_gives_gradients(kind):
+    param = Parameter(PARAMETERS[kind])
+    (param * 2.0).sum().backward()
+    expected, found = param.grad.stride(), gradient_strides(param)
+    # Strides of dimensions of one element, or of tensors of none, mean nothing.
+    assert param.numel() == 0 or all(
+        a == b for a, b, size in zip(expected, found, param.shape, strict=True) if size != 1
+    )
+
+
+def test_gradients_of_the_layout_do_not_overlap_and_offsets_are_aligned():
+    layout = Layout.of([(3,), (0,), (17,), ()], [(1,), (1,), (1,), ()], alignment=16)
+    assert layout.offsets == (0, 16, 16, 48)
+    assert layout.flags_offset == 64
+    assert layout.numel == 80
+
+
+def test_flatten_and_unflatten_carry_a_gradient_through_the_buffer():
+    params = [Parameter(torch.empty(2, 3)), Parameter(torch.empty(4))]
+    bucket = bucket_of(*params)
+    grads = [torch.randn(2, 3), torch.randn(4)]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.clone()
+    before = [param.grad for param in params]
+    (segment,) = bucket.segments
+    bucket.flatten(segment, [True, True], 0.5)
+    assert bucket.flat.flags.tolist() == [1, 1]
+    bucket.flat.data.mul_(2)  # as an all-reduce of two equal ranks
+    bucket.unflatten()
+    for param, grad, same in zip(params, grads, before, strict=True):
+        assert param.grad is same  # written in place
+        assert torch.equal(param.grad, grad)
+
+
+def test_a_sparse_gradient_is_refused_by_name():
+    param = Parameter(torch.empty(4))
+    bucket = bucket_of(param, Parameter(torch.empty(1)))
+    param.grad = torch.zeros(4).to_sparse()
+    (segment,) = bucket.segments
+    with pytest.raises(GradientError, match=r"'p0' \(bucket 0\) is torch.sparse_coo"):
+        bucket.flatten(segment, [True, True], 1.0)
