@@ -235,15 +235,17 @@ class Bucket:
         """Flatten the segment's gradients and return them."""
         grads = [param.grad for param in self.params[segment.first : segment.last]]
         self._counters.flattens += 1
-        if self._kernels.by_address:
+        if self._kernels.by_address or not all(used):
+            # A gradient that this backward did not make may be anything the user has put there,
+            # also expanded, which cannot be written to.
             grads = self._conform_all(segment, grads)
             self._kernels.flatten(segment.flat, grads, used, scale)
         else:
-            # These kernels cope with any strides, and raise where a gradient is amiss.
+            # These kernels take any strides, and raise where a gradient is amiss: name it then.
             try:
                 self._kernels.flatten(segment.flat, grads, used, scale)
             except RuntimeError:
-                self._conform_all(segment, grads)  # names it
+                self._conform_all(segment, grads)
                 raise
         return grads
 

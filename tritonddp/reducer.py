@@ -272,9 +272,9 @@ class Reducer:
             return
         for bucket in self.buckets[self._next :]:
             self._launch(bucket)
-        self._finish()
         if self._strict:
             self._note_unused()
+        self._finish()
         self._reset()
 
     def _finish(self) -> None:
