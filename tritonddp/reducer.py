@@ -270,11 +270,14 @@ class Reducer:
         if self._phase is Phase.LOCAL:
             self._phase = Phase.IDLE
             return
-        for bucket in self.buckets[self._next :]:
-            self._launch(bucket)
+        while self._next < len(self.buckets):
+            self._launch(self.buckets[self._next])
         if self._strict:
             self._note_unused()
         self._finish()
+        # Nothing of the frames above may still hold a bucket: it is let go here.
+        if self._ready_order is not None:
+            self._follow_ready_order()
         self._reset()
 
     def _finish(self) -> None:
@@ -282,8 +285,7 @@ class Reducer:
         with torch.no_grad():
             for bucket, work in self._in_flight:
                 self._reduction.finish(bucket, work)
-            if self._ready_order is not None:
-                self._follow_ready_order()
+        self._in_flight.clear()
 
     def _reset(self) -> None:
         self._in_flight.clear()
@@ -303,8 +305,10 @@ class Reducer:
             return
         logger.warning("%s: the last backward did not come to its end", self._where())
         try:
-            for bucket in self.buckets[self._next :]:
+            while self._next < len(self.buckets):
+                bucket = self.buckets[self._next]
                 self._in_flight.append((bucket, self._reduction.start_poisoned(bucket)))
+                self._next += 1
             for _, work in self._in_flight:
                 work.wait()
             if self._ready_order is not None:
@@ -341,7 +345,8 @@ class Reducer:
         dist.broadcast(order, group=self._group, group_src=0)
         self.counters.collectives += 1
         self.counters.wire_bytes += order.numel() * order.element_size()
-        self._build_buckets(order.tolist())
+        with torch.no_grad():
+            self._build_buckets(order.tolist())
 
     def _build_buckets(self, order: Sequence[int]) -> None:
         """Assign parameters to buckets by the order in which their gradients become ready.
@@ -358,11 +363,12 @@ class Reducer:
         self._inner = {number for number, index in enumerate(former) if index in self._inner}
         # Former buckets are let go before new ones are made. One lives on, by the gradients that
         # are views of it, until the last of these has moved.
-        placed: dict[Parameter, Tensor] = {}
-        for bucket in self.buckets:
-            placed.update(bucket.placed_gradients())
+        placed = {
+            param: view
+            for bucket in self.buckets
+            for param, view in bucket.placed_gradients().items()
+        }
         self.buckets.clear()
-        self._in_flight.clear()
         self._segments.clear()
         self._segment_of.clear()
         first = 0

@@ -1,0 +1,80 @@
+"""The process group of a benchmark that runs under torchrun."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# Several ranks on one card: NCCL refuses two ranks of one host on one device, and takes ranks with
+# different NCCL_HOSTID for different hosts, which talk through sockets. Few blocks, one algorithm:
+# the ranks' kernels must be able to run while others wait.
+_ONE_CARD = {
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+    "NCCL_MAX_CTAS": "2",
+}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the others."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    backend: str
+
+    def barrier(self) -> None:
+        """Wait for the other ranks, and for this device to be idle."""
+        if self.backend == "nccl":
+            dist.barrier(device_ids=[self.device.index])
+        else:
+            dist.barrier()
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait for this rank's device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+@contextmanager
+def process_group(backend: str | None) -> Iterator[Ranks]:
+    """Join the ranks that torchrun started; leave them at the end.
+
+    Args:
+        backend: ``"nccl"`` puts models on CUDA devices, any other on the CPU. ``None``: NCCL where
+            torch sees a CUDA device, else gloo. CPU ranks get one thread each.
+    """
+    if "RANK" not in os.environ:
+        raise SystemExit(
+            "start this with torchrun: torchrun --standalone --nproc-per-node 2 <script>"
+        )
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    if backend == "nccl":
+        cards = torch.cuda.device_count()
+        if int(os.environ["LOCAL_WORLD_SIZE"]) > cards:
+            os.environ["NCCL_HOSTID"] = f"rank{rank}"
+            for name, value in _ONE_CARD.items():
+                os.environ.setdefault(name, value)
+        device = torch.device("cuda", local_rank % cards)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(1)
+    dist.init_process_group(backend, timeout=timedelta(minutes=2))
+    try:
+        yield Ranks(rank, dist.get_world_size(), device, backend)
+    finally:
+        dist.destroy_process_group()
