@@ -45,7 +45,7 @@ class DistributedDataParallel(nn.Module):
         init_sync: verify at construction that all ranks hold the same model, and broadcast
             parameters and buffers from rank 0.
         process_group: the ranks to average over; the default group if ``None``.
-        bucket_cap_mb: bucket size in MiB. By default 25, and 1 for the first bucket.
+        bucket_cap_mb: bucket size in MiB. By default 25, or 8 on the CPU, and 1 for the first.
         find_unused_parameters: ``None`` or ``True``: unused parameters are found automatically,
             at no cost. ``False``: an unused parameter is an error at the next forward.
         check_reduction: deprecated by torch, without effect.
@@ -116,7 +116,6 @@ class DistributedDataParallel(nn.Module):
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             lazy_bucket_allocation=lazy_bucket_allocation,
         )
-        caps = BucketCaps.of(bucket_cap_mb, bucket_cap_mb_list)
         super().__init__()
         self.process_group = _process_group(process_group, device_mesh)
         if device_mesh is not None:
@@ -133,6 +132,7 @@ class DistributedDataParallel(nn.Module):
         devices = {param.device for _, param in params}
         self.device = params[0][1].device
         self.device_type = self.device.type
+        caps = BucketCaps.of(bucket_cap_mb, bucket_cap_mb_list, self.device_type)
         self.is_multi_device_module = len(devices) > 1
         self.device_ids, self.output_device = _device_ids(device_ids, output_device, devices)
         self.dim = dim
