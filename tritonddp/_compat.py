@@ -52,6 +52,16 @@ def current_autograd_node() -> Any:
     return torch._C._current_autograd_node()
 
 
+def gradient_node(tensor: Tensor) -> Any:
+    """The autograd node that ``tensor``'s gradient goes to: AccumulateGrad for a leaf.
+
+    For a parameter of a tensor subclass, ``get_gradient_edge`` alone would go through
+    ``__torch_function__`` and return the node of a view made on the way.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.autograd.graph.get_gradient_edge(tensor).node
+
+
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward that runs on this thread is over.
 

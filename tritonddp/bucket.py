@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import count
 from numbers import Real
 from operator import attrgetter
+from types import NoneType
 from typing import Any
 
 import torch
@@ -217,11 +218,10 @@ class Bucket:
         Only then the host has to read the flags.
         """
         grads = self._grads
-        missing = [] if all(self._used) else [s for s, grad in enumerate(grads) if grad is None]
-        if missing:
-            flags = self.flat.flags.tolist()
-            for slot in missing:
-                if flags[slot]:
+        # A used parameter may lack one too: used under no_sync, and then set to None.
+        if NoneType in map(type, grads):
+            for slot, flag in enumerate(self.flat.flags.tolist()):
+                if flag and grads[slot] is None:
                     grads[slot] = self.params[slot].grad = self._empty_gradient(slot)
         self._counters.unflattens += 1
         self._kernels.unflatten(self.flat, grads)

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from tritonddp.comm.buffers import broadcast_coalesced
 from tritonddp.kernels import select
 from tritonddp.kernels.buffer import DTYPES
 from tritonddp.reducer import Reducer
-from tritonddp.verify import describe, verify_same
+from tritonddp.verify import describe, describe_error, verify_same
 
 
 class DistributedDataParallel(nn.Module):
@@ -128,13 +128,18 @@ class DistributedDataParallel(nn.Module):
             for name, param in module.named_parameters()
             if name not in self.parameters_to_ignore
         ]
-        _check_parameters(module, params)
         devices = {param.device for _, param in params}
-        self.device = params[0][1].device
+        self.device = params[0][1].device if params else torch.device("cpu")
         self.device_type = self.device.type
-        caps = BucketCaps.of(bucket_cap_mb, bucket_cap_mb_list, self.device_type)
+        try:
+            _check_module(module, params, gradient_as_bucket_view)
+            self.device_ids, self.output_device = _device_ids(device_ids, output_device, devices)
+            caps = BucketCaps.of(bucket_cap_mb, bucket_cap_mb_list, self.device_type)
+        except (RuntimeError, TypeError, ValueError) as error:
+            if init_sync:  # the other ranks must not wait for this one
+                verify_same(describe_error(error), self.process_group, self.device)
+            raise
         self.is_multi_device_module = len(devices) > 1
-        self.device_ids, self.output_device = _device_ids(device_ids, output_device, devices)
         self.dim = dim
         self.module = module
         self.find_unused_parameters = find_unused_parameters
@@ -157,10 +162,7 @@ class DistributedDataParallel(nn.Module):
         )
         if init_sync:
             buffers = self._named_buffers() if init_sync_buffers else []
-            options = {
-                "bucket sizes": caps.limits,
-                "find_unused_parameters": find_unused_parameters,
-            }
+            options = {"bucket sizes": caps.limits}
             verify_same(describe(params, buffers, options), self.process_group, self.device)
             self._broadcast([tensor.detach() for _, tensor in [*params, *buffers]])
         self.reducer = Reducer(
@@ -175,8 +177,7 @@ class DistributedDataParallel(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, with inputs moved to its device if ``device_ids`` was given."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
-            if torch.is_grad_enabled():
-                self.reducer.prepare_for_forward()
+            self.reducer.prepare_for_forward()
             if self.forward_sync_buffers and self.require_forward_param_sync:
                 self._sync_buffers()
             if self.device_ids:
@@ -225,6 +226,12 @@ class DistributedDataParallel(nn.Module):
     @broadcast_buffers.setter
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise NotImplementedError(
+            "a wrapped module cannot be copied or pickled yet: copy or save its .module, and wrap "
+            "that again"
+        )
 
     def _named_buffers(self) -> list[tuple[str, Tensor]]:
         """Buffers to synchronise, looked up each time: modules may reassign them."""
@@ -292,7 +299,9 @@ def _process_group(process_group: dist.ProcessGroup | None, device_mesh: Any) ->
     return group
 
 
-def _check_parameters(module: nn.Module, params: Sequence[tuple[str, Tensor]]) -> None:
+def _check_module(
+    module: nn.Module, params: Sequence[tuple[str, Tensor]], gradient_as_bucket_view: bool
+) -> None:
     """Errors that name the parameters, before anything is sent."""
     if not any(param.requires_grad for _, param in params):
         raise RuntimeError(
@@ -321,6 +330,13 @@ def _check_parameters(module: nn.Module, params: Sequence[tuple[str, Tensor]]) -
                 f"{', '.join(map(str, DTYPES))}"
             )
     for name, layer in module.named_modules():
+        if isinstance(layer, nn.parallel.DistributedDataParallel) and (
+            gradient_as_bucket_view or layer.gradient_as_bucket_view
+        ):
+            raise ValueError(
+                f"{name or 'the module'!r} is wrapped already: of two wrappers around one module, "
+                "neither can have gradient_as_bucket_view=True, as both would own its gradients"
+            )
         if (
             isinstance(layer, nn.Embedding | nn.EmbeddingBag)
             and layer.sparse
@@ -387,14 +403,23 @@ def _buffer_sync(
 
 
 def _tensors_in(output: Any) -> list[Tensor]:
-    """Tensors in any nesting of containers and dataclasses."""
-    if isinstance(output, Tensor):
-        return [output]
+    """Tensors in any nesting of containers, dataclasses and types known to pytree."""
     tensors: list[Tensor] = []
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor):
-            tensors.append(leaf)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            for field in dataclasses.fields(leaf):
-                tensors.extend(_tensors_in(getattr(leaf, field.name, None)))
+    seen: dict[int, Any] = {}  # a container may hold itself
+    stack = [output]
+    while stack:
+        item = stack.pop()
+        if id(item) in seen:
+            continue
+        seen[id(item)] = item
+        if isinstance(item, Tensor):
+            tensors.append(item)
+        elif isinstance(item, Mapping):
+            stack.extend(item.values())
+        elif isinstance(item, list | tuple | set | frozenset):
+            stack.extend(item)
+        elif dataclasses.is_dataclass(item):
+            stack.extend(getattr(item, field.name, None) for field in dataclasses.fields(item))
+        else:
+            stack.extend(tree_leaves(item))
     return tensors

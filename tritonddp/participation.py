@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
-from tritonddp._compat import will_engine_execute
+from tritonddp._compat import gradient_node, will_engine_execute
 
 
 class Participation:
@@ -23,7 +22,14 @@ class Participation:
     """
 
     def __init__(self, params: Sequence[Parameter]) -> None:
-        self.nodes: list[Any] = [get_gradient_edge(param).node for param in params]
+        self.nodes: list[Any] = [gradient_node(param) for param in params]
+        for node, param in zip(self.nodes, params, strict=True):
+            if getattr(node, "variable", None) is None:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(param.shape)} and type {type(param).__name__} "
+                    f"accumulates no gradients (its autograd node is {node.name()}): it could not "
+                    "be synchronised"
+                )
 
     def query(self) -> list[bool] | None:
         """For each parameter, whether the backward that runs on this thread will reach it.

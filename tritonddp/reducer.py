@@ -17,13 +17,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import or_
+from operator import attrgetter, or_
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tritonddp._compat import (
     current_autograd_node,
@@ -44,6 +45,8 @@ from tritonddp.kernels import select
 from tritonddp.participation import Participation, accumulates
 
 logger = logging.getLogger(__name__)
+
+_kind_of = attrgetter("dtype", "device")
 
 
 class Phase(enum.Enum):
@@ -97,6 +100,8 @@ class Reducer:
         count = len(self._params)
         self._phase = Phase.IDLE
         self._graph_task = -1
+        self._end_is_queued: Callable[[], object] = lambda: None
+        self._watched = WeakTensorKeyDictionary()
         # Reached in backwards under no_sync since the last reduction: they take part in the next.
         self._used_earlier = [False] * count
         self._used = [False] * count
@@ -123,16 +128,31 @@ class Reducer:
     # Forward
 
     def prepare_for_forward(self) -> None:
-        """Check that the last backward came to its end.
+        """Check that the last backward came to its end, and that parameters are what they were.
 
         Raises:
-            RuntimeError: in strict mode, the last backward left parameters unused.
+            RuntimeError: in strict mode, the last backward left parameters unused; or a parameter
+                has changed its dtype or device, and with it the autograd node that has our hook.
         """
-        if self._phase is not Phase.IDLE and current_graph_task_id() == -1:
+        if self._phase is not Phase.IDLE and self._end_is_queued() is None:
             self._abandon()
+        if torch.is_grad_enabled():
+            self._check_parameters()
         if self._unused_error is not None:
             message, self._unused_error = self._unused_error, None
             raise RuntimeError(message)
+
+    def _check_parameters(self) -> None:
+        kinds = list(map(_kind_of, self._params))
+        if kinds == self._kinds:
+            return
+        for name, was, now in zip(self._names, self._kinds, kinds, strict=True):
+            if was != now:
+                raise RuntimeError(
+                    f"{self._where()}: parameter {name!r} was {was[0]} on {was[1]} when it was "
+                    f"wrapped and is now {now[0]} on {now[1]}, so that its gradient would not be "
+                    "synchronised: wrap the module again after such a change"
+                )
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
         """See the start of each backward that runs through one of these output tensors.
@@ -141,24 +161,24 @@ class Reducer:
         rank must still take part, and one that starts with a reentrant checkpoint must be seen
         before its inner backward.
         """
-        reducer = weakref.ref(self)
         for output in outputs:
             # A tensor that the module only hands on may live long: it gets one hook.
-            if output.grad_fn is None or getattr(output, "_tritonddp_watched_by", None) == reducer:
-                continue
-            output._tritonddp_watched_by = reducer  # type: ignore[attr-defined]
-            output.register_hook(_backward_start_hook(reducer))
+            if output.grad_fn is not None and output not in self._watched:
+                self._watched[output] = None
+                output.register_hook(_backward_start_hook(weakref.ref(self)))
 
     # Start of backward
 
     def begin(self) -> None:
         """A backward runs: if it is a new one, find out what it will reach. Called from hooks."""
         if self._phase is not Phase.IDLE:
-            return
+            if self._end_is_queued() is not None:
+                return
+            self._abandon()
         reached = self._participation.query()
         if reached is None or (not any(reached) and not accumulates(current_autograd_node())):
             return  # torch.autograd.grad: it returns gradients, and none is ours
-        queue_end_of_backward(self._end)
+        self._queue_end()
         self._graph_task = current_graph_task_id()
         if not self._should_sync():
             self._phase = Phase.LOCAL
@@ -169,7 +189,6 @@ class Reducer:
             self._phase = Phase.OBSERVING
             self._used = list(self._used_earlier)
             return
-        self._phase = Phase.REDUCING
         self._used = list(map(or_, reached, self._used_earlier))
         self._awaited[:] = reached
         self._pending[:] = [
@@ -180,7 +199,22 @@ class Reducer:
         self._unfilled = [0] * len(self.buckets)
         for place, pending in zip(self._segments, self._pending, strict=True):
             self._unfilled[place.bucket.index] += pending > 0
-        self._launch_full()
+        with self._launching:
+            self._phase = Phase.REDUCING
+            self._launch_full()
+
+    def _queue_end(self) -> None:
+        """Have :meth:`_end` called when this backward is over.
+
+        A backward that breaks off drops its callbacks. So a weak reference to one, held by the
+        engine alone, tells whether the backward that set the phase is still running.
+        """
+
+        def end() -> None:
+            self._end()
+
+        self._end_is_queued = weakref.ref(end)
+        queue_end_of_backward(end)
 
     def _hold_for_inner_backwards(self, reached: Sequence[bool]) -> None:
         """Keep segments back until the end whose gradients may still come, or come again."""
@@ -307,7 +341,8 @@ class Reducer:
         try:
             while self._next < len(self.buckets):
                 bucket = self.buckets[self._next]
-                self._in_flight.append((bucket, self._reduction.start_poisoned(bucket)))
+                with torch.no_grad():
+                    self._in_flight.append((bucket, self._reduction.start_poisoned(bucket)))
                 self._next += 1
             for _, work in self._in_flight:
                 work.wait()
@@ -358,6 +393,7 @@ class Reducer:
         sizes = [len(bucket.params) for bucket in self.buckets]
         if former == list(range(len(former))) and sizes == list(map(len, assignment)):
             return
+        # (_used and _used_earlier are not permuted: they are reset right after, in _reset.)
         self._names = [self._names[index] for index in former]
         self._params = [self._params[index] for index in former]
         self._inner = {number for number, index in enumerate(former) if index in self._inner}
@@ -390,6 +426,7 @@ class Reducer:
                     _Place(bucket, segment, first + segment.first, first + segment.last)
                 )
             first = last
+        self._kinds = list(map(_kind_of, self._params))
         self._pending[:] = [0] * len(self._segments)
         self._filled = [False] * len(self._segments)
         self._participation = Participation(self._params)

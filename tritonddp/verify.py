@@ -28,6 +28,15 @@ def describe(
     }
 
 
+def describe_error(error: Exception) -> dict[str, dict[str, str]]:
+    """Instead of a description, on a rank that cannot wrap its module: why it cannot."""
+    return {
+        "parameter": {},
+        "buffer": {},
+        "option": {"error": f"{type(error).__name__}: {error}"},
+    }
+
+
 def verify_same(
     description: dict[str, dict[str, str]], group: dist.ProcessGroup, device: torch.device
 ) -> None:
