@@ -137,7 +137,8 @@ class DistributedDataParallel(nn.Module):
             caps = BucketCaps.of(bucket_cap_mb, bucket_cap_mb_list, self.device_type)
         except (RuntimeError, TypeError, ValueError) as error:
             if init_sync:  # the other ranks must not wait for this one
-                verify_same(describe_error(error), self.process_group, self.device)
+                sendable = self.device if self.device_type == "cuda" else torch.device("cpu")
+                verify_same(describe_error(error), self.process_group, sendable)
             raise
         self.is_multi_device_module = len(devices) > 1
         self.dim = dim
@@ -268,7 +269,7 @@ def _asks_whether_to_sync(ddp: DistributedDataParallel) -> Any:
 
 def _refuse(**arguments: Any) -> None:
     for name, value in arguments.items():
-        if value:
+        if value is not None and value is not False:
             raise NotImplementedError(
                 f"{name} is not supported by tritonddp yet: leave it out, or use "
                 "torch.nn.parallel.DistributedDataParallel where you need it"

@@ -81,14 +81,15 @@ def _difference(descriptions: Sequence[dict[str, dict[str, str]]]) -> str:
     for rank, other in enumerate(descriptions):
         for kind, items in first.items():
             theirs = other[kind]
+            if list(items) != list(theirs) and items == theirs:
+                lines.append(f"  rank {rank} has the {kind}s of rank 0 in another order: ")
+                lines[-1] += f"{', '.join(theirs)} instead of {', '.join(items)}"
             for name in [*items, *(name for name in theirs if name not in items)]:
                 if items.get(name) != theirs.get(name):
                     lines.append(
                         f"  {kind} {name!r}: rank 0 has {items.get(name, 'none of this name')}, "
                         f"rank {rank} has {theirs.get(name, 'none of this name')}"
                     )
-        if not lines and other != first:
-            lines.append(f"  rank {rank} has the same names as rank 0, in another order")
     if len(lines) > _SHOWN:
         lines[_SHOWN:] = [f"  ... and {len(lines) - _SHOWN} more"]
     odd = next((rank for rank, number in enumerate(counts) if number != counts[0]), None)

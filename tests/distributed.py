@@ -1,0 +1,394 @@
+"""Run a test on several real processes.
+
+    @ranks(2)
+    def test_something() -> None:
+        dist.all_reduce(...)  # the body runs on every rank, in a gloo group of its own
+
+Starting a process takes seconds, so processes are kept between tests; those of a test that failed
+or ran out of time are killed and replaced. What pytest shows is the traceback of the rank that
+failed first, or for a test that hangs the stacks of all ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import gc
+import hashlib
+import importlib
+import inspect
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+# Once one rank has failed, the others have this long to end by themselves.
+_GRACE = 1.0
+# A process may take this long to start on a busy machine.
+_START = 120.0
+
+
+def ranks(*world_sizes: int, timeout: float = 60) -> Callable[[Any], Any]:
+    """Decorator: run the body of a test on this many ranks (once for each number given)."""
+
+    def decorate(test: Any) -> Any:
+        signature = inspect.signature(test)
+
+        @functools.wraps(test)
+        def run(**arguments: Any) -> None:
+            world_size = arguments.pop("ranks", world_sizes[0])
+            name = (test.__module__, test.__name__)
+            run_ranks(_call_body, world_size, name, arguments, timeout=timeout)
+
+        if len(world_sizes) == 1:
+            run.__signature__ = signature  # type: ignore[attr-defined]
+            return run
+        parameter = inspect.Parameter("ranks", inspect.Parameter.KEYWORD_ONLY)
+        run.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*signature.parameters.values(), parameter]
+        )
+        return pytest.mark.parametrize("ranks", world_sizes)(run)
+
+    return decorate
+
+
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60
+) -> list[Any]:
+    """Call ``function(*args)`` in ``world_size`` processes and return what each rank returns.
+
+    Everything must be picklable; ``function`` by its name. Each process is a rank of a fresh gloo
+    group, runs torch on one thread and is seeded alike. A rank that raises, dies or takes longer
+    than ``timeout`` seconds fails the test.
+    """
+    workers = _pool(world_size)
+    with tempfile.TemporaryDirectory(prefix="tritonddp-test-") as folder:
+        store = os.path.join(folder, "store")
+        job = pickle.dumps((function, args))
+        for rank, worker in enumerate(workers):
+            worker.send(store, rank, world_size, timeout, job)
+        answers, silent = _collect(workers, timeout)
+        failed = [rank for rank, answer in answers.items() if answer[0] != "returned"]
+        if not failed and not silent:
+            return [answers[rank][1] for rank in range(world_size)]
+        report = _report(workers, answers, silent, timeout)
+        for worker in workers:  # their state, and that of the group, is unknown
+            worker.kill()
+    pytest.fail(report, pytrace=False)
+
+
+def _collect(
+    workers: Sequence[_Worker], timeout: float
+) -> tuple[dict[int, tuple[str, Any]], list[int]]:
+    """The answers in the order in which they came, and the ranks that gave none in time."""
+    answers: dict[int, tuple[str, Any]] = {}
+    waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
+    deadline = time.monotonic() + timeout
+    while waiting:
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for connection in ready:
+            rank = waiting.pop(connection)  # type: ignore[call-overload]
+            answers[rank] = workers[rank].receive()
+            if answers[rank][0] != "returned":
+                deadline = min(deadline, time.monotonic() + _GRACE)
+    return answers, sorted(waiting.values())
+
+
+def _report(
+    workers: Sequence[_Worker],
+    answers: dict[int, tuple[str, Any]],
+    silent: Sequence[int],
+    timeout: float,
+) -> str:
+    parts = [
+        f"rank {rank} of {len(workers)} {kind}:\n{text}"
+        for rank, (kind, text) in answers.items()
+        if kind != "returned"
+    ]
+    why = "did not end after another rank failed" if parts else f"ran longer than {timeout} s"
+    stacks = {rank: workers[rank].stacks() for rank in silent}
+    for rank, stack in stacks.items():
+        parts.append(f"rank {rank} of {len(workers)} {why}. It is here:\n{stack}")
+    return "\n".join(parts)
+
+
+# The processes, as the test sees them.
+
+
+class _Worker:
+    """One process, in a process group of its own."""
+
+    def __init__(self) -> None:
+        self.connection, theirs = Pipe()
+        # Both ends close when their owner dies, however it dies: neither outlives the other.
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115  it is closed in kill()
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=self.log,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        theirs.close()
+        self.connection.send(sys.path)
+        self.ready = False
+
+    def wait_ready(self) -> None:
+        if not self.ready:
+            if not self.connection.poll(_START) or self.receive()[0] != "ready":
+                report = self.output()
+                self.kill()
+                pytest.fail(f"a test process did not start:\n{report}", pytrace=False)
+            self.ready = True
+
+    def send(self, *job: Any) -> None:
+        self.log.seek(0)
+        self.log.truncate()
+        with contextlib.suppress(OSError):  # it has died: receive() tells
+            self.connection.send(job)
+
+    def receive(self) -> tuple[str, Any]:
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(_GRACE)
+            return "died", f"exit status {self.process.returncode}\n{self.output()}"
+
+    def stacks(self) -> str:
+        """Where all threads are now, by faulthandler, behind what the process printed."""
+        with contextlib.suppress(OSError):
+            self.process.send_signal(signal.SIGUSR1)
+        before, deadline = None, time.monotonic() + 2
+        while time.monotonic() < deadline:
+            time.sleep(0.1)
+            now = self.output()
+            if "most recent call first" in now and now == before:
+                break
+            before = now
+        blocks = self.output().split("\n\n")
+        return "\n\n".join(block for block in blocks if " in listen\n" not in block)
+
+    def output(self) -> str:
+        size = self.log.seek(0, os.SEEK_END)
+        self.log.seek(max(0, size - 20_000))
+        return self.log.read().decode(errors="replace")
+
+    def kill(self) -> None:
+        """End the process and all that it started."""
+        with contextlib.suppress(OSError):
+            if self.process.returncode is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.connection.close()
+        self.log.close()
+        if self in _workers:
+            _workers.remove(self)
+
+
+_workers: list[_Worker] = []
+
+
+def _pool(size: int) -> list[_Worker]:
+    for worker in [worker for worker in _workers if worker.process.poll() is not None]:
+        worker.kill()
+    while len(_workers) < size:
+        _workers.append(_Worker())
+    chosen = _workers[:size]
+    for worker in chosen:
+        worker.wait_ready()
+    return chosen
+
+
+@atexit.register
+def _stop_all() -> None:
+    for worker in list(_workers):
+        worker.kill()
+
+
+# The processes from inside.
+
+
+def _call_body(name: tuple[str, str], arguments: dict[str, Any]) -> None:
+    """The body of a test that is decorated with :func:`ranks`."""
+    test = getattr(importlib.import_module(name[0]), name[1])
+    inspect.unwrap(test)(**arguments)
+
+
+def _serve(descriptor: int) -> None:
+    connection = Connection(descriptor)
+    sys.path[:] = connection.recv()
+    # The output is the log of this process, also for faulthandler.
+    faulthandler.enable(all_threads=True)
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+    torch.set_num_threads(1)
+    import tritonddp  # noqa: F401  while the process starts, not in the time of a test
+
+    gc.collect()
+    gc.freeze()  # the collections between tests look at what the tests made, not at all of torch
+    connection.send(("ready", None))
+    jobs = _jobs(connection)
+    for store, rank, world_size, timeout, job in jobs:
+        connection.send_bytes(_run(store, rank, world_size, timeout, job))
+
+
+def _jobs(connection: Connection) -> Iterator[Any]:
+    """Jobs as they come. When the test process has gone, this one ends at once, busy or not."""
+    import queue
+
+    received: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def listen() -> None:
+        while True:
+            try:
+                received.put(connection.recv())
+            except (EOFError, OSError):
+                os._exit(1)
+
+    threading.Thread(target=listen, daemon=True).start()
+    while True:
+        yield received.get()
+
+
+def _run(store: str, rank: int, world_size: int, timeout: float, job: bytes) -> bytes:
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
+        )
+        torch.manual_seed(0)
+        function, args = pickle.loads(job)
+        answer = pickle.dumps(("returned", function(*args)))
+        gc.collect()
+        dist.destroy_process_group()
+        return answer
+    except BaseException as error:
+        return pickle.dumps(("failed", "".join(traceback.format_exception(error))))
+
+
+# What several tests need on a rank.
+
+
+def gather(value: Any) -> list[Any]:
+    """The picklable ``value`` of every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def assert_same_bits(actual: Any, expected: Any, what: str = "") -> None:
+    """Both are tensors (``None`` counts as one) of one dtype, shape and content, NaN included."""
+    if actual is None or expected is None:
+        assert actual is expected, f"{what}: {actual} is not {expected}"
+        return
+    torch.testing.assert_close(
+        actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}"
+    )
+
+
+def assert_same_on_all_ranks(tensors: Sequence[torch.Tensor | None], what: str = "") -> None:
+    """Bit for bit."""
+    hashes = [None if tensor is None else _hash(tensor) for tensor in tensors]
+    for rank, others in enumerate(gather(hashes)):
+        differ = [n for n, pair in enumerate(zip(hashes, others, strict=True)) if len({*pair}) > 1]
+        assert not differ, f"{what}: numbers {differ} differ between here and rank {rank}"
+
+
+def _hash(tensor: torch.Tensor) -> str:
+    """Of dtype, shape and content."""
+    content = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    kind = f"{tensor.dtype} {tuple(tensor.shape)} "
+    return kind + hashlib.sha256(content).hexdigest()
+
+
+_COLLECTIVES = [
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+]
+
+
+class Calls(list[tuple[str, torch.Tensor]]):
+    """Collectives as they were called: name and first argument."""
+
+    started = 0
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self]
+
+    @property
+    def on_the_group(self) -> int:
+        """Collectives that the default group has run, whoever called them, C++ included."""
+        return sequence_number() - self.started
+
+
+def sequence_number() -> int:
+    group: Any = dist.group.WORLD
+    return group._get_sequence_number_for_group()
+
+
+@contextlib.contextmanager
+def recorded_collectives() -> Iterator[Calls]:
+    """Record the calls to ``torch.distributed``'s functions; they do what they always do."""
+    calls = Calls()
+    calls.started = sequence_number()
+    originals = {name: getattr(dist, name) for name in _COLLECTIVES}
+
+    def recorder(name: str) -> Callable[..., Any]:
+        @functools.wraps(originals[name])
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append((name, args[0] if args else None))
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in _COLLECTIVES:
+        setattr(dist, name, recorder(name))
+    try:
+        yield calls
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+if __name__ == "__main__":
+    # Jobs name functions of the module `distributed`: let it be this one.
+    sys.modules["distributed"] = sys.modules["__main__"]
+    _serve(int(sys.argv[1]))

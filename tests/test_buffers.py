@@ -1,0 +1,252 @@
+"""Module buffers come from rank 0 when stock DDP would bring them, and as they are there."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks, sequence_number
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as Stock
+
+from tritonddp import DistributedDataParallel
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+
+
+def batch() -> Tensor:
+    return torch.randn(5, 3) * (1 + dist.get_rank()) + dist.get_rank()
+
+
+# Each step: the mode, the gradient mode, whether no_sync is on, whether a backward follows, and
+# the broadcasts that stock DDP was seen to make (shared/notes/stock-ddp.md, 4.7).
+SEQUENCE = [
+    ("train", True, False, True, 1),
+    ("train", True, False, True, 1),
+    ("train", False, False, False, 1),
+    ("train", False, False, False, 0),
+    ("train", True, False, True, 0),
+    ("train", True, False, True, 1),
+    ("train", True, True, True, 1),
+    ("train", True, True, True, 0),
+    ("train", True, False, True, 0),
+    ("train", True, False, True, 1),
+    ("eval", True, False, True, 1),
+    ("eval", False, False, False, 1),
+    ("eval", False, False, False, 0),
+    ("train", True, False, False, 0),
+    ("train", True, False, True, 1),
+]
+
+
+def broadcasts_at_each_forward(ddp: Any) -> tuple[list[int], list[list[Tensor]]]:
+    """Collectives of each forward of the sequence, and the buffers after it."""
+    torch.manual_seed(0)
+    counts, states = [], []
+    for mode, gradients, no_sync, backward, _ in SEQUENCE:
+        getattr(ddp, mode)()
+        ddp.require_backward_grad_sync = not no_sync
+        with torch.set_grad_enabled(gradients):
+            before = sequence_number()
+            output = ddp(batch())
+            counts.append(sequence_number() - before)
+        if backward:
+            output.pow(2).sum().backward()
+        states.append([buffer.clone() for buffer in ddp.buffers()])
+    return counts, states
+
+
+@ranks(2)
+def test_broadcast_at_the_same_forwards_as_stock_with_the_same_result() -> None:
+    original = model()
+    stock, ours = Stock(copy.deepcopy(original)), DistributedDataParallel(copy.deepcopy(original))
+    # Stock's own first forwards also rebuild its buckets: let that be over.
+    for ddp in (stock, ours):
+        torch.manual_seed(1)
+        for _ in range(3):
+            ddp(batch()).sum().backward()
+    expected, expected_states = broadcasts_at_each_forward(stock)
+    counts, states = broadcasts_at_each_forward(ours)
+    assert [min(count, 1) for count in expected] == [step[-1] for step in SEQUENCE]
+    assert counts == [step[-1] for step in SEQUENCE]
+    for number, (mine, theirs) in enumerate(zip(states, expected_states, strict=True)):
+        for buffer, other in zip(mine, theirs, strict=True):
+            assert_same_bits(buffer, other, f"buffer after forward {number}")
+
+
+@ranks(2)
+def test_the_forward_says_beforehand_whether_it_will_broadcast() -> None:
+    ddp = DistributedDataParallel(model())
+    for _, gradients, no_sync, _, count in SEQUENCE:
+        ddp.require_backward_grad_sync = not no_sync
+        assert ddp.will_sync_module_buffers() is bool(count)
+        with torch.set_grad_enabled(gradients):
+            ddp(batch())
+    assert not DistributedDataParallel(nn.Linear(2, 2)).will_sync_module_buffers()
+
+
+@ranks(3)
+def test_one_broadcast_a_forward_for_buffers_of_all_dtypes() -> None:
+    ddp = DistributedDataParallel(Odd())
+    before = sequence_number()
+    ddp(torch.ones(2, 2))
+    assert sequence_number() - before == 1
+
+
+@ranks(2)
+def test_models_without_buffers_broadcast_nothing() -> None:
+    ddp = DistributedDataParallel(nn.Linear(3, 2))
+    before = sequence_number()
+    for _ in range(3):
+        ddp(batch())
+    assert sequence_number() == before
+
+
+class Odd(nn.Module):
+    """Buffers of many dtypes and layouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        rank = dist.get_rank()
+        buffers: dict[str, Tensor] = {
+            "flag": torch.tensor(rank == 0),
+            "mask": torch.tensor([rank == 0, rank > 0, True]),
+            "count": torch.tensor(rank + 2**40),
+            "uint8": torch.arange(5, dtype=torch.uint8) + rank,
+            "bf16": torch.full((3,), 1.5 + rank, dtype=torch.bfloat16),
+            "fp64": torch.full((2, 2), 1 / 3 + rank, dtype=torch.float64),
+            "cplx": torch.full((2,), complex(rank, 1)),
+            "nothing": torch.empty(0, 3),
+            "transposed": (torch.arange(6.0) + rank).view(2, 3).t(),
+            "sliced": (torch.arange(12.0) + rank).view(3, 4)[:, ::2],
+            "channels_last": torch.full((2, 3, 2, 2), 1.0 + rank).to(
+                memory_format=torch.channels_last
+            ),
+            "nan": torch.tensor([float("nan"), float("inf"), -0.0]) + rank,
+        }
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+        self.register_buffer("transient", torch.full((2,), float(rank)), persistent=False)
+        self.register_buffer("absent", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def assert_rank_0s(module: nn.Module, what: str = "") -> None:
+    assert_same_on_all_ranks(list(module.buffers()), what)
+
+
+@ranks(3)
+def test_initial_broadcast_of_all_dtypes_and_layouts_bit_for_bit() -> None:
+    odd = Odd()
+    before = {name: buffer.clone() for name, buffer in odd.named_buffers()}
+    layouts = {name: (b.dtype, b.stride(), b.data_ptr()) for name, b in odd.named_buffers()}
+    first = gather(before)[0]
+    DistributedDataParallel(odd)
+    for name, buffer in odd.named_buffers():
+        assert_same_bits(buffer, first[name], name)
+        assert layouts[name] == (buffer.dtype, buffer.stride(), buffer.data_ptr()), name
+
+
+@ranks(3)
+def test_forward_broadcast_of_all_dtypes_and_layouts_bit_for_bit() -> None:
+    odd = Odd()
+    ddp = DistributedDataParallel(odd)
+    for name, buffer in Odd().named_buffers():  # ranks differ again, as if trained
+        odd.get_buffer(name).copy_(buffer)
+    first = gather({name: buffer.clone() for name, buffer in odd.named_buffers()})[0]
+    ddp(torch.ones(2, 2))
+    for name, buffer in odd.named_buffers():
+        assert_same_bits(buffer, first[name], name)
+
+
+@ranks(2)
+def test_reassigned_buffers_are_found_at_the_next_forward() -> None:
+    odd = Odd()
+    ddp = DistributedDataParallel(odd)
+    ddp(torch.ones(2, 2))
+    odd.bf16 = torch.full((3,), 7.0 + dist.get_rank(), dtype=torch.bfloat16)
+    odd.count = torch.full((2, 3), dist.get_rank())
+    ddp(torch.ones(2, 2))
+    assert odd.bf16.tolist() == [7, 7, 7]
+    assert odd.count.tolist() == [[0, 0, 0]] * 2
+
+
+@ranks(2)
+def test_large_buffers_go_in_several_messages() -> None:
+    odd = Odd()
+    ddp = DistributedDataParallel(odd)
+    odd.count.add_(dist.get_rank())
+    odd.fp64.add_(dist.get_rank())
+    ddp.broadcast_bucket_size = 16
+    before = sequence_number()
+    ddp(torch.ones(2, 2))
+    assert sequence_number() - before > 3
+    assert_rank_0s(odd)
+
+
+@ranks(2)
+def test_init_sync_off_leaves_buffers_and_parameters_to_each_rank() -> None:
+    odd = Odd()
+    first = {name: buffer.clone() for name, buffer in odd.named_buffers()}
+    before = sequence_number()
+    ddp = DistributedDataParallel(odd, init_sync=False)
+    assert sequence_number() == before
+    for name, buffer in odd.named_buffers():
+        assert_same_bits(buffer, first[name], name)
+    ddp(torch.ones(2, 2))
+    assert_rank_0s(odd, "the forward synchronises all the same")
+
+
+@ranks(2)
+def test_broadcast_buffers_off_is_off_at_construction_too() -> None:
+    odd = Odd()
+    with pytest.warns(FutureWarning, match="broadcast_buffers"):
+        ddp = DistributedDataParallel(odd, broadcast_buffers=False)
+    for _ in range(3):
+        ddp(torch.ones(2, 2)).sum().backward()
+    assert odd.count.item() == 2**40 + dist.get_rank()
+    assert not ddp.will_sync_module_buffers()
+    assert not ddp.broadcast_buffers
+    assert_same_on_all_ranks(list(odd.parameters()))
+
+
+@ranks(2)
+def test_forward_sync_buffers_off_still_synchronises_once_at_construction() -> None:
+    odd = Odd()
+    ddp = DistributedDataParallel(odd, forward_sync_buffers=False)
+    assert_rank_0s(odd)
+    odd.count.fill_(dist.get_rank())
+    before = sequence_number()
+    for _ in range(3):
+        ddp(torch.ones(2, 2))
+    assert sequence_number() == before
+    assert odd.count.item() == dist.get_rank()
+
+
+@ranks(2)
+def test_broadcast_leaves_a_graph_that_saved_the_buffers_intact() -> None:
+    """Stock preserves version counters too: two eval forwards, then the backwards."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+            self.register_buffer("scale", torch.full((2,), 3.0))
+            self.register_buffer("count", torch.tensor(0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.weight * self.scale * x).sum()
+
+    ddp = DistributedDataParallel(Scaled())
+    losses = [ddp(torch.ones(2)), ddp(torch.ones(2))]
+    for loss in losses:
+        loss.backward()
+    assert ddp.module.weight.grad.tolist() == [6, 6]

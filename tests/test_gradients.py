@@ -1,0 +1,267 @@
+"""Gradients are those of stock DDP, and those of one process on the whole batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as Stock
+
+from tritonddp import DistributedDataParallel
+
+VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+
+
+class MixedDtypes(nn.Module):
+    """fp32, bf16 and fp64 parameters, taking turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dtypes = [torch.float32, torch.bfloat16, torch.float64] * 2
+        self.layers = nn.ModuleList(nn.Linear(8, 8).to(dtype) for dtype in dtypes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x.to(layer.weight.dtype)))
+        return x.float()
+
+
+class Tied(nn.Module):
+    """One weight under two names, used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(8, 8)
+        self.decode = nn.Linear(8, 8)
+        self.decode.weight = self.encode.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(torch.tanh(self.encode(x)))
+
+
+class OddShapes(nn.Module):
+    """Parameters without dimensions, without elements, transposed, sliced, of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scalar = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0))
+        self.transposed = nn.Parameter(torch.randn(6, 8).t())
+        self.empty_matrix = nn.Parameter(torch.empty(3, 0))
+        self.permuted = nn.Parameter(torch.randn(2, 3, 6).permute(2, 0, 1))
+        self.sliced = nn.Parameter(torch.randn(6, 8)[:, ::2])
+        self.single = nn.Parameter(torch.randn(1, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.transposed * self.scalar
+        y = y + torch.einsum("bi,ijk->bi", y, self.permuted) + (x[:, :6] @ self.sliced).sum()
+        return torch.tanh(y / 10) * self.single.sum() + self.empty.sum() + self.empty_matrix.sum()
+
+
+class Expanded(nn.Module):
+    """All gradients are expanded or transposed where they are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.summed = nn.Parameter(torch.randn(5, 7))
+        self.row = nn.Parameter(torch.randn(8))
+        self.flipped = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.summed.sum() * x.mean() + x * self.row.expand(4, 8) + (x @ self.flipped.t())
+
+
+def mlp() -> tuple[nn.Module, tuple[int, ...]]:
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 3)), (4, 8)
+
+
+def conv() -> tuple[nn.Module, tuple[int, ...]]:
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)]
+    model = nn.Sequential(*layers, nn.BatchNorm2d(4))
+    return model.to(memory_format=torch.channels_last), (4, 3, 8, 8)
+
+
+def transformer() -> tuple[nn.Module, tuple[int, ...]]:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), (2, 5, 16)
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[int, ...]]]] = {
+    "mlp": mlp,
+    "conv-channels-last": conv,
+    "transformer": transformer,
+    "mixed-dtypes": lambda: (MixedDtypes(), (4, 8)),
+    "tied": lambda: (Tied(), (4, 8)),
+    "odd-shapes": lambda: (OddShapes(), (4, 8)),
+    "expanded": lambda: (Expanded(), (4, 8)),
+}
+MODEL = pytest.mark.parametrize("model", list(MODELS))
+
+
+def compare_with_stock(
+    name: str, view: bool, set_to_none: bool = True, same_bits: bool = True, **options: Any
+) -> DistributedDataParallel:
+    """Train with stock DDP and with tritonddp beside each other; all that matters is compared."""
+    torch.manual_seed(17 + dist.get_rank())  # ranks start differently: rank 0's weights must win
+    model, shape = MODELS[name]()
+    stock = Stock(copy.deepcopy(model), gradient_as_bucket_view=view, **options)
+    ours = DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=view, **options)
+    optimizers = [torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9) for ddp in (stock, ours)]
+    names = [name for name, _ in model.named_parameters()]
+    for step in range(4):
+        x = torch.randn(shape)
+        losses = []
+        for ddp, optimizer in zip((stock, ours), optimizers, strict=True):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            losses.append(ddp(x).pow(2).mean())
+            losses[-1].backward()
+        if same_bits:
+            assert_same_bits(losses[1], losses[0], f"loss of step {step}")
+        for name, expected, param in zip(names, stock.parameters(), ours.parameters(), strict=True):
+            what = f"gradient of {name} in step {step}"
+            if same_bits:
+                assert_same_bits(param.grad, expected.grad, what)
+            else:
+                torch.testing.assert_close(param.grad, expected.grad, msg=lambda m, w=what: w + m)
+            if dense(param):
+                assert param.grad.stride() == param.stride(), what
+            else:
+                assert param.grad.stride() == expected.grad.stride(), what
+            assert (param.grad.dtype, param.grad.shape) == (param.dtype, param.shape), what
+        assert_same_on_all_ranks([param.grad for param in ours.parameters()], f"step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same_on_all_ranks(list(ours.parameters()), f"parameters after step {step}")
+        if same_bits:
+            for expected, param in zip(stock.parameters(), ours.parameters(), strict=True):
+                assert_same_bits(param, expected, "parameter")
+    return ours
+
+
+def dense(tensor: Tensor) -> bool:
+    """No gaps, no overlap."""
+    return torch.empty_like(tensor).stride() == tensor.stride()
+
+
+@VIEW
+@MODEL
+@ranks(2)
+def test_bit_equal_to_stock_on_two_ranks(model: str, view: bool) -> None:
+    compare_with_stock(model, view)
+
+
+@VIEW
+@MODEL
+@ranks(2)
+def test_bit_equal_to_stock_with_gradients_zeroed_in_place(model: str, view: bool) -> None:
+    compare_with_stock(model, view, set_to_none=False)
+
+
+@VIEW
+@pytest.mark.parametrize("model", ["mlp", "transformer", "mixed-dtypes", "odd-shapes"])
+@ranks(2)
+def test_bit_equal_to_stock_with_small_buckets(model: str, view: bool) -> None:
+    ddp = compare_with_stock(model, view, bucket_cap_mb=1e-6)
+    assert all(
+        bucket.flat.payload.numel() == 0 or sum(param.numel() > 0 for param in bucket.params) == 1
+        for bucket in ddp.reducer.buckets
+    )
+
+
+@VIEW
+@ranks(2)
+def test_bit_equal_to_stock_with_a_list_of_bucket_sizes(view: bool) -> None:
+    kib = 1 / 1024
+    ddp = compare_with_stock("transformer", view, bucket_cap_mb_list=[kib / 4, 2 * kib, 5 * kib])
+    sizes = [
+        [param.numel() * param.element_size() for param in bucket.params]
+        for bucket in ddp.reducer.buckets
+    ]
+    for bucket, limit in zip(sizes, [256, 2048] + [5120] * len(sizes), strict=False):
+        assert sum(bucket[:-1]) < limit, "a bucket went on after it had reached its limit"
+    for bucket, limit in zip(sizes[:-1], [256, 2048] + [5120] * len(sizes), strict=False):
+        assert sum(bucket) >= limit, "a bucket was closed before it had reached its limit"
+    assert len(sizes) >= 4
+
+
+@VIEW
+@pytest.mark.parametrize("model", ["mlp", "conv-channels-last", "odd-shapes"])
+@ranks(3, 4)
+def test_equal_to_stock_to_rounding_on_three_and_four_ranks(model: str, view: bool) -> None:
+    compare_with_stock(model, view, same_bits=False)
+
+
+@VIEW
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@ranks(2, 3, 4)
+def test_equal_to_one_process_on_the_whole_batch(dtype: torch.dtype, view: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for make in (mlp, transformer):
+        model, (batch, *shape) = make()
+        alone, ddp = (copy.deepcopy(model).to(dtype) for _ in range(2))
+        ddp = DistributedDataParallel(ddp, gradient_as_bucket_view=view)
+        for _ in range(3):
+            whole = torch.randn(size * batch, *shape, dtype=dtype)  # ranks are seeded alike
+            alone.zero_grad()
+            alone(whole).pow(2).mean().backward()
+            ddp.zero_grad()
+            ddp(whole[rank * batch : (rank + 1) * batch]).pow(2).mean().backward()
+            for expected, param in zip(alone.parameters(), ddp.parameters(), strict=True):
+                torch.testing.assert_close(param.grad, expected.grad)
+
+
+@VIEW
+@pytest.mark.parametrize("special", [float("nan"), float("inf"), float("-inf")])
+@ranks(2)
+def test_nan_and_inf_of_one_rank_reach_every_rank(special: float, view: bool) -> None:
+    ddp = DistributedDataParallel(nn.Linear(3, 1, bias=False), gradient_as_bucket_view=view)
+    for _ in range(3):
+        x = torch.ones(1, 3)
+        if dist.get_rank() == 1:
+            x[0, 1] = special
+        ddp.zero_grad()
+        ddp(x).sum().backward()
+        expected = torch.tensor([[1.0, special, 1.0]])
+        assert_same_bits(ddp.module.weight.grad, expected, "gradient")
+
+
+@VIEW
+@ranks(2)
+def test_gradients_written_by_users_are_reduced_as_they_are(view: bool) -> None:
+    """Hooks of users run before ours, in every place where torch lets them put one."""
+    models = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        model.weight.register_hook(lambda grad: grad * 3)
+        model.bias.register_post_accumulate_grad_hook(
+            lambda param: setattr(param, "grad", param.grad.double().float() + 1)
+        )
+    stock = Stock(models[0], gradient_as_bucket_view=view)
+    ours = DistributedDataParallel(models[1], gradient_as_bucket_view=view)
+    for _ in range(3):
+        x = torch.randn(2, 4) * (1 + dist.get_rank())
+        for ddp in (stock, ours):
+            ddp.zero_grad()
+            ddp(x).pow(2).sum().backward()
+        for expected, param in zip(stock.parameters(), ours.parameters(), strict=True):
+            assert_same_bits(param.grad, expected.grad, "gradient")
+
+
+@ranks(2)
+def test_views_alias_the_buckets_and_copies_do_not() -> None:
+    for view in (True, False):
+        ddp = DistributedDataParallel(mlp()[0], gradient_as_bucket_view=view)
+        for _ in range(3):
+            ddp.zero_grad(set_to_none=True)
+            ddp(torch.randn(4, 8)).sum().backward()
+            storages = {
+                bucket.flat.data.untyped_storage().data_ptr() for bucket in ddp.reducer.buckets
+            }
+            for param in ddp.parameters():
+                assert (param.grad.untyped_storage().data_ptr() in storages) is view
