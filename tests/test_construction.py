@@ -460,3 +460,11 @@ dist.destroy_process_group()
     assert "needs Triton for 'cuda' tensors" in error
     assert "pip install" in error
     assert grads == "[2.0, 2.0]"
+
+
+@ranks(2)
+def test_a_wrapper_within_a_wrapper_cannot_share_gradients_by_view() -> None:
+    inner = DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="wrapped already"):
+        DistributedDataParallel(nn.Sequential(inner), gradient_as_bucket_view=True)
+    DistributedDataParallel(nn.Sequential(inner))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import weakref
 from typing import Any
 
@@ -275,3 +276,58 @@ def test_a_gradient_that_does_not_fit_is_named(amiss: str, view: bool) -> None:
     name = None if amiss == "one row" else r"rank \d.*'2.weight'"
     with pytest.raises(RuntimeError, match=name):
         loss.backward()
+
+
+@VIEW
+@ranks(2)
+def test_evaluation_after_a_broken_backward_hangs_nobody(view: bool) -> None:
+    """The other rank waits in its all-reduces while this one would broadcast buffers."""
+    ddp = wrap(nn.Sequential(layers(), nn.BatchNorm1d(2)), view)
+    for seed in range(2):
+        step(ddp, seed)
+    if dist.get_rank() == 1:
+        weight = next(ddp.parameters())
+        handle = weight.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            step(ddp, 2)
+        handle.remove()
+    else:
+        step(ddp, 2)
+    ddp.eval()
+    with torch.no_grad():
+        ddp(batch(3))
+    ddp.train()
+    step(ddp, 4)
+    assert all(param.grad.isfinite().all() for param in ddp.parameters())
+    assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+
+
+@VIEW
+@pytest.mark.parametrize("local", [False, True], ids=["reduced", "no_sync"])
+@ranks(2)
+def test_a_backward_right_after_a_broken_one_is_reduced(local: bool, view: bool) -> None:
+    """Without a forward between them: the second one runs on the same graph."""
+    ddp = wrap(layers(), view)
+    alone = copy.deepcopy(ddp.module)
+    for seed in range(2):
+        step(ddp, seed)
+    outputs = {net: net(batch(5)) for net in (ddp, alone)}
+    handle = next(ddp.parameters()).register_hook(lambda grad: 1 / 0)
+    ddp.require_backward_grad_sync = not local
+    with pytest.raises(ZeroDivisionError):
+        outputs[ddp].sum().backward(retain_graph=True)
+    ddp.require_backward_grad_sync = True
+    handle.remove()
+    for net, output in outputs.items():
+        net.zero_grad()
+        output.pow(2).sum().backward()
+    for param, own in zip(ddp.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, sum(gather(own.grad)) / 2)
+
+
+@ranks(2)
+def test_outputs_can_still_be_saved() -> None:
+    ddp = wrap(layers(), False)
+    buffer = io.BytesIO()
+    torch.save(ddp(batch(0)), buffer)
+    assert buffer.tell() > 0

@@ -753,3 +753,52 @@ def test_random_windows_of_random_branches(seed: int, view: bool) -> None:
         if forget != "keep" or window % 5 == 4:
             for net in (ddp, alone):
                 net.zero_grad(set_to_none=forget != "zero")
+
+
+@VIEW
+@ranks(2)
+def test_used_under_no_sync_then_dropped_by_zero_grad_and_unused_here(view: bool) -> None:
+    """A parameter may count as used on this rank and have no gradient all the same."""
+    ddp = DistributedDataParallel(Branches(), gradient_as_bucket_view=view)
+    alone = Alone(copy.deepcopy(ddp.module))
+    for step in range(3):
+        for net in (ddp, alone):
+            torch.manual_seed(10 * step + dist.get_rank())
+            net.zero_grad()
+            with net.no_sync():
+                net(batch(), "abcdef").sum().backward()
+            net.zero_grad()
+            net(batch(), "abc" if dist.get_rank() == 0 else "abcd").sum().backward()
+        assert_mean(ddp, alone, f"step {step}")
+
+
+class Tagged(torch.Tensor):
+    """A subclass with the default ``__torch_function__``."""
+
+
+@VIEW
+@ranks(2)
+def test_parameters_of_a_tensor_subclass_are_synchronised(view: bool) -> None:
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(torch.randn(4, 4).as_subclass(Tagged))
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
+    plain = nn.Linear(4, 4)
+    plain.load_state_dict({k: v.as_subclass(Tensor) for k, v in model.state_dict().items()})
+    alone = Alone(plain)
+    for step in range(3):
+        for net in (ddp, alone):
+            torch.manual_seed(10 * step + dist.get_rank())
+            net.zero_grad()
+            net(batch()).pow(2).sum().backward()
+        assert_mean(ddp, alone, f"step {step}")
+
+
+@VIEW
+@ranks(2)
+def test_a_parameter_that_changes_its_dtype_is_an_error_that_names_it(view: bool) -> None:
+    ddp = DistributedDataParallel(Branches(), gradient_as_bucket_view=view)
+    ddp(batch(), "abcdef").sum().backward()
+    ddp.zero_grad()
+    ddp.double()
+    with pytest.raises(RuntimeError, match=r"'branches\..*float32.*is now torch.float64.*wrap"):
+        ddp(batch().double(), "abcdef")

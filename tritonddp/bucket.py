@@ -208,7 +208,6 @@ class Bucket:
         has a gradient of an earlier backward contributes that, as it would on this rank alone.
         """
         grads = self._flatten(segment, used, scale)
-        self._used[segment.first : segment.last] = used
         self._grads[segment.first : segment.last] = grads
 
     def unflatten(self) -> None:
@@ -218,7 +217,6 @@ class Bucket:
         Only then the host has to read the flags.
         """
         grads = self._grads
-        # A used parameter may lack one too: used under no_sync, and then set to None.
         if NoneType in map(type, grads):
             for slot, flag in enumerate(self.flat.flags.tolist()):
                 if flag and grads[slot] is None:
@@ -240,8 +238,12 @@ class Bucket:
         return torch.empty_strided(param.shape, strides, dtype=param.dtype, device=param.device)
 
     def _flatten(self, segment: Segment, used: Sequence[bool], scale: float) -> list[Tensor | None]:
-        """Flatten the segment's gradients and return them."""
+        """Flatten the segment's gradients, note which are used, and return them."""
         grads = [param.grad for param in self.params[segment.first : segment.last]]
+        if NoneType in map(type, grads):
+            # Also of a parameter that was used under no_sync, whose gradient was dropped since.
+            used = [flag and grad is not None for flag, grad in zip(used, grads, strict=True)]
+        self._used[segment.first : segment.last] = used
         self._counters.flattens += 1
         if self._kernels.by_address or not all(used):
             # A gradient that this backward did not make may be anything the user has put there,
@@ -326,10 +328,9 @@ class ViewBucket(Bucket):
             self._keep_unused(segment, used)
         views = segment.flat.views
         grads = self._flatten(segment, used, scale)
-        self._used[segment.first : segment.last] = used
         params = self.params[segment.first : segment.last]
         for param, grad, view, flag in zip(params, grads, views, used, strict=True):
-            if flag and grad is not view:
+            if flag and grad is not view and grad is not None:
                 param.grad = view
 
     def unflatten(self) -> None:
