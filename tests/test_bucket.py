@@ -53,10 +53,9 @@ def test_buckets_follow_the_given_order_not_the_registration_order():
     assert assign_buckets(params, [2, 0, 3, 1], caps(80)) == [[2, 0], [3, 1]]
 
 
-def test_the_first_bucket_is_small_unless_a_size_is_given():
-    for device_type, size in (("cuda", 25), ("cpu", 8)):
-        default = BucketCaps.of(None, None, device_type)
-        assert [default.limit(i) for i in range(3)] == [MIB, size * MIB, size * MIB]
+def test_default_sizes_are_those_of_stock_ddp():
+    default = BucketCaps.of(None, None)
+    assert [default.limit(i) for i in range(3)] == [MIB, 25 * MIB, 25 * MIB]
     assert [BucketCaps.of(2, None).limit(i) for i in range(2)] == [2 * MIB, 2 * MIB]
     assert [BucketCaps.of(None, [1, 2]).limit(i) for i in range(3)] == [MIB, 2 * MIB, 2 * MIB]
 

@@ -25,10 +25,6 @@ from tritonddp.kernels.buffer import FlatBuffer, Layout
 
 MIB = 1024 * 1024
 
-# Stock DDP's 25 MiB suit a GPU. On the CPU, where backward is slow and a collective starts in 0.1
-# ms, smaller buckets overlap more of it.
-DEFAULT_CAP_MB = {"cuda": 25, "cpu": 8}
-
 _dtype_of = attrgetter("dtype")
 
 
@@ -48,15 +44,12 @@ class BucketCaps:
 
     @classmethod
     def of(
-        cls,
-        bucket_cap_mb: float | None,
-        bucket_cap_mb_list: Sequence[float] | None,
-        device_type: str = "cuda",
+        cls, bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None
     ) -> BucketCaps:
         """From the constructor's arguments, in MiB.
 
-        By default the first bucket has 1 MiB, so that communication starts early, and the others
-        :data:`DEFAULT_CAP_MB`. An explicit ``bucket_cap_mb`` holds for all, the first one too.
+        The default is 1 MiB for the first bucket, so that communication starts early, and 25 MiB
+        for the others. An explicit ``bucket_cap_mb`` holds for all buckets, the first one too.
 
         Raises:
             TypeError: a size is not a number.
@@ -68,8 +61,7 @@ class BucketCaps:
                 raise ValueError("bucket_cap_mb_list is empty: give one size in MiB or None")
             what = "bucket_cap_mb_list"
         else:
-            default = DEFAULT_CAP_MB.get(device_type, 25)
-            sizes = [1, default] if bucket_cap_mb is None else [bucket_cap_mb]
+            sizes = [1, 25] if bucket_cap_mb is None else [bucket_cap_mb]
             what = "bucket_cap_mb"
         for size in sizes:
             if isinstance(size, bool) or not isinstance(size, Real):

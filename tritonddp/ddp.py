@@ -45,7 +45,7 @@ class DistributedDataParallel(nn.Module):
         init_sync: verify at construction that all ranks hold the same model, and broadcast
             parameters and buffers from rank 0.
         process_group: the ranks to average over; the default group if ``None``.
-        bucket_cap_mb: bucket size in MiB. By default 25, or 8 on the CPU, and 1 for the first.
+        bucket_cap_mb: bucket size in MiB. By default 25, and 1 for the first bucket.
         find_unused_parameters: ``None`` or ``True``: unused parameters are found automatically,
             at no cost. ``False``: an unused parameter is an error at the next forward.
         check_reduction: deprecated by torch, without effect.
@@ -134,7 +134,7 @@ class DistributedDataParallel(nn.Module):
         try:
             _check_module(module, params, gradient_as_bucket_view)
             self.device_ids, self.output_device = _device_ids(device_ids, output_device, devices)
-            caps = BucketCaps.of(bucket_cap_mb, bucket_cap_mb_list, self.device_type)
+            caps = BucketCaps.of(bucket_cap_mb, bucket_cap_mb_list)
         except (RuntimeError, TypeError, ValueError) as error:
             if init_sync:  # the other ranks must not wait for this one
                 sendable = self.device if self.device_type == "cuda" else torch.device("cpu")
