@@ -140,8 +140,6 @@ class Segment:
     first: int
     last: int
     flat: FlatBuffer
-    strides: list[tuple[int, ...]]
-    numels: list[int]
 
 
 class Bucket:
@@ -179,8 +177,6 @@ class Bucket:
                 first,
                 last,
                 self.flat if last - first == len(params) else self.flat.part(first, last),
-                list(layout.strides[first:last]),
-                list(layout.numels[first:last]),
             )
             for first, last in kernels.segments(layout)
         ]
@@ -253,11 +249,12 @@ class Bucket:
 
     def _conform_all(self, segment: Segment, grads: list[Tensor | None]) -> list[Tensor | None]:
         """The gradients, each in the memory order of its slot."""
+        layout = segment.flat.layout
         try:
             # Three C loops, 0.15 us a parameter: whatever passes lies in memory as its slot does.
             if (
-                list(map(Tensor.stride, grads)) == segment.strides  # type: ignore[arg-type]
-                and list(map(Tensor.numel, grads)) == segment.numels  # type: ignore[arg-type]
+                tuple(map(Tensor.stride, grads)) == layout.strides  # type: ignore[arg-type]
+                and tuple(map(Tensor.numel, grads)) == layout.numels  # type: ignore[arg-type]
                 and set(map(_dtype_of, grads)) == self._dtypes
             ):
                 return grads

@@ -109,6 +109,7 @@ class Reducer:
         self._awaited = [False] * count
         self._pending: list[int] = []  # gradients to come, per segment
         self._segments: list[_Place] = []
+        self._segments_of: list[range] = []  # per bucket
         self._segment_of: list[int] = []  # per parameter
         self._filled: list[bool] = []  # per segment
         self._unfilled: list[int] = []  # segments that wait for gradients, per bucket
@@ -291,8 +292,8 @@ class Reducer:
 
     def _launch(self, bucket: Bucket) -> None:
         """Send a bucket, with zeros for the gradients that did not come."""
-        for number, place in enumerate(self._segments):
-            if place.bucket is bucket and not self._filled[number]:
+        for number in self._segments_of[bucket.index]:
+            if not self._filled[number]:
                 self._fill(number)
         self._in_flight.append((bucket, self._reduction.start(bucket)))
         self._next += 1
@@ -406,6 +407,7 @@ class Reducer:
         }
         self.buckets.clear()
         self._segments.clear()
+        self._segments_of.clear()
         self._segment_of.clear()
         first = 0
         for indices in assignment:
@@ -419,12 +421,14 @@ class Reducer:
             )
             bucket.adopt(placed)
             self.buckets.append(bucket)
+            before = len(self._segments)
             for segment in bucket.segments:
                 size = segment.last - segment.first
                 self._segment_of.extend([len(self._segments)] * size)
                 self._segments.append(
                     _Place(bucket, segment, first + segment.first, first + segment.last)
                 )
+            self._segments_of.append(range(before, len(self._segments)))
             first = last
         self._kinds = list(map(_kind_of, self._params))
         self._pending[:] = [0] * len(self._segments)
