@@ -24,6 +24,14 @@ def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch._foreach_copy_(targets, sources)  # type: ignore[arg-type]
 
 
+def storage_use_count(tensor: Tensor) -> int:
+    """How many tensors and other owners in C++ share the memory of ``tensor``.
+
+    torch's own CUDA graph trees ask the same way whether an output is still held.
+    """
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
 def will_engine_execute(nodes: Iterable[Any]) -> list[bool] | None:
     """Which of these autograd nodes the running backward will execute; 0.1 us a node.
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from numbers import Real
-from operator import attrgetter
+from operator import and_, attrgetter
 from types import NoneType
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from tritonddp._compat import storage_use_count
 from tritonddp.counters import Counters
 from tritonddp.kernels import Kernels
 from tritonddp.kernels.buffer import FlatBuffer, Layout
@@ -166,11 +167,20 @@ class Bucket:
         self.names = list(names)
         self._kernels = kernels
         self._counters = counters
+        self._dtypes = {params[0].dtype}
+        self._used = [False] * len(params)
+        self._grads: list[Tensor | None] = [None] * len(params)
+        self._ceded = [False] * len(params)
         layout = Layout.of(
             [param.shape for param in params],
             [gradient_strides(param) for param in params],
             kernels.alignment,
         )
+        self._cedes = kernels.cedes(layout)
+        self._allocate(layout)
+
+    def _allocate(self, layout: Layout) -> None:
+        params = self.params
         self.flat = FlatBuffer(layout, params[0].dtype, params[0].device)
         self.segments = [
             Segment(
@@ -178,24 +188,41 @@ class Bucket:
                 last,
                 self.flat if last - first == len(params) else self.flat.part(first, last),
             )
-            for first, last in kernels.segments(layout)
+            for first, last in self._kernels.segments(layout)
         ]
-        self._dtypes = {params[0].dtype}
-        self._used = [False] * len(params)
-        self._grads: list[Tensor | None] = [None] * len(params)
+        self._own_uses = storage_use_count(self.flat.data)
 
     @property
     def nbytes(self) -> int:
         """Bytes on the wire: payload and trailer."""
         return self.flat.data.numel() * self.flat.data.element_size()
 
-    def flatten(self, segment: Segment, used: Sequence[bool], scale: float) -> None:
+    def reclaim(self) -> None:
+        """A backward starts: the buffer is written to again, unless a gradient in it is still held.
+
+        It is held where ``zero_grad`` keeps gradients, or a user does. Then it is theirs, and this
+        bucket goes on with another buffer, out of which gradients are copied from now on.
+        """
+        if self._cedes and storage_use_count(self.flat.data) > self._own_uses:
+            self._cedes = False
+            self._allocate(self.flat.layout)
+
+    def flatten(
+        self, segment: Segment, used: Sequence[bool], fresh: Sequence[bool], scale: float
+    ) -> None:
         """Write ``scale * .grad`` of the segment's parameters, and ``used``, into the buffer.
 
         One launch. A parameter without a gradient counts as zero; one that is not ``used`` but
         has a gradient of an earlier backward contributes that, as it would on this rank alone.
+
+        A *fresh* gradient did not exist before this backward, so that nobody can know it. On the
+        CPU a large one ends here: ``.grad`` becomes its place in the buffer, see :meth:`reclaim`.
         """
         grads = self._flatten(segment, used, scale)
+        if self._cedes:
+            for slot, new in enumerate(map(and_, used, fresh), segment.first):
+                if new and grads[slot - segment.first] is not None:
+                    grads[slot - segment.first] = self._cede(slot)
         self._grads[segment.first : segment.last] = grads
 
     def unflatten(self) -> None:
@@ -208,10 +235,22 @@ class Bucket:
         if NoneType in map(type, grads):
             for slot, flag in enumerate(self.flat.flags.tolist()):
                 if flag and grads[slot] is None:
-                    grads[slot] = self.params[slot].grad = self._empty_gradient(slot)
-        self._counters.unflattens += 1
-        self._kernels.unflatten(self.flat, grads)
+                    if self._cedes:
+                        self._cede(slot)
+                    else:
+                        grads[slot] = self.params[slot].grad = self._empty_gradient(slot)
+        if True in self._ceded:
+            grads = [None if c else grad for c, grad in zip(self._ceded, grads, strict=True)]
+            self._ceded = [False] * len(grads)
         self._grads = [None] * len(grads)
+        if set(map(type, grads)) != {NoneType}:
+            self._counters.unflattens += 1
+            self._kernels.unflatten(self.flat, grads)
+
+    def _cede(self, slot: int) -> Tensor:
+        self._ceded[slot] = True
+        grad = self.params[slot].grad = self.flat.view(slot)
+        return grad
 
     def placed_gradients(self) -> dict[Parameter, Tensor]:
         """Gradients that live in this bucket's buffer."""
@@ -311,7 +350,12 @@ class ViewBucket(Bucket):
         super().__init__(*args, **kwargs)
         self._kept: dict[int, Tensor] = {}
 
-    def flatten(self, segment: Segment, used: Sequence[bool], scale: float) -> None:
+    def reclaim(self) -> None:
+        """See :meth:`Bucket.reclaim`. Here the buffer is never anybody else's."""
+
+    def flatten(
+        self, segment: Segment, used: Sequence[bool], fresh: Sequence[bool], scale: float
+    ) -> None:
         """See :meth:`Bucket.flatten`. Used gradients become views, which frees their memory."""
         if not all(used):
             self._keep_unused(segment, used)

@@ -17,7 +17,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, or_
+from itertools import repeat
+from operator import attrgetter, is_, or_
 from typing import Any
 
 import torch
@@ -35,7 +36,6 @@ from tritonddp.bucket import (
     Bucket,
     BucketCaps,
     GradientError,
-    Segment,
     ViewBucket,
     assign_buckets,
 )
@@ -47,6 +47,7 @@ from tritonddp.participation import Participation, accumulates
 logger = logging.getLogger(__name__)
 
 _kind_of = attrgetter("dtype", "device")
+_gradient_of = attrgetter("grad")
 
 
 class Phase(enum.Enum):
@@ -105,6 +106,7 @@ class Reducer:
         # Reached in backwards under no_sync since the last reduction: they take part in the next.
         self._used_earlier = [False] * count
         self._used = [False] * count
+        self._fresh = [True] * count  # had no gradient when the backward began
         # The hooks work on these two lists, which are therefore changed in place only.
         self._awaited = [False] * count
         self._pending: list[int] = []  # gradients to come, per segment
@@ -123,6 +125,7 @@ class Reducer:
         self._unused_error: str | None = None
         self._launching = threading.Lock()
         self._hooks: list[Any] = []
+        self._enders: dict[int, Any] = {}
         # Registration order is roughly forward order, so its reverse is a guess at ready order.
         self._build_buckets(list(reversed(range(count))))
 
@@ -186,6 +189,11 @@ class Reducer:
             return
         self.counters.reductions += 1
         self._next = 0
+        grads = list(map(_gradient_of, self._params))
+        self._fresh = list(map(is_, grads, repeat(None)))
+        del grads  # the buffers that they may lie in are asked next whether anybody holds them
+        for bucket in self.buckets:
+            bucket.reclaim()
         if self._ready_order is not None:
             self._phase = Phase.OBSERVING
             self._used = list(self._used_earlier)
@@ -252,7 +260,7 @@ class Reducer:
                 self._used[index] = self._used_earlier[index]
             self._pending[segment] -= 1
             if self._pending[segment] == 0:
-                self.segment_full(segment)
+                self.segment_full(index)
         elif self._phase is Phase.REDUCING:
             self._inner.add(index)
             self._used[index] |= defined
@@ -267,8 +275,21 @@ class Reducer:
 
     # A segment, a bucket is full
 
-    def segment_full(self, number: int) -> None:
-        """All gradients of a segment are ready."""
+    def segment_full(self, index: int) -> None:
+        """All gradients of a segment are there, parameter ``index`` as the last one.
+
+        Its own hooks, which may yet change the gradient, still have to run: the segment is filled
+        by a hook of its autograd node, the last thing that the engine runs for a parameter.
+        """
+        if index not in self._enders:
+            node = self._participation.nodes[index]
+            hook = _segment_end_hook(weakref.ref(self), self._segment_of[index])
+            self._enders[index] = node.register_hook(hook)
+
+    def segment_end(self, number: int) -> None:
+        """The engine is through with a parameter that has been the last one of its segment."""
+        if self._phase is not Phase.REDUCING or self._pending[number] or self._filled[number]:
+            return
         with self._launching:  # hooks of a multi-device module run on one thread per device
             self._fill(number)
             self._unfilled[self._segments[number].bucket.index] -= 1
@@ -280,7 +301,12 @@ class Reducer:
                 return self._fill(number)
         place = self._segments[number]
         try:
-            self._reduction.fill(place.bucket, place.segment, self._used[place.first : place.last])
+            self._reduction.fill(
+                place.bucket,
+                place.bucket.segments[place.number],
+                self._used[place.first : place.last],
+                self._fresh[place.first : place.last],
+            )
         except GradientError as error:
             raise GradientError(f"{self._where()}: {error}") from None
         self._filled[number] = True
@@ -422,11 +448,11 @@ class Reducer:
             bucket.adopt(placed)
             self.buckets.append(bucket)
             before = len(self._segments)
-            for segment in bucket.segments:
+            for number, segment in enumerate(bucket.segments):
                 size = segment.last - segment.first
                 self._segment_of.extend([len(self._segments)] * size)
                 self._segments.append(
-                    _Place(bucket, segment, first + segment.first, first + segment.last)
+                    _Place(bucket, number, first + segment.first, first + segment.last)
                 )
             self._segments_of.append(range(before, len(self._segments)))
             first = last
@@ -437,12 +463,13 @@ class Reducer:
         self._install_hooks()
 
     def _install_hooks(self) -> None:
-        for handle in self._hooks:
+        for handle in [*self._hooks, *self._enders.values()]:
             handle.remove()
-        self._hooks = [
-            node.register_hook(hook)
-            for node, hook in zip(
-                self._participation.nodes,
+        self._enders.clear()
+        self._hooks[:] = [
+            param.register_post_accumulate_grad_hook(hook)
+            for param, hook in zip(
+                self._params,
                 _gradient_ready_hooks(
                     weakref.ref(self), self._awaited, self._pending, self._segment_of
                 ),
@@ -456,7 +483,7 @@ class _Place:
     """A segment, its bucket, and the numbers ``[first, last)`` of its parameters."""
 
     bucket: Bucket
-    segment: Segment
+    number: int
     first: int
     last: int
 
@@ -465,7 +492,7 @@ class _Place:
 # reducer holds the nodes, a cycle through C++ that the garbage collector could not see.
 
 
-GradientHook = Callable[[Any, tuple[Tensor | None, ...]], None]
+GradientHook = Callable[[Tensor], None]
 
 
 def _gradient_ready_hooks(
@@ -481,28 +508,34 @@ def _gradient_ready_hooks(
     """
 
     def make(index: int, segment: int) -> GradientHook:
-        def gradient_ready(
-            _: Any,
-            grads: tuple[Tensor | None, ...],
-            index: int = index,
-            segment: int = segment,
-        ) -> None:
-            if awaited[index] and grads[0] is not None:
+        def gradient_ready(_: Tensor, index: int = index, segment: int = segment) -> None:
+            if awaited[index]:
                 awaited[index] = False
                 pending[segment] -= 1
                 if pending[segment]:
                     return
                 owner = reducer()
                 if owner is not None:
-                    owner.segment_full(segment)
+                    owner.segment_full(index)
                 return
             owner = reducer()
             if owner is not None:
-                owner.gradient_ready(index, grads[0] is not None)
+                owner.gradient_ready(index, True)
 
         return gradient_ready
 
     return (make(index, segment) for index, segment in enumerate(segment_of))
+
+
+def _segment_end_hook(reducer: weakref.ref[Reducer], number: int) -> Callable[..., None]:
+    """Hook on the autograd node of a parameter that came last in its segment."""
+
+    def segment_end(*_: Any) -> None:
+        owner = reducer()
+        if owner is not None:
+            owner.segment_end(number)
+
+    return segment_end
 
 
 def _backward_start_hook(reducer: weakref.ref[Reducer]) -> Callable[[Tensor], None]:

@@ -27,6 +27,8 @@ class Kernels:
         alignment: what these kernels want of ``Layout.of``, in elements.
         by_address: they read gradients by address, which must lie in memory as their slots do.
         segments: cuts a layout into runs of slots ``[first, last)``, each flattened by one launch.
+        cedes: whether gradients of a bucket with this layout are better handed over in its buffer
+            than copied out of it.
     """
 
     flatten: Callable[[FlatBuffer, Sequence[Tensor | None], Sequence[bool], float], None]
@@ -34,6 +36,7 @@ class Kernels:
     alignment: int
     by_address: bool
     segments: Callable[[Layout], list[tuple[int, int]]]
+    cedes: Callable[[Layout], bool]
 
 
 def select(device: torch.device) -> Kernels:
@@ -52,7 +55,12 @@ def _for_device_type(device_type: str) -> Kernels:
         from tritonddp.kernels import reference
 
         return Kernels(
-            reference.flatten, reference.unflatten, reference.ALIGNMENT, False, reference.segments
+            reference.flatten,
+            reference.unflatten,
+            reference.ALIGNMENT,
+            False,
+            reference.segments,
+            reference.cedes,
         )
     if device_type != "cuda":
         raise RuntimeError(
@@ -73,9 +81,14 @@ def _for_device_type(device_type: str) -> Kernels:
         raise RuntimeError(
             "Triton's interpreter cannot reach 'cuda' gradients by address: unset TRITON_INTERPRET"
         )
-    return Kernels(flatten.flatten, unflatten.unflatten, table.ALIGNMENT, True, _whole)
+    return Kernels(flatten.flatten, unflatten.unflatten, table.ALIGNMENT, True, _whole, _never)
 
 
 def _whole(layout: Layout) -> list[tuple[int, int]]:
     """A launch costs more than a cache saves: a bucket is flattened at once."""
     return [(0, len(layout.numels))]
+
+
+def _never(layout: Layout) -> bool:
+    """One launch copies all gradients out."""
+    return False

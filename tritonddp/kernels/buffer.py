@@ -116,7 +116,7 @@ class FlatBuffer:
         flags: view of the used flags, one element per gradient: 1 or 0 before the collective,
             afterwards the number of ranks that used the parameter (any non-zero value: the
             sum of many ones saturates in fp16 and bf16, but never becomes zero).
-        views: one view per gradient, with the gradient's own shape and strides.
+        views: one tensor per gradient in its place, with the gradient's own shape and strides.
         tables: device-side tables of the Triton kernels, made by them at their first launch.
     """
 
@@ -125,13 +125,21 @@ class FlatBuffer:
         self.data = torch.zeros(layout.numel, dtype=dtype, device=device)
         self.payload = self.data[: layout.flags_offset]
         self.flags = self.data[layout.flags_offset : layout.flags_offset + len(layout.numels)]
-        self.views: list[Tensor] = [
-            torch.as_strided(self.data, shape, stride, offset)
-            for shape, stride, offset in zip(
-                layout.shapes, layout.strides, layout.offsets, strict=True
-            )
-        ]
+        self.views: list[Tensor] = list(map(self.view, range(len(layout.numels))))
         self.tables: Any = None
+
+    def view(self, slot: int) -> Tensor:
+        """A new tensor in the place of gradient ``slot``, with a version counter of its own.
+
+        (Views in autograd's sense share one: a write to any of them would look like one to all.)
+        """
+        layout = self.layout
+        return torch.empty(0, dtype=self.data.dtype, device=self.data.device).set_(
+            self.data.untyped_storage(),
+            layout.offsets[slot],
+            layout.shapes[slot],
+            layout.strides[slot],
+        )
 
     def part(self, first: int, last: int) -> FlatBuffer:
         """Slots ``[first, last)`` as a flat buffer of their own, in the same storage."""

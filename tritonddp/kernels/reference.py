@@ -106,6 +106,11 @@ def segments(layout: Layout) -> list[tuple[int, int]]:
     return cuts
 
 
+def cedes(layout: Layout) -> bool:
+    """Whether a tensor in the buffer costs less than a copy out of it: from some KiB a gradient."""
+    return layout.mean_numel >= _SMALL
+
+
 def _flatten_cast(flat: FlatBuffer, grads: Sequence[Tensor | None], scale: float) -> None:
     """Flatten gradients of another dtype than the wire's."""
     for view, grad in zip(flat.views, grads, strict=True):
