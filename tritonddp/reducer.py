@@ -101,6 +101,7 @@ class Reducer:
         count = len(self._params)
         self._phase = Phase.IDLE
         self._graph_task = -1
+        self._creates_graph = False
         self._end_is_queued: Callable[[], object] = lambda: None
         self._watched = WeakTensorKeyDictionary()
         # Reached in backwards under no_sync since the last reduction: they take part in the next.
@@ -184,6 +185,7 @@ class Reducer:
             return  # torch.autograd.grad: it returns gradients, and none is ours
         self._queue_end()
         self._graph_task = current_graph_task_id()
+        self._creates_graph = torch.is_grad_enabled()
         if not self._should_sync():
             self._phase = Phase.LOCAL
             return
@@ -296,7 +298,7 @@ class Reducer:
             self._launch_full()
 
     def _fill(self, number: int) -> None:
-        if torch.is_grad_enabled():  # a backward with create_graph
+        if self._creates_graph and torch.is_grad_enabled():
             with torch.no_grad():
                 return self._fill(number)
         place = self._segments[number]
@@ -328,6 +330,9 @@ class Reducer:
 
     def _end(self) -> None:
         """The backward is over: bring all gradients home."""
+        if self._creates_graph and torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._end()
         if self._phase is Phase.LOCAL:
             self._phase = Phase.IDLE
             return
@@ -343,9 +348,8 @@ class Reducer:
 
     def _finish(self) -> None:
         """Wait for the buckets in launch order, emptying one while the next is on its way."""
-        with torch.no_grad():
-            for bucket, work in self._in_flight:
-                self._reduction.finish(bucket, work)
+        for bucket, work in self._in_flight:
+            self._reduction.finish(bucket, work)
         self._in_flight.clear()
 
     def _reset(self) -> None:

@@ -63,6 +63,7 @@ class AllReduce:
 
     def start(self, bucket: Bucket) -> Work:
         """See :meth:`Reduction.start`."""
+        bucket.seal()
         self._counters.collectives += 1
         self._counters.wire_bytes += bucket.nbytes
         work = dist.all_reduce(bucket.flat.data, group=self._group, async_op=True)
