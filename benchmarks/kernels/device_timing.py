@@ -3,8 +3,8 @@
 Before each sample a buffer of four times the last-level cache is read, and inputs rotate. On a GPU
 the time is that between two events behind a sleep that outlasts the host's work, so that launches
 do not wait for the host, and what the host takes is measured beside it. Several calls share a pair
-of events, each on inputs of its own, as long as their launches fit the queue: of a bucket of 256
-KB the events alone would otherwise be half of the time. (A contender whose launches do not fit is
+of events, each on inputs of its own, so that the events themselves count for little in a small
+bucket. (Only as many as fit the queue of launches; a contender that does not fit by itself is
 measured with its gaps.) On the CPU, the time is that of the call, on the calling thread alone.
 """
 
