@@ -1,0 +1,152 @@
+"""Models whose forward and backward cost next to nothing on the device, timed on the host.
+
+No internals are called: when a gradient became ready is seen by hooks of a user's kind on a few
+parameters, which run before those of DDP. What passes between two such moments, beyond the same
+two in a bare model, is what DDP did between them.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from configurations import Configuration
+from models import ManyParameters
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as StockDDP
+
+Key = TypeVar("Key")
+
+SIZE = 64  # elements of a parameter
+WARMUPS = 5
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of one forward and backward: seconds, and the clock when each mark was passed."""
+
+    forward: float
+    backward: float
+    marks: list[float]
+
+    def between(self, first: int, second: int) -> float:
+        """Seconds from one mark to another, by number."""
+        return self.marks[second] - self.marks[first]
+
+
+class Subject:
+    """A model of ``count`` vectors, wrapped as ``configuration`` says.
+
+    Args:
+        configuration: the wrapper and its options.
+        count: parameters, a multiple of ``per_bucket``.
+        per_bucket: parameters that share a bucket.
+        marks: places in the order of gradients at which to look at the clock, ascending.
+    """
+
+    def __init__(
+        self,
+        configuration: Configuration,
+        device: torch.device,
+        count: int,
+        per_bucket: int,
+        marks: Sequence[int] = (),
+    ) -> None:
+        self.bare = ManyParameters(count, SIZE).to(device)
+        self._marks = list(marks)
+        self._passed: list[tuple[int, float]] = []
+        for mark in marks:  # the last parameter's gradient comes first
+            param = self.bare.vectors[count - 1 - mark]
+            param.register_post_accumulate_grad_hook(partial(self._note, mark))
+        self.model: Any = self.bare
+        self.expected_bytes: list[int] = []
+        if configuration.wrapper is not None:
+            cap = per_bucket * SIZE * 4  # reached by the last parameter of a bucket
+            self.expected_bytes = [cap] * (count // per_bucket)
+            self.model = configuration.wrapper(
+                self.bare, bucket_cap_mb=cap / 2**20, **configuration.options
+            )
+
+    def _note(self, mark: int, _: Tensor) -> None:
+        self._passed.append((mark, time.perf_counter()))
+
+    def step(self, x: Tensor, sweep: Tensor) -> Times:
+        """Forward and backward, each with cold caches and an idle device.
+
+        Raises:
+            RuntimeError: marks were not passed in the order in which they were expected.
+        """
+        self.model.zero_grad(set_to_none=True)
+        _settle(x, sweep)
+        begun = time.perf_counter()
+        output = self.model(x)
+        forward = time.perf_counter() - begun
+        _settle(x, sweep)
+        self._passed.clear()
+        begun = time.perf_counter()
+        output.backward()
+        backward = time.perf_counter() - begun
+        if x.device.type == "cuda":
+            torch.cuda.synchronize()
+        if [mark for mark, _ in self._passed] != self._marks:
+            raise RuntimeError("gradients did not become ready in the order of the marks")
+        return Times(forward, backward, [seconds for _, seconds in self._passed])
+
+    @property
+    def bucket_bytes(self) -> list[int]:
+        """Bytes of gradients in each bucket, in launch order; none in a bare model."""
+        if self.model is self.bare:
+            return []
+        if type(self.model) is StockDDP:  # ours is an instance, too
+            # Private; what torch's own DDP logger prints. Where stock searches for unused
+            # parameters it never rebuilds its buckets.
+            facts = self.model._get_ddp_logging_data()
+            sizes = facts.get("rebuilt_bucket_sizes", facts["bucket_sizes"])
+            return list(map(int, sizes.split(",")))
+        return [sum(each.nbytes for each in bucket.params) for bucket in self.model.reducer.buckets]
+
+
+def _settle(x: Tensor, sweep: Tensor) -> None:
+    """Empty the host's caches, as the rest of a training step would, and wait for the device."""
+    sweep.mul_(1.0)
+    if x.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def time_rounds(
+    subjects: Mapping[Key, Subject], device: torch.device, rounds: int
+) -> dict[Key, list[Times]]:
+    """Check the subjects and time them in shuffled rounds.
+
+    Raises:
+        RuntimeError: gradients differ from the first subject's, or a subject has other buckets
+            than it should; nothing is timed.
+    """
+    x = torch.randn(SIZE, generator=torch.Generator().manual_seed(0)).to(device)
+    sweep = torch.randn(2**23)  # 32 MiB
+    expected: list[Tensor] = []
+    for key, subject in subjects.items():
+        for _ in range(3):  # stock rebuilds its buckets in the second forward
+            subject.step(x, sweep)
+            found: list[Any] = [param.grad for param in subject.bare.parameters()]
+            expected = expected or [grad.clone() for grad in found]
+            if not all(map(torch.equal, found, expected)):
+                raise RuntimeError(f"gradients of {key} are not those of the first model")
+        if subject.bucket_bytes != subject.expected_bytes:
+            raise RuntimeError(
+                f"buckets of {key} hold {subject.bucket_bytes} B, not {subject.expected_bytes}"
+            )
+    times: dict[Key, list[Times]] = {key: [] for key in subjects}
+    shuffle, order = random.Random(0), list(subjects)
+    for number in range(-WARMUPS, rounds):
+        shuffle.shuffle(order)
+        for key in order:
+            one = subjects[key].step(x, sweep)
+            if number >= 0:
+                times[key].append(one)
+    return times

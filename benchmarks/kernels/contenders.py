@@ -1,0 +1,245 @@
+"""Ways to bring the gradients of a bucket into one buffer, and back: ours, stock's, torch's.
+
+Each is a function of one :class:`Inputs`, so that it can be checked, timed and counted alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+import torch
+from torch import Tensor
+
+from tritonddp.kernels import select
+from tritonddp.kernels.buffer import FlatBuffer, Layout
+
+WORLD_SIZE = 3  # gradients are scaled by 1/3, which rounds in every dtype
+# Gradients begin where torch's CUDA allocator lets allocations begin.
+_BYTES_APART = 512
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Gradients and buffers of one bucket.
+
+    Attributes:
+        grads: row-major, in one block of memory but each at an address as from the allocator.
+        turns: the gradients, and the same values at other addresses, by turns; on the CPU, where
+            addresses do not matter, just the gradients.
+        ours: the buffer of tritonddp's kernels, with their alignment.
+        segments: slots ``[first, last)`` of ``ours`` that tritonddp flattens at once, see
+            ``tritonddp.bucket.Segment``.
+        moved: the memory of ``ours`` with tables of its own, for gradients that take turns.
+        plain: a buffer without gaps, as stock DDP has it.
+        block: the memory of the gradients, at least as many elements as ``plain.payload``.
+    """
+
+    grads: list[Tensor]
+    turns: Iterator[list[Tensor]]
+    ours: FlatBuffer
+    segments: list[tuple[int, int, FlatBuffer]]
+    moved: FlatBuffer
+    plain: FlatBuffer
+    block: Tensor
+
+    @classmethod
+    def make(
+        cls,
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        wire: torch.dtype,
+        device: torch.device,
+    ) -> Inputs:
+        """Random gradients of these shapes and ``dtype``, and buffers of the ``wire`` dtype."""
+        kernels = select(device)
+        strides = [torch.empty(shape, device="meta").stride() for shape in shapes]
+        spread = Layout.of(shapes, strides, _BYTES_APART // dtype.itemsize)
+        block = torch.randn(spread.numel, device=device).to(dtype)
+        grads = _views(block, spread)
+        elsewhere = _views(block.clone(), spread) if kernels.by_address else grads
+        ours = FlatBuffer(Layout.of(shapes, strides, kernels.alignment), wire, device)
+        ours.flags.fill_(1)  # or unflatten would leave the gradients as they are
+        segments = [
+            (first, last, ours if last - first == len(shapes) else ours.part(first, last))
+            for first, last in kernels.segments(ours.layout)
+        ]
+        plain = FlatBuffer(Layout.of(shapes, strides, 1), wire, device)
+        moved = ours.part(0, len(shapes))
+        return cls(grads, cycle((elsewhere, grads)), ours, segments, moved, plain, block)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that whoever moves the gradients must read and write at least."""
+        sizes = self.block.element_size() + self.plain.data.element_size()
+        return sum(self.plain.layout.numels) * sizes
+
+
+def _views(block: Tensor, layout: Layout) -> list[Tensor]:
+    places = zip(layout.shapes, layout.strides, layout.offsets, strict=True)
+    return [block.as_strided(*place) for place in places]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to flatten or to unflatten.
+
+    Attributes:
+        name: unique within its direction.
+        run: moves the gradients once.
+        ours: works on ``Inputs.ours``, else on ``Inputs.plain``, and every bit has to be right.
+        scales: divides by the world size. One that does not has less to do.
+        casts: copes with gradients of another dtype than the wire's.
+        by_address: only where kernels read gradients by address.
+    """
+
+    name: str
+    run: Callable[[Inputs], object]
+    ours: bool = False
+    scales: bool = True
+    casts: bool = True
+    by_address: bool = False
+
+    def buffer(self, inputs: Inputs) -> FlatBuffer:
+        """The buffer that it works on."""
+        return inputs.ours if self.ours else inputs.plain
+
+
+def _ours_flatten(inputs: Inputs) -> None:
+    flatten = select(inputs.ours.data.device).flatten
+    for first, last, part in inputs.segments:
+        flatten(part, inputs.grads[first:last], [True] * (last - first), 1 / WORLD_SIZE)
+
+
+def _ours_flatten_moved(inputs: Inputs) -> None:
+    grads = next(inputs.turns)
+    used = [True] * len(grads)
+    select(inputs.ours.data.device).flatten(inputs.moved, grads, used, 1 / WORLD_SIZE)
+
+
+def _mul_each(inputs: Inputs) -> None:
+    for view, grad in zip(inputs.plain.views, inputs.grads, strict=True):
+        torch.mul(grad, 1 / WORLD_SIZE, out=view)
+
+
+def _foreach_and_div(inputs: Inputs) -> None:
+    torch._foreach_copy_(inputs.plain.views, inputs.grads)
+    inputs.plain.payload.div_(WORLD_SIZE)
+
+
+def _cat(inputs: Inputs) -> None:
+    torch.cat([grad.view(-1) for grad in inputs.grads], out=inputs.plain.payload)
+
+
+def _chunk_cat(inputs: Inputs) -> None:
+    # FSDP2's way into a reduce-scatter, for a world of one. Private; since torch 2.2.
+    torch._chunk_cat(inputs.grads, 0, 1, out=inputs.plain.payload.view(1, -1))
+
+
+def _copy_in(inputs: Inputs) -> None:
+    inputs.plain.payload.copy_(inputs.block[: inputs.plain.payload.numel()])
+
+
+def _ours_unflatten(inputs: Inputs) -> None:
+    select(inputs.ours.data.device).unflatten(inputs.ours, inputs.grads)
+
+
+def _copy_each(inputs: Inputs) -> None:
+    for view, grad in zip(inputs.plain.views, inputs.grads, strict=True):
+        grad.copy_(view)
+
+
+def _foreach(inputs: Inputs) -> None:
+    torch._foreach_copy_(inputs.grads, inputs.plain.views)
+
+
+def _split_copy(inputs: Inputs) -> None:
+    # FSDP2's way out of an all-gather: the inverse of cat and _chunk_cat.
+    torch.split_with_sizes_copy(
+        inputs.plain.payload,
+        inputs.plain.layout.numels,
+        out=[grad.view(-1) for grad in inputs.grads],
+    )
+
+
+def _copy_out(inputs: Inputs) -> None:
+    inputs.block[: inputs.plain.payload.numel()].copy_(inputs.plain.payload)
+
+
+OURS = "tritonddp"
+MOVED = "tritonddp, moved"  # gradients are at other addresses each time: the table is uploaded
+CEILING = "device copy"
+FOREACH_DIV = "_foreach_copy_ + div_"
+
+DIRECTIONS: dict[str, tuple[Contender, ...]] = {
+    "flatten": (
+        Contender(OURS, _ours_flatten, ours=True),
+        Contender(MOVED, _ours_flatten_moved, ours=True, by_address=True),
+        Contender("mul_out each", _mul_each),  # stock's default
+        Contender(FOREACH_DIV, _foreach_and_div),  # stock's batched_grad_copy
+        Contender("cat, unscaled", _cat, scales=False),
+        Contender("_chunk_cat, unscaled", _chunk_cat, scales=False),
+        Contender(CEILING, _copy_in),
+    ),
+    "unflatten": (
+        Contender(OURS, _ours_unflatten, ours=True),
+        Contender("copy_ each", _copy_each),  # stock's default
+        Contender("_foreach_copy_", _foreach),
+        Contender("split_with_sizes_copy", _split_copy, casts=False),
+        Contender(CEILING, _copy_out),
+    ),
+}
+
+
+def contenders(direction: str, casting: bool, device: torch.device) -> list[Contender]:
+    """Those that can do it, gradients of another dtype than the wire's (``casting``) or not."""
+    by_address = select(device).by_address
+    return [
+        each
+        for each in DIRECTIONS[direction]
+        if (each.casts or not casting) and (by_address or not each.by_address)
+    ]
+
+
+def check(direction: str, contender: Contender, inputs: Inputs) -> None:
+    """Let a contender move gradients once, onto NaN, and compare all elements.
+
+    tritonddp must have the bits of a multiplication in fp32, others come close to it. (The
+    ceiling has no gradients to find, only bytes to copy: it is let through.)
+
+    Raises:
+        RuntimeError: a result is wrong.
+    """
+    if contender.name == CEILING:
+        return
+    buffer = contender.buffer(inputs)
+    if direction == "flatten":
+        scale = 1 / WORLD_SIZE if contender.scales else 1.0
+        expected = (_joined(inputs.grads).float() * scale).to(buffer.data.dtype)
+        buffer.data.fill_(torch.nan)
+        contender.run(inputs)
+        found = _joined(buffer.views)
+        if contender.ours and not bool((buffer.flags == 1).all()):
+            raise RuntimeError(f"flatten by {contender.name!r} left flags of used parameters unset")
+    else:
+        for view in buffer.views:
+            view.normal_()
+        expected = _joined(buffer.views).to(inputs.block.dtype)
+        inputs.block.fill_(torch.nan)
+        contender.run(inputs)
+        found = _joined(inputs.grads)
+    # One rounding more than ours in the wire's dtype, twice that to be safe.
+    rounds = direction == "flatten" and not contender.ours
+    tolerance = 4 * torch.finfo(buffer.data.dtype).eps if rounds else 0.0
+    error = (found.float() - expected.float()).abs()
+    wrong = int((~(error <= tolerance * expected.float().abs())).sum())  # NaN is wrong, too
+    if wrong:
+        raise RuntimeError(
+            f"{direction} by {contender.name!r} of {len(inputs.grads)} gradients: {wrong} of "
+            f"{expected.numel()} elements are wrong"
+        )
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])

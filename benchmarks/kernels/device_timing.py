@@ -1,0 +1,129 @@
+"""Device time, host time and launches of contenders, in interleaved rounds with cold caches.
+
+Before each sample a buffer of four times the last-level cache is read, and inputs rotate. On a GPU
+the time is that between two events behind a sleep that outlasts the host's work, so that launches
+do not wait for the host, and what the host takes is measured beside it. Several calls share a pair
+of events, each on inputs of its own, so that the events themselves count for little in a small
+bucket. (Only as many as fit the queue of launches; a contender that does not fit by itself is
+measured with its gaps.) On the CPU, the time is that of the call, on the calling thread alone.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from contenders import Contender, Inputs
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+_CPU_CACHE = 2**24  # bytes; a guess at a core's share
+_CYCLES_PER_SECOND = 2e9  # of torch.cuda._sleep; slower clocks only lengthen the sleep
+_LONGEST_SLEEP = 20e-3  # seconds; the host's work of more is not waited for
+_QUEUE = 512  # launches; the driver queues about twice as many before the host has to wait
+_WARMUPS = 3
+
+
+@dataclass
+class Samples:
+    """One contender's rounds.
+
+    Attributes:
+        launches: kernels, copies and fills on the device per call; ``None`` where not counted.
+        calls: between two looks at the clock.
+        seconds: of a call, on the device; on the CPU, its time.
+        host_seconds: until a call returned; empty on the CPU.
+    """
+
+    launches: int | None
+    calls: int
+    seconds: list[float] = field(default_factory=list)
+    host_seconds: list[float] = field(default_factory=list)
+
+
+def input_sets(nbytes: int, device: torch.device) -> int:
+    """How many sets of inputs of ``nbytes`` exceed the cache, at least 2 and at most 8."""
+    return min(8, max(2, -(-3 * _cache_bytes(device) // nbytes)))
+
+
+def time_rounds(
+    contenders: Sequence[Contender], rotation: Sequence[Inputs], rounds: int
+) -> dict[str, Samples]:
+    """Count the launches of the contenders and time them, by name."""
+    device = rotation[0].block.device
+    on_gpu = device.type == "cuda"
+    flush = torch.ones(_cache_bytes(device), device=device)  # in fp32: four times the cache
+    samples: dict[str, Samples] = {}
+    for contender in contenders:
+        for inputs in rotation:  # the first call compiles, and fills the tables of these inputs
+            contender.run(inputs)
+        launches = _launches(contender, rotation[0]) if on_gpu else None
+        calls = 1 if launches is None else max(1, min(len(rotation), _QUEUE // launches))
+        samples[contender.name] = Samples(launches, calls)
+    host_seconds = dict.fromkeys(samples, 0.0)
+    shuffle, order = random.Random(0), list(contenders)
+    for number in range(-_WARMUPS, rounds):
+        shuffle.shuffle(order)
+        for contender in order:
+            name, each = contender.name, samples[contender.name]
+            batch = [
+                rotation[(number * each.calls + call) % len(rotation)] for call in range(each.calls)
+            ]
+            if on_gpu:
+                seconds, host = _on_gpu(contender, batch, flush, host_seconds[name])
+                host_seconds[name] = max(host_seconds[name], host)
+            else:
+                seconds, host = _on_cpu(contender, batch, flush), 0.0
+            if number < 0:
+                continue
+            each.seconds.append(seconds / each.calls)
+            if on_gpu:
+                each.host_seconds.append(host / each.calls)
+    return samples
+
+
+def _on_cpu(contender: Contender, batch: Sequence[Inputs], flush: Tensor) -> float:
+    flush.sum()
+    begun = time.perf_counter()
+    for inputs in batch:
+        contender.run(inputs)
+    return time.perf_counter() - begun
+
+
+def _on_gpu(
+    contender: Contender, batch: Sequence[Inputs], flush: Tensor, host_seconds: float
+) -> tuple[float, float]:
+    """Seconds of the device and of the host; ``host_seconds`` is what the host took before."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    flush.sum()  # reads only: no dirty lines that the call would have to write back
+    # Private, since torch has no other kernel that does nothing for a given time.
+    torch.cuda._sleep(int(_CYCLES_PER_SECOND * min(_LONGEST_SLEEP, 2 * host_seconds + 50e-6)))
+    start.record()
+    begun = time.perf_counter()
+    for inputs in batch:
+        contender.run(inputs)
+    host = time.perf_counter() - begun
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3, host
+
+
+def _launches(contender: Contender, inputs: Inputs) -> int | None:
+    """What runs on the device during one call: kernels, copies and fills."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        contender.run(inputs)
+        torch.cuda.synchronize()
+    on_device = [each for each in profiler.events() if each.device_type == DeviceType.CUDA]
+    return len(on_device) or None  # none at all: the profiler cannot look into this device
+
+
+def _cache_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).L2_cache_size
+    return _CPU_CACHE

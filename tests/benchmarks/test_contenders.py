@@ -1,0 +1,98 @@
+"""What the kernel benchmark times is right, and what is not right it does not time."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "kernels"))
+
+from contenders import CEILING, DIRECTIONS, OURS, Inputs, check, contenders
+
+CPU = torch.device("cpu")
+SHAPES = [(3, 4), (5,), (2, 3, 2, 1), (600, 500), (1,)]  # segments, too
+DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.bfloat16),
+]
+
+
+def make(dtype=torch.float32, wire=torch.float32):
+    torch.manual_seed(0)
+    return Inputs.make(SHAPES, dtype, wire, CPU)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(("dtype", "wire"), DTYPES)
+def test_every_contender_passes_the_check(direction, dtype, wire):
+    rivals = contenders(direction, dtype != wire, CPU)
+    assert {OURS, CEILING} < {each.name for each in rivals}
+    for contender in rivals:
+        check(direction, contender, make(dtype, wire))
+
+
+def _off_by_a_bit(contender):
+    def run(inputs):
+        contender.run(inputs)
+        view = contender.buffer(inputs).views[-1]
+        view.copy_(torch.nextafter(view, torch.full_like(view, torch.inf)))
+
+    return run
+
+
+def _last_forgotten(contender):
+    def run(inputs):
+        before = inputs.grads[-1].clone(), contender.buffer(inputs).views[-1].clone()
+        contender.run(inputs)
+        inputs.grads[-1].copy_(before[0])
+        contender.buffer(inputs).views[-1].copy_(before[1])
+
+    return run
+
+
+def _unscaled(contender):
+    def run(inputs):
+        torch._foreach_copy_(contender.buffer(inputs).views, inputs.grads)
+        contender.buffer(inputs).flags.fill_(1)
+
+    return run
+
+
+def _flags_forgotten(contender):
+    def run(inputs):
+        contender.run(inputs)
+        contender.buffer(inputs).flags[-1] = 0
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("direction", "name", "mistake"),
+    [
+        ("flatten", OURS, _off_by_a_bit),
+        ("flatten", OURS, _last_forgotten),
+        ("flatten", OURS, _unscaled),
+        ("flatten", OURS, _flags_forgotten),
+        ("flatten", "mul_out each", _last_forgotten),
+        ("flatten", "mul_out each", _unscaled),
+        ("unflatten", OURS, _last_forgotten),
+        ("unflatten", "_foreach_copy_", _last_forgotten),
+    ],
+)
+def test_the_check_finds_a_planted_mistake(direction, name, mistake):
+    (contender,) = (each for each in contenders(direction, False, CPU) if each.name == name)
+    wrong = dataclasses.replace(contender, run=mistake(contender))
+    with pytest.raises(RuntimeError, match=f"{direction} by '{name}'"):
+        check(direction, wrong, make())
+
+
+def test_bytes_are_those_of_gradients_and_wire():
+    numel = sum(torch.Size(shape).numel() for shape in SHAPES)
+    assert make().nbytes == 8 * numel
+    assert make(wire=torch.bfloat16).nbytes == 6 * numel

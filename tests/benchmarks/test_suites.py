@@ -1,0 +1,59 @@
+"""The pytest-benchmark suites run, and write the JSON that others read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+HEADING = {"benchmark", "machine", "load_average_after", "benchmarks"}
+
+
+def run(suite, tmp_path, *arguments):
+    result = tmp_path / "result.json"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"benchmarks/{suite}"]
+    command += ["--benchmark-only", f"--benchmark-json={result}", *arguments]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads(result.read_text())
+    assert content["benchmark"] == suite
+    assert set(content) >= HEADING
+    assert content["machine"]["torch"]
+    return content["benchmarks"], done.stdout
+
+
+def test_kernels_are_reported_as_shares_of_a_copy(tmp_path):
+    rows, output = run("kernels", tmp_path, "-k", "many_small-bf16", "--rounds", "2")
+    assert "share of the device copy's" in output
+    facts = {(row["extra_info"]["direction"], row["extra_info"]["contender"]): row for row in rows}
+    for direction in ("flatten", "unflatten"):
+        row = facts[direction, "tritonddp"]
+        assert len(row["stats"]["data"]) == 2
+        info = row["extra_info"]
+        assert row["group"] == f"{direction}-many_small-bf16-whole"
+        assert (info["tensors"], info["bytes"]) == (1000, 2 * 2 * 64_000)
+        # Replayed, not timed again: shares follow from the rounds in the file.
+        ceiling = facts[direction, "device copy"]["stats"]["data"]
+        shares = sorted(a / b for a, b in zip(ceiling, row["stats"]["data"], strict=True))
+        assert abs(info["of_ceiling"]["median"] - sum(shares) / 2) < 1e-3
+
+
+def test_host_cost_is_reported_for_stock_and_ours(tmp_path):
+    rows, output = run("host", tmp_path, "--rounds", "2")
+    assert "host cost on" in output
+    columns = {
+        (row["extra_info"]["kind"], row["extra_info"]["configuration"]): set(
+            row["extra_info"]["us"]
+        )
+        for row in rows
+    }
+    for name in ("unwrapped", "stock", "ours", "ours views"):
+        assert columns["parameter", name] == {"all", "hook"}
+        assert columns["bucket", name] == {"all", "launch"}
+        assert columns["step", name] == {"forward", "backward"}
