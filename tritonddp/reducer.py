@@ -39,7 +39,7 @@ from tritonddp.bucket import (
     ViewBucket,
     assign_buckets,
 )
-from tritonddp.comm.reduction import AllReduce, Work
+from tritonddp.comm.reduction import AllReduce, Reduction, Work
 from tritonddp.counters import Counters
 from tritonddp.kernels import select
 from tritonddp.participation import Participation, accumulates
@@ -74,6 +74,8 @@ class Reducer:
     Attributes:
         buckets: in launch order.
         counters: what was launched and sent so far.
+        on_backward: for a trace, else ``None``: called when a backward begins, with what is to
+            run at its end; returns what runs instead.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Reducer:
     ) -> None:
         self.counters = Counters()
         self.buckets: list[Bucket] = []
+        self.on_backward: Callable[[Callable[[], None]], Callable[[], None]] | None = None
         # Parameters are numbered in launch order, so that those of a segment are neighbours in
         # every list below: each is then read in one run, not at a cold address per parameter.
         self._names = [name for name, _ in named_params]
@@ -96,7 +99,7 @@ class Reducer:
         self._should_sync = should_sync
         self._bucket_class = ViewBucket if gradient_as_bucket_view else Bucket
         self._strict = strict
-        self._reduction = AllReduce(process_group, self.counters)
+        self._reduction: Reduction = AllReduce(process_group, self.counters)
 
         count = len(self._params)
         self._phase = Phase.IDLE
@@ -224,6 +227,8 @@ class Reducer:
         def end() -> None:
             self._end()
 
+        if self.on_backward is not None:
+            end = self.on_backward(end)
         self._end_is_queued = weakref.ref(end)
         queue_end_of_backward(end)
 

@@ -18,6 +18,9 @@ class Work(Protocol):
     def wait(self) -> object:
         """Block the current stream (CUDA) or the host (CPU) until the result is there."""
 
+    def get_future(self) -> torch.futures.Future:
+        """Complete when the result is there; asked by traces only."""
+
 
 class Reduction(Protocol):
     """One way to turn the local gradients of a bucket into their mean over all ranks.
@@ -38,6 +41,13 @@ class Reduction(Protocol):
 
     def start(self, bucket: Bucket) -> Work:
         """All segments are filled: issue the collective asynchronously."""
+
+    def start_poisoned(self, bucket: Bucket) -> Work:
+        """Take part in the collective of ``bucket`` with NaN instead of gradients.
+
+        For a rank whose backward broke: the collectives of the ranks stay in step, and its peers
+        see NaN where they would otherwise get a mean that lacks this rank.
+        """
 
     def finish(self, bucket: Bucket, work: Work) -> None:
         """Wait for the collective and bring the result into ``.grad``."""
@@ -71,11 +81,7 @@ class AllReduce:
         return work
 
     def start_poisoned(self, bucket: Bucket) -> Work:
-        """Take part in the collective of ``bucket`` with NaN instead of gradients.
-
-        For a rank whose backward broke: the collectives of the ranks stay in step, and its peers
-        see NaN where they would otherwise get a mean that lacks this rank.
-        """
+        """See :meth:`Reduction.start_poisoned`."""
         bucket.flat.payload.fill_(torch.nan)
         bucket.flat.flags.zero_()
         return self.start(bucket)

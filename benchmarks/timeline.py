@@ -1,0 +1,183 @@
+"""When does each gradient become ready, and when is each bucket on its way? Draws a backward.
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/timeline.py --out FOLDER [--models mlp ...]
+
+Writes into the folder, for each model,
+
+- ``timeline-<model>.png``: of the traced backwards that one whose exposed time is the median,
+- ``timeline-<model>.trace.json.gz``: all of them, for https://ui.perfetto.dev or chrome://tracing,
+
+and ``timeline.json`` with their times. It is rank 0's view, since ranks have clocks of their own.
+Tracing must not change gradients, which is checked first. It does cost time: backwards without it
+are timed before and after the traced ones and stand beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).parents[1]))  # unless tritonddp is installed
+
+import machine
+from models import CASES, Batch, Case, loss
+from ranks import Ranks, process_group
+
+import tritonddp
+from tritonddp.timeline import Backward
+
+DISCARDED = 5  # backwards at first: buckets are formed anew after the first, allocators settle
+
+
+def main() -> None:
+    options = _options()
+    from timeline_plot import draw  # before anything runs: it says so if matplotlib is missing
+
+    with process_group(options.backend) as ranks:
+        facts = machine.describe()
+        if ranks.rank == 0:
+            options.out.mkdir(parents=True, exist_ok=True)
+            print(machine.summary(facts))
+            print(f"{ranks.world_size} ranks over {ranks.backend} on {ranks.device.type}; ms")
+        results = {}
+        for name in options.models:
+            timeline, result = measure(
+                CASES[name], ranks, options.steps, options.views, options.bucket_cap_mb
+            )
+            results[name] = result
+            if ranks.rank == 0:
+                timeline.save_chrome_trace(options.out / f"timeline-{name}.trace.json.gz")
+                draw(
+                    median(timeline.backwards),
+                    options.out / f"timeline-{name}.png",
+                    what=name,
+                    details=_details(timeline.backwards, ranks),
+                )
+                print(table(name, result), flush=True)
+        if ranks.rank == 0:
+            content = {
+                "benchmark": "timeline",
+                "machine": facts,
+                "world_size": ranks.world_size,
+                "backend": ranks.backend,
+                "device": ranks.device.type,
+                "views": options.views,
+                "bucket_cap_mb": options.bucket_cap_mb,
+                "models": results,
+            }
+            machine.write_json(options.out / "timeline.json", content)
+            print(f"\nwritten to {options.out}")
+
+
+def measure(
+    case: Case, ranks: Ranks, steps: int, views: bool, bucket_cap_mb: float | None
+) -> tuple[tritonddp.timeline.Timeline, dict[str, Any]]:
+    """Trace ``steps`` backwards of a model, with as many untraced ones around; collective."""
+    batch = case.batch(ranks.device, seed=ranks.rank)
+    model = tritonddp.DistributedDataParallel(
+        case.model(ranks.device), gradient_as_bucket_view=views, bucket_cap_mb=bucket_cap_mb
+    )
+    for _ in range(DISCARDED):
+        _backward(model, batch, ranks)
+    check(model, batch, ranks)
+    untraced = [_backward(model, batch, ranks) for _ in range(-(-steps // 2))]
+    with tritonddp.trace(model) as timeline:
+        traced = [_backward(model, batch, ranks) for _ in range(steps)]
+    untraced += [_backward(model, batch, ranks) for _ in range(steps // 2)]
+    return timeline, {
+        "untraced_seconds": untraced,
+        "traced_seconds": traced,
+        "exposed_seconds": [backward.exposed for backward in timeline.backwards],
+        "compute_seconds": [each.compute_ended - each.began for each in timeline.backwards],
+        "median": asdict(median(timeline.backwards)),
+    }
+
+
+def check(model: nn.Module, batch: Batch, ranks: Ranks) -> None:
+    """Raises RuntimeError if gradients of a traced backward are not those of an untraced one."""
+    _backward(model, batch, ranks)
+    expected = _gradients(model)
+    with tritonddp.trace(model):
+        _backward(model, batch, ranks)
+    for (name, _), before, after in zip(
+        model.named_parameters(), expected, _gradients(model), strict=True
+    ):
+        # Kernels on a GPU, and NCCL, need not add in the same order twice.
+        tolerance = 0.0 if ranks.device.type == "cpu" else 1e-5 * before.norm().item()
+        if (after - before).norm().item() > tolerance:
+            raise RuntimeError(f"the trace changed the gradient of {name!r}: nothing was measured")
+
+
+def median(backwards: list[Backward]) -> Backward:
+    """The one whose exposed time is the (lower) median."""
+    return sorted(backwards, key=lambda each: each.exposed)[(len(backwards) - 1) // 2]
+
+
+def table(name: str, result: dict[str, Any]) -> str:
+    """A line: medians, and how far the exposed time ranged."""
+    exposed = result["exposed_seconds"]
+    return (
+        f"{name:14} backward {_median_ms(result['traced_seconds'])}"
+        f" (untraced {_median_ms(result['untraced_seconds'])}),"
+        f" compute {_median_ms(result['compute_seconds'])},"
+        f" exposed {_median_ms(exposed)} ({min(exposed) * 1e3:.2f} to {max(exposed) * 1e3:.2f})"
+    )
+
+
+def _backward(model: nn.Module, batch: Batch, ranks: Ranks) -> float:
+    """One forward and backward; the seconds of the backward on this rank, device included."""
+    model.zero_grad()
+    value = loss(model, batch)
+    ranks.barrier()
+    start = time.perf_counter()
+    value.backward()
+    ranks.synchronize()
+    return time.perf_counter() - start
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    return [
+        torch.zeros_like(param) if param.grad is None else param.grad.clone()
+        for param in model.parameters()
+    ]
+
+
+def _details(backwards: list[Backward], ranks: Ranks) -> str:
+    buckets = median(backwards).buckets
+    mib = sum(bucket.nbytes for bucket in buckets) / 2**20
+    exposed = [backward.exposed * 1e3 for backward in backwards]
+    return (
+        f"rank 0 of {ranks.world_size} over {ranks.backend} on {ranks.device.type}; "
+        f"{mib:.1f} MiB in {len(buckets)} bucket{'s' if len(buckets) > 1 else ''}; "
+        f"median of {len(backwards)} backwards, exposed {min(exposed):.2f} to {max(exposed):.2f} ms"
+    )
+
+
+def _median_ms(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds) * 1e3:.2f}"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--steps", type=int, default=9, help="traced backwards (default 9)")
+    parser.add_argument("--views", action="store_true", help="gradient_as_bucket_view")
+    parser.add_argument("--bucket-cap-mb", type=float, help="default: that of the class")
+    parser.add_argument("--backend", help="default: nccl with a CUDA device, else gloo")
+    parser.add_argument("--out", type=Path, required=True, help="folder for all that is written")
+    options = parser.parse_args()
+    if options.steps < 1:
+        parser.error("--steps must be at least 1")
+    return options
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""The timeline is drawn: every label is readable, and the benchmark writes what it says."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tritonddp.timeline import Backward, BucketPass, Gradient, Interval
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+
+def backward(buckets: int, compute: float, sent: float, reduced: bool = True) -> Backward:
+    """One in which gradients come evenly and the wire takes one bucket after the other (in ms)."""
+    passes, gradients = [], []
+    done, finished = 0.0, compute
+    for index in range(buckets):
+        ready = compute * (index + 1) / buckets * 0.99
+        gradients += [Gradient(f"{index}.{n}", index, 1 + ready * 1e-3) for n in range(3)]
+        done = max(done, ready) + sent
+        finished = max(finished, done)
+        times = [1 + time * 1e-3 for time in (ready, done, finished, finished + 0.01)]
+        flattens = (Interval(times[0] - 1e-5, times[0]),)
+        unflatten = Interval(times[2], times[3])
+        nbytes = 17 ** (index % 7)
+        passes.append(BucketPass(index, nbytes, (), flattens, times[0], times[1], unflatten))
+        finished += 0.01
+    ended = finished if reduced else compute
+    return Backward(
+        began=1.0,
+        compute_ended=1 + compute * 1e-3,
+        ended=1 + ended * 1e-3,
+        reduced=reduced,
+        first=False,
+        broken=False,
+        gradients=tuple(gradients),
+        buckets=tuple(passes) if reduced else (),
+    )
+
+
+CASES = {
+    "one bucket": backward(1, 10.0, 2.0),
+    "one bucket, hidden": backward(1, 1000.0, 0.01),
+    "some": backward(6, 50.0, 4.0),
+    "many, fast": backward(40, 50.0, 0.2),
+    "many, slow": backward(30, 50.0, 30.0),
+    "very many, slow": backward(200, 50.0, 30.0),
+    "nothing but communication": backward(3, 0.001, 500.0),
+    "local": backward(5, 3.0, 1.0, reduced=False),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_no_label_overlaps_another_or_leaves_the_picture(case: Backward, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra [bench]")
+    from matplotlib.text import Text
+    from timeline_plot import Picture, draw
+
+    figure = Picture(case, "transformer", "rank 0 of 2 over gloo on cpu").figure
+    figure.canvas.draw()
+    (axis,) = figure.axes
+    first, last = axis.get_xlim()
+    unseen = [
+        tick.label1 for tick in axis.xaxis.get_major_ticks() if not first <= tick.get_loc() <= last
+    ]
+    boxes = [
+        (text.get_text(), text.get_window_extent())
+        for text in figure.findobj(Text)
+        if text.get_visible() and text.get_text() and text not in unseen
+    ]
+    labels = [label for label, _ in boxes]
+    assert {"compute", "gradients ready", "time since the backward began, ms"} <= set(labels)
+    assert ("communication" in labels) == case.reduced
+    for label, box in boxes:
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.width, f"{label!r} leaves the picture"
+        assert 0 <= box.y0 < box.y1 <= figure.bbox.height, f"{label!r} leaves the picture"
+    for (label, box), (other, its) in itertools.combinations(boxes, 2):
+        assert not box.overlaps(its), f"{label!r} lies over {other!r}"
+    draw(case, tmp_path / "timeline.png", "transformer", "rank 0 of 2 over gloo on cpu")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "timeline_plot", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        import timeline_plot  # noqa: F401
+
+
+def test_the_benchmark_writes_picture_trace_and_times(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra [bench]")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    options = ["--backend", "gloo", "--models", "mlp", "--steps", "3", "--out", str(tmp_path)]
+    done = subprocess.run(
+        [*launcher, str(BENCHMARKS / "timeline.py"), *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "timeline-mlp.png").read_bytes().startswith(b"\x89PNG")
+    trace = gzip.decompress((tmp_path / "timeline-mlp.trace.json.gz").read_bytes())
+    assert sum(each.get("cat") == "backward" for each in json.loads(trace)["traceEvents"]) == 3
+    content = json.loads((tmp_path / "timeline.json").read_text())
+    assert content["benchmark"] == "timeline"
+    result = content["models"]["mlp"]
+    assert [len(result[f"{what}_seconds"]) for what in ("exposed", "compute", "traced")] == [3] * 3
+    exposed = result["median"]["ended"] - result["median"]["compute_ended"]
+    assert exposed in result["exposed_seconds"]

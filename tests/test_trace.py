@@ -1,0 +1,449 @@
+"""A trace tells what happened and when, changes nothing of it, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import gzip
+import json
+import sys
+import time
+import weakref
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_bits, assert_same_on_all_ranks, ranks, recorded_collectives
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import tritonddp
+from tritonddp import DistributedDataParallel
+from tritonddp.timeline import Backward, BucketPass, Gradient, Interval, Timeline
+
+VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+
+
+class Chain(nn.Module):
+    """Linear layers, each in a bucket of its own; runs those that it is told to."""
+
+    def __init__(self, names: str = "abcd", checkpointed: str = "") -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(16, 16) for name in "abcd"})
+        self.names = names
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.names:
+            layer = self.layers[name]
+            if name in self.checkpointed:
+                x = checkpoint(layer, x, use_reentrant=True)
+            else:
+                x = torch.tanh(layer(x))
+        return x
+
+
+def wrap(module: nn.Module, view: bool = False) -> DistributedDataParallel:
+    return DistributedDataParallel(module, bucket_cap_mb=1e-3, gradient_as_bucket_view=view)
+
+
+def step(net: nn.Module, seed: int = 0) -> None:
+    net.zero_grad()
+    generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
+    x = torch.randn(8, 16, generator=generator).to(next(net.parameters()).device)
+    net(x.requires_grad_()).pow(2).sum().backward()
+
+
+def gradients(net: nn.Module) -> list[Tensor | None]:
+    return [None if param.grad is None else param.grad.clone() for param in net.parameters()]
+
+
+def assert_in_order(backward: Backward) -> None:
+    """Each time lies where it must between the others."""
+    ready: dict[str, float] = {}
+    for gradient in backward.gradients:
+        assert backward.began <= gradient.ready <= backward.compute_ended
+        ready[gradient.name] = gradient.ready  # the last one, if it comes several times
+        assert gradient.name in backward.buckets[gradient.bucket].parameters
+    previous = backward.began
+    for number, bucket in enumerate(backward.buckets):
+        assert bucket.index == number
+        assert bucket.launched >= previous, "launched in bucket order"
+        previous = bucket.launched
+        last = max((ready.get(name, 0.0) for name in bucket.parameters), default=0.0)
+        flattens = bucket.flattens
+        assert all(flatten.began <= flatten.ended for flatten in flattens)
+        assert last <= flattens[-1].began
+        assert flattens[-1].ended <= bucket.launched <= bucket.completed
+        assert bucket.completed <= bucket.unflatten.began <= bucket.unflatten.ended
+        assert bucket.unflatten.ended <= backward.ended
+    assert backward.exposed == backward.ended - backward.compute_ended >= 0
+
+
+@VIEW
+@ranks(2)
+def test_every_gradient_and_bucket_is_there_once_and_in_order(view: bool) -> None:
+    ddp = wrap(Chain(), view)
+    for seed in range(2):
+        step(ddp, seed)
+    before = copy.copy(ddp.reducer.counters)
+    with tritonddp.trace(ddp) as timeline:
+        for seed in range(3):
+            step(ddp, seed)
+    after = ddp.reducer.counters
+    assert timeline.rank == dist.get_rank()
+    assert timeline.device == "cpu"
+    assert len(timeline.backwards) == 3
+    for backward in timeline.backwards:
+        assert (backward.reduced, backward.first, backward.broken) == (True, False, False)
+        names = [gradient.name for gradient in backward.gradients]
+        assert sorted(names) == sorted(name for name, _ in ddp.module.named_parameters())
+        assert [bucket.parameters for bucket in backward.buckets] == [
+            tuple(bucket.names) for bucket in ddp.reducer.buckets
+        ]
+        assert_in_order(backward)
+        hidden = [bucket for bucket in backward.buckets if bucket.launched < backward.compute_ended]
+        assert len(hidden) == 4, "launched while the backward goes on"
+    for earlier, later in zip(timeline.backwards, timeline.backwards[1:], strict=False):
+        assert earlier.ended <= later.began
+    buckets = [bucket for backward in timeline.backwards for bucket in backward.buckets]
+    assert sum(bucket.nbytes for bucket in buckets) == after.wire_bytes - before.wire_bytes
+    assert sum(len(b.flattens) for b in buckets) == after.flattens - before.flattens
+    assert len(buckets) == after.collectives - before.collectives
+
+
+@VIEW
+@ranks(2)
+def test_results_launches_and_collectives_are_those_without_it(view: bool) -> None:
+    """From the first step on, in which buckets are formed anew."""
+    plain = wrap(Chain("dbca"), view)
+    traced = wrap(copy.deepcopy(plain.module), view)
+    with recorded_collectives() as expected:
+        for seed in range(3):
+            step(plain, seed)
+        number = expected.on_the_group
+    grads = gradients(plain)
+    with recorded_collectives() as calls, tritonddp.trace(traced) as timeline:
+        for seed in range(3):
+            step(traced, seed)
+        assert calls.on_the_group == number
+    for mine, theirs in zip(gradients(traced), grads, strict=True):
+        assert_same_bits(mine, theirs)
+    assert calls.names == expected.names
+    assert traced.reducer.counters == plain.reducer.counters
+    first, second, third = timeline.backwards
+    assert (first.first, second.first, third.first) == (True, False, False)
+    assert all(bucket.launched >= first.compute_ended for bucket in first.buckets)
+    layers = [[bucket.parameters[0].split(".")[1] for bucket in b.buckets] for b in (first, second)]
+    assert layers == [list("dcba"), list("acbd")], "each backward has the buckets that it used"
+    for backward in timeline.backwards:
+        assert_in_order(backward)
+
+
+def python_calls(function: Any) -> Counter[tuple[str, str]]:
+    """File and name of every Python function that runs on this thread meanwhile."""
+    calls: Counter[tuple[str, str]] = Counter()
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            calls[frame.f_code.co_filename, frame.f_code.co_name] += 1
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@VIEW
+@ranks(2)
+def test_off_it_costs_nothing_and_nothing_of_it_stays(view: bool) -> None:
+    ddp = wrap(Chain(), view)
+    step(ddp)
+    step(ddp)
+    reducer, before = ddp.reducer, python_calls(lambda: step(ddp))
+    reduction = reducer._reduction
+    with tritonddp.trace(ddp):
+        inside = python_calls(lambda: step(ddp))
+        assert reducer._reduction is not reduction
+    assert reducer._reduction is reduction
+    assert reducer.on_backward is None
+    assert python_calls(lambda: step(ddp)) == before
+    assert any("tracing" in file for file, _ in inside)
+    assert not any("tracing" in file for file, _ in before)
+    for handle in reducer._hooks:
+        assert len(handle.hooks_dict_ref()) == 1
+    for param in ddp.parameters():
+        assert not param._backward_hooks
+        assert not getattr(param, "_post_accumulate_grad_hooks", None)
+
+
+@ranks(2)
+def test_a_timeline_keeps_nothing_of_the_module_alive() -> None:
+    ddp = wrap(Chain())
+    with tritonddp.trace(ddp) as timeline:
+        step(ddp)
+        former = [weakref.ref(bucket) for bucket in ddp.reducer.buckets]
+        step(ddp)
+    things = [weakref.ref(thing) for thing in (ddp, ddp.reducer, *ddp.reducer.buckets)]
+    del ddp
+    gc.collect()
+    assert [thing() for thing in [*former, *things]] == [None] * (len(former) + len(things))
+    assert len(timeline.backwards) == 2
+
+
+@ranks(2)
+def test_buckets_that_are_replaced_are_let_go_inside_a_trace() -> None:
+    ddp = wrap(Chain("dbca"))
+    former = [weakref.ref(bucket) for bucket in ddp.reducer.buckets]
+    with tritonddp.trace(ddp):
+        step(ddp)
+        assert [bucket() for bucket in former] == [None] * len(former)
+
+
+@ranks(2)
+def test_no_sync_shows_gradients_and_no_buckets() -> None:
+    ddp = wrap(Chain())
+    with tritonddp.trace(ddp) as timeline:
+        with ddp.no_sync():
+            step(ddp)
+        step(ddp)
+    local, reduced = timeline.backwards
+    assert (local.reduced, local.first, local.buckets, local.exposed) == (False, False, (), 0.0)
+    assert len(local.gradients) == 8
+    assert {gradient.bucket for gradient in local.gradients} == {0, 1, 2, 3}
+    assert (reduced.reduced, reduced.first) == (True, True)
+    assert_in_order(reduced)
+
+
+@VIEW
+@ranks(2)
+def test_unused_parameters_do_not_become_ready_and_are_sent_all_the_same(view: bool) -> None:
+    names = ["ab", "bc"][dist.get_rank()]
+    ddp = wrap(Chain(), view)
+    for seed in range(2):
+        step(ddp, seed)
+    ddp.module.names = names
+    with tritonddp.trace(ddp) as timeline:
+        step(ddp)
+    (backward,) = timeline.backwards
+    assert {gradient.name.split(".")[1] for gradient in backward.gradients} == set(names)
+    assert len(backward.gradients) == 4
+    assert len(backward.buckets) == 4
+    assert_in_order(backward)
+
+
+@ranks(2)
+def test_a_backward_that_no_output_shows_begins_with_its_first_gradient() -> None:
+    ddp = wrap(Chain())
+    for _ in range(2):
+        step(ddp)
+    with tritonddp.trace(ddp) as timeline:
+        sum(param.pow(2).sum() for param in ddp.parameters()).backward()  # without its forward
+    (backward,) = timeline.backwards
+    assert len(backward.gradients) == 8
+    assert_in_order(backward)
+
+
+@ranks(2)
+def test_gradients_of_reentrant_checkpoints_come_as_often_as_they_come() -> None:
+    ddp = wrap(Chain("aba", checkpointed="a"))
+    with tritonddp.trace(ddp) as timeline:
+        for _ in range(2):
+            step(ddp)
+    for backward in timeline.backwards:
+        times = Counter(gradient.name.split(".")[1] for gradient in backward.gradients)
+        assert times == {"a": 4, "b": 2}
+        assert_in_order(backward)
+
+
+class Broken(RuntimeError):
+    pass
+
+
+def fail(_: Tensor) -> None:
+    raise Broken("boom")
+
+
+@VIEW
+@pytest.mark.parametrize("local", [False, True], ids=["reduced", "no_sync"])
+@ranks(2)
+def test_a_backward_that_breaks_is_marked_and_the_others_are_whole(view: bool, local: bool) -> None:
+    ddp = wrap(Chain(), view)
+    alone = copy.deepcopy(ddp.module)
+    with tritonddp.trace(ddp) as timeline:
+        step(ddp)
+        step(ddp)
+        handle = ddp.module.layers["b"].weight.register_hook(fail)
+        ddp.require_backward_grad_sync = not local
+        with pytest.raises(Broken):
+            step(ddp)
+        ddp.require_backward_grad_sync = True
+        handle.remove()
+        step(ddp, 3)
+    step(alone, 3)
+    assert [b.broken for b in timeline.backwards] == [False, False, True, False]
+    broken = timeline.backwards[2]
+    assert broken.reduced is not local
+    assert {gradient.name.split(".")[1] for gradient in broken.gradients} >= {"c", "d"}
+    assert not broken.buckets
+    assert broken.ended == broken.compute_ended == broken.gradients[-1].ready
+    for backward in (timeline.backwards[n] for n in (0, 1, 3)):
+        assert_in_order(backward)
+    for param, own in zip(ddp.parameters(), alone.parameters(), strict=True):
+        dist.all_reduce(own.grad)
+        torch.testing.assert_close(param.grad, own.grad / 2)
+    assert_same_on_all_ranks(gradients(ddp))
+
+
+@ranks(2)
+def test_an_exception_passes_through_and_all_is_restored() -> None:
+    ddp = wrap(Chain())
+    reduction = ddp.reducer._reduction
+    step(ddp)
+    handle = ddp.module.layers["a"].weight.register_hook(fail)
+    with pytest.raises(Broken), tritonddp.trace(ddp) as timeline:
+        step(ddp)
+    assert [backward.broken for backward in timeline.backwards] == [True]
+    assert ddp.reducer._reduction is reduction
+    handle.remove()
+    with tritonddp.trace(ddp) as timeline:
+        step(ddp)
+    assert [backward.broken for backward in timeline.backwards] == [False]
+    assert_same_on_all_ranks(gradients(ddp))
+
+
+@ranks(2)
+def test_one_rank_may_trace_alone() -> None:
+    ddp = wrap(Chain())
+    if dist.get_rank() == 0:
+        with tritonddp.trace(ddp) as timeline:
+            for seed in range(3):
+                step(ddp, seed)
+        assert len(timeline.backwards) == 3
+    else:
+        for seed in range(3):
+            step(ddp, seed)
+    assert_same_on_all_ranks(gradients(ddp))
+
+
+@ranks(1)
+def test_misuse_is_named() -> None:
+    model = Chain()
+    for wrong in (model, nn.parallel.DistributedDataParallel(model), None):
+        with (
+            pytest.raises(TypeError, match=r"tritonddp\.DistributedDataParallel.*, got "),
+            tritonddp.trace(wrong),
+        ):
+            pass
+    ddp, other = wrap(model), wrap(Chain())
+    with tritonddp.trace(ddp) as timeline:
+        with pytest.raises(RuntimeError, match="traced already"), tritonddp.trace(ddp):
+            pass
+        with tritonddp.trace(other) as of_other:  # another module is another matter
+            step(other)
+        step(ddp)
+    assert len(timeline.backwards) == len(of_other.backwards) == 1
+    with tritonddp.trace(ddp) as again:
+        pass
+    assert again.backwards == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [("gloo", "cpu"), pytest.param("nccl", "cuda", marks=pytest.mark.gpu)],
+)
+@VIEW
+def test_times_add_up_by_the_clock_of_the_device(backend: str, device: str, view: bool) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ddp = wrap(Chain().to(device), view)
+        step(ddp)
+        start = time.perf_counter()
+        with tritonddp.trace(ddp) as timeline:  # leaving it waits for the device
+            step(ddp)
+            step(ddp)
+        seconds = time.perf_counter() - start
+        assert timeline.device.startswith(device)
+        for backward in timeline.backwards:
+            assert len(backward.gradients) == 8
+            assert_in_order(backward)
+        assert timeline.backwards[0].began >= 0
+        assert 0 < sum(backward.seconds for backward in timeline.backwards) < seconds
+    finally:
+        dist.destroy_process_group()
+
+
+def made_up() -> Timeline:
+    """Two reduced backwards of two overlapping buckets and a third one behind, then a local one."""
+
+    def bucket(index: int, launched: float, completed: float, finished: float) -> BucketPass:
+        name = f"layer{index}.weight"
+        flattens = (Interval(launched - 0.002, launched - 0.001),)
+        unflatten = Interval(finished, finished + 0.001)
+        return BucketPass(index, 1000, (name,), flattens, launched, completed, unflatten)
+
+    def backward(start: float) -> Backward:
+        buckets = (
+            bucket(0, start + 0.01, start + 0.03, start + 0.05),
+            bucket(1, start + 0.02, start + 0.04, start + 0.052),
+            bucket(2, start + 0.035, start + 0.06, start + 0.06),
+        )
+        grads = tuple(Gradient(b.parameters[0], b.index, b.launched - 0.003) for b in buckets)
+        return Backward(start, start + 0.05, start + 0.07, True, False, False, grads, buckets)
+
+    local = Backward(3.0, 3.01, 3.01, False, False, False, (Gradient("w", 0, 3.005),), ())
+    return Timeline(rank=1, device="cpu", backwards=[backward(1.0), backward(2.0), local])
+
+
+def test_buckets_under_way_at_the_same_time_get_different_lanes() -> None:
+    timeline = made_up()
+    assert timeline.backwards[0].lanes() == [0, 1, 0]
+    assert timeline.backwards[2].lanes() == []
+
+
+def test_the_chrome_trace_is_well_formed(tmp_path: Path) -> None:
+    timeline = made_up()
+    timeline.save_chrome_trace(tmp_path / "plain.json")
+    timeline.save_chrome_trace(str(tmp_path / "small.json.gz"))
+    text = (tmp_path / "plain.json").read_text()
+    assert gzip.decompress((tmp_path / "small.json.gz").read_bytes()).decode() == text
+    events = json.loads(text)["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X", "i"}
+    assert {event["pid"] for event in events} == {2}
+
+    slices: dict[int, list[Any]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            slices.setdefault(event["tid"], []).append(event)
+    named = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert list(named.values()) == [
+        "backward",
+        "gradients ready",
+        "flatten, unflatten",
+        "communication 1",
+        "communication 2",
+    ]
+    assert set(slices) <= set(named)
+    for row in slices.values():  # what begins within a slice of its row ends within it
+        open_until: list[float] = []
+        for event in sorted(row, key=lambda event: (event["ts"], -event["dur"])):
+            assert event["dur"] >= 0
+            end = event["ts"] + event["dur"]
+            while open_until and open_until[-1] <= event["ts"] + 1e-6:
+                open_until.pop()
+            assert not open_until or end <= open_until[-1] + 1e-6
+            open_until.append(end)
+
+    exposed = [event for event in events if event.get("cat") == "exposed"]
+    assert [event["dur"] for event in exposed] == pytest.approx([20_000, 20_000])
+    sent = [event for event in events if event.get("cat") == "communication"]
+    assert [event["args"]["bytes"] for event in sent] == [1000] * 6
+    ready = [event["ts"] for event in events if event["ph"] == "i"]
+    assert ready[:2] == pytest.approx([1_007_000, 1_017_000])

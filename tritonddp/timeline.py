@@ -1,0 +1,222 @@
+"""What :func:`tritonddp.trace` recorded: when gradients and buckets passed through a backward."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# Rows of the Chrome trace. Numbers begin at 1: viewers take thread 0 for the idle one.
+_BACKWARD, _GRADIENTS, _COPIES, _COMMUNICATION = 1, 2, 3, 4
+
+
+@dataclass(frozen=True)
+class Interval:
+    """From ``began`` to ``ended``, in seconds since the trace was entered."""
+
+    began: float
+    ended: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A gradient that was accumulated into ``.grad``.
+
+    Attributes:
+        name: of its parameter.
+        bucket: number of its bucket.
+        ready: when, in seconds since the trace was entered.
+    """
+
+    name: str
+    bucket: int
+    ready: float
+
+
+@dataclass(frozen=True)
+class BucketPass:
+    """The way of one bucket through one backward, in seconds since the trace was entered.
+
+    Attributes:
+        index: its place in the launch order.
+        nbytes: bytes on the wire.
+        parameters: names of its parameters.
+        flattens: one launch each: on a GPU one, on the CPU one for each segment.
+        launched: when the collective was issued.
+        completed: when the collective had its result on this rank.
+        unflatten: from when the result had been waited for until it was in ``.grad``.
+    """
+
+    index: int
+    nbytes: int
+    parameters: tuple[str, ...]
+    flattens: tuple[Interval, ...]
+    launched: float
+    completed: float
+    unflatten: Interval
+
+
+@dataclass(frozen=True)
+class Backward:
+    """One backward on this rank, in seconds since the trace was entered.
+
+    Attributes:
+        began: when it reached the outputs of the module, or else the first gradient.
+        compute_ended: when autograd was through with it.
+        ended: when the last reduced gradient was in ``.grad``.
+        reduced: False under ``no_sync``: gradients stayed on this rank, and there are no buckets.
+        first: whether it was the first reduced one of the module, which launches all buckets at
+            its end, and after which buckets are formed anew, in the order that it showed.
+        broken: whether an exception ended it. Then only its gradients are known, and it ends
+            with the last of them.
+        gradients: in the order in which they became ready. Inner backwards of reentrant
+            checkpoints may bring one gradient several times.
+        buckets: in launch order.
+    """
+
+    began: float
+    compute_ended: float
+    ended: float
+    reduced: bool
+    first: bool
+    broken: bool
+    gradients: tuple[Gradient, ...]
+    buckets: tuple[BucketPass, ...]
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.ended - self.began
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of synchronisation that no compute of this backward hides."""
+        return self.ended - self.compute_ended
+
+    def lanes(self) -> list[int]:
+        """A lane for each bucket, so that no two are under way in one lane at the same time."""
+        free_from: list[float] = []
+        lanes = []
+        for bucket in self.buckets:
+            free = (lane for lane, time in enumerate(free_from) if time <= bucket.launched)
+            lane = next(free, len(free_from))
+            free_from[lane : lane + 1] = [bucket.completed]
+            lanes.append(lane)
+        return lanes
+
+
+@dataclass
+class Timeline:
+    """What one rank recorded.
+
+    Attributes:
+        rank: in the module's process group.
+        device: of the parameters.
+        backwards: one after the other; complete once the trace is left.
+    """
+
+    rank: int
+    device: str
+    backwards: list[Backward] = field(default_factory=list)
+
+    def save_chrome_trace(self, path: str | Path) -> None:
+        """Write JSON for https://ui.perfetto.dev or chrome://tracing, which both open ``.gz``, too.
+
+        Rows: the backward with the exposed part, gradients as they become ready, flatten and
+        unflatten, and communication in as many rows as buckets are under way at once.
+        """
+        # One line an event: such files are looked at with grep, too.
+        events = ",\n".join(json.dumps(event) for event in self._chrome_events())
+        text = f'{{"displayTimeUnit": "ms", "traceEvents": [\n{events}\n]}}\n'
+        path = Path(path)
+        if path.suffix == ".gz":
+            path.write_bytes(gzip.compress(text.encode()))
+        else:
+            path.write_text(text)
+
+    def _chrome_events(self) -> Iterator[dict[str, Any]]:
+        lanes = max((1 + max(b.lanes(), default=-1) for b in self.backwards), default=0)
+        rows = {
+            _BACKWARD: "backward",
+            _GRADIENTS: "gradients ready",
+            _COPIES: "flatten, unflatten",
+            **{_COMMUNICATION + lane: f"communication {lane + 1}" for lane in range(lanes)},
+        }
+        process = {"pid": self.rank + 1}
+        name = f"rank {self.rank}, {self.device}"
+        yield {"ph": "M", "name": "process_name", **process, "args": {"name": name}}
+        for row, name in rows.items():
+            where = {**process, "tid": row}
+            yield {"ph": "M", "name": "thread_name", **where, "args": {"name": name}}
+            yield {"ph": "M", "name": "thread_sort_index", **where, "args": {"sort_index": row}}
+        for number, backward in enumerate(self.backwards):
+            for event in _chrome_events(number, backward):
+                yield {**event, **process}
+
+
+def _chrome_events(number: int, backward: Backward) -> Iterator[dict[str, Any]]:
+    kind = "broken" if backward.broken else "reduced" if backward.reduced else "local"
+    yield _slice(
+        f"backward {number} ({kind})",
+        "backward",
+        _BACKWARD,
+        Interval(backward.began, backward.ended),
+        first=backward.first,
+        exposed_us=_us(backward.exposed),
+        bytes=sum(bucket.nbytes for bucket in backward.buckets),
+    )
+    yield _slice("compute", "compute", _BACKWARD, Interval(backward.began, backward.compute_ended))
+    if backward.exposed:
+        exposed = Interval(backward.compute_ended, backward.ended)
+        yield {**_slice("exposed", "exposed", _BACKWARD, exposed), "cname": "terrible"}
+    for gradient in backward.gradients:
+        yield {
+            "ph": "i",
+            "s": "t",
+            "name": gradient.name,
+            "cat": "gradient",
+            "tid": _GRADIENTS,
+            "ts": _us(gradient.ready),
+            "args": {"bucket": gradient.bucket},
+        }
+    for bucket, lane in zip(backward.buckets, backward.lanes(), strict=True):
+        what = {"bucket": bucket.index, "bytes": bucket.nbytes}
+        for interval in bucket.flattens:
+            yield _slice(f"flatten {bucket.index}", "flatten", _COPIES, interval, **what)
+        yield _slice(
+            f"bucket {bucket.index}",
+            "communication",
+            _COMMUNICATION + lane,
+            Interval(bucket.launched, bucket.completed),
+            **what,
+            parameters=list(bucket.parameters),
+        )
+        yield _slice(f"unflatten {bucket.index}", "unflatten", _COPIES, bucket.unflatten, **what)
+
+
+def _slice(
+    name: str, category: str, row: int, interval: Interval, **args: object
+) -> dict[str, Any]:
+    ts = _us(interval.began)
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "tid": row,
+        "ts": ts,
+        # The difference of rounded times: a slice never reaches into the one that follows it.
+        "dur": round(_us(interval.ended) - ts, 3),
+        "args": args,
+    }
+
+
+def _us(seconds: float) -> float:
+    """Microseconds, which is what the format counts in, to the nanosecond."""
+    return round(seconds * 1e6, 3)
