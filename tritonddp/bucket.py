@@ -228,7 +228,7 @@ class Bucket:
     def seal(self) -> None:
         """All segments are flattened: complete the trailer."""
         if len(self.segments) > 1:
-            self._kernels.flag(self.flat, self._used)
+            self.flat.write_flags(self._used)
 
     def unflatten(self) -> None:
         """Write the reduced gradients into ``.grad``; parameters nobody used stay as they are.
@@ -277,16 +277,15 @@ class Bucket:
             used = [flag and grad is not None for flag, grad in zip(used, grads, strict=True)]
         self._used[segment.first : segment.last] = used
         self._counters.flattens += 1
-        flags = used if segment.flat is self.flat else None
         if self._kernels.by_address or not all(used):
             # A gradient that this backward did not make may be anything the user has put there,
             # also expanded, which cannot be written to.
             grads = self._conform_all(segment, grads)
-            self._kernels.flatten(segment.flat, grads, flags, scale)
+            self._kernels.flatten(segment.flat, grads, used, scale)
         else:
             # These kernels take any strides, and raise where a gradient is amiss: name it then.
             try:
-                self._kernels.flatten(segment.flat, grads, flags, scale)
+                self._kernels.flatten(segment.flat, grads, used, scale)
             except RuntimeError:
                 self._conform_all(segment, grads)
                 raise

@@ -26,15 +26,13 @@ class Kernels:
         unflatten: ``unflatten(flat, grads)``, see ``reference.unflatten``.
         alignment: what these kernels want of ``Layout.of``, in elements.
         by_address: they read gradients by address, which must lie in memory as their slots do.
-        flag: ``flag(flat, used)``, what is left to do where a bucket has several segments.
         segments: cuts a layout into runs of slots ``[first, last)``, each flattened by one launch.
         cedes: whether gradients of a bucket with this layout are better handed over in its buffer
             than copied out of it.
     """
 
-    flatten: Callable[[FlatBuffer, Sequence[Tensor | None], Sequence[bool] | None, float], None]
+    flatten: Callable[[FlatBuffer, Sequence[Tensor | None], Sequence[bool], float], None]
     unflatten: Callable[[FlatBuffer, Sequence[Tensor | None]], None]
-    flag: Callable[[FlatBuffer, Sequence[bool]], None]
     alignment: int
     by_address: bool
     segments: Callable[[Layout], list[tuple[int, int]]]
@@ -59,7 +57,6 @@ def _for_device_type(device_type: str) -> Kernels:
         return Kernels(
             reference.flatten,
             reference.unflatten,
-            reference.flag,
             reference.ALIGNMENT,
             False,
             reference.segments,
@@ -77,7 +74,7 @@ def _for_device_type(device_type: str) -> Kernels:
             f"tritonddp needs Triton for 'cuda' tensors, but importing it failed ({error}): "
             "pip install 'triton>=3.6'"
         ) from error
-    from tritonddp.kernels import flatten, reference, table, unflatten
+    from tritonddp.kernels import flatten, table, unflatten
 
     if flatten.INTERPRETED:
         # The interpreter would follow device addresses on the host, and crash without a word.
@@ -87,7 +84,6 @@ def _for_device_type(device_type: str) -> Kernels:
     return Kernels(
         flatten.flatten,
         unflatten.unflatten,
-        reference.flag,
         table.ALIGNMENT,
         True,
         _whole,

@@ -117,6 +117,7 @@ class FlatBuffer:
             afterwards the number of ranks that used the parameter (any non-zero value: the
             sum of many ones saturates in fp16 and bf16, but never becomes zero).
         views: one tensor per gradient in its place, with the gradient's own shape and strides.
+        is_part: made by :meth:`part`; its flags are written with those of the whole.
         tables: device-side tables of the Triton kernels, made by them at their first launch.
     """
 
@@ -126,6 +127,7 @@ class FlatBuffer:
         self.payload = self.data[: layout.flags_offset]
         self.flags = self.data[layout.flags_offset : layout.flags_offset + len(layout.numels)]
         self.views: list[Tensor] = list(map(self.view, range(len(layout.numels))))
+        self.is_part = False
         self.tables: Any = None
 
     def view(self, slot: int) -> Tensor:
@@ -147,5 +149,13 @@ class FlatBuffer:
         part.layout = self.layout.part(first, last)
         part.flags = self.flags[first:last]
         part.views = self.views[first:last]
+        part.is_part = True
         part.tables = None
         return part
+
+    def write_flags(self, used: Sequence[bool]) -> None:
+        """Write the used flags, one a gradient: on the CPU, where it is done once a buffer."""
+        if all(used):
+            self.flags.fill_(1)
+        else:
+            self.flags.copy_(torch.tensor(used))

@@ -35,7 +35,7 @@ def compute_dtype(source: torch.dtype, wire: torch.dtype) -> torch.dtype:
 def flatten(
     flat: FlatBuffer,
     grads: Sequence[Tensor | None],
-    used: Sequence[bool] | None,
+    used: Sequence[bool],
     scale: float,
 ) -> None:
     """Write ``cast(scale * grad)`` of every gradient, and the used flags, into ``flat``.
@@ -44,7 +44,7 @@ def flatten(
         flat: the destination; gaps and everything behind the flags stay as they are.
         grads: one per slot, of one dtype, with the slot's shape and strides. ``None`` counts
             as zero. A gradient may be ``flat.views[i]`` itself: it is then scaled in place.
-        used: one per slot; written to the trailer as 1 or 0. ``None``: see :func:`flag`.
+        used: one per slot; written to the trailer as 1 or 0, unless ``flat`` is a part of a buffer.
         scale: factor, applied in :func:`compute_dtype` before the cast to the wire dtype.
     """
     wire = flat.data.dtype
@@ -63,16 +63,8 @@ def flatten(
                 view.zero_()
             else:
                 torch.mul(grad, scale, out=view)
-    if used is not None:
-        flag(flat, used)
-
-
-def flag(flat: FlatBuffer, used: Sequence[bool]) -> None:
-    """Write the used flags alone: once a bucket, where its segments are flattened one by one."""
-    if all(used):
-        flat.flags.fill_(1)
-    else:
-        flat.flags.copy_(torch.tensor(used))
+    if not flat.is_part:
+        flat.write_flags(used)
 
 
 def unflatten(flat: FlatBuffer, grads: Sequence[Tensor | None]) -> None:
