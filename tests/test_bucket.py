@@ -132,4 +132,4 @@ def test_a_sparse_gradient_is_refused_by_name():
     param.grad = torch.zeros(4).to_sparse()
     (segment,) = bucket.segments
     with pytest.raises(GradientError, match=r"'p0' \(bucket 0\) is torch.sparse_coo"):
-        bucket.flatten(segment, [True, True], 1.0)
+        bucket.flatten(segment, [True, True], [True, True], 1.0)

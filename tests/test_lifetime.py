@@ -99,7 +99,7 @@ def test_a_dropped_wrapper_leaves_no_hook_on_the_parameters(view: bool) -> None:
     for seed in range(3):
         step(ddp, seed)
     reducer = weakref.proxy(ddp.reducer)
-    hooks = [weakref.ref(handle) for handle in ddp.reducer._hooks]
+    hooks = [weakref.ref(handle) for handle in ddp.reducer._readiness._ready_hooks]
     assert len(hooks) == len(nodes)
     del ddp
     gc.collect()

@@ -70,6 +70,12 @@ def gradient_node(tensor: Tensor) -> Any:
         return torch.autograd.graph.get_gradient_edge(tensor).node
 
 
+def register_post_accumulate_grad_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    """``tensor.register_post_accumulate_grad_hook``, past the overrides of tensor subclasses."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.register_post_accumulate_grad_hook(hook)
+
+
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward that runs on this thread is over.
 

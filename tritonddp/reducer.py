@@ -15,11 +15,10 @@ import enum
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_, or_
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +41,8 @@ from tritonddp.bucket import (
 from tritonddp.comm.reduction import AllReduce, Reduction, Work
 from tritonddp.counters import Counters
 from tritonddp.kernels import select
-from tritonddp.participation import Participation, accumulates
+from tritonddp.participation import accumulates
+from tritonddp.readiness import Readiness
 
 logger = logging.getLogger(__name__)
 
@@ -111,12 +111,8 @@ class Reducer:
         self._used_earlier = [False] * count
         self._used = [False] * count
         self._fresh = [True] * count  # had no gradient when the backward began
-        # The hooks work on these two lists, which are therefore changed in place only.
-        self._awaited = [False] * count
-        self._pending: list[int] = []  # gradients to come, per segment
-        self._segments: list[_Place] = []
-        self._segments_of: list[range] = []  # per bucket
-        self._segment_of: list[int] = []  # per parameter
+        self._places: list[_Place] = []  # where each segment is
+        self._places_of: list[range] = []  # per bucket
         self._filled: list[bool] = []  # per segment
         self._unfilled: list[int] = []  # segments that wait for gradients, per bucket
         self._next = 0  # first bucket that is not launched
@@ -128,8 +124,7 @@ class Reducer:
         self._ready_order: dict[int, None] | None = {}
         self._unused_error: str | None = None
         self._launching = threading.Lock()
-        self._hooks: list[Any] = []
-        self._enders: dict[int, Any] = {}
+        self._readiness = Readiness((), (), self)
         # Registration order is roughly forward order, so its reverse is a guess at ready order.
         self._build_buckets(list(reversed(range(count))))
 
@@ -183,7 +178,7 @@ class Reducer:
             if self._end_is_queued() is not None:
                 return
             self._abandon()
-        reached = self._participation.query()
+        reached = self._readiness.participation.query()
         if reached is None or (not any(reached) and not accumulates(current_autograd_node())):
             return  # torch.autograd.grad: it returns gradients, and none is ours
         self._queue_end()
@@ -204,15 +199,10 @@ class Reducer:
             self._used = list(self._used_earlier)
             return
         self._used = list(map(or_, reached, self._used_earlier))
-        self._awaited[:] = reached
-        self._pending[:] = [
-            reached[place.first : place.last].count(True) for place in self._segments
-        ]
-        if self._inner:
-            self._hold_for_inner_backwards(reached)
+        self._readiness.expect(reached, self._inner)
         self._unfilled = [0] * len(self.buckets)
-        for place, pending in zip(self._segments, self._pending, strict=True):
-            self._unfilled[place.bucket.index] += pending > 0
+        for number, place in enumerate(self._places):
+            self._unfilled[place.bucket.index] += self._readiness.waits(number)
         with self._launching:
             self._phase = Phase.REDUCING
             self._launch_full()
@@ -232,81 +222,56 @@ class Reducer:
         self._end_is_queued = weakref.ref(end)
         queue_end_of_backward(end)
 
-    def _hold_for_inner_backwards(self, reached: Sequence[bool]) -> None:
-        """Keep segments back until the end whose gradients may still come, or come again."""
-        for number, place in enumerate(self._segments):
-            if any(not reached[i] or i in self._inner for i in range(place.first, place.last)):
-                self._pending[number] += 1
+    # A gradient, a segment, a bucket is ready
 
-    # A gradient is ready
-
-    def gradient_ready(self, index: int, defined: bool) -> None:
-        """A gradient arrived that the short path of the hook does not cover.
+    def gradient_ready(self, index: int) -> None:
+        """A gradient arrived that :class:`Readiness` did not expect.
 
         Args:
             index: number of the parameter.
-            defined: False if a custom function returned ``None`` for it.
 
         Raises:
             RuntimeError: its segment has been flattened already.
         """
         if self._phase is Phase.IDLE:
             self.begin()
-        segment = self._segment_of[index]
+            if self._readiness.arrive(index):
+                return
         if self._phase is Phase.LOCAL:
-            self._used_earlier[index] |= defined
+            self._used_earlier[index] = True
         elif self._phase is Phase.OBSERVING:
             assert self._ready_order is not None
             self._ready_order.setdefault(index)
-            self._used[index] |= defined
+            self._used[index] = True
             if current_graph_task_id() != self._graph_task:
                 self._inner.add(index)
-        elif self._phase is Phase.REDUCING and self._awaited[index]:
-            self._awaited[index] = False
-            if not defined:
-                self._used[index] = self._used_earlier[index]
-            self._pending[segment] -= 1
-            if self._pending[segment] == 0:
-                self.segment_full(index)
         elif self._phase is Phase.REDUCING:
             self._inner.add(index)
-            self._used[index] |= defined
-            if self._filled[segment]:
+            self._used[index] = True
+            number = self._readiness.segment_of(index)
+            if self._filled[number]:
                 raise RuntimeError(
                     f"{self._where()}: the gradient of {self._names[index]!r} arrived after its "
-                    f"bucket {self._segments[segment].bucket.index} had been flattened. It comes "
+                    f"bucket {self._places[number].bucket.index} had been flattened. It comes "
                     "from an inner backward (torch.utils.checkpoint with use_reentrant=True) that "
                     "was not there in the first step. From the next step on such gradients are "
                     "waited for; with use_reentrant=False they are announced beforehand."
                 )
 
-    # A segment, a bucket is full
-
-    def segment_full(self, index: int) -> None:
-        """All gradients of a segment are there, parameter ``index`` as the last one.
-
-        Its own hooks, which may yet change the gradient, still have to run: the segment is filled
-        by a hook of its autograd node, the last thing that the engine runs for a parameter.
-        """
-        if index not in self._enders:
-            node = self._participation.nodes[index]
-            hook = _segment_end_hook(weakref.ref(self), self._segment_of[index])
-            self._enders[index] = node.register_hook(hook)
-
-    def segment_end(self, number: int) -> None:
-        """The engine is through with a parameter that has been the last one of its segment."""
-        if self._phase is not Phase.REDUCING or self._pending[number] or self._filled[number]:
+    def segment_full(self, number: int) -> None:
+        """All gradients of a segment are ready."""
+        if self._phase is not Phase.REDUCING or self._filled[number]:
             return
         with self._launching:  # hooks of a multi-device module run on one thread per device
             self._fill(number)
-            self._unfilled[self._segments[number].bucket.index] -= 1
+            self._unfilled[self._places[number].bucket.index] -= 1
             self._launch_full()
 
     def _fill(self, number: int) -> None:
         if self._creates_graph and torch.is_grad_enabled():
             with torch.no_grad():
                 return self._fill(number)
-        place = self._segments[number]
+        place = self._places[number]
         try:
             self._reduction.fill(
                 place.bucket,
@@ -325,7 +290,7 @@ class Reducer:
 
     def _launch(self, bucket: Bucket) -> None:
         """Send a bucket, with zeros for the gradients that did not come."""
-        for number in self._segments_of[bucket.index]:
+        for number in self._places_of[bucket.index]:
             if not self._filled[number]:
                 self._fill(number)
         self._in_flight.append((bucket, self._reduction.start(bucket)))
@@ -341,6 +306,8 @@ class Reducer:
         if self._phase is Phase.LOCAL:
             self._phase = Phase.IDLE
             return
+        for index in self._readiness.missing():
+            self._used[index] = self._used_earlier[index]
         while self._next < len(self.buckets):
             self._launch(self.buckets[self._next])
         if self._strict:
@@ -359,8 +326,8 @@ class Reducer:
 
     def _reset(self) -> None:
         self._in_flight.clear()
-        self._filled = [False] * len(self._segments)
-        self._awaited[:] = [False] * len(self._awaited)
+        self._filled = [False] * len(self._places)
+        self._readiness.forget()
         self._used_earlier = [False] * len(self._used_earlier)
         self._phase = Phase.IDLE
 
@@ -441,9 +408,8 @@ class Reducer:
             for param, view in bucket.placed_gradients().items()
         }
         self.buckets.clear()
-        self._segments.clear()
-        self._segments_of.clear()
-        self._segment_of.clear()
+        self._places.clear()
+        self._places_of.clear()
         first = 0
         for indices in assignment:
             last = first + len(indices)
@@ -456,35 +422,18 @@ class Reducer:
             )
             bucket.adopt(placed)
             self.buckets.append(bucket)
-            before = len(self._segments)
-            for number, segment in enumerate(bucket.segments):
-                size = segment.last - segment.first
-                self._segment_of.extend([len(self._segments)] * size)
-                self._segments.append(
-                    _Place(bucket, number, first + segment.first, first + segment.last)
-                )
-            self._segments_of.append(range(before, len(self._segments)))
+            before = len(self._places)
+            self._places.extend(
+                _Place(bucket, number, first + segment.first, first + segment.last)
+                for number, segment in enumerate(bucket.segments)
+            )
+            self._places_of.append(range(before, len(self._places)))
             first = last
         self._kinds = list(map(_kind_of, self._params))
-        self._pending[:] = [0] * len(self._segments)
-        self._filled = [False] * len(self._segments)
-        self._participation = Participation(self._params)
-        self._install_hooks()
-
-    def _install_hooks(self) -> None:
-        for handle in [*self._hooks, *self._enders.values()]:
-            handle.remove()
-        self._enders.clear()
-        self._hooks[:] = [
-            param.register_post_accumulate_grad_hook(hook)
-            for param, hook in zip(
-                self._params,
-                _gradient_ready_hooks(
-                    weakref.ref(self), self._awaited, self._pending, self._segment_of
-                ),
-                strict=True,
-            )
-        ]
+        self._filled = [False] * len(self._places)
+        self._readiness.remove()
+        segments = [range(place.first, place.last) for place in self._places]
+        self._readiness = Readiness(self._params, segments, self)
 
 
 @dataclass(frozen=True)
@@ -497,58 +446,8 @@ class _Place:
     last: int
 
 
-# Hooks are plain functions that refer to the reducer weakly: autograd nodes hold them, and the
-# reducer holds the nodes, a cycle through C++ that the garbage collector could not see.
-
-
-GradientHook = Callable[[Tensor], None]
-
-
-def _gradient_ready_hooks(
-    reducer: weakref.ref[Reducer],
-    awaited: list[bool],
-    pending: list[int],
-    segment_of: Sequence[int],
-) -> Iterator[GradientHook]:
-    """Hooks for AccumulateGrad nodes, one a parameter. Each runs once a step: keep it short.
-
-    What differs between them is in default arguments, and the rest in one shared closure: fewer
-    objects to fetch into the cache for each parameter.
-    """
-
-    def make(index: int, segment: int) -> GradientHook:
-        def gradient_ready(_: Tensor, index: int = index, segment: int = segment) -> None:
-            if awaited[index]:
-                awaited[index] = False
-                pending[segment] -= 1
-                if pending[segment]:
-                    return
-                owner = reducer()
-                if owner is not None:
-                    owner.segment_full(index)
-                return
-            owner = reducer()
-            if owner is not None:
-                owner.gradient_ready(index, True)
-
-        return gradient_ready
-
-    return (make(index, segment) for index, segment in enumerate(segment_of))
-
-
-def _segment_end_hook(reducer: weakref.ref[Reducer], number: int) -> Callable[..., None]:
-    """Hook on the autograd node of a parameter that came last in its segment."""
-
-    def segment_end(*_: Any) -> None:
-        owner = reducer()
-        if owner is not None:
-            owner.segment_end(number)
-
-    return segment_end
-
-
 def _backward_start_hook(reducer: weakref.ref[Reducer]) -> Callable[[Tensor], None]:
-    """Hook on an output tensor of the module."""
+    """Hook on an output tensor of the module, which may outlive the reducer: it refers weakly."""
 
     def backward_start(_: Tensor) -> None:
         owner = reducer()
