@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from numbers import Real
-from operator import and_, attrgetter
+from operator import attrgetter
 from types import NoneType
 from typing import Any
 
@@ -170,6 +170,7 @@ class Bucket:
         self._dtypes = {params[0].dtype}
         self._used = [False] * len(params)
         self._grads: list[Tensor | None] = [None] * len(params)
+        self._fresh = [True] * len(params)  # had no gradient when the backward began
         self._ceded = [False] * len(params)
         layout = Layout.of(
             [param.shape for param in params],
@@ -197,31 +198,33 @@ class Bucket:
         """Bytes on the wire: payload and trailer."""
         return self.flat.data.numel() * self.flat.data.element_size()
 
-    def reclaim(self) -> None:
-        """A backward starts: the buffer is written to again, unless a gradient in it is still held.
+    def begin(self) -> None:
+        """A backward begins: take the buffer back, unless a gradient in it is still held.
 
         It is held where ``zero_grad`` keeps gradients, or a user does. Then it is theirs, and this
         bucket goes on with another buffer, out of which gradients are copied from now on.
         """
-        if self._cedes and storage_use_count(self.flat.data) > self._own_uses:
+        if not self._cedes:
+            return
+        if storage_use_count(self.flat.data) > self._own_uses:
             self._cedes = False
             self._allocate(self.flat.layout)
+        else:
+            self._fresh = [param.grad is None for param in self.params]
 
-    def flatten(
-        self, segment: Segment, used: Sequence[bool], fresh: Sequence[bool], scale: float
-    ) -> None:
+    def flatten(self, segment: Segment, used: Sequence[bool], scale: float) -> None:
         """Write ``scale * .grad`` of the segment's parameters, and ``used``, into the buffer.
 
         One launch. A parameter without a gradient counts as zero; one that is not ``used`` but
         has a gradient of an earlier backward contributes that, as it would on this rank alone.
 
         A *fresh* gradient did not exist before this backward, so that nobody can know it. On the
-        CPU a large one ends here: ``.grad`` becomes its place in the buffer, see :meth:`reclaim`.
+        CPU a large one ends here: ``.grad`` becomes its place in the buffer, see :meth:`begin`.
         """
         grads = self._flatten(segment, used, scale)
         if self._cedes:
-            for slot, new in enumerate(map(and_, used, fresh), segment.first):
-                if new and grads[slot - segment.first] is not None:
+            for slot in range(segment.first, segment.last):
+                if self._used[slot] and self._fresh[slot]:
                     grads[slot - segment.first] = self._cede(slot)
         self._grads[segment.first : segment.last] = grads
 
@@ -355,12 +358,10 @@ class ViewBucket(Bucket):
         super().__init__(*args, **kwargs)
         self._kept: dict[int, Tensor] = {}
 
-    def reclaim(self) -> None:
-        """See :meth:`Bucket.reclaim`. Here the buffer is never anybody else's."""
+    def begin(self) -> None:
+        """See :meth:`Bucket.begin`. Here the buffer is never anybody else's."""
 
-    def flatten(
-        self, segment: Segment, used: Sequence[bool], fresh: Sequence[bool], scale: float
-    ) -> None:
+    def flatten(self, segment: Segment, used: Sequence[bool], scale: float) -> None:
         """See :meth:`Bucket.flatten`. Used gradients become views, which frees their memory."""
         if not all(used):
             self._keep_unused(segment, used)

@@ -17,8 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
-from operator import attrgetter, is_, or_
+from operator import attrgetter, or_
 
 import torch
 import torch.distributed as dist
@@ -47,7 +46,6 @@ from tritonddp.readiness import Readiness
 logger = logging.getLogger(__name__)
 
 _kind_of = attrgetter("dtype", "device")
-_gradient_of = attrgetter("grad")
 
 
 class Phase(enum.Enum):
@@ -110,7 +108,6 @@ class Reducer:
         # Reached in backwards under no_sync since the last reduction: they take part in the next.
         self._used_earlier = [False] * count
         self._used = [False] * count
-        self._fresh = [True] * count  # had no gradient when the backward began
         self._places: list[_Place] = []  # where each segment is
         self._places_of: list[range] = []  # per bucket
         self._filled: list[bool] = []  # per segment
@@ -189,11 +186,8 @@ class Reducer:
             return
         self.counters.reductions += 1
         self._next = 0
-        grads = list(map(_gradient_of, self._params))
-        self._fresh = list(map(is_, grads, repeat(None)))
-        del grads  # the buffers that they may lie in are asked next whether anybody holds them
         for bucket in self.buckets:
-            bucket.reclaim()
+            bucket.begin()
         if self._ready_order is not None:
             self._phase = Phase.OBSERVING
             self._used = list(self._used_earlier)
@@ -277,7 +271,6 @@ class Reducer:
                 place.bucket,
                 place.bucket.segments[place.number],
                 self._used[place.first : place.last],
-                self._fresh[place.first : place.last],
             )
         except GradientError as error:
             raise GradientError(f"{self._where()}: {error}") from None

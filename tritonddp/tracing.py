@@ -279,11 +279,9 @@ class _TracedReduction:
         self._clock = clock
         self._stamps_of = stamps_of
 
-    def fill(
-        self, bucket: Bucket, segment: Segment, used: Sequence[bool], fresh: Sequence[bool]
-    ) -> None:
+    def fill(self, bucket: Bucket, segment: Segment, used: Sequence[bool]) -> None:
         began = self._clock.stamp()
-        self._inner.fill(bucket, segment, used, fresh)
+        self._inner.fill(bucket, segment, used)
         self._stamps_of(bucket).flattens.append((began, self._clock.stamp()))
 
     def start(self, bucket: Bucket) -> Work:

@@ -30,13 +30,10 @@ class Reduction(Protocol):
     them in the same order, so the collectives of a reduction match without further agreement.
     """
 
-    def fill(
-        self, bucket: Bucket, segment: Segment, used: Sequence[bool], fresh: Sequence[bool]
-    ) -> None:
+    def fill(self, bucket: Bucket, segment: Segment, used: Sequence[bool]) -> None:
         """Flatten a segment of ``bucket``, whose gradients are ready, on the current stream.
 
-        ``used`` says for each of its parameters whether this rank's backward reached it, and
-        ``fresh`` whether it had no gradient when that began.
+        ``used`` says for each of its parameters whether this rank's backward reached it.
         """
 
     def start(self, bucket: Bucket) -> Work:
@@ -65,11 +62,9 @@ class AllReduce:
         self._scale = 1.0 / process_group.size()
         self._counters = counters
 
-    def fill(
-        self, bucket: Bucket, segment: Segment, used: Sequence[bool], fresh: Sequence[bool]
-    ) -> None:
+    def fill(self, bucket: Bucket, segment: Segment, used: Sequence[bool]) -> None:
         """See :meth:`Reduction.fill`."""
-        bucket.flatten(segment, used, fresh, self._scale)
+        bucket.flatten(segment, used, self._scale)
 
     def start(self, bucket: Bucket) -> Work:
         """See :meth:`Reduction.start`."""

@@ -133,10 +133,8 @@ def _flatten_together(flat: FlatBuffer, grads: Sequence[Tensor | None], scale: f
             if grad is not None and grad is not view
         ]
         targets, sources = [view for view, _ in pairs], [grad for _, grad in pairs]
-    if len(targets) == len(grads) and flat.layout.vectors and not _overlap(flat, sources):
-        # A third of the time of separate copies, but only for vectors from elsewhere.
-        torch.cat(sources, out=flat.data[first:end])
-    elif targets:
+    # One call for vectors takes a third of the time of separate copies.
+    if not (len(targets) == len(grads) and flat.layout.vectors and _concatenate(flat, sources)):
         foreach_copy_(targets, sources)
     flat.data[first:end].mul_(scale)
     if missing:
@@ -145,8 +143,12 @@ def _flatten_together(flat: FlatBuffer, grads: Sequence[Tensor | None], scale: f
                 view.zero_()
 
 
-def _overlap(flat: FlatBuffer, grads: Sequence[Tensor]) -> bool:
-    """Whether a gradient lies in the buffer, under whatever name."""
-    first = flat.data.data_ptr()
-    end = first + flat.data.numel() * flat.data.element_size()
-    return any(first <= address < end for address in map(Tensor.data_ptr, grads))
+def _concatenate(flat: FlatBuffer, grads: Sequence[Tensor]) -> bool:
+    """Copy vectors into the buffer; ``False``, and nothing done, if one lies in it already."""
+    assert flat.layout.gapless is not None
+    first, end = flat.layout.gapless
+    try:
+        torch.cat(grads, out=flat.data[first:end])  # type: ignore[arg-type]
+    except RuntimeError:
+        return False
+    return True
