@@ -133,8 +133,8 @@ def _flatten_together(flat: FlatBuffer, grads: Sequence[Tensor | None], scale: f
             if grad is not None and grad is not view
         ]
         targets, sources = [view for view, _ in pairs], [grad for _, grad in pairs]
-    # One call for vectors takes a third of the time of separate copies.
-    if not (len(targets) == len(grads) and flat.layout.vectors and _concatenate(flat, sources)):
+    together = len(targets) == len(grads) and flat.layout.vectors and _concatenate(flat, sources)
+    if targets and not together:
         foreach_copy_(targets, sources)
     flat.data[first:end].mul_(scale)
     if missing:
@@ -144,11 +144,17 @@ def _flatten_together(flat: FlatBuffer, grads: Sequence[Tensor | None], scale: f
 
 
 def _concatenate(flat: FlatBuffer, grads: Sequence[Tensor]) -> bool:
-    """Copy vectors into the buffer; ``False``, and nothing done, if one lies in it already."""
+    """Copy vectors in one call, a third of the time of separate copies.
+
+    ``False``, and nothing is done, if one of them lies in the buffer already.
+    """
     assert flat.layout.gapless is not None
     first, end = flat.layout.gapless
+    target = flat.data[first:end]
     try:
-        torch.cat(grads, out=flat.data[first:end])  # type: ignore[arg-type]
+        torch.cat(grads, out=target)  # type: ignore[arg-type]
     except RuntimeError:
         return False
+    if target.numel() != end - first:  # torch has made room for more with no more than a warning
+        raise RuntimeError("gradients are not of the sizes that the buffer was made for")
     return True
