@@ -1,0 +1,341 @@
+"""Well-known models as plain modules, with exactly the parameters of the published ones.
+
+Number, order and shapes of the parameters are those of torchvision's and Hugging Face's modules,
+and so is what these compute from given parameters; initial values are torch's defaults or close
+to them. There is no dropout and no stochastic depth: gradients of two runs can be compared bit for
+bit. All can be built on the meta device::
+
+    with torch.device("meta"):
+        shapes = [param.shape for param in ResNet50().parameters()]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, scaled_dot_product_attention, silu
+
+
+def _split_heads(x: Tensor, size: int) -> Tensor:
+    """``(N, T, heads * size)`` to ``(N, heads, T, size)``."""
+    return x.unflatten(-1, (-1, size)).transpose(1, 2)
+
+
+def _join_heads(x: Tensor) -> Tensor:
+    """The inverse of :func:`_split_heads`."""
+    return x.transpose(1, 2).flatten(2)
+
+
+# ResNet-50
+
+
+class Bottleneck(nn.Module):
+    """1 x 1, 3 x 3 and 1 x 1 convolutions beside a shortcut; the stride is in the middle one."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, outputs, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn1(self.conv1(x)).relu()
+        y = self.bn2(self.conv2(y)).relu()
+        return (self.bn3(self.conv3(y)) + self.shortcut(x)).relu()
+
+
+class ResNet50(nn.Module):
+    """torchvision's ``resnet50``: 161 tensors, 25,557,032 parameters.
+
+    Images ``(N, 3, H, W)`` to logits ``(N, 1000)``. BatchNorm needs two values per channel in the
+    last stage: more than one image, or images of more than 32 x 32.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False),
+            nn.BatchNorm2d(64),
+            nn.ReLU(),
+            nn.MaxPool2d(3, stride=2, padding=1),
+        )
+        blocks: list[nn.Module] = []
+        inputs = 64
+        for width, repeats, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
+            for number in range(repeats):
+                blocks.append(Bottleneck(inputs, width, stride if number == 0 else 1))
+                inputs = 4 * width
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(inputs, 1000)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(images)).mean((2, 3)))
+
+
+# EfficientNet-B7
+
+
+def _convolution(
+    inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1
+) -> nn.Sequential:
+    """Convolution and BatchNorm, with the settings of torchvision's B5 to B7."""
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, kernel, stride, (kernel - 1) // 2, groups=groups, bias=False),
+        nn.BatchNorm2d(outputs, eps=1e-3, momentum=0.01),
+    )
+
+
+class SqueezeExcitation(nn.Module):
+    """Scales each channel by a function of the means of all."""
+
+    def __init__(self, channels: int, squeezed: int) -> None:
+        super().__init__()
+        self.reduce = nn.Conv2d(channels, squeezed, 1)
+        self.expand = nn.Conv2d(squeezed, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        means = x.mean((2, 3), keepdim=True)
+        return x * self.expand(silu(self.reduce(means))).sigmoid()
+
+
+class MBConv(nn.Module):
+    """Expansion, depthwise convolution, squeeze and excitation, projection."""
+
+    def __init__(self, expansion: int, kernel: int, stride: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        width = expansion * inputs
+        self.residual = stride == 1 and inputs == outputs
+        layers: list[nn.Module] = []
+        if expansion != 1:
+            layers += [_convolution(inputs, width, 1), nn.SiLU()]
+        layers += [_convolution(width, width, kernel, stride, groups=width), nn.SiLU()]
+        layers += [SqueezeExcitation(width, inputs // 4), _convolution(width, outputs, 1)]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layers(x)
+        return x + y if self.residual else y
+
+
+class EfficientNetB7(nn.Module):
+    """torchvision's ``efficientnet_b7``: 711 tensors, 66,347,960 parameters.
+
+    Images ``(N, 3, H, W)`` to logits ``(N, 1000)``; as to BatchNorm see :class:`ResNet50`.
+    """
+
+    # B0's stages: expansion, kernel, stride, inputs, outputs, repeats.
+    _STAGES = (
+        (1, 3, 1, 32, 16, 1),
+        (6, 3, 2, 16, 24, 2),
+        (6, 5, 2, 24, 40, 2),
+        (6, 3, 2, 40, 80, 3),
+        (6, 5, 1, 80, 112, 3),
+        (6, 5, 2, 112, 192, 4),
+        (6, 3, 1, 192, 320, 1),
+    )
+    # B7 has twice the channels (all multiples of 8 then) and 3.1 times the layers, rounded up.
+    _WIDTH, _DEPTH = 2, 3.1
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [_convolution(3, 32 * self._WIDTH, 3, stride=2), nn.SiLU()]
+        for expansion, kernel, stride, inputs, outputs, repeats in self._STAGES:
+            inputs, outputs = inputs * self._WIDTH, outputs * self._WIDTH
+            for _ in range(math.ceil(repeats * self._DEPTH)):
+                layers.append(MBConv(expansion, kernel, stride, inputs, outputs))
+                inputs, stride = outputs, 1
+        self.layers = nn.Sequential(*layers, _convolution(inputs, 4 * inputs, 1), nn.SiLU())
+        self.head = nn.Linear(4 * inputs, 1000)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.layers(images).mean((2, 3)))
+
+
+# ViT-B/16
+
+
+class ViTBlock(nn.Module):
+    """Attention and MLP, each behind a LayerNorm and beside a shortcut."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(width, eps=1e-6)
+        self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
+        self.ln_2 = nn.LayerNorm(width, eps=1e-6)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.ln_1(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.mlp(self.ln_2(x))
+
+
+class ViTEncoder(nn.Module):
+    """The blocks, with learned positions in front and a LayerNorm behind."""
+
+    def __init__(self, grid: int, width: int, heads: int, depth: int) -> None:
+        super().__init__()
+        self.grid = grid
+        self.positions = nn.Parameter(0.02 * torch.randn(1, 1 + grid**2, width))
+        self.blocks = nn.Sequential(*(ViTBlock(width, heads) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+
+    def forward(self, token: Tensor, patches: Tensor) -> Tensor:
+        """Token ``(1, 1, width)``, patches ``(N, rows, columns, width)`` to ``(N, T, width)``."""
+        rows, columns = patches.shape[1:3]
+        grid = self.positions[:, 1:].unflatten(1, (self.grid, self.grid))
+        patches = (patches + grid[:, :rows, :columns]).flatten(1, 2)
+        token = (token + self.positions[:, :1]).expand(len(patches), -1, -1)
+        return self.norm(self.blocks(torch.cat([token, patches], dim=1)))
+
+
+class ViTBase(nn.Module):
+    """torchvision's ``vit_b_16``: 152 tensors, 86,567,656 parameters.
+
+    Images ``(N, 3, H, W)`` to logits ``(N, 1000)``. H and W are multiples of 16 and at most 224;
+    patches of smaller images have the positions of the upper left corner of a whole one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = 768
+        self.class_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.patches = nn.Conv2d(3, width, 16, stride=16)
+        self.encoder = ViTEncoder(grid=14, width=width, heads=12, depth=12)
+        self.head = nn.Linear(width, 1000)
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches = self.patches(images).permute(0, 2, 3, 1)
+        return self.head(self.encoder(self.class_token, patches)[:, 0])
+
+
+# GPT-2 small
+
+
+class Conv1D(nn.Module):
+    """A linear layer whose weight is ``(inputs, outputs)``, as GPT-2's are."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.02 * torch.randn(inputs, outputs))
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+class GPT2Block(nn.Module):
+    """Causal attention and MLP, each behind a LayerNorm and beside a shortcut."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.head_size = width // heads
+        self.ln_1 = nn.LayerNorm(width)
+        self.qkv = Conv1D(width, 3 * width)
+        self.out = Conv1D(width, width)
+        self.ln_2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            Conv1D(width, 4 * width), nn.GELU(approximate="tanh"), Conv1D(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            _split_heads(part, self.head_size) for part in self.qkv(self.ln_1(x)).chunk(3, dim=-1)
+        )
+        x = x + self.out(_join_heads(scaled_dot_product_attention(q, k, v, is_causal=True)))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT2Small(nn.Module):
+    """Hugging Face's ``gpt2``: 148 tensors, 124,439,808 parameters; the head is the embedding.
+
+    Tokens ``(N, T)``, int64, at most 1,024 of them, to logits ``(N, T, 50257)``.
+    """
+
+    vocabulary = 50257
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = 768
+        self.tokens = nn.Parameter(0.02 * torch.randn(self.vocabulary, width))
+        self.positions = nn.Parameter(0.02 * torch.randn(1024, width))
+        self.blocks = nn.Sequential(*(GPT2Block(width, heads=12) for _ in range(12)))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded = nn.functional.embedding(tokens, self.tokens)
+        x = self.blocks(embedded + self.positions[: tokens.shape[1]])
+        return linear(self.norm(x), self.tokens)
+
+
+# Llama 3 8B
+
+
+class Llama3Layer(nn.Module):
+    """One of the 32 decoder layers of Llama 3 8B: 9 tensors, 218,112,000 parameters.
+
+    Hidden states ``(N, T, 4096)`` to the same. Causal attention of 32 query heads on 8 pairs of key
+    and value heads, rotary positions, RMSNorm, SwiGLU.
+    """
+
+    width, hidden, head_size, query_heads, key_heads = 4096, 14336, 128, 32, 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        queries, keys = self.query_heads * self.head_size, self.key_heads * self.head_size
+        self.q = nn.Linear(self.width, queries, bias=False)
+        self.k = nn.Linear(self.width, keys, bias=False)
+        self.v = nn.Linear(self.width, keys, bias=False)
+        self.o = nn.Linear(queries, self.width, bias=False)
+        self.gate = nn.Linear(self.width, self.hidden, bias=False)
+        self.up = nn.Linear(self.width, self.hidden, bias=False)
+        self.down = nn.Linear(self.hidden, self.width, bias=False)
+        self.norm_1 = nn.RMSNorm(self.width, eps=1e-5)
+        self.norm_2 = nn.RMSNorm(self.width, eps=1e-5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm_1(x)
+        q, k, v = (_split_heads(each(y), self.head_size) for each in (self.q, self.k, self.v))
+        cos, sin = self._rotation(x)
+        y = scaled_dot_product_attention(
+            _rotate(q, cos, sin), _rotate(k, cos, sin), v, is_causal=True, enable_gqa=True
+        )
+        x = x + self.o(_join_heads(y))
+        y = self.norm_2(x)
+        return x + self.down(silu(self.gate(y)) * self.up(y))
+
+    def _rotation(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the angles by position and frequency, each ``(T, head_size)``."""
+        frequencies = 500_000.0 ** -(
+            torch.arange(0, self.head_size, 2, device=x.device) / self.head_size
+        )
+        angles = torch.outer(torch.arange(x.shape[1], device=x.device), frequencies).repeat(1, 2)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
+    "resnet50": ResNet50,
+    "efficientnet_b7": EfficientNetB7,
+    "vit_b16": ViTBase,
+    "gpt2_small": GPT2Small,
+    "llama3_8b_layer": Llama3Layer,
+}
