@@ -71,15 +71,17 @@ def families(unused: bool = False) -> tuple[Family, Family]:
     Args:
         unused: for models with unused parameters, which stock trains with
             ``find_unused_parameters=True`` alone. On other models that option is measured beside,
-            as is tritonddp's strict mode, which they alone permit.
+            as is, with copies, tritonddp's strict mode, which such a model does not permit.
     """
     return (
-        _family("copies", "", {}, unused),
+        _family("copies", "", {}, unused, strict=not unused),
         _family("views", " views", {"gradient_as_bucket_view": True}, unused),
     )
 
 
-def _family(name: str, suffix: str, mode: Mapping[str, bool], unused: bool) -> Family:
+def _family(
+    name: str, suffix: str, mode: Mapping[str, bool], unused: bool, strict: bool = False
+) -> Family:
     def stock(label: str, **options: bool) -> Configuration:
         return Configuration(f"stock {label}".strip() + suffix, StockDDP, {**mode, **options})
 
@@ -92,12 +94,13 @@ def _family(name: str, suffix: str, mode: Mapping[str, bool], unused: bool) -> F
     candidates = [stock(label, **needed)]
     if has_batched_grad_copy():
         candidates.append(stock(f"batched {label}".strip(), batched_grad_copy=True, **needed))
+    beside = [] if unused else [stock("find_unused", **searching)]
+    if strict:
+        beside.append(ours("strict", find_unused_parameters=False))
     return Family(
         name=name,
         ours=ours(""),
         stock=tuple(candidates),
         again=stock("again", **needed),
-        beside=()
-        if unused
-        else (stock("find_unused", **searching), ours("strict", find_unused_parameters=False)),
+        beside=tuple(beside),
     )

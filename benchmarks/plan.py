@@ -14,7 +14,7 @@ from ranks import Ranks
 # Rounds before the timed ones of each build. torch and tritonddp rebuild their buckets after the
 # first backward, and allocators come to rest. On a GPU stock also records events for its own
 # statistics in its first steps (10 of them, and every 100th), which would be held against it.
-DISCARDED = {"cpu": 4, "cuda": 11}
+DISCARDED = {"cpu": 3, "cuda": 11}
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def parser(description: str) -> argparse.ArgumentParser:
         help=f"of {', '.join(CASES)} (default: the first five on a CPU, else all)",
     )
     parser.add_argument("--rounds", type=_positive, default=12, help="timed, per build (12)")
-    parser.add_argument("--builds", type=_positive, default=5, help="of all models (5)")
+    parser.add_argument("--builds", type=_positive, default=4, help="of all models (4)")
     parser.add_argument("--batch", choices=SIZES, default="small", help="size of the batches")
     parser.add_argument("--backend", help="default: nccl with a CUDA device, else gloo")
     parser.add_argument(
