@@ -173,7 +173,7 @@ def summary(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _options() -> argparse.Namespace:
-    arguments = parser(__doc__.split("\n", 1)[0])
+    arguments = parser(__doc__.split("\n", 1)[0], rounds=20)
     arguments.add_argument("--base", required=True, help="git revision to compare the tree with")
     return arguments.parse_args()
 

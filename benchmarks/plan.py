@@ -70,8 +70,8 @@ class Plan:
         return "zeros" if self.zeros else "None"
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """The arguments of :meth:`Plan.of`, ``--backend`` and ``--out``."""
+def parser(description: str, rounds: int) -> argparse.ArgumentParser:
+    """The arguments of :meth:`Plan.of`, ``--backend`` and ``--out``; ``rounds`` is a default."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--models",
@@ -81,8 +81,10 @@ def parser(description: str) -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"of {', '.join(CASES)} (default: the first five on a CPU, else all)",
     )
-    parser.add_argument("--rounds", type=_positive, default=12, help="timed, per build (12)")
-    parser.add_argument("--builds", type=_positive, default=4, help="of all models (4)")
+    parser.add_argument(
+        "--rounds", type=_positive, default=rounds, help=f"timed, per build (default {rounds})"
+    )
+    parser.add_argument("--builds", type=_positive, default=3, help="of all models (default 3)")
     parser.add_argument("--batch", choices=SIZES, default="small", help="size of the batches")
     parser.add_argument("--backend", help="default: nccl with a CUDA device, else gloo")
     parser.add_argument(
