@@ -1,13 +1,16 @@
 # make demo    train the digits on 2 processes, stock DDP beside tritonddp
 # make test    the tests (make test TORCH=2.11.0: against another torch, in a venv of its own)
 # make lint    formatter, linter, type checker
+# make bench-compare BASE=<git revision>    the tree's steps against an earlier revision's, in one run
 # make gpu     tests and benchmarks that need a CUDA device, with this machine's own $(PYTHON)
 # make clean   remove what the others have made
 #
-# PYTHON=python3.12 chooses the interpreter, ARGS="..." goes on to pytest or to the example.
+# PYTHON=python3.12 chooses the interpreter, ARGS="..." goes on to pytest, to the example or to the
+# benchmark.
 
 PYTHON ?= python3
 TORCH ?=
+BASE ?=
 ARGS ?=
 RESULTS := benchmarks/results
 
@@ -26,7 +29,7 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 
-.PHONY: demo test lint gpu clean
+.PHONY: demo test lint bench-compare gpu clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-installed
@@ -41,6 +44,13 @@ lint: $(VENV)/.test-installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The revision is looked at first, since what torchrun makes of an error fills a screen.
+bench-compare: $(VENV)/.test-installed
+	@test -n "$(BASE)" || { echo "make: say what to compare with: make bench-compare BASE=<git revision>" >&2; exit 2; }
+	@git rev-parse --quiet --verify --end-of-options "$(BASE)^{commit}" >/dev/null || { \
+	echo "make bench-compare: '$(BASE)' names no commit of this repository: try git log --oneline, or git fetch" >&2; exit 2; }
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/compare.py --base "$(BASE)" $(ARGS)
 
 # No venv and no network: a machine with a GPU usually has the torch that fits its driver. Both parts
 # run even if the first fails, and neither may take longer than its share of ten minutes.

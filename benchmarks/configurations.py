@@ -1,4 +1,4 @@
-"""What is compared: the unwrapped model, stock DDP in each of its modes, and tritonddp."""
+"""What is compared: the unwrapped model, stock DDP in its modes, and tritonddp in its own."""
 
 from __future__ import annotations
 
@@ -43,16 +43,18 @@ class Family:
         stock: stock DDP's configurations; the best of them is what ours is measured by.
         again: the first of ``stock`` once more, as a model of its own: how far two medians of
             the same thing lie apart.
+        beside: measured too, but not part of the comparison.
     """
 
     name: str
     ours: Configuration
     stock: tuple[Configuration, ...]
     again: Configuration
+    beside: tuple[Configuration, ...]
 
     @property
     def members(self) -> tuple[Configuration, ...]:
-        return (*self.stock, self.again, self.ours)
+        return (*self.stock, self.again, self.ours, *self.beside)
 
 
 UNWRAPPED = Configuration("unwrapped", None)
@@ -63,19 +65,42 @@ def has_batched_grad_copy() -> bool:
     return "batched_grad_copy" in inspect.signature(StockDDP).parameters
 
 
-def families() -> tuple[Family, Family]:
-    """Copies and views."""
-    return _family("copies", "", {}), _family("views", " views", {"gradient_as_bucket_view": True})
+def families(unused: bool = False) -> tuple[Family, Family]:
+    """Copies and views.
+
+    Args:
+        unused: for models with unused parameters, which stock trains with
+            ``find_unused_parameters=True`` alone. On other models that option is measured beside,
+            as is, with copies, tritonddp's strict mode, which such a model does not permit.
+    """
+    return (
+        _family("copies", "", {}, unused, strict=not unused),
+        _family("views", " views", {"gradient_as_bucket_view": True}, unused),
+    )
 
 
-def _family(name: str, suffix: str, mode: Mapping[str, bool]) -> Family:
-    stock = [Configuration("stock" + suffix, StockDDP, mode)]
+def _family(
+    name: str, suffix: str, mode: Mapping[str, bool], unused: bool, strict: bool = False
+) -> Family:
+    def stock(label: str, **options: bool) -> Configuration:
+        return Configuration(f"stock {label}".strip() + suffix, StockDDP, {**mode, **options})
+
+    def ours(label: str, **options: bool) -> Configuration:
+        wrapper = tritonddp.DistributedDataParallel
+        return Configuration(f"ours {label}".strip() + suffix, wrapper, {**mode, **options})
+
+    searching = {"find_unused_parameters": True}
+    label, needed = ("find_unused", searching) if unused else ("", {})
+    candidates = [stock(label, **needed)]
     if has_batched_grad_copy():
-        options = {**mode, "batched_grad_copy": True}
-        stock.append(Configuration("stock batched" + suffix, StockDDP, options))
+        candidates.append(stock(f"batched {label}".strip(), batched_grad_copy=True, **needed))
+    beside = [] if unused else [stock("find_unused", **searching)]
+    if strict:
+        beside.append(ours("strict", find_unused_parameters=False))
     return Family(
         name=name,
-        ours=Configuration("ours" + suffix, tritonddp.DistributedDataParallel, mode),
-        stock=tuple(stock),
-        again=Configuration("stock again" + suffix, StockDDP, mode),
+        ours=ours(""),
+        stock=tuple(candidates),
+        again=stock("again", **needed),
+        beside=tuple(beside),
     )

@@ -35,10 +35,9 @@ sys.path.append(str(Path(__file__).parents[1]))  # unless tritonddp is installed
 
 import machine
 from configurations import UNWRAPPED, Configuration, families
-from models import CASES, Case, loss
+from models import CASES, Case, default_names, loss
 from ranks import Ranks, process_group
-
-import tritonddp
+from traffic import bucket_bytes
 
 PHASES = ("wrapping", "first", "steady")
 FIRST_STEPS = 2  # torch rebuilds its buckets at the second forward
@@ -94,7 +93,7 @@ def main() -> None:
             print(machine.summary(facts))
             print(f"{ranks.world_size} ranks over {ranks.backend} on {ranks.device.type}; MiB")
         results: dict[str, dict[str, Row]] = {}
-        for name in options.models:
+        for name in options.models or default_names(ranks.device):
             results[name] = measure(CASES[name], ranks)
             if ranks.rank == 0:
                 print("\n".join(table(name, results[name])), flush=True)
@@ -119,23 +118,13 @@ def measure(case: Case, ranks: Ranks) -> dict[str, Row]:
     peaks_of = _cuda_peaks if ranks.device.type == "cuda" else _cpu_peaks
     bare, _ = peaks_of(UNWRAPPED, case, ranks)
     rows = {}
-    for configuration in (each for family in families() for each in (*family.stock, family.ours)):
+    for configuration in (
+        each for family in families(case.unused) for each in (*family.stock, family.ours)
+    ):
         peaks, buckets = peaks_of(configuration, case, ranks)
         above = {phase: getattr(peaks, phase) - getattr(bare, phase) for phase in PHASES}
         rows[configuration.name] = Row(sum(buckets), max(buckets), above, peaks.drift)
     return rows
-
-
-def bucket_bytes(model: nn.Module) -> list[int]:
-    """Sizes of the bucket buffers, trailers included."""
-    if isinstance(model, tritonddp.DistributedDataParallel):
-        return [bucket.nbytes for bucket in model.reducer.buckets]
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        # Private, but the only place where stock tells.
-        logged = model._get_ddp_logging_data()
-        sizes = logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]
-        return [int(size) for size in sizes.split(",")]
-    return [0]
 
 
 def _cpu_peaks(configuration: Configuration, case: Case, ranks: Ranks) -> tuple[Peaks, list[int]]:
@@ -248,7 +237,7 @@ def _step(model: nn.Module, batch: Any) -> None:
 def table(name: str, rows: dict[str, Row]) -> Iterator[str]:
     """Lines that show a model's result, in MiB above the unwrapped model."""
     yield (
-        f"\n{name:22}{'buckets':>9}{'largest':>9}{'wrapping':>10}"
+        f"\n{name:34}{'buckets':>9}{'largest':>9}{'wrapping':>10}"
         f"{'first':>9}{'- buckets':>11}{'steady':>9}{'- buckets':>11}"
     )
     for label, row in rows.items():
@@ -257,7 +246,7 @@ def table(name: str, rows: dict[str, Row]) -> Iterator[str]:
         claim = "" if not label.startswith("ours") else "  holds" if row.holds else "  BROKEN"
         drift = f"  drifts by {row.drift} bytes" if row.drift else ""
         yield (
-            f"  {label:20}{buckets:9.2f}{row.largest_bucket / 2**20:9.2f}{mib['wrapping']:10.2f}"
+            f"  {label:32}{buckets:9.2f}{row.largest_bucket / 2**20:9.2f}{mib['wrapping']:10.2f}"
             f"{mib['first']:9.2f}{mib['first'] - buckets:11.2f}"
             f"{mib['steady']:9.2f}{mib['steady'] - buckets:11.2f}{claim}{drift}"
         )
@@ -265,7 +254,7 @@ def table(name: str, rows: dict[str, Row]) -> Iterator[str]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--models", nargs="+", choices=CASES, default=[])
     parser.add_argument("--backend", help="default: nccl with a CUDA device, else gloo")
     parser.add_argument("--out", type=Path, help="write JSON here")
     return parser.parse_args()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 RESAMPLES = 4000
 
@@ -33,6 +34,11 @@ class Ratio:
     low: float
     high: float
 
+    @property
+    def away(self) -> float:
+        """How far from 1 the interval reaches, up or down: at least 1."""
+        return max(self.high, 1 / self.low)
+
     def __str__(self) -> str:
         return f"{self.median:.3f} [{self.low:.3f} {self.high:.3f}]"
 
@@ -44,12 +50,36 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
     percentile bootstrap over rounds, which takes them as independent: it does not know what stays
     the same within a process, such as where memory happened to lie.
     """
-    values = torch.tensor(numerators, dtype=torch.float64) / torch.tensor(
-        denominators, dtype=torch.float64
+    return _bootstrap(lambda rounds: _median(rounds[0] / rounds[1]), numerators, denominators)
+
+
+def overhead_ratio(
+    numerators: Sequence[float], denominators: Sequence[float], bare: Sequence[float]
+) -> Ratio:
+    """Median of what is above ``bare`` in a round, the one over the other; interval likewise.
+
+    Not the median of ratios: a difference may be near zero in a single round.
+    """
+    return _bootstrap(
+        lambda rounds: _median(rounds[0] - rounds[2]) / _median(rounds[1] - rounds[2]),
+        numerators,
+        denominators,
+        bare,
     )
-    picks = torch.randint(
-        len(values), (RESAMPLES, len(values)), generator=torch.Generator().manual_seed(0)
-    )
-    medians = torch.quantile(values[picks], 0.5, dim=1)
-    low, high = torch.quantile(medians, torch.tensor([0.025, 0.975]).double()).tolist()
-    return Ratio(torch.quantile(values, 0.5).item(), low, high)
+
+
+def _bootstrap(statistic: Callable[[Tensor], Tensor], *samples: Sequence[float]) -> Ratio:
+    """A statistic of samples that belong together by round, with its interval.
+
+    ``statistic`` takes ``(samples, ..., rounds)`` to ``(...)``.
+    """
+    values = torch.tensor(samples, dtype=torch.float64)
+    count = values.shape[1]
+    picks = torch.randint(count, (RESAMPLES, count), generator=torch.Generator().manual_seed(0))
+    resampled = statistic(values[:, picks])
+    low, high = torch.quantile(resampled, torch.tensor([0.025, 0.975]).double()).tolist()
+    return Ratio(statistic(values).item(), low, high)
+
+
+def _median(values: Tensor) -> Tensor:
+    return torch.quantile(values, 0.5, dim=-1)

@@ -1,0 +1,127 @@
+"""Interleaved rounds: every configuration's backward once in each, in an order shuffled anew."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from operator import add
+from typing import Any
+
+import torch.distributed as dist
+from configurations import Configuration
+from models import Batch, Case, loss
+from plan import DISCARDED, Plan
+from ranks import Ranks
+from torch import nn
+
+# Seconds by configuration, then by build, then by round.
+Seconds = dict[str, list[list[float]]]
+
+
+class Rounds:
+    """The rounds of one model.
+
+    Attributes:
+        forward: seconds of this rank so far, and
+        backward: likewise.
+    """
+
+    def __init__(
+        self, case: Case, configurations: Sequence[Configuration], ranks: Ranks, plan: Plan
+    ) -> None:
+        self.forward: Seconds = {each.name: [] for each in configurations}
+        self.backward: Seconds = {each.name: [] for each in configurations}
+        self._case = case
+        self._configurations = list(configurations)
+        self._ranks = ranks
+        self._plan = plan
+        self._shuffle = random.Random(case.name)  # the same on all ranks
+
+    def builds(self) -> Iterator[dict[str, nn.Module]]:
+        """All configurations' models by name, wrapped in an order shuffled anew; collective.
+
+        They are let go when the next build is asked for: keep none.
+        """
+        for _ in range(self._plan.builds):
+            self._shuffle.shuffle(self._configurations)
+            models = {
+                each.name: each.wrap(self._case.model(self._ranks.device))
+                for each in self._configurations
+            }
+            yield models
+            models.clear()
+            gc.collect()
+
+    def run(self, models: dict[str, nn.Module]) -> None:
+        """Time the rounds of one build; collective.
+
+        Forward and backward are timed each from a barrier until this rank's device is idle. What
+        differs between batches, the experts they go through, is the same for all within a round.
+        """
+        discarded = DISCARDED[self._ranks.device.type]
+        forward: dict[str, list[float]] = {name: [] for name in models}
+        backward: dict[str, list[float]] = {name: [] for name in models}
+        order = list(models)
+        batch = self.batch(0)
+        for number in range(-discarded, self._plan.rounds):
+            if self._case.unused:
+                batch = self.batch(number)
+            self._shuffle.shuffle(order)
+            for name in order:
+                model = models[name]
+                elapsed, value = self._timed(partial(loss, model, batch))
+                forward[name].append(elapsed)
+                model.zero_grad(set_to_none=not self._plan.zeros)
+                elapsed, _ = self._timed(value.backward)
+                backward[name].append(elapsed)
+                del value  # its graph is not to go while the next model is timed
+        for name in models:
+            self.forward[name].append(forward[name][discarded:])
+            self.backward[name].append(backward[name][discarded:])
+
+    def _timed(self, call: Callable[[], Any]) -> tuple[float, Any]:
+        """Seconds of a call and what it returns; collective."""
+        self._ranks.barrier()
+        start = time.perf_counter()
+        result = call()
+        self._ranks.synchronize()
+        return time.perf_counter() - start, result
+
+    def batch(self, number: int) -> Batch:
+        """The batch of this rank for round ``number``."""
+        seed = 1_000_000 + number * self._ranks.world_size + self._ranks.rank
+        return self._case.batch(self._ranks.device, seed, self._plan.size)
+
+
+def gather(seconds: Seconds, ranks: Ranks) -> list[Seconds]:
+    """The seconds of all ranks; collective."""
+    per_rank: list[Seconds] = [{}] * ranks.world_size
+    dist.all_gather_object(per_rank, seconds)
+    return per_rank
+
+
+def slowest(per_rank: Sequence[Seconds]) -> Seconds:
+    """A round takes as long as its slowest rank."""
+    return {
+        name: [
+            list(map(max, zip(*builds, strict=True)))
+            for builds in zip(*(seconds[name] for seconds in per_rank), strict=True)
+        ]
+        for name in per_rank[0]
+    }
+
+
+def added(forward: Seconds, backward: Seconds) -> Seconds:
+    """Whole steps. There is a barrier in between, so that slowest parts add up."""
+    return {
+        name: [list(map(add, *build)) for build in zip(forward[name], backward[name], strict=True)]
+        for name in forward
+    }
+
+
+def flat(builds: Sequence[Sequence[float]]) -> list[float]:
+    """The rounds of all builds in one list."""
+    return [value for build in builds for value in build]

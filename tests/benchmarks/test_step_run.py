@@ -1,0 +1,63 @@
+"""One small run of the step benchmark: what it counts is right, and what it writes is whole."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torchrun import ROOT, measured
+
+PARAMETERS = {"mlp": 12 * (512 * 512 + 512), "branchy": 400 * (32 * 32 + 32)}
+TENSORS = {"mlp": 24, "branchy": 800}
+
+
+def test_step_measures_every_configuration(tmp_path: Path) -> None:
+    content, printed = measured(
+        ROOT / "benchmarks" / "step.py",
+        tmp_path / "step.json",
+        *("--models", "mlp", "branchy", "--rounds", "2", "--builds", "1"),
+    )
+    assert content["benchmark"] == "step"
+    assert content["machine"]["torch"] == torch.__version__
+    assert content["world_size"] == 2
+    assert list(content["models"]) == ["mlp", "branchy"]
+    for name, result in content["models"].items():
+        configurations = list(result["seconds"])
+        assert {"unwrapped", "stock again", "ours", "ours views"} <= set(configurations)
+        assert ("ours strict" in configurations) == (name == "mlp")
+        assert all(each["same_bits"] for each in result["gradients"].values())
+        assert all(each["same_on_all_ranks"] for each in result["gradients"].values())
+        for key in ("step_seconds", "wire_bytes", "collectives", "launches"):
+            assert list(result[key]) == configurations
+        payload = 4 * PARAMETERS[name]
+        for configuration in configurations:
+            searches = "find_unused" in configuration or (
+                configuration.startswith("stock") and name == "branchy"
+            )
+            extra = 4 * TENSORS[name] if searches or configuration.startswith("ours") else 0
+            if configuration == "unwrapped":
+                assert result["wire_bytes"][configuration] == 0
+                assert result["collectives"][configuration] == 0
+            else:
+                assert result["wire_bytes"][configuration] == payload + extra, configuration
+                assert result["collectives"][configuration] == 2 + searches, configuration
+        for one in result["comparisons"].values():
+            assert one["bound"] == (0.9 if name == "branchy" else 1.02)
+            assert one["verdict"] in ("met", "within spread", "missed", "too noisy")
+            assert one["best"] in configurations
+        for raw in (result["raw_seconds_per_rank"], result["raw_forward_seconds_per_rank"]):
+            assert len(raw) == 2
+            assert [len(build) for build in raw[0]["ours"]] == [2]
+            assert raw[0]["ours"] != raw[1]["ours"]
+    assert "branchy: gradients bit-equal to stock's" in printed
+
+
+@pytest.mark.parametrize("arguments", [["--rounds", "0"], ["--models", "nothing"]])
+def test_arguments_that_make_no_sense_are_refused(arguments: list[str]) -> None:
+    script = ROOT / "benchmarks" / "step.py"
+    done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert arguments[0] in done.stderr
