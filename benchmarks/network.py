@@ -23,7 +23,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1]))  # unless tritonddp is installed
 
 import machine
-from namespaces import INTERFACE, Host, NetworkUnavailableError, network
+from namespaces import CONGESTION_CONTROL, INTERFACE, Host, NetworkUnavailableError, network
 from network_rank import LEAST_ROUNDS, MODELS, Plan
 from network_result import evaluate, table
 
@@ -42,7 +42,7 @@ def main() -> int:
     content: dict[str, Any] = {
         "benchmark": "network",
         "machine": facts,
-        "congestion_control": _congestion_control(),
+        "congestion_control": CONGESTION_CONTROL,
         "results": [],
     }
 
@@ -132,11 +132,6 @@ def _next_messages(ranks: Sequence[Connection]) -> list[Any]:
     return [messages[rank] for rank in range(len(ranks))]
 
 
-def _congestion_control() -> str:
-    """TCP's, which decides how fast a sender finds the line's rate; new namespaces inherit it."""
-    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
-
-
 def _rate(text: str) -> float | None:
     """Bits per second of a rate as ``tc`` writes it, ``None`` for ``none``."""
     if text == "none":
@@ -158,7 +153,7 @@ def _options() -> argparse.Namespace:
         help="of each host's line (default: 100mbit 1gbit 10gbit none)",
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["transformer_10m"])
-    parser.add_argument("--rounds", type=int, default=8, help="at each rate, at most (default 8)")
+    parser.add_argument("--rounds", type=int, default=6, help="at each rate, at most (default 6)")
     parser.add_argument(
         "--seconds",
         type=float,

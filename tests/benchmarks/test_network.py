@@ -130,6 +130,8 @@ def test_without_iproute2_it_says_what_to_do(
 SEND = """
 import socket, sys
 with socket.create_connection((sys.argv[1], 5000)) as peer:
+    used = peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+    assert used.rstrip(b"\\0") == b"cubic", used
     peer.sendall(bytes(int(sys.argv[2])))
     peer.shutdown(socket.SHUT_WR)
     peer.recv(1)  # all has arrived
