@@ -178,6 +178,9 @@ def network(count: int, rate: float | None = None) -> Iterator[list[Host]]:
         finally:
             # A second Ctrl-C must not end the clean-up half-way.
             with _signals(None, signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                # At once, or those that live longer complain about those that do not.
+                for process in itertools.chain(*(host._started for host in hosts)):
+                    process.kill()
                 for host in hosts:
                     host.kill()
                 for name in _namespaces():
