@@ -311,9 +311,8 @@ def test_a_dead_rank_ends_the_benchmark_and_leaves_nothing_behind() -> None:
     assert process.stdout is not None
     while not (text := process.stdout.readline()).startswith("2 hosts"):
         assert text, process.communicate()
-    (host,) = (name for name in left_behind(process.pid) if name.endswith("host1"))
-    (rank,) = namespaces._pids(host)
-    os.kill(rank, signal.SIGKILL)
+    (name,) = (name for name in left_behind(process.pid) if name.endswith("host1"))
+    namespaces.Host(name, address="").kill()
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "died" in err
