@@ -1,0 +1,243 @@
+"""What network.py runs on each host: one rank that times training steps at several line rates.
+
+Every rank holds the unwrapped model and all configurations of stock DDP and tritonddp side by side,
+as in step.py, and limits its own line. In each round every configuration takes one step and the
+bytes of all its buckets are all-reduced once more by themselves, in an order shuffled anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).parents[1]))  # unless tritonddp is installed
+
+from configurations import UNWRAPPED, Family, families
+from models import CASES, Case, loss
+from namespaces import Host, tx_bytes
+from ranks import Ranks, process_group
+from step import check
+
+ALL_REDUCE = "all-reduce alone"
+LEAST_ROUNDS = 2
+
+
+def _transformer_10m() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(
+        d_model=384, nhead=6, dim_feedforward=1536, dropout=0.0, batch_first=True
+    )
+    return nn.TransformerEncoder(layer, num_layers=6, enable_nested_tensor=False)
+
+
+def _transformer_10m_batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    shape = (2, 16, 384)  # sequences, tokens, features: little compute for many gradients
+    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+MODELS = {
+    **CASES,
+    "transformer_10m": Case("transformer_10m", _transformer_10m, _transformer_10m_batch),
+}
+
+
+def families_at(rate: float | None) -> tuple[Family, ...]:
+    """What is compared on a line of this rate.
+
+    Below 1 Gbit/s a step takes seconds, of which stock's ways to copy gradients, and views of
+    buckets, could save no more than a few milliseconds: there it is stock's default and ours.
+    """
+    copies, views = (each for each in families() if each.name in ("copies", "views"))
+    if rate is None or rate >= 1e9:
+        return copies, views
+    return (replace(copies, stock=copies.stock[:1]),)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a rank is to measure.
+
+    Attributes:
+        namespace, address: of its host.
+        rates: bits per second of every host's line, ``None`` for no limit.
+        models: names in :data:`MODELS`.
+        rounds: at each rate, at most.
+        seconds: after which no further round begins, once there are two.
+    """
+
+    namespace: str
+    address: str
+    rates: Sequence[float | None]
+    models: Sequence[str]
+    rounds: int
+    seconds: float
+
+
+class ReadyClock:
+    """Notes when the gradients of a model become ready."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.times: list[float] = []
+        self.order: list[torch.Size] = []
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(self._note)
+
+    def restart(self) -> None:
+        self.times.clear()
+        self.order.clear()
+
+    def _note(self, param: Tensor) -> None:
+        self.times.append(time.perf_counter())
+        self.order.append(param.shape)
+
+
+class Contenders:
+    """All configurations of one model, their gradients checked, their buckets at rest.
+
+    Attributes:
+        facts: ``model``, ``parameters`` (how many elements they have), ``gradient_bytes`` of each
+            in the order of sending, ``bucket_counts`` (gradients in each of our buckets),
+            ``gradients`` (how those of each configuration compare with stock's).
+        ready: seconds until each gradient was there, in the same order, if the last step was
+            unwrapped.
+    """
+
+    def __init__(self, case: Case, ranks: Ranks) -> None:
+        configurations = [UNWRAPPED]
+        for family in families_at(None):
+            configurations += [*family.stock, family.ours]
+        self._models = {each.name: each.wrap(case.model(ranks.device)) for each in configurations}
+        self._batch = case.batch(ranks.device, seed=1000 + ranks.rank)
+        self._ranks = ranks
+        agreements = check(self._models, case, ranks)
+        buckets = [bucket.params for bucket in self._models["ours"].reducer.buckets]
+        sent = [param for params in buckets for param in params]
+        self.facts: dict[str, Any] = {
+            "model": case.name,
+            "parameters": sum(param.numel() for param in sent),
+            "gradient_bytes": [param.numel() * param.element_size() for param in sent],
+            "bucket_counts": list(map(len, buckets)),
+            "gradients": {name: asdict(each) for name, each in agreements.items()},
+        }
+        self._flat = [torch.zeros(sum(param.numel() for param in params)) for params in buckets]
+        self._clock = ReadyClock(self._models[UNWRAPPED.name])
+        self.step(UNWRAPPED.name)
+        if self._clock.order != [param.shape for param in sent]:
+            raise RuntimeError(
+                f"{case.name}: tritonddp's buckets do not hold the gradients in the order in which "
+                "those of the unwrapped model become ready, so the line's limit cannot be computed"
+            )
+
+    def step(self, name: str) -> float:
+        """Seconds of a step of this rank: forward, backward, gradients synchronised."""
+        model = self._models[name]
+        model.zero_grad(set_to_none=True)
+        self._clock.restart()
+        self._ranks.barrier()
+        start = time.perf_counter()
+        loss(model, self._batch).backward()
+        end = time.perf_counter()
+        self.ready = [each - start for each in self._clock.times]
+        return end - start
+
+    def all_reduce(self, buckets: int | None = None) -> float:
+        """Seconds of an all-reduce of as many bytes as the (first) buckets have, all at once."""
+        self._ranks.barrier()
+        start = time.perf_counter()
+        works = [dist.all_reduce(flat, async_op=True) for flat in self._flat[:buckets]]
+        for work in works:
+            assert work is not None  # None is for ranks outside the group only
+            work.wait()
+        return time.perf_counter() - start
+
+
+def main() -> None:
+    connection = Connection(int(sys.argv[1]))
+    plan = Plan(**connection.recv())
+    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    host = Host(plan.namespace, plan.address)
+    with process_group("gloo") as ranks:
+        for model in plan.models:
+            host.limit(None)
+            contenders = Contenders(MODELS[model], ranks)
+            for rate in plan.rates:
+                host.limit(rate)
+                samples = measure(contenders, rate, host, ranks, plan)
+                connection.send({"rate": rate, **contenders.facts, **samples})
+    connection.send(None)  # all is done
+
+
+def measure(
+    contenders: Contenders, rate: float | None, host: Host, ranks: Ranks, plan: Plan
+) -> dict[str, Any]:
+    """Time all contenders at one rate.
+
+    Returns:
+        Of this rank, by contender, in the order of rounds: ``seconds``, and ``tx_bytes``, what this
+        host has sent. ``ready_seconds`` of the gradients in each unwrapped step. ``line_bytes``,
+        ``dropped``, ``retransmitted``: of all rounds together, see :class:`LineCounters`.
+    """
+    names = [UNWRAPPED.name, ALL_REDUCE]
+    for family in families_at(rate):
+        names += [each.name for each in (*family.stock, family.ours)]
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    sent: dict[str, list[int]] = {name: [] for name in names}
+    ready: list[list[float]] = []
+    shuffle = random.Random(f"{rate}")  # the same on all ranks
+    contenders.all_reduce(1)  # TCP gets to know the rate
+    before = host.counters()
+    for _ in _rounds(plan, ranks):
+        shuffle.shuffle(names)
+        for name in names:
+            ranks.barrier()
+            tx_before = tx_bytes()
+            if name == ALL_REDUCE:
+                seconds[name].append(contenders.all_reduce())
+            else:
+                seconds[name].append(contenders.step(name))
+            # What this rank has written to its sockets has left before the barrier's messages.
+            ranks.barrier()
+            sent[name].append(tx_bytes() - tx_before)
+            if name == UNWRAPPED.name:
+                ready.append(contenders.ready)
+    after = host.counters()
+    return {
+        "seconds": seconds,
+        "tx_bytes": sent,
+        "ready_seconds": ready,
+        "counters": [asdict(before), asdict(after)],
+    }
+
+
+def _rounds(plan: Plan, ranks: Ranks) -> Iterator[int]:
+    """Numbers of rounds, for as long as rank 0 finds that there is time."""
+    start = time.monotonic()
+    for number in range(plan.rounds):
+        yield number
+        late = torch.tensor(time.monotonic() - start > plan.seconds)
+        dist.broadcast(late, src=0)
+        if late and number + 1 >= LEAST_ROUNDS:
+            return
+
+
+def _end_with(connection: Connection) -> None:
+    """End this process as soon as the other end of the connection has, however it did."""
+    with contextlib.suppress(EOFError, OSError):
+        connection.recv()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

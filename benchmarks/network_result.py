@@ -1,0 +1,175 @@
+"""What network.py says about one number of hosts, one line rate and one model."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from configurations import UNWRAPPED, Configuration
+from line import Limit, effective_rate, frame_bytes, ring_bytes, step_limit
+from namespaces import burst_bytes
+from network_rank import ALL_REDUCE, families_at
+from paired import Ratio, Spread, paired_ratio
+
+_LIMITS = {
+    "limit": "least time on this line",
+    "bucket_limit": "when gradients wait for their buckets",
+    "gloo_limit": "on a line as fast as gloo drives it alone",
+}
+
+
+def evaluate(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """An entry of the result file.
+
+    Three limits, each less ideal than the one before: the line's own, with every gradient sent as
+    soon as it is ready; the same with our buckets, which leave when they are full; and that with a
+    line as slow as gloo drives it in a bare all-reduce of these buckets. What a step takes beyond
+    the last is the wrapper's own work, and what computing and sending at once cost each other.
+
+    Args:
+        ranks: of each rank what :func:`network_rank.measure` returned, and the model's facts.
+    """
+    hosts, first = len(ranks), ranks[0]
+    rate, sizes, counts = first["rate"], first["gradient_bytes"], first["bucket_counts"]
+    payload = sum(sizes)
+    ends = list(itertools.accumulate(counts))
+    buckets = [sum(sizes[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+    slowest = {
+        name: _largest([rank["seconds"][name] for rank in ranks]) for name in first["seconds"]
+    }
+    # When the gradients were there on all ranks, in the median round.
+    rounds = zip(*(rank["ready_seconds"] for rank in ranks), strict=True)
+    latest = [_largest(of_ranks) for of_ranks in rounds]
+    ready = [statistics.median(gradient) for gradient in zip(*latest, strict=True)]
+    full = [ready[end - 1] for end in ends]
+    burst = 0 if rate is None else burst_bytes(rate)
+    alone = statistics.median(slowest[ALL_REDUCE])
+    reached = frame_bytes(ring_bytes(payload, hosts)) * 8 / alone
+    limits = {
+        "limit": step_limit(ready, sizes, hosts, rate, burst),
+        "bucket_limit": step_limit(full, buckets, hosts, rate, burst),
+        "gloo_limit": step_limit(full, buckets, hosts, reached, 0),
+    }
+    all_at_once = step_limit([0.0], [payload], hosts, rate, burst)
+    of_all_reduce = {
+        "limit": all_at_once,
+        "bucket_limit": all_at_once,
+        "gloo_limit": Limit(line=alone, compute=0.0),
+    }
+
+    def contender(name: str) -> dict[str, Any]:
+        median = statistics.median(slowest[name])
+        own_limits = of_all_reduce if name == ALL_REDUCE else limits
+        return {
+            "seconds": asdict(Spread.of(slowest[name])),
+            "over": {
+                which: median / each.seconds if each.seconds else None
+                for which, each in own_limits.items()
+            },
+            "effective_bits_per_s": effective_rate(payload, hosts, median),
+            "tx_bytes": statistics.median(_largest([rank["tx_bytes"][name] for rank in ranks])),
+            "raw_seconds_per_rank": [rank["seconds"][name] for rank in ranks],
+        }
+
+    return {
+        "hosts": hosts,
+        "rate_bits_per_s": rate,
+        **{name: first[name] for name in ("model", "parameters", "gradients")},
+        "payload_bytes": payload,
+        "ring_bytes": ring_bytes(payload, hosts),
+        "burst_bytes": burst,
+        "rounds": len(latest),
+        "bucket_bytes": buckets,
+        "bucket_ready_seconds": full,
+        "gradient_bytes": sizes,
+        "gradient_ready_seconds": ready,
+        **{f"{name}_seconds": each.seconds for name, each in limits.items()},
+        "limit_parts": {name: asdict(each) for name, each in limits.items()},
+        "contenders": {name: contender(name) for name in slowest},
+        "comparisons": _comparisons(rate, slowest),
+        "line": _line([rank["counters"] for rank in ranks]),
+    }
+
+
+def _largest(of_ranks: Sequence[Sequence[float]]) -> list[float]:
+    """Element by element, over the ranks."""
+    return [max(each) for each in zip(*of_ranks, strict=True)]
+
+
+def _comparisons(rate: float | None, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Ours against stock's configuration with the lowest median, copies and views by themselves."""
+
+    def median(configuration: Configuration) -> float:
+        return statistics.median(seconds[configuration.name])
+
+    found = {}
+    for family in families_at(rate):
+        best = min(family.stock, key=median).name
+        ratio = paired_ratio(seconds[family.ours.name], seconds[best])
+        found[family.name] = {"best": best, "ours": asdict(ratio)}
+    return found
+
+
+def _line(counters: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+    """What the hosts' lines have carried in all rounds, barriers included; a list, by rank.
+
+    ``framing`` is how many bytes the token bucket counted for each that the interface counted.
+    """
+    names = counters[0][0]
+    grown = {
+        name: [
+            None if before[name] is None else after[name] - before[name]
+            for before, after in counters
+        ]
+        for name in names
+    }
+    if None in grown["line_bytes"]:
+        return {**grown, "framing": None}
+    return {**grown, "framing": sum(grown["line_bytes"]) / sum(grown["tx_bytes"])}
+
+
+def table(result: dict[str, Any]) -> Iterator[str]:
+    """Lines that show an entry; times in milliseconds."""
+    rate, payload, line = result["rate_bits_per_s"], result["payload_bytes"], result["line"]
+    yield (
+        f"{result['hosts']} hosts, {_show(rate)}, {result['model']}: "
+        f"{result['parameters'] / 1e6:.2f} M parameters, {payload / 1e6:.1f} MB of gradients, "
+        f"{result['rounds']} rounds"
+    )
+    for name, what in _LIMITS.items():
+        limit = Limit(**result["limit_parts"][name])
+        yield (
+            f"  {what:44}{limit.seconds * 1e3:8.1f} ms = line {limit.line * 1e3:.1f} "
+            f"+ nothing to send {limit.compute * 1e3:.1f}"
+        )
+    yield (
+        f"  {'step, ms':22}{'median':>9}{'quartiles':>20}{'/ line':>9}{'/ buckets':>11}"
+        f"{'/ gloo':>8}{'Mbit/s':>9}{'sent / ring':>13}"
+    )
+    for name, one in result["contenders"].items():
+        spread = one["seconds"]
+        quartiles = f"{spread['q1'] * 1e3:.1f} - {spread['q3'] * 1e3:.1f}"
+        row = f"  {name:22}{spread['median'] * 1e3:9.1f}{quartiles:>20}"
+        if name != UNWRAPPED.name:
+            over = ["" if each is None else f"{each:.3f}" for each in one["over"].values()]
+            row += (
+                f"{over[0]:>9}{over[1]:>11}{over[2]:>8}{one['effective_bits_per_s'] / 1e6:9.0f}"
+                f"{one['tx_bytes'] / result['ring_bytes']:13.4f}"
+            )
+        yield row
+    for name, one in result["comparisons"].items():
+        yield f"  {name}: ours / {one['best']!r} {Ratio(**one['ours'])}"
+    if rate is not None:
+        yield (
+            f"  line bytes / sent {line['framing']:.4f}, dropped {sum(line['dropped'])}, "
+            f"segments sent again {sum(line['retransmitted'])}"
+        )
+
+
+def _show(rate: float | None) -> str:
+    if rate is None:
+        return "no limit"
+    return f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"

@@ -1,0 +1,319 @@
+"""Benchmarks on slow networks: the limits by hand, and hosts that are always cleaned up."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import line
+import namespaces
+import network as benchmark
+from line import Limit, frame_bytes, step_limit
+
+BENCHMARKS = Path(benchmark.__file__).parent
+FRAMED = 1514 / 1448
+
+
+def left_behind(owner: int) -> list[str]:
+    """Namespaces that a process has made."""
+    return [name for name in namespaces._namespaces() if name.startswith(f"tritonddp-{owner}-")]
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[namespaces.Host]]:
+    """Two hosts without limit; skips where there cannot be any."""
+    try:
+        made = namespaces.network(2)
+        found = made.__enter__()
+    except namespaces.NetworkUnavailableError as error:
+        pytest.skip(str(error))
+    try:
+        yield found
+    finally:
+        made.__exit__(None, None, None)
+
+
+# The limit
+
+
+@pytest.mark.parametrize(("count", "sent"), [(2, 1.0), (4, 1.5), (100, 1.98)])
+def test_each_host_of_a_ring_sends_its_share_twice(count: int, sent: float) -> None:
+    assert line.ring_bytes(1000, count) == pytest.approx(1000 * sent)
+
+
+def test_one_bucket_takes_the_compute_before_it_and_its_frames_on_the_line() -> None:
+    limit = step_limit([0.1], [1_250_000], 2, 100e6, burst=0)
+    assert limit.compute == pytest.approx(0.1)
+    assert limit.line == pytest.approx(0.1 * FRAMED)
+    assert limit.seconds == limit.line + limit.compute
+
+
+def test_compute_while_the_line_is_busy_costs_nothing() -> None:
+    both = step_limit([0.1, 0.19], [1_250_000, 1_250_000], 2, 100e6, burst=0)
+    assert both.compute == pytest.approx(0.1)
+    assert both.line == pytest.approx(0.2 * FRAMED)
+
+
+def test_the_line_waits_for_a_late_bucket() -> None:
+    late = step_limit([0.1, 0.5], [1_250_000, 1_250_000], 2, 100e6, burst=0)
+    assert late.seconds == pytest.approx(0.5 + 0.1 * FRAMED)
+    assert late.line == pytest.approx(0.2 * FRAMED)
+
+
+def test_a_burst_is_free_after_a_pause_and_only_then() -> None:
+    burst = 131_072
+    one = frame_bytes(1_250_000)
+    alone = step_limit([0.0], [1_250_000], 2, 100e6, burst)
+    assert alone.line == pytest.approx((one - burst) / 12.5e6)
+    again = step_limit([0.0, 0.0], [1_250_000] * 2, 2, 100e6, burst)
+    assert again.line == pytest.approx((2 * one - burst) / 12.5e6)
+    later = step_limit([0.0, 1.0], [1_250_000] * 2, 2, 100e6, burst)
+    assert later.line == pytest.approx(2 * (one - burst) / 12.5e6)
+    # A bucket smaller than the burst leaves the rest of it to the next.
+    small = step_limit([0.0, 0.0], [1000, 1_250_000], 2, 100e6, burst)
+    assert small.line == pytest.approx((frame_bytes(1_251_000) - burst) / 12.5e6)
+
+
+def test_a_line_without_limit_takes_no_time() -> None:
+    assert step_limit([0.1, 0.3], [1, 10**9], 4, None, burst=0) == Limit(line=0.0, compute=0.3)
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("100mbit", 1e8), ("1gbit", 1e9), ("2.5Gbit", 2.5e9), ("none", None)]
+)
+def test_rates_are_written_as_tc_writes_them(text: str, rate: float | None) -> None:
+    assert benchmark._rate(text) == rate
+
+
+@pytest.mark.parametrize("text", ["fast", "1", "0gbit", "-1gbit", "1gb"])
+def test_other_rates_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="such as 1gbit"):
+        benchmark._rate(text)
+
+
+# Where there can be no hosts
+
+
+def test_without_root_it_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(namespaces.shutil, "which", lambda tool: f"/usr/sbin/{tool}")
+    monkeypatch.setattr(sys, "argv", ["network.py"])
+    assert benchmark.main() == 2
+    assert "sudo" in capsys.readouterr().err
+
+
+def test_without_iproute2_it_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(namespaces.shutil, "which", lambda tool: None)
+    monkeypatch.setattr(sys, "argv", ["network.py"])
+    assert benchmark.main() == 2
+    assert "install iproute2" in capsys.readouterr().err
+
+
+# Hosts
+
+SEND = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 5000)) as peer:
+    used = peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+    assert used.rstrip(b"\\0") == b"cubic", used
+    peer.sendall(bytes(int(sys.argv[2])))
+    peer.shutdown(socket.SHUT_WR)
+    peer.recv(1)  # all has arrived
+"""
+RECEIVE = """
+import socket
+with socket.create_server(("", 5000)) as server:
+    print("ready", flush=True)
+    while True:
+        peer, _ = server.accept()
+        while peer.recv(1 << 20):
+            pass
+        peer.close()
+"""
+HOLD = """
+import subprocess, sys
+sys.path.append(sys.argv[1])
+import namespaces
+with namespaces.network(2) as hosts:
+    hosts[0].start(["sleep", "1000"], stdout=subprocess.DEVNULL)
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holders(hosts: list[namespaces.Host]) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two processes that have a network each, with a process on one of its hosts."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", HOLD, str(BENCHMARKS)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            assert len(left_behind(process.pid)) == 3
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+        namespaces.remove_leftovers()
+
+
+def test_a_host_sends_no_faster_than_its_line_and_nearly_as_fast(
+    hosts: list[namespaces.Host],
+) -> None:
+    size, rate = 2_500_000, 100e6
+    receiver = hosts[1].start([sys.executable, "-c", RECEIVE], stdout=subprocess.PIPE)
+    assert receiver.stdout is not None
+    receiver.stdout.readline()
+
+    def seconds() -> float:
+        start = time.monotonic()
+        arguments = [sys.executable, "-c", SEND, hosts[1].address, str(size)]
+        assert hosts[0].start(arguments).wait() == 0
+        return time.monotonic() - start
+
+    unlimited = seconds()
+    hosts[0].limit(rate)
+    limited = seconds()
+    least = (frame_bytes(size) - namespaces.burst_bytes(rate)) * 8 / rate
+    assert least < limited < 1.5 * least + unlimited + 0.2
+    receiver.stdout.close()
+
+
+def test_two_networks_exist_side_by_side(hosts: list[namespaces.Host]) -> None:
+    with namespaces.network(2) as others:
+        assert {host.address for host in others} == {host.address for host in hosts}
+        assert len(left_behind(os.getpid())) == 6
+    assert len(left_behind(os.getpid())) == 3
+
+
+def test_a_killed_host_has_no_processes_left(hosts: list[namespaces.Host]) -> None:
+    process = hosts[0].start(["sleep", "1000"])
+    other = hosts[1].start(["sleep", "1000"])
+    hosts[0].kill()
+    assert process.returncode == -signal.SIGKILL
+    assert other.poll() is None
+
+
+def test_an_exception_leaves_nothing_behind(hosts: list[namespaces.Host]) -> None:
+    def fail() -> None:
+        with namespaces.network(2) as others:
+            others[0].start(["sleep", "1000"])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert len(left_behind(os.getpid())) == 3  # those of the fixture
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_leaves_nothing_behind(
+    holders: list[subprocess.Popen[str]], number: signal.Signals
+) -> None:
+    for process in holders:
+        process.send_signal(number)
+    for process in holders:
+        assert process.wait(30) != 0
+        assert left_behind(process.pid) == []
+
+
+def test_what_a_killed_owner_left_is_removed_and_what_others_have_is_not(
+    holders: list[subprocess.Popen[str]],
+) -> None:
+    alive, dead = holders
+    dead.kill()
+    dead.wait()
+    (orphan,) = (pid for name in left_behind(dead.pid) for pid in namespaces._pids(name))
+    namespaces.remove_leftovers()
+    assert left_behind(dead.pid) == []
+    assert namespaces._start_time(orphan) is None
+    assert len(left_behind(alive.pid)) == 3
+    alive.communicate("", timeout=30)
+    assert alive.returncode == 0
+    assert left_behind(alive.pid) == []
+
+
+# The benchmark
+
+
+def start_benchmark(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(BENCHMARKS / "network.py"), "--models", "mlp", "--hosts", "2"]
+    return subprocess.Popen(
+        [*command, "--rounds", "2", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.usefixtures("hosts")
+def test_the_benchmark_measures_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    process = start_benchmark("--rates", "1gbit", "none", "--out", str(tmp_path / "network.json"))
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert left_behind(process.pid) == []
+    content = json.loads((tmp_path / "network.json").read_text())
+    assert content["benchmark"] == "network"
+    limited, unlimited = content["results"]
+    assert (limited["rate_bits_per_s"], unlimited["rate_bits_per_s"]) == (1e9, None)
+    for result in (limited, unlimited):
+        check_result(result)
+    # A line of 1 Gbit/s carries 12.6 MB in 105 ms, and nobody is faster than that.
+    assert limited["limit_parts"]["limit"]["line"] == pytest.approx(0.1045, rel=0.01)
+    for name, one in limited["contenders"].items():
+        if name != "unwrapped":
+            assert one["over"]["limit"] > 0.95, name
+    assert limited["line"]["framing"] == pytest.approx(FRAMED, rel=0.02)
+    assert "ours" in out
+
+
+def check_result(result: dict[str, Any]) -> None:
+    payload = 12 * (512 * 512 + 512) * 4
+    assert result["payload_bytes"] == sum(result["bucket_bytes"]) == payload
+    assert {"unwrapped", "all-reduce alone", "stock", "ours"} <= set(result["contenders"])
+    assert set(result["comparisons"]) == {"copies", "views"}
+    for name, one in result["contenders"].items():
+        assert len(one["raw_seconds_per_rank"]) == 2, name
+        assert [len(rounds) for rounds in one["raw_seconds_per_rank"]] == [2, 2], name
+        if name == "unwrapped":
+            assert one["tx_bytes"] < 100_000
+        else:  # what is sent again counts too
+            assert payload < one["tx_bytes"] < 1.2 * payload, name
+
+
+@pytest.mark.usefixtures("hosts")
+def test_a_dead_rank_ends_the_benchmark_and_leaves_nothing_behind() -> None:
+    process = start_benchmark("--rates", "1gbit", *["100mbit"] * 20)
+    assert process.stdout is not None
+    while not (text := process.stdout.readline()).startswith("2 hosts"):
+        assert text, process.communicate()
+    (name,) = (name for name in left_behind(process.pid) if name.endswith("host1"))
+    namespaces.Host(name, address="").kill()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "died" in err
+    assert left_behind(process.pid) == []
