@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 HERE = Path(__file__).parent
 TESTS = HERE.parent / "tests" / "gpu"
+KERNEL_TESTS, REDUCER_TESTS = TESTS / "test_kernels_gpu.py", TESTS / "test_reducer_nccl.py"
 _PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 _TESTS_FAILED = 1  # pytest's exit status
 _SANITIZER = "compute-sanitizer"
@@ -76,85 +78,64 @@ PROBE = Part("probe", "do two ranks on one card find each other over NCCL?", 40,
 
 def on_gpu() -> list[Part]:
     """Tests first, then what the bounds are about, then the rest."""
-    nccl = ("--backend", "nccl")
-    kernel_tests = str(TESTS / "test_kernels_gpu.py")
     return [
-        _tests("test-kernels", "the compiled kernels", 53, "-m", "gpu", kernel_tests),
+        _tests("test-kernels", "the compiled kernels", 50, KERNEL_TESTS, "-m gpu"),
         PROBE,
-        _tests(
-            *("test-reducer", "the reducer over NCCL", 120),
-            *("-m", "gpu", str(TESTS / "test_reducer_nccl.py")),
+        _tests("test-reducer", "the reducer over NCCL", 115, REDUCER_TESTS, "-m gpu"),
+        # (No rows with gradients in fp32 and a buffer in bf16: the reducer has no such thing yet.)
+        _bench("kernels", "flatten and unflatten", 85, "-k 'not wire' --rounds 20"),
+        _step("step-small", "small batches, one rank", 72, "--batch small --builds 1 --rounds 8"),
+        _bench("host", "the host's work", 40, "--rounds 10"),
+        _step("step-large", "large batches, one rank", 66, "--batch large --builds 1 --rounds 5"),
+        replace(
+            _step("step-pair", "two ranks on one card", 30, "--models mlp --builds 1 --rounds 3"),
+            ranks=2,
+            on_one_card=True,
         ),
-        _bench("kernels", "flatten and unflatten against a copy of the same bytes", 80),
-        _ranks("step-small", "steps with small batches, one rank", 75, 1, "step.py")(
-            *nccl, "--batch", "small", "--builds", "1", "--rounds", "8"
-        ),
-        _ranks("step-large", "steps with large batches, one rank", 70, 1, "step.py")(
-            *nccl, "--batch", "large", "--builds", "1", "--rounds", "5"
-        ),
-        _bench("host", "the host's work per parameter", 25),
-        _ranks("step-pair", "steps of two ranks on one card", 30, 2, "step.py", on_one_card=True)(
-            *nccl, "--models", "mlp", "--builds", "1", "--rounds", "3"
-        ),
-        _ranks("memory", "memory above the unwrapped model", 20, 1, "memory.py")(*nccl),
-        _sanitizer(35, kernel_tests),
+        _ranks("memory", "memory above the unwrapped model", 20, "memory.py", "--backend nccl"),
+        _sanitizer(33),
     ]
 
 
 def on_cpu() -> list[Part]:
     """The same motions on the CPU, as small as they can be."""
-    gloo = ("--backend", "gloo")
-    few = ("--models", "many_small", "--builds", "1", "--rounds", "2")
-    kernel_tests = str(TESTS / "test_kernels_gpu.py")
+    few = "--backend gloo --models many_small --builds 1 --rounds 2"
+    some = "-m 'not gpu' -k 'mean or stock'"
     return [
-        _tests("test-kernels", "the compiled kernels", 40, "-m", "gpu", kernel_tests),
-        Part(PROBE.name, PROBE.title, 30, unavailable="NCCL needs CUDA devices"),
-        _tests(
-            *("test-reducer", "the reducer, over gloo", 60),
-            *("-m", "not gpu", str(TESTS / "test_reducer_nccl.py"), "-k", "mean or stock"),
-        ),
-        _bench("kernels", "kernels", 60, "-k", "many_small", "--rounds", "3"),
-        _ranks("step-small", "steps with small batches, one rank", 60, 1, "step.py")(
-            *gloo, "--batch", "small", *few
-        ),
-        _ranks("step-large", "steps with large batches, one rank", 60, 1, "step.py")(
-            *gloo, "--batch", "large", *few
-        ),
-        _bench("host", "host", 60),
-        _ranks("step-pair", "steps of two ranks", 60, 2, "step.py")(*gloo, *few),
-        _ranks("memory", "memory", 60, 1, "memory.py")(*gloo, "--models", "mlp"),
-        _sanitizer(35, kernel_tests),
+        _tests("test-kernels", "the compiled kernels", 40, KERNEL_TESTS, "-m gpu"),
+        replace(PROBE, unavailable="NCCL needs CUDA devices"),
+        _tests("test-reducer", "the reducer over gloo", 60, REDUCER_TESTS, some),
+        _bench("kernels", "flatten and unflatten", 60, "-k 'small or resnet50' --rounds 3"),
+        _step("step-small", "small batches, one rank", 60, f"--batch small {few}"),
+        _bench("host", "the host's work", 60, "--rounds 2"),
+        _step("step-large", "large batches, one rank", 60, f"--batch large {few}"),
+        replace(_step("step-pair", "two ranks", 60, few), ranks=2),
+        _ranks("memory", "memory", 60, "memory.py", "--backend gloo --models mlp"),
+        _sanitizer(33),
     ]
 
 
-def _tests(name: str, title: str, limit: float, *arguments: str) -> Part:
-    command = (*_PYTEST, "-rs", "--junitxml={result}", *arguments)
+def _tests(name: str, title: str, limit: float, file: Path, arguments: str) -> Part:
+    command = (*_PYTEST, "-rs", "--junitxml={result}", *shlex.split(arguments), str(file))
     return Part(name, f"tests of {title}", limit, command, read_tests, needs=("pytest",))
 
 
-def _bench(suite: str, title: str, limit: float, *arguments: str) -> Part:
+def _bench(suite: str, title: str, limit: float, arguments: str) -> Part:
     command = (*_PYTEST, str(HERE / suite), "--benchmark-only", "--benchmark-json={result}")
-    return Part(
-        suite,
-        title,
-        limit,
-        (*command, *arguments),
-        read_json,
-        needs=("pytest", "pytest_benchmark"),
-    )
+    needs = ("pytest", "pytest_benchmark")
+    return Part(suite, title, limit, (*command, *shlex.split(arguments)), read_json, needs=needs)
 
 
-def _ranks(
-    name: str, title: str, limit: float, ranks: int, script: str, on_one_card: bool = False
-) -> Callable[..., Part]:
-    def make(*arguments: str) -> Part:
-        command = (sys.executable, str(HERE / script), *arguments, "--out", "{result}")
-        return Part(name, title, limit, command, read_json, ranks, on_one_card=on_one_card)
-
-    return make
+def _ranks(name: str, title: str, limit: float, script: str, arguments: str) -> Part:
+    command = (sys.executable, str(HERE / script), *shlex.split(arguments), "--out", "{result}")
+    return Part(name, title, limit, command, read_json, ranks=1)
 
 
-def _sanitizer(limit: float, tests: str) -> Part:
+def _step(name: str, title: str, limit: float, arguments: str) -> Part:
+    return _ranks(name, f"steps, {title}", limit, "step.py", arguments)
+
+
+def _sanitizer(limit: float) -> Part:
     """Memcheck over a few launches of the kernels, in fp32 and with a cast.
 
     (Racecheck looks at shared memory, of which the kernels use none.)
@@ -168,7 +149,7 @@ def _sanitizer(limit: float, tests: str) -> Part:
         (
             *(tool or _SANITIZER, "--tool", "memcheck", "--report-api-errors", "no"),
             *("--error-exitcode", str(_MEMORY_ERRORS)),
-            *(*_PYTEST, "--junitxml={result}", "-m", "gpu", tests, "-k", which),
+            *(*_PYTEST, "--junitxml={result}", "-m", "gpu", str(KERNEL_TESTS), "-k", which),
         ),
         read_memcheck,
         # Each tensor is an allocation of its own, or accesses beyond it would go unseen.

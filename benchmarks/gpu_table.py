@@ -15,10 +15,17 @@ Parts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Value:
-    """One measurement of what a bound is about, and where it was taken."""
+    """One measurement of what a bound is about.
+
+    Attributes:
+        value: in the unit of the bound.
+        where: it was taken.
+        verdict: ``"met"``, ``"missed"`` or ``"too noisy"``; the benchmark's own, if it has one.
+    """
 
     value: float
     where: str
+    verdict: str | None = None
 
 
 @dataclass(frozen=True)
@@ -41,28 +48,24 @@ class Bound:
     unit: str = ""
 
     def judge(self, parts: Parts) -> dict[str, Any]:
-        """``met`` or ``missed`` by the worst measurement, or ``not run`` and why."""
+        """How it stands, by the worst of all measurements, or why nothing was measured."""
         values: list[Value] = []
         reasons = []
         for name in self.parts:
-            part = parts.get(name)
-            found: list[Value] = []
-            if part is None:
-                reasons.append(f"{name}: not asked for")
-            elif part["result"] is None:
-                reasons.append(f"{name}: {part['reason']}")
-            else:
-                try:
-                    found = list(self.values(part["result"]))
-                except Exception as error:  # of another form: nothing may stop the table
-                    reasons.append(f"{name}: {type(error).__name__}: {error}")
-                else:
-                    if part["status"] != "ok" or not found:  # there may be more than was seen
-                        reasons.append(f"{name}: {part['reason'] or 'nothing was measured'}")
-            values += [Value(each.value, f"{name} {each.where}") for each in found]
-        good = [each for each in values if self._holds(each.value)]
-        worst = (min if self.at_least else max)(values, key=lambda each: each.value, default=None)
-        verdict = "not run" if worst is None else "met" if self._holds(worst.value) else "missed"
+            found, reason = self._measured(parts.get(name))
+            values += [self._judged(each, name) for each in found]
+            if reason is not None:
+                reasons.append(f"{name}: {reason}")
+        verdict = next(
+            (
+                verdict
+                for verdict in ("missed", "too noisy", "met")
+                if any(each.verdict == verdict for each in values)
+            ),
+            "not run",
+        )
+        deciding = [each for each in values if each.verdict == verdict]
+        worst = (min if self.at_least else max)(deciding, key=lambda each: each.value, default=None)
         return {
             "bound": self.text,
             "limit": self.limit,
@@ -70,13 +73,29 @@ class Bound:
             "unit": self.unit,
             "verdict": verdict,
             "worst": worst and asdict(worst),
-            "met_by": len(good),
+            "met_by": sum(each.verdict == "met" for each in values),
             "of": len(values),
             "not_run": reasons,
         }
 
-    def _holds(self, value: float) -> bool:
-        return value >= self.limit if self.at_least else value <= self.limit
+    def _measured(self, part: Any) -> tuple[list[Value], str | None]:
+        """What a part has measured, and why that may not be all."""
+        if part is None:
+            return [], "not asked for"
+        if part["result"] is None:
+            return [], part["reason"]
+        try:
+            found = list(self.values(part["result"]))
+        except Exception as error:  # of another form: nothing may stop the table
+            return [], f"{type(error).__name__}: {error}"
+        if part["status"] != "ok":
+            return found, part["reason"]
+        return found, None if found else "nothing was measured"
+
+    def _judged(self, value: Value, part: str) -> Value:
+        good = value.value >= self.limit if self.at_least else value.value <= self.limit
+        verdict = value.verdict or ("met" if good else "missed")
+        return Value(value.value, f"{part} {value.where}", verdict)
 
 
 def _groups(kernels: Any) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
@@ -112,15 +131,18 @@ def host_us(host: Any) -> Iterator[Value]:
     """Microseconds a parameter that ours adds to a backward."""
     for each in host["benchmarks"]:
         info = each["extra_info"]
-        if str(info.get("configuration", each["param"])).startswith("ours"):
-            yield Value(info["us/parameter beyond bare"], each["name"])
+        if info["kind"] == "parameter" and info["configuration"].startswith("ours"):
+            yield Value(info["us"]["all"]["median"], info["configuration"])
 
 
 def overhead(step: Any) -> Iterator[Value]:
-    """What ours adds to the unwrapped model's step, over what stock's best adds."""
+    """What ours adds to the unwrapped model's step, over what stock's best adds.
+
+    The benchmark knows how far its rounds can tell; a quotient of two small differences is noise.
+    """
     for name, model in step["models"].items():
         for family, one in model.get("comparisons", {}).items():
-            yield Value(one["overhead"], f"{name} {family}")
+            yield Value(one["overhead"], f"{name} {family}", one["verdict"])
 
 
 BOUNDS = (
@@ -158,6 +180,7 @@ def table(content: Mapping[str, Any]) -> Iterator[str]:
         if part["status"] == "failed" and groups:
             for test in part["result"]["failed"][:10]:
                 yield _line("", f"FAILED {test}")
+    yield from _launches((content["parts"].get("step-small") or {}).get("result"))
     yield ""
     for bound in content["bounds"]:
         yield from _bound_lines(bound)
@@ -173,6 +196,19 @@ def _counts(counts: Mapping[str, int], why: str | None) -> str:
     return ", ".join([*ran, *([f"{skipped} not run: {why}"] if skipped else [])])
 
 
+def _launches(step: Any) -> Iterator[str]:
+    """Kernels, copies and fills of one backward, as the profiler counted them."""
+    models = (step or {}).get("models", {})
+    rows = {name: model.get("launches", {}) for name, model in models.items()}
+    if not any(count is not None for row in rows.values() for count in row.values()):
+        return
+    names = ("unwrapped", "stock", "ours", "stock views", "ours views")
+    yield ""
+    yield _line("launches of a backward", "".join(f"{name:>13}" for name in names))
+    for model, row in rows.items():
+        yield _line(f"  {model}", "".join(f"{row.get(name) or '-':>13}" for name in names))
+
+
 def _bound_lines(bound: Mapping[str, Any]) -> Iterator[str]:
     sign, unit = ">=" if bound["at_least"] else "<=", bound["unit"] and f" {bound['unit']}"
     what = f"{bound['bound']} {sign} {bound['limit']:g}{unit}"
@@ -181,6 +217,6 @@ def _bound_lines(bound: Mapping[str, Any]) -> Iterator[str]:
         return
     worst = f"{bound['worst']['value']:.3g}{unit} ({bound['worst']['where']})"
     count = f"{bound['met_by']} of {bound['of']}"
-    yield f"{what:66} {bound['verdict']:7} {count:10} worst {worst}"
+    yield f"{what:66} {bound['verdict']:9} {count:9} worst {worst}"
     for reason in bound["not_run"]:
         yield f"{'':66} not all run: {reason}"

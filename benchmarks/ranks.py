@@ -15,12 +15,17 @@ from one_card import environment
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the others."""
+    """This process among the others.
+
+    Attributes:
+        share_device: several ranks take turns on one GPU, so that times say little.
+    """
 
     rank: int
     world_size: int
     device: torch.device
     backend: str
+    share_device: bool = False
 
     def barrier(self) -> None:
         """Wait for the other ranks, and for this device to be idle."""
@@ -50,9 +55,11 @@ def process_group(backend: str | None) -> Iterator[Ranks]:
         )
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    share_device = False
     if backend == "nccl":
         cards = torch.cuda.device_count()
-        if int(os.environ["LOCAL_WORLD_SIZE"]) > cards:
+        share_device = int(os.environ["LOCAL_WORLD_SIZE"]) > cards
+        if share_device:
             for name, value in environment(f"rank{rank}").items():
                 os.environ.setdefault(name, value)
         device = torch.device("cuda", local_rank % cards)
@@ -62,6 +69,6 @@ def process_group(backend: str | None) -> Iterator[Ranks]:
         torch.set_num_threads(1)
     dist.init_process_group(backend, timeout=timedelta(minutes=2))
     try:
-        yield Ranks(rank, dist.get_world_size(), device, backend)
+        yield Ranks(rank, dist.get_world_size(), device, backend, share_device)
     finally:
         dist.destroy_process_group()

@@ -216,10 +216,21 @@ def kernels(ours: float, small: float) -> dict[str, Any]:
     }
 
 
-def test_bounds_are_met_missed_or_not_run() -> None:
-    steps = {
-        "models": {"mlp": {"comparisons": {"copies": {"overhead": 0.4}}}, "bad": {"error": "x"}}
+def step(**models: tuple[float, str]) -> dict[str, Any]:
+    return {
+        "models": {
+            name: {
+                "comparisons": {"views": {"overhead": overhead, "verdict": verdict}},
+                "launches": {"unwrapped": 10, "stock": 30, "ours": 12, "ours views": None},
+            }
+            for name, (overhead, verdict) in models.items()
+        }
     }
+
+
+def test_bounds_are_met_missed_or_not_run() -> None:
+    steps = step(mlp=(0.4, "met"))
+    steps["models"]["bad"] = {"error": "gradients differ"}
     assert judged(kernels=part(kernels(0.95, 0.6)), step_small=part(steps))[:3] == [
         ("met", 0.95),
         ("met", pytest.approx(1.9)),
@@ -231,7 +242,14 @@ def test_bounds_are_met_missed_or_not_run() -> None:
         ("missed", pytest.approx(4.0)),
     ]
     assert judged(step_small=part(steps))[-1] == ("met", 0.4)
+    assert judged(step_small=part(step(a=(0.1, "too noisy"))))[-1] == ("too noisy", 0.1)
     assert judged() == [("not run", None)] * len(gpu_table.BOUNDS)
+
+
+def test_launches_are_shown_where_they_were_counted() -> None:
+    parts = {"step-small": part(step(mlp=(0.4, "met")))}
+    shown = "\n".join(gpu_table.table({"smoke": False, "parts": parts, "bounds": []}))
+    assert re.search(r"  mlp +10 +30 +12 +- +-\n", shown)
 
 
 def test_a_bound_tells_what_was_not_measured() -> None:
@@ -239,16 +257,14 @@ def test_a_bound_tells_what_was_not_measured() -> None:
         each
         for each in gpu_table.bounds(
             {
-                "step-small": part(
-                    {"models": {"a": {"comparisons": {"views": {"overhead": 0.6}}}}}
-                ),
+                "step-small": part(step(a=(0.6, "missed"), b=(0.9, "too noisy"), c=(0.3, "met"))),
                 "step-large": part(None, "failed", "ran longer than 75 s"),
             }
         )
         if "overhead" in each["bound"]
     ]
-    assert (bound["verdict"], bound["met_by"], bound["of"]) == ("missed", 0, 1)
-    assert bound["worst"] == {"value": 0.6, "where": "step-small a views"}
+    assert (bound["verdict"], bound["met_by"], bound["of"]) == ("missed", 1, 3)
+    assert bound["worst"] == {"value": 0.6, "where": "step-small a views", "verdict": "missed"}
     assert bound["not_run"] == ["step-large: ran longer than 75 s"]
 
 
