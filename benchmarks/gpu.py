@@ -32,7 +32,6 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1]))  # unless tritonddp is installed
 
 import gpu_table
-import machine
 import one_card
 import processes
 from gpu_parts import PROBE, Outcome, Part, on_cpu, on_gpu
@@ -82,8 +81,10 @@ class Report:
         print(f"--- {part.name}: {outcome.status}{why} ({seconds:.1f} s)", flush=True)
 
     def write(self) -> None:
+        from machine import write_json  # it imports torch, which _facts has shown to be possible
+
         self.content["bounds"] = gpu_table.bounds(self.content["parts"])
-        machine.write_json(self.path, self.content)
+        write_json(self.path, self.content)
 
     @property
     def failed(self) -> list[str]:
@@ -98,11 +99,14 @@ def main() -> int:
     smoke = options.device == "cpu"
     _prepare_environment(smoke)
     facts = _facts()
-    if facts is None or (facts["gpu"] is None and not smoke):
-        why = "torch sees no CUDA device" if facts else "torch and tritonddp cannot be imported"
-        print(f"benchmarks/gpu.py: nothing was run: {why}", file=sys.stderr)
+    why = "torch and tritonddp cannot be imported" if facts is None else None
+    if facts is not None and facts["gpu"] is None and not smoke:
+        why = "torch sees no CUDA device"
+    if importlib.util.find_spec("pytest") is None:
+        why = "pytest is not installed"
+    if facts is None or why is not None:
+        print(f"make gpu: nothing was run: {why} ({sys.executable})", file=sys.stderr)
         return 2
-    print(machine.summary(facts))
     report = Report(_result_path(options.out, facts, smoke), facts, smoke, end)
     plan = on_cpu() if smoke else on_gpu()
     try:
@@ -139,7 +143,10 @@ def _outcome(part: Part, limit: float) -> Outcome:
 
 
 def _facts() -> dict[str, Any] | None:
-    """What machine.py says, in a process of its own: a sick device may hang whoever asks it."""
+    """What machine.py says, in a process of its own: a sick device may hang whoever asks it.
+
+    ``None`` if torch cannot be imported, or does not answer in time.
+    """
     with tempfile.TemporaryFile() as output:
         codes = processes.run([sys.executable, str(HERE / "machine.py")], DESCRIBE, output)
         output.seek(0)
@@ -147,7 +154,9 @@ def _facts() -> dict[str, Any] | None:
     if codes != [0]:
         print(text, file=sys.stderr)
         return None
-    return json.loads(text.splitlines()[-1])
+    facts = json.loads(text.splitlines()[-1])
+    print(text.rpartition("\n{")[0], flush=True)
+    return facts
 
 
 def _prepare_environment(smoke: bool) -> None:

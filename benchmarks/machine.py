@@ -113,4 +113,6 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(describe()))
+    facts = describe()
+    print(summary(facts))
+    print(json.dumps(facts))
