@@ -108,6 +108,7 @@ def main() -> int:
         print(f"make gpu: nothing was run: {why} ({sys.executable})", file=sys.stderr)
         return 2
     report = Report(_result_path(options.out, facts, smoke), facts, smoke, end)
+    report.write()
     plan = on_cpu() if smoke else on_gpu()
     try:
         for part in plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -114,6 +115,30 @@ def test_the_motions_on_a_cpu(tmp_path: Path) -> None:
     assert content["smoke"] is True
     assert [(part["status"]) for part in content["parts"].values()] == ["ok", "not run"]
     assert len(content["bounds"]) == len(gpu_table.BOUNDS)
+
+
+def test_a_run_that_is_cut_off_ends_what_it_started_and_says_what_it_has(tmp_path: Path) -> None:
+    script = ROOT / "benchmarks" / "gpu.py"
+    command = [sys.executable, str(script), "--device", "cpu", "--only", "probe", "test-reducer"]
+    run = subprocess.Popen(
+        [*command, "--out", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert run.stdout is not None
+    while not run.stdout.readline().startswith("--- test-reducer"):
+        assert run.poll() is None
+    time.sleep(2)  # the tests have begun
+    started = Path(f"/proc/{run.pid}/task/{run.pid}/children")
+    children = [int(pid) for pid in started.read_text().split()] if started.exists() else []
+    run.terminate()
+    printed, _ = run.communicate(timeout=30)
+    assert run.returncode == 124
+    assert all(not Path(f"/proc/{pid}").exists() for pid in children)
+    assert re.search(r"probe +not run: NCCL needs CUDA devices", printed)
+    content = json.loads((tmp_path / "smoke-on-cpu" / "gpu.json").read_text())
+    assert list(content["parts"]) == ["probe"]
 
 
 TESTS = """
