@@ -9,6 +9,7 @@ from typing import Any
 OURS, CEILING, FOREACH_DIV = "tritonddp", "device copy", "_foreach_copy_ + div_"
 LARGE = 25e6  # bytes of gradients
 US_PER_PARAMETER = 2.0
+VERDICTS = ("missed", "too noisy", "met")  # of several the first one counts
 
 Parts = Mapping[str, Any]
 
@@ -20,7 +21,7 @@ class Value:
     Attributes:
         value: in the unit of the bound.
         where: it was taken.
-        verdict: ``"met"``, ``"missed"`` or ``"too noisy"``; the benchmark's own, if it has one.
+        verdict: one of :data:`VERDICTS`; the benchmark's own, if it has one.
     """
 
     value: float
@@ -56,14 +57,8 @@ class Bound:
             values += [self._judged(each, name) for each in found]
             if reason is not None:
                 reasons.append(f"{name}: {reason}")
-        verdict = next(
-            (
-                verdict
-                for verdict in ("missed", "too noisy", "met")
-                if any(each.verdict == verdict for each in values)
-            ),
-            "not run",
-        )
+        there = {each.verdict for each in values}
+        verdict = next((each for each in VERDICTS if each in there), "not run")
         deciding = [each for each in values if each.verdict == verdict]
         worst = (min if self.at_least else max)(deciding, key=lambda each: each.value, default=None)
         return {
@@ -94,7 +89,7 @@ class Bound:
 
     def _judged(self, value: Value, part: str) -> Value:
         good = value.value >= self.limit if self.at_least else value.value <= self.limit
-        verdict = value.verdict or ("met" if good else "missed")
+        verdict = value.verdict if value.verdict in VERDICTS else ("met" if good else "missed")
         return Value(value.value, f"{part} {value.where}", verdict)
 
 
