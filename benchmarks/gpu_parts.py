@@ -78,21 +78,37 @@ PROBE = Part("probe", "do two ranks on one card find each other over NCCL?", 40,
 
 def on_gpu() -> list[Part]:
     """Tests first, then what the bounds are about, then the rest."""
+    nccl = "--backend nccl"
     return [
         _tests("test-kernels", "the compiled kernels", 50, KERNEL_TESTS, "-m gpu"),
         PROBE,
         _tests("test-reducer", "the reducer over NCCL", 115, REDUCER_TESTS, "-m gpu"),
         # (No rows with gradients in fp32 and a buffer in bf16: the reducer has no such thing yet.)
         _bench("kernels", "flatten and unflatten", 85, "-k 'not wire' --rounds 20"),
-        _step("step-small", "small batches, one rank", 72, "--batch small --builds 1 --rounds 8"),
+        _step(
+            "step-small",
+            "small batches, one rank",
+            72,
+            f"{nccl} --batch small --builds 1 --rounds 8",
+        ),
         _bench("host", "the host's work", 40, "--rounds 10"),
-        _step("step-large", "large batches, one rank", 66, "--batch large --builds 1 --rounds 5"),
+        _step(
+            "step-large",
+            "large batches, one rank",
+            66,
+            f"{nccl} --batch large --builds 1 --rounds 5",
+        ),
         replace(
-            _step("step-pair", "two ranks on one card", 30, "--models mlp --builds 1 --rounds 3"),
+            _step(
+                "step-pair",
+                "two ranks on one card",
+                30,
+                f"{nccl} --models mlp --builds 1 --rounds 3",
+            ),
             ranks=2,
             on_one_card=True,
         ),
-        _ranks("memory", "memory above the unwrapped model", 20, "memory.py", "--backend nccl"),
+        _ranks("memory", "memory above the unwrapped model", 20, "memory.py", nccl),
         _sanitizer(33),
     ]
 
