@@ -59,7 +59,7 @@ class Report:
 
     def run(self, part: Part) -> None:
         """Run a part and write down what came of it."""
-        limit = min(part.limit, self.end - time.monotonic())
+        limit = max(0.0, min(part.limit, self.end - time.monotonic()))
         print(f"\n--- {part.name}: {part.title} (at most {limit:.0f} s)", flush=True)
         start = time.monotonic()
         try:
