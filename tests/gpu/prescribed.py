@@ -1,8 +1,8 @@
 """A model whose every gradient is prescribed, and the exact mean of what ranks prescribe.
 
-In small whole numbers the mean is exact in every dtype, so each bit can be checked. The numbers come
-from the place of an element, the parameter, the rank and the step: a gradient in the wrong place,
-of the wrong step or of one rank alone is noticed.
+In small whole numbers the mean is exact in every dtype, so each bit can be checked. They come from
+the place of an element, the parameter, the rank and the step: a gradient in the wrong place, of the
+wrong step or of one rank alone is noticed.
 """
 
 from __future__ import annotations
