@@ -110,3 +110,9 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+if __name__ == "__main__":
+    facts = describe()
+    print(summary(facts))
+    print(json.dumps(facts))

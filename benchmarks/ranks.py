@@ -10,19 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-
-# Several ranks on one card: NCCL refuses two ranks of one host on one device, and takes ranks with
-# different NCCL_HOSTID for different hosts, which talk through sockets. Few blocks, one algorithm:
-# the ranks' kernels must be able to run while others wait.
-_ONE_CARD = {
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_MNNVL_ENABLE": "0",
-    "NCCL_ALGO": "Ring",
-    "NCCL_PROTO": "Simple",
-    "NCCL_MAX_CTAS": "2",
-}
+from one_card import environment
 
 
 @dataclass(frozen=True)
@@ -72,8 +60,7 @@ def process_group(backend: str | None) -> Iterator[Ranks]:
         cards = torch.cuda.device_count()
         share_device = int(os.environ["LOCAL_WORLD_SIZE"]) > cards
         if share_device:
-            os.environ["NCCL_HOSTID"] = f"rank{rank}"
-            for name, value in _ONE_CARD.items():
+            for name, value in environment(f"rank{rank}").items():
                 os.environ.setdefault(name, value)
         device = torch.device("cuda", local_rank % cards)
         torch.cuda.set_device(device)

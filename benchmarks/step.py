@@ -48,15 +48,16 @@ def main() -> int:
                 results[case.name] = {"error": str(error)}
             if ranks.rank == 0:
                 print("\n".join(table(case.name, results[case.name])), flush=True)
+                if options.out is not None:  # after each model: whatever cuts the run off
+                    content = {
+                        "benchmark": "step",
+                        "machine": facts,
+                        "load_average_after": machine.describe()["load_average"],
+                        **plan.content(ranks),
+                        "models": results,
+                    }
+                    machine.write_json(options.out, content)
         if ranks.rank == 0 and options.out is not None:
-            content = {
-                "benchmark": "step",
-                "machine": facts,
-                "load_average_after": machine.describe()["load_average"],
-                **plan.content(ranks),
-                "models": results,
-            }
-            machine.write_json(options.out, content)
             print(f"\nwritten to {options.out}")
     return 1 if any("error" in result for result in results.values()) else 0
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import functools
 import gc
 import hashlib
 import importlib
 import inspect
+import itertools
 import os
 import pickle
 import signal
@@ -31,14 +33,21 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+import one_card
+
+RAN_TOO_LONG = "ran longer than"  # in the failure of a test that hangs
 # Once one rank has failed, the others have this long to end by themselves.
 _GRACE = 1.0
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 # A process may take this long to start on a busy machine.
 _START = 120.0
 
@@ -53,7 +62,7 @@ def ranks(*world_sizes: int, timeout: float = 60) -> Callable[[Any], Any]:
         def run(**arguments: Any) -> None:
             world_size = arguments.pop("ranks", world_sizes[0])
             name = (test.__module__, test.__name__)
-            run_ranks(_call_body, world_size, name, arguments, timeout=timeout)
+            run_ranks(call_body, world_size, name, arguments, timeout=timeout)
 
         if len(world_sizes) == 1:
             run.__signature__ = signature  # type: ignore[attr-defined]
@@ -68,20 +77,25 @@ def ranks(*world_sizes: int, timeout: float = 60) -> Callable[[Any], Any]:
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60,
+    backend: str = "gloo",
 ) -> list[Any]:
     """Call ``function(*args)`` in ``world_size`` processes and return what each rank returns.
 
-    Everything must be picklable; ``function`` by its name. Each process is a rank of a fresh gloo
-    group, runs torch on one thread and is seeded alike. A rank that raises, dies or takes longer
-    than ``timeout`` seconds fails the test.
+    Everything must be picklable; ``function`` by its name. Each process is a rank of a fresh group
+    of ``backend``, runs torch on one thread and is seeded alike; over NCCL its current device is
+    the one of its rank. A rank that raises, dies or takes longer than ``timeout`` seconds fails
+    the test.
     """
     workers = _pool(world_size)
     with tempfile.TemporaryDirectory(prefix="tritonddp-test-") as folder:
         store = os.path.join(folder, "store")
         job = pickle.dumps((function, args))
         for rank, worker in enumerate(workers):
-            worker.send(store, rank, world_size, timeout, job)
+            worker.send(store, rank, world_size, timeout, backend, job)
         answers, silent = _collect(workers, timeout)
         failed = [rank for rank, answer in answers.items() if answer[0] != "returned"]
         if not failed and not silent:
@@ -122,7 +136,7 @@ def _report(
         for rank, (kind, text) in answers.items()
         if kind != "returned"
     ]
-    why = "did not end after another rank failed" if parts else f"ran longer than {timeout} s"
+    why = "did not end after another rank failed" if parts else f"{RAN_TOO_LONG} {timeout} s"
     stacks = {rank: workers[rank].stacks() for rank in silent}
     for rank, stack in stacks.items():
         parts.append(f"rank {rank} of {len(workers)} {why}. It is here:\n{stack}")
@@ -145,7 +159,12 @@ class _Worker:
             stdin=subprocess.DEVNULL,
             stdout=self.log,
             stderr=self.log,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+            env={
+                **one_card.environment(f"test-process-{next(_numbers)}"),
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "MKL_NUM_THREADS": "1",
+            },
             start_new_session=True,
         )
         theirs.close()
@@ -206,6 +225,7 @@ class _Worker:
 
 
 _workers: list[_Worker] = []
+_numbers = itertools.count()  # a process that replaces another takes none that is still in use
 
 
 def _pool(size: int) -> list[_Worker]:
@@ -228,13 +248,17 @@ def _stop_all() -> None:
 # The processes from inside.
 
 
-def _call_body(name: tuple[str, str], arguments: dict[str, Any]) -> None:
+def call_body(name: tuple[str, str], arguments: dict[str, Any]) -> None:
     """The body of a test that is decorated with :func:`ranks`."""
     test = getattr(importlib.import_module(name[0]), name[1])
     inspect.unwrap(test)(**arguments)
 
 
 def _serve(descriptor: int) -> None:
+    if sys.platform == "linux":
+        # The end of the connection ends this process too, but a device that hangs may hold the
+        # interpreter's lock: then the kernel ends it, when the test process has gone.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     connection = Connection(descriptor)
     sys.path[:] = connection.recv()
     # The output is the log of this process, also for faulthandler.
@@ -247,8 +271,8 @@ def _serve(descriptor: int) -> None:
     gc.freeze()  # the collections between tests look at what the tests made, not at all of torch
     connection.send(("ready", None))
     jobs = _jobs(connection)
-    for store, rank, world_size, timeout, job in jobs:
-        connection.send_bytes(_run(store, rank, world_size, timeout, job))
+    for job in jobs:
+        connection.send_bytes(_run(*job))
 
 
 def _jobs(connection: Connection) -> Iterator[Any]:
@@ -269,14 +293,19 @@ def _jobs(connection: Connection) -> Iterator[Any]:
         yield received.get()
 
 
-def _run(store: str, rank: int, world_size: int, timeout: float, job: bytes) -> bytes:
+def _run(store: str, rank: int, world_size: int, timeout: float, backend: str, job: bytes) -> bytes:
     try:
+        device = None
+        if backend == "nccl":
+            device = torch.device("cuda", rank % torch.cuda.device_count())
+            torch.cuda.set_device(device)
         dist.init_process_group(
-            "gloo",
+            backend,
             store=dist.FileStore(store, world_size),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout),
+            device_id=device,  # connects now, where what goes wrong is easy to read
         )
         torch.manual_seed(0)
         function, args = pickle.loads(job)
@@ -318,7 +347,7 @@ def assert_same_on_all_ranks(tensors: Sequence[torch.Tensor | None], what: str =
 
 def _hash(tensor: torch.Tensor) -> str:
     """Of dtype, shape and content."""
-    content = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     kind = f"{tensor.dtype} {tuple(tensor.shape)} "
     return kind + hashlib.sha256(content).hexdigest()
 

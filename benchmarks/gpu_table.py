@@ -1,0 +1,217 @@
+"""The bounds that tritonddp must meet on a GPU, and the table that `make gpu` prints last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+OURS, CEILING, FOREACH_DIV = "tritonddp", "device copy", "_foreach_copy_ + div_"
+LARGE = 25e6  # bytes of gradients
+US_PER_PARAMETER = 2.0
+VERDICTS = ("missed", "too noisy", "met")  # of several the first one counts
+
+Parts = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Value:
+    """One measurement of what a bound is about.
+
+    Attributes:
+        value: in the unit of the bound.
+        where: it was taken.
+        verdict: one of :data:`VERDICTS`; the benchmark's own, if it has one.
+    """
+
+    value: float
+    where: str
+    verdict: str | None = None
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What has to hold of all measurements.
+
+    Attributes:
+        text: the bound in words.
+        parts: where the measurements come from.
+        values: reads them.
+        limit: at least or at most this, see ``at_least``.
+        unit: of the values.
+    """
+
+    text: str
+    parts: tuple[str, ...]
+    values: Callable[[Any], Iterator[Value]]
+    limit: float
+    at_least: bool = False
+    unit: str = ""
+
+    def judge(self, parts: Parts) -> dict[str, Any]:
+        """How it stands, by the worst of all measurements, or why nothing was measured."""
+        values: list[Value] = []
+        reasons = []
+        for name in self.parts:
+            found, reason = self._measured(parts.get(name))
+            values += [self._judged(each, name) for each in found]
+            if reason is not None:
+                reasons.append(f"{name}: {reason}")
+        there = {each.verdict for each in values}
+        verdict = next((each for each in VERDICTS if each in there), "not run")
+        deciding = [each for each in values if each.verdict == verdict]
+        worst = (min if self.at_least else max)(deciding, key=lambda each: each.value, default=None)
+        return {
+            "bound": self.text,
+            "limit": self.limit,
+            "at_least": self.at_least,
+            "unit": self.unit,
+            "verdict": verdict,
+            "worst": worst and asdict(worst),
+            "met_by": sum(each.verdict == "met" for each in values),
+            "of": len(values),
+            "not_run": reasons,
+        }
+
+    def _measured(self, part: Any) -> tuple[list[Value], str | None]:
+        """What a part has measured, and why that may not be all."""
+        if part is None:
+            return [], "not asked for"
+        if part["result"] is None:
+            return [], part["reason"]
+        try:
+            found = list(self.values(part["result"]))
+        except Exception as error:  # of another form: nothing may stop the table
+            return [], f"{type(error).__name__}: {error}"
+        if part["status"] != "ok":
+            return found, part["reason"]
+        return found, None if found else "nothing was measured"
+
+    def _judged(self, value: Value, part: str) -> Value:
+        good = value.value >= self.limit if self.at_least else value.value <= self.limit
+        verdict = value.verdict if value.verdict in VERDICTS else ("met" if good else "missed")
+        return Value(value.value, f"{part} {value.where}", verdict)
+
+
+def _groups(kernels: Any) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+    """Of the kernel benchmark: what is compared with each other, by contender."""
+    groups: dict[str, dict[str, dict[str, Any]]] = {}
+    for each in kernels["benchmarks"]:
+        groups.setdefault(each["group"], {})[each["extra_info"]["contender"]] = each["extra_info"]
+    yield from groups.items()
+
+
+def of_ceiling(kernels: Any) -> Iterator[Value]:
+    """Ours, as a share of the copy's bandwidth, on large buckets."""
+    for name, group in _groups(kernels):
+        if group[OURS]["bytes"] / 2 >= LARGE:  # they are read, and as many are written
+            yield Value(group[OURS]["of_ceiling"]["median"], name)
+
+
+def over_foreach(kernels: Any) -> Iterator[Value]:
+    """Our bandwidth over that of stock's ``batched_grad_copy``."""
+    for name, group in _groups(kernels):
+        if FOREACH_DIV in group:
+            yield Value(group[OURS]["gb_per_s"] / group[FOREACH_DIV]["gb_per_s"], name)
+
+
+def small_over_copy(kernels: Any) -> Iterator[Value]:
+    """Our time over that of the copy, on 1,000 x 64."""
+    for name, group in _groups(kernels):
+        if group[OURS]["parameters"] == "many_small":
+            yield Value(1 / group[OURS]["of_ceiling"]["median"], name)
+
+
+def host_us(host: Any) -> Iterator[Value]:
+    """Microseconds a parameter that ours adds to a backward."""
+    for each in host["benchmarks"]:
+        info = each["extra_info"]
+        if info["kind"] == "parameter" and info["configuration"].startswith("ours"):
+            yield Value(info["us"]["all"]["median"], info["configuration"])
+
+
+def overhead(step: Any) -> Iterator[Value]:
+    """What ours adds to the unwrapped model's step, over what stock's best adds.
+
+    The benchmark knows how far its rounds can tell; a quotient of two small differences is noise.
+    """
+    for name, model in step["models"].items():
+        for family, one in model.get("comparisons", {}).items():
+            yield Value(one["overhead"], f"{name} {family}", one["verdict"])
+
+
+BOUNDS = (
+    Bound(
+        "share of the copy ceiling, buckets of 25 MB and more",
+        ("kernels",),
+        of_ceiling,
+        0.9,
+        at_least=True,
+    ),
+    Bound("bandwidth over _foreach_copy_ + div_", ("kernels",), over_foreach, 1.5, at_least=True),
+    Bound("time of 1,000 x 64 over one copy of its bytes", ("kernels",), small_over_copy, 2.0),
+    Bound("host time added per parameter", ("host",), host_us, US_PER_PARAMETER, unit="us"),
+    Bound("step overhead over that of stock's best", ("step-small", "step-large"), overhead, 0.5),
+)
+
+
+def bounds(parts: Parts) -> list[dict[str, Any]]:
+    """Each bound and how it stands, as JSON."""
+    return [bound.judge(parts) for bound in BOUNDS]
+
+
+def table(content: Mapping[str, Any]) -> Iterator[str]:
+    """What `make gpu` prints last."""
+    if content["smoke"]:
+        yield "SMOKE RUN on the CPU, of this benchmark itself: NO FIGURE BELOW MEANS ANYTHING."
+    for name, part in content["parts"].items():
+        groups = (part["result"] or {}).get("groups")
+        if groups:
+            for group, counts in groups.items():
+                why = next(iter(part["result"]["skipped"].get(group, ())), None)
+                yield _line(f"{name} {group}", _counts(counts, why))
+        if not groups or part["status"] != "ok":
+            yield _line(name, part["status"] + (f": {part['reason']}" if part["reason"] else ""))
+        if part["status"] == "failed" and groups:
+            for test in part["result"]["failed"][:10]:
+                yield _line("", f"FAILED {test}")
+    yield from _launches((content["parts"].get("step-small") or {}).get("result"))
+    yield ""
+    for bound in content["bounds"]:
+        yield from _bound_lines(bound)
+
+
+def _line(what: str, how: str) -> str:
+    return f"{what:44} {how}"[:160]
+
+
+def _counts(counts: Mapping[str, int], why: str | None) -> str:
+    skipped = counts.get("skipped", 0)
+    ran = [f"{counts[kind]} {kind}" for kind in ("passed", "failed") if counts.get(kind)]
+    return ", ".join([*ran, *([f"{skipped} not run: {why}"] if skipped else [])])
+
+
+def _launches(step: Any) -> Iterator[str]:
+    """Kernels, copies and fills of one backward, as the profiler counted them."""
+    models = (step or {}).get("models", {})
+    rows = {name: model.get("launches", {}) for name, model in models.items()}
+    if not any(count is not None for row in rows.values() for count in row.values()):
+        return
+    names = ("unwrapped", "stock", "ours", "stock views", "ours views")
+    yield ""
+    yield _line("launches of a backward", "".join(f"{name:>13}" for name in names))
+    for model, row in rows.items():
+        yield _line(f"  {model}", "".join(f"{row.get(name) or '-':>13}" for name in names))
+
+
+def _bound_lines(bound: Mapping[str, Any]) -> Iterator[str]:
+    sign, unit = ">=" if bound["at_least"] else "<=", bound["unit"] and f" {bound['unit']}"
+    what = f"{bound['bound']} {sign} {bound['limit']:g}{unit}"
+    if bound["worst"] is None:
+        yield f"{what:66} not run: {'; '.join(bound['not_run'])}"
+        return
+    worst = f"{bound['worst']['value']:.3g}{unit} ({bound['worst']['where']})"
+    count = f"{bound['met_by']} of {bound['of']}"
+    yield f"{what:66} {bound['verdict']:9} {count:9} worst {worst}"
+    for reason in bound["not_run"]:
+        yield f"{'':66} not all run: {reason}"

@@ -1,0 +1,302 @@
+"""`make gpu` goes on whatever its parts do, and says what was met, missed and not run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gpu
+import gpu_parts
+import gpu_table
+import one_card
+import processes
+import pytest
+from gpu_parts import Outcome, Part, read_json, read_memcheck, read_tests
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gpu.Report:
+    monkeypatch.setattr(processes, "GRACE", 0.5)
+    return gpu.Report(tmp_path / "card" / "gpu.json", {"gpu": None}, True, time.monotonic() + 60)
+
+
+def script(name: str, code: str, limit: float = 20, **options: Any) -> Part:
+    command = (sys.executable, "-c", code, "{result}")
+    return Part(name, name, limit, command, read_json, **options)
+
+
+def test_all_limits_together_are_under_ten_minutes() -> None:
+    assert sum(part.limit for part in gpu_parts.on_gpu()) <= gpu.BUDGET
+    # Only the last part can be interrupted as late as that: two graces, for it and for the plots.
+    ends = gpu.BUDGET + gpu.PLOTS + 4 * processes.GRACE
+    (timeout,) = re.findall(r"timeout -k \d+ (\d+)", (ROOT / "Makefile").read_text())
+    assert ends <= int(timeout) < 600
+
+
+def test_a_part_that_fails_hangs_or_lies_does_not_stop_the_others(report: gpu.Report) -> None:
+    def liar(*_: Any) -> Outcome:
+        raise KeyError("no such thing")
+
+    write = "import sys, json; json.dump({'n': 1}, open(sys.argv[1], 'w'))"
+    for part in (
+        script("raises", "raise RuntimeError('boom')"),
+        script("crashes", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
+        script("hangs", "import time; time.sleep(300)", limit=5),
+        script("writes, then fails", write + "; raise RuntimeError('late')"),
+        script("writes nothing", "pass"),
+        script("cannot be read", "print(1)"),
+        Part("has no program", "", 20, ("/no/such/program",)),
+        replace(script("lies", "pass"), read=liar),
+        script("needs more", "pass", needs=("no_such_module",)),
+        script("cannot be", "pass", unavailable="because"),
+        script("works", write),
+    ):
+        report.run(part)
+    parts = json.loads(report.path.read_text())["parts"]
+    assert {
+        name: (part["status"], part["reason"], part["result"]) for name, part in parts.items()
+    } == {
+        "raises": ("failed", "exit status 1; RuntimeError: boom", None),
+        "crashes": ("failed", "signal 11; it said nothing of an error", None),
+        "hangs": ("failed", "ran longer than 5 s; it said nothing of an error", None),
+        "writes, then fails": ("failed", "exit status 1; RuntimeError: late", {"n": 1}),
+        "writes nothing": ("failed", "it wrote no result", None),
+        "cannot be read": ("failed", "it wrote no result", None),
+        "has no program": (
+            "failed",
+            "FileNotFoundError: [Errno 2] No such file or directory: '/no/such/program'",
+            None,
+        ),
+        "lies": ("failed", "KeyError: 'no such thing'", None),
+        "needs more": ("not run", "not installed: no_such_module", None),
+        "cannot be": ("not run", "because", None),
+        "works": ("ok", None, {"n": 1}),
+    }
+    assert len(report.failed) == 8
+    assert "\n".join(gpu_table.table(report.content))
+
+
+def test_when_time_is_up_nothing_more_is_started(report: gpu.Report) -> None:
+    report.end = time.monotonic() + 4
+    report.run(script("late", "pass"))
+    assert report.content["parts"]["late"]["reason"] == "no time was left"
+
+
+def test_two_ranks_on_one_card_are_asked_for_first(
+    report: gpu.Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(one_card.ANSWER, "NCCL: Duplicate GPU detected")
+    report.run(gpu_parts.PROBE)
+    report.run(script("pair", "exit(1)", ranks=2, on_one_card=True))
+    for name in ("probe", "pair"):
+        part = report.content["parts"][name]
+        assert (part["status"], part["reason"]) == ("not run", "NCCL: Duplicate GPU detected")
+    assert not report.failed
+
+
+def test_the_motions_on_a_cpu(tmp_path: Path) -> None:
+    script = ROOT / "benchmarks" / "gpu.py"
+    command = [sys.executable, str(script), "--device", "cpu", "--only", "probe", "test-kernels"]
+    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = tmp_path / "smoke-on-cpu" / "gpu.json"
+    assert done.stdout.splitlines()[-1] == f"written to {result}"
+    assert "NO FIGURE BELOW MEANS ANYTHING" in done.stdout
+    content = json.loads(result.read_text())
+    assert content["smoke"] is True
+    assert [(part["status"]) for part in content["parts"].values()] == ["ok", "not run"]
+    assert len(content["bounds"]) == len(gpu_table.BOUNDS)
+
+
+def test_a_run_that_is_cut_off_ends_what_it_started_and_says_what_it_has(tmp_path: Path) -> None:
+    script = ROOT / "benchmarks" / "gpu.py"
+    command = [sys.executable, str(script), "--device", "cpu", "--only", "probe", "test-reducer"]
+    run = subprocess.Popen(
+        [*command, "--out", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert run.stdout is not None
+    while not run.stdout.readline().startswith("--- test-reducer"):
+        assert run.poll() is None
+    time.sleep(2)  # the tests have begun
+    started = Path(f"/proc/{run.pid}/task/{run.pid}/children")
+    children = [int(pid) for pid in started.read_text().split()] if started.exists() else []
+    run.terminate()
+    printed, _ = run.communicate(timeout=30)
+    assert run.returncode == 124
+    assert all(not Path(f"/proc/{pid}").exists() for pid in children)
+    assert re.search(r"probe +not run: NCCL needs CUDA devices", printed)
+    content = json.loads((tmp_path / "smoke-on-cpu" / "gpu.json").read_text())
+    assert list(content["parts"]) == ["probe"]
+
+
+TESTS = """
+import pytest
+
+@pytest.mark.parametrize("world", ["nccl-1-rank", "nccl-2-ranks", "gloo-cpu"])
+@pytest.mark.parametrize("view", ["views"])
+def test_some(world, view):
+    if world == "nccl-2-ranks":
+        pytest.skip("NCCL: Duplicate GPU detected")
+    assert world != "gloo-cpu"
+
+def test_plain():
+    pass
+"""
+
+
+def test_a_test_report_is_counted_by_world(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(TESTS)
+    xml = tmp_path / "result"
+    command = [*gpu_parts._PYTEST, f"--junitxml={xml}", "test_it.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    outcome = read_tests(xml, [done.returncode], done.stdout, 60)
+    assert (outcome.status, outcome.reason) == ("failed", "1 tests failed")
+    assert outcome.result == {
+        "groups": {
+            "nccl-1-rank": {"passed": 1},
+            "nccl-2-ranks": {"skipped": 1},
+            "gloo-cpu": {"failed": 1},
+            "test_it": {"passed": 1},
+        },
+        "skipped": {"nccl-2-ranks": {"NCCL: Duplicate GPU detected": 1}},
+        "failed": ["test_some[views-gloo-cpu]"],
+    }
+    part = {"status": "failed", "reason": outcome.reason, "result": outcome.result}
+    shown = "\n".join(gpu_table.table({"smoke": False, "parts": {"t": part}, "bounds": []}))
+    assert re.search(r"t nccl-2-ranks +1 not run: NCCL: Duplicate GPU detected", shown)
+    assert re.search(r"FAILED test_some\[views-gloo-cpu\]", shown)
+    # Cut off: what had been run is still told, and so is that it was cut off.
+    cut = read_tests(xml, [None], "", 60)
+    assert (cut.status, cut.result) == ("failed", outcome.result)
+    assert "ran longer than 60 s" in str(cut.reason)
+
+
+@pytest.mark.parametrize(
+    ("codes", "text", "expected"),
+    [
+        ([86], "== ERROR SUMMARY: 3 errors", ("failed", "== ERROR SUMMARY: 3 errors")),
+        ([1], "== Error: Device not supported", ("not run", "== Error: Device not supported")),
+        ([None], "", ("not run", "it did not end within 35 s")),
+        ([-11], "", ("failed", "signal 11; it said nothing of an error")),
+    ],
+)
+def test_the_sanitizer_may_refuse_a_device(
+    codes: list[int | None], text: str, expected: tuple[str, str], tmp_path: Path
+) -> None:
+    outcome = read_memcheck(tmp_path / "none", codes, text, 35)
+    assert (outcome.status, outcome.reason) == expected
+
+
+# Bounds
+
+
+def row(contender: str, share: float, **others: Any) -> dict[str, Any]:
+    info = {
+        "direction": "flatten",
+        "parameters": "resnet50",
+        "dtype": "fp32",
+        "bucket": "whole",
+        "bytes": 2 * 102e6,
+        **others,
+    }
+    return {
+        "group": "-".join(str(info[key]) for key in ("direction", "parameters", "dtype")),
+        "extra_info": {
+            **info,
+            "contender": contender,
+            "gb_per_s": 4000 * share,
+            "of_ceiling": {"median": share, "low": share, "high": share},
+        },
+    }
+
+
+def part(result: Any, status: str = "ok", reason: str | None = None) -> dict[str, Any]:
+    return {"status": status, "reason": reason, "result": result}
+
+
+def judged(**parts: Any) -> list[tuple[str, Any]]:
+    found = gpu_table.bounds({name.replace("_", "-"): each for name, each in parts.items()})
+    return [(each["verdict"], each["worst"] and each["worst"]["value"]) for each in found]
+
+
+def kernels(ours: float, small: float) -> dict[str, Any]:
+    many = {"parameters": "many_small", "bytes": 2 * 256e3}
+    return {
+        "benchmarks": [
+            *[row(gpu_table.OURS, ours), row(gpu_table.FOREACH_DIV, 0.5), row("device copy", 1.0)],
+            *[row(gpu_table.OURS, small, **many), row("device copy", 1.0, **many)],
+        ]
+    }
+
+
+def step(**models: tuple[float, str]) -> dict[str, Any]:
+    return {
+        "models": {
+            name: {
+                "comparisons": {"views": {"overhead": overhead, "verdict": verdict}},
+                "launches": {"unwrapped": 10, "stock": 30, "ours": 12, "ours views": None},
+            }
+            for name, (overhead, verdict) in models.items()
+        }
+    }
+
+
+def test_bounds_are_met_missed_or_not_run() -> None:
+    steps = step(mlp=(0.4, "met"))
+    steps["models"]["bad"] = {"error": "gradients differ"}
+    assert judged(kernels=part(kernels(0.95, 0.6)), step_small=part(steps))[:3] == [
+        ("met", 0.95),
+        ("met", pytest.approx(1.9)),
+        ("met", pytest.approx(1 / 0.6)),
+    ]
+    assert judged(kernels=part(kernels(0.7, 0.25)))[:3] == [
+        ("missed", 0.7),
+        ("missed", pytest.approx(1.4)),
+        ("missed", pytest.approx(4.0)),
+    ]
+    assert judged(step_small=part(steps))[-1] == ("met", 0.4)
+    assert judged(step_small=part(step(a=(0.1, "too noisy"))))[-1] == ("too noisy", 0.1)
+    assert judged() == [("not run", None)] * len(gpu_table.BOUNDS)
+
+
+def test_launches_are_shown_where_they_were_counted() -> None:
+    parts = {"step-small": part(step(mlp=(0.4, "met")))}
+    shown = "\n".join(gpu_table.table({"smoke": False, "parts": parts, "bounds": []}))
+    assert re.search(r"  mlp +10 +30 +12 +- +-\n", shown)
+
+
+def test_a_bound_tells_what_was_not_measured() -> None:
+    (bound,) = [
+        each
+        for each in gpu_table.bounds(
+            {
+                "step-small": part(step(a=(0.6, "missed"), b=(0.9, "too noisy"), c=(0.3, "met"))),
+                "step-large": part(None, "failed", "ran longer than 75 s"),
+            }
+        )
+        if "overhead" in each["bound"]
+    ]
+    assert (bound["verdict"], bound["met_by"], bound["of"]) == ("missed", 1, 3)
+    assert bound["worst"] == {"value": 0.6, "where": "step-small a views", "verdict": "missed"}
+    assert bound["not_run"] == ["step-large: ran longer than 75 s"]
+
+
+@pytest.mark.parametrize(
+    "result", [{}, [], 3, {"benchmarks": [{}]}, {"models": []}, {"models": {"a": 1}}]
+)
+def test_a_result_of_another_form_is_no_crash(result: Any) -> None:
+    names = {name for bound in gpu_table.BOUNDS for name in bound.parts}
+    found = gpu_table.bounds({name: part(result) for name in names})
+    assert [each["verdict"] for each in found] == ["not run"] * len(gpu_table.BOUNDS)

@@ -1,0 +1,107 @@
+"""Processes with a time limit: whatever hangs ends in time, with all that it started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import processes
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "GRACE", 0.5)
+
+
+def run(code: str, limit: float = 20, **options: object) -> tuple[list[int | None], str]:
+    with tempfile.TemporaryFile() as output:
+        codes = processes.run([sys.executable, "-c", code], limit, output, **options)  # type: ignore[arg-type]
+        output.seek(0)
+        return codes, output.read().decode()
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended; one that nobody has waited for yet has, too."""
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            return True
+        if state in "ZX":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_exit_statuses_and_output_of_all_ranks() -> None:
+    code = "import os; r = os.environ['RANK']; print('rank', r, os.environ['MARK']); exit(0)"
+    codes, text = run(code, ranks=2, environment={"MARK": "x"})
+    assert codes == [0, 0]
+    assert sorted(text.splitlines()) == ["rank 0 x", "rank 1 x"]
+
+
+def test_a_process_that_is_no_rank_gets_no_rank() -> None:
+    assert run("import os; exit('RANK' in os.environ)")[0] == [0]
+
+
+HANGS = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+print(os.getpid(), child.pid, flush=True)
+time.sleep(300)
+"""
+
+
+def test_what_hangs_is_killed_with_its_children() -> None:
+    start = time.monotonic()
+    codes, text = run(HANGS, limit=2)
+    assert time.monotonic() - start < 10
+    assert codes == [None]
+    assert all(gone(int(pid)) for pid in text.split())
+
+
+def test_a_rank_that_waits_for_one_that_failed_is_ended() -> None:
+    start = time.monotonic()
+    codes, _ = run(
+        "import os, time; exit(3) if os.environ['RANK'] == '1' else time.sleep(300)", ranks=2
+    )
+    assert time.monotonic() - start < 10
+    assert codes == [None, 3]
+
+
+def test_what_is_interrupted_may_write_its_report() -> None:
+    code = """
+import time
+try:
+    time.sleep(300)
+except KeyboardInterrupt:
+    print("report")
+"""
+    codes, text = run(code, limit=2)
+    assert codes == [None]
+    assert text == "report\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process of its parent's death")
+def test_processes_die_with_the_one_that_started_them() -> None:
+    code = f"""
+import sys
+sys.path.append({str(Path(processes.__file__).parent)!r})
+import processes
+sleeper = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(300)"]
+processes.run(sleeper, 300, sys.stdout.buffer)
+"""
+    starter = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert starter.stdout is not None
+    sleeper = int(starter.stdout.readline())
+    os.kill(starter.pid, signal.SIGKILL)
+    starter.wait()
+    starter.stdout.close()
+    assert gone(sleeper)

@@ -1,0 +1,443 @@
+"""The reducer over NCCL, with one rank and with two ranks on one card.
+
+Most tests prescribe the gradient of every parameter, so that each bit of the mean is known. ``CPU``
+runs the same tests over gloo, where no card is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_bits, assert_same_on_all_ranks, gather, recorded_collectives
+from prescribed import (
+    BF16,
+    CAP,
+    FP16,
+    FP32,
+    FP64,
+    NONE,
+    SMALL,
+    ZOO,
+    Given,
+    Prescribed,
+    added,
+    assert_gradients,
+    mean,
+    prescription,
+)
+from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.nn.parallel import DistributedDataParallel as Stock
+from torch.profiler import ProfilerActivity, profile
+from worlds import CARDS, CPU, GLOO_2, in_worlds
+
+from tritonddp import DistributedDataParallel
+
+VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+
+
+def wrap(module: nn.Module, view: bool, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(module, gradient_as_bucket_view=view, **options)
+
+
+def wrapped_zoo(device: torch.device, view: bool, **options: Any) -> DistributedDataParallel:
+    return wrap(Prescribed(ZOO).to(device), view, bucket_cap_mb=CAP, **options)
+
+
+def everyone(
+    ddp: DistributedDataParallel, step: int, left_out: Any = ()
+) -> list[list[Tensor | None]]:
+    """The prescriptions of all ranks, on the CPU."""
+    size = dist.get_world_size()
+    return [prescription(ddp.module, rank, step, "cpu", left_out) for rank in range(size)]
+
+
+def own(ddp: DistributedDataParallel, step: int, left_out: Any = ()) -> list[Tensor | None]:
+    return prescription(ddp.module, dist.get_rank(), step, ddp.device, left_out)
+
+
+def stall(device: torch.device, cycles: int = 300_000_000) -> None:
+    """Keep a card busy for a tenth of a second or two, so that the host runs far ahead of it."""
+    if device.type == "cuda":
+        torch.cuda._sleep(cycles)
+
+
+@contextlib.contextmanager
+def on_a_side_stream(device: torch.device) -> Iterator[None]:
+    """What is under way is waited for, and what follows waits for what ran here."""
+    if device.type == "cpu":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream(device).wait_stream(stream)
+
+
+# Gradients
+
+
+@VIEW
+@in_worlds(CPU, *CARDS, GLOO_2)
+def test_gradients_are_the_mean_in_every_dtype_and_layout(device: torch.device, view: bool) -> None:
+    ddp = wrapped_zoo(device, view)
+    total: Given = NONE
+    for step, forget in enumerate(["drop", "zero", "keep", "drop", "keep", "keep"]):
+        ddp(own(ddp, step)).backward()
+        now = mean(everyone(ddp, step))
+        total = added(total, now)
+        assert_gradients(ddp, total, f"step {step}")
+        for param in ddp.parameters():
+            assert param.grad.stride() == param.stride()
+        if forget != "keep":
+            ddp.zero_grad(set_to_none=forget == "drop")
+            total = NONE
+    dtypes = [bucket.flat.data.dtype for bucket in ddp.reducer.buckets]
+    assert {*dtypes} == {FP32, BF16, FP16, FP64}
+    assert len(dtypes) > 4, "no dtype has more than one bucket"
+
+
+class Half(nn.Module):
+    """A network in bf16 between layers in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 64), nn.Linear(64, 8)
+        self.middle = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).to(BF16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x).to(BF16)).float())
+
+
+def network(kind: str) -> nn.Module:
+    if kind == "mixed":
+        return Half()
+    layers = [nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)]
+    return nn.Sequential(*layers).to({"fp32": FP32, "bf16": BF16}[kind])
+
+
+@VIEW
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "mixed"])
+@in_worlds(CPU, *CARDS)
+def test_gradients_are_those_of_stock_ddp(device: torch.device, kind: str, view: bool) -> None:
+    module = network(kind).to(device)
+    stock = Stock(copy.deepcopy(module), gradient_as_bucket_view=view, bucket_cap_mb=0.01)
+    ours = wrap(copy.deepcopy(module), view, bucket_cap_mb=0.01)
+    dtype = BF16 if kind == "bf16" else FP32
+    optimizers = [torch.optim.SGD(ddp.parameters(), lr=0.05) for ddp in (stock, ours)]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(4):
+        x = torch.randn(16, 32, generator=generator).to(device, dtype)
+        for ddp, optimizer in zip((stock, ours), optimizers, strict=True):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            ddp(x).float().pow(2).mean().backward()
+        for expected, param in zip(stock.parameters(), ours.parameters(), strict=True):
+            torch.testing.assert_close(
+                param.grad, expected.grad, msg=lambda text, step=step: f"step {step}: {text}"
+            )
+        assert_same_on_all_ranks([param.grad for param in ours.parameters()], f"step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same_on_all_ranks(list(ours.parameters()), f"parameters after step {step}")
+
+
+@VIEW
+@in_worlds(CPU, *CARDS)
+def test_gradients_are_those_of_one_process_on_the_whole_batch(
+    device: torch.device, view: bool
+) -> None:
+    alone = network("fp32").to(device)
+    ddp = wrap(copy.deepcopy(alone), view)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for _ in range(3):
+        whole = torch.randn(8 * size, 32).to(device)  # ranks are seeded alike
+        for net, x in ((alone, whole), (ddp, whole[8 * rank : 8 * rank + 8])):
+            net.zero_grad()
+            net(x).pow(2).mean().backward()
+        for expected, param in zip(alone.parameters(), ddp.parameters(), strict=True):
+            torch.testing.assert_close(param.grad, expected.grad, rtol=1e-4, atol=1e-6)
+
+
+@VIEW
+@in_worlds(CPU, *CARDS, GLOO_2)
+def test_ranks_may_leave_different_parameters_out(device: torch.device, view: bool) -> None:
+    """What no rank uses keeps its gradient, None or not; what one rank uses is averaged."""
+    ddp = wrapped_zoo(device, view)
+    nowhere = {2, 8, 9}
+    total: Given = NONE
+    for step in range(5):
+        out = [nowhere | {n for n in range(len(ZOO)) if n % 3 == (r + step) % 3} for r in range(2)]
+        ddp(own(ddp, step, out[dist.get_rank()])).backward()
+        now = mean(
+            [
+                prescription(ddp.module, rank, step, "cpu", out[rank])
+                for rank in range(dist.get_world_size())
+            ]
+        )
+        total = added(total, now)
+        assert_gradients(ddp, total, f"step {step}")
+        assert all(ddp.module.params[number].grad is None for number in nowhere)
+        if step % 2:
+            ddp.zero_grad()
+            total = NONE
+
+
+@VIEW
+@in_worlds(CPU, *CARDS)
+def test_backwards_under_no_sync_are_reduced_with_the_next(
+    device: torch.device, view: bool
+) -> None:
+    """Those also that only the backwards under no_sync made."""
+    ddp = wrapped_zoo(device, view)
+    out = {0, 4, 11}
+    for first in (0, 3, 6):
+        ddp.zero_grad()
+        with ddp.no_sync(), recorded_collectives() as calls:
+            ddp(own(ddp, first)).backward()
+            ddp(own(ddp, first + 1)).backward()
+        assert not calls.names
+        ddp(own(ddp, first + 2, out)).backward()
+        total = added(mean(everyone(ddp, first)), mean(everyone(ddp, first + 1)))
+        total = added(total, mean(everyone(ddp, first + 2, out)))
+        assert_gradients(ddp, total, f"steps {first} to {first + 2}")
+
+
+@VIEW
+@in_worlds(CPU, *CARDS)
+def test_every_backward_on_a_graph_is_reduced(device: torch.device, view: bool) -> None:
+    ddp = wrapped_zoo(device, view)
+    for step in range(3):
+        ddp.zero_grad()
+        loss = ddp(own(ddp, step))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        once = mean(everyone(ddp, step))
+        assert_gradients(ddp, added(once, once), f"step {step}")
+    assert ddp.reducer.counters.reductions == 6
+
+
+@VIEW
+@in_worlds(CPU, *CARDS)
+def test_gradients_survive_the_rebuild_after_the_first_step(
+    device: torch.device, view: bool
+) -> None:
+    ddp = wrapped_zoo(device, view)
+    first = [name for bucket in ddp.reducer.buckets for name in bucket.names]
+    ddp(own(ddp, 0)).backward()
+    rebuilt = [name for bucket in ddp.reducer.buckets for name in bucket.names]
+    assert rebuilt != first
+    assert gather(rebuilt) == [rebuilt] * dist.get_world_size()
+    assert_gradients(ddp, mean(everyone(ddp, 0)), "after the rebuild")
+    if view:
+        views = {id(each) for bucket in ddp.reducer.buckets for each in bucket.flat.views}
+        assert {id(param.grad) for param in ddp.parameters()} <= views
+
+
+@in_worlds(CPU, *CARDS)
+def test_ranks_start_with_the_parameters_and_buffers_of_rank_0(device: torch.device) -> None:
+    torch.manual_seed(dist.get_rank())
+    module = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2).to(BF16))
+    module[1].running_mean += dist.get_rank()
+    ddp = wrap(module.to(device), False)
+    assert_same_on_all_ranks([*ddp.parameters(), *ddp.buffers()], "at the start")
+
+
+# Launches
+
+
+@VIEW
+@in_worlds(CPU, *CARDS)
+def test_one_flatten_one_all_reduce_one_unflatten_a_bucket(
+    device: torch.device, view: bool
+) -> None:
+    ddp = wrap(Prescribed(SMALL).to(device), view, bucket_cap_mb=10 * 256 / 2**20)
+    for step in range(2):
+        ddp(own(ddp, step)).backward()
+    buckets = len(ddp.reducer.buckets)
+    assert buckets == 4
+    before = copy.copy(ddp.reducer.counters)
+    with recorded_collectives() as calls:
+        ddp(own(ddp, 2)).backward()
+    after = ddp.reducer.counters
+    assert calls.names == ["all_reduce"] * buckets
+    assert calls.on_the_group == buckets
+    assert after.flattens - before.flattens == buckets
+    assert after.unflattens - before.unflattens == (0 if view else buckets)
+    assert after.layout_copies == 0
+
+
+@VIEW
+@in_worlds(*CARDS)
+def test_the_profiler_sees_these_launches_and_no_others(device: torch.device, view: bool) -> None:
+    ddp = wrap(Prescribed(SMALL).to(device), view, bucket_cap_mb=10 * 256 / 2**20)
+    alone = copy.deepcopy(ddp.module)
+    kernels = []
+    for net in (alone, ddp):
+        for step in range(3):  # gradients are kept: nothing but the additions changes
+            net(own(ddp, step)).backward()
+        loss = net(own(ddp, 3))
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            loss.backward()
+            torch.cuda.synchronize()
+        kernels.append(
+            [
+                event.name
+                for event in profiler.events()
+                if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+            ]
+        )
+    bare, wrapped = kernels
+    if not bare:
+        pytest.skip("the profiler sees no kernels on this device")
+    buckets = len(ddp.reducer.buckets)
+
+    def count(*parts: str) -> int:
+        return sum(all(part in name for part in parts) for name in wrapped)
+
+    copies, collectives = count("unflatten_kernel"), count("nccl", "Kernel")
+    assert copies == (0 if view else buckets), wrapped
+    assert count("flatten_kernel") == copies + buckets, wrapped
+    # One rank has nothing to send: NCCL launches nothing in place.
+    assert collectives in ({buckets} if dist.get_world_size() > 1 else {0, buckets}), wrapped
+    assert len(wrapped) - len(bare) == buckets + copies + collectives, (bare, wrapped)
+
+
+# Streams and memory
+
+
+@VIEW
+@pytest.mark.parametrize("forward", ["beside", "before"])
+@in_worlds(CPU, *CARDS)
+def test_a_backward_on_a_side_stream(device: torch.device, forward: str, view: bool) -> None:
+    ddp = wrapped_zoo(device, view)
+    for step in range(4):
+        loss = None
+        if forward == "before":
+            stall(device, 30_000_000)
+            loss = ddp(own(ddp, step))
+        with on_a_side_stream(device):
+            if loss is None:
+                stall(device, 30_000_000)
+                loss = ddp(own(ddp, step))
+            loss.backward()
+            kept = [param.grad.clone() for param in ddp.parameters()]
+        assert_gradients(ddp, mean(everyone(ddp, step)), f"step {step}")
+        for clone, param in zip(kept, ddp.parameters(), strict=True):
+            assert_same_bits(clone, param.grad, f"step {step}: read too early on the side stream")
+        ddp.zero_grad()
+
+
+@VIEW
+@in_worlds(CPU, *CARDS, GLOO_2)
+def test_the_memory_of_gradients_may_be_reused_while_the_device_lags_behind(
+    device: torch.device, view: bool
+) -> None:
+    """Many steps are queued behind a busy stream, in memory that is freed and written at once."""
+    ddp = wrapped_zoo(device, view)
+    given = [own(ddp, step) for step in range(6)]
+    kept = []
+    for step in range(6):
+        stall(device)
+        ddp(given[step]).backward()
+        if step >= 2 and dist.get_backend() == "nccl":
+            assert not torch.cuda.current_stream().query(), "the host waited for the device"
+        kept.append([param.grad.clone() for param in ddp.parameters()])
+        ddp.zero_grad()
+        for param in ddp.parameters():
+            torch.full_like(param, 77)
+    for step, grads in enumerate(kept):
+        for number, (grad, expected) in enumerate(
+            zip(grads, mean(everyone(ddp, step)), strict=True)
+        ):
+            assert_same_bits(grad.cpu(), expected, f"step {step}: gradient {number}")
+
+
+@VIEW
+@in_worlds(CPU, *CARDS)
+def test_a_wrapper_dropped_right_after_its_backward_has_done_its_work(
+    device: torch.device, view: bool
+) -> None:
+    """Its buckets are freed while their collectives may still be queued."""
+    for attempt in range(3):
+        module = Prescribed(ZOO).to(device)
+        ddp = wrap(module, view, bucket_cap_mb=CAP)
+        expected = mean(everyone(ddp, attempt))
+        given = own(ddp, attempt)
+        stall(device, 30_000_000)
+        ddp(given).backward()
+        del ddp
+        rubbish = [torch.full((100_000,), 77.0, device=device) for _ in range(8)]
+        assert_gradients(module, expected, f"attempt {attempt}")
+        del rubbish
+
+
+# Training
+
+
+class Broken(RuntimeError):
+    pass
+
+
+@VIEW
+@in_worlds(CPU, *CARDS)
+def test_after_a_backward_that_broke_off_the_next_step_is_right(
+    device: torch.device, view: bool
+) -> None:
+    ddp = wrapped_zoo(device, view)
+    last = dist.get_world_size() - 1
+    for step in range(2):
+        ddp.zero_grad()
+        ddp(own(ddp, step)).backward()
+
+    def fail(_: Tensor) -> None:
+        raise Broken
+
+    ddp.zero_grad()
+    loss = ddp(own(ddp, 2))
+    if dist.get_rank() == last:  # in the middle: some buckets are on their way, others are not
+        handle = ddp.module.params[len(ZOO) // 2].register_hook(fail)
+        with pytest.raises(Broken):
+            loss.backward()
+        handle.remove()
+    else:
+        loss.backward()
+    for step in (3, 4):
+        ddp.zero_grad()
+        ddp(own(ddp, step)).backward()
+        assert_gradients(ddp, mean(everyone(ddp, step)), f"step {step}")
+
+
+@VIEW
+@in_worlds(CPU, *CARDS)
+def test_amp_skips_a_step_on_all_ranks_where_one_overflows(
+    device: torch.device, view: bool
+) -> None:
+    ddp = wrap(network("fp32").to(device), view)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**8, growth_interval=1000)
+    low = FP16 if device.type == "cuda" else BF16
+    for step in range(4):
+        x = torch.randn(8, 32)
+        if step == 2 and dist.get_rank() == dist.get_world_size() - 1:
+            x[0, 0] = torch.inf
+        before = [param.detach().clone() for param in ddp.parameters()]
+        optimizer.zero_grad()
+        with torch.autocast(device.type, dtype=low):
+            loss = ddp(x.to(device)).float().pow(2).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        changed = [
+            not torch.equal(old, new) for old, new in zip(before, ddp.parameters(), strict=True)
+        ]
+        assert changed == [step != 2] * len(changed), f"step {step}"
+        assert_same_on_all_ranks(list(ddp.parameters()), f"step {step}")
+    assert gather(scaler.get_scale()) == [2.0**7] * dist.get_world_size()

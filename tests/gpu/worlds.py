@@ -1,0 +1,140 @@
+"""Run a test in several worlds: a backend, a number of ranks and the device of their tensors.
+
+    @in_worlds(CPU, *CARDS)
+    def test_something(device: torch.device) -> None:
+        ...  # runs on every rank of each world
+
+What needs a card is marked ``gpu``. The world on the CPU shows, where there is no card, that the
+test itself is right.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import one_card
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import RAN_TOO_LONG, call_body, run_ranks
+
+# Seconds for one test. Processes start within the time that the harness gives them for that.
+TIMEOUT = 30.0
+
+
+@dataclass(frozen=True)
+class World:
+    """Where a test runs.
+
+    Attributes:
+        name: the parameter's id in the name of a test, by which reports count.
+        backend: of the process group.
+        size: number of ranks.
+        device_type: of the tensors; ranks take turns on the devices that are there.
+    """
+
+    name: str
+    backend: str
+    size: int
+    device_type: str
+
+    def refusal(self) -> str | None:
+        """Why nothing can run in this world here; ``None`` if something can."""
+        if self.device_type == "cpu":
+            return None
+        if not torch.cuda.is_available():
+            return "torch sees no CUDA device"
+        if self.backend == "nccl" and not dist.is_nccl_available():
+            return "this build of torch has no NCCL"
+        if self.backend == "nccl":
+            return one_card.refusal() if self.size > 1 else None
+        return _refusal_of_gloo(self)
+
+    def run(self, name: tuple[str, str], arguments: dict[str, Any]) -> None:
+        """Run the body of the test ``(module, function)`` on every rank."""
+        why = self.refusal() or _hung.get(self)
+        if why is not None:
+            pytest.skip(f"{self.name}: {why}")
+        try:
+            run_ranks(
+                _call_on_device,
+                self.size,
+                name,
+                arguments,
+                self.device_type,
+                timeout=TIMEOUT,
+                backend=self.backend,
+            )
+        except pytest.fail.Exception as failure:
+            if self.device_type == "cuda" and RAN_TOO_LONG in str(failure):
+                # What follows would probably hang too, and the time of a machine with a card is
+                # short. The test that hung has failed, so this is not passed over.
+                _hung[self] = f"{name[1]} hung before"
+            raise
+
+
+CPU = World("gloo-cpu", "gloo", 2, "cpu")
+NCCL_1 = World("nccl-1-rank", "nccl", 1, "cuda")
+NCCL_2 = World("nccl-2-ranks", "nccl", 2, "cuda")
+# gloo takes CUDA tensors through the host: two ranks average on one card even where NCCL will not.
+GLOO_2 = World("gloo-2-ranks", "gloo", 2, "cuda")
+CARDS = (NCCL_1, NCCL_2)
+
+_hung: dict[World, str] = {}
+
+
+@functools.cache
+def _refusal_of_gloo(world: World) -> str | None:
+    """Not every build of torch has gloo for CUDA tensors."""
+    try:
+        run_ranks(_all_reduce_on_a_card, world.size, timeout=TIMEOUT)
+    except pytest.fail.Exception as failure:
+        return str(failure).strip().splitlines()[-1]
+    return None
+
+
+def _all_reduce_on_a_card() -> None:
+    values = torch.ones(3, device="cuda")
+    dist.all_reduce(values)
+    assert values.tolist() == [2, 2, 2]
+
+
+def in_worlds(*worlds: World) -> Callable[[Any], Any]:
+    """Decorator: run the body of a test, which takes a ``device``, on all ranks of each world.
+
+    The tests of a world run one after the other, so that one that hangs spoils its own world only.
+    """
+
+    def decorate(test: Any) -> Any:
+        signature = inspect.signature(test)
+        others = [each for each in signature.parameters.values() if each.name != "device"]
+        world_parameter = inspect.Parameter("world", inspect.Parameter.KEYWORD_ONLY)
+
+        @functools.wraps(test)
+        def run(world: World, **arguments: Any) -> None:
+            world.run((test.__module__, test.__name__), arguments)
+
+        run.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*others, world_parameter]
+        )
+        marked = [
+            pytest.param(
+                each, id=each.name, marks=[pytest.mark.gpu] if each.device_type == "cuda" else []
+            )
+            for each in worlds
+        ]
+        return pytest.mark.parametrize("world", marked, scope="session")(run)
+
+    return decorate
+
+
+def _call_on_device(name: tuple[str, str], arguments: dict[str, Any], device_type: str) -> None:
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    call_body(name, {**arguments, "device": device})
