@@ -68,7 +68,11 @@ def process_group(backend: str | None) -> Iterator[Ranks]:
         device = torch.device("cpu")
         torch.set_num_threads(1)
     dist.init_process_group(backend, timeout=timedelta(minutes=2))
+    ranks = Ranks(rank, dist.get_world_size(), device, backend, share_device)
     try:
-        yield Ranks(rank, dist.get_world_size(), device, backend, share_device)
+        yield ranks
+        # The last collective is one without tensors of Python's: a thread of gloo's that lets go of
+        # such a tensor while the interpreter ends aborts the process (pytorch/pytorch#179291).
+        ranks.barrier()
     finally:
         dist.destroy_process_group()
