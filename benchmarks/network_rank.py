@@ -121,7 +121,7 @@ class Contenders:
         self._models = {each.name: each.wrap(case.model(ranks.device)) for each in configurations}
         self._batch = case.batch(ranks.device, seed=1000 + ranks.rank)
         self._ranks = ranks
-        agreements = check(self._models, case, ranks)
+        agreements = check(self._models, case, ranks, "stock", "stock views")
         buckets = [bucket.params for bucket in self._models["ours"].reducer.buckets]
         sent = [param for params in buckets for param in params]
         self.facts: dict[str, Any] = {
