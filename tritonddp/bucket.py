@@ -373,12 +373,12 @@ class ViewBucket(Bucket):
 
     def flatten(self, segment: Segment, used: Sequence[bool], scale: float) -> None:
         """See :meth:`Bucket.flatten`. Used gradients become views, which frees their memory."""
-        views = segment.flat.views
         grads = self._flatten(segment, used, scale)
-        params = self.params[segment.first : segment.last]
-        for param, grad, view, flag in zip(params, grads, views, used, strict=True):
-            if flag and grad is not view and grad is not None:
-                param.grad = view
+        for slot, grad in enumerate(grads, segment.first):
+            view = self.flat.views[slot]
+            if self._used[slot] and grad is not view:
+                self.params[slot].grad = view
+                grads[slot - segment.first] = view
         self._grads[segment.first : segment.last] = grads
 
     def unflatten(self) -> None:
