@@ -5,6 +5,7 @@ Checked with torch 2.11, 2.13 and 2.15. When a name moves, this is the only file
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -29,12 +30,14 @@ def foreach_zero_(tensors: Sequence[Tensor]) -> None:
     torch._foreach_zero_(tensors)  # type: ignore[arg-type]
 
 
-def storage_use_count(tensor: Tensor) -> int:
-    """How many tensors and other owners in C++ share the memory of ``tensor``.
+def storage_holders(tensor: Tensor) -> tuple[int, int]:
+    """How many owners the memory of ``tensor`` has in C++ (tensors above all), and in Python.
 
-    torch's own CUDA graph trees ask the same way whether an output is still held.
+    To be compared with an earlier answer. torch's own CUDA graph trees ask the same way whether an
+    output is still held.
     """
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
 
 def will_engine_execute(nodes: Iterable[Any]) -> list[bool] | None:

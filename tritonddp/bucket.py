@@ -7,8 +7,10 @@ them in the buffer (``gradient_as_bucket_view=True``).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from numbers import Real
 from operator import attrgetter
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tritonddp._compat import storage_use_count
+from tritonddp._compat import storage_holders
 from tritonddp.counters import Counters
 from tritonddp.kernels import Kernels
 from tritonddp.kernels.buffer import FlatBuffer, Layout
@@ -27,6 +29,7 @@ from tritonddp.kernels.buffer import FlatBuffer, Layout
 MIB = 1024 * 1024
 
 _dtype_of = attrgetter("dtype")
+_grad_of = attrgetter("grad")
 
 
 class GradientError(RuntimeError):
@@ -169,9 +172,10 @@ class Bucket:
         self._counters = counters
         self._dtypes = {params[0].dtype}
         self._used = [False] * len(params)
+        # Flattened and not yet unflattened.
         self._grads: list[Tensor | None] = [None] * len(params)
-        self._fresh = [True] * len(params)  # had no gradient when the backward began
-        self._ceded = [False] * len(params)
+        # Gradients that were there when the backward began, and their versions.
+        self._before: dict[int, tuple[Tensor, int]] = {}
         layout = Layout.of(
             [param.shape for param in params],
             [gradient_strides(param) for param in params],
@@ -191,7 +195,14 @@ class Bucket:
             )
             for first, last in self._kernels.segments(layout)
         ]
-        self._own_uses = storage_use_count(self.flat.data)
+        self._unshared = self._memory()
+
+    def _memory(self) -> tuple[Any, ...]:
+        """Of the buffer: changes when somebody gets hold of its memory, or does something to it."""
+        storage = self.flat.data.untyped_storage()
+        place = storage.data_ptr(), storage.nbytes()
+        del storage
+        return *place, *storage_holders(self.flat.data)
 
     @property
     def nbytes(self) -> int:
@@ -199,35 +210,39 @@ class Bucket:
         return self.flat.data.numel() * self.flat.data.element_size()
 
     def begin(self) -> None:
-        """A backward begins: take the buffer back, unless a gradient in it is still held.
+        """A backward begins: see which gradients are there, and whether the buffer is free.
 
-        It is held where ``zero_grad`` keeps gradients, or a user does. Then it is theirs, and this
-        bucket goes on with another buffer, out of which gradients are copied from now on.
+        The buffer is not where somebody still holds a gradient that was ceded (see
+        :meth:`unflatten`): because ``zero_grad`` keeps gradients, or because a user does. It is
+        theirs then, and this bucket goes on with another one and cedes nothing any more.
         """
-        self._ceded = [False] * len(self.params)  # also where the last backward broke off
-        if not self._cedes:
-            return
-        if storage_use_count(self.flat.data) > self._own_uses:
+        self._grads = [None] * len(self.params)
+        self._before = {
+            slot: (grad, grad._version)
+            for slot, grad in enumerate(map(_grad_of, self.params))
+            if grad is not None
+        }
+        if self._cedes and self._memory() != self._unshared:
             self._cedes = False
             self._allocate(self.flat.layout)
-        else:
-            self._fresh = [param.grad is None for param in self.params]
+
+    def untouched(self, segment: Segment) -> list[int]:
+        """Slots whose gradient is what it was before: a custom function returned ``None``."""
+        return [
+            slot
+            for slot, (grad, version) in self._before.items()
+            if segment.first <= slot < segment.last
+            and self.params[slot].grad is grad
+            and grad._version == version
+        ]
 
     def flatten(self, segment: Segment, used: Sequence[bool], scale: float) -> None:
         """Write ``scale * .grad`` of the segment's parameters, and ``used``, into the buffer.
 
         One launch. A parameter without a gradient counts as zero; one that is not ``used`` but
         has a gradient of an earlier backward contributes that, as it would on this rank alone.
-
-        A *fresh* gradient did not exist before this backward, so that nobody can know it. On the
-        CPU a large one ends here: ``.grad`` becomes its place in the buffer, see :meth:`begin`.
         """
-        grads = self._flatten(segment, used, scale)
-        if self._cedes:
-            for slot in range(segment.first, segment.last):
-                if self._used[slot] and self._fresh[slot]:
-                    grads[slot - segment.first] = self._cede(slot)
-        self._grads[segment.first : segment.last] = grads
+        self._grads[segment.first : segment.last] = self._flatten(segment, used, scale)
 
     def seal(self) -> None:
         """All segments are flattened: complete the trailer."""
@@ -239,26 +254,28 @@ class Bucket:
 
         One launch. Where another rank used a parameter that has no ``.grad`` here, it is made.
         Only then the host has to read the flags.
+
+        On the CPU large gradients are *ceded* instead of copied: ``.grad`` becomes their place in
+        the buffer. Only gradients which this backward has made and nobody else has got hold of:
+        where one goes unnoticed, another may take its place.
         """
-        grads = self._grads
+        grads, self._grads = self._grads, [None] * len(self._grads)
         if NoneType in map(type, grads):
             for slot, flag in enumerate(self.flat.flags.tolist()):
                 if flag and grads[slot] is None:
-                    if self._cedes:
-                        self._cede(slot)
-                    else:
-                        grads[slot] = self.params[slot].grad = self._empty_gradient(slot)
-        if True in self._ceded:
-            grads = [None if c else grad for c, grad in zip(self._ceded, grads, strict=True)]
-        self._grads = [None] * len(grads)
+                    grads[slot] = self.params[slot].grad = self._empty_gradient(slot)
+        if self._cedes:
+            for slot, param in enumerate(self.params):
+                if (
+                    self._used[slot]
+                    and slot not in self._before
+                    and _is_private(param, grads, slot)
+                ):
+                    grads[slot] = None
+                    param.grad = self.flat.tensor_at(slot)
         if set(map(type, grads)) != {NoneType}:
             self._counters.unflattens += 1
             self._kernels.unflatten(self.flat, grads)
-
-    def _cede(self, slot: int) -> Tensor:
-        self._ceded[slot] = True
-        grad = self.params[slot].grad = self.flat.view(slot)
-        return grad
 
     def placed_gradients(self) -> dict[Parameter, Tensor]:
         """Gradients that live in this bucket's buffer."""
@@ -365,10 +382,12 @@ class ViewBucket(Bucket):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._cedes = False
         self._kept: dict[int, Tensor] = {}
 
     def begin(self) -> None:
         """See :meth:`Bucket.begin`. Here the buffer is never anybody else's."""
+        super().begin()
         self._kept.clear()  # of a backward that broke off
 
     def flatten(self, segment: Segment, used: Sequence[bool], scale: float) -> None:
@@ -423,3 +442,35 @@ class ViewBucket(Bucket):
             grad = placed.pop(param, None)
             if grad is not None:
                 param.grad = view.copy_(grad)
+
+
+def _is_private(param: Tensor, grads: Sequence[Tensor | None], slot: int) -> bool:
+    """Whether a gradient is known to ``param`` and ``grads`` alone."""
+    grad = grads[slot]
+    return (
+        grad is param.grad
+        and grad is not None
+        and not grad.requires_grad
+        and _holders(grad) == _holders_of_a_private_gradient()
+    )
+
+
+def _holders(grad: Tensor) -> tuple[int, ...]:
+    return sys.getrefcount(grad), *storage_holders(grad)
+
+
+@cache
+def _holders_of_a_private_gradient() -> tuple[int, ...]:
+    """What :func:`_is_private` finds for one: how torch counts is its own affair."""
+    counts = []
+
+    def like_is_private(param: Tensor, grads: Sequence[Tensor | None], slot: int) -> None:
+        grad = grads[slot]
+        if grad is param.grad and grad is not None:
+            counts.append(_holders(grad))
+
+    param = Parameter(torch.ones(2))
+    with torch.enable_grad():
+        (param * 2).sum().backward()
+    like_is_private(param, [param.grad], 0)
+    return counts[0]

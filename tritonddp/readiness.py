@@ -88,12 +88,6 @@ class Readiness:
         """The number of the segment that parameter ``index`` is in."""
         return self._segment_of[index]
 
-    def missing(self) -> Iterable[int]:
-        """At the end of the backward: announced, but left undefined by a custom function."""
-        if True not in self._awaited:
-            return ()
-        return [index for index, awaited in enumerate(self._awaited) if awaited]
-
     def forget(self) -> None:
         """The backward is over: nothing is expected."""
         self._awaited[:] = [False] * len(self._awaited)

@@ -213,6 +213,9 @@ class Reducer:
         """
 
         def end() -> None:
+            # Whatever keeps this function, a traceback say, must not make the reducer believe that
+            # the backward goes on.
+            self._end_is_queued = lambda: None
             self._end()
 
         if self.on_backward is not None:
@@ -270,10 +273,14 @@ class Reducer:
             with torch.no_grad():
                 return self._fill(number)
         place = self._places[number]
+        segment = place.bucket.segments[place.number]
+        for slot in place.bucket.untouched(segment):
+            index = place.first + slot - segment.first
+            self._used[index] = self._used_earlier[index]
         try:
             self._reduction.fill(
                 place.bucket,
-                place.bucket.segments[place.number],
+                segment,
                 self._used[place.first : place.last],
             )
         except GradientError as error:
@@ -303,8 +310,6 @@ class Reducer:
         if self._phase is Phase.LOCAL:
             self._phase = Phase.IDLE
             return
-        for index in self._readiness.missing():
-            self._used[index] = self._used_earlier[index]
         while self._next < len(self.buckets):
             self._launch(self.buckets[self._next])
         if self._strict:
@@ -352,7 +357,11 @@ class Reducer:
             self._reset()
 
     def _note_unused(self) -> None:
-        unused = [name for name, used in zip(self._names, self._used, strict=True) if not used]
+        unused = [
+            name
+            for name, param, used in zip(self._names, self._params, self._used, strict=True)
+            if not used or param.grad is None
+        ]
         if unused:
             self._unused_error = (
                 "Expected to have finished reduction in the prior iteration before starting a new "

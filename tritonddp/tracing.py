@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tritonddp._compat import register_post_accumulate_grad_hook
 from tritonddp.bucket import Bucket, Segment
 from tritonddp.comm.reduction import Reduction, Work
 from tritonddp.ddp import DistributedDataParallel
@@ -71,8 +72,8 @@ def trace(module: DistributedDataParallel) -> Iterator[Timeline]:
     recorder = _Recorder(
         module.reducer, _CudaClock(module.device) if module.device.type == "cuda" else _HostClock()
     )
-    recorder.attach()
     try:
+        recorder.attach()
         yield timeline
     finally:
         recorder.detach()
@@ -163,10 +164,10 @@ class _Recorder:
     def attach(self) -> None:
         reducer = self._reducer
         # The reducer's own hooks of this kind only count: it flattens in a later hook.
-        self._handles = [
-            param.register_post_accumulate_grad_hook(self._gradient_hook(name))
-            for name, param in zip(reducer._names, reducer._params, strict=True)
-        ]
+        for name, param in zip(reducer._names, reducer._params, strict=True):
+            if param.requires_grad:  # it may have been frozen since
+                hook = register_post_accumulate_grad_hook(param, self._gradient_hook(name))
+                self._handles.append(hook)
         reducer._reduction = _TracedReduction(self._reduction, self._clock, self._stamps_of)
         reducer.on_backward = self._backward_begins
         self._entered = self._clock.stamp()

@@ -69,6 +69,9 @@ class AllReduce:
     def start(self, bucket: Bucket) -> Work:
         """See :meth:`Reduction.start`."""
         bucket.seal()
+        return self._issue(bucket)
+
+    def _issue(self, bucket: Bucket) -> Work:
         self._counters.collectives += 1
         self._counters.wire_bytes += bucket.nbytes
         work = dist.all_reduce(bucket.flat.data, group=self._group, async_op=True)
@@ -79,7 +82,7 @@ class AllReduce:
         """See :meth:`Reduction.start_poisoned`."""
         bucket.flat.payload.fill_(torch.nan)
         bucket.flat.flags.zero_()
-        return self.start(bucket)
+        return self._issue(bucket)
 
     def finish(self, bucket: Bucket, work: Work) -> None:
         """See :meth:`Reduction.finish`."""

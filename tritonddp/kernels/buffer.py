@@ -126,11 +126,11 @@ class FlatBuffer:
         self.data = torch.zeros(layout.numel, dtype=dtype, device=device)
         self.payload = self.data[: layout.flags_offset]
         self.flags = self.data[layout.flags_offset : layout.flags_offset + len(layout.numels)]
-        self.views: list[Tensor] = list(map(self.view, range(len(layout.numels))))
+        self.views: list[Tensor] = list(map(self.tensor_at, range(len(layout.numels))))
         self.is_part = False
         self.tables: Any = None
 
-    def view(self, slot: int) -> Tensor:
+    def tensor_at(self, slot: int) -> Tensor:
         """A new tensor in the place of gradient ``slot``, with a version counter of its own.
 
         (Views in autograd's sense share one: a write to any of them would look like one to all.)

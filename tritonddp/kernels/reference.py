@@ -61,8 +61,10 @@ def flatten(
         for view, grad in zip(flat.views, grads, strict=True):
             if grad is None:
                 view.zero_()
-            else:
+            elif grad.shape == view.shape:
                 torch.mul(grad, scale, out=view)
+            else:  # torch would make room for it
+                raise RuntimeError("a gradient is not of the size that the buffer was made for")
     if not flat.is_part:
         flat.write_flags(used)
 
@@ -154,5 +156,5 @@ def _concatenate(flat: FlatBuffer, grads: Sequence[Tensor]) -> bool:
     except RuntimeError:
         return False
     if target.numel() != end - first:  # torch has made room for more with no more than a warning
-        raise RuntimeError("gradients are not of the sizes that the buffer was made for")
+        raise RuntimeError("a gradient is not of the size that the buffer was made for")
     return True
