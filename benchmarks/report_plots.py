@@ -11,7 +11,7 @@ try:
     import matplotlib
 
     matplotlib.use("agg")  # draws into files, needs no display
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 except ImportError as error:
@@ -27,6 +27,7 @@ OURS, STOCK, OTHER = "#0072b2", "#e69f00", "#8c8c8c"
 LIMIT = "#d55e00"
 _CONTENDERS = (OURS, STOCK, "#009e73", "#cc79a7", "#56b4e9", "#1a1a1a")
 _MARKERS = "osD^vP"
+_VALUE = {"ha": "right", "va": "center", "fontsize": 8}
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,9 @@ def ratios(step: Any) -> Figure:
             label="bound: at most",
         ),
     ]
-    figure.legend(handles=handles, loc="outside upper center", ncols=3, frameon=False)
+    axes.legend(
+        handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False
+    )
     unused = any(one["of"] == "whole steps" for _, _, one in rows)
     note = "* whole steps, others the backward. " if unused else "The backward. "
     _finish(figure, "Backward: tritonddp against stock DDP", step, note + _ranks(step))
@@ -142,7 +145,7 @@ def overhead(step: Any) -> Figure:
         for name, model in step["models"].items()
         if "error" not in model
     ]
-    figure = bars(panels, columns=2)
+    figure = bars(panels)
     _finish(figure, "What DDP adds to a step of the unwrapped model", step, _ranks(step))
     return figure
 
@@ -159,7 +162,7 @@ def network(content: Any) -> Figure:
         # On a line without limit the least time is that of the compute, which says little.
         limit = result["limit_seconds"] * 1e3 if result["rate_bits_per_s"] else None
         panels.append(Panel(title, "ms a step, median and quartiles", found, limit))
-    figure = bars(panels, columns=2)
+    figure = bars(panels)
     first = content["results"][0]
     note = f"{first['model']}, {first['payload_bytes'] / 1e6:.1f} MB of gradients, a rank a host."
     _finish(
@@ -179,7 +182,7 @@ def memory(content: Any) -> Figure:
         )
         for name, model in content["models"].items()
     ]
-    figure = bars(panels, columns=2)
+    figure = bars(panels)
     _finish(figure, "Peak memory; red: the size of all buckets", content, _ranks(content))
     return figure
 
@@ -208,7 +211,7 @@ def host(content: Any) -> Figure:
         )
         for (kind, column), title in columns.items()
     ]
-    figure = bars([panel for panel in panels if panel.bars], columns=2)
+    figure = bars([panel for panel in panels if panel.bars])
     note = "One rank, nothing sent; the row 'unwrapped', a second bare model, is the resolution."
     _finish(figure, "What DDP costs the host, beyond a bare model", content, note)
     return figure
@@ -251,7 +254,10 @@ def kernels(content: Any) -> Figure:
         axes.axvline(1, color="black", linewidth=0.8, zorder=0.5)
         axes.grid(axis="y", color="#eeeeee")
         axes.set_axisbelow(True)
-        axes.set_xlim(left=0)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axes.xaxis.set_minor_locator(ticker.NullLocator())
         axes.set_xlabel("share of a plain copy's bandwidth")
         axes.set_title(direction, loc="left", fontsize=11)
         axes.legend(
@@ -270,14 +276,15 @@ def kernels(content: Any) -> Figure:
     return figure
 
 
-def bars(panels: Sequence[Panel], columns: int) -> Figure:
-    """Panels of horizontal bars: ours, stock's and others in a colour each."""
+def bars(panels: Sequence[Panel]) -> Figure:
+    """Panels of horizontal bars, two in a line: ours, stock's and others in a colour each."""
+    columns = min(2, len(panels))
     lines = -(-len(panels) // columns)
     longest = max(len(panel.bars) for panel in panels)
     figure, grid = pyplot.subplots(
         lines,
-        min(columns, len(panels)),
-        figsize=(5.6 * min(columns, len(panels)), 1.2 + lines * (0.9 + 0.27 * longest)),
+        columns,
+        figsize=(8.4 if len(panels) == 1 else 11.2, 1.2 + lines * (0.9 + 0.27 * longest)),
         squeeze=False,
         layout="constrained",
     )
@@ -293,23 +300,16 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
         kind = bar.label.split()[0]
         colour = {"ours": OURS, "stock": STOCK}.get(kind, OTHER)
         axes.barh(place, bar.value, 0.72, color=colour)
-        end = max(bar.value, 0.0)
         if bar.low is not None and bar.high is not None:
             axes.plot([bar.low, bar.high], [place, place], color="black", linewidth=1.2)
-            end = max(end, bar.high)
-        axes.annotate(
-            number(bar.value),
-            (end, place),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
+        axes.text(  # in a column at the right, where neither bars nor the limit are
+            1, place, number(bar.value), transform=axes.get_yaxis_transform(), **_VALUE
         )
     if panel.limit is not None:
         axes.axvline(panel.limit, color=LIMIT, linewidth=1.8, zorder=0.5)
     axes.set_yticks(range(len(panel.bars)), [bar.label for bar in panel.bars], fontsize=9)
     axes.invert_yaxis()
-    axes.margins(x=0.16)
+    axes.margins(x=0.2)
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_xlabel(panel.unit, fontsize=9)
     axes.set_title(panel.title, loc="left", fontsize=11)
