@@ -75,9 +75,7 @@ def filled(text: str, figures: Mapping[str, Sequence[str]]) -> str:
     found = [match[2] for match in _FIGURES.finditer(text)]
     if sorted(found) != sorted(figures):
         raise ValueError(f"README.md has markers for {found}, and there are {sorted(figures)}")
-    return _FIGURES.sub(
-        lambda match: match[1] + "\n".join(figures[match[2]]) + "\n" + match[3], text
-    )
+    return _FIGURES.sub(lambda match: "\n".join([match[1], *figures[match[2]], "", match[3]]), text)
 
 
 def draw(content: Mapping[str, Any], folder: Path) -> None:

@@ -226,7 +226,7 @@ def kernels(content: Any) -> Figure:
     figure, panels = pyplot.subplots(
         1,
         len(directions),
-        figsize=(5.6 * len(directions) + 1, 2.2 + 0.34 * len(groups)),
+        figsize=(5.6 * len(directions) + 1, 2.6 + 0.34 * len(groups)),
         sharey=True,
         squeeze=False,
         layout="constrained",
@@ -259,9 +259,13 @@ def kernels(content: Any) -> Figure:
         axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
         axes.xaxis.set_minor_locator(ticker.NullLocator())
         axes.set_xlabel("share of a plain copy's bandwidth")
-        axes.set_title(direction, loc="left", fontsize=11)
         axes.legend(
-            loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, frameon=False, fontsize=9
+            title=direction,
+            loc="lower center",
+            bbox_to_anchor=(0.5, 1),
+            ncols=2,
+            frameon=False,
+            fontsize=9,
         )
     sizes = {(row["parameters"], row["dtype"], row["bucket"]): row["bytes"] / 2e6 for row in rows}
     labels = [f"{' '.join(group)}, {number(sizes[group])} MB" for group in groups]

@@ -237,7 +237,26 @@ def _or_dash(value: Any, show: Callable[[Any], str]) -> str:
     return "-" if value is None else show(value)
 
 
+def _gpu_kernels(content: Any) -> Iterator[str]:
+    part = content["parts"].get("kernels")
+    if part is None or part["result"] is None:
+        return
+    yield from kernels(part["result"])
+
+
 # What is made of them
+
+Table = Callable[[Any], Iterator[str]]
+
+# By file: title, plots, tables.
+_SECTIONS: dict[str, tuple[str, Sequence[str], Sequence[Table]]] = {
+    "step": ("Step", ("step", "overhead"), (comparisons, configurations)),
+    "network": ("Slow lines", ("network",), (network,)),
+    "memory": ("Peak memory above the unwrapped model", ("memory",), (memory,)),
+    "host": ("Host cost", ("host",), (host,)),
+    "kernels": ("Flatten and unflatten", ("kernels",), (kernels,)),
+    "gpu": ("make gpu", (), (gpu, _gpu_kernels)),  # it draws its own plots
+}
 
 
 def machine_tables(name: str, results: Results) -> Iterator[str]:
@@ -245,27 +264,21 @@ def machine_tables(name: str, results: Results) -> Iterator[str]:
     yield f"# Measured on: {name}"
     yield ""
     yield "Written by `python benchmarks/report.py` from the JSON files beside it; do not edit."
-    sections: tuple[tuple[str, str, tuple[Callable[[Any], Iterator[str]], ...]], ...] = (
-        ("step", "Step", (comparisons, configurations)),
-        ("network", "Slow network", (network,)),
-        ("memory", "Peak memory above the unwrapped model", (memory,)),
-        ("host", "Host cost", (host,)),
-        ("kernels", "Flatten and unflatten", (kernels,)),
-        ("gpu", "make gpu", (gpu, _gpu_kernels)),
-    )
-    for benchmark, title, tables in sections:
+    for benchmark, (title, plots, tables) in _SECTIONS.items():
         if benchmark in results:
             yield from ("", f"## {title}", "", source(results[benchmark]))
             for table in tables:
                 yield ""
                 yield from table(results[benchmark])
+            for plot in plots:
+                yield from ("", f"![{title}: {plot}]({plot}.png)")
 
 
 def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
     """What stands between README's markers, by name of the figure, from all machines' results."""
     on_cpu = results.get(CPU, {})
 
-    def of(benchmark: str, table: Callable[[Any], Iterator[str]]) -> list[str]:
+    def of(benchmark: str, table: Table) -> list[str]:
         if benchmark not in on_cpu:
             return [_NOT_MEASURED]
         content = on_cpu[benchmark]
@@ -283,13 +296,6 @@ def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
         "network": of("network", network),
         "gpu": on_gpus[1:] or [_NOT_MEASURED],
     }
-
-
-def _gpu_kernels(content: Any) -> Iterator[str]:
-    part = content["parts"].get("kernels")
-    if part is None or part["result"] is None:
-        return
-    yield from kernels(part["result"])
 
 
 def _credit(machine: str, benchmark: str, content: Any) -> str:
