@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import threading
 import time
@@ -79,6 +80,7 @@ def main() -> int:
     names = [part.name for part in PARTS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(124))  # so that started processes end too
     RESULTS.mkdir(parents=True, exist_ok=True)
     outcomes = {part.name: run(part) for part in PARTS if part.name in options.only}
     print()

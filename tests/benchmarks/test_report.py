@@ -199,6 +199,8 @@ def test_figures_come_from_the_files_and_a_changed_one_is_noticed(
     assert "| branchy | views | stock views | 0.765 |" in text
     assert "| 2 | 1 Gbit/s | copies | 10.8 | 11.2 | 1.034 |" in text
     assert "| host time | ≤ 2 us | not run | 0 of 0 | host: not asked for |" in text
+    assert "| mlp | 1.00 | 0.00 | 0.00 | - | - |" in text
+    assert "holds in 1 of 1 cases" in text
     assert "bad: not timed: wrong gradients" in text
     assert "tritonddp 0123456789" in text
     assert "Not measured." not in text
