@@ -58,20 +58,20 @@ PARTS = (
     Part("step", 260, f"{HERE}/step.py --rounds 10 --out {RESULTS}/step.json", ranks=2),
     Part(
         "memory",
-        55,
+        60,
         f"{HERE}/memory.py --models mlp transformer branchy --out {RESULTS}/memory.json",
         ranks=2,
     ),
-    Part("kernels", 80, f"{_PYTEST} {HERE}/kernels --benchmark-json={RESULTS}/kernels.json"),
-    Part("host", 60, f"{_PYTEST} {HERE}/host --benchmark-json={RESULTS}/host.json"),
+    Part("kernels", 75, f"{_PYTEST} {HERE}/kernels --benchmark-json={RESULTS}/kernels.json"),
+    Part("host", 70, f"{_PYTEST} {HERE}/host --rounds 30 --benchmark-json={RESULTS}/host.json"),
     Part(
         "network",
-        105,
+        100,
         f"{HERE}/network.py --hosts 2 --rates 1gbit 100mbit none --rounds 12 --seconds 33 "
         f"--out {RESULTS}/network.json",
     ),
     Part("timeline", 15, f"{HERE}/timeline.py --models transformer --out {RESULTS}", ranks=2),
-    Part("report", 15, f"{HERE}/report.py --readme"),
+    Part("report", 12, f"{HERE}/report.py --readme"),
 )
 
 
