@@ -52,8 +52,8 @@ class Part:
     ranks: int | None = None
 
 
-# Together ten minutes, less what it takes to end a part that hangs. On two quiet cores they need
-# about 8.5 minutes. (The memory of many_small and many_large takes another minute.)
+# Together ten minutes, less what it takes to end a part that hangs. (The memory of many_small and
+# many_large would take another minute.)
 PARTS = (
     Part("step", 260, f"{HERE}/step.py --rounds 10 --out {RESULTS}/step.json", ranks=2),
     Part(
