@@ -24,6 +24,11 @@ def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch._foreach_copy_(targets, sources)  # type: ignore[arg-type]
 
 
+def foreach_zero_(tensors: Sequence[Tensor]) -> None:
+    """Zero a list of tensors in one call, as torch's optimizers do."""
+    torch._foreach_zero_(tensors)  # type: ignore[arg-type]
+
+
 def storage_use_count(tensor: Tensor) -> int:
     """How many tensors and other owners in C++ share the memory of ``tensor``.
 
@@ -40,7 +45,7 @@ def will_engine_execute(nodes: Iterable[Any]) -> list[bool] | None:
     """
     query = torch._C._will_engine_execute_node
     try:
-        return [query(node) for node in nodes]
+        return list(map(query, nodes))
     except RuntimeError as error:
         if "autograd.grad()" in str(error):
             return None

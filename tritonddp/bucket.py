@@ -204,6 +204,7 @@ class Bucket:
         It is held where ``zero_grad`` keeps gradients, or a user does. Then it is theirs, and this
         bucket goes on with another buffer, out of which gradients are copied from now on.
         """
+        self._ceded = [False] * len(self.params)  # also where the last backward broke off
         if not self._cedes:
             return
         if storage_use_count(self.flat.data) > self._own_uses:
@@ -249,7 +250,6 @@ class Bucket:
                         grads[slot] = self.params[slot].grad = self._empty_gradient(slot)
         if True in self._ceded:
             grads = [None if c else grad for c, grad in zip(self._ceded, grads, strict=True)]
-            self._ceded = [False] * len(grads)
         self._grads = [None] * len(grads)
         if set(map(type, grads)) != {NoneType}:
             self._counters.unflattens += 1
@@ -280,19 +280,28 @@ class Bucket:
             used = [flag and grad is not None for flag, grad in zip(used, grads, strict=True)]
         self._used[segment.first : segment.last] = used
         self._counters.flattens += 1
-        if self._kernels.by_address or not all(used):
-            # A gradient that this backward did not make may be anything the user has put there,
-            # also expanded, which cannot be written to.
+        if not all(used):
+            for slot, (flag, grad) in enumerate(zip(used, grads, strict=True)):
+                if grad is not None and not flag:
+                    grads[slot] = self._spare(segment.first + slot, grad)
+        if self._kernels.by_address:
             grads = self._conform_all(segment, grads)
             self._kernels.flatten(segment.flat, grads, used, scale)
-        else:
-            # These kernels take any strides, and raise where a gradient is amiss: name it then.
-            try:
-                self._kernels.flatten(segment.flat, grads, used, scale)
-            except RuntimeError:
-                self._conform_all(segment, grads)
-                raise
+            return grads
+        # These kernels take any strides, and raise where a gradient is amiss: name it then.
+        try:
+            self._kernels.flatten(segment.flat, grads, used, scale)
+        except RuntimeError:
+            self._conform_all(segment, grads)
+            raise
         return grads
+
+    def _spare(self, slot: int, grad: Tensor) -> Tensor:
+        """A gradient that this backward did not make: the user may have put anything there.
+
+        Also expanded, which cannot be written to.
+        """
+        return self._conform(slot, grad)
 
     def _conform_all(self, segment: Segment, grads: list[Tensor | None]) -> list[Tensor | None]:
         """The gradients, each in the memory order of its slot."""
@@ -360,17 +369,17 @@ class ViewBucket(Bucket):
 
     def begin(self) -> None:
         """See :meth:`Bucket.begin`. Here the buffer is never anybody else's."""
+        self._kept.clear()  # of a backward that broke off
 
     def flatten(self, segment: Segment, used: Sequence[bool], scale: float) -> None:
         """See :meth:`Bucket.flatten`. Used gradients become views, which frees their memory."""
-        if not all(used):
-            self._keep_unused(segment, used)
-        views = segment.flat.views
         grads = self._flatten(segment, used, scale)
-        params = self.params[segment.first : segment.last]
-        for param, grad, view, flag in zip(params, grads, views, used, strict=True):
-            if flag and grad is not view and grad is not None:
-                param.grad = view
+        for slot, grad in enumerate(grads, segment.first):
+            view = self.flat.views[slot]
+            if self._used[slot] and grad is not view:
+                self.params[slot].grad = view
+                grads[slot - segment.first] = view
+        self._grads[segment.first : segment.last] = grads
 
     def unflatten(self) -> None:
         """Used gradients are in place already. Those that only other ranks used become views."""
@@ -380,24 +389,25 @@ class ViewBucket(Bucket):
         self._kept.clear()
         elsewhere = [
             slot
-            for slot, used in enumerate(self._used)
-            if not used and self.params[slot].grad is not views[slot]
+            for slot, (used, grad) in enumerate(zip(self._used, self._grads, strict=True))
+            if not used and grad is not views[slot]
         ]
+        self._grads = [None] * len(views)
         if elsewhere:
             flags = self.flat.flags.tolist()
             for slot in elsewhere:
                 if flags[slot]:
                     self.params[slot].grad = views[slot]
 
-    def _keep_unused(self, segment: Segment, used: Sequence[bool]) -> None:
-        """Save gradients of earlier backwards that the reduction would overwrite.
+    def _spare(self, slot: int, grad: Tensor) -> Tensor:
+        """Save a gradient of an earlier backward that the reduction would overwrite.
 
         A parameter that no rank used keeps its ``.grad`` as it is, also where that is a view.
         """
-        for slot, flag in enumerate(used, segment.first):
-            view = self.flat.views[slot]
-            if not flag and self.params[slot].grad is view:
-                self._kept[slot] = view.clone()
+        if grad is not self.flat.views[slot]:
+            return self._conform(slot, grad)
+        self._kept[slot] = grad.clone()
+        return grad
 
     def placed_gradients(self) -> dict[Parameter, Tensor]:
         """See :meth:`Bucket.placed_gradients`."""

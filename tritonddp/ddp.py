@@ -161,6 +161,9 @@ class DistributedDataParallel(nn.Module):
         self.use_side_stream_for_tensor_copies = (
             os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
         )
+        self._buffers_of_modules = [
+            (name, submodule._buffers) for name, submodule in module.named_modules()
+        ]
         if init_sync:
             buffers = self._named_buffers() if init_sync_buffers else []
             options = {"bucket sizes": caps.limits}
@@ -235,15 +238,23 @@ class DistributedDataParallel(nn.Module):
         )
 
     def _named_buffers(self) -> list[tuple[str, Tensor]]:
-        """Buffers to synchronise, looked up each time: modules may reassign them."""
-        return [
-            (name, buffer)
-            for name, buffer in self.module.named_buffers()
-            if name not in self.parameters_to_ignore
-        ]
+        """Buffers to synchronise, looked up each time: modules may reassign them.
+
+        Each once, and without the walk over all modules that ``named_buffers`` takes.
+        """
+        found: dict[Tensor, str] = {}
+        for prefix, buffers in self._buffers_of_modules:
+            if buffers:
+                for key, buffer in buffers.items():
+                    name = f"{prefix}.{key}" if prefix else key
+                    if buffer is not None and name not in self.parameters_to_ignore:
+                        found.setdefault(buffer, name)
+        return [(name, buffer) for buffer, name in found.items()]
 
     def _sync_buffers(self) -> None:
         buffers = [buffer for _, buffer in self._named_buffers()]
+        if not buffers:
+            return
         with preserve_version_counters(buffers):
             self._broadcast(buffers)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonddp._compat import foreach_copy_
+from tritonddp._compat import foreach_copy_, foreach_zero_
 from tritonddp.kernels.buffer import FlatBuffer, Layout
 
 # No gaps in the buffer: on the CPU nothing is gained by aligned gradients.
@@ -126,6 +126,8 @@ def _flatten_together(flat: FlatBuffer, grads: Sequence[Tensor | None], scale: f
     targets: Sequence[Tensor] = flat.views
     sources: Any = grads
     missing = NoneType in map(type, grads)
+    if missing:
+        foreach_zero_([view for view, g in zip(flat.views, grads, strict=True) if g is None])
     if missing or any(map(is_, grads, flat.views)):
         pairs = [
             (view, grad)
@@ -137,10 +139,6 @@ def _flatten_together(flat: FlatBuffer, grads: Sequence[Tensor | None], scale: f
     if targets and not together:
         foreach_copy_(targets, sources)
     flat.data[first:end].mul_(scale)
-    if missing:
-        for view, grad in zip(flat.views, grads, strict=True):
-            if grad is None:
-                view.zero_()
 
 
 def _concatenate(flat: FlatBuffer, grads: Sequence[Tensor]) -> bool:
