@@ -67,7 +67,7 @@ PARTS = (
     Part(
         "network",
         100,
-        f"{HERE}/network.py --hosts 2 --rates 1gbit 100mbit none --rounds 12 --seconds 33 "
+        f"{HERE}/network.py --hosts 2 --rates 1gbit 100mbit none --rounds 12 --seconds 30 "
         f"--out {RESULTS}/network.json",
     ),
     Part("timeline", 15, f"{HERE}/timeline.py --models transformer --out {RESULTS}", ranks=2),
