@@ -1,6 +1,8 @@
 # make demo    train the digits on 2 processes, stock DDP beside tritonddp
 # make test    the tests (make test TORCH=2.11.0: against another torch, in a venv of its own)
 # make lint    formatter, linter, type checker
+# make bench   what a machine measures without a GPU, in under 10 minutes; tables, plots, README's figures
+# make figures the tables, plots and README's figures anew from the result files
 # make bench-compare BASE=<git revision>    the tree's steps against an earlier revision's, in one run
 # make gpu     tests and benchmarks that need a CUDA device, with this machine's own $(PYTHON)
 # make clean   remove what the others have made
@@ -28,7 +30,7 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 
-.PHONY: demo test lint bench-compare gpu clean
+.PHONY: demo test lint bench figures bench-compare gpu clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-installed
@@ -43,6 +45,13 @@ lint: $(VENV)/.test-installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+bench: $(VENV)/.bench-installed
+	@echo "Running the benchmarks on the CPU (under 10 minutes; let the machine do nothing else) ..."
+	@timeout -k 5 598 $(BIN)/python benchmarks/bench.py $(ARGS)
+
+figures: $(VENV)/.bench-installed
+	@$(BIN)/python benchmarks/report.py --readme
 
 # The revision is looked at first, since what torchrun makes of an error fills a screen.
 bench-compare: $(VENV)/.test-installed
@@ -69,6 +78,11 @@ $(VENV)/.demo-installed: $(VENV)/constraints.txt pyproject.toml
 $(VENV)/.test-installed: $(VENV)/constraints.txt pyproject.toml
 	@echo "Installing PyTorch, pytest and friends into $(VENV) (about a minute, once) ..."
 	@$(PIP) -e ".[test,examples]"
+	@touch $@
+
+$(VENV)/.bench-installed: $(VENV)/constraints.txt pyproject.toml
+	@echo "Installing PyTorch, pytest and matplotlib into $(VENV) (about a minute, once) ..."
+	@$(PIP) -e ".[test,bench]"
 	@touch $@
 
 # The venv, and in it the pins that it was made with.

@@ -42,14 +42,14 @@ def _transformer_10m() -> nn.Module:
     return nn.TransformerEncoder(layer, num_layers=6, enable_nested_tensor=False)
 
 
-def _transformer_10m_batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    shape = (2, 16, 384)  # sequences, tokens, features: little compute for many gradients
+def _transformer_10m_batch(generator: torch.Generator, examples: int) -> tuple[Tensor, Tensor]:
+    shape = (examples, 16, 384)  # tokens, features: little compute for many gradients
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
 
 MODELS = {
     **CASES,
-    "transformer_10m": Case("transformer_10m", _transformer_10m, _transformer_10m_batch),
+    "transformer_10m": Case("transformer_10m", _transformer_10m, _transformer_10m_batch, (2, 2)),
 }
 
 

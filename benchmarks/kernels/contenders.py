@@ -110,6 +110,8 @@ def _ours_flatten(inputs: Inputs) -> None:
     flatten = select(inputs.ours.data.device).flatten
     for first, last, part in inputs.segments:
         flatten(part, inputs.grads[first:last], [True] * (last - first), 1 / WORLD_SIZE)
+    if len(inputs.segments) > 1:  # as tritonddp.bucket.Bucket.seal does
+        inputs.ours.write_flags([True] * len(inputs.grads))
 
 
 def _ours_flatten_moved(inputs: Inputs) -> None:

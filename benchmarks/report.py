@@ -1,0 +1,111 @@
+"""Tables and plots of all result files, and the figures in README.md, which nobody types.
+
+    python benchmarks/report.py [--readme | --check] [--results FOLDER]
+
+Reads ``benchmarks/results/<machine>/*.json``, whatever is there. For each machine it writes
+``tables.md``, and plots beside it; with ``--readme`` also what stands between README's markers
+``<!-- figures: NAME -->`` and ``<!-- end figures -->``. ``--check`` writes nothing, and ends with
+status 1 if a table or figure is not that of the result files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import report_tables
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
+TABLES = "tables.md"
+_FIGURES = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end figures -->)", re.DOTALL)
+
+
+def main() -> int:
+    options = _options()
+    results = load(options.results)
+    texts = dict(_texts(results, options.results))
+    if options.readme or options.check:
+        figures = report_tables.figures(results)
+        texts[options.readme_file] = filled(options.readme_file.read_text(), figures)
+    if options.check:
+        stale = [path for path, text in texts.items() if _read(path) != text]
+        for path in stale:
+            print(f"{path} is not what the result files say: run benchmarks/report.py --readme")
+        return 1 if stale else 0
+    for path, text in texts.items():
+        if _read(path) != text:
+            path.write_text(text)
+            print(f"written: {path}")
+    for machine, content in results.items():
+        draw(content, options.results / machine)
+    return 0
+
+
+def load(folder: Path) -> dict[str, dict[str, Any]]:
+    """Of each machine the content of its result files, by name without ending.
+
+    Raises:
+        ValueError: a file is no JSON.
+    """
+    results: dict[str, dict[str, Any]] = {}
+    for path in sorted(folder.glob("*/*.json")):
+        try:
+            content = json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{path} is no result file: {error}; run its benchmark again"
+            ) from error
+        results.setdefault(path.parent.name, {})[path.stem] = content
+    return results
+
+
+def filled(text: str, figures: Mapping[str, Sequence[str]]) -> str:
+    """README's text with these figures between its markers.
+
+    Raises:
+        ValueError: there is a marker for what is no figure, or none for what is one.
+    """
+    found = [match[2] for match in _FIGURES.finditer(text)]
+    if sorted(found) != sorted(figures):
+        raise ValueError(f"README.md has markers for {found}, and there are {sorted(figures)}")
+    return _FIGURES.sub(lambda match: "\n".join([match[1], *figures[match[2]], "", match[3]]), text)
+
+
+def draw(content: Mapping[str, Any], folder: Path) -> None:
+    """Write the plots of one machine."""
+    import report_plots  # not for tables: it needs matplotlib
+
+    for name, figure in report_plots.figures(content):
+        report_plots.save(figure, folder / name)
+        print(f"written: {folder / name}")
+
+
+def _texts(results: Mapping[str, Any], folder: Path) -> Iterator[tuple[Path, str]]:
+    for machine, content in results.items():
+        lines = report_tables.machine_tables(machine, content)
+        yield folder / machine / TABLES, "\n".join(lines) + "\n"
+
+
+def _read(path: Path) -> str | None:
+    return path.read_text() if path.exists() else None
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--readme", action="store_true", help="also write README's figures")
+    what.add_argument("--check", action="store_true", help="write nothing, compare")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
+    parser.add_argument("--readme-file", type=Path, default=README, help="default: %(default)s")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,326 @@
+"""Result files as Markdown: the tables of each machine, and the figures in README.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import gpu_table
+
+# Of a machine's folder, by file name without ending.
+Results = Mapping[str, Any]
+
+_VERDICTS = {
+    "met": "met",
+    "within spread": "within stock's own spread",
+    "missed": "**missed**",
+    "too noisy": "too noisy to say",
+    None: "not judged",
+}
+_NOT_MEASURED = "Not measured."
+CPU = "cpu"
+
+
+def source(content: Mapping[str, Any]) -> str:
+    """Where a result comes from, in a line: machine, versions, commit, date, load."""
+    facts = content["machine"]
+    tree = facts["tritonddp"]
+    commit = (tree["commit"] or "no git")[:10] + (" with changes" if tree["dirty"] else "")
+    device = (
+        facts["gpu"]["name"] if facts["gpu"] else f"{facts['cpu']}, {facts['usable_cores']} cores"
+    )
+    return (
+        f"{device}, torch {facts['torch']}, tritonddp {commit}, {facts['date'][:10]}, "
+        f"load average {facts['load_average'][0]:.1f} at the start"
+    )
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(header)} |"
+    yield "| --- |" + " ---: |" * (len(header) - 1)
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+def number(value: float) -> str:
+    """Three digits, without an exponent."""
+    return (
+        f"{value:.0f}"
+        if abs(value) >= 100
+        else f"{value:.1f}"
+        if abs(value) >= 10
+        else f"{value:.2f}"
+    )
+
+
+def interval(ratio: Mapping[str, float]) -> str:
+    return f"{ratio['low']:.3f} to {ratio['high']:.3f}"
+
+
+# Tables: from a benchmark's content to lines
+
+
+def comparisons(step: Any, unused: bool | None = None) -> Iterator[str]:
+    """Ours against stock's best; with ``unused``, of the models that leave parameters unused only
+    (or of the others only)."""
+    header = ("model", "gradients", "stock's best", "ours / it", "95% interval")
+    rows, errors = [], []
+    for name, model in step["models"].items():
+        if "error" in model:
+            errors.append(f"\n{name}: not timed: {model['error']}")
+            continue
+        for family, one in model["comparisons"].items():
+            if unused is not None and (one["of"] == "whole steps") != unused:
+                continue
+            rows.append(
+                (
+                    name,
+                    family,
+                    one["best"],
+                    f"{one['ours']['median']:.3f}",
+                    interval(one["ours"]),
+                    f"{one['again']['median']:.3f}",
+                    interval(one["again"]),
+                    f"{one['bound_on'] or ''} {one['bound'] or ''}".strip(),
+                    _VERDICTS[one["verdict"]],
+                )
+            )
+    yield from markdown((*header, "stock / itself", "95% interval", "bound", "verdict"), rows)
+    yield from errors
+
+
+def configurations(step: Any) -> Iterator[str]:
+    """All that was timed: medians and quartiles in ms, overhead, bytes and launches."""
+    header = ("model", "configuration", "backward, ms", "quartiles", "step above unwrapped, ms")
+    rows = [
+        (
+            name,
+            label,
+            number(spread["median"] * 1e3),
+            f"{number(spread['q1'] * 1e3)} to {number(spread['q3'] * 1e3)}",
+            _or_dash(model["overhead_seconds"].get(label), lambda seconds: number(seconds * 1e3)),
+            f"{model['wire_bytes'][label] / 1e6:.2f}",
+            str(model["collectives"][label]),
+            _or_dash(model["launches"][label], str),
+        )
+        for name, model in step["models"].items()
+        for label, spread in model.get("seconds", {}).items()
+    ]
+    yield from markdown((*header, "on the wire, MB", "collectives", "launches"), rows)
+
+
+def host(content: Any, chosen: Sequence[str] | None = None) -> Iterator[str]:
+    """Medians and quartiles in microseconds, of the ``chosen`` configurations or of all."""
+    cells: dict[str, dict[str, str]] = {}
+    for row in content["benchmarks"]:
+        info = row["extra_info"]
+        for column, us in info["us"].items():
+            text = f"{number(us['median'])} ({number(us['q1'])} to {number(us['q3'])})"
+            cells.setdefault(info["configuration"], {})[f"{info['kind']}: {column}"] = text
+    columns = list(dict.fromkeys(column for row in cells.values() for column in row))
+    yield from markdown(
+        ("us, median (quartiles)", *columns),
+        (
+            (name, *(row.get(column, "-") for column in columns))
+            for name, row in cells.items()
+            if chosen is None or name in chosen
+        ),
+    )
+
+
+def memory(content: Any) -> Iterator[str]:
+    """Peaks above the unwrapped model in MiB, in the first steps and in steady ones."""
+    header = ("model", "configuration", "buckets, MiB", "first steps", "steady", "claim")
+    rows = []
+    for name, model in content["models"].items():
+        for label, row in model.items():
+            claim = ("holds" if row["holds"] else "**broken**") if label.startswith("ours") else ""
+            rows.append((name, label, _mib(row["buckets"]), *_peaks(row), claim))
+    yield from markdown(header, rows)
+
+
+def steady_memory(content: Any) -> Iterator[str]:
+    """The same in short: stock's default and ours in steady steps, and whether the claim holds."""
+    rows, claims = [], []
+    for name, model in content["models"].items():
+        views = {label: row for label, row in model.items() if label.endswith("views")}
+        copies = {label: row for label, row in model.items() if label not in views}
+        cells = []
+        for family in (copies, views):
+            for whose in ("stock", "ours"):  # the first of stock's is its default
+                first = next(
+                    (row for label, row in family.items() if label.startswith(whose)), None
+                )
+                cells.append("-" if first is None else _peaks(first)[1])
+        claims += [row["holds"] for label, row in model.items() if label.startswith("ours")]
+        buckets = next((row["buckets"] for label, row in model.items() if label == "ours"), 0)
+        rows.append((name, _mib(buckets), *cells))
+    header = ("MiB", "buckets", "stock", "ours", "stock views", "ours views")
+    yield from markdown(header, rows)
+    yield ""
+    yield (
+        "Of steady steps. That ours take no more than the buckets and one bucket of gradients in "
+        f"any step, the first ones too, holds in {sum(claims)} of {len(claims)} cases."
+    )
+
+
+def _peaks(row: Mapping[str, Any]) -> tuple[str, str]:
+    return _mib(row["above"]["first"]), _mib(row["above"]["steady"])
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.2f}"
+
+
+def network(content: Any) -> Iterator[str]:
+    """Ours and stock's best against the line's limit."""
+    header = ("hosts", "line", "gradients", "least time, ms", "ours, ms", "ours / least time")
+    rows = []
+    for result in content["results"]:
+        for family, one in result["comparisons"].items():
+            ours = result["contenders"]["ours" if family == "copies" else f"ours {family}"]
+            best = result["contenders"][one["best"]]
+            rows.append(
+                (
+                    str(result["hosts"]),
+                    rate(result["rate_bits_per_s"]),
+                    family,
+                    number(result["limit_seconds"] * 1e3),
+                    number(ours["seconds"]["median"] * 1e3),
+                    *(_or_dash(each["over"]["limit"], "{:.3f}".format) for each in (ours, best)),
+                    f"{one['ours']['median']:.3f}",
+                    interval(one["ours"]),
+                )
+            )
+    yield from markdown(
+        (*header, "stock's best / least time", "ours / stock's best", "95% interval"), rows
+    )
+
+
+def rate(bits_per_s: float | None) -> str:
+    if bits_per_s is None:
+        return "no limit"
+    giga = bits_per_s >= 1e9
+    return f"{bits_per_s / 1e9:g} Gbit/s" if giga else f"{bits_per_s / 1e6:g} Mbit/s"
+
+
+def kernels(content: Any) -> Iterator[str]:
+    """Bandwidths, and the share of a plain copy's that each contender reaches."""
+    groups: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in content["benchmarks"]:
+        info = row["extra_info"]
+        key = (info["direction"], info["parameters"], info["dtype"], info["bucket"])
+        groups.setdefault(key, {})[info["contender"]] = info
+    for direction in dict.fromkeys(key[0] for key in groups):
+        rows = {key: row for key, row in groups.items() if key[0] == direction}
+        names = list(dict.fromkeys(name for row in rows.values() for name in row))
+        yield ""
+        yield from markdown(
+            (
+                f"{direction}: share of the copy",
+                "MB",
+                "copy, GB/s",
+                *(n for n in names if n != gpu_table.CEILING),
+            ),
+            (
+                (
+                    " ".join(key[1:]),
+                    number(next(iter(row.values()))["bytes"] / 1e6),
+                    _or_dash(row.get(gpu_table.CEILING), lambda info: number(info["gb_per_s"])),
+                    *(
+                        _or_dash(row.get(name), lambda info: f"{info['of_ceiling']['median']:.3f}")
+                        for name in names
+                        if name != gpu_table.CEILING
+                    ),
+                )
+                for key, row in rows.items()
+            ),
+        )
+
+
+def gpu(content: Any) -> Iterator[str]:
+    """The bounds, and how they stand."""
+    rows = []
+    for bound in content["bounds"]:
+        sign, worst = "≥" if bound["at_least"] else "≤", bound["worst"]
+        rows.append(
+            (
+                bound["bound"],
+                f"{sign} {bound['limit']:g} {bound['unit']}".strip(),
+                bound["verdict"],
+                f"{bound['met_by']} of {bound['of']}",
+                f"{worst['value']:.3g} ({worst['where']})"
+                if worst
+                else "; ".join(bound["not_run"]),
+            )
+        )
+    yield from markdown(("bound", "limit", "verdict", "met by", "worst, or why not"), rows)
+
+
+def _or_dash(value: Any, show: Callable[[Any], str]) -> str:
+    return "-" if value is None else show(value)
+
+
+def _gpu_kernels(content: Any) -> Iterator[str]:
+    part = content["parts"].get("kernels")
+    if part is None or part["result"] is None:
+        return
+    yield from kernels(part["result"])
+
+
+# What is made of them
+
+Table = Callable[[Any], Iterator[str]]
+
+# By file: title, plots, tables.
+_SECTIONS: dict[str, tuple[str, Sequence[str], Sequence[Table]]] = {
+    "step": ("Step", ("step", "overhead"), (comparisons, configurations)),
+    "network": ("Slow lines", ("network",), (network,)),
+    "memory": ("Peak memory above the unwrapped model", ("memory",), (memory,)),
+    "host": ("Host cost", ("host",), (host,)),
+    "kernels": ("Flatten and unflatten", ("kernels",), (kernels,)),
+    "gpu": ("make gpu", (), (gpu, _gpu_kernels)),  # it draws its own plots
+}
+
+
+def machine_tables(name: str, results: Results) -> Iterator[str]:
+    """``tables.md`` of a machine."""
+    yield f"# Measured on: {name}"
+    yield ""
+    yield "Written by `python benchmarks/report.py` from the JSON files beside it; do not edit."
+    for benchmark, (title, plots, tables) in _SECTIONS.items():
+        if benchmark in results:
+            yield from ("", f"## {title}", "", source(results[benchmark]))
+            for table in tables:
+                yield ""
+                yield from table(results[benchmark])
+            for plot in plots:
+                yield from ("", f"![{title}: {plot}]({plot}.png)")
+
+
+def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
+    """What stands between README's markers, by name of the figure, from all machines' results."""
+    on_cpu = results.get(CPU, {})
+
+    def of(benchmark: str, table: Table) -> list[str]:
+        if benchmark not in on_cpu:
+            return [_NOT_MEASURED]
+        content = on_cpu[benchmark]
+        return [*table(content), "", _credit(CPU, benchmark, content)]
+
+    gpus = [(name, each["gpu"]) for name, each in results.items() if "gpu" in each]
+    on_gpus: list[str] = []
+    for name, content in gpus:
+        on_gpus += ["", *gpu(content), *_gpu_kernels(content), "", _credit(name, "gpu", content)]
+    return {
+        "step": of("step", lambda content: comparisons(content, unused=False)),
+        "branchy": of("step", lambda content: comparisons(content, unused=True)),
+        "host": of("host", lambda content: host(content, ("stock", "stock batched", "ours"))),
+        "memory": of("memory", steady_memory),
+        "network": of("network", network),
+        "gpu": on_gpus[1:] or [_NOT_MEASURED],
+    }
+
+
+def _credit(machine: str, benchmark: str, content: Any) -> str:
+    return f"(`benchmarks/results/{machine}/{benchmark}.json`: {source(content)})"

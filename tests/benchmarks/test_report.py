@@ -1,0 +1,294 @@
+"""README's figures are those of the result files, and whatever was measured can be rendered."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import bench
+import pytest
+import report
+import report_tables
+
+FACTS = {
+    "date": "2026-11-21T09:00:00+00:00",
+    "cpu": "Some CPU",
+    "usable_cores": 2,
+    "load_average": [0.1, 0.1, 0.1],
+    "torch": "2.13.0",
+    "gpu": None,
+    "tritonddp": {"path": "", "commit": "0123456789abcdef", "dirty": False},
+}
+RANKS = {"world_size": 2, "backend": "gloo"}
+SPREAD = {"q1": 0.010, "median": 0.0112, "q3": 0.014}
+MODES = ("", " views")
+
+
+def ratio(median: float) -> dict[str, float]:
+    return {"median": median, "low": median - 0.013, "high": median + 0.021}
+
+
+def comparison(best: str, unused: bool) -> dict[str, Any]:
+    return {
+        "of": "whole steps" if unused else "backwards",
+        "best": best,
+        "ours": ratio(0.765 if unused else 0.987),
+        "again": ratio(1.001),
+        "bound": 0.9 if unused else 1.02,
+        "bound_on": "ratio",
+        "verdict": "met",
+    }
+
+
+def step_model(unused: bool) -> dict[str, Any]:
+    names = [f"{who}{mode}" for mode in MODES for who in ("stock", "stock find_unused", "ours")]
+    every = ["unwrapped", *names]
+    return {
+        "seconds": dict.fromkeys(every, SPREAD),
+        "overhead_seconds": dict.fromkeys(names, 0.0034),
+        "wire_bytes": dict.fromkeys(every, 1_250_000),
+        "collectives": dict.fromkeys(every, 2),
+        "launches": dict.fromkeys(every, None),
+        "comparisons": {
+            "copies": comparison("stock", unused),
+            "views": comparison("stock views", unused),
+        },
+    }
+
+
+def pytest_rows(*infos: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"group": str(number), "extra_info": info} for number, info in enumerate(infos)]
+
+
+def kernel_rows() -> list[dict[str, Any]]:
+    common = {"parameters": "resnet50", "dtype": "fp32", "bucket": "whole", "bytes": 204e6}
+    return pytest_rows(
+        *(
+            {
+                **common,
+                "direction": direction,
+                "contender": contender,
+                "gb_per_s": 20.5,
+                "of_ceiling": ratio(0.912),
+            }
+            for direction in ("flatten", "unflatten")
+            for contender in ("tritonddp", "_foreach_copy_", "device copy")
+        )
+    )
+
+
+def network_result(rate: float | None) -> dict[str, Any]:
+    contender = {"seconds": SPREAD, "over": {"limit": None if rate is None else 1.034}}
+    names = ("unwrapped", "all-reduce alone", "stock", "ours", "stock views", "ours views")
+    return {
+        "hosts": 2,
+        "rate_bits_per_s": rate,
+        "model": "mlp",
+        "payload_bytes": 42_600_000,
+        "limit_seconds": 0.0108,
+        "contenders": dict.fromkeys(names, contender),
+        "comparisons": {
+            "copies": {"best": "stock", "ours": ratio(0.99)},
+            "views": {"best": "stock views", "ours": ratio(0.98)},
+        },
+    }
+
+
+RESULTS: dict[str, dict[str, Any]] = {
+    "cpu": {
+        "step": {
+            "models": {
+                "mlp": step_model(unused=False),
+                "branchy": step_model(unused=True),
+                "bad": {"error": "wrong gradients"},
+            },
+            **RANKS,
+        },
+        "memory": {
+            "models": {
+                "mlp": {
+                    name: {"buckets": 2**20, "above": {"first": 2**20, "steady": 0}, "holds": True}
+                    for name in ("stock", "ours")
+                }
+            },
+            **RANKS,
+        },
+        "network": {"results": [network_result(1e9), network_result(None)]},
+        "host": {
+            "benchmarks": pytest_rows(
+                *(
+                    {"kind": kind, "configuration": name, "us": {column: SPREAD}}
+                    for kind, column in (("parameter", "all"), ("bucket", "launch"))
+                    for name in ("unwrapped", "stock", "ours")
+                )
+            )
+        },
+        "kernels": {"benchmarks": kernel_rows()},
+    },
+    "some-gpu": {
+        "gpu": {
+            "parts": {"kernels": {"result": {"benchmarks": kernel_rows()}}},
+            "bounds": [
+                {
+                    "bound": "share of the copy",
+                    "limit": 0.9,
+                    "at_least": True,
+                    "unit": "",
+                    "verdict": "met",
+                    "worst": {"value": 0.912, "where": "kernels flatten"},
+                    "met_by": 2,
+                    "of": 2,
+                    "not_run": [],
+                },
+                {
+                    "bound": "host time",
+                    "limit": 2.0,
+                    "at_least": False,
+                    "unit": "us",
+                    "verdict": "not run",
+                    "worst": None,
+                    "met_by": 0,
+                    "of": 0,
+                    "not_run": ["host: not asked for"],
+                },
+            ],
+        }
+    },
+}
+for machine in RESULTS.values():
+    for result in machine.values():
+        result["machine"] = FACTS
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for machine, benchmarks in RESULTS.items():
+        (tmp_path / machine).mkdir()
+        for benchmark, content in benchmarks.items():
+            (tmp_path / machine / f"{benchmark}.json").write_text(json.dumps(content))
+    return tmp_path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["report.py", *map(str, arguments)])
+    return report.main()
+
+
+def test_the_tree_s_tables_and_readme_are_those_of_its_result_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert run(monkeypatch, "--check") == 0, "run: python benchmarks/report.py --readme"
+
+
+def test_figures_come_from_the_files_and_a_changed_one_is_noticed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "draw", lambda *_: None)
+    readme = folder / "README.md"
+    readme.write_text(report.README.read_text())
+    options = ("--results", folder, "--readme-file", readme)
+    assert run(monkeypatch, "--check", *options) == 1
+    assert run(monkeypatch, "--readme", *options) == 0
+    assert run(monkeypatch, "--check", *options) == 0
+    text = readme.read_text()
+    assert "| mlp | copies | stock | 0.987 | 0.974 to 1.008 |" in text
+    assert "| branchy | views | stock views | 0.765 |" in text
+    assert "| 2 | 1 Gbit/s | copies | 10.8 | 11.2 | 1.034 |" in text
+    assert "| host time | ≤ 2 us | not run | 0 of 0 | host: not asked for |" in text
+    assert "| mlp | 1.00 | 0.00 | 0.00 | - | - |" in text
+    assert "holds in 1 of 1 cases" in text
+    assert "bad: not timed: wrong gradients" in text
+    assert "tritonddp 0123456789" in text
+    assert "Not measured." not in text
+    readme.write_text(text.replace("| 0.987 |", "| 0.587 |"))
+    assert run(monkeypatch, "--check", *options) == 1
+
+
+def test_what_has_no_file_is_not_measured() -> None:
+    figures = report_tables.figures({})
+    assert {tuple(lines) for lines in figures.values()} == {("Not measured.",)}
+    only_gpu = report_tables.figures({"some-gpu": RESULTS["some-gpu"]})
+    assert only_gpu["step"] == ["Not measured."]
+    assert any("share of the copy" in line for line in only_gpu["gpu"])
+
+
+def test_a_marker_that_nothing_fills_is_an_error() -> None:
+    text = "<!-- figures: speed -->\n<!-- end figures -->"
+    with pytest.raises(ValueError, match="markers for"):
+        report.filled(text, {"step": []})
+
+
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "step.json").write_text("{")
+    with pytest.raises(ValueError, match=r"step\.json is no result file"):
+        report.load(tmp_path)
+
+
+def test_plots_are_drawn_and_no_label_lies_over_another(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra [bench]")
+    import report_plots
+    from matplotlib.text import Text
+
+    drawn = dict(report_plots.figures(RESULTS["cpu"]))
+    assert set(drawn) == {f"{name}.png" for name in (*RESULTS["cpu"], "overhead")}
+    for name, figure in drawn.items():
+        figure.canvas.draw()
+        # Ticks beyond the axis are not drawn, but have labels.
+        unseen = {
+            tick.label1
+            for axes in figure.axes
+            for axis in (axes.xaxis, axes.yaxis)
+            for tick in axis.get_major_ticks()
+            if not min(axis.get_view_interval()) <= tick.get_loc() <= max(axis.get_view_interval())
+        }
+        hidden = {text for axes in figure.axes if not axes.axison for text in axes.findobj(Text)}
+        boxes = [
+            (text.get_text(), text.get_window_extent())
+            for text in figure.findobj(Text)
+            if text.get_visible() and text.get_text() and text not in unseen | hidden
+        ]
+        for label, box in boxes:
+            assert -1 <= box.x0 < box.x1 <= figure.bbox.width + 1, f"{name}: {label!r} is cut"
+            assert -1 <= box.y0 < box.y1 <= figure.bbox.height + 1, f"{name}: {label!r} is cut"
+        for (label, box), (other, its) in itertools.combinations(boxes, 2):
+            assert not box.overlaps(its), f"{name}: {label!r} lies over {other!r}"
+        report_plots.save(figure, tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+# make bench
+
+
+def part(code: str, limit: float = 20) -> bench.Part:
+    return bench.Part("part", limit, f"-c {code}")
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"),
+    [
+        ("print(1)", "ok, "),
+        ("raise(SystemExit(2))", "not run: "),
+        ("print('no');raise(SystemExit(2))", "not run: no"),
+        ("exit(3)", "failed: exit status 3"),
+        ("import_time", "failed: exit status 1, see above: NameError"),
+    ],
+)
+def test_a_part_is_ok_not_run_or_failed(code: str, outcome: str) -> None:
+    assert bench.run(part(code)).startswith(outcome)
+
+
+def test_a_part_that_hangs_is_ended() -> None:
+    hanging = part("__import__('time').sleep(60)", limit=1)
+    assert bench.run(hanging).startswith("failed: not done after")
+
+
+def test_all_parts_together_are_under_ten_minutes() -> None:
+    limits = re.findall(
+        r"timeout -k \d+ (\d+) \S+ benchmarks/bench", (bench.HERE.parent / "Makefile").read_text()
+    )
+    assert sum(part.limit for part in bench.PARTS) <= int(limits[0]) - 5 < 600
