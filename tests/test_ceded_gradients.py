@@ -199,3 +199,67 @@ def test_a_dropped_wrapper_leaves_the_gradients_to_the_parameters() -> None:
     assert bucket() is None
     for param, gradient in zip(model.parameters(), expected, strict=True):
         assert_same_bits(param.grad, gradient, "gradient")
+
+
+@ranks(2)
+def test_after_a_backward_that_broke_off_the_next_steps_are_right() -> None:
+    ours, stock = pair()
+    for number in range(2):
+        step(ours, number)
+        step(stock, number)
+    ours.zero_grad()
+    loss = ours(batch(2))
+    if dist.get_rank() == 1:  # vector 3 comes first
+        handle = ours.module.vectors[1].register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        handle.remove()
+    else:
+        loss.backward()
+    for number in range(3, 6):
+        step(ours, number)
+        step(stock, number)
+        assert_same(ours, stock)
+
+
+@ranks(2)
+def test_two_wrappers_around_the_same_parameters_both_reduce() -> None:
+    model = Branches()
+    first, second = DistributedDataParallel(model), DistributedDataParallel(model)
+    stock = Stock(copy.deepcopy(model))
+    for number in range(4):
+        for ours in (first, second):
+            step(ours, number)
+            step(stock, number)
+            for a, b in zip(model.parameters(), stock.parameters(), strict=True):
+                torch.testing.assert_close(a.grad, b.grad)
+
+
+@ranks(2)
+def test_a_gradient_that_a_hook_keeps_or_replaces_is_reduced_in_place() -> None:
+    ours, stock = pair()
+    kept: list[Tensor] = []
+    mine = torch.empty(SIZE)
+
+    def replace(param: Tensor) -> None:
+        mine.copy_(param.grad)
+        param.grad = mine
+
+    ours.module.vectors[0].register_post_accumulate_grad_hook(lambda param: kept.append(param.grad))
+    ours.module.vectors[1].register_post_accumulate_grad_hook(replace)
+    for number in range(4):
+        kept.clear()
+        step(ours, number)
+        step(stock, number)
+        assert_same(ours, stock)
+        assert kept[0] is ours.module.vectors[0].grad
+        assert mine is ours.module.vectors[1].grad
+
+
+@ranks(2)
+def test_a_graph_of_gradients_keeps_them_as_they_are() -> None:
+    ours, _ = pair()
+    for _ in range(3):
+        ours.zero_grad()
+        ours(batch(0)).backward(create_graph=True)
+        assert all(param.grad.requires_grad for param in ours.parameters())

@@ -226,6 +226,12 @@ class Bucket:
             self._cedes = False
             self._allocate(self.flat.layout)
 
+    def touched(self, slot: int) -> None:
+        """The gradient of this slot had come already when :meth:`begin` saw it."""
+        grad = self.params[slot].grad
+        if grad is not None:
+            self._before[slot] = grad, -1
+
     def untouched(self, segment: Segment) -> list[int]:
         """Slots whose gradient is what it was before: a custom function returned ``None``."""
         return [

@@ -236,6 +236,9 @@ class Reducer:
         """
         if self._phase is Phase.IDLE:
             self.begin()
+            place = self._places[self._readiness.segment_of(index)]
+            segment = place.bucket.segments[place.number]
+            place.bucket.touched(segment.first + index - place.first)
             if self._readiness.arrive(index):
                 return
         if self._phase is Phase.LOCAL:
