@@ -55,18 +55,18 @@ class Part:
 # Together ten minutes, less what it takes to end a part that hangs. (The memory of many_small and
 # many_large would take another minute.)
 PARTS = (
-    Part("step", 260, f"{HERE}/step.py --rounds 10 --out {RESULTS}/step.json", ranks=2),
+    Part("step", 300, f"{HERE}/step.py --rounds 16 --out {RESULTS}/step.json", ranks=2),
     Part(
         "memory",
-        60,
+        50,
         f"{HERE}/memory.py --models mlp transformer branchy --out {RESULTS}/memory.json",
         ranks=2,
     ),
-    Part("kernels", 75, f"{_PYTEST} {HERE}/kernels --benchmark-json={RESULTS}/kernels.json"),
-    Part("host", 70, f"{_PYTEST} {HERE}/host --rounds 30 --benchmark-json={RESULTS}/host.json"),
+    Part("kernels", 65, f"{_PYTEST} {HERE}/kernels --benchmark-json={RESULTS}/kernels.json"),
+    Part("host", 50, f"{_PYTEST} {HERE}/host --rounds 30 --benchmark-json={RESULTS}/host.json"),
     Part(
         "network",
-        100,
+        95,
         f"{HERE}/network.py --hosts 2 --rates 1gbit 100mbit none --rounds 12 --seconds 30 "
         f"--out {RESULTS}/network.json",
     ),

@@ -269,7 +269,10 @@ class Bucket:
         if NoneType in map(type, grads):
             for slot, flag in enumerate(self.flat.flags.tolist()):
                 if flag and grads[slot] is None:
-                    grads[slot] = self.params[slot].grad = self._empty_gradient(slot)
+                    if self._kernels.by_address:
+                        grads[slot] = self.params[slot].grad = self._empty_gradient(slot)
+                    else:  # no launch to save
+                        self.params[slot].grad = self.flat.views[slot].clone()
         if self._cedes:
             for slot, param in enumerate(self.params):
                 if (
