@@ -5,14 +5,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from tritonddp.bucket import (
-    MIB,
-    Bucket,
-    BucketCaps,
-    GradientError,
-    assign_buckets,
-    gradient_strides,
-)
+from tritonddp.assignment import MIB, BucketCaps, assign_buckets
+from tritonddp.bucket import Bucket, GradientError, gradient_strides
 from tritonddp.counters import Counters
 from tritonddp.kernels import select
 from tritonddp.kernels.buffer import Layout

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from tritonddp._compat import move_inputs, preserve_version_counters, tree_leaves
-from tritonddp.bucket import MIB, BucketCaps
+from tritonddp.assignment import MIB, BucketCaps
 from tritonddp.comm.buffers import broadcast_coalesced
 from tritonddp.kernels import select
 from tritonddp.kernels.buffer import DTYPES

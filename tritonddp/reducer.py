@@ -30,13 +30,8 @@ from tritonddp._compat import (
     current_graph_task_id,
     queue_end_of_backward,
 )
-from tritonddp.bucket import (
-    Bucket,
-    BucketCaps,
-    GradientError,
-    ViewBucket,
-    assign_buckets,
-)
+from tritonddp.assignment import BucketCaps, assign_buckets
+from tritonddp.bucket import Bucket, GradientError, ViewBucket
 from tritonddp.comm.reduction import AllReduce, Reduction, Work
 from tritonddp.counters import Counters
 from tritonddp.kernels import select

@@ -1,0 +1,84 @@
+"""Which parameters share a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class BucketCaps:
+    """Size limits of buckets in bytes: the first ones in order, the last one for all others.
+
+    A bucket closes when its size *reaches* its limit, as in stock DDP, so it overshoots by less
+    than one parameter.
+    """
+
+    limits: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None
+    ) -> BucketCaps:
+        """From the constructor's arguments, in MiB.
+
+        The default is 1 MiB for the first bucket, so that communication starts early, and 25 MiB
+        for the others. An explicit ``bucket_cap_mb`` holds for all buckets, the first one too.
+
+        Raises:
+            TypeError: a size is not a number.
+            ValueError: a size is not positive, or the list is empty.
+        """
+        if bucket_cap_mb_list is not None:
+            sizes = list(bucket_cap_mb_list)
+            if not sizes:
+                raise ValueError("bucket_cap_mb_list is empty: give one size in MiB or None")
+            what = "bucket_cap_mb_list"
+        else:
+            sizes = [1, 25] if bucket_cap_mb is None else [bucket_cap_mb]
+            what = "bucket_cap_mb"
+        for size in sizes:
+            if isinstance(size, bool) or not isinstance(size, Real):
+                raise TypeError(f"{what} must be a number of MiB, got {size!r}")
+            if not 0 < size < float("inf"):
+                raise ValueError(f"{what} must be positive and finite, got {size!r} MiB")
+        return cls(tuple(max(1, int(size * MIB)) for size in sizes))
+
+    def limit(self, index: int) -> int:
+        """Limit in bytes of bucket number ``index`` of its dtype and device."""
+        return self.limits[min(index, len(self.limits) - 1)]
+
+
+def assign_buckets(
+    params: Sequence[Tensor], order: Sequence[int], caps: BucketCaps
+) -> list[list[int]]:
+    """Cut ``order``, the indices of ``params`` as their gradients become ready, into buckets.
+
+    A bucket holds one (dtype, device). Buckets come in the order in which they get complete, so
+    that launching them in this order never waits for a later gradient than need be.
+    """
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    closed: dict[tuple[torch.dtype, torch.device], int] = {}
+    buckets: list[list[int]] = []
+    for index in order:
+        param = params[index]
+        key = (param.dtype, param.device)
+        if key not in open_buckets:
+            open_buckets[key] = []
+            buckets.append(open_buckets[key])
+            sizes[key] = 0
+        open_buckets[key].append(index)
+        sizes[key] += param.numel() * param.element_size()
+        if sizes[key] >= caps.limit(closed.get(key, 0)):
+            closed[key] = closed.get(key, 0) + 1
+            del open_buckets[key]
+    position = dict(zip(order, count()))
+    return sorted(buckets, key=lambda bucket: position[bucket[-1]])
