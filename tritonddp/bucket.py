@@ -142,11 +142,14 @@ class Bucket:
         theirs then, and this bucket goes on with another one and cedes nothing any more.
         """
         self._grads = [None] * len(self.params)
-        self._before = {
-            slot: (grad, grad._version)
-            for slot, grad in enumerate(map(_grad_of, self.params))
-            if grad is not None
-        }
+        grads = list(map(_grad_of, self.params))
+        if set(map(type, grads)) == {NoneType}:
+            self._before = {}
+        else:
+            self._before = {
+                slot: (grad, grad._version) for slot, grad in enumerate(grads) if grad is not None
+            }
+        del grads  # or their memory would seem to be held
         if self._cedes and self._memory() != self._unshared:
             self._cedes = False
             self._allocate(self.flat.layout)
@@ -327,11 +330,10 @@ class ViewBucket(Bucket):
     def flatten(self, segment: Segment, used: Sequence[bool], scale: float) -> None:
         """See :meth:`Bucket.flatten`. Used gradients become views, which frees their memory."""
         grads = self._flatten(segment, used, scale)
-        for slot, grad in enumerate(grads, segment.first):
-            view = self.flat.views[slot]
-            if self._used[slot] and grad is not view:
-                self.params[slot].grad = view
-                grads[slot - segment.first] = view
+        used = self._used[segment.first : segment.last]
+        for slot, (flag, view) in enumerate(zip(used, segment.flat.views, strict=True)):
+            if flag:
+                self.params[segment.first + slot].grad = grads[slot] = view
         self._grads[segment.first : segment.last] = grads
 
     def unflatten(self) -> None:
@@ -340,17 +342,11 @@ class ViewBucket(Bucket):
         for slot, grad in self._kept.items():
             views[slot].copy_(torch.where(self.flat.flags[slot] != 0, views[slot], grad))
         self._kept.clear()
-        elsewhere = [
-            slot
-            for slot, (used, grad) in enumerate(zip(self._used, self._grads, strict=True))
-            if not used and grad is not views[slot]
-        ]
-        self._grads = [None] * len(views)
-        if elsewhere:
-            flags = self.flat.flags.tolist()
-            for slot in elsewhere:
-                if flags[slot]:
+        if not all(self._used):
+            for slot, flag in enumerate(self.flat.flags.tolist()):
+                if flag and not self._used[slot] and self._grads[slot] is not views[slot]:
                     self.params[slot].grad = views[slot]
+        self._grads = [None] * len(views)
 
     def _spare(self, slot: int, grad: Tensor) -> Tensor:
         """Save a gradient of an earlier backward that the reduction would overwrite.
