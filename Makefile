@@ -46,11 +46,11 @@ lint: $(VENV)/.test-installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.bench-installed
+bench: $(VENV)/.test-installed
 	@echo "Running the benchmarks on the CPU (under 10 minutes; let the machine do nothing else) ..."
 	@timeout -k 5 598 $(BIN)/python benchmarks/bench.py $(ARGS)
 
-figures: $(VENV)/.bench-installed
+figures: $(VENV)/.test-installed
 	@$(BIN)/python benchmarks/report.py --readme
 
 # The revision is looked at first, since what torchrun makes of an error fills a screen.
@@ -76,13 +76,8 @@ $(VENV)/.demo-installed: $(VENV)/constraints.txt pyproject.toml
 	@touch $@
 
 $(VENV)/.test-installed: $(VENV)/constraints.txt pyproject.toml
-	@echo "Installing PyTorch, pytest and friends into $(VENV) (about a minute, once) ..."
-	@$(PIP) -e ".[test,examples]"
-	@touch $@
-
-$(VENV)/.bench-installed: $(VENV)/constraints.txt pyproject.toml
-	@echo "Installing PyTorch, pytest and matplotlib into $(VENV) (about a minute, once) ..."
-	@$(PIP) -e ".[test,bench]"
+	@echo "Installing PyTorch, pytest, matplotlib and friends into $(VENV) (about a minute, once) ..."
+	@$(PIP) -e ".[test,bench,examples]"
 	@touch $@
 
 # The venv, and in it the pins that it was made with.
