@@ -2,49 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import subprocess
-import sys
 from pathlib import Path
 
+import launched
 import pytest
+from launched import ROOT
 
 pytest.importorskip("sklearn", reason="needs the extra [examples]")
 pytest.importorskip("tqdm", reason="needs the extra [examples]")
 
-ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "train.py"
 
 
 def run(
     *arguments: str | Path, nproc: int | None = 2, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script under torchrun (without it if ``nproc`` is None); nothing outlives the call."""
-    launcher = [] if nproc is None else ["-m", "torch.distributed.run", "--standalone"]
-    launcher += [] if nproc is None else ["--nproc-per-node", str(nproc)]
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    process = subprocess.Popen(
-        [sys.executable, *launcher, *map(str, arguments)],
-        env={**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=90)
-    finally:
-        if process.poll() is None:
-            # torchrun puts its workers into sessions of their own, so it must end them itself.
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(timeout=40)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    """Run a script with this checkout's tritonddp."""
+    return launched.run(*arguments, nproc=nproc, env={"PYTHONPATH": str(ROOT), **(env or {})})
 
 
 def row(output: str, label: str) -> list[str]:

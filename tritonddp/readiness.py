@@ -123,8 +123,8 @@ class Readiness:
         """One a parameter. Each runs once a backward: keep it short.
 
         What differs between them is in default arguments, and the rest in one shared closure:
-        fewer objects to fetch into the cache for each parameter. The lines up to the first
-        ``return`` are those of :meth:`arrive`.
+        fewer objects to fetch into the cache for each parameter. It counts as :meth:`arrive` does,
+        which would cost one more call.
         """
         awaited, pending = self._awaited, self._pending
         reference, listener = weakref.ref(self), self._listener

@@ -2,7 +2,7 @@
 
 One gradient, from ``backward()`` to ``.grad``::
 
-    backward starts   _begin     ask the engine which parameters it will reach, and count them
+    backward starts   begin      ask the engine which parameters it will reach, and count them
     gradient ready    hook       one counter goes down, nothing else
     segment full      _fill      reduction.fill: one flatten; on a GPU a segment is a whole bucket
     bucket full       _launch    reduction.start: one asynchronous all-reduce
