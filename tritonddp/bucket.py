@@ -181,7 +181,7 @@ class Bucket:
     def seal(self) -> None:
         """All segments are flattened: complete the trailer."""
         if len(self.segments) > 1:
-            self.flat.write_flags(self._used)
+            self.flat.write_trailer(self._used, ())
 
     def unflatten(self) -> None:
         """Write the reduced gradients into ``.grad``; parameters nobody used stay as they are.
