@@ -65,7 +65,7 @@ class Layout:
         """Lay gradients of these shapes and dense strides out one behind the other.
 
         ``alignment`` is in elements: 16 lets the Triton kernels use 16-byte accesses for every
-        wire dtype of one byte and more, 1 leaves no gaps. ``ballots`` is how many to leave room for.
+        wire dtype of one byte and more, 1 leaves no gaps. ``ballots`` is the number of ballots.
         """
         numels, offsets, end = [], [], 0
         for shape in shapes:
