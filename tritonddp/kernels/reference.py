@@ -158,9 +158,10 @@ def _flatten_together(flat: FlatBuffer, grads: Sequence[Tensor | None], scale: f
             if grad is not None and grad is not view
         ]
         targets, sources = [view for view, _ in pairs], [grad for _, grad in pairs]
-    together = len(targets) == len(grads) and flat.layout.vectors and _concatenate(flat, sources)
-    if targets and not together:
-        foreach_copy_(targets, sources)
+    if targets:
+        all_vectors = len(targets) == len(grads) and flat.layout.vectors
+        if not (all_vectors and _concatenate(flat, sources)):
+            foreach_copy_(targets, sources)
     flat.data[first:end].mul_(scale)
 
 
