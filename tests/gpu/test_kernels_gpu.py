@@ -139,7 +139,7 @@ def test_scaled_gradients_have_the_bits_of_the_reference(kernels, dtype, wire, a
 
 def test_a_factor_on_the_host_is_refused_and_not_followed(kernels):
     flat, _ = embedded_flat([dense([20])], torch.float32, "cuda")
-    with pytest.raises(TypeError, match="one torch.float64 element on cuda:0, but is .* on cpu"):
+    with pytest.raises(TypeError, match=r"one torch\.float64 element on cuda:0, but is .* on cpu"):
         kernels.unflatten(flat, [torch.ones(20, device="cuda")], torch.ones(1).double())
 
 
