@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch.nn import Parameter
@@ -38,6 +39,19 @@ class Participation:
         from a hook. Blind to inner backwards of reentrant checkpoints.
         """
         return will_engine_execute(self.nodes)
+
+
+@contextmanager
+def as_trainable(params: Iterable[Parameter]) -> Iterator[None]:
+    """Context: parameters that have been frozen let hooks be registered all the same."""
+    frozen = [param for param in params if not param.requires_grad]
+    for param in frozen:
+        param.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for param in frozen:
+            param.requires_grad_(False)
 
 
 def accumulates(node: Any) -> bool:
