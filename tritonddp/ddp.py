@@ -331,7 +331,7 @@ class DistributedDataParallel(nn.Module):
         for (name, param), gradient in zip(named, gradients, strict=True):
             if gradient is not None:
                 _check_gradient(name, param, gradient)
-            stand_in = param.detach()
+            stand_in = param.detach().requires_grad_(param.requires_grad)
             stand_in.grad = None if gradient is None else gradient.detach()
             stand_ins.append((name, stand_in))
         self.reducer.reduce(stand_ins, ViewBucket, self._weight)

@@ -97,6 +97,7 @@ class Reducer:
         self.counters = Counters()
         self.on_backward: Callable[[Callable[[], None]], Callable[[], None]] | None = None
         self._roster = roster
+        roster.enroll()
         self._group = process_group
         self._caps = caps
         self._should_sync = should_sync
@@ -116,8 +117,7 @@ class Reducer:
         self._in_flight: list[tuple[Bucket, Work]] = []
         # Order of gradients in the first reduced backward; None once the buckets follow it.
         self._ready_order: dict[int, None] | None = {}
-        # Trainable parameters that are in no bucket yet, and the gradients that they came with.
-        self._added: list[tuple[str, Parameter]] = []
+        # The gradients that parameters had when they were added.
         self._grads_of_added: dict[Parameter, tuple[Tensor, int]] = {}
         self._since_change = 0  # reductions since the roster changed
         self._unused_error: str | None = None
@@ -187,20 +187,16 @@ class Reducer:
         action. What is in no bucket waits for the end of the next reduced backward: by then the
         ballots have told whether all ranks have changed alike.
         """
+        known = {param for _, param in self._roster.added}
         self._roster.update()
         self._since_change = 0
-        placed = set(self.placement.params)
-        added = [(name, param) for name, param in self._roster.trainable if param not in placed]
-        for name, param in added:
+        for name, param in self._roster.added:
             select(param.device)  # raises where there are no kernels
             if param.dtype not in DTYPES:
                 raise NotImplementedError(
                     f"parameter {name!r}, added after the module was wrapped, is {param.dtype}; "
                     f"tritonddp reduces {', '.join(map(str, DTYPES))}"
                 )
-        known = {param for _, param in self._added}
-        self._added = added
-        for _, param in added:
             if param not in known and param.grad is not None:
                 self._grads_of_added[param] = param.grad, param.grad._version
 
@@ -268,7 +264,7 @@ class Reducer:
         return self._inner | missing if self._inner else missing - self._absent
 
     def _all_params(self) -> list[Parameter]:
-        return [*self.placement.params, *(param for _, param in self._added)]
+        return [*self.placement.params, *(param for _, param in self._roster.added)]
 
     def _begin_reduction(self, source: Source, weight: Weight | None, structure: bytes) -> None:
         """Tell the reduction what this rank says to the others, and how much it counts."""
@@ -564,14 +560,14 @@ class Reducer:
             named = [named[number] for number in self._agree_on_order()]
         else:
             self._absent |= self._doubtful - self._inner
-            if not self._added and self._since_change != _SETTLED:
+            if not self._roster.added and self._since_change != _SETTLED:
                 return
-        if self._added:
+        if self._roster.added:
             self._take_up(broken)
         trainable = {param for _, param in self._roster.trainable}
         kept = [(name, param) for name, param in named if param in trainable]
-        kept += self._added
-        self._added, self._grads_of_added = [], {}
+        kept += self._roster.added
+        self._grads_of_added.clear()
         if kept:
             self._rebuild(kept)
 
@@ -592,12 +588,12 @@ class Reducer:
     def _take_up(self, broken: bool) -> None:
         """Reduce the gradients of parameters that were added, in buckets of their own."""
         self._reduction.settle()
-        params = [param for _, param in self._added]
+        params = [param for _, param in self._roster.added]
         broadcast = self._broadcast()
         if broadcast is not None:
             broadcast([param.detach() for param in params])
         self._window.merge(params)
-        placement = self._place(self._added)
+        placement = self._place(self._roster.added)
         source = Source.BROKEN if broken else Source.ELSEWHERE
         self._begin_reduction(source, self._window.weight, self._roster.structure)
         if broken:
@@ -638,6 +634,7 @@ class Reducer:
         self._unfilled = [0] * len(self.buckets)  # segments that wait for gradients
         self._dtypes = [param.dtype for param in params]
         self._devices = [param.device for param in params]
+        self._roster.place(params)
         self._readiness.remove()
         segments = [range(place.first, place.last) for place in self.placement.places]
         with as_trainable(params):

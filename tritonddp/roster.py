@@ -5,7 +5,7 @@ Training loops freeze and unfreeze parameters, and replace and add some, after a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NoReturn
@@ -35,7 +35,8 @@ class Roster:
     Attributes:
         params: all parameters, each once, with the first of its names.
         trainable: those of them that required gradients at the last :meth:`update`.
-        structure: a hash of the trainable ones that should be alike on all ranks.
+        added: those of the trainable ones that are in no bucket yet.
+        structure: a hash of the trainable and the added ones, which should be alike on all ranks.
     """
 
     def __init__(
@@ -45,9 +46,19 @@ class Roster:
         self._children = wrapper._modules
         self._ignored = ignored
         self._group = process_group
-        self._number = _wrappers.get(process_group, 0)
-        _wrappers[process_group] = self._number + 1
+        self._number = -1
+        self._placed: set[Tensor] = set()
         self.update()
+
+    def enroll(self) -> None:
+        """All ranks hold the same module: number its wrapper, alike on all of them."""
+        self._number = _wrappers.get(self._group, 0)
+        _wrappers[self._group] = self._number + 1
+
+    def place(self, params: Iterable[Tensor]) -> None:
+        """These parameters, and no others, are in buckets now."""
+        self._placed = set(params)
+        self._compare()
 
     def update(self) -> None:
         """Look at all modules."""
@@ -68,7 +79,13 @@ class Roster:
         self._ids = list(map(id, self._held))
         self._looked_at = [param for _, param in self.params]
         self._required = list(map(_requires_grad, self._looked_at))
-        self.structure = structure_of(self.trainable, f"wrapper {self._number}")
+        self._compare()
+
+    def _compare(self) -> None:
+        self.added = [pair for pair in self.trainable if pair[1] not in self._placed]
+        self.structure = structure_of(
+            self.trainable, f"wrapper {self._number}", *(f"+{name}" for name, _ in self.added)
+        )
 
     def has_changed(self) -> bool:
         """Whether anything is not as it was at the last :meth:`update`."""
@@ -100,6 +117,7 @@ class Roster:
         """
         module = self._children["module"]
         options = {
+            "new parameters": [name for name, _ in self.added],
             "wrapper": f"number {self._number} in its process group, of a {type(module).__name__}",
             "reduction": "of a backward" if requested is None else "on request (reduce_gradients)",
         }
