@@ -331,7 +331,7 @@ def measure_parts(side: nn.Module, rounds: Rounds, ranks: Ranks, plan: Plan) -> 
         start = time.perf_counter()
         if on_cpu:
             for buffer, each in zip(buffers, used, strict=True):
-                buffer.write_flags(each)
+                buffer.write_trailer(each, bytes(buffer.layout.ballots))
         written = time.perf_counter()
         for buffer in buffers:
             buffer.flags.tolist()

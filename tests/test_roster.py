@@ -287,7 +287,7 @@ def test_the_roster_sees_each_kind_of_change() -> None:
     wrapper.module = Net()
     for change in CHANGES:
         roster = Roster(wrapper, (), dist.group.WORLD)
-        roster.place(wrapper.module.parameters())
+        roster.place(*zip(*wrapper.module.named_parameters(), strict=True))
         assert not roster.has_changed()
         change(wrapper.module)
         assert roster.has_changed(), change.__name__

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from tritonddp._compat import (
     current_autograd_node,
@@ -35,10 +34,9 @@ from tritonddp.ballot import Ballot, Disagreement, Source, StructureMismatch
 from tritonddp.bucket import Bucket, GradientError, ViewBucket
 from tritonddp.comm.reduction import AllReduce, Reduction, Work
 from tritonddp.counters import Counters
-from tritonddp.kernels import select
-from tritonddp.kernels.buffer import DTYPES
 from tritonddp.on_request import reduce_at_once, take_part
-from tritonddp.participation import accumulates, as_trainable
+from tritonddp.outputs import Forward, Outputs
+from tritonddp.participation import Unannounced, accumulates, as_trainable
 from tritonddp.placement import Placement
 from tritonddp.readiness import Readiness
 from tritonddp.roster import Roster, structure_of
@@ -111,27 +109,21 @@ class Reducer:
         self._graph_task = -1
         self._creates_graph = False
         self._end_is_queued: Callable[[], object] = lambda: None
-        self._watched = WeakTensorKeyDictionary()
+        self._outputs = Outputs(self)
         self._window = Window()
         self._next = 0  # first bucket that is not launched
         self._in_flight: list[tuple[Bucket, Work]] = []
         # Order of gradients in the first reduced backward; None once the buckets follow it.
         self._ready_order: dict[int, None] | None = {}
-        # The gradients that parameters had when they were added.
-        self._grads_of_added: dict[Parameter, tuple[Tensor, int]] = {}
         self._since_change = 0  # reductions since the roster changed
         self._unused_error: str | None = None
         self._launching = threading.Lock()
         self._readiness = Readiness((), (), self)
-        # Per parameter: reached in this backward, in those under no_sync since the last reduction
-        # (they take part in the next), in neither for certain.
+        # Parameters reached in this backward, and in those under no_sync since the last reduction:
+        # they take part in the next.
         self._used: list[bool] = []
         self._used_earlier: list[bool] = []
-        self._doubtful: set[int] = set()
-        # Parameters whose gradients came from inner backwards (reentrant checkpoints), which the
-        # engine does not announce; and those that were not announced once and did not come.
-        self._inner: set[int] = set()
-        self._absent: set[int] = set()
+        self._unannounced = Unannounced()
         # Registration order is roughly forward order, so its reverse is a guess at ready order.
         self.placement = self._place(roster.trainable[::-1], self._bucket_class)
         self._count_anew()
@@ -155,68 +147,19 @@ class Reducer:
         """
         self._recover()
         self._settle()
-        if torch.is_grad_enabled():
-            self._check_parameters()
-            if self._roster.has_changed():
-                self._note_changes()
+        if torch.is_grad_enabled() and self._roster.look(self._where):
+            self._since_change = 0
         if self._unused_error is not None:
             message, self._unused_error = self._unused_error, None
             raise RuntimeError(message)
 
-    def _check_parameters(self) -> None:
-        # All dtypes, 0.05 us each, but one device: who moves a module moves all of it.
-        params = self.placement.params
-        same = list(map(_dtype_of, params)) == self._dtypes
-        if same and params[0].device == self._devices[0]:
-            return
-        for name, param, dtype, device in zip(
-            self.placement.names, params, self._dtypes, self._devices, strict=True
-        ):
-            was, now = (dtype, device), (param.dtype, param.device)
-            if was != now:
-                raise RuntimeError(
-                    f"{self._where()}: parameter {name!r} was {was[0]} on {was[1]} when it was "
-                    f"wrapped and is now {now[0]} on {now[1]}, so that its gradient would not be "
-                    "synchronised: wrap the module again after such a change"
-                )
-
-    def _note_changes(self) -> None:
-        """Parameters were frozen, unfrozen, replaced or added.
-
-        What is in a bucket and gets no gradient any more is unused from now on, which needs no
-        action. What is in no bucket waits for the end of the next reduced backward: by then the
-        ballots have told whether all ranks have changed alike.
-        """
-        known = {param for _, param in self._roster.added}
-        self._roster.update()
-        self._since_change = 0
-        for name, param in self._roster.added:
-            select(param.device)  # raises where there are no kernels
-            if param.dtype not in DTYPES:
-                raise NotImplementedError(
-                    f"parameter {name!r}, added after the module was wrapped, is {param.dtype}; "
-                    f"tritonddp reduces {', '.join(map(str, DTYPES))}"
-                )
-            if param not in known and param.grad is not None:
-                self._grads_of_added[param] = param.grad, param.grad._version
-
     def watch(self, outputs: Sequence[Tensor]) -> None:
-        """See the start of each backward that runs through one of these outputs of a forward.
-
-        Without it the first gradient would do, but a backward that reaches no parameter of this
-        rank must still take part, and one that starts with a reentrant checkpoint must be seen
-        before its inner backward.
-        """
-        forward = _Forward()
-        for output in outputs:
-            # A tensor that the module only hands on may live long: it gets one hook.
-            if output.grad_fn is not None and output not in self._watched:
-                self._watched[output] = None
-                output.register_hook(_backward_start_hook(weakref.ref(self), forward))
+        """A forward has returned ``outputs``."""
+        self._outputs.watch(outputs)
 
     # Start of backward
 
-    def begin(self, forward: _Forward | None = None) -> None:
+    def begin(self, forward: Forward | None = None) -> None:
         """A backward runs: if it is a new one, find out what it will reach. Called from hooks."""
         if self._phase is not Phase.IDLE and self._end_is_queued() is not None:
             return
@@ -237,31 +180,24 @@ class Reducer:
         self._next = 0
         for bucket in self.buckets:
             bucket.begin()
-        source = Source.ELSEWHERE if forward is None else forward.reduce()
+        if forward is None:
+            source = Source.ELSEWHERE
+        else:
+            source = Source.AGAIN if forward.was_reduced else Source.FORWARD
+            forward.was_reduced = True
         self._begin_reduction(source, self._window.weight, self._roster.structure)
         if self._ready_order is not None:
             self._phase = Phase.OBSERVING
             self._used = list(self._used_earlier)
             return
         self._used = list(map(or_, reached, self._used_earlier))
-        self._doubtful = self._may_come(reached)
-        self._readiness.expect(reached, self._doubtful)
+        self._readiness.expect(reached, self._unannounced.may_come(reached))
         self._unfilled = [0] * len(self.buckets)
         for number, place in enumerate(self.placement.places):
             self._unfilled[place.bucket.index] += self._readiness.waits(number)
         with self._launching:
             self._phase = Phase.REDUCING
             self._launch_full()
-
-    def _may_come(self, reached: Sequence[bool]) -> set[int]:
-        """Parameters that may get a gradient, or another one, that the engine does not announce.
-
-        That is what reentrant checkpoints do. Once one has been seen, no other parameter is above
-        suspicion. Until then a parameter is that is not announced for the first time: whether it
-        comes all the same is known at the end of this backward.
-        """
-        missing = {number for number, comes in enumerate(reached) if not comes}
-        return self._inner | missing if self._inner else missing - self._absent
 
     def _all_params(self) -> list[Parameter]:
         return [*self.placement.params, *(param for _, param in self._roster.added)]
@@ -327,7 +263,7 @@ class Reducer:
             self._used[index] = True
             number = self._readiness.segment_of(index)
             if self._filled[number]:
-                self._inner.add(index)
+                self._unannounced.came(index)
                 bucket = self.placement.places[number].bucket.index
                 raise RuntimeError(
                     f"{self._where()}: the gradient of {self.placement.names[index]!r} arrived "
@@ -337,7 +273,7 @@ class Reducer:
                     "use_reentrant=False they are announced beforehand."
                 )
         if from_inner and self._phase is not Phase.IDLE:
-            self._inner.add(index)
+            self._unannounced.came(index)
 
     def segment_full(self, number: int) -> None:
         """All gradients of a segment are ready."""
@@ -461,7 +397,8 @@ class Reducer:
             for _, work in self._in_flight:
                 work.wait()
             where = self._where()
-            self._reset()
+            if self._phase is not Phase.IDLE:
+                self._reset()
             if isinstance(error, Disagreement):
                 raise RuntimeError(f"{where}, bucket 0: {error}") from None
             self._roster.verify(where, named_params)
@@ -532,8 +469,8 @@ class Reducer:
             RuntimeError: see :meth:`reduce`; or the accumulated backwards have a weight of their
                 own beside ``weight``.
         """
-        if self._roster.has_changed():
-            self._note_changes()
+        if self._roster.look(self._where):
+            self._since_change = 0
         if weight is not None and self._window.weight is not None:
             raise RuntimeError(
                 "the accumulated gradients have the weights of their backwards already: call "
@@ -556,10 +493,10 @@ class Reducer:
         named = list(zip(self.placement.names, self.placement.params, strict=True))
         self._since_change += 1
         if self._ready_order is not None:
-            self._absent.update(set(range(len(named))).difference(self._ready_order))
+            self._unannounced.stayed_away(set(range(len(named))).difference(self._ready_order))
             named = [named[number] for number in self._agree_on_order()]
         else:
-            self._absent |= self._doubtful - self._inner
+            self._unannounced.stayed_away()
             if not self._roster.added and self._since_change != _SETTLED:
                 return
         if self._roster.added:
@@ -567,7 +504,6 @@ class Reducer:
         trainable = {param for _, param in self._roster.trainable}
         kept = [(name, param) for name, param in named if param in trainable]
         kept += self._roster.added
-        self._grads_of_added.clear()
         if kept:
             self._rebuild(kept)
 
@@ -599,7 +535,7 @@ class Reducer:
         if broken:
             take_part(placement, self._reduction)
         else:
-            used = [_differs(param.grad, self._grads_of_added.get(param)) for param in params]
+            used = [self._roster.has_new_gradient(param) for param in params]
             reduce_at_once(placement, self._reduction, used)
 
     def _place(
@@ -620,8 +556,7 @@ class Reducer:
         with torch.no_grad():
             self.placement = self._place(named_params, self._bucket_class, self.placement)
         former = [number_of.get(param) for param in self.placement.params]
-        self._inner = {new for new, old in enumerate(former) if old in self._inner}
-        self._absent = {new for new, old in enumerate(former) if old in self._absent}
+        self._unannounced.renumber(former)
         self._count_anew()
 
     def _count_anew(self) -> None:
@@ -629,48 +564,10 @@ class Reducer:
         params = self.placement.params
         self._used = [False] * len(params)
         self._used_earlier = [False] * len(params)
-        self._doubtful = set()
         self._filled = [False] * len(self.placement.places)  # per segment
         self._unfilled = [0] * len(self.buckets)  # segments that wait for gradients
-        self._dtypes = [param.dtype for param in params]
-        self._devices = [param.device for param in params]
-        self._roster.place(params)
+        self._roster.place(self.placement.names, params)
         self._readiness.remove()
         segments = [range(place.first, place.last) for place in self.placement.places]
         with as_trainable(params):
             self._readiness = Readiness(params, segments, self)
-
-
-def _differs(grad: Tensor | None, before: tuple[Tensor, int] | None) -> bool:
-    """Whether this gradient has come into being, or changed, since."""
-    return grad is not None and (
-        before is None or grad is not before[0] or grad._version != before[1]
-    )
-
-
-class _Forward:
-    """One forward of the module, as long as its graph lives."""
-
-    __slots__ = ("_reduced",)
-
-    def __init__(self) -> None:
-        self._reduced = False
-
-    def reduce(self) -> Source:
-        """A reduced backward begins at its outputs: is it the first?"""
-        source = Source.AGAIN if self._reduced else Source.FORWARD
-        self._reduced = True
-        return source
-
-
-def _backward_start_hook(
-    reducer: weakref.ref[Reducer], forward: _Forward
-) -> Callable[[Tensor], None]:
-    """Hook on an output tensor of the module, which may outlive the reducer: it refers weakly."""
-
-    def backward_start(_: Tensor) -> None:
-        owner = reducer()
-        if owner is not None:
-            owner.begin(forward)
-
-    return backward_start

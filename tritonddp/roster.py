@@ -5,7 +5,7 @@ Training loops freeze and unfreeze parameters, and replace and add some, after a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NoReturn
@@ -16,9 +16,13 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from tritonddp.ballot import structure_hash
+from tritonddp.kernels import select
+from tritonddp.kernels.buffer import DTYPES
 from tritonddp.verify import describe, verify_same
 
 _requires_grad = attrgetter("requires_grad")
+_dtype_of = attrgetter("dtype")
+_device_of = attrgetter("device")
 
 # How many wrappers there have been in each process group: tells them apart, alike on all ranks.
 _wrappers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
@@ -47,7 +51,8 @@ class Roster:
         self._ignored = ignored
         self._group = process_group
         self._number = -1
-        self._placed: set[Tensor] = set()
+        self._placed: dict[Tensor, str] = {}
+        self._grads_of_added: dict[Tensor, tuple[Tensor, int]] = {}
         self.update()
 
     def enroll(self) -> None:
@@ -55,10 +60,67 @@ class Roster:
         self._number = _wrappers.get(self._group, 0)
         _wrappers[self._group] = self._number + 1
 
-    def place(self, params: Iterable[Tensor]) -> None:
+    def place(self, names: Sequence[str], params: Sequence[Tensor]) -> None:
         """These parameters, and no others, are in buckets now."""
-        self._placed = set(params)
+        self._placed = dict(zip(params, names, strict=True))
+        self._dtypes = list(map(_dtype_of, self._placed))
+        self._devices = list(map(_device_of, self._placed))
+        self._grads_of_added.clear()
         self._compare()
+
+    def look(self, where: Callable[[], str]) -> bool:
+        """Whether parameters were frozen, unfrozen, replaced or added since the last look.
+
+        What is in a bucket and gets no gradient any more is unused from now on, which needs no
+        action. What is in no bucket, :attr:`added`, waits for the end of the next reduced
+        backward: by then the ballots have told whether all ranks have changed alike.
+
+        Args:
+            where: asked for this rank's place, for errors.
+
+        Raises:
+            NotImplementedError: a parameter was added that cannot be reduced.
+            RuntimeError: a parameter has changed its dtype or device, and with it the autograd
+                node that has our hooks.
+        """
+        self._check_kinds(where)
+        if not self.has_changed():
+            return False
+        known = {param for _, param in self.added}
+        self.update()
+        for name, param in self.added:
+            select(param.device)  # raises where there are no kernels
+            if param.dtype not in DTYPES:
+                raise NotImplementedError(
+                    f"{where()}: parameter {name!r}, added after the module was wrapped, is "
+                    f"{param.dtype}; tritonddp reduces {', '.join(map(str, DTYPES))}"
+                )
+            if param not in known and param.grad is not None:
+                self._grads_of_added[param] = param.grad, param.grad._version
+        return True
+
+    def _check_kinds(self, where: Callable[[], str]) -> None:
+        # All dtypes, 0.05 us each, but one device: who moves a module moves all of it.
+        same = list(map(_dtype_of, self._placed)) == self._dtypes
+        if same and next(iter(self._placed)).device == self._devices[0]:
+            return
+        for (param, name), dtype, device in zip(
+            self._placed.items(), self._dtypes, self._devices, strict=True
+        ):
+            was, now = (dtype, device), (param.dtype, param.device)
+            if was != now:
+                raise RuntimeError(
+                    f"{where()}: parameter {name!r} was {was[0]} on {was[1]} when it was wrapped "
+                    f"and is now {now[0]} on {now[1]}, so that its gradient would not be "
+                    "synchronised: wrap the module again after such a change"
+                )
+
+    def has_new_gradient(self, param: Tensor) -> bool:
+        """Whether the gradient of an added parameter has come, or changed, since it was added."""
+        grad, before = param.grad, self._grads_of_added.get(param)
+        return grad is not None and (
+            before is None or grad is not before[0] or grad._version != before[1]
+        )
 
     def update(self) -> None:
         """Look at all modules."""

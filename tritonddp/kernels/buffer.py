@@ -193,14 +193,13 @@ class FlatBuffer:
         Raises:
             ValueError: see :meth:`Layout.encode_ballots`.
         """
-        encoded = self.layout.encode_ballots(ballots)
-        if all(used):
-            self.flags.fill_(1)
-        else:
-            self.flags.copy_(torch.tensor(used))
-        if encoded:
-            # A bytearray, since torch warns of memory that must not be written.
-            self.ballots.copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
+        # Bytes, since torch.tensor takes 0.1 us a flag; a bytearray, since torch warns of memory
+        # that must not be written.
+        trailer = bytearray(used) + self.layout.encode_ballots(ballots)
+        if trailer:
+            self.data[self.layout.flags_offset :][: len(trailer)].copy_(
+                torch.frombuffer(trailer, dtype=torch.uint8)
+            )
 
     def check_factor(self, factor: Tensor) -> None:
         """Look at all of ``unflatten``'s factor but its value, which the host need not know.
