@@ -136,6 +136,12 @@ class Bucket:
         """Bytes on the wire: payload and trailer."""
         return self.flat.data.numel() * self.flat.data.element_size()
 
+    @property
+    def title(self) -> str:
+        """Number and parameters, for errors."""
+        more = f", and {len(self.names) - 3} more" if len(self.names) > 3 else ""
+        return f"bucket {self.index} ({', '.join(map(repr, self.names[:3]))}{more})"
+
     def begin(self) -> None:
         """A backward begins: see which gradients are there, and whether the buffer is free.
 

@@ -368,7 +368,14 @@ class DistributedDataParallel(nn.Module):
             self._broadcast(buffers)
 
     def _broadcast(self, tensors: list[Tensor]) -> None:
-        broadcast_coalesced(tensors, self.process_group, 0, self.broadcast_bucket_size)
+        number, step = self._roster.number, self._forwards
+        where = "construction" if number < 0 else f"forward {step}"
+        roll_call = RollCall(self.process_group, f"broadcast {number}")
+        with roll_call.naming(
+            f"rank {self.process_group.rank()}, {where}",
+            f"broadcast of {len(tensors)} buffers or parameters",
+        ):
+            broadcast_coalesced(tensors, self.process_group, 0, self.broadcast_bucket_size)
 
 
 # torch's own class answers isinstance for this one, so that checkpointing, Lightning, Accelerate

@@ -39,6 +39,7 @@ from tritonddp.outputs import Forward, Outputs
 from tritonddp.participation import Unannounced, accumulates, as_trainable
 from tritonddp.placement import Placement
 from tritonddp.readiness import Readiness
+from tritonddp.roll_call import RollCall
 from tritonddp.roster import Roster, structure_of
 from tritonddp.weighting import Weight, Window
 
@@ -103,7 +104,8 @@ class Reducer:
         self._broadcast = broadcast
         self._bucket_class = ViewBucket if gradient_as_bucket_view else Bucket
         self._strict = strict
-        self._reduction: Reduction = AllReduce(process_group, self.counters)
+        self._roll_call = RollCall(process_group, f"wrapper {roster.number}")
+        self._reduction: Reduction = AllReduce(process_group, self.counters, self._roll_call)
 
         self._phase = Phase.IDLE
         self._graph_task = -1
@@ -516,7 +518,8 @@ class Reducer:
         arrived, self._ready_order = self._ready_order, None
         missing = [n for n in range(len(self.placement.params)) if n not in arrived]
         order = torch.tensor([*arrived, *missing], device=self.placement.params[0].device)
-        dist.broadcast(order, group=self._group, group_src=0)
+        with self._roll_call.naming(self._where(), "broadcast of the order of gradients"):
+            dist.broadcast(order, group=self._group, group_src=0)
         self.counters.collectives += 1
         self.counters.wire_bytes += order.numel() * order.element_size()
         return order.tolist()

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch.distributed as dist
 
@@ -44,6 +44,21 @@ class RollCall:
         self._group = group
         self._key = f"tritonddp/{name}/failed"
         self._number = 0  # of the last failure: a post with a smaller number is an old one
+
+    @contextlib.contextmanager
+    def naming(self, where: str, what: str) -> Iterator[None]:
+        """Context for one collective: if it fails, the error says who is missing.
+
+        Args:
+            where, what: see :meth:`explain`.
+
+        Raises:
+            RuntimeError: see :meth:`explain`.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.explain(where, what, error) from error
 
     def explain(self, where: str, what: str, error: Exception) -> RuntimeError:
         """The error to raise from ``error``; made in about 2 s, and in 5 s at most.

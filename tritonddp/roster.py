@@ -40,6 +40,7 @@ class Roster:
         params: all parameters, each once, with the first of its names.
         trainable: those of them that required gradients at the last :meth:`update`.
         added: those of the trainable ones that are in no bucket yet.
+        number: of the wrapper among those of its process group; -1 until :meth:`enroll`.
         structure: a hash of the trainable and the added ones, which should be alike on all ranks.
     """
 
@@ -50,15 +51,15 @@ class Roster:
         self._children = wrapper._modules
         self._ignored = ignored
         self._group = process_group
-        self._number = -1
+        self.number = -1
         self._placed: dict[Tensor, str] = {}
         self._grads_of_added: dict[Tensor, tuple[Tensor, int]] = {}
         self.update()
 
     def enroll(self) -> None:
         """All ranks hold the same module: number its wrapper, alike on all of them."""
-        self._number = _wrappers.get(self._group, 0)
-        _wrappers[self._group] = self._number + 1
+        self.number = _wrappers.get(self._group, 0)
+        _wrappers[self._group] = self.number + 1
 
     def place(self, names: Sequence[str], params: Sequence[Tensor]) -> None:
         """These parameters, and no others, are in buckets now."""
@@ -146,7 +147,7 @@ class Roster:
     def _compare(self) -> None:
         self.added = [pair for pair in self.trainable if pair[1] not in self._placed]
         self.structure = structure_of(
-            self.trainable, f"wrapper {self._number}", *(f"+{name}" for name, _ in self.added)
+            self.trainable, f"wrapper {self.number}", *(f"+{name}" for name, _ in self.added)
         )
 
     def has_changed(self) -> bool:
@@ -180,7 +181,7 @@ class Roster:
         module = self._children["module"]
         options = {
             "new parameters": [name for name, _ in self.added],
-            "wrapper": f"number {self._number} in its process group, of a {type(module).__name__}",
+            "wrapper": f"number {self.number} in its process group, of a {type(module).__name__}",
             "reduction": "of a backward" if requested is None else "on request (reduce_gradients)",
         }
         params = self.params if requested is None else requested

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from tritonddp.ballot import BYTES, Ballot, check, read, total_weight
 from tritonddp.bucket import Bucket, Segment
 from tritonddp.counters import Counters
+from tritonddp.roll_call import RollCall
 
 
 class Work(Protocol):
@@ -80,9 +82,12 @@ class AllReduce:
     in the unflatten kernel: the weights are in the ballots of the first bucket.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, counters: Counters) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup, counters: Counters, roll_call: RollCall
+    ) -> None:
         self._group = process_group
         self._counters = counters
+        self._roll_call = roll_call
         self._scale = 1.0 / process_group.size()
         self._ballot: Ballot | None = None
         self._places = b""
@@ -114,7 +119,8 @@ class AllReduce:
     def _issue(self, bucket: Bucket) -> Work:
         self._counters.collectives += 1
         self._counters.wire_bytes += bucket.nbytes
-        work = dist.all_reduce(bucket.flat.data, group=self._group, async_op=True)
+        with self._naming(bucket):
+            work = dist.all_reduce(bucket.flat.data, group=self._group, async_op=True)
         assert work is not None  # None is for ranks outside the group only
         return work
 
@@ -130,9 +136,16 @@ class AllReduce:
 
     def discard(self, bucket: Bucket, work: Work) -> None:
         """See :meth:`Reduction.discard`."""
-        work.wait()
+        with self._naming(bucket):
+            work.wait()
         if bucket.index == 0:
             self._look_at(bucket.flat.ballots)
+
+    def _naming(self, bucket: Bucket) -> AbstractContextManager[None]:
+        return self._roll_call.naming(
+            f"rank {self._group.rank()}, step {self._counters.reductions}, {bucket.title}",
+            f"all-reduce of {bucket.nbytes} bytes",
+        )
 
     def _look_at(self, ballots: Tensor) -> None:
         """Find out the sum of the weights, and whether the ranks reduce the same."""
