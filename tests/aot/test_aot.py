@@ -23,7 +23,7 @@ ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 BLOCK = 2048
 
 # Most registers a thread may take, by (aligned, fp64 on either side). Measured with Triton 3.6.0,
-# 3.7.1 and 3.9.0, most of all four architectures: 32, 48, 40 and 56. NVIDIA allots 8 at a time, so
+# 3.7.1 and 3.9.0, most of all four architectures: 32, 48, 40 and 54. NVIDIA allots 8 at a time, so
 # that anything above the next multiple of 8 costs occupancy.
 REGISTERS = {(True, False): 32, (True, True): 48, (False, False): 40, (False, True): 56}
 
