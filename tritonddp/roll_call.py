@@ -2,30 +2,37 @@
 
 The backend knows only that a connection broke or that time ran out. So each rank whose collective
 failed posts where it is in the process group's store, waits a little, and reads what the others
-posted. Who posted nothing is the one to look for. Nothing is posted or read before a failure.
+posted. Who posted nothing is the one to look for. Nothing is posted or read before a failure; the
+group is of no use after it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
 import time
 from collections.abc import Iterable
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
-# Seconds between a rank's own post and its look at the others'. A peer died: the others notice at
-# once. Time ran out on one rank: gloo then closes its connections, which the others notice.
+# Seconds between a rank's own post and its look at the others', whose collectives fail at once
+# when connections are closed.
 _PATIENCE = 2.0
+# Seconds more on rank 0: a TCPStore without a launcher ends with it, and others may still read.
+_HOST_STAYS = 1.0
 # Seconds for all of it. A call to a TCPStore whose host is stopped or unreachable does not return,
 # whatever the store's timeout.
 _LIMIT = 5.0
 # Characters of a post, and of the backend's error.
 _LONGEST = 400
 _DIGITS = 18  # of a post's number
+_TAG = 0x7D0C  # of a message that nobody sends
 # Ranks in one sentence; the rest is counted.
 _SHOWN = 10
 
@@ -46,9 +53,10 @@ class RollCall:
         self._number = 0  # of the last failure: a post with a smaller number is an old one
 
     def explain(self, where: str, what: str, error: Exception) -> RuntimeError:
-        """The error to raise from ``error``; made in about 2 s, and in 5 s at most.
+        """The error to raise from ``error``; made in 2 to 3 s, and in 5 s at most.
 
         Whatever the store does, this returns: what goes wrong there is a sentence of the message.
+        Over gloo it closes the connections of the group, so that no other rank goes on waiting.
 
         Args:
             where: this rank's place, such as ``"rank 0, step 4, bucket 1 ('a.weight', ...)"``.
@@ -70,7 +78,7 @@ class RollCall:
         thread = threading.Thread(target=self._exchange, args=(posts, place), daemon=True)
         thread.start()
         thread.join(_LIMIT)
-        if thread.is_alive():
+        if thread.is_alive() and not posts.asked:
             posts.trouble = f"it did not answer in {_LIMIT:g} s"
         self._number = posts.number
         # A thread left behind may still write into the original.
@@ -91,8 +99,11 @@ class RollCall:
                 if looks == 0 or posts.number > before:
                     store.set(f"{self._key}/{self._group.rank()}", f"{posts.number} {place}")
                 if looks == 0:
+                    _close_connections(self._group, others)
                     time.sleep(_PATIENCE)
             posts.asked = True
+            if self._group.rank() == 0:
+                time.sleep(_HOST_STAYS)
         except Exception as error:
             # The first error ends it: a TCPStore prints a stack for each call to a dead host.
             posts.trouble = _first_line(error)
@@ -161,6 +172,20 @@ class RollCall:
         if len(named) == 1:
             return f"rank {named[0]}"
         return f"ranks {', '.join(named[:-1])} and {named[-1]}"
+
+
+def _close_connections(group: dist.ProcessGroup, others: Iterable[int]) -> None:
+    """Have the other ranks' collectives fail now as well, over gloo.
+
+    When a rank dies, gloo tells those that exchange data with it, its neighbours in a ring. The
+    rest would wait for these, who will not go on: until they end, or until the timeout. Once a
+    receive has run out of time, gloo closes all connections of the group, as after any timeout.
+    """
+    if group.name() != "gloo":
+        return
+    for rank in others:
+        with contextlib.suppress(RuntimeError):  # it is meant to fail
+            group.recv([torch.empty(1)], rank, _TAG).wait(timedelta(milliseconds=1))
 
 
 _REMEDY = (
