@@ -22,6 +22,7 @@ from tritonddp.comm.buffers import broadcast_coalesced
 from tritonddp.kernels import select
 from tritonddp.kernels.buffer import DTYPES
 from tritonddp.reducer import Reducer
+from tritonddp.roll_call import RollCall
 from tritonddp.roster import Roster
 from tritonddp.verify import describe, describe_error, verify_same
 from tritonddp.weighting import Weight
@@ -368,12 +369,11 @@ class DistributedDataParallel(nn.Module):
             self._broadcast(buffers)
 
     def _broadcast(self, tensors: list[Tensor]) -> None:
-        number, step = self._roster.number, self._forwards
-        where = "construction" if number < 0 else f"forward {step}"
-        roll_call = RollCall(self.process_group, f"broadcast {number}")
-        with roll_call.naming(
-            f"rank {self.process_group.rank()}, {where}",
-            f"broadcast of {len(tensors)} buffers or parameters",
+        reducer: Reducer | None = getattr(self, "reducer", None)
+        step = "wrapping" if reducer is None else f"step {reducer.counters.reductions}, forward"
+        with RollCall(self.process_group).naming(
+            f"rank {self.process_group.rank()}, {step}",
+            f"broadcast of {len(tensors)} parameters or buffers",
         ):
             broadcast_coalesced(tensors, self.process_group, 0, self.broadcast_bucket_size)
 

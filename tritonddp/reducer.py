@@ -104,7 +104,7 @@ class Reducer:
         self._broadcast = broadcast
         self._bucket_class = ViewBucket if gradient_as_bucket_view else Bucket
         self._strict = strict
-        self._roll_call = RollCall(process_group, f"wrapper {roster.number}")
+        self._roll_call = RollCall(process_group)
         self._reduction: Reduction = AllReduce(process_group, self.counters, self._roll_call)
 
         self._phase = Phase.IDLE

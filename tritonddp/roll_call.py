@@ -2,32 +2,44 @@
 
 The backend knows only that a connection broke or that time ran out. So each rank whose collective
 failed posts where it is in the process group's store, waits a little, and reads what the others
-posted. Who posted nothing is the one to look for. Nothing is posted or read before a failure.
+posted. Who posted nothing is the one to look for. Nothing is posted or read before a failure; the
+group is of no use after it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
-# Seconds between a rank's own post and its look at the others'. A peer died: the others notice at
-# once. Time ran out on one rank: gloo then closes its connections, which the others notice.
+# Seconds between a rank's own post and its look at the others', whose collectives fail at once
+# when connections are closed.
 _PATIENCE = 2.0
+# Seconds more on rank 0: a TCPStore without a launcher ends with it, and others may still read.
+_HOST_STAYS = 1.0
 # Seconds for all of it. A call to a TCPStore whose host is stopped or unreachable does not return,
 # whatever the store's timeout.
 _LIMIT = 5.0
 # Characters of a post, and of the backend's error.
 _LONGEST = 400
 _DIGITS = 18  # of a post's number
+_TAG = 0x7D0C  # of a message that nobody sends
 # Ranks in one sentence; the rest is counted.
 _SHOWN = 10
+
+
+# Number of the last failure by group: a post with a smaller one is old.
+_failures: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class RollCall:
@@ -36,14 +48,13 @@ class RollCall:
     Args:
         group: the process group. Ranks are those of the group; where the global rank is another
             one, it is named too.
-        name: the same on all ranks, and another one for each wrapper of a process: posts of two
-            wrappers never mix. At most one roll call of a name is under way at a time.
+
+    All roll calls of a group are one: a rank may have failed in another wrapper than this one.
     """
 
-    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._key = f"tritonddp/{name}/failed"
-        self._number = 0  # of the last failure: a post with a smaller number is an old one
+        self._key = "tritonddp/failed"
 
     @contextlib.contextmanager
     def naming(self, where: str, what: str) -> Iterator[None]:
@@ -61,9 +72,10 @@ class RollCall:
             raise self.explain(where, what, error) from error
 
     def explain(self, where: str, what: str, error: Exception) -> RuntimeError:
-        """The error to raise from ``error``; made in about 2 s, and in 5 s at most.
+        """The error to raise from ``error``; made in 2 to 3 s, and in 5 s at most.
 
         Whatever the store does, this returns: what goes wrong there is a sentence of the message.
+        Over gloo it closes the connections of the group, so that no other rank goes on waiting.
 
         Args:
             where: this rank's place, such as ``"rank 0, step 4, bucket 1 ('a.weight', ...)"``.
@@ -81,13 +93,13 @@ class RollCall:
 
     def _ask(self, place: str) -> _Posts:
         """Post and read. In a thread that is left behind if the store never answers."""
-        posts = _Posts(self._number + 1)
+        posts = _Posts(_failures.get(self._group, 0) + 1)
         thread = threading.Thread(target=self._exchange, args=(posts, place), daemon=True)
         thread.start()
         thread.join(_LIMIT)
-        if thread.is_alive():
+        if thread.is_alive() and not posts.asked:
             posts.trouble = f"it did not answer in {_LIMIT:g} s"
-        self._number = posts.number
+        _failures[self._group] = posts.number
         # A thread left behind may still write into the original.
         return dataclasses.replace(posts, read=dict(posts.read))
 
@@ -106,8 +118,11 @@ class RollCall:
                 if looks == 0 or posts.number > before:
                     store.set(f"{self._key}/{self._group.rank()}", f"{posts.number} {place}")
                 if looks == 0:
+                    _close_connections(self._group, others)
                     time.sleep(_PATIENCE)
             posts.asked = True
+            if self._group.rank() == 0:
+                time.sleep(_HOST_STAYS)
         except Exception as error:
             # The first error ends it: a TCPStore prints a stack for each call to a dead host.
             posts.trouble = _first_line(error)
@@ -176,6 +191,20 @@ class RollCall:
         if len(named) == 1:
             return f"rank {named[0]}"
         return f"ranks {', '.join(named[:-1])} and {named[-1]}"
+
+
+def _close_connections(group: dist.ProcessGroup, others: Iterable[int]) -> None:
+    """Have the other ranks' collectives fail now as well, over gloo.
+
+    When a rank dies, gloo tells those that exchange data with it, its neighbours in a ring. The
+    rest would wait for these, who will not go on: until they end, or until the timeout. Once a
+    receive has run out of time, gloo closes all connections of the group, as after any timeout.
+    """
+    if group.name() != "gloo":
+        return
+    for rank in others:
+        with contextlib.suppress(RuntimeError):  # it is meant to fail
+            group.recv([torch.empty(1)], rank, _TAG).wait(timedelta(milliseconds=1))
 
 
 _REMEDY = (
