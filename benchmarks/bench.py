@@ -55,11 +55,17 @@ class Part:
 # Together ten minutes, less what it takes to end a part that hangs. (The memory of many_small and
 # many_large would take another minute.)
 PARTS = (
-    Part("step", 300, f"{HERE}/step.py --rounds 16 --out {RESULTS}/step.json", ranks=2),
+    Part("step", 240, f"{HERE}/step.py --rounds 16 --out {RESULTS}/step.json", ranks=2),
     Part(
         "memory",
         50,
         f"{HERE}/memory.py --models mlp transformer branchy --out {RESULTS}/memory.json",
+        ranks=2,
+    ),
+    Part(
+        "detection",
+        60,
+        f"{HERE}/detection.py --builds 2 --rounds 15 --out {RESULTS}/detection.json",
         ranks=2,
     ),
     Part("kernels", 65, f"{_PYTEST} {HERE}/kernels --benchmark-json={RESULTS}/kernels.json"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,16 +70,20 @@ class Plan:
         return "zeros" if self.zeros else "None"
 
 
-def parser(description: str, rounds: int) -> argparse.ArgumentParser:
-    """The arguments of :meth:`Plan.of`, ``--backend`` and ``--out``; ``rounds`` is a default."""
+def parser(description: str, rounds: int, models: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The arguments of :meth:`Plan.of`, ``--backend`` and ``--out``.
+
+    ``rounds`` and ``models`` are defaults; no models: those that the device takes.
+    """
+    default = " ".join(models) or "the first five on a CPU, else all"
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--models",
         nargs="+",
         choices=CASES,
-        default=[],
+        default=models,
         metavar="NAME",
-        help=f"of {', '.join(CASES)} (default: the first five on a CPU, else all)",
+        help=f"of {', '.join(CASES)} (default: {default})",
     )
     parser.add_argument(
         "--rounds", type=_positive, default=rounds, help=f"timed, per build (default {rounds})"

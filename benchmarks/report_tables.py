@@ -109,6 +109,54 @@ def configurations(step: Any) -> Iterator[str]:
     yield from markdown((*header, "on the wire, MB", "collectives", "launches"), rows)
 
 
+def detection(content: Any) -> Iterator[str]:
+    """Backwards that ask which parameters they will reach against those that are told, and ours
+    against stock that searches."""
+    header = ("model", "gradients", "of", "ours against", "ours / it", "95% interval")
+    rows, errors = [], []
+    for name, model in content["models"].items():
+        if "error" in model:
+            errors.append(f"\n{name}: not timed: {model['error']}")
+            continue
+        rows += [
+            (
+                name,
+                one["gradients"],
+                one["of"],
+                one["best"],
+                f"{one['ours']['median']:.3f}",
+                interval(one["ours"]),
+                f"{one['again']['median']:.3f}",
+                interval(one["again"]),
+                _or_dash(one["bound"], str),
+                _VERDICTS[one["verdict"]],
+            )
+            for one in model["comparisons"]
+        ]
+    yield from markdown((*header, "that / itself", "95% interval", "bound", "verdict"), rows)
+    yield from errors
+
+
+def detection_parts(content: Any) -> Iterator[str]:
+    """What detection is made of, on rank 0, in microseconds and bytes of a backward."""
+    header = ("model", "gradients", "query, us", "flags written, us", "flags read, us")
+    rows = [
+        (
+            name,
+            mode,
+            *(
+                _or_dash(part[key], lambda seconds: number(seconds * 1e6))
+                for key in ("query", "write_flags", "read_flags")
+            ),
+            number(model["seconds"][part["of"]]["median"] * 1e6),
+            f"{part['flag_bytes']} of {part['wire_bytes']}",
+        )
+        for name, model in content["models"].items()
+        for mode, part in model.get("parts", {}).items()
+    ]
+    yield from markdown((*header, "backward that is told, us", "bytes of flags"), rows)
+
+
 def host(content: Any, chosen: Sequence[str] | None = None) -> Iterator[str]:
     """Medians and quartiles in microseconds, of the ``chosen`` configurations or of all."""
     cells: dict[str, dict[str, str]] = {}
@@ -275,6 +323,11 @@ Table = Callable[[Any], Iterator[str]]
 # By file: title, plots, tables.
 _SECTIONS: dict[str, tuple[str, Sequence[str], Sequence[Table]]] = {
     "step": ("Step", ("step", "overhead"), (comparisons, configurations)),
+    "detection": (
+        "Detection of unused parameters",
+        (),
+        (detection, detection_parts),
+    ),
     "network": ("Slow lines", ("network",), (network,)),
     "memory": ("Peak memory above the unwrapped model", ("memory",), (memory,)),
     "host": ("Host cost", ("host",), (host,)),

@@ -55,8 +55,14 @@ class Rounds:
             models.clear()
             gc.collect()
 
-    def run(self, models: dict[str, nn.Module]) -> None:
+    def run(
+        self, models: dict[str, nn.Module], prepare: Callable[[Batch], None] = lambda _: None
+    ) -> None:
         """Time the rounds of one build; collective.
+
+        Args:
+            models: those of :meth:`builds`, and any others beside them.
+            prepare: called with the batch at the beginning of each round, untimed.
 
         Forward and backward are timed each from a barrier until this rank's device is idle. What
         differs between batches, the experts they go through, is the same for all within a round.
@@ -69,6 +75,7 @@ class Rounds:
         for number in range(-discarded, self._plan.rounds):
             if self._case.unused:
                 batch = self.batch(number)
+            prepare(batch)
             self._shuffle.shuffle(order)
             for name in order:
                 model = models[name]
@@ -79,8 +86,8 @@ class Rounds:
                 backward[name].append(elapsed)
                 del value  # its graph is not to go while the next model is timed
         for name in models:
-            self.forward[name].append(forward[name][discarded:])
-            self.backward[name].append(backward[name][discarded:])
+            self.forward.setdefault(name, []).append(forward[name][discarded:])
+            self.backward.setdefault(name, []).append(backward[name][discarded:])
 
     def _timed(self, call: Callable[[], Any]) -> tuple[float, Any]:
         """Seconds of a call and what it returns; collective."""

@@ -97,7 +97,7 @@ def measure(case: Case, ranks: Ranks, plan: Plan) -> dict[str, Any]:
         "comparisons": {
             family.name: {
                 "of": "whole steps" if case.unused else "backwards",
-                **_judged(Comparison.of(family, compared, steps), bound),
+                **judged(Comparison.of(family, compared, steps), bound),
             }
             for family in groups
         },
@@ -107,7 +107,8 @@ def measure(case: Case, ranks: Ranks, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _judged(comparison: Comparison, bound: Bound | None) -> dict[str, Any]:
+def judged(comparison: Comparison, bound: Bound | None) -> dict[str, Any]:
+    """What JSON says about a comparison; without a bound it is not judged."""
     return {
         **asdict(comparison),
         "overhead": comparison.overhead.median,

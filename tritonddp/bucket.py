@@ -89,6 +89,7 @@ class Bucket:
         names: Sequence[str],
         kernels: Kernels,
         counters: Counters,
+        ballots: int = 0,
     ) -> None:
         self.index = index
         self.params = list(params)
@@ -105,6 +106,7 @@ class Bucket:
             [param.shape for param in params],
             [gradient_strides(param) for param in params],
             kernels.alignment,
+            ballots,
         )
         self._cedes = kernels.cedes(layout)
         self._allocate(layout)
@@ -170,21 +172,32 @@ class Bucket:
             and grad._version == version
         ]
 
-    def flatten(self, segment: Segment, used: Sequence[bool], scale: float) -> None:
+    def flatten(
+        self, segment: Segment, used: Sequence[bool], scale: float, ballots: Sequence[int] = ()
+    ) -> None:
         """Write ``scale * .grad`` of the segment's parameters, and ``used``, into the buffer.
 
         One launch. A parameter without a gradient counts as zero; one that is not ``used`` but
-        has a gradient of an earlier backward contributes that, as it would on this rank alone.
+        has a gradient of an earlier backward contributes that, as it would on this rank alone. A
+        ``scale`` of zero makes zeros even of NaN.
         """
-        self._grads[segment.first : segment.last] = self._flatten(segment, used, scale)
+        grads = self._flatten(segment, used, scale, ballots)
+        self._grads[segment.first : segment.last] = grads
 
-    def seal(self) -> None:
+    def seal(self, ballots: Sequence[int] = ()) -> None:
         """All segments are flattened: complete the trailer."""
         if len(self.segments) > 1:
-            self.flat.write_flags(self._used)
+            self.flat.write_trailer(self._used, ballots)
 
-    def unflatten(self) -> None:
+    def poison(self, ballots: Sequence[int] = ()) -> None:
+        """Fill the buffer with NaN instead of gradients."""
+        self.flat.payload.fill_(torch.nan)
+        self.flat.write_trailer([False] * len(self.params), ballots)
+
+    def unflatten(self, factor: Tensor | None = None) -> None:
         """Write the reduced gradients into ``.grad``; parameters nobody used stay as they are.
+
+        ``factor``, one fp64 element on the bucket's device, is multiplied in.
 
         One launch. Where another rank used a parameter that has no ``.grad`` here, it is made.
         Only then the host has to read the flags.
@@ -194,6 +207,10 @@ class Bucket:
         where one goes unnoticed, another may take its place.
         """
         grads, self._grads = self._grads, [None] * len(self._grads)
+        if factor is not None and not self._kernels.by_address:
+            # A pass of its own: what is ceded below is not copied, but has to be scaled too.
+            self.flat.payload.mul_(factor.item())
+            factor = None
         if NoneType in map(type, grads):
             for slot, flag in enumerate(self.flat.flags.tolist()):
                 if flag and grads[slot] is None:
@@ -212,7 +229,7 @@ class Bucket:
                     param.grad = self.flat.tensor_at(slot)
         if set(map(type, grads)) != {NoneType}:
             self._counters.unflattens += 1
-            self._kernels.unflatten(self.flat, grads)
+            self._kernels.unflatten(self.flat, grads, factor)
 
     def placed_gradients(self) -> dict[Parameter, Tensor]:
         """Gradients that live in this bucket's buffer."""
@@ -226,7 +243,9 @@ class Bucket:
         strides = self.flat.layout.strides[slot]
         return torch.empty_strided(param.shape, strides, dtype=param.dtype, device=param.device)
 
-    def _flatten(self, segment: Segment, used: Sequence[bool], scale: float) -> list[Tensor | None]:
+    def _flatten(
+        self, segment: Segment, used: Sequence[bool], scale: float, ballots: Sequence[int]
+    ) -> list[Tensor | None]:
         """Flatten the segment's gradients, note which are used, and return them."""
         grads = [param.grad for param in self.params[segment.first : segment.last]]
         if NoneType in map(type, grads):
@@ -238,13 +257,15 @@ class Bucket:
             for slot, (flag, grad) in enumerate(zip(used, grads, strict=True)):
                 if grad is not None and not flag:
                     grads[slot] = self._spare(segment.first + slot, grad)
+        if segment.flat.is_part:
+            ballots = ()
         if self._kernels.by_address:
             grads = self._conform_all(segment, grads)
-            self._kernels.flatten(segment.flat, grads, used, scale)
-            return grads
-        # These kernels take any strides, and raise where a gradient is amiss: name it then.
+        sources = grads if scale else [None] * len(grads)
+        # The kernels of the CPU take any strides, and raise where a gradient is amiss: name it
+        # then.
         try:
-            self._kernels.flatten(segment.flat, grads, used, scale)
+            self._kernels.flatten(segment.flat, sources, used, scale, ballots)
         except RuntimeError:
             self._conform_all(segment, grads)
             raise
@@ -327,18 +348,23 @@ class ViewBucket(Bucket):
         super().begin()
         self._kept.clear()  # of a backward that broke off
 
-    def flatten(self, segment: Segment, used: Sequence[bool], scale: float) -> None:
+    def flatten(
+        self, segment: Segment, used: Sequence[bool], scale: float, ballots: Sequence[int] = ()
+    ) -> None:
         """See :meth:`Bucket.flatten`. Used gradients become views, which frees their memory."""
-        grads = self._flatten(segment, used, scale)
+        grads = self._flatten(segment, used, scale, ballots)
         used = self._used[segment.first : segment.last]
         for slot, (flag, view) in enumerate(zip(used, segment.flat.views, strict=True)):
             if flag:
                 self.params[segment.first + slot].grad = grads[slot] = view
         self._grads[segment.first : segment.last] = grads
 
-    def unflatten(self) -> None:
+    def unflatten(self, factor: Tensor | None = None) -> None:
         """Used gradients are in place already. Those that only other ranks used become views."""
         views = self.flat.views
+        if factor is not None:
+            self._counters.unflattens += 1
+            self.flat.payload.mul_(factor.view(()))
         for slot, grad in self._kept.items():
             views[slot].copy_(torch.where(self.flat.flags[slot] != 0, views[slot], grad))
         self._kept.clear()

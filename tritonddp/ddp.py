@@ -6,7 +6,7 @@ import dataclasses
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,11 +17,14 @@ from torch.nn.parameter import UninitializedParameter
 
 from tritonddp._compat import move_inputs, preserve_version_counters, tree_leaves
 from tritonddp.assignment import MIB, BucketCaps
+from tritonddp.bucket import ViewBucket
 from tritonddp.comm.buffers import broadcast_coalesced
 from tritonddp.kernels import select
 from tritonddp.kernels.buffer import DTYPES
 from tritonddp.reducer import Reducer
+from tritonddp.roster import Roster
 from tritonddp.verify import describe, describe_error, verify_same
+from tritonddp.weighting import Weight
 
 
 class DistributedDataParallel(nn.Module):
@@ -161,19 +164,20 @@ class DistributedDataParallel(nn.Module):
         self.use_side_stream_for_tensor_copies = (
             os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
         )
-        self._buffers_of_modules = [
-            (name, submodule._buffers) for name, submodule in module.named_modules()
-        ]
+        self._weight: Weight | None = None
+        self._roster = Roster(self, self.parameters_to_ignore, self.process_group)
         if init_sync:
-            buffers = self._named_buffers() if init_sync_buffers else []
+            buffers = self._roster.buffers() if init_sync_buffers else []
             options = {"bucket sizes": caps.limits}
             verify_same(describe(params, buffers, options), self.process_group, self.device)
             self._broadcast([tensor.detach() for _, tensor in [*params, *buffers]])
         self.reducer = Reducer(
-            [(name, param) for name, param in params if param.requires_grad],
+            self._roster,
             self.process_group,
             caps,
-            should_sync=_asks_whether_to_sync(self),
+            should_sync=_asks(self, "require_backward_grad_sync", False),
+            weight=_asks(self, "_weight", None),
+            broadcast=_asks(self, "_broadcast", None) if init_sync else lambda: None,
             gradient_as_bucket_view=gradient_as_bucket_view,
             strict=find_unused_parameters is False,
         )
@@ -214,12 +218,131 @@ class DistributedDataParallel(nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
+    @contextmanager
+    def weighted(self, n: float | Tensor, reduction: str = "mean") -> Iterator[None]:
+        """Context: what a backward inside contributes to the mean over the ranks counts ``n``.
+
+        For batches of different size. The gradients become ``sum_r(n_r g_r) / sum_r(n_r)`` over
+        the ranks ``r``: that of a loss which is a mean over the items (samples, tokens) of all
+        ranks, where each rank's loss is the mean over its own ``n_r``. Without it each rank counts
+        alike, and so the items of a small batch more than those of a large one.
+
+        Several backwards may be accumulated under :meth:`no_sync`, each with its own ``n``: the
+        sums then run over all backwards of all ranks, whose number may differ. What counts is
+        whether ``backward()`` runs inside. A gradient that was accumulated without a weight
+        before counts with the weight of all that follow.
+
+        Every rank must weight the backward that is reduced. If all weights are zero, so are the
+        gradients.
+
+        Args:
+            n: number of items, zero or more, whole or not; or a tensor of one element, which the
+                host reads. With ``n=0`` the gradients do not count, even if they are NaN.
+            reduction: how the loss was made of its items. ``"mean"``, or ``"sum"``: then the
+                gradients become ``sum_r(g_r) / sum_r(n_r)``.
+
+        Raises:
+            RuntimeError: in ``backward()``: some ranks have a weight and some have none; weighted
+                and other backwards, or those of means and of sums, are accumulated together.
+            TypeError: ``n`` is no number.
+            ValueError: ``n`` is negative or not finite, or ``reduction`` is unknown.
+
+        Example::
+
+            with model.weighted((targets != padding).sum()):
+                cross_entropy(model(tokens), targets, ignore_index=padding).backward()
+        """
+        before, self._weight = self._weight, Weight.of(n, reduction)
+        try:
+            yield
+        finally:
+            self._weight = before
+
+    def reduce_gradients(
+        self,
+        gradients: Sequence[Tensor | None] | Mapping[str, Tensor | None] | None = None,
+        params: Iterable[Tensor] | None = None,
+    ) -> tuple[Tensor | None, ...] | dict[str, Tensor | None] | None:
+        """Average gradients over the ranks now, also under :meth:`no_sync`.
+
+        For gradients that no ``backward()`` made: those of ``torch.autograd.grad``, of second
+        order, or made by hand. All ranks must call it for the same parameters. Counts as
+        :meth:`weighted` says.
+
+        Args:
+            gradients: ``None`` for ``.grad`` of all parameters that require gradients, which is
+                overwritten. Or a gradient or ``None`` for each of ``params``, as
+                ``torch.autograd.grad`` returns them. Or a mapping from names of parameters, as
+                the wrapped module has them, to gradients; one that is missing counts as ``None``.
+            params: what the gradients belong to, by default all parameters of the module that
+                require gradients, in the order of ``module.parameters()``.
+
+        Returns:
+            ``None`` if ``gradients`` is. Otherwise the means, as a tuple or a dictionary: new
+            tensors, which know nothing of the graphs that the gradients came from. ``None`` where
+            no rank had a gradient; a rank's ``None`` counts as zero elsewhere.
+
+        Raises:
+            RuntimeError: called during a backward, or the ranks reduce different parameters.
+            TypeError: a gradient is no tensor.
+            ValueError: the gradients do not fit the parameters in number, name, shape or dtype.
+
+        Example::
+
+            penalty = sum(g.square().sum() for g in grad(loss, params, create_graph=True))
+            means = model.reduce_gradients(grad(loss + penalty, params))
+        """
+        if gradients is None:
+            if params is not None:
+                raise ValueError("params without gradients: give the gradients too")
+            self.reducer.reduce_window(self._weight)
+            return None
+        named = self._named(params)
+        if isinstance(gradients, Mapping):
+            unknown = sorted(set(gradients) - {name for name, _ in named})
+            if unknown:
+                raise ValueError(
+                    f"gradients for {', '.join(unknown[:10])}, which are no parameters of the "
+                    "module that require gradients"
+                )
+            means = self._reduce(named, [gradients.get(name) for name, _ in named])
+            return {name: mean for (name, _), mean in zip(named, means, strict=True)}
+        return tuple(self._reduce(named, list(gradients)))
+
+    def _named(self, params: Iterable[Tensor] | None) -> list[tuple[str, Tensor]]:
+        """These parameters with their names, by default all that require gradients."""
+        names: dict[Tensor, str] = {param: name for name, param in self.module.named_parameters()}
+        if params is not None:
+            return [(names.get(p, f"parameter {i}"), p) for i, p in enumerate(params)]
+        return [
+            (name, param)
+            for param, name in names.items()
+            if param.requires_grad and name not in self.parameters_to_ignore
+        ]
+
+    def _reduce(
+        self, named: Sequence[tuple[str, Tensor]], gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """The means of ``gradients``, which belong to ``named``."""
+        if len(gradients) != len(named):
+            raise ValueError(f"{len(gradients)} gradients came for {len(named)} parameters")
+        # For the parameters, whose own .grad is not at issue.
+        stand_ins: list[tuple[str, Any]] = []
+        for (name, param), gradient in zip(named, gradients, strict=True):
+            if gradient is not None:
+                _check_gradient(name, param, gradient)
+            stand_in = param.detach().requires_grad_(param.requires_grad)
+            stand_in.grad = None if gradient is None else gradient.detach()
+            stand_ins.append((name, stand_in))
+        self.reducer.reduce(stand_ins, ViewBucket, self._weight)
+        return [stand_in.grad for _, stand_in in stand_ins]
+
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward begins with a broadcast of module buffers."""
         return (
             self.forward_sync_buffers
             and self.require_forward_param_sync
-            and len(self._named_buffers()) > 0
+            and len(self._roster.buffers()) > 0
         )
 
     @property
@@ -237,22 +360,8 @@ class DistributedDataParallel(nn.Module):
             "that again"
         )
 
-    def _named_buffers(self) -> list[tuple[str, Tensor]]:
-        """Buffers to synchronise, looked up each time: modules may reassign them.
-
-        Each once, and without the walk over all modules that ``named_buffers`` takes.
-        """
-        found: dict[Tensor, str] = {}
-        for prefix, buffers in self._buffers_of_modules:
-            if buffers:
-                for key, buffer in buffers.items():
-                    name = f"{prefix}.{key}" if prefix else key
-                    if buffer is not None and name not in self.parameters_to_ignore:
-                        found.setdefault(buffer, name)
-        return [(name, buffer) for buffer, name in found.items()]
-
     def _sync_buffers(self) -> None:
-        buffers = [buffer for _, buffer in self._named_buffers()]
+        buffers = [buffer for _, buffer in self._roster.buffers()]
         if not buffers:
             return
         with preserve_version_counters(buffers):
@@ -267,15 +376,27 @@ class DistributedDataParallel(nn.Module):
 torch.nn.parallel.DistributedDataParallel.register(DistributedDataParallel)
 
 
-def _asks_whether_to_sync(ddp: DistributedDataParallel) -> Any:
+def _asks(ddp: DistributedDataParallel, attribute: str, otherwise: Any) -> Callable[[], Any]:
     """A question that the reducer may keep without keeping ``ddp`` alive."""
     reference = weakref.ref(ddp)
 
-    def should_sync() -> bool:
+    def ask() -> Any:
         owner = reference()
-        return owner is not None and owner.require_backward_grad_sync
+        return otherwise if owner is None else getattr(owner, attribute)
 
-    return should_sync
+    return ask
+
+
+def _check_gradient(name: str, param: Tensor, gradient: Any) -> None:
+    if not isinstance(gradient, Tensor):
+        raise TypeError(f"the gradient of {name!r} should be a tensor, got {gradient!r}")
+    wanted = (tuple(param.shape), param.dtype, param.device, torch.strided)
+    found = (tuple(gradient.shape), gradient.dtype, gradient.device, gradient.layout)
+    if wanted != found:
+        raise ValueError(
+            f"the gradient of {name!r} should be {' '.join(map(str, wanted))} like its parameter, "
+            f"but is {' '.join(map(str, found))}"
+        )
 
 
 def _refuse(**arguments: Any) -> None:

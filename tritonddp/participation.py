@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch.nn import Parameter
@@ -40,6 +41,19 @@ class Participation:
         return will_engine_execute(self.nodes)
 
 
+@contextmanager
+def as_trainable(params: Iterable[Parameter]) -> Iterator[None]:
+    """Context: parameters that have been frozen let hooks be registered all the same."""
+    frozen = [param for param in params if not param.requires_grad]
+    for param in frozen:
+        param.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for param in frozen:
+            param.requires_grad_(False)
+
+
 def accumulates(node: Any) -> bool:
     """Whether the backward that runs through ``node`` accumulates into leaves.
 
@@ -55,3 +69,42 @@ def accumulates(node: Any) -> bool:
         if leaves:
             return any(will_engine_execute(leaves) or ())
         node = parents[0]
+
+
+class Unannounced:
+    """Parameters that may get a gradient, or another one, although the engine does not announce it.
+
+    That is what reentrant checkpoints do: they run inner backwards. Once one has been seen, no
+    other parameter is above suspicion. Until then a parameter is that is missing for the first
+    time: the end of that backward tells whether it comes all the same.
+
+    Parameters are known by their numbers.
+    """
+
+    def __init__(self) -> None:
+        self._came: set[int] = set()
+        self._stayed_away: set[int] = set()
+        self._suspected: set[int] = set()
+
+    def may_come(self, reached: Sequence[bool]) -> set[int]:
+        """A backward begins, of which the engine has announced ``reached``."""
+        missing = {number for number, comes in enumerate(reached) if not comes}
+        self._suspected = missing - self._stayed_away
+        return self._came | missing if self._came else self._suspected
+
+    def came(self, number: int) -> None:
+        """A gradient has come from an inner backward."""
+        self._came.add(number)
+
+    def stayed_away(self, numbers: Iterable[int] | None = None) -> None:
+        """The backward is over: ``numbers``, by default all suspected, have not come.
+
+        (Those that have, :meth:`came`, stay suspected all the same.)
+        """
+        self._stayed_away.update(self._suspected if numbers is None else numbers)
+        self._suspected = set()
+
+    def renumber(self, former: Sequence[int | None]) -> None:
+        """Parameter ``i`` was ``former[i]`` until now, or is new."""
+        self._came = {new for new, old in enumerate(former) if old in self._came}
+        self._stayed_away = {new for new, old in enumerate(former) if old in self._stayed_away}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -64,21 +64,19 @@ class Readiness:
         self._remove = weakref.finalize(self, _remove_all, self._ready_hooks)
         self._remove.atexit = False
 
-    def expect(self, reached: Sequence[bool], inner: Collection[int]) -> None:
+    def expect(self, reached: Sequence[bool], doubtful: Iterable[int]) -> None:
         """A backward begins that will reach these parameters.
 
         Args:
             reached: for each parameter, whether the engine announces it.
-            inner: parameters known to get gradients from inner backwards, which the engine does
-                not announce. If there are any, only the end of the backward tells that whatever
-                is not announced, or may come again, will not.
+            doubtful: parameters that may get a gradient, or another one, from inner backwards,
+                which the engine does not announce: only the end of the backward tells that they
+                will not.
         """
         self._awaited[:] = reached
         self._pending[:] = [reached[each.start : each.stop].count(True) for each in self._segments]
-        if inner:
-            for number, segment in enumerate(self._segments):
-                if any(not reached[index] or index in inner for index in segment):
-                    self._pending[number] += 1
+        for number in {self._segment_of[index] for index in doubtful}:
+            self._pending[number] += 1
 
     def waits(self, number: int) -> bool:
         """Whether segment ``number`` waits for gradients."""

@@ -15,32 +15,40 @@ import enum
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter, or_
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from tritonddp._compat import (
     current_autograd_node,
     current_graph_task_id,
     queue_end_of_backward,
 )
-from tritonddp.assignment import BucketCaps, assign_buckets
+from tritonddp.assignment import BucketCaps
+from tritonddp.ballot import Ballot, Disagreement, Source, StructureMismatch
 from tritonddp.bucket import Bucket, GradientError, ViewBucket
 from tritonddp.comm.reduction import AllReduce, Reduction, Work
 from tritonddp.counters import Counters
-from tritonddp.kernels import select
-from tritonddp.participation import accumulates
+from tritonddp.on_request import reduce_at_once, take_part
+from tritonddp.outputs import Forward, Outputs
+from tritonddp.participation import Unannounced, accumulates, as_trainable
+from tritonddp.placement import Placement
 from tritonddp.readiness import Readiness
+from tritonddp.roster import Roster, structure_of
+from tritonddp.weighting import Weight, Window
 
 logger = logging.getLogger(__name__)
 
 _dtype_of = attrgetter("dtype")
+
+# Reductions after which parameters that are frozen or gone leave their buckets. Until then they
+# count as unused: many training loops freeze and unfreeze the same parameters in turns.
+_SETTLED = 8
 
 
 class Phase(enum.Enum):
@@ -53,158 +61,158 @@ class Phase(enum.Enum):
 
 
 class Reducer:
-    """Reduces the gradients of ``params`` over ``process_group`` during each backward.
+    """Reduces the gradients of a module over ``process_group`` during each backward.
 
     Args:
-        named_params: parameters that require gradients, with their names, in the same order on
-            every rank.
+        roster: the parameters of the module, alike on every rank.
         process_group: the ranks to average over.
         caps: bucket sizes.
         should_sync: asked when a backward starts: is it reduced, or does it only accumulate?
+        weight: asked when a backward starts: how much it counts, ``None`` if as much as others.
+        broadcast: asked when parameters were added: what overwrites them with those of rank 0,
+            ``None`` if each rank keeps its own.
         gradient_as_bucket_view: gradients live in the buckets.
         strict: an unused parameter is an error at the next forward.
 
     Attributes:
-        buckets: in launch order.
         counters: what was launched and sent so far.
+        placement: the buckets, and where in them each parameter is.
         on_backward: for a trace, else ``None``: called when a backward begins, with what is to
             run at its end; returns what runs instead.
     """
 
     def __init__(
         self,
-        named_params: Sequence[tuple[str, Parameter]],
+        roster: Roster,
         process_group: dist.ProcessGroup,
         caps: BucketCaps,
         should_sync: Callable[[], bool],
+        weight: Callable[[], Weight | None] = lambda: None,
+        broadcast: Callable[[], Callable[[list[Tensor]], None] | None] = lambda: None,
         gradient_as_bucket_view: bool = False,
         strict: bool = False,
     ) -> None:
         self.counters = Counters()
-        self.buckets: list[Bucket] = []
         self.on_backward: Callable[[Callable[[], None]], Callable[[], None]] | None = None
-        # Parameters are numbered in launch order, so that those of a segment are neighbours in
-        # every list below: each is then read in one run, not at a cold address per parameter.
-        self._names = [name for name, _ in named_params]
-        self._params = [param for _, param in named_params]
+        self._roster = roster
+        roster.enroll()
         self._group = process_group
         self._caps = caps
         self._should_sync = should_sync
+        self._weight = weight
+        self._broadcast = broadcast
         self._bucket_class = ViewBucket if gradient_as_bucket_view else Bucket
         self._strict = strict
         self._reduction: Reduction = AllReduce(process_group, self.counters)
 
-        count = len(self._params)
         self._phase = Phase.IDLE
         self._graph_task = -1
         self._creates_graph = False
         self._end_is_queued: Callable[[], object] = lambda: None
-        self._watched = WeakTensorKeyDictionary()
-        # Reached in backwards under no_sync since the last reduction: they take part in the next.
-        self._used_earlier = [False] * count
-        self._used = [False] * count
-        self._places: list[_Place] = []  # where each segment is
-        self._places_of: list[range] = []  # per bucket
-        self._filled: list[bool] = []  # per segment
-        self._unfilled: list[int] = []  # segments that wait for gradients, per bucket
+        self._outputs = Outputs(self)
+        self._window = Window()
         self._next = 0  # first bucket that is not launched
         self._in_flight: list[tuple[Bucket, Work]] = []
-        # Parameters whose gradients came from an inner backward (reentrant checkpoint), which the
-        # engine does not announce when the outer one starts.
-        self._inner: set[int] = set()
         # Order of gradients in the first reduced backward; None once the buckets follow it.
         self._ready_order: dict[int, None] | None = {}
+        self._since_change = 0  # reductions since the roster changed
         self._unused_error: str | None = None
         self._launching = threading.Lock()
         self._readiness = Readiness((), (), self)
+        # Parameters reached in this backward, and in those under no_sync since the last reduction:
+        # they take part in the next.
+        self._used: list[bool] = []
+        self._used_earlier: list[bool] = []
+        self._unannounced = Unannounced()
         # Registration order is roughly forward order, so its reverse is a guess at ready order.
-        self._build_buckets(list(reversed(range(count))))
+        self.placement = self._place(roster.trainable[::-1], self._bucket_class)
+        self._count_anew()
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """In launch order."""
+        return self.placement.buckets
 
     # Forward
 
     def prepare_for_forward(self) -> None:
-        """Check that the last backward came to its end, and that parameters are what they were.
+        """See that the last backward came to its end, and what has become of the parameters.
 
         Raises:
-            RuntimeError: in strict mode, the last backward left parameters unused; or a parameter
-                has changed its dtype or device, and with it the autograd node that has our hook.
+            NotImplementedError: a parameter was added that cannot be reduced.
+            RuntimeError: in strict mode, the last backward left parameters unused; a parameter
+                has changed its dtype or device, and with it the autograd node that has our hook;
+                or the ranks did not reduce the same (on a GPU, where the backward itself does not
+                wait for the answer).
         """
-        if self._phase is not Phase.IDLE and self._end_is_queued() is None:
-            self._abandon()
-        if torch.is_grad_enabled():
-            self._check_parameters()
+        self._recover()
+        self._settle()
+        if torch.is_grad_enabled() and self._roster.look(self._where):
+            self._since_change = 0
         if self._unused_error is not None:
             message, self._unused_error = self._unused_error, None
             raise RuntimeError(message)
 
-    def _check_parameters(self) -> None:
-        # All dtypes, 0.1 us each, but one device: who moves a module moves all of it.
-        same = list(map(_dtype_of, self._params)) == self._dtypes
-        if same and self._params[0].device == self._devices[0]:
-            return
-        for name, param, dtype, device in zip(
-            self._names, self._params, self._dtypes, self._devices, strict=True
-        ):
-            was, now = (dtype, device), (param.dtype, param.device)
-            if was != now:
-                raise RuntimeError(
-                    f"{self._where()}: parameter {name!r} was {was[0]} on {was[1]} when it was "
-                    f"wrapped and is now {now[0]} on {now[1]}, so that its gradient would not be "
-                    "synchronised: wrap the module again after such a change"
-                )
-
     def watch(self, outputs: Sequence[Tensor]) -> None:
-        """See the start of each backward that runs through one of these output tensors.
-
-        Without it the first gradient would do, but a backward that reaches no parameter of this
-        rank must still take part, and one that starts with a reentrant checkpoint must be seen
-        before its inner backward.
-        """
-        for output in outputs:
-            # A tensor that the module only hands on may live long: it gets one hook.
-            if output.grad_fn is not None and output not in self._watched:
-                self._watched[output] = None
-                output.register_hook(_backward_start_hook(weakref.ref(self)))
+        """A forward has returned ``outputs``."""
+        self._outputs.watch(outputs)
 
     # Start of backward
 
-    def begin(self) -> None:
+    def begin(self, forward: Forward | None = None) -> None:
         """A backward runs: if it is a new one, find out what it will reach. Called from hooks."""
-        if self._phase is not Phase.IDLE:
-            if self._end_is_queued() is not None:
-                return
-            self._abandon()
+        if self._phase is not Phase.IDLE and self._end_is_queued() is not None:
+            return
+        self._recover()
         reached = self._readiness.participation.query()
         if reached is None or (not any(reached) and not accumulates(current_autograd_node())):
             return  # torch.autograd.grad: it returns gradients, and none is ours
+        self._settle()
+        reduced, weight = self._should_sync(), self._weight()
+        self._window.open(self._all_params(), weight, is_last=reduced)
         self._queue_end()
         self._graph_task = current_graph_task_id()
         self._creates_graph = torch.is_grad_enabled()
-        if not self._should_sync():
+        if not reduced:
             self._phase = Phase.LOCAL
             return
         self.counters.reductions += 1
         self._next = 0
         for bucket in self.buckets:
             bucket.begin()
+        if forward is None:
+            source = Source.ELSEWHERE
+        else:
+            source = Source.AGAIN if forward.was_reduced else Source.FORWARD
+            forward.was_reduced = True
+        self._begin_reduction(source, self._window.weight, self._roster.structure)
         if self._ready_order is not None:
             self._phase = Phase.OBSERVING
             self._used = list(self._used_earlier)
             return
         self._used = list(map(or_, reached, self._used_earlier))
-        self._readiness.expect(reached, self._inner)
+        self._readiness.expect(reached, self._unannounced.may_come(reached))
         self._unfilled = [0] * len(self.buckets)
-        for number, place in enumerate(self._places):
+        for number, place in enumerate(self.placement.places):
             self._unfilled[place.bucket.index] += self._readiness.waits(number)
         with self._launching:
             self._phase = Phase.REDUCING
             self._launch_full()
 
+    def _all_params(self) -> list[Parameter]:
+        return [*self.placement.params, *(param for _, param in self._roster.added)]
+
+    def _begin_reduction(self, source: Source, weight: Weight | None, structure: bytes) -> None:
+        """Tell the reduction what this rank says to the others, and how much it counts."""
+        ballot = Ballot(structure, source, None if weight is None else weight.items)
+        self._reduction.begin(ballot, 1.0 if weight is None or weight.is_sum else weight.items)
+
     def _queue_end(self) -> None:
         """Have :meth:`_end` called when this backward is over.
 
         A backward that breaks off drops its callbacks. So a weak reference to one, held by the
-        engine alone, tells whether the backward that set the phase is still running.
+        engine alone, tells whether the backward that set the phase is still running. Where it is
+        not, no gradient is expected any more: the next one finds out.
         """
 
         def end() -> None:
@@ -215,7 +223,14 @@ class Reducer:
 
         if self.on_backward is not None:
             end = self.on_backward(end)
-        self._end_is_queued = weakref.ref(end)
+        readiness = weakref.ref(self._readiness)
+
+        def broke_off(_: object) -> None:
+            counts = readiness()
+            if counts is not None:
+                counts.forget()
+
+        self._end_is_queued = weakref.ref(end, broke_off)
         queue_end_of_backward(end)
 
     # A gradient, a segment, a bucket is ready
@@ -229,33 +244,36 @@ class Reducer:
         Raises:
             RuntimeError: its segment has been flattened already.
         """
-        if self._phase is Phase.IDLE:
+        if self._phase is Phase.IDLE or self._end_is_queued() is None:
             self.begin()
-            place = self._places[self._readiness.segment_of(index)]
+            place = self.placement.places[self._readiness.segment_of(index)]
             segment = place.bucket.segments[place.number]
             place.bucket.touched(segment.first + index - place.first)
             if self._readiness.arrive(index):
                 return
+        from_inner = current_graph_task_id() != self._graph_task
         if self._phase is Phase.LOCAL:
             self._used_earlier[index] = True
         elif self._phase is Phase.OBSERVING:
             assert self._ready_order is not None
             self._ready_order.setdefault(index)
             self._used[index] = True
-            if current_graph_task_id() != self._graph_task:
-                self._inner.add(index)
         elif self._phase is Phase.REDUCING:
-            self._inner.add(index)
+            from_inner = True
             self._used[index] = True
             number = self._readiness.segment_of(index)
             if self._filled[number]:
+                self._unannounced.came(index)
+                bucket = self.placement.places[number].bucket.index
                 raise RuntimeError(
-                    f"{self._where()}: the gradient of {self._names[index]!r} arrived after its "
-                    f"bucket {self._places[number].bucket.index} had been flattened. It comes "
-                    "from an inner backward (torch.utils.checkpoint with use_reentrant=True) that "
-                    "was not there in the first step. From the next step on such gradients are "
-                    "waited for; with use_reentrant=False they are announced beforehand."
+                    f"{self._where()}: the gradient of {self.placement.names[index]!r} arrived "
+                    f"after its bucket {bucket} had been flattened. It comes from an inner "
+                    "backward (torch.utils.checkpoint with use_reentrant=True), and in earlier "
+                    "steps it did not. From the next step on such gradients are waited for; with "
+                    "use_reentrant=False they are announced beforehand."
                 )
+        if from_inner and self._phase is not Phase.IDLE:
+            self._unannounced.came(index)
 
     def segment_full(self, number: int) -> None:
         """All gradients of a segment are ready."""
@@ -263,18 +281,19 @@ class Reducer:
             return
         with self._launching:  # hooks of a multi-device module run on one thread per device
             self._fill(number)
-            self._unfilled[self._places[number].bucket.index] -= 1
+            self._unfilled[self.placement.places[number].bucket.index] -= 1
             self._launch_full()
 
     def _fill(self, number: int) -> None:
         if self._creates_graph and torch.is_grad_enabled():
             with torch.no_grad():
                 return self._fill(number)
-        place = self._places[number]
+        place = self.placement.places[number]
         segment = place.bucket.segments[place.number]
         for slot in place.bucket.untouched(segment):
             index = place.first + slot - segment.first
             self._used[index] = self._used_earlier[index]
+        self._window.merge(self.placement.params[place.first : place.last])
         try:
             self._reduction.fill(
                 place.bucket,
@@ -292,7 +311,7 @@ class Reducer:
 
     def _launch(self, bucket: Bucket) -> None:
         """Send a bucket, with zeros for the gradients that did not come."""
-        for number in self._places_of[bucket.index]:
+        for number in self.placement.places_of[bucket.index]:
             if not self._filled[number]:
                 self._fill(number)
         self._in_flight.append((bucket, self._reduction.start(bucket)))
@@ -306,16 +325,17 @@ class Reducer:
             with torch.no_grad():
                 return self._end()
         if self._phase is Phase.LOCAL:
+            self._window.close(self._all_params())
             self._phase = Phase.IDLE
             return
         while self._next < len(self.buckets):
             self._launch(self.buckets[self._next])
         if self._strict:
             self._note_unused()
-        self._finish()
-        # Nothing of the frames above may still hold a bucket: it is let go here.
-        if self._ready_order is not None:
-            self._follow_ready_order()
+        with self._naming_disagreements():
+            self._finish()
+            # Nothing of the frames above may still hold a bucket: some are let go here.
+            self._rearrange(broken=False)
         self._reset()
 
     def _finish(self) -> None:
@@ -326,39 +346,74 @@ class Reducer:
 
     def _reset(self) -> None:
         self._in_flight.clear()
-        self._filled = [False] * len(self._places)
+        self._filled = [False] * len(self.placement.places)
         self._readiness.forget()
         self._used_earlier = [False] * len(self._used_earlier)
+        self._window.clear()
         self._phase = Phase.IDLE
 
-    def _abandon(self) -> None:
-        """The last backward broke off with an exception: leave no collective half-done.
+    def _recover(self) -> None:
+        """If the last backward broke off with an exception: leave no collective half-done.
 
         The other ranks will issue, or have issued, all collectives of that step. This rank takes
         part in those it has not launched yet, with NaN, so that the next step starts in step.
         """
+        if self._phase is Phase.IDLE or self._end_is_queued() is not None:
+            return
         if self._phase is Phase.LOCAL:
+            self._window.abandon()
             self._phase = Phase.IDLE
             return
         logger.warning("%s: the last backward did not come to its end", self._where())
         try:
-            while self._next < len(self.buckets):
-                bucket = self.buckets[self._next]
-                with torch.no_grad():
+            if self._next == 0:
+                self._begin_reduction(Source.BROKEN, None, self._roster.structure)
+            with torch.no_grad():
+                while self._next < len(self.buckets):
+                    bucket = self.buckets[self._next]
                     self._in_flight.append((bucket, self._reduction.start_poisoned(bucket)))
-                self._next += 1
+                    self._next += 1
+                with self._naming_disagreements():
+                    for bucket, work in self._in_flight:
+                        self._reduction.discard(bucket, work)
+                    self._in_flight.clear()
+                    self._rearrange(broken=True)
+        finally:
+            self._window.abandon()
+            self._reset()
+
+    @contextmanager
+    def _naming_disagreements(
+        self, named_params: Sequence[tuple[str, Parameter]] | None = None
+    ) -> Iterator[None]:
+        """Ranks that do not reduce the same: an error when nothing is under way any more.
+
+        Args:
+            named_params: what is reduced on request, ``None`` in a backward.
+        """
+        try:
+            yield
+        except (Disagreement, StructureMismatch) as error:
             for _, work in self._in_flight:
                 work.wait()
-            if self._ready_order is not None:
-                self._follow_ready_order()
-        finally:
-            self._reset()
+            where = self._where()
+            if self._phase is not Phase.IDLE:
+                self._reset()
+            if isinstance(error, Disagreement):
+                raise RuntimeError(f"{where}, bucket 0: {error}") from None
+            self._roster.verify(where, named_params)
+
+    def _settle(self) -> None:
+        with self._naming_disagreements():
+            self._reduction.settle()
 
     def _note_unused(self) -> None:
         unused = [
             name
-            for name, param, used in zip(self._names, self._params, self._used, strict=True)
-            if not used or param.grad is None
+            for name, param, used in zip(
+                self.placement.names, self.placement.params, self._used, strict=True
+            )
+            if param.requires_grad and (not used or param.grad is None)
         ]
         if unused:
             self._unused_error = (
@@ -372,91 +427,147 @@ class Reducer:
     def _where(self) -> str:
         return f"rank {self._group.rank()}, step {self.counters.reductions}"
 
+    # On request
+
+    def reduce(
+        self,
+        named_params: Sequence[tuple[str, Parameter]],
+        bucket_class: type[Bucket],
+        weight: Weight | None,
+    ) -> None:
+        """Average ``.grad`` of these parameters over the ranks, now.
+
+        Args:
+            named_params: the same on every rank.
+            bucket_class: :class:`ViewBucket` replaces gradients, :class:`Bucket` writes to them.
+            weight: how much they count; ``None`` where all ranks count alike.
+
+        Raises:
+            GradientError: a gradient does not fit its parameter.
+            RuntimeError: the ranks do not reduce the same, or a backward is under way.
+        """
+        if self._phase is not Phase.IDLE and self._end_is_queued() is not None:
+            raise RuntimeError(
+                f"{self._where()}: gradients cannot be reduced on request while a backward runs: "
+                "wait for its end"
+            )
+        self._recover()
+        self._settle()
+        self._begin_reduction(Source.REQUEST, weight, structure_of(named_params))
+        placement = self._place(named_params, bucket_class)
+        with self._naming_disagreements(named_params):
+            reduce_at_once(
+                placement,
+                self._reduction,
+                [param.grad is not None for param in placement.params],
+            )
+
+    def reduce_window(self, weight: Weight | None) -> None:
+        """Average ``.grad`` of all trainable parameters, and so end what was accumulated.
+
+        Raises:
+            RuntimeError: see :meth:`reduce`; or the accumulated backwards have a weight of their
+                own beside ``weight``.
+        """
+        if self._roster.look(self._where):
+            self._since_change = 0
+        if weight is not None and self._window.weight is not None:
+            raise RuntimeError(
+                "the accumulated gradients have the weights of their backwards already: call "
+                "reduce_gradients() outside weighted(n)"
+            )
+        self.reduce(self._roster.trainable, Bucket, weight or self._window.weight)
+        self._window.clear()
+        self._used_earlier = [False] * len(self._used_earlier)
+
     # Buckets
 
-    def _follow_ready_order(self) -> None:
-        """Once, after the first reduced backward: order buckets as rank 0's gradients came.
+    def _rearrange(self, broken: bool) -> None:
+        """After a reduction: buckets follow the order of gradients, and hold what is trainable.
 
-        Every rank that took part in that reduction is here, so this one broadcast matches. What
-        never arrived on rank 0 goes last.
+        Every rank that took part in that reduction is here, so the collectives here match.
+
+        Args:
+            broken: the backward broke off on this rank, which has no gradients to offer.
+        """
+        named = list(zip(self.placement.names, self.placement.params, strict=True))
+        self._since_change += 1
+        if self._ready_order is not None:
+            self._unannounced.stayed_away(set(range(len(named))).difference(self._ready_order))
+            named = [named[number] for number in self._agree_on_order()]
+        else:
+            self._unannounced.stayed_away()
+            if not self._roster.added and self._since_change != _SETTLED:
+                return
+        if self._roster.added:
+            self._take_up(broken)
+        trainable = {param for _, param in self._roster.trainable}
+        kept = [(name, param) for name, param in named if param in trainable]
+        kept += self._roster.added
+        if kept:
+            self._rebuild(kept)
+
+    def _agree_on_order(self) -> list[int]:
+        """Once, after the first reduced backward: the order in which rank 0's gradients came.
+
+        What never arrived on rank 0 goes last.
         """
         assert self._ready_order is not None
         arrived, self._ready_order = self._ready_order, None
-        missing = [index for index in range(len(self._params)) if index not in arrived]
-        order = torch.tensor([*arrived, *missing], device=self._params[0].device)
+        missing = [n for n in range(len(self.placement.params)) if n not in arrived]
+        order = torch.tensor([*arrived, *missing], device=self.placement.params[0].device)
         dist.broadcast(order, group=self._group, group_src=0)
         self.counters.collectives += 1
         self.counters.wire_bytes += order.numel() * order.element_size()
-        with torch.no_grad():
-            self._build_buckets(order.tolist())
+        return order.tolist()
 
-    def _build_buckets(self, order: Sequence[int]) -> None:
-        """Assign parameters to buckets by the order in which their gradients become ready.
+    def _take_up(self, broken: bool) -> None:
+        """Reduce the gradients of parameters that were added, in buckets of their own."""
+        self._reduction.settle()
+        params = [param for _, param in self._roster.added]
+        broadcast = self._broadcast()
+        if broadcast is not None:
+            broadcast([param.detach() for param in params])
+        self._window.merge(params)
+        placement = self._place(self._roster.added)
+        source = Source.BROKEN if broken else Source.ELSEWHERE
+        self._begin_reduction(source, self._window.weight, self._roster.structure)
+        if broken:
+            take_part(placement, self._reduction)
+        else:
+            used = [self._roster.has_new_gradient(param) for param in params]
+            reduce_at_once(placement, self._reduction, used)
 
-        Numbers the parameters anew, and registers hooks that know the new numbers.
-        """
-        assignment = assign_buckets(self._params, order, self._caps)
-        former = [index for indices in assignment for index in indices]
-        sizes = [len(bucket.params) for bucket in self.buckets]
-        if former == list(range(len(former))) and sizes == list(map(len, assignment)):
+    def _place(
+        self,
+        named_params: Sequence[tuple[str, Parameter]],
+        bucket_class: type[Bucket] = Bucket,
+        former: Placement | None = None,
+    ) -> Placement:
+        return Placement(
+            named_params, self._caps, bucket_class, self._group.size(), self.counters, former
+        )
+
+    def _rebuild(self, named_params: Sequence[tuple[str, Parameter]]) -> None:
+        """Place these parameters, in this order, and number them anew."""
+        if self.placement.fits(named_params, self._caps):
             return
-        # (_used and _used_earlier are not permuted: they are reset right after, in _reset.)
-        self._names = [self._names[index] for index in former]
-        self._params = [self._params[index] for index in former]
-        self._inner = {number for number, index in enumerate(former) if index in self._inner}
-        # Former buckets are let go before new ones are made. One lives on, by the gradients that
-        # are views of it, until the last of these has moved.
-        placed = {
-            param: view
-            for bucket in self.buckets
-            for param, view in bucket.placed_gradients().items()
-        }
-        self.buckets.clear()
-        self._places.clear()
-        self._places_of.clear()
-        first = 0
-        for indices in assignment:
-            last = first + len(indices)
-            bucket = self._bucket_class(
-                len(self.buckets),
-                self._params[first:last],
-                self._names[first:last],
-                select(self._params[first].device),
-                self.counters,
-            )
-            bucket.adopt(placed)
-            self.buckets.append(bucket)
-            before = len(self._places)
-            self._places.extend(
-                _Place(bucket, number, first + segment.first, first + segment.last)
-                for number, segment in enumerate(bucket.segments)
-            )
-            self._places_of.append(range(before, len(self._places)))
-            first = last
-        self._dtypes = [param.dtype for param in self._params]
-        self._devices = [param.device for param in self._params]
-        self._filled = [False] * len(self._places)
+        number_of = {param: number for number, param in enumerate(self.placement.params)}
+        with torch.no_grad():
+            self.placement = self._place(named_params, self._bucket_class, self.placement)
+        former = [number_of.get(param) for param in self.placement.params]
+        self._unannounced.renumber(former)
+        self._count_anew()
+
+    def _count_anew(self) -> None:
+        """Lists and hooks by the numbers of the present placement."""
+        params = self.placement.params
+        self._used = [False] * len(params)
+        self._used_earlier = [False] * len(params)
+        self._filled = [False] * len(self.placement.places)  # per segment
+        self._unfilled = [0] * len(self.buckets)  # segments that wait for gradients
+        self._roster.place(self.placement.names, params)
         self._readiness.remove()
-        segments = [range(place.first, place.last) for place in self._places]
-        self._readiness = Readiness(self._params, segments, self)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A segment, its bucket, and the numbers ``[first, last)`` of its parameters."""
-
-    bucket: Bucket
-    number: int
-    first: int
-    last: int
-
-
-def _backward_start_hook(reducer: weakref.ref[Reducer]) -> Callable[[Tensor], None]:
-    """Hook on an output tensor of the module, which may outlive the reducer: it refers weakly."""
-
-    def backward_start(_: Tensor) -> None:
-        owner = reducer()
-        if owner is not None:
-            owner.begin()
-
-    return backward_start
+        segments = [range(place.first, place.last) for place in self.placement.places]
+        with as_trainable(params):
+            self._readiness = Readiness(params, segments, self)

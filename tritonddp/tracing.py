@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tritonddp._compat import register_post_accumulate_grad_hook
+from tritonddp.ballot import Ballot
 from tritonddp.bucket import Bucket, Segment
 from tritonddp.comm.reduction import Reduction, Work
 from tritonddp.ddp import DistributedDataParallel
@@ -164,7 +165,7 @@ class _Recorder:
     def attach(self) -> None:
         reducer = self._reducer
         # The reducer's own hooks of this kind only count: it flattens in a later hook.
-        for name, param in zip(reducer._names, reducer._params, strict=True):
+        for name, param in zip(reducer.placement.names, reducer.placement.params, strict=True):
             if param.requires_grad:  # it may have been frozen since
                 hook = register_post_accumulate_grad_hook(param, self._gradient_hook(name))
                 self._handles.append(hook)
@@ -221,7 +222,8 @@ class _Recorder:
         return gradient_ready
 
     def _stamps_of(self, bucket: Bucket) -> _BucketStamps:
-        if self._running is None:  # a backward that began before the trace
+        # A backward that began before the trace, or a bucket made for one reduction on request.
+        if self._running is None or bucket not in self._reducer.buckets:
             return _BucketStamps()
         return self._running.buckets[bucket.index]
 
@@ -280,6 +282,12 @@ class _TracedReduction:
         self._clock = clock
         self._stamps_of = stamps_of
 
+    def begin(self, ballot: Ballot, scale: float) -> None:
+        self._inner.begin(ballot, scale)
+
+    def settle(self) -> None:
+        self._inner.settle()
+
     def fill(self, bucket: Bucket, segment: Segment, used: Sequence[bool]) -> None:
         began = self._clock.stamp()
         self._inner.fill(bucket, segment, used)
@@ -300,6 +308,9 @@ class _TracedReduction:
 
     def start_poisoned(self, bucket: Bucket) -> Work:
         return self._inner.start_poisoned(bucket)
+
+    def discard(self, bucket: Bucket, work: Work) -> None:
+        self._inner.discard(bucket, work)
 
     def finish(self, bucket: Bucket, work: Work) -> None:
         self._inner.finish(bucket, work)

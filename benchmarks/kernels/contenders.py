@@ -111,7 +111,7 @@ def _ours_flatten(inputs: Inputs) -> None:
     for first, last, part in inputs.segments:
         flatten(part, inputs.grads[first:last], [True] * (last - first), 1 / WORLD_SIZE)
     if len(inputs.segments) > 1:  # as tritonddp.bucket.Bucket.seal does
-        inputs.ours.write_flags([True] * len(inputs.grads))
+        inputs.ours.write_trailer([True] * len(inputs.grads), ())
 
 
 def _ours_flatten_moved(inputs: Inputs) -> None:

@@ -40,7 +40,7 @@ TARGETS = {
     "gfx942": (GPUTarget("hip", "gfx942", 64), SOME_PAIRS),
 }
 KERNELS = {
-    "flatten": (flatten_kernel, "SOURCE", ("slots", "num_chunks", "flags_offset")),
+    "flatten": (flatten_kernel, "SOURCE", ("slots", "trailer", "num_chunks", "flags_offset")),
     "unflatten": (unflatten_kernel, "TARGET", ("flags_offset",)),
 }
 
@@ -52,6 +52,8 @@ def compile_variant(name: str, target: GPUTarget, grad: tl.dtype, wire: tl.dtype
     divisible = [["tt.divisibility", 16]]
     if target.backend == "hip":  # a storage below 2 GiB, as nearly every bucket is
         divisible = [*divisible, ["tt.pointer_range", 32]]
+    if name == "unflatten":
+        signature["factor"] = "*fp64"
     attrs = {(kernel.arg_names.index(pointer),): divisible for pointer in signature}
     signature |= dict.fromkeys(integers, "i32")
     constexprs = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from math import inf, nan
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,69 @@ def test_unflatten_has_the_bits_of_the_reference(kernels, dtype, wire, aligned):
     assert (raw(arenas[unused].memory) == POISON[dtype.itemsize]).all(), "an unused one was written"
 
 
+@pytest.mark.parametrize("count", [1, 200, 12 * 1024])
+@pytest.mark.parametrize("wire", DTYPES, ids=str)
+def test_ballots_are_written_behind_the_flags(kernels, wire, count):
+    slots = [dense([5000]), dense([17])]
+    grads, _ = embedded_gradients(slots, torch.float32, True, "cuda")
+    flat, memory = embedded_flat(slots, wire, "cuda", ballots=count)
+    ballots = bytes((7 * place + 255) % 256 for place in range(count))
+    before = launch.launches
+    for given in (ballots, ballots[::-1]):
+        kernels.flatten(flat, grads, [True, False], 0.5, given)
+        assert flat.flags.tolist() == [1, 0]
+        assert flat.ballots.tolist() == list(given)
+    assert launch.launches - before == 2
+    assert_gaps_intact(flat)
+    memory.assert_guards_intact("the flat buffer")
+
+
+@pytest.mark.parametrize("value", [1 / 3, -0.0, 1 + 2.0**-40, 2.0**-130, 1e300, inf, nan], ids=str)
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
+@pytest.mark.parametrize("wire", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scaled_gradients_have_the_bits_of_the_reference(kernels, dtype, wire, aligned, value):
+    flat, _ = embedded_flat(SLOTS, wire, "cuda")
+    twin, _ = embedded_flat(SLOTS, wire)
+    strided(flat)
+    strided(twin)
+    before = raw(flat.data).clone()
+    grads, arenas = embedded_gradients(SLOTS, dtype, aligned, "cuda")
+    expected, _ = embedded_gradients(SLOTS, dtype)
+    factor = torch.tensor([value], dtype=torch.float64)
+    kernels.unflatten(flat, grads, factor.cuda())
+    reference.unflatten(twin, expected, factor)
+    for slot, arena in enumerate(arenas):
+        assert_same_bits(grads[slot], expected[slot], f"slot {slot} {SLOTS[slot]}")
+        arena.assert_guards_intact(f"gradient {slot}")
+    assert torch.equal(raw(flat.data), before), "the flat buffer was written"
+
+
+def test_a_factor_on_the_host_is_refused_and_not_followed(kernels):
+    flat, _ = embedded_flat([dense([20])], torch.float32, "cuda")
+    with pytest.raises(TypeError, match=r"one torch\.float64 element on cuda:0, but is .* on cpu"):
+        kernels.unflatten(flat, [torch.ones(20, device="cuda")], torch.ones(1).double())
+
+
+def test_the_host_does_not_wait_for_the_factor(kernels):
+    slots = [dense([100_000])]
+    flat, _ = embedded_flat(slots, torch.float32, "cuda")
+    flat.views[0].fill_(3)
+    flat.flags.fill_(1)
+    outputs = [torch.zeros(100_000, device="cuda")]
+    # A place within a table, as the reducer may have it: not a multiple of 16 bytes.
+    factor = torch.ones(4, dtype=torch.float64, device="cuda")[1]
+    kernels.unflatten(flat, outputs, factor)  # compiled, so that nothing below waits
+    torch.cuda.synchronize()
+    torch.cuda._sleep(500_000_000)
+    factor.fill_(2)
+    kernels.unflatten(flat, outputs, factor)
+    assert not torch.cuda.current_stream().query(), (
+        "the host waited for the stream, or the test's sleep is too short"
+    )
+    assert (outputs[0] == 6).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("beside_a_misaligned_one", [False, True])
 def test_in_place_scaling_scales_once(kernels, dtype, beside_a_misaligned_one):
@@ -146,6 +210,19 @@ def test_a_second_launch_compiles_nothing_and_uploads_nothing(kernels):
     assert len(module._launch._compiled) == variants > 0
     assert flat.tables.uploads == uploads
     assert launch.launches - before == 1
+
+
+def test_an_unflatten_with_a_factor_is_the_code_of_one_without(kernels):
+    from tritonddp.kernels import unflatten as module
+
+    slots = [dense([5000]), dense([33])]
+    flat, _ = embedded_flat(slots, torch.float32, "cuda")
+    grads, _ = embedded_gradients(slots, torch.float32, True, "cuda")
+    kernels.unflatten(flat, grads)
+    variants, uploads = len(module._launch._compiled), flat.tables.uploads
+    kernels.unflatten(flat, grads, torch.ones(1, dtype=torch.float64, device="cuda"))
+    assert len(module._launch._compiled) == variants > 0
+    assert flat.tables.uploads == uploads
 
 
 def test_uploads_behind_a_busy_stream_do_not_overwrite_each_other(kernels):

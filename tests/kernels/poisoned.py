@@ -123,15 +123,20 @@ def embedded_gradients(
 
 
 def embedded_flat(
-    slots: Sequence[tuple[tuple, tuple]], wire: torch.dtype, device: str = "cpu"
+    slots: Sequence[tuple[tuple, tuple]],
+    wire: torch.dtype,
+    device: str = "cpu",
+    ballots: int = 0,
 ) -> tuple[FlatBuffer, Arena]:
     """A flat buffer full of poison, gaps and trailer too, in an arena."""
-    layout = Layout.of([shape for shape, _ in slots], [stride for _, stride in slots], 16)
+    layout = Layout.of([shape for shape, _ in slots], [stride for _, stride in slots], 16, ballots)
     flat = FlatBuffer(layout, wire, torch.device(device))
     arena = Arena(layout.numel, wire, device=device)
     flat.data = arena.inside()
     flat.payload = flat.data[: layout.flags_offset]
-    flat.flags = flat.data[layout.flags_offset : layout.flags_offset + len(slots)]
+    ballots_offset = layout.flags_offset + len(slots)
+    flat.flags = flat.data[layout.flags_offset : ballots_offset]
+    flat.ballots = flat.data[ballots_offset : ballots_offset + ballots]
     flat.views = [
         flat.data.as_strided(shape, stride, arena.start + offset)
         for shape, stride, offset in zip(layout.shapes, layout.strides, layout.offsets, strict=True)
@@ -140,10 +145,10 @@ def embedded_flat(
 
 
 def assert_gaps_intact(flat: FlatBuffer) -> None:
-    """Nothing but slots and flags was written."""
+    """Nothing but slots, flags and ballots was written."""
     layout, poison = flat.layout, POISON[flat.data.element_size()]
     gap = torch.ones(layout.numel, dtype=torch.bool)
     for offset, numel in zip(layout.offsets, layout.numels, strict=True):
         gap[offset : offset + numel] = False
-    gap[layout.flags_offset : layout.flags_offset + len(layout.numels)] = False
+    gap[layout.flags_offset :][: len(layout.numels) + layout.ballots] = False
     assert (raw(flat.data).cpu()[gap] == poison).all(), "a gap of the flat buffer was written"

@@ -13,10 +13,11 @@ from tritonddp.kernels.buffer import FlatBuffer, Layout
 from tritonddp.kernels.table import BLOCK, DeviceTables
 
 
-def flat_of(numels, alignment=16, dtype=torch.float32) -> FlatBuffer:
+def flat_of(numels, alignment=16, ballots=0) -> FlatBuffer:
     slots = [dense([numel]) for numel in numels]
-    layout = Layout.of([shape for shape, _ in slots], [stride for _, stride in slots], alignment)
-    return FlatBuffer(layout, dtype, torch.device("cpu"))
+    shapes, strides = [shape for shape, _ in slots], [stride for _, stride in slots]
+    layout = Layout.of(shapes, strides, alignment, ballots)
+    return FlatBuffer(layout, torch.float32, torch.device("cpu"))
 
 
 def scale_in(tables: DeviceTables) -> float:
@@ -79,6 +80,39 @@ def test_the_dynamic_table_is_addresses_then_flags_then_the_scale():
     assert tables.dynamic[:3].tolist() == [grads[0].data_ptr(), 0, 0]
     assert tables.dynamic[3:6].tolist() == [1, 0, 1]
     assert scale_in(tables) == 1 / 3
+
+
+def test_ballots_lie_between_the_flags_and_the_scale():
+    tables = DeviceTables(flat_of([4, 0], ballots=3))
+    assert tables.dynamic.tolist() == [0] * 8
+    tables.update([None, None], [True, False], 1 / 3, [0, 255, 7])
+    assert tables.dynamic[:-1].tolist() == [0, 0, 1, 0, 0, 255, 7]
+    assert scale_in(tables) == 1 / 3
+
+
+def test_without_new_ballots_the_last_ones_stay():
+    tables = DeviceTables(flat_of([4], ballots=2))
+    tables.update([None], [True], 1.0, [3, 4])
+    before = tables.uploads
+    tables.update([None], [True], 1.0)
+    assert tables.uploads == before
+    tables.update([torch.ones(4)])
+    assert tables.uploads - before == 1
+    assert tables.dynamic[2:4].tolist() == [3, 4]
+
+
+def test_the_same_ballots_again_are_known_by_their_identity():
+    ballots = bytes(12 * 1024)
+    tables = DeviceTables(flat_of([4], ballots=len(ballots)))
+    for _ in range(2):
+        tables.update([None], [True], 1.0, ballots)
+        assert tables._ballots is ballots  # neither a copy, nor what was there before
+
+
+def test_the_factor_of_an_unflatten_without_one_is_made_once():
+    tables = DeviceTables(flat_of([4]))
+    assert tables.one.dtype is torch.float64
+    assert tables.one.tolist() == [1.0]
 
 
 def test_flags_may_be_any_truthy_values():
@@ -146,14 +180,21 @@ def test_too_few_gradients_or_flags_are_an_error():
         tables.update([None])
     with pytest.raises(ValueError, match="2 slots, but 3 flags"):
         tables.update([None, None], [True] * 3, 1.0)
+    with pytest.raises(ValueError, match="room for 0 ballots, but 1 came"):
+        tables.update([None, None], [True] * 2, 1.0, [1])
 
 
 def test_a_failed_update_leaves_the_table_as_it_was():
-    tables = DeviceTables(flat_of([4, 4]))
+    tables = DeviceTables(flat_of([4, 4], ballots=1))
     good = [torch.ones(4), torch.ones(4)]
-    tables.update(good, [True, True], 1.0)
+    tables.update(good, [True, True], 1.0, [5])
     before = tables.dynamic.clone()
     with pytest.raises(ValueError, match="flags"):
-        tables.update([None, None], [True], 1.0)
-    tables.update(good, [True, True], 1.0)
+        tables.update([None, None], [True], 1.0, [6])
+    with pytest.raises(ValueError, match="ballots"):
+        tables.update([None, None], [True, True], 2.0, [6, 6])
+    tables.update(good, [True, True], 1.0, [5])
     assert torch.equal(tables.dynamic, before)
+    # Nor does it take the table for what it would have become.
+    tables.update([None, None], [True, True], 1.0, [5])
+    assert tables.dynamic[:2].tolist() == [0, 0]

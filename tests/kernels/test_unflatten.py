@@ -27,6 +27,16 @@ from tritonddp.kernels.unflatten import unflatten
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
+# Among them what fp32 cannot hold, and numbers that only fp64 tells apart from others.
+FACTORS = [1 / 3, -2.0, 0.0, -0.0, 1 + 2.0**-40, 2.0**-130, 1e300, -1e-300, math.inf, math.nan]
+
+RUNS = pytest.mark.parametrize("run", [unflatten, reference.unflatten], ids=["triton", "reference"])
+
+
+def factor_of(value: float) -> torch.Tensor:
+    return torch.tensor([value], dtype=torch.float64)
+
+
 def reduced(slots, wire, flags=None) -> FlatBuffer:
     """A flat buffer as an all-reduce leaves it."""
     flat, _ = embedded_flat(slots, wire)
@@ -57,6 +67,108 @@ def test_every_gradient_has_the_bits_of_the_reference(dtype, wire, aligned):
         assert_same_bits(grad, twin, f"slot {slot} {SLOTS[slot]}")
         arenas[slot].assert_guards_intact(f"gradient {slot}")
     assert torch.equal(raw(flat.data), before), "the flat buffer was written"
+
+
+@pytest.mark.parametrize("wire", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scaled_gradients_have_the_bits_of_the_reference(dtype, wire):
+    flat = reduced(SLOTS, wire)
+    flat.tables = DeviceTables(flat, block=2048)  # the interpreter takes its time for each program
+    before = raw(flat.data).clone()
+    wide = torch.float64 if torch.float64 in (dtype, wire) else torch.float32
+    for value in FACTORS:
+        factor = factor_of(value)
+        grads, arenas = embedded_gradients(SLOTS, dtype)
+        expected, twin_arenas = embedded_gradients(SLOTS, dtype)
+        unflatten(flat, grads, factor)
+        reference.unflatten(flat, expected, factor)
+        for slot, (grad, twin) in enumerate(zip(grads, expected, strict=True)):
+            where = f"factor {value}, slot {slot} {SLOTS[slot]}"
+            assert_same_bits(grad, twin, where)
+            assert_same_bits(grad, (flat.views[slot].to(wide) * factor.to(wide)).to(dtype), where)
+            arenas[slot].assert_guards_intact(f"gradient {slot}")
+            twin_arenas[slot].assert_guards_intact(f"gradient {slot}")
+    assert torch.equal(raw(flat.data), before), "the flat buffer was written"
+
+
+@RUNS
+@pytest.mark.parametrize("wire", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_factor_is_a_factor_of_one(run, dtype, wire):
+    flat = reduced(SLOTS, wire)
+    flat.views[4].fill_(-0.0)
+    plain, _ = embedded_gradients(SLOTS, dtype)
+    scaled, _ = embedded_gradients(SLOTS, dtype)
+    run(flat, plain)
+    run(flat, scaled, torch.tensor(1.0, dtype=torch.float64))  # one element of no dimension
+    for slot, (one, other) in enumerate(zip(plain, scaled, strict=True)):
+        assert_same_bits(one, other, f"slot {slot}")
+    assert plain[4].signbit().all()
+
+
+@RUNS
+@pytest.mark.parametrize("wire", DTYPES, ids=str)
+def test_a_nan_factor_makes_nan_of_what_is_written_and_of_nothing_else(run, wire):
+    slots = [dense([300]), dense([40]), dense([17]), dense([])]
+    flat = reduced(slots, wire, [1, 0, 1, 2])
+    grads = [torch.ones(shape) for shape, _ in slots]
+    run(flat, [grads[0], grads[1], None, grads[3]], factor_of(math.nan))
+    assert grads[0].isnan().all()
+    assert (grads[1] == 1).all()  # no rank used it
+    assert (grads[2] == 1).all()
+    assert grads[3].isnan()
+
+
+@RUNS
+def test_the_factor_is_applied_before_the_cast_to_the_gradient(run):
+    # 480000 overflows fp16, but 480000 * 0.125 does not.
+    flat, _ = embedded_flat([dense([20])], torch.float32)
+    flat.views[0].fill_(480_000)
+    flat.flags.fill_(1)
+    grad = torch.zeros(20, dtype=torch.float16)
+    run(flat, [grad], factor_of(0.125))
+    assert (grad == 60_000).all()
+
+
+def test_another_value_of_the_factor_needs_no_upload():
+    slots = [dense([20])]
+    flat = reduced(slots, torch.float32)
+    flat.views[0].fill_(3)
+    grad, factor = torch.zeros(20), factor_of(2.0)
+    unflatten(flat, [grad], factor)
+    before, launches = flat.tables.uploads, launch.launches
+    factor.fill_(5)
+    unflatten(flat, [grad], factor)
+    assert (grad == 15).all()
+    unflatten(flat, [grad])
+    assert (grad == 3).all()
+    assert flat.tables.uploads == before
+    assert launch.launches - launches == 2
+
+
+@RUNS
+@pytest.mark.parametrize(
+    ("factor", "found"),
+    [
+        (torch.ones(1), r"torch\.float32 of shape \(1,\) on cpu"),
+        (torch.ones(2, dtype=torch.float64), r"torch\.float64 of shape \(2,\) on cpu"),
+        (torch.ones((), dtype=torch.float64, device="meta"), r"shape \(\) on meta"),
+    ],
+    ids=["dtype", "shape", "device"],
+)
+def test_a_factor_of_another_kind_is_an_error_and_nothing_is_written(run, factor, found):
+    flat = reduced([dense([20])], torch.float32)
+    grad = torch.full((20,), 7.0)
+    with pytest.raises(TypeError, match=rf"one torch\.float64 element on cpu, but is .*{found}"):
+        run(flat, [grad], factor)
+    assert (grad == 7).all()
+
+
+@pytest.mark.parametrize("size", [19, 21])
+def test_the_reference_refuses_a_gradient_of_another_size(size):
+    flat = reduced([dense([20])], torch.float32)
+    with pytest.raises(RuntimeError, match="not of the size"):
+        reference.unflatten(flat, [torch.zeros(size)], factor_of(2.0))
 
 
 @pytest.mark.parametrize("wire", DTYPES, ids=str)

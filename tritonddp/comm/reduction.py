@@ -7,7 +7,9 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from tritonddp.ballot import BYTES, Ballot, check, read, total_weight
 from tritonddp.bucket import Bucket, Segment
 from tritonddp.counters import Counters
 
@@ -30,6 +32,14 @@ class Reduction(Protocol):
     them in the same order, so the collectives of a reduction match without further agreement.
     """
 
+    def begin(self, ballot: Ballot, scale: float) -> None:
+        """A reduction begins.
+
+        Args:
+            ballot: what this rank says to the others.
+            scale: by which this rank's gradients are multiplied: its weight, or 1.
+        """
+
     def fill(self, bucket: Bucket, segment: Segment, used: Sequence[bool]) -> None:
         """Flatten a segment of ``bucket``, whose gradients are ready, on the current stream.
 
@@ -47,29 +57,59 @@ class Reduction(Protocol):
         """
 
     def finish(self, bucket: Bucket, work: Work) -> None:
-        """Wait for the collective and bring the result into ``.grad``."""
+        """Wait for the collective and bring the result into ``.grad``.
+
+        Raises:
+            StructureMismatch, Disagreement: the ranks do not reduce the same, see
+                :func:`tritonddp.ballot.check`. Nothing has been written then.
+        """
+
+    def discard(self, bucket: Bucket, work: Work) -> None:
+        """Wait for the collective like :meth:`finish`, but leave ``.grad`` as it is."""
+
+    def settle(self) -> None:
+        """Wait for what :meth:`finish` could not tell yet, and raise what it would have raised."""
 
 
 class AllReduce:
     """Mean over ranks by one SUM all-reduce a bucket.
 
     The factor ``1 / world_size`` is fused into the flatten kernel: SUM, unlike AVG, stays open to
-    every NCCL algorithm, and a pre-scaled sum does not overflow in half precision.
+    every NCCL algorithm, and a pre-scaled sum does not overflow in half precision. A weighted mean
+    ``sum_r(w_r g_r) / sum_r(w_r)`` takes ``w_r / world_size`` there and ``world_size / sum_r(w_r)``
+    in the unflatten kernel: the weights are in the ballots of the first bucket.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, counters: Counters) -> None:
         self._group = process_group
-        self._scale = 1.0 / process_group.size()
         self._counters = counters
+        self._scale = 1.0 / process_group.size()
+        self._ballot: Ballot | None = None
+        self._places = b""
+        self._unanimous: Tensor | None = None  # the ballots if all ranks say what this one says
+        self._factor: Tensor | None = None
+        self._unread: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def begin(self, ballot: Ballot, scale: float) -> None:
+        """See :meth:`Reduction.begin`."""
+        self._scale = scale / self._group.size()
+        self._factor = None
+        if ballot != self._ballot:
+            self._ballot = ballot
+            self._places = ballot.places(self._group.rank(), self._group.size())
+            self._unanimous = None
 
     def fill(self, bucket: Bucket, segment: Segment, used: Sequence[bool]) -> None:
         """See :meth:`Reduction.fill`."""
-        bucket.flatten(segment, used, self._scale)
+        bucket.flatten(segment, used, self._scale, self._ballots_of(bucket))
 
     def start(self, bucket: Bucket) -> Work:
         """See :meth:`Reduction.start`."""
-        bucket.seal()
+        bucket.seal(self._ballots_of(bucket))
         return self._issue(bucket)
+
+    def _ballots_of(self, bucket: Bucket) -> bytes:
+        return self._places if bucket.index == 0 else b""
 
     def _issue(self, bucket: Bucket) -> Work:
         self._counters.collectives += 1
@@ -80,11 +120,47 @@ class AllReduce:
 
     def start_poisoned(self, bucket: Bucket) -> Work:
         """See :meth:`Reduction.start_poisoned`."""
-        bucket.flat.payload.fill_(torch.nan)
-        bucket.flat.flags.zero_()
+        bucket.poison(self._ballots_of(bucket))
         return self._issue(bucket)
 
     def finish(self, bucket: Bucket, work: Work) -> None:
         """See :meth:`Reduction.finish`."""
+        self.discard(bucket, work)
+        bucket.unflatten(self._factor)
+
+    def discard(self, bucket: Bucket, work: Work) -> None:
+        """See :meth:`Reduction.discard`."""
         work.wait()
-        bucket.unflatten()
+        if bucket.index == 0:
+            self._look_at(bucket.flat.ballots)
+
+    def _look_at(self, ballots: Tensor) -> None:
+        """Find out the sum of the weights, and whether the ranks reduce the same."""
+        assert self._ballot is not None
+        if self._ballot.weight is not None:
+            total = total_weight(ballots)
+            # All weights zero: a mean of nothing, which shall be zero.
+            self._factor = torch.where(total == 0, total, self._group.size() / total).view(1)
+        if ballots.device.type == "cpu":
+            self._check(ballots)
+            return
+        # The host does not wait for the device here: see settle().
+        copy = torch.empty(ballots.shape, dtype=ballots.dtype, pin_memory=True)
+        copy.copy_(ballots, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(ballots.device))
+        self._unread = copy, event
+
+    def _check(self, ballots: Tensor) -> None:
+        if self._unanimous is None:
+            mine = self._places[self._group.rank() * BYTES :][:BYTES]
+            self._unanimous = torch.tensor([*mine] * self._group.size(), dtype=ballots.dtype)
+        if not torch.equal(ballots, self._unanimous):
+            check(read(ballots))
+
+    def settle(self) -> None:
+        """See :meth:`Reduction.settle`."""
+        if self._unread is not None:
+            (copy, event), self._unread = self._unread, None
+            event.synchronize()
+            self._check(copy)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,13 +18,34 @@ from tritonddp.kernels.buffer import FlatBuffer, Layout
 __all__ = ["Kernels", "select"]
 
 
+class Flatten(Protocol):
+    """See ``reference.flatten``."""
+
+    def __call__(
+        self,
+        flat: FlatBuffer,
+        grads: Sequence[Tensor | None],
+        used: Sequence[bool],
+        scale: float,
+        ballots: Sequence[int] = (),
+    ) -> None: ...
+
+
+class Unflatten(Protocol):
+    """See ``reference.unflatten``."""
+
+    def __call__(
+        self, flat: FlatBuffer, grads: Sequence[Tensor | None], factor: Tensor | None = None
+    ) -> None: ...
+
+
 @dataclass(frozen=True)
 class Kernels:
     """The kernels of one kind of device.
 
     Attributes:
-        flatten: ``flatten(flat, grads, used, scale)``, see ``reference.flatten``.
-        unflatten: ``unflatten(flat, grads)``, see ``reference.unflatten``.
+        flatten: ``flatten(flat, grads, used, scale, ballots=())``, see ``reference.flatten``.
+        unflatten: ``unflatten(flat, grads, factor=None)``, see ``reference.unflatten``.
         alignment: what these kernels want of ``Layout.of``, in elements.
         by_address: they read gradients by address, which must lie in memory as their slots do.
         segments: cuts a layout into runs of slots ``[first, last)``, each flattened by one launch.
@@ -31,8 +53,8 @@ class Kernels:
             than copied out of it.
     """
 
-    flatten: Callable[[FlatBuffer, Sequence[Tensor | None], Sequence[bool], float], None]
-    unflatten: Callable[[FlatBuffer, Sequence[Tensor | None]], None]
+    flatten: Flatten
+    unflatten: Unflatten
     alignment: int
     by_address: bool
     segments: Callable[[Layout], list[tuple[int, int]]]

@@ -2,8 +2,11 @@
 
 ::
 
-    | grad 0 | grad 1 .. | pad | .. | grad n-1 | pad | flag 0 .. flag n-1 | pad |
-    |<------------ payload ---------------->|    |<-------- trailer --------->|
+    | grad 0 | grad 1 .. | pad | .. | grad n-1 | pad | flag 0 .. flag n-1 | ballot 0 .. m-1 | pad |
+    |<----------------- payload ------------------->|<---------------- trailer ---------------->|
+
+A *ballot* is a whole number from 0 to 255. Each rank fills places of its own and leaves zeros in
+those of others, so that a sum over ranks hands everybody all ballots, exactly in every wire dtype.
 
 Offsets and sizes are in elements of the buffer's dtype, the *wire* dtype.
 """
@@ -39,6 +42,7 @@ class Layout:
         numels: number of elements of each gradient (0 allowed).
         offsets: first element of each gradient, multiples of ``alignment``.
         flags_offset: first element of the trailer; flag ``i`` is element ``flags_offset + i``.
+        ballots: number of ballots, which follow the last flag; all ranks' together.
         numel: length of the whole buffer, trailer included.
     """
 
@@ -47,6 +51,7 @@ class Layout:
     numels: tuple[int, ...]
     offsets: tuple[int, ...]
     flags_offset: int
+    ballots: int
     numel: int
 
     @classmethod
@@ -55,11 +60,12 @@ class Layout:
         shapes: Sequence[Sequence[int]],
         strides: Sequence[Sequence[int]],
         alignment: int,
+        ballots: int = 0,
     ) -> Layout:
         """Lay gradients of these shapes and dense strides out one behind the other.
 
         ``alignment`` is in elements: 16 lets the Triton kernels use 16-byte accesses for every
-        wire dtype of one byte and more, 1 leaves no gaps.
+        wire dtype of one byte and more, 1 leaves no gaps. ``ballots`` is the number of ballots.
         """
         numels, offsets, end = [], [], 0
         for shape in shapes:
@@ -72,19 +78,40 @@ class Layout:
             numels=tuple(numels),
             offsets=tuple(offsets),
             flags_offset=end,
-            numel=_round_up(end + len(numels), alignment),
+            ballots=ballots,
+            numel=_round_up(end + len(numels) + ballots, alignment),
         )
 
     def part(self, first: int, last: int) -> Layout:
-        """The layout of slots ``[first, last)`` alone, at the same places of the same buffer."""
+        """The layout of slots ``[first, last)`` alone, at the same places of the same buffer.
+
+        Ballots belong to the whole: a part has none.
+        """
         return Layout(
             shapes=self.shapes[first:last],
             strides=self.strides[first:last],
             numels=self.numels[first:last],
             offsets=self.offsets[first:last],
             flags_offset=self.flags_offset + first,
+            ballots=0,
             numel=self.numel,
         )
+
+    def encode_ballots(self, ballots: Sequence[int]) -> bytes:
+        """The ballots, a byte each; ``bytes`` come back as they are, which costs nothing.
+
+        Raises:
+            ValueError: there are more or fewer than there is room for, or one is not in 0..255.
+        """
+        if len(ballots) != self.ballots:
+            raise ValueError(
+                f"the buffer has room for {self.ballots} ballots, but {len(ballots)} came"
+            )
+        try:
+            return bytes(ballots)
+        except ValueError:
+            place, ballot = next((i, b) for i, b in enumerate(ballots) if not 0 <= b <= 255)
+            raise ValueError(f"ballot {place} should be in 0..255, but is {ballot}") from None
 
     @cached_property
     def gapless(self) -> tuple[int, int] | None:
@@ -116,6 +143,8 @@ class FlatBuffer:
         flags: view of the used flags, one element per gradient: 1 or 0 before the collective,
             afterwards the number of ranks that used the parameter (any non-zero value: the
             sum of many ones saturates in fp16 and bf16, but never becomes zero).
+        ballots: view of the ballots, one element each: before the collective this rank's and
+            zeros, afterwards all ranks'. Empty in a part.
         views: one tensor per gradient in its place, with the gradient's own shape and strides.
         is_part: made by :meth:`part`; its flags are written with those of the whole.
         tables: device-side tables of the Triton kernels, made by them at their first launch.
@@ -125,7 +154,9 @@ class FlatBuffer:
         self.layout = layout
         self.data = torch.zeros(layout.numel, dtype=dtype, device=device)
         self.payload = self.data[: layout.flags_offset]
-        self.flags = self.data[layout.flags_offset : layout.flags_offset + len(layout.numels)]
+        trailer = self.data[layout.flags_offset :]
+        self.flags = trailer[: len(layout.numels)]
+        self.ballots = trailer[len(layout.numels) :][: layout.ballots]
         self.views: list[Tensor] = list(map(self.tensor_at, range(len(layout.numels))))
         self.is_part = False
         self.tables: Any = None
@@ -148,14 +179,40 @@ class FlatBuffer:
         part = copy.copy(self)
         part.layout = self.layout.part(first, last)
         part.flags = self.flags[first:last]
+        part.ballots = self.ballots[:0]
         part.views = self.views[first:last]
         part.is_part = True
         part.tables = None
         return part
 
-    def write_flags(self, used: Sequence[bool]) -> None:
-        """Write the used flags, one a gradient: on the CPU, where it is done once a buffer."""
-        if all(used):
-            self.flags.fill_(1)
-        else:
-            self.flags.copy_(torch.tensor(used))
+    def write_trailer(self, used: Sequence[bool], ballots: Sequence[int]) -> None:
+        """Write the used flags, one a gradient, and the ballots.
+
+        On the CPU, where it is done once a buffer.
+
+        Raises:
+            ValueError: see :meth:`Layout.encode_ballots`.
+        """
+        # Bytes, since torch.tensor takes 0.1 us a flag; a bytearray, since torch warns of memory
+        # that must not be written.
+        trailer = bytearray(used) + self.layout.encode_ballots(ballots)
+        if trailer:
+            self.data[self.layout.flags_offset :][: len(trailer)].copy_(
+                torch.frombuffer(trailer, dtype=torch.uint8)
+            )
+
+    def check_factor(self, factor: Tensor) -> None:
+        """Look at all of ``unflatten``'s factor but its value, which the host need not know.
+
+        Raises:
+            TypeError: it is not a tensor of one fp64 element on the buffer's device.
+        """
+        if (
+            factor.dtype is not torch.float64
+            or factor.numel() != 1
+            or factor.device != self.data.device
+        ):
+            raise TypeError(
+                f"the factor should be one torch.float64 element on {self.data.device}, but is "
+                f"{factor.dtype} of shape {tuple(factor.shape)} on {factor.device}"
+            )

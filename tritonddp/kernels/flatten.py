@@ -1,4 +1,4 @@
-"""Flatten: scale, cast and gather all gradients of a bucket, and its used flags, in one launch.
+"""Flatten: scale, cast and gather all gradients of a bucket, and its trailer, in one launch.
 
 Wins over one copy per gradient by the launches it saves, and over ``torch.cat`` followed by a
 scale and a cast by the passes over memory. The plain-torch twin is in ``reference.py``.
@@ -25,7 +25,8 @@ TRITON_DTYPES = {
 }
 
 
-# Flags a program writes: one a thread. A whole BLOCK of int64 would cost the chunks registers.
+# Flags and ballots a program writes: one a thread. A whole BLOCK of int64 would cost the chunks
+# registers.
 FLAG_BLOCK = 128
 
 
@@ -64,12 +65,13 @@ def narrow(x, TO: tl.constexpr, EMULATE: tl.constexpr):  # type: ignore[no-untyp
         return x.to(tl.float32).to(TO)
 
 
-@triton.jit(do_not_specialize=["slots", "num_chunks", "flags_offset"])
+@triton.jit(do_not_specialize=["slots", "trailer", "num_chunks", "flags_offset"])
 def flatten_kernel(  # type: ignore[no-untyped-def]
     chunks,
     dynamic,
     bucket,
     slots,
+    trailer,
     num_chunks,
     flags_offset,
     SOURCE: tl.constexpr,
@@ -79,7 +81,7 @@ def flatten_kernel(  # type: ignore[no-untyped-def]
     ALIGNED: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """One program a chunk, then one program for each ``FLAG_BLOCK`` used flags.
+    """One program a chunk, then one for each ``FLAG_BLOCK`` of the ``trailer`` flags and ballots.
 
     The chunk's length is rounded down to 16 in the mask, or the compiler would not prove that 16
     bytes at a time are safe; the rest is a 16-wide tail. ``multiple_of`` is the only hint it
@@ -88,10 +90,10 @@ def flatten_kernel(  # type: ignore[no-untyped-def]
     wire = bucket.dtype.element_ty
     program = tl.program_id(0)
     if program >= num_chunks:
-        slot = (program - num_chunks).to(tl.int64) * FLAG_BLOCK + tl.arange(0, FLAG_BLOCK)
-        flag = tl.load(dynamic + slots + slot, mask=slot < slots, other=0)
-        flag = narrow(flag.to(tl.float32).to(COMPUTE), wire, EMULATE)
-        tl.store(bucket + flags_offset + slot, flag, mask=slot < slots)
+        place = (program - num_chunks).to(tl.int64) * FLAG_BLOCK + tl.arange(0, FLAG_BLOCK)
+        value = tl.load(dynamic + slots + place, mask=place < trailer, other=0)
+        value = narrow(value.to(tl.float32).to(COMPUTE), wire, EMULATE)
+        tl.store(bucket + flags_offset + place, value, mask=place < trailer)
         return
     row = chunks + program.to(tl.int64) * 4
     address = tl.load(dynamic + tl.load(row))
@@ -101,7 +103,7 @@ def flatten_kernel(  # type: ignore[no-untyped-def]
     source += tl.multiple_of(tl.load(row + 1), 16)
     target = bucket + tl.multiple_of(tl.load(row + 2), 16)
     count = tl.load(row + 3)
-    scale = tl.load(dynamic + 2 * slots).to(tl.float64, bitcast=True).to(COMPUTE)
+    scale = tl.load(dynamic + slots + trailer).to(tl.float64, bitcast=True).to(COMPUTE)
     present = address != 0
     # Not as one more term of the masks: the interpreter of Triton 3.9 refuses to load with the
     # conjunction of a block and a scalar.
@@ -132,33 +134,37 @@ def flatten(
     grads: Sequence[Tensor | None],
     used: Sequence[bool],
     scale: float,
+    ballots: Sequence[int] = (),
 ) -> None:
-    """Write ``cast(scale * grad)`` of every gradient, and the used flags, into ``flat``.
+    """Write ``cast(scale * grad)`` of every gradient, used flags and ballots into ``flat``.
 
     One launch on the current stream, which should be the one that produced the gradients.
 
     Args:
-        flat: the destination; gaps and everything behind the flags stay as they are.
+        flat: the destination; gaps and everything behind the ballots stay as they are.
         grads: one per slot, of one dtype, with the slot's shape and strides. ``None`` counts
             as zero. A gradient may be ``flat.views[i]`` itself: it is then scaled in place.
         used: one per slot; written to the trailer as 1 or 0.
         scale: factor, applied in fp32 (fp64 if either dtype is) before the cast to the wire dtype.
+        ballots: as many as the layout has, in 0..255; see :meth:`DeviceTables.update`.
 
     Raises:
-        ValueError: there is not one gradient and one flag per slot.
+        ValueError: there is not one gradient and one flag per slot, or the ballots are not as
+            many as the layout's, or not in 0..255.
         TypeError: the gradients are not of one dtype, or not on the buffer's device.
     """
     tables = DeviceTables.of(flat)
     wire = TRITON_DTYPES[flat.data.dtype]
-    dtype = tables.update(grads, used, scale)
+    dtype = tables.update(grads, used, scale, ballots)
     slots = len(flat.layout.numels)
-    if slots == 0:
+    trailer = slots + flat.layout.ballots
+    if trailer == 0:
         return
     source = wire if dtype is None else TRITON_DTYPES[dtype]
     _launch(
-        tables.num_chunks + -(-slots // FLAG_BLOCK),
+        tables.num_chunks + -(-trailer // FLAG_BLOCK),
         (tables.chunks, tables.dynamic, flat.data),
-        (slots, tables.num_chunks, flat.layout.flags_offset),
+        (slots, trailer, tables.num_chunks, flat.layout.flags_offset),
         (
             source,
             compute_dtype(source, wire),

@@ -37,16 +37,22 @@ def flatten(
     grads: Sequence[Tensor | None],
     used: Sequence[bool],
     scale: float,
+    ballots: Sequence[int] = (),
 ) -> None:
-    """Write ``cast(scale * grad)`` of every gradient, and the used flags, into ``flat``.
+    """Write ``cast(scale * grad)`` of every gradient, used flags and ballots into ``flat``.
 
     Args:
-        flat: the destination; gaps and everything behind the flags stay as they are.
+        flat: the destination; gaps and everything behind the ballots stay as they are.
         grads: one per slot, of one dtype, with the slot's shape and strides. ``None`` counts
             as zero. A gradient may be ``flat.views[i]`` itself: it is then scaled in place.
         used: one per slot; written to the trailer as 1 or 0, unless ``flat`` is a part of a buffer.
         scale: factor, applied in :func:`compute_dtype` before the cast to the wire dtype.
+        ballots: as many as the layout has, in 0..255; none for a part of a buffer.
+
+    Raises:
+        ValueError: the ballots are not as many as the layout's, or not in 0..255.
     """
+    encoded = flat.layout.encode_ballots(ballots)
     wire = flat.data.dtype
     source = wire
     for grad in grads:
@@ -66,14 +72,26 @@ def flatten(
             else:  # torch would make room for it
                 raise RuntimeError("a gradient is not of the size that the buffer was made for")
     if not flat.is_part:
-        flat.write_flags(used)
+        flat.write_trailer(used, encoded)
 
 
-def unflatten(flat: FlatBuffer, grads: Sequence[Tensor | None]) -> None:
-    """Copy the reduced payload of ``flat`` into ``grads``, cast to their dtype.
+def unflatten(
+    flat: FlatBuffer, grads: Sequence[Tensor | None], factor: Tensor | None = None
+) -> None:
+    """Write ``cast(factor * payload)`` of the reduced ``flat`` into ``grads``.
 
     A gradient whose used flag is zero (no rank used the parameter) is left untouched, and so
     is a slot whose gradient is ``None``.
+
+    Args:
+        flat: the source; stays as it is.
+        grads: one per slot, of one dtype, with the slot's shape.
+        factor: one fp64 element on the buffer's device, rounded to :func:`compute_dtype` and
+            applied in it before the cast to the gradients' dtype. ``None`` counts as 1, which
+            changes no number, also not -0.0; a NaN stays one, but which is not promised.
+
+    Raises:
+        TypeError: the factor is of another kind.
     """
     targets, sources = grads, flat.views
     flags = flat.flags.tolist()
@@ -84,7 +102,10 @@ def unflatten(flat: FlatBuffer, grads: Sequence[Tensor | None]) -> None:
             if flag and grad is not None
         ]
         targets, sources = [grad for grad, _ in pairs], [view for _, view in pairs]
-    if targets:
+    if factor is not None:
+        flat.check_factor(factor)
+        _unflatten_scaled(targets, sources, factor.item())  # type: ignore[arg-type]
+    elif targets:
         foreach_copy_(targets, sources)  # type: ignore[arg-type]
 
 
@@ -137,10 +158,22 @@ def _flatten_together(flat: FlatBuffer, grads: Sequence[Tensor | None], scale: f
             if grad is not None and grad is not view
         ]
         targets, sources = [view for view, _ in pairs], [grad for _, grad in pairs]
-    together = len(targets) == len(grads) and flat.layout.vectors and _concatenate(flat, sources)
-    if targets and not together:
-        foreach_copy_(targets, sources)
+    if targets:
+        all_vectors = len(targets) == len(grads) and flat.layout.vectors
+        if not (all_vectors and _concatenate(flat, sources)):
+            foreach_copy_(targets, sources)
     flat.data[first:end].mul_(scale)
+
+
+def _unflatten_scaled(grads: Sequence[Tensor], views: Sequence[Tensor], factor: float) -> None:
+    """Scale on the way out. The factor is a number, since a tensor would take part in promotion."""
+    for grad, view in zip(grads, views, strict=True):
+        if grad.dtype is not view.dtype:
+            grad.copy_(torch.mul(view.to(compute_dtype(grad.dtype, view.dtype)), factor))
+        elif grad.shape == view.shape:
+            torch.mul(view, factor, out=grad)
+        else:  # torch would make room for it
+            raise RuntimeError("a gradient is not of the size that the buffer was made for")
 
 
 def _concatenate(flat: FlatBuffer, grads: Sequence[Tensor]) -> bool:

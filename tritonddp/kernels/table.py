@@ -2,7 +2,8 @@
 
 A *chunk* is the share of one program, at most ``block`` consecutive elements of one gradient. The
 chunks of a buffer never change. The addresses of the gradients may change every step, and with
-the used flags and the scale they make up one small table that is uploaded when it changed.
+the used flags, the ballots and the scale they make up one small table that is uploaded when it
+changed.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ class DeviceTables:
         chunks: int64 ``(num_chunks, 4)``, a row a program: slot, first element within the
             gradient, first element within the buffer, number of elements (1 to ``block``).
             Gradients without elements have no rows.
-        dynamic: int64 ``(2 n + 1,)``: n addresses (0 where there is no gradient), n used flags
-            (0 or 1), the bits of the scale as fp64. An int64 table holds the scale too, so that
-            one copy uploads everything and no launch depends on its value.
+        dynamic: int64 ``(2 n + m + 1,)``: n addresses (0 where there is no gradient), n used flags
+            (0 or 1), m ballots, the bits of the scale as fp64. An int64 table holds the scale
+            too, so that one copy uploads everything and no launch depends on its value.
+        one: fp64 ``(1,)``, 1.0: the factor of an unflatten that is given none.
         num_chunks: rows of ``chunks``.
         block: most elements of a chunk, a power of two and a multiple of 16.
         aligned: every address is a multiple of 16 bytes.
@@ -64,13 +66,17 @@ class DeviceTables:
         self.block = block
         self.chunks = _chunk_rows(layout, block).to(device)
         self.num_chunks = self.chunks.shape[0]
-        self.dynamic = torch.zeros(2 * len(layout.numels) + 1, dtype=torch.int64, device=device)
+        words = 2 * len(layout.numels) + layout.ballots + 1
+        self.dynamic = torch.zeros(words, dtype=torch.int64, device=device)
+        self.one = torch.ones(1, dtype=torch.float64).to(device)
         self.aligned = True
         self.uploads = 0
+        self._layout = layout
         self._device = device
         self._dtype: torch.dtype | None = None
         self._addresses: list[int] = [0] * len(layout.numels)
         self._used: list[bool] = [False] * len(layout.numels)
+        self._ballots = bytes(layout.ballots)
         self._scale_bits = 0
 
     @classmethod
@@ -85,6 +91,7 @@ class DeviceTables:
         grads: Sequence[Tensor | None],
         used: Sequence[bool] | None = None,
         scale: float | None = None,
+        ballots: Sequence[int] | None = None,
     ) -> torch.dtype | None:
         """Bring ``dynamic`` up to date on the current stream, uploading it only if it changed.
 
@@ -92,12 +99,15 @@ class DeviceTables:
             grads: one per slot, each with its slot's shape and strides.
             used: one per slot, or ``None`` to keep the last flags.
             scale: the factor, or ``None`` to keep the last one.
+            ballots: as many as the layout has, or ``None`` to keep the last ones. Many are best
+                given as the same ``bytes`` again and again, which are known by their identity.
 
         Returns:
             The dtype of the gradients, ``None`` if there are none.
 
         Raises:
-            ValueError: there is not one gradient, or not one flag, per slot.
+            ValueError: there is not one gradient, or not one flag, per slot; or the ballots are
+                not as many as the layout's, or not in 0..255.
             TypeError: a gradient has another dtype or device than it should. Checked when an
                 address or the first dtype changed, not at every launch.
         """
@@ -106,6 +116,9 @@ class DeviceTables:
             raise ValueError(
                 f"the buffer has {len(self._addresses)} slots, but {len(addresses)} gradients came"
             )
+        if used is not None and len(used) != len(self._used):
+            raise ValueError(f"the buffer has {len(self._used)} slots, but {len(used)} flags came")
+        encoded = self._ballots if ballots is None else self._layout.encode_ballots(ballots)
         dtype = next((grad.dtype for grad in grads if grad is not None), None)
         stale = False
         if addresses != self._addresses or dtype is not self._dtype:
@@ -116,11 +129,10 @@ class DeviceTables:
         if used is not None:
             flags = list(used)
             if flags != self._used:
-                if len(flags) != len(self._used):
-                    raise ValueError(
-                        f"the buffer has {len(self._used)} slots, but {len(flags)} flags came"
-                    )
                 self._used, stale = flags, True
+        if encoded is not self._ballots:
+            stale = stale or encoded != self._ballots
+            self._ballots = encoded
         if scale is not None:
             # By bits: -0.0 equals 0.0 and NaN does not equal itself.
             (bits,) = _INT64.unpack(_FLOAT64.pack(scale))
@@ -150,7 +162,8 @@ class DeviceTables:
     def _upload(self) -> None:
         flags = map(int, map(bool, self._used))
         host = torch.frombuffer(
-            array("q", [*self._addresses, *flags, self._scale_bits]), dtype=torch.int64
+            array("q", [*self._addresses, *flags, *self._ballots, self._scale_bits]),
+            dtype=torch.int64,
         )
         if self._device.type == "cpu":
             self.dynamic.copy_(host)

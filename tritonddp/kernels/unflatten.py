@@ -1,4 +1,4 @@
-"""Unflatten: cast and scatter a reduced bucket into all its gradients, in one launch.
+"""Unflatten: scale, cast and scatter a reduced bucket into all its gradients, in one launch.
 
 Wins over one copy per gradient by the launches it saves; where ``.grad`` is a view of the bucket
 nothing needs to be launched at all. The plain-torch twin is in ``reference.py``.
@@ -23,6 +23,7 @@ def unflatten_kernel(  # type: ignore[no-untyped-def]
     chunks,
     dynamic,
     bucket,
+    factor,
     flags_offset,
     TARGET: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -33,7 +34,8 @@ def unflatten_kernel(  # type: ignore[no-untyped-def]
     """One program a chunk; mask, tail and hints as in ``flatten_kernel``.
 
     The flag is read from the reduced trailer: whether any rank used the parameter is known on
-    the device only, and the host need not wait for it.
+    the device only, and the host need not wait for it. Nor for the factor, which is always there:
+    1.0 changes no number, also not -0.0, and costs nothing beside the memory.
     """
     row = chunks + tl.program_id(0).to(tl.int64) * 4
     slot = tl.load(row)
@@ -49,23 +51,26 @@ def unflatten_kernel(  # type: ignore[no-untyped-def]
     target += tl.multiple_of(tl.load(row + 1), 16)
     source = bucket + tl.multiple_of(tl.load(row + 2), 16)
     count = tl.load(row + 3)
+    scale = widen(tl.load(factor), COMPUTE, EMULATE)
 
     body = (count // 16) * 16
     offsets = tl.arange(0, BLOCK)
     inside = offsets < body
     x = widen(tl.load(source + offsets, mask=inside, other=0.0), COMPUTE, EMULATE)
-    tl.store(target + offsets, narrow(x, TARGET, EMULATE), mask=inside)
+    tl.store(target + offsets, narrow(x * scale, TARGET, EMULATE), mask=inside)
     if body < count:
         rest = body + tl.arange(0, 16)
         y = widen(tl.load(source + rest, mask=rest < count, other=0.0), COMPUTE, EMULATE)
-        tl.store(target + rest, narrow(y, TARGET, EMULATE), mask=rest < count)
+        tl.store(target + rest, narrow(y * scale, TARGET, EMULATE), mask=rest < count)
 
 
 _launch = Launcher(unflatten_kernel)
 
 
-def unflatten(flat: FlatBuffer, grads: Sequence[Tensor | None]) -> None:
-    """Copy the reduced payload of ``flat`` into ``grads``, cast to their dtype.
+def unflatten(
+    flat: FlatBuffer, grads: Sequence[Tensor | None], factor: Tensor | None = None
+) -> None:
+    """Write ``cast(factor * payload)`` of the reduced ``flat`` into ``grads``.
 
     One launch on the current stream, which must be behind the collective; none where there is
     nothing to write. A gradient whose used flag is zero (no rank used the parameter) is left
@@ -74,11 +79,18 @@ def unflatten(flat: FlatBuffer, grads: Sequence[Tensor | None]) -> None:
     Args:
         flat: the source.
         grads: one per slot, of one dtype, with the slot's shape and strides.
+        factor: one fp64 element on the buffer's device, ready on the current stream; the host
+            does not read it. Rounded to fp32 (not if either dtype is fp64) and applied in that
+            before the cast to the gradients' dtype. ``None`` counts as 1, which changes no
+            number, also not -0.0; a NaN stays one, but which is not promised.
 
     Raises:
         ValueError: there is not one gradient per slot.
-        TypeError: the gradients are not of one dtype, or not on the buffer's device.
+        TypeError: the gradients are not of one dtype, or not on the buffer's device; or the
+            factor is of another kind.
     """
+    if factor is not None:
+        flat.check_factor(factor)
     tables = DeviceTables.of(flat)
     dtype = tables.update(grads)
     if dtype is None or tables.num_chunks == 0:
@@ -87,7 +99,7 @@ def unflatten(flat: FlatBuffer, grads: Sequence[Tensor | None]) -> None:
     compute = compute_dtype(target, TRITON_DTYPES[flat.data.dtype])
     _launch(
         tables.num_chunks,
-        (tables.chunks, tables.dynamic, flat.data),
+        (tables.chunks, tables.dynamic, flat.data, tables.one if factor is None else factor),
         (flat.layout.flags_offset,),
         (target, compute, tables.block, tables.aligned, INTERPRETED),
     )

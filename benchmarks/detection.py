@@ -1,0 +1,387 @@
+"""What it costs to detect unused parameters: the same backward asking, and told the answer.
+
+    python benchmarks/detection.py [--rounds N] [--models many_small ...] [--out FILE]
+
+Starts two ranks by itself, unless torchrun has. In the rounds (see step.py) a wrapped model runs
+under several names: as it is, so that its reducer asks the engine which parameters the backward
+will reach; and *told*, with the answer found beforehand in place of the question, and nothing else
+changed. As it is one model, where memory happens to lie is the same for both. On a model that
+leaves parameters unused stock DDP with ``find_unused_parameters=True`` runs in the same rounds.
+
+Before any timing, gradients of all names are compared, the answer that is told is held against the
+engine's, and it is counted who asks. The flags in the trailers of the buckets are there on both
+sides: they are counted and timed by themselves.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).parents[1]))  # unless tritonddp is installed
+
+import machine
+import processes
+from comparison import Bound, Comparison
+from configurations import UNWRAPPED, Configuration, Family, families
+from gradients import WrongGradients, check
+from models import Batch, Case, loss
+from paired import Ratio, Spread
+from plan import Plan, parser
+from ranks import Ranks, process_group
+from rounds import Rounds, added, flat, gather, slowest
+from step import judged, verdict
+from traffic import bucket_bytes
+
+from tritonddp import DistributedDataParallel
+
+MODELS = ("many_small", "branchy")
+ASKING = Bound("ratio", 1.02)  # the backward that asks / the one that is told
+SEARCHING = Bound("ratio", 0.9)  # ours / stock's with find_unused_parameters=True
+
+Query = Callable[[], list[bool] | None]
+
+
+class UnfairError(RuntimeError):
+    """The side that is told does not do what the other does but for asking; on all ranks."""
+
+
+class Side(nn.Module):
+    """A wrapped model under one of its names.
+
+    Args:
+        wrapped: the model, which other sides have too.
+        told: knows what the engine would answer; ``None`` for the side that asks.
+    """
+
+    def __init__(self, wrapped: DistributedDataParallel, told: Answers | None = None) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+        self.told = told
+        self.query: Query | None = None if told is None else told.given
+
+    def forward(self, inputs: Any) -> Tensor:
+        if self.told is not None:
+            self.told.find(inputs)
+        outputs = self.wrapped(inputs)
+        # Behind the forward: what the reducer asks may be made anew there.
+        participation = self.participation
+        vars(participation).pop("query", None)
+        if self.query is not None:
+            participation.query = self.query
+        return outputs
+
+    @property
+    def participation(self) -> Any:
+        """What the reducer asks: the one thing of its insides that is known here."""
+        return self.wrapped.reducer._readiness.participation
+
+
+class Answers:
+    """Which parameters a batch reaches, found on the unwrapped model.
+
+    So nothing of the wrapped model is touched, and all sides find it in the caches, or not, alike.
+
+    Args:
+        unwrapped: a model with the parameters of ``wrapped``.
+        wrapped: buckets are what they are to stay.
+    """
+
+    def __init__(self, unwrapped: nn.Module, wrapped: DistributedDataParallel) -> None:
+        self._unwrapped = unwrapped
+        self._params = list(unwrapped.parameters())
+        number = {param: index for index, param in enumerate(wrapped.module.parameters())}
+        # The engine is asked for the parameters in launch order.
+        self._order = [
+            number[param] for bucket in wrapped.reducer.buckets for param in bucket.params
+        ]
+        self._inputs: Any = None
+        self._reached: list[bool] = []
+
+    def find(self, inputs: Any) -> None:
+        """From now on :meth:`given` is for these inputs; costs nothing if it is already."""
+        if inputs is self._inputs:
+            return
+        outputs = self._unwrapped(inputs)
+        grads = torch.autograd.grad(outputs.sum(), self._params, allow_unused=True)
+        self._inputs = inputs
+        self._reached = [grads[index] is not None for index in self._order]
+
+    def given(self) -> list[bool]:
+        """For each parameter, whether the backward will reach it."""
+        return self._reached
+
+
+def main() -> int:
+    options = parser(__doc__.split("\n", 1)[0], rounds=30, models=MODELS).parse_args()
+    if "RANK" not in os.environ:
+        return _start(ranks=2)
+    plan = Plan.of(options)
+    results: dict[str, Any] = {}
+    with process_group(options.backend) as ranks:
+        facts = machine.describe()
+        if ranks.rank == 0:
+            print(machine.summary(facts))
+            print(plan.summary(ranks), flush=True)
+        for case in plan.cases(ranks):
+            try:
+                results[case.name] = measure(case, ranks, plan)
+            except (WrongGradients, UnfairError) as error:  # on all ranks
+                results[case.name] = {"error": str(error)}
+            if ranks.rank == 0:
+                print("\n".join(table(case.name, results[case.name])), flush=True)
+                if options.out is not None:  # after each model: whatever cuts the run off
+                    content = {
+                        "benchmark": "detection",
+                        "machine": facts,
+                        "load_average_after": machine.describe()["load_average"],
+                        **plan.content(ranks),
+                        "models": results,
+                    }
+                    machine.write_json(options.out, content)
+        if ranks.rank == 0 and options.out is not None:
+            print(f"\nwritten to {options.out}")
+    return 1 if any("error" in result for result in results.values()) else 0
+
+
+def _start(ranks: int) -> int:
+    """Run this command once a rank; the first exit status that is not 0."""
+    # No host name needs to resolve; a thread for each rank.
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, *sys.argv]
+    codes = processes.run(command, math.inf, sys.stdout.buffer, ranks, environment)
+    return next((1 if code is None else code for code in codes if code != 0), 0)
+
+
+def measure(case: Case, ranks: Ranks, plan: Plan) -> dict[str, Any]:
+    """Check, count and time all sides on one model; what JSON says about it."""
+    groups = families(case.unused)
+    pairs = [_told(group) for group in groups]
+    stock = [each for group in groups for each in (*group.stock, group.again)]
+    wrapped = [group.ours for group in groups] + (stock if case.unused else [])
+    rounds = Rounds(case, [UNWRAPPED, *wrapped], ranks, plan)
+    agreement: dict[str, Any] = {}
+    queries: dict[str, int] = {}
+    parts: dict[str, Any] = {}
+    for build, models in enumerate(rounds.builds()):
+        add_sides(models, pairs, rounds.batch(0))
+        queries = count_queries(models, [rounds.batch(0), rounds.batch(1)])
+        if build == 0:
+            reference = groups[0] if case.unused else pairs[0]
+            first, again = reference.stock[0].name, reference.again.name
+            agreement = check(models, case, ranks, first, again, plan.size)
+        rounds.run(models, partial(_find, models))
+        if build == plan.builds - 1:
+            parts = {
+                pair.name: {
+                    "of": pair.stock[0].name,
+                    **measure_parts(models[pair.ours.name], rounds, ranks, plan),
+                }
+                for pair in pairs
+            }
+    forward, backward = gather(rounds.forward, ranks), gather(rounds.backward, ranks)
+    seconds = slowest(backward)
+    steps = added(slowest(forward), seconds)
+    comparisons = [
+        {
+            "gradients": pair.name,
+            "of": "backwards",
+            **judged(Comparison.of(pair, seconds, seconds), _unless_shared(ASKING, ranks)),
+        }
+        for pair in pairs
+    ]
+    for group in groups if case.unused else ():
+        # Stock looks for unused parameters in the forward: its backward is not the whole price.
+        for of, compared, bound in (
+            ("whole steps", steps, _unless_shared(SEARCHING, ranks)),
+            ("backwards", seconds, None),
+        ):
+            comparison = Comparison.of(group, compared, steps)
+            comparisons.append({"gradients": group.name, "of": of, **judged(comparison, bound)})
+    return {
+        "gradients": {name: asdict(each) for name, each in agreement.items()},
+        "queries": queries,
+        "seconds": {name: asdict(Spread.of(flat(each))) for name, each in seconds.items()},
+        "step_seconds": {name: asdict(Spread.of(flat(each))) for name, each in steps.items()},
+        "comparisons": comparisons,
+        "parts": parts,
+        # rank, configuration, build, round
+        "raw_seconds_per_rank": backward,
+        "raw_forward_seconds_per_rank": forward,
+    }
+
+
+def _told(group: Family) -> Family:
+    """Ours against itself when it is told, and that once more."""
+    told = Configuration(f"{group.ours.name} told", None)
+    again = Configuration(f"{told.name} again", None)
+    return Family(group.name, ours=group.ours, stock=(told,), again=again, beside=())
+
+
+def _unless_shared(bound: Bound, ranks: Ranks) -> Bound | None:
+    """Where ranks take turns on one device, times are not worth a judgement."""
+    return None if ranks.share_device else bound
+
+
+def add_sides(models: dict[str, nn.Module], pairs: list[Family], batch: Batch) -> None:
+    """Put the sides of each wrapped model of ours in its place in ``models``; collective."""
+    for pair in pairs:
+        wrapped = models[pair.ours.name]
+        assert isinstance(wrapped, DistributedDataParallel)
+        _backward(wrapped, batch)  # buckets follow the order of its gradients
+        answers = Answers(models[UNWRAPPED.name], wrapped)
+        models[pair.ours.name] = Side(wrapped)
+        for told in (*pair.stock, pair.again):
+            models[told.name] = Side(wrapped, answers)
+
+
+def _find(models: dict[str, nn.Module], batch: Batch) -> None:
+    """Find the answers that are told for a batch before anything is timed."""
+    for side in models.values():
+        if isinstance(side, Side) and side.told is not None:
+            side.told.find(batch[0])
+
+
+def count_queries(models: dict[str, nn.Module], batches: list[Batch]) -> dict[str, int]:
+    """How often each side asks in a backward; collective.
+
+    Raises:
+        UnfairError: a side that is told asks, the other does not, or the answers differ.
+    """
+    counts: dict[str, int] = {}
+    problems: list[str] = []
+    for name, side in models.items():
+        if not isinstance(side, Side):
+            continue
+        found = [asked(side, batch) for batch in batches]
+        counts[name] = max(map(len, found))
+        if side.told is None:
+            if not all(found):
+                problems.append(f"{name!r} does not ask: this is not what happens in training")
+            continue
+        if any(found):
+            problems.append(f"{name!r} is told, but asks all the same")
+        for batch in batches:
+            engine = asked(Side(side.wrapped), batch)
+            side.told.find(batch[0])
+            if any(answer != side.told.given() for answer in engine):
+                problems.append(f"what {name!r} is told is not what the engine answers")
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, problems)
+    if any(everywhere):
+        raise UnfairError(f"nothing was timed: {everywhere}")
+    return counts
+
+
+def asked(side: Side, batch: Batch) -> list[list[bool] | None]:
+    """What the engine answered in a backward, once for each time that it was asked; collective."""
+    kind = type(side.participation)
+    query = kind.query
+    answers: list[list[bool] | None] = []
+
+    def recorded(participation: Any) -> list[bool] | None:
+        answers.append(query(participation))
+        return answers[-1]
+
+    with mock.patch.object(kind, "query", recorded):
+        _backward(side, batch)
+    return answers
+
+
+def measure_parts(side: nn.Module, rounds: Rounds, ranks: Ranks, plan: Plan) -> dict[str, Any]:
+    """What detection is made of, on this rank, in backwards of its own; collective.
+
+    Returns:
+        Median seconds of the query within a backward (as the host sees it), and of writing and of
+        reading the flags of all buckets, right after one. ``None`` for the writing where the
+        flatten kernel does it. Bytes of the flags, and of all that is sent.
+    """
+    assert isinstance(side, Side)
+    seconds: dict[str, list[float]] = {"query": [], "write_flags": [], "read_flags": []}
+    timed = Side(side.wrapped)
+
+    def timed_query() -> list[bool] | None:
+        participation = timed.participation
+        query = type(participation).query
+        start = time.perf_counter()
+        answer: list[bool] | None = query(participation)
+        seconds["query"].append(time.perf_counter() - start)
+        return answer
+
+    timed.query = timed_query
+    buffers = [bucket.flat for bucket in side.wrapped.reducer.buckets]
+    on_cpu = ranks.device.type == "cpu"
+    for number in range(plan.rounds):
+        _backward(timed, rounds.batch(number))
+        flags = [buffer.flags.tolist() for buffer in buffers]
+        used = [[flag != 0 for flag in each] for each in flags]
+        ranks.synchronize()
+        start = time.perf_counter()
+        if on_cpu:
+            for buffer, each in zip(buffers, used, strict=True):
+                buffer.write_trailer(each, bytes(buffer.layout.ballots))
+        written = time.perf_counter()
+        for buffer in buffers:
+            buffer.flags.tolist()
+        seconds["read_flags"].append(time.perf_counter() - written)
+        if on_cpu:
+            seconds["write_flags"].append(written - start)
+    return {
+        **{
+            part: Spread.of(samples).median if samples else None
+            for part, samples in seconds.items()
+        },
+        "flag_bytes": sum(each.flags.numel() * each.flags.element_size() for each in buffers),
+        "wire_bytes": sum(bucket_bytes(side.wrapped)),
+    }
+
+
+def _backward(model: nn.Module, batch: Batch) -> None:
+    """A reduced backward, which leaves no gradients; collective."""
+    loss(model, batch).backward()
+    model.zero_grad(set_to_none=True)
+
+
+def table(name: str, result: dict[str, Any]) -> Iterator[str]:
+    """Lines that show a model's result."""
+    if "error" in result:
+        yield f"\n{name}: {result['error']}"
+        return
+    yield f"\n{name}"
+    yield f"  {'backward, ms':32}{'median':>9}{'quartiles':>19}{'asks':>6}"
+    for label, spread in result["seconds"].items():
+        quartiles = f"{spread['q1'] * 1e3:.2f} - {spread['q3'] * 1e3:.2f}"
+        asks = str(result["queries"].get(label, ""))
+        yield f"  {label:32}{spread['median'] * 1e3:9.2f}{quartiles:>19}{asks:>6}"
+    for one in result["comparisons"]:
+        builds = " ".join(f"{ratio:.3f}" for ratio in one["by_build"])
+        yield (
+            f"  {one['gradients']}, {one['of']}: ours / {one['best']!r} {Ratio(**one['ours'])} "
+            f"(by build {builds}), that / itself {Ratio(**one['again'])}"
+        )
+        if one["bound"] is not None:
+            yield f"    {verdict(one)}"
+    for mode, part in result["parts"].items():
+        written = part["write_flags"]
+        yield (
+            f"  {mode}: query {part['query'] * 1e6:.0f} us; flags "
+            + ("" if written is None else f"written in {written * 1e6:.0f} us, ")
+            + f"read in {part['read_flags'] * 1e6:.0f} us, "
+            f"{part['flag_bytes']} of {part['wire_bytes']} bytes"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,320 @@
+"""A collective that fails says where this rank and the others are, and who is missing."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import ranks
+from launched import ROOT
+
+from tritonddp import roll_call
+from tritonddp.roll_call import RollCall
+
+PLACE = "step 4, bucket 1 ('a.weight', 'b.bias', ...)"
+# A process may take long to start on a busy machine; a test that hangs ends here.
+LIMIT = 120.0
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def failure(
+    group: dist.ProcessGroup,
+    place: str = PLACE,
+    collective: Callable[..., Any] = dist.all_reduce,
+    what: str = "all-reduce of 16 bytes",
+    **options: Any,
+) -> str:
+    """What the error of a collective that fails says."""
+    try:
+        collective(torch.ones(4), group=group, **options)
+    except RuntimeError as error:
+        explained = RollCall(group, "0").explain(f"rank {group.rank()}, {place}", what, error)
+        assert type(explained) is RuntimeError
+        return str(explained)
+    pytest.fail("the collective was to fail")
+
+
+def impatient(ranks: list[int] | None = None) -> dist.ProcessGroup:
+    """A group in which a collective fails when a rank is two seconds late."""
+    group = dist.new_group(ranks, timeout=timedelta(seconds=2))
+    if isinstance(group, dist.ProcessGroup):
+        dist.barrier(group)  # its connections exist
+    return group
+
+
+# Ranks that live
+
+
+@ranks(2)
+def test_a_rank_that_does_not_come_is_named_and_learns_where_it_was_waited_for() -> None:
+    group = impatient()
+    if dist.get_rank() == 0:
+        text = failure(group)
+        dist.barrier()
+        assert text.startswith(f"rank 0, {PLACE}, all-reduce of 16 bytes failed: RuntimeError: ")
+        assert "Timed out waiting" in text.splitlines()[0]
+        assert "rank 1 has not reported: it has died, is stuck elsewhere, or made fewer" in text
+        assert "TORCH_DISTRIBUTED_DEBUG=DETAIL" in text
+        assert "longer timeout" in text
+    else:
+        dist.barrier()
+        text = failure(group)
+        assert "rank 0 failed at the same place" in text
+        assert "rank 0 has not reported" not in text
+
+
+@ranks(3)
+def test_of_three_ranks_the_missing_one_is_told_from_those_that_failed_too() -> None:
+    group = impatient()
+    rank = dist.get_rank()
+    if rank != 2:
+        text = failure(group)
+        assert f"rank {1 - rank} failed at the same place" in text
+        assert "rank 2 has not reported" in text
+    dist.barrier()
+
+
+@ranks(2)
+def test_ranks_at_different_steps_read_each_others_place() -> None:
+    group = impatient()
+    if dist.get_rank() == 0:
+        text = failure(group)
+        assert "rank 1 failed elsewhere: at step 3, bucket 0 ('c'), broadcast of 16 bytes." in text
+    else:
+        text = failure(
+            group,
+            "step 3, bucket 0 ('c')",
+            dist.broadcast,
+            "broadcast of 16 bytes",
+            group_src=0,
+        )
+        assert f"rank 0 failed elsewhere: at {PLACE}, all-reduce of 16 bytes." in text
+    assert f"rank {1 - dist.get_rank()} has not reported" not in text
+
+
+@ranks(3)
+def test_ranks_of_a_subgroup_are_named_in_both_ways() -> None:
+    group = impatient([1, 2])
+    if dist.get_rank() == 1:
+        text = failure(group)
+        assert text.startswith("rank 0, ")
+        assert "rank 1 (global rank 2) has not reported" in text
+    dist.barrier()
+
+
+# Ranks that die or stop. These processes are the test's own: those of @ranks must live.
+
+
+def run(
+    scenario: Callable[..., None], store: str, survivors: list[int], folder: Path
+) -> dict[int, str]:
+    """Run a scenario on three ranks; what the error says on each survivor.
+
+    Args:
+        scenario: run by each process with its rank.
+        store: ``"file"``, or ``"tcp"``, whose host is rank 0.
+        survivors: ranks that must end by themselves. The others are killed at the end.
+        folder: an empty one.
+    """
+    processes = []
+    try:
+        for rank in range(3):
+            with (folder / f"log{rank}").open("wb") as log:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, __file__, scenario.__name__, store, str(rank)],
+                        cwd=folder,
+                        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
+                    )
+                )
+        deadline = time.monotonic() + LIMIT
+        for rank in survivors:
+            try:
+                status: int | None = processes[rank].wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                status = None
+            log_of_rank = (folder / f"log{rank}").read_text()
+            assert status == 0, f"rank {rank} ended with {status}:\n{log_of_rank}"
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return {rank: (folder / f"text{rank}").read_text() for rank in survivors}
+
+
+def join(store: str, rank: int, timeout: float) -> dist.ProcessGroup:
+    """Initialise the default group of three ranks."""
+    limit = timedelta(seconds=LIMIT)
+    if store == "file":
+        shared: dist.Store = dist.FileStore("store", 3)
+    elif rank == 0:
+        shared = dist.TCPStore("127.0.0.1", 0, 3, True, limit, wait_for_workers=False)
+        Path("port.new").write_text(str(shared.port))
+        Path("port.new").rename("port")
+    else:
+        while not Path("port").exists():
+            time.sleep(0.01)
+        port = int(Path("port").read_text())
+        shared = dist.TCPStore("127.0.0.1", port, 3, False, limit)
+    dist.init_process_group("gloo", store=shared, rank=rank, world_size=3, timeout=limit)
+    group = dist.new_group(timeout=timedelta(seconds=timeout))
+    assert isinstance(group, dist.ProcessGroup)
+    dist.barrier(group)
+    return group
+
+
+def killed_amid_all_reduce(store: str, rank: int, victim: int) -> None:
+    group = join(store, rank, LIMIT)
+    content = torch.ones(1 << 24)
+    work = dist.all_reduce(content, group=group, async_op=True)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        work.wait()
+    except RuntimeError as error:
+        explained = RollCall(group, "0").explain(f"rank {rank}, {PLACE}", "all-reduce", error)
+        Path(f"text{rank}").write_text(str(explained))
+
+
+def last_is_killed(store: str, rank: int) -> None:
+    killed_amid_all_reduce(store, rank, victim=2)
+
+
+def first_is_killed(store: str, rank: int) -> None:
+    killed_amid_all_reduce(store, rank, victim=0)
+
+
+def first_is_stopped(store: str, rank: int) -> None:
+    group = join(store, rank, 2)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    Path(f"text{rank}").write_text(failure(group))
+
+
+@pytest.mark.parametrize("store", ["file", "tcp"])
+def test_a_rank_killed_amid_an_all_reduce_is_named_by_all_others(
+    store: str, tmp_path: Path
+) -> None:
+    texts = run(last_is_killed, store, [0, 1], tmp_path)
+    for rank, text in texts.items():
+        assert text.startswith(f"rank {rank}, {PLACE}, all-reduce failed: RuntimeError: "), text
+        assert "rank 2 has not reported" in text
+        assert f"rank {1 - rank} failed at the same place" in text
+
+
+@pytest.mark.parametrize("scenario", [first_is_killed, first_is_stopped])
+def test_a_store_whose_host_died_or_stopped_neither_hangs_nor_hides_the_error(
+    scenario: Callable[..., None], tmp_path: Path
+) -> None:
+    texts = run(scenario, "tcp", [1, 2], tmp_path)
+    for rank, text in texts.items():
+        assert text.startswith(f"rank {rank}, {PLACE}, all-reduce"), text
+        assert "failed: RuntimeError: " in text.splitlines()[0]
+        assert "store could not be asked" in text
+        assert f"Nothing is known of ranks 0 and {3 - rank}." in text
+        assert "has not reported:" not in text, "nobody was asked"
+
+
+def test_a_killed_rank_0_is_named_where_the_store_has_no_host(tmp_path: Path) -> None:
+    for text in run(first_is_killed, "file", [1, 2], tmp_path).values():
+        assert "rank 0 has not reported" in text
+
+
+# What is posted and read
+
+
+class Group:
+    """As much of a process group as a roll call needs."""
+
+    def __init__(self, rank: int, size: int, store: dist.Store) -> None:
+        self.rank, self.size, self.get_group_store = lambda: rank, lambda: size, lambda: store
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    monkeypatch.setattr(roll_call, "_PATIENCE", 0.0)
+    return dist.HashStore()
+
+
+def calls(store: dist.Store, size: int = 2, name: str = "0") -> list[RollCall]:
+    """The roll call of each rank."""
+    return [RollCall(Group(rank, size, store), name) for rank in range(size)]  # type: ignore[arg-type]
+
+
+def explain(call: RollCall, place: str = PLACE, error: str = "broken") -> str:
+    rank = call._group.rank()
+    return str(call.explain(f"rank {rank}, {place}", "all-reduce", RuntimeError(error)))
+
+
+def test_an_old_post_is_not_taken_for_a_new_one(store: dist.Store) -> None:
+    first, second = calls(store)
+    explain(second)
+    assert "rank 1 failed at the same place" in explain(first)
+    text = explain(first, "step 5, bucket 0 ('c')")
+    assert f"rank 1 has not reported this failure, only an earlier one at {PLACE}" in text
+    # It takes up the count of the others, though it has failed less often.
+    assert "rank 0 failed elsewhere: at step 5, bucket 0 ('c')" in explain(second, "step 4")
+
+
+def test_two_wrappers_do_not_mix(store: dist.Store) -> None:
+    ours, theirs = calls(store)[0], calls(store, name="1")[1]
+    explain(theirs)
+    assert "rank 1 has not reported" in explain(ours)
+
+
+@pytest.mark.parametrize(
+    "post",
+    [
+        b"",
+        b"no number",
+        b"-1 place",
+        b"9" * 10_000 + b" place",
+        b"1 \xff\xfe\x1b[31m\nrank 0 is to blame",
+        b"1 " + "\N{SNOWMAN}".encode() * 1_000_000,
+    ],
+)
+def test_whatever_is_in_the_store_makes_a_bounded_line(store: dist.Store, post: bytes) -> None:
+    call = calls(store)[0]
+    store.set("tritonddp/0/failed/1", post)  # type: ignore[arg-type]
+    text = explain(call)
+    assert len(text) < 1500
+    assert text.startswith(f"rank 0, {PLACE}, all-reduce failed: RuntimeError: broken\n")
+    assert all(line.isprintable() for line in text.splitlines())
+    assert len(text.splitlines()) == 3
+
+
+def test_only_the_first_line_of_a_long_error_is_repeated(store: dist.Store) -> None:
+    text = explain(calls(store)[0], error="broken " + "x" * 10_000 + "\nframe #0: c10::Error")
+    assert "RuntimeError: broken" in text
+    assert len(text) < 1500
+    assert "frame #0" not in text
+
+
+def test_many_ranks_are_counted(store: dist.Store) -> None:
+    text = explain(calls(store, 500)[3])
+    assert "ranks 0, 1, 2, 4, 5, 6, 7, 8, 9, 10 and 489 more have not reported" in text
+
+
+if __name__ == "__main__":
+    if sys.platform == "linux":
+        # Nothing outlives the test process, however it ends.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    torch.set_num_threads(1)
+    scenarios = [last_is_killed, first_is_killed, first_is_stopped]
+    {scenario.__name__: scenario for scenario in scenarios}[sys.argv[1]](
+        sys.argv[2], int(sys.argv[3])
+    )

@@ -1,0 +1,258 @@
+"""Weighted means over ranks and accumulated backwards."""
+
+import contextlib
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_on_all_ranks, gather, ranks
+from torch import nn
+from torch.nn import Parameter
+
+from tritonddp import DistributedDataParallel
+from tritonddp.weighting import Weight, Window
+
+VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+
+
+@pytest.mark.parametrize("n", [0, 3, 2.5, torch.tensor(4), torch.tensor([0.5])])
+def test_numbers_and_tensors_of_one_element_are_weights(n):
+    assert Weight.of(n, "mean").items == float(n)
+
+
+@pytest.mark.parametrize("n", ["3", None, True, torch.ones(2), 1j])
+def test_what_is_no_number_is_refused(n):
+    with pytest.raises(TypeError, match="number of items"):
+        Weight.of(n, "mean")
+
+
+@pytest.mark.parametrize("n", [-1, math.nan, math.inf, torch.tensor(-0.5)])
+def test_a_weight_out_of_range_is_refused(n):
+    with pytest.raises(ValueError, match="finite and not negative"):
+        Weight.of(n, "mean")
+
+
+def test_an_unknown_reduction_is_refused():
+    with pytest.raises(ValueError, match="'none'"):
+        Weight.of(1, "none")
+
+
+def accumulate(gradients: list[float | None], weights: list[float], before: float | None) -> float:
+    """What one parameter's ``.grad`` is after local backwards with these gradients."""
+    param = Parameter(torch.zeros(1, dtype=torch.float64))
+    param.grad = None if before is None else torch.full_like(param, before)
+    window = Window()
+    for gradient, weight in zip(gradients, weights, strict=True):
+        window.open([param], Weight(weight, is_sum=False), is_last=False)
+        if gradient is not None:
+            new = torch.full_like(param, gradient)
+            param.grad = new if param.grad is None else param.grad + new
+        window.close([param])
+    assert window.weight == Weight(sum(weights), is_sum=False)
+    return math.nan if param.grad is None else param.grad.item()
+
+
+@pytest.mark.parametrize("before", [None, 10.0])
+@pytest.mark.parametrize("gradients", list(itertools.product([1.0, None, -4.0], repeat=3)))
+def test_a_window_holds_the_weighted_mean_on_top_of_what_was_there(gradients, before):
+    weights = [2.0, 0.5, 3.0]
+    found = accumulate(list(gradients), weights, before)
+    if before is None and all(gradient is None for gradient in gradients):
+        assert math.isnan(found)
+        return
+    mean = sum(w * (g or 0) for w, g in zip(weights, gradients, strict=True)) / sum(weights)
+    assert found == pytest.approx(mean + (before or 0), rel=1e-14)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_gradient_of_weight_zero_may_be_nan(place):
+    gradients, weights = [1.0, 2.0, 4.0], [1.0, 1.0, 2.0]
+    gradients[place], weights[place] = math.nan, 0.0
+    mean = sum(w * g for w, g in zip(weights, gradients, strict=True) if w) / sum(weights)
+    assert accumulate(gradients, weights, None) == pytest.approx(mean)
+
+
+def test_an_unweighted_backward_after_weighted_ones_is_an_error_until_they_are_dropped():
+    param = Parameter(torch.zeros(1))
+    window = Window()
+    window.open([param], Weight(1, is_sum=False), is_last=False)
+    param.grad = torch.ones(1)
+    window.close([param])
+    with pytest.raises(RuntimeError, match="has no weight"):
+        window.open([param], None, is_last=True)
+    param.grad = None
+    window.open([param], None, is_last=True)
+    assert window.weight is None
+
+
+def test_means_and_sums_are_not_mixed():
+    param = Parameter(torch.zeros(1))
+    window = Window()
+    window.open([param], Weight(1, is_sum=False), is_last=False)
+    window.close([param])
+    with pytest.raises(RuntimeError, match="'mean' and with reduction='sum'"):
+        window.open([param], Weight(1, is_sum=True), is_last=False)
+
+
+def test_a_broken_backward_leaves_the_window_as_it_was():
+    param = Parameter(torch.zeros(1))
+    window = Window()
+    window.open([param], Weight(1, is_sum=False), is_last=False)
+    param.grad = mean = torch.ones(1)
+    window.close([param])
+    window.open([param], Weight(3, is_sum=False), is_last=False)
+    param.grad = torch.full((1,), 7.0)
+    window.abandon()
+    assert param.grad is mean
+    assert mean.item() == 1
+    assert window.weight == Weight(1, is_sum=False)
+
+
+class Net(nn.Module):
+    """Uses ``extra`` only if asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.extra = nn.Linear(3, 40), nn.Linear(40, 40)
+        self.last = nn.Linear(40, 2)
+        self.double()
+
+    def forward(self, x: torch.Tensor, extra: bool) -> torch.Tensor:
+        x = self.first(x).tanh()
+        return self.last(self.extra(x) if extra else x)
+
+
+def backwards(rank: int, step: int) -> list[tuple[torch.Tensor, float, bool]]:
+    """Inputs, weight, and whether ``extra`` is used, of each backward of a window."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    found = []
+    for _ in range(1 + (step + rank) % 3):
+        n = int(torch.randint(0, 5, (), generator=generator))
+        x = torch.randn(max(n, 1), 3, generator=generator, dtype=torch.float64)
+        if n == 0:
+            x.fill_(torch.nan)  # what the mean loss of an empty batch gives
+        use = bool(torch.randint(0, 2, (), generator=generator))
+        found.append((x, n * (0.5 if step % 2 else 1), use))
+    return found
+
+
+def expected(module: nn.Module, step: int, is_sum: bool) -> list[torch.Tensor | None]:
+    total, sums = 0.0, [None for _ in module.parameters()]
+    for rank in range(dist.get_world_size()):
+        for x, n, extra in backwards(rank, step):
+            alone = copy.deepcopy(module)
+            alone.zero_grad()
+            alone(x.nan_to_num() if n == 0 else x, extra).square().mean().backward()
+            total += n
+            for index, param in enumerate(alone.parameters()):
+                if param.grad is not None:
+                    gradient = param.grad * (n if not is_sum else float(n > 0))
+                    sums[index] = gradient if sums[index] is None else sums[index] + gradient
+    return [s if s is None else s / total if total else s * 0 for s in sums]
+
+
+@VIEW
+@pytest.mark.parametrize("is_sum", [False, True], ids=["mean", "sum"])
+@pytest.mark.parametrize("cap", [None, 1e-4])
+@ranks(2, 3)
+def test_windows_of_different_length_and_weight(view: bool, is_sum: bool, cap: float) -> None:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Net(), gradient_as_bucket_view=view, bucket_cap_mb=cap)
+    for step in range(8):
+        ddp.zero_grad()
+        window = backwards(dist.get_rank(), step)
+        for number, (x, n, extra) in enumerate(window):
+            ddp.require_backward_grad_sync = number == len(window) - 1
+            with ddp.weighted(n, "sum" if is_sum else "mean"):
+                loss = ddp(x if n and not is_sum else x.nan_to_num(), extra).square().mean()
+                (loss * (n > 0) if is_sum else loss).backward()
+        for (name, param), mean in zip(
+            ddp.module.named_parameters(), expected(ddp.module, step, is_sum), strict=True
+        ):
+            message = f"step {step}, {name}"
+            assert (param.grad is None) == (mean is None), message
+            if mean is not None:
+                torch.testing.assert_close(param.grad, mean, msg=lambda m, t=message: f"{t}: {m}")
+        assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+
+
+@VIEW
+@ranks(3)
+def test_all_weights_zero_give_zero(view: bool) -> None:
+    ddp = DistributedDataParallel(Net(), gradient_as_bucket_view=view)
+    with ddp.weighted(0):
+        ddp(torch.full((1, 3), torch.nan, dtype=torch.float64), extra=False).sum().backward()
+    assert ddp.module.extra.weight.grad is None
+    assert not ddp.module.first.weight.grad.any()
+
+
+@VIEW
+@ranks(2)
+def test_equal_weights_give_the_bits_of_the_plain_mean(view: bool) -> None:
+    x = torch.randn(4, 3, dtype=torch.float64) + dist.get_rank()
+    ddp = DistributedDataParallel(Net(), gradient_as_bucket_view=view)
+    ddp(x, extra=True).sum().backward()
+    plain = [param.grad.clone() for param in ddp.parameters()]
+    ddp.zero_grad()
+    with ddp.weighted(8):
+        ddp(x, extra=True).sum().backward()
+    assert all(map(torch.equal, plain, [param.grad for param in ddp.parameters()]))
+
+
+@VIEW
+@ranks(2)
+def test_a_weighted_reduction_on_top_of_a_reduced_gradient(view: bool) -> None:
+    ddp = DistributedDataParallel(Net(), gradient_as_bucket_view=view)
+    rank = dist.get_rank()
+    x = torch.randn(4, 3, dtype=torch.float64) + rank
+    with ddp.weighted(1 + rank):
+        ddp(x, extra=False).sum().backward()
+    first = [None if p.grad is None else p.grad.clone() for p in ddp.parameters()]
+    for n in (2, 5):
+        with ddp.weighted(n + rank), ddp.no_sync():
+            ddp(n * x, extra=False).sum().backward()
+    ddp.reduce_gradients()
+    means = [None if p.grad is None else p.grad.clone() for p in ddp.parameters()]
+    ddp.zero_grad()
+    for n in (2, 5):
+        with ddp.weighted(n + rank), ddp.no_sync():
+            ddp(n * x, extra=False).sum().backward()
+    with ddp.weighted(0):
+        ddp(x, extra=False).sum().backward()
+    for mean, once, param in zip(means, first, ddp.parameters(), strict=True):
+        if once is None:
+            assert mean is None
+            assert param.grad is None
+        else:
+            torch.testing.assert_close(mean, once + param.grad)
+
+
+@VIEW
+@ranks(2)
+def test_weighted_on_one_rank_only_is_an_error_on_both(view: bool) -> None:
+    ddp = DistributedDataParallel(Net(), gradient_as_bucket_view=view)
+    x = torch.ones(1, 3, dtype=torch.float64)
+    weighted = ddp.weighted(3) if dist.get_rank() else contextlib.nullcontext()
+    with weighted, pytest.raises(RuntimeError, match="some ranks only") as raised:
+        ddp(x, extra=False).sum().backward()
+    for text in gather(str(raised.value)):
+        assert "step 1, bucket 0" in text
+        assert "rank 0: no weight; rank 1: weight 3" in text
+    ddp.zero_grad()
+    ddp(x, extra=False).sum().backward()  # and the next step is right
+    assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+
+
+@ranks(2)
+def test_the_weight_costs_no_collective() -> None:
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=1e-4)
+    x = torch.ones(1, 3, dtype=torch.float64)
+    for step in range(3):
+        before = ddp.reducer.counters.collectives
+        with ddp.weighted(3):
+            ddp(x, extra=False).sum().backward()
+        order = 1 if step == 0 else 0
+        assert ddp.reducer.counters.collectives - before == len(ddp.reducer.buckets) + order

@@ -1,0 +1,66 @@
+"""When does a backward of the module begin? Hooks on what its forward returned."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class Forward:
+    """One forward of the module, as long as its graph lives.
+
+    Attributes:
+        was_reduced: a reduced backward has gone through its outputs.
+    """
+
+    __slots__ = ("was_reduced",)
+
+    def __init__(self) -> None:
+        self.was_reduced = False
+
+
+class Listener(Protocol):
+    """Who is told; referred to weakly."""
+
+    def begin(self, forward: Forward) -> None:
+        """A backward goes through an output of ``forward``."""
+
+
+class Outputs:
+    """Sees the start of each backward that runs through an output of the module.
+
+    Without it the first gradient would do, but a backward that reaches no parameter of this rank
+    must still take part, and one that starts with a reentrant checkpoint must be seen before its
+    inner backward.
+
+    Args:
+        listener: told of each output that a backward goes through.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = weakref.ref(listener)
+        self._watched = WeakTensorKeyDictionary()
+
+    def watch(self, outputs: Iterable[Tensor]) -> None:
+        """These are the outputs of one forward."""
+        forward = Forward()
+        for output in outputs:
+            # A tensor that the module only hands on may live long: it gets one hook.
+            if output.grad_fn is not None and output not in self._watched:
+                self._watched[output] = None
+                output.register_hook(_backward_hook(self._listener, forward))
+
+
+def _backward_hook(listener: weakref.ref[Listener], forward: Forward) -> Callable[[Tensor], None]:
+    """An output may outlive the listener: its hook refers weakly."""
+
+    def backward(_: Tensor) -> None:
+        told = listener()
+        if told is not None:
+            told.begin(forward)
+
+    return backward

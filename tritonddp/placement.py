@@ -1,0 +1,113 @@
+"""Where each parameter is: its number, its segment, its bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from tritonddp.assignment import BucketCaps, assign_buckets
+from tritonddp.ballot import BYTES
+from tritonddp.bucket import Bucket
+from tritonddp.counters import Counters
+from tritonddp.kernels import select
+
+
+@dataclass(frozen=True)
+class Place:
+    """A segment, its bucket, and the numbers ``[first, last)`` of its parameters."""
+
+    bucket: Bucket
+    number: int
+    first: int
+    last: int
+
+
+class Placement:
+    """Buckets in launch order, and the place of each parameter in them.
+
+    Parameters are numbered in launch order, so that those of a segment are neighbours in every
+    list: each is then read in one run, not at a cold address per parameter.
+
+    Args:
+        named_params: in the order in which their gradients become ready. What has ``.grad``, a
+            shape, a dtype and a device will do.
+        caps: bucket sizes.
+        bucket_class: how gradients get in and out.
+        world_size: number of ranks, for the ballots of the first bucket.
+        counters: count what the buckets launch.
+        former: its buckets are let go before new ones are made, so that both never exist at
+            once; gradients that live in them move.
+
+    Attributes:
+        names, params: by number.
+        buckets: in launch order.
+        places: of each segment.
+        places_of: for each bucket, the numbers of its segments.
+    """
+
+    def __init__(
+        self,
+        named_params: Sequence[tuple[str, Parameter]],
+        caps: BucketCaps,
+        bucket_class: type[Bucket],
+        world_size: int,
+        counters: Counters,
+        former: Placement | None = None,
+    ) -> None:
+        assignment = _assign(named_params, caps)
+        self.names = [named_params[index][0] for indices in assignment for index in indices]
+        self.params = [named_params[index][1] for indices in assignment for index in indices]
+        self.buckets: list[Bucket] = []
+        self.places: list[Place] = []
+        self.places_of: list[range] = []
+        placed = former.let_go() if former is not None else {}
+        first = 0
+        for index, indices in enumerate(assignment):
+            last = first + len(indices)
+            bucket = bucket_class(
+                index,
+                self.params[first:last],
+                self.names[first:last],
+                select(self.params[first].device),
+                counters,
+                ballots=BYTES * world_size if index == 0 else 0,
+            )
+            bucket.adopt(placed)
+            self.buckets.append(bucket)
+            before = len(self.places)
+            self.places.extend(
+                Place(bucket, number, first + segment.first, first + segment.last)
+                for number, segment in enumerate(bucket.segments)
+            )
+            self.places_of.append(range(before, len(self.places)))
+            first = last
+
+    def fits(self, named_params: Sequence[tuple[str, Parameter]], caps: BucketCaps) -> bool:
+        """Whether another placement of these parameters would be like this one."""
+        assignment = _assign(named_params, caps)
+        order = [named_params[index][1] for indices in assignment for index in indices]
+        return list(map(id, order)) == list(map(id, self.params)) and list(
+            map(len, assignment)
+        ) == [len(bucket.params) for bucket in self.buckets]
+
+    def let_go(self) -> dict[Parameter, Tensor]:
+        """Drop all buckets; returns the gradients that live in them.
+
+        A bucket lives on, by these gradients, until the last of them has moved.
+        """
+        placed = {
+            param: view
+            for bucket in self.buckets
+            for param, view in bucket.placed_gradients().items()
+        }
+        self.buckets.clear()
+        self.places.clear()
+        return placed
+
+
+def _assign(named_params: Sequence[tuple[str, Tensor]], caps: BucketCaps) -> list[list[int]]:
+    params = [param for _, param in named_params]
+    return assign_buckets(params, range(len(params)), caps)

@@ -1,0 +1,201 @@
+"""A collective failed: where are the other ranks?
+
+The backend knows only that a connection broke or that time ran out. So each rank whose collective
+failed posts where it is in the process group's store, waits a little, and reads what the others
+posted. Who posted nothing is the one to look for. Nothing is posted or read before a failure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Iterable
+
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+# Seconds between a rank's own post and its look at the others'. A peer died: the others notice at
+# once. Time ran out on one rank: gloo then closes its connections, which the others notice.
+_PATIENCE = 2.0
+# Seconds for all of it. A call to a TCPStore whose host is stopped or unreachable does not return,
+# whatever the store's timeout.
+_LIMIT = 5.0
+# Characters of a post, and of the backend's error.
+_LONGEST = 400
+_DIGITS = 18  # of a post's number
+# Ranks in one sentence; the rest is counted.
+_SHOWN = 10
+
+
+class RollCall:
+    """Says, after a collective of ``group`` has failed, where this rank and the others are.
+
+    Args:
+        group: the process group. Ranks are those of the group; where the global rank is another
+            one, it is named too.
+        name: the same on all ranks, and another one for each wrapper of a process: posts of two
+            wrappers never mix. At most one roll call of a name is under way at a time.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+        self._group = group
+        self._key = f"tritonddp/{name}/failed"
+        self._number = 0  # of the last failure: a post with a smaller number is an old one
+
+    def explain(self, where: str, what: str, error: Exception) -> RuntimeError:
+        """The error to raise from ``error``; made in about 2 s, and in 5 s at most.
+
+        Whatever the store does, this returns: what goes wrong there is a sentence of the message.
+
+        Args:
+            where: this rank's place, such as ``"rank 0, step 4, bucket 1 ('a.weight', ...)"``.
+                What follows the rank is posted, and compared with what the others post.
+            what: what failed, such as ``"all-reduce of 1.2 MiB"``; compared likewise.
+            error: what the backend raised.
+        """
+        rank = self._group.rank()
+        place = _plain(f"{where.removeprefix(f'rank {rank}, ')}, {what}")
+        failed = f"rank {rank}, {place} failed: {_first_line(error)}"
+        # At once: torchrun ends the other processes soon after one has died.
+        logger.error("%s", failed)
+        posts = self._ask(place)
+        return RuntimeError("\n  ".join([failed, *self._answers(posts, place), _REMEDY]))
+
+    def _ask(self, place: str) -> _Posts:
+        """Post and read. In a thread that is left behind if the store never answers."""
+        posts = _Posts(self._number + 1)
+        thread = threading.Thread(target=self._exchange, args=(posts, place), daemon=True)
+        thread.start()
+        thread.join(_LIMIT)
+        if thread.is_alive():
+            posts.trouble = f"it did not answer in {_LIMIT:g} s"
+        self._number = posts.number
+        # A thread left behind may still write into the original.
+        return dataclasses.replace(posts, read=dict(posts.read))
+
+    def _exchange(self, posts: _Posts, place: str) -> None:
+        try:
+            store = self._group.get_group_store()
+            others = [rank for rank in range(self._group.size()) if rank != self._group.rank()]
+            # Failures are counted by all ranks alike: who counted less goes on with the greatest
+            # number that it finds. Of two ranks that wait at the same time, the one that posted
+            # later saw the other's number in its first look, or else the other sees its own post
+            # in the second.
+            for looks in range(2):
+                before = posts.number
+                self._read(store, others, posts)
+                posts.number = max([posts.number, *(number for number, _ in posts.read.values())])
+                if looks == 0 or posts.number > before:
+                    store.set(f"{self._key}/{self._group.rank()}", f"{posts.number} {place}")
+                if looks == 0:
+                    time.sleep(_PATIENCE)
+            posts.asked = True
+        except Exception as error:
+            # The first error ends it: a TCPStore prints a stack for each call to a dead host.
+            posts.trouble = _first_line(error)
+
+    def _read(self, store: dist.Store, others: Iterable[int], posts: _Posts) -> None:
+        for rank in others:
+            key = f"{self._key}/{rank}"
+            if store.check([key]):  # get() would wait for a key that is not there
+                number, _, place = store.get(key).partition(b" ")
+                if number.isdigit():
+                    posts.read[rank] = (int(number[:_DIGITS]), _plain(place))
+
+    def _answers(self, posts: _Posts, place: str) -> list[str]:
+        """What the others say, one line each, the most telling first."""
+        elsewhere: dict[str, list[int]] = {}
+        earlier: dict[str, list[int]] = {}
+        same, silent = [], []
+        for rank in range(self._group.size()):
+            number, theirs = posts.read.get(rank, (0, ""))
+            if rank == self._group.rank():
+                continue
+            if number == 0:
+                silent.append(rank)
+            elif number < posts.number:
+                earlier.setdefault(theirs, []).append(rank)
+            elif theirs != place:
+                elsewhere.setdefault(theirs, []).append(rank)
+            else:
+                same.append(rank)
+        unknown = "died, is stuck elsewhere, or made fewer backwards"
+        lines = []
+        if posts.trouble:
+            lines.append(
+                f"The process group's store could not be asked ({posts.trouble}): its host, global "
+                "rank 0 or the launcher, may have died."
+            )
+        if silent and posts.asked:
+            has, it = ("has", "it has") if len(silent) == 1 else ("have", "each has")
+            lines.append(f"{self._ranks(silent)} {has} not reported: {it} {unknown}.")
+        elif silent:
+            lines.append(f"Nothing is known of {self._ranks(silent)}.")
+        for theirs, ranks in earlier.items():
+            has = "has" if len(ranks) == 1 else "have"
+            lines.append(
+                f"{self._ranks(ranks)} {has} not reported this failure, only an earlier one at "
+                f"{theirs}."
+            )
+        for theirs, ranks in elsewhere.items():
+            lines.append(f"{self._ranks(ranks)} failed elsewhere: at {theirs}.")
+        if same:
+            lines.append(f"{self._ranks(same)} failed at the same place.")
+        return lines
+
+    def _ranks(self, ranks: list[int]) -> str:
+        """``rank 1``, ``ranks 1 and 2``; with global ranks where they differ."""
+        try:
+            world = dist.get_process_group_ranks(self._group)
+        except Exception:  # a group that torch has not registered, or no longer
+            world = list(range(self._group.size()))
+        named = [
+            str(rank) if world[rank] == rank else f"{rank} (global rank {world[rank]})"
+            for rank in ranks[:_SHOWN]
+        ]
+        if len(ranks) > _SHOWN:
+            named.append(f"{len(ranks) - _SHOWN} more")
+        if len(named) == 1:
+            return f"rank {named[0]}"
+        return f"ranks {', '.join(named[:-1])} and {named[-1]}"
+
+
+_REMEDY = (
+    "Look first at the log of the rank that failed first or has not reported; "
+    "TORCH_DISTRIBUTED_DEBUG=DETAIL finds collectives that differ between ranks, and if a rank was "
+    "only slow, give init_process_group or new_group a longer timeout."
+)
+
+
+@dataclasses.dataclass
+class _Posts:
+    """What is known so far.
+
+    Attributes:
+        number: of this failure.
+        read: number and place that each rank has posted.
+        asked: every rank was asked to the end.
+        trouble: why not, or an empty string.
+    """
+
+    number: int
+    read: dict[int, tuple[int, str]] = dataclasses.field(default_factory=dict)
+    asked: bool = False
+    trouble: str = ""
+
+
+def _plain(text: str | bytes) -> str:
+    """One line of printable text, of bounded length, whatever was posted."""
+    if isinstance(text, str):
+        text = text.encode(errors="replace")
+    characters = text[: 4 * _LONGEST].decode(errors="replace")
+    line = "".join(c if c.isprintable() else " " for c in characters)
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 4]} ..."
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return _plain(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)

@@ -1,0 +1,169 @@
+"""Gradients of batches of different size: what ``ddp.weighted(n)`` means until they are reduced.
+
+A *window* is what a rank accumulates between two reductions: microbatches ``j`` of ``n_j`` items
+whose losses, means over their items, have the gradients ``g_j``. Its weight is ``W = sum_j n_j``,
+and ``.grad`` holds the mean ``m = sum_j n_j g_j / W``, so that the reduction over ranks ``r`` is
+``sum_r W_r m_r / sum_r W_r``. A microbatch changes the mean by
+
+    m' = m + (n / (W + n)) (g - m)
+
+(the incremental form of a weighted mean: D. H. D. West, "Updating mean and variance estimates",
+Communications of the ACM 22(9), 1979). Autograd adds to ``.grad``, therefore ``m`` is set aside
+while the backward runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Weight:
+    """How much a backward counts.
+
+    Attributes:
+        items: how many items its loss is a mean or a sum of.
+        is_sum: the loss is a sum, so that its gradients count as they are.
+    """
+
+    items: float
+    is_sum: bool
+
+    @classmethod
+    def of(cls, n: Any, reduction: str) -> Weight:
+        """From the arguments of ``weighted``.
+
+        Raises:
+            TypeError: ``n`` is no number.
+            ValueError: ``n`` is negative or not finite, or ``reduction`` is unknown.
+        """
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction should be 'mean' or 'sum', got {reduction!r}")
+        if isinstance(n, Tensor) and n.numel() == 1 and not n.is_complex():
+            n = n.item()
+        if isinstance(n, bool) or not isinstance(n, Real):
+            raise TypeError(
+                f"the weight should be a number or a tensor of one element, got {n!r}: the number "
+                "of items (samples, tokens) that this rank's loss was computed from"
+            )
+        if not 0 <= float(n) < math.inf:
+            raise ValueError(f"the weight should be finite and not negative, got {n!r}")
+        return cls(float(n), reduction == "sum")
+
+
+class Window:
+    """The weighted backwards that a rank has accumulated since the last reduction.
+
+    Attributes:
+        weight: of all of them together; ``None`` while there is none.
+    """
+
+    def __init__(self) -> None:
+        self.weight: Weight | None = None
+        self._weight_before: Weight | None = None  # the backward that runs
+        self._has_gradients = False
+        # What was accumulated before the first of them: it is part of the gradient of each.
+        self._base: dict[Tensor, Tensor] = {}
+        # While a backward runs: the mean so far of each parameter that is not merged yet, and the
+        # share of the new gradients in the next mean.
+        self._aside: dict[Tensor, Tensor | None] = {}
+        self._share = 1.0
+
+    def open(self, params: Sequence[Tensor], weight: Weight | None, is_last: bool) -> None:
+        """A backward of this weight begins.
+
+        Args:
+            params: all whose gradients it may change.
+            weight: ``None`` outside ``weighted``.
+            is_last: it will be reduced, together with all before it.
+
+        Raises:
+            RuntimeError: a backward without weight, or of the other reduction, after weighted ones.
+        """
+        if weight is None and self.weight is None:
+            return
+        self._weight_before = self.weight
+        means = {param: param.grad for param in params}
+        if self._has_gradients and not any(mean is not None for mean in means.values()):
+            self.clear()  # dropped by zero_grad
+        if weight is None:
+            if self.weight is not None:
+                raise RuntimeError(
+                    "this backward has no weight, but gradients of weighted backwards have been "
+                    "accumulated that are not reduced yet: run it inside weighted(n) too, or drop "
+                    "them with zero_grad(set_to_none=True)"
+                )
+            return
+        if self.weight is None:
+            self.weight = weight
+            if not weight.is_sum and not is_last:
+                self._base = {
+                    param: mean.detach().clone()
+                    for param, mean in means.items()
+                    if mean is not None
+                }
+            return
+        if weight.is_sum != self.weight.is_sum:
+            raise RuntimeError(
+                "backwards weighted with reduction='mean' and with reduction='sum' cannot be "
+                "accumulated together: reduce the former before the latter begin"
+            )
+        total = Weight(self.weight.items + weight.items, weight.is_sum)
+        if not weight.is_sum:
+            self._share = weight.items / total.items if total.items else 1.0
+            self._aside = means
+            for param in params:
+                base = self._base.get(param)
+                param.grad = None if base is None else base.clone()
+        self.weight = total
+
+    def merge(self, params: Iterable[Tensor]) -> None:
+        """The gradients of ``params`` are there: make ``.grad`` the mean over the window."""
+        if not self._aside:
+            return
+        with torch.no_grad():
+            for param in params:
+                if param in self._aside:
+                    param.grad = _mean(self._aside.pop(param), param.grad, self._share)
+
+    def close(self, params: Sequence[Tensor]) -> None:
+        """The backward is over, and more will follow before the reduction."""
+        self.merge(params)
+        self._has_gradients = self.weight is not None and any(
+            param.grad is not None for param in params
+        )
+
+    def abandon(self) -> None:
+        """The backward broke off: what was set aside comes back."""
+        for param, mean in self._aside.items():
+            param.grad = mean
+        self._aside = {}
+        self.weight = self._weight_before
+
+    def clear(self) -> None:
+        """The window has been reduced, or dropped."""
+        self.weight = None
+        self._weight_before = None
+        self._has_gradients = False
+        self._base = {}
+        self._aside = {}
+
+
+def _mean(mean: Tensor | None, new: Tensor | None, share: float) -> Tensor | None:
+    """Merge a gradient into a mean. What has no share in it is not read: it may be NaN."""
+    if mean is None:
+        if new is None or share == 1:
+            return new
+        return new.mul_(share) if share else new.zero_()
+    if share == 0:
+        return mean
+    if share == 1:
+        return mean.zero_() if new is None else mean.copy_(new)
+    return mean.mul_(1 - share) if new is None else mean.lerp_(new, share)
