@@ -1,0 +1,176 @@
+"""What stock DDP makes of the same cases: ``docs/differences.md`` says it, and this proves it.
+
+Each case of the table runs with stock DDP on two ranks, once without and once with
+``find_unused_parameters=True``, and is held against the same oracle as ours.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import CASES, Case
+from distributed import gather, ranks
+from oracle import mean_over_ranks, one_per_rank, seed
+from torch.nn.parallel import DistributedDataParallel as Stock
+
+# What can become of a case, as the page calls it, and what stock's error says.
+RIGHT = "right"
+WRONG = "wrong, silently"
+HANGS = "hangs"
+UNUSED = "error: finished reduction"
+TWICE = "error: ready only once"
+UNDEFINED = "error: undefined gradient"
+ASSERTION = "internal assertion"
+IN_PLACE = "error: in-place operation"
+TWICE_HANGS = f"{TWICE}; another rank hangs"
+ERRORS = {
+    UNUSED: "Expected to have finished reduction in the prior iteration",
+    TWICE: "Expected to mark a variable ready only once",
+    UNDEFINED: "Encountered gradient which is undefined, but still allreduced by DDP reducer",
+    ASSERTION: "INTERNAL ASSERT FAILED",
+    IN_PLACE: "a leaf Variable that requires grad is being used in an in-place operation",
+    HANGS: "gloo/transport|timeout",  # of the rank that waits until its time is up
+}
+# Stock's outcome without, and with `find_unused_parameters=True`.
+STOCK: dict[str, tuple[str, str]] = {
+    "unused_everywhere": (UNUSED, RIGHT),
+    "unused_on_one_rank": (UNUSED, RIGHT),
+    "nothing_in_common": (UNUSED, RIGHT),
+    "different_on_each_rank_and_step": (UNUSED, RIGHT),
+    "mixture_of_experts": (UNUSED, RIGHT),
+    "skipped_layers": (UNUSED, RIGHT),
+    "whole_submodule_unused_on_some_ranks": (UNUSED, RIGHT),
+    "whole_submodule_unused_for_some_steps": (UNUSED, RIGHT),
+    "unused_with_the_flag_of_stock": (RIGHT, RIGHT),
+    "unused_with_static_graph": (RIGHT, RIGHT),
+    "same_parameter_many_times": (UNUSED, RIGHT),
+    "custom_function_gives_none_on_one_rank": (UNUSED, TWICE),
+    "custom_function_gives_none_on_all_ranks": (UNUSED, TWICE),
+    "backward_with_respect_to_some": (UNUSED, UNUSED),
+    "outputs_ignored_by_the_loss": (UNUSED, RIGHT),
+    "different_outputs_ignored_on_each_rank": (UNUSED, RIGHT),
+    "only_the_second_field_of_a_dataclass": (UNUSED, UNUSED),
+    "used_outside_forward_too": (UNUSED, TWICE),
+    "used_outside_forward_on_one_rank": (UNUSED, TWICE_HANGS),
+    "used_outside_forward_only": (UNUSED, TWICE),
+    "loss_without_any_forward": (WRONG, WRONG),
+    "penalty_on_all_weights": (RIGHT, TWICE),
+    "forward_of_the_output": (UNUSED, RIGHT),
+    "same_graph_twice": (TWICE, WRONG),
+    "two_losses_of_one_graph": (TWICE, UNDEFINED),
+    "two_losses_that_share_a_trunk": (TWICE, UNDEFINED),
+    "two_forwards_then_two_backwards": (TWICE, TWICE),
+    "two_forwards_then_two_backwards_in_reverse": (TWICE, UNDEFINED),
+    "two_forwards_then_one_backward": (UNUSED, TWICE),
+    "a_loss_per_microbatch": (UNUSED, RIGHT),
+    "gan_alternation": (UNUSED, RIGHT),
+    "gan_with_the_judge_frozen_for_the_generator": (UNUSED, RIGHT),
+    "forward_without_backward": (UNUSED, RIGHT),
+    "no_sync_around_all_of_the_earlier_ones": (UNUSED, RIGHT),
+    "no_sync_around_the_forward": (WRONG, WRONG),
+    "no_sync_around_the_backward": (UNUSED, RIGHT),
+    "no_sync_with_static_graph": (ASSERTION, ASSERTION),
+    "no_sync_around_the_forward_with_static_graph": (ASSERTION, ASSERTION),
+    "no_sync_around_the_backward_with_static_graph": (RIGHT, RIGHT),
+    "used_in_an_earlier_microbatch_only": (UNUSED, RIGHT),
+    "used_in_an_earlier_microbatch_of_one_rank": (UNUSED, RIGHT),
+    "used_in_an_earlier_microbatch_with_static_graph": (ASSERTION, ASSERTION),
+    "nothing_in_the_last_microbatch": (UNUSED, UNDEFINED),
+    "no_sync_in_the_middle_of_a_graph": (TWICE, WRONG),
+    "more_microbatches_on_one_rank": (UNUSED, RIGHT),
+    "exception_inside_no_sync": (UNUSED, RIGHT),
+    "flag_set_by_hand": (UNUSED, RIGHT),
+    "flag_set_by_hand_between_forward_and_backward": (WRONG, WRONG),
+    "accelerate_accumulates": (UNUSED, RIGHT),
+    "lightning_runs_the_backward_inside_forward": (UNUSED, UNDEFINED),
+    "lightning_blocks_the_synchronisation": (UNUSED, UNDEFINED),
+    "reentrant_checkpoint_of_one_layer_twice": (TWICE, TWICE),
+    "reentrant_checkpoints_that_differ_by_step_and_rank": (TWICE, TWICE),
+    "reentrant_checkpoints_under_no_sync": (UNUSED, TWICE),
+    "reentrant_checkpoint_with_static_graph": (RIGHT, RIGHT),
+    "two_losses_behind_reentrant_checkpoints": (TWICE, TWICE),
+    "checkpoint_of_one_layer_twice": (UNUSED, RIGHT),
+    "checkpoints_that_differ_by_step_and_rank": (UNUSED, RIGHT),
+    "batch_norm_two_forwards_then_one_backward": (RIGHT, RIGHT),
+    "batch_norm_two_forwards_then_two_backwards": (WRONG, WRONG),
+    "batch_norm_in_eval_two_forwards_then_one_backward": (RIGHT, RIGHT),
+    "batch_norm_in_eval_two_forwards_then_two_backwards": (WRONG, WRONG),
+    "buffer_as_a_factor_two_forwards_then_one_backward": (RIGHT, RIGHT),
+    "gradient_of_the_input": (UNUSED, RIGHT),
+    "gradient_of_parameters": (UNUSED, RIGHT),
+    "gradient_of_another_output": (UNUSED, TWICE),
+    "gradient_between_no_sync_and_backward": (UNUSED, RIGHT),
+    "gradient_penalty": (UNUSED, RIGHT),
+    "gradient_penalty_alone": (UNUSED, UNUSED),
+    "backward_that_builds_a_graph": (IN_PLACE, IN_PLACE),
+    "autograd_grad_alone": (RIGHT, RIGHT),
+    "loss_reaches_nothing_on_one_rank": (UNUSED, HANGS),
+    "loss_reaches_nothing_on_any_rank": (RIGHT, RIGHT),
+    "different_control_flow": (UNUSED, UNDEFINED),
+}
+
+
+def outcome(name: str, find_unused_parameters: bool) -> list[str]:
+    """What three steps of stock DDP came to on each rank, and its message where that is an error.
+
+    Runs on every rank.
+    """
+    timeout = 3 if "hangs" in STOCK[name][find_unused_parameters] else 30
+    options = {"find_unused_parameters": True} if find_unused_parameters else {}
+    rank, case = dist.get_rank(), CASES[name]
+    group = dist.new_group(timeout=timedelta(seconds=timeout))
+    torch.manual_seed(0)  # all ranks make the same model
+    modules = [module.double() for module in case.models()]
+    alone = [one_per_rank(module) for module in modules]
+    nets = [Stock(module, process_group=group, **{**case.options, **options}) for module in modules]
+    result = RIGHT
+    try:
+        for step in range(3):
+            for number in range(dist.get_world_size()):
+                run(case, [models[number] for models in alone], number, step)
+            run(case, nets, rank, step)
+            for net, models in zip(nets, alone, strict=True):
+                for param, mean in zip(net.parameters(), mean_over_ranks(models), strict=True):
+                    same = param.grad is None if mean is None else param.grad is not None
+                    if not same or (mean is not None and not torch.allclose(param.grad, mean)):
+                        result = WRONG
+                for model in [net, *models]:
+                    model.zero_grad()
+    except RuntimeError as error:
+        result = str(error)[:200]
+    return gather(result)
+
+
+def run(case: Case, nets: Sequence[Any], rank: int, step: int) -> None:
+    seed(rank, step)
+    case.step(nets[0] if len(nets) == 1 else nets, rank, step)
+
+
+def named(results: Sequence[str]) -> str:
+    """One outcome for all ranks: an error of one outweighs what it makes of the others."""
+    found = [
+        name for name, text in ERRORS.items() if any(re.search(text, result) for result in results)
+    ]
+    if set(found) == {TWICE, HANGS}:
+        return TWICE_HANGS
+    return found[0] if found else next((r for r in results if r != RIGHT), RIGHT)
+
+
+@pytest.mark.parametrize("name", list(STOCK))
+@ranks(2)
+def test_stock_does_what_the_page_says(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the flag is not needed, or that a graph is kept
+        results = [outcome(name, flag) for flag in (False, True)]
+    assert tuple(map(named, results)) == STOCK[name], results
+
+
+def test_every_case_is_compared_with_stock() -> None:
+    assert set(STOCK) == set(CASES)

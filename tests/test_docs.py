@@ -1,0 +1,35 @@
+"""The pages of ``docs`` name tests that exist, every case, and what stock is tested to do."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from cases import CASES
+from test_differences import STOCK
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "differences.md").read_text()
+ROW = re.compile(r"^\|.*\| ([^|]*) \| ([^|]*) \| `(\w+)` \|$", re.MULTILINE)
+
+
+def functions(path: Path) -> set[str]:
+    return {
+        node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)
+    }
+
+
+def test_every_test_that_the_page_names_exists() -> None:
+    named = re.findall(r"`(tests/\w+\.py)::(\w+)`", PAGE)
+    assert named
+    for path, name in named:
+        assert name.startswith("test_"), f"{path}::{name} is not run by itself"
+        assert name in functions(ROOT / path), f"docs/differences.md names {path}::{name}"
+
+
+def test_the_page_has_every_case_once_with_what_stock_does() -> None:
+    rows = {name: (default, flagged) for default, flagged, name in ROW.findall(PAGE)}
+    assert set(rows) == set(CASES)
+    assert len(ROW.findall(PAGE)) == len(rows)
+    assert rows == STOCK
