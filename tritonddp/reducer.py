@@ -159,6 +159,17 @@ class Reducer:
         """A forward has returned ``outputs``."""
         self._outputs.watch(outputs)
 
+    # Of stock's reducer, for the frameworks that call it: Lightning before each backward of manual
+    # optimisation, Accelerate in trigger_sync_in_backward. Here no backward has to be prepared.
+
+    def prepare_for_backward(self, outputs: Sequence[Tensor] = ()) -> None:
+        """The next backward goes through ``outputs``, of a forward in which they were not seen."""
+        self.watch(outputs)
+
+    def _rebuild_buckets(self) -> bool:
+        """Buckets are rebuilt at the end of a backward, never here."""
+        return False
+
     # Start of backward
 
     def begin(self, forward: Forward | None = None) -> None:
