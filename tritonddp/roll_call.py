@@ -104,9 +104,9 @@ class RollCall:
         return dataclasses.replace(posts, read=dict(posts.read))
 
     def _exchange(self, posts: _Posts, place: str) -> None:
+        others = [rank for rank in range(self._group.size()) if rank != self._group.rank()]
         try:
             store = self._group.get_group_store()
-            others = [rank for rank in range(self._group.size()) if rank != self._group.rank()]
             # Failures are counted by all ranks alike: who counted less goes on with the greatest
             # number that it finds. Of two ranks that wait at the same time, the one that posted
             # later saw the other's number in its first look, or else the other sees its own post
@@ -126,6 +126,7 @@ class RollCall:
         except Exception as error:
             # The first error ends it: a TCPStore prints a stack for each call to a dead host.
             posts.trouble = _first_line(error)
+            _close_connections(self._group, others)
 
     def _read(self, store: dist.Store, others: Iterable[int], posts: _Posts) -> None:
         for rank in others:
