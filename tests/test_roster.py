@@ -223,6 +223,25 @@ def test_what_is_added_starts_from_the_values_of_rank_0(view: bool) -> None:
     assert added.scale.tolist() == [2.0] * 4
 
 
+@ranks(2)
+def test_buffers_that_one_rank_alone_has_added_are_not_broadcast() -> None:
+    """Messages of different size would end one of the processes."""
+    ddp = DistributedDataParallel(Net())
+    check_step(ddp, 0)
+    norm = nn.BatchNorm1d(4).double()
+    if dist.get_rank():
+        ddp.module.layers["d"] = norm
+    with pytest.raises(RuntimeError, match=r"'layers\.d\.weight'"):
+        ddp(batch(dist.get_rank(), 1)).sum().backward()
+    ddp.module.layers["d"] = norm  # now on every rank
+    check_step(ddp, 2)
+    ddp.eval()  # or the forward would change them after the broadcast
+    with recorded_collectives() as calls:
+        ddp(batch(dist.get_rank(), 3))
+    assert calls.names == ["broadcast"]
+    assert_same_on_all_ranks(list(norm.buffers()))
+
+
 @VIEW
 @ranks(2)
 def test_a_stale_gradient_of_an_unfrozen_parameter_that_nobody_uses_stays(view: bool) -> None:

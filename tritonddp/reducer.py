@@ -347,6 +347,7 @@ class Reducer:
             self._note_unused()
         with self._naming_disagreements():
             self._finish()
+            self._roster.agreed()
             # Nothing of the frames above may still hold a bucket: some are let go here.
             self._rearrange(broken=False)
         self._reset()

@@ -50,11 +50,14 @@ class Roster:
         # Not the wrapper itself: its reducer holds this object, and it the reducer.
         self._children = wrapper._modules
         self._ignored = ignored
+        self._buffers_since_update: list[tuple[str, dict[str, Tensor | None]]] = []
+        self._ids: list[int] = []
         self._group = process_group
         self.number = -1
         self._placed: dict[Tensor, str] = {}
         self._grads_of_added: dict[Tensor, tuple[Tensor, int]] = {}
         self.update()
+        self.agreed()
 
     def enroll(self) -> None:
         """All ranks hold the same module: number its wrapper, alike on all of them."""
@@ -92,6 +95,7 @@ class Roster:
         for name, param in self.added:
             select(param.device)  # raises where there are no kernels
             if param.dtype not in DTYPES:
+                self._ids = []  # so that the next look finds it, too
                 raise NotImplementedError(
                     f"{where()}: parameter {name!r}, added after the module was wrapped, is "
                     f"{param.dtype}; tritonddp reduces {', '.join(map(str, DTYPES))}"
@@ -132,17 +136,23 @@ class Roster:
             (name, param) for name, param in module.named_parameters() if name not in self._ignored
         ]
         self.trainable = [(name, param) for name, param in self.params if param.requires_grad]
-        self._buffers = [(name, each._buffers) for name, each in modules]
+        self._buffers_since_update = [(name, each._buffers) for name, each in modules]
         # Modules keep their parameters and submodules in such dictionaries. Comparing the ids of
         # all that is in them takes 0.07 us each, and no walk.
-        self._tables: list[dict[str, Any]] = [self._children]
+        tables: list[dict[str, Any]] = [self._children]
         for _, each in modules:
-            self._tables += (each._parameters, each._modules)
+            tables += (each._parameters, each._modules)
+        self._tables = list(filter(None, tables))
+        self._empty_tables = [table for table in tables if not table]
         self._held = list(chain.from_iterable(map(dict.values, self._tables)))
         self._ids = list(map(id, self._held))
         self._looked_at = [param for _, param in self.params]
         self._required = list(map(_requires_grad, self._looked_at))
         self._compare()
+
+    def agreed(self) -> None:
+        """All ranks have changed alike, and so hold the same buffers."""
+        self._buffers = self._buffers_since_update
 
     def _compare(self) -> None:
         self.added = [pair for pair in self.trainable if pair[1] not in self._placed]
@@ -154,11 +164,12 @@ class Roster:
         """Whether anything is not as it was at the last :meth:`update`."""
         return (
             list(map(_requires_grad, self._looked_at)) != self._required
+            or any(self._empty_tables)
             or list(map(id, chain.from_iterable(map(dict.values, self._tables)))) != self._ids
         )
 
     def buffers(self) -> list[tuple[str, Tensor]]:
-        """The buffers, each once. Looked up each time: modules may reassign them."""
+        """The buffers that all ranks hold, each once. Modules may reassign them at any time."""
         found: dict[Tensor, str] = {}
         for prefix, buffers in self._buffers:
             if buffers:
