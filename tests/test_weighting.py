@@ -246,6 +246,25 @@ def test_weighted_on_one_rank_only_is_an_error_on_both(view: bool) -> None:
     assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
 
 
+@VIEW
+@ranks(2)
+def test_a_backward_beside_the_outputs_is_weighted_alone_but_not_accumulated(view: bool) -> None:
+    ddp = DistributedDataParallel(Net(), gradient_as_bucket_view=view)
+    rank = dist.get_rank()
+    weight = ddp.module.first.weight
+    with ddp.weighted(1 + 2 * rank):
+        (weight.sum() * rank).backward()
+    torch.testing.assert_close(weight.grad, torch.full_like(weight, 0.75))
+    with ddp.weighted(1), ddp.no_sync(), pytest.raises(RuntimeError, match="came unannounced"):
+        weight.sum().backward()
+    ddp.zero_grad()
+    for n in (1, 2):
+        with ddp.weighted(n, "sum"), ddp.no_sync():
+            weight.sum().backward()
+    ddp.reduce_gradients()
+    torch.testing.assert_close(weight.grad, torch.full_like(weight, 2 / 3))
+
+
 @ranks(2)
 def test_the_weight_costs_no_collective() -> None:
     ddp = DistributedDataParallel(Net(), bucket_cap_mb=1e-4)

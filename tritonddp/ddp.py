@@ -244,7 +244,9 @@ class DistributedDataParallel(nn.Module):
 
         Raises:
             RuntimeError: in ``backward()``: some ranks have a weight and some have none; weighted
-                and other backwards, or those of means and of sums, are accumulated together.
+                and other backwards, or those of means and of sums, are accumulated together; or a
+                weighted mean is to be accumulated from a loss that the module's outputs are not
+                part of.
             TypeError: ``n`` is no number.
             ValueError: ``n`` is negative or not finite, or ``reduction`` is unknown.
 

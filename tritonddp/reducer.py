@@ -182,7 +182,7 @@ class Reducer:
             return  # torch.autograd.grad: it returns gradients, and none is ours
         self._settle()
         reduced, weight = self._should_sync(), self._weight()
-        self._window.open(self._all_params(), weight, is_last=reduced)
+        self._window.open(self._all_params(), weight, is_last=reduced, is_late=forward is None)
         self._queue_end()
         self._graph_task = current_graph_task_id()
         self._creates_graph = torch.is_grad_enabled()

@@ -76,16 +76,20 @@ class Window:
         self._aside: dict[Tensor, Tensor | None] = {}
         self._share = 1.0
 
-    def open(self, params: Sequence[Tensor], weight: Weight | None, is_last: bool) -> None:
+    def open(
+        self, params: Sequence[Tensor], weight: Weight | None, is_last: bool, is_late: bool = False
+    ) -> None:
         """A backward of this weight begins.
 
         Args:
             params: all whose gradients it may change.
             weight: ``None`` outside ``weighted``.
             is_last: it will be reduced, together with all before it.
+            is_late: its first gradient has been accumulated already.
 
         Raises:
-            RuntimeError: a backward without weight, or of the other reduction, after weighted ones.
+            RuntimeError: a backward without weight, or of the other reduction, after weighted
+                ones; or it is too late to tell its first gradient from what was there.
         """
         if weight is None and self.weight is None:
             return
@@ -101,6 +105,12 @@ class Window:
                     "them with zero_grad(set_to_none=True)"
                 )
             return
+        if is_late and not weight.is_sum and not (is_last and self.weight is None):
+            raise RuntimeError(
+                "a backward weighted with reduction='mean' that does not go through the outputs "
+                "of the wrapped module cannot be accumulated with others: its first gradient came "
+                "unannounced. Reduce it by itself, or use reduction='sum'"
+            )
         if self.weight is None:
             self.weight = weight
             if not weight.is_sum and not is_last:
