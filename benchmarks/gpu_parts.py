@@ -16,7 +16,8 @@ from xml.etree import ElementTree
 
 HERE = Path(__file__).parent
 TESTS = HERE.parent / "tests" / "gpu"
-KERNEL_TESTS, REDUCER_TESTS = TESTS / "test_kernels_gpu.py", TESTS / "test_reducer_nccl.py"
+KERNEL_TESTS = (TESTS / "test_kernels_gpu.py",)
+REDUCER_TESTS = (TESTS / "test_reducer_nccl.py", TESTS / "test_agreement_nccl.py")
 _PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 _TESTS_FAILED = 1  # pytest's exit status
 _SANITIZER = "compute-sanitizer"
@@ -116,8 +117,9 @@ def on_cpu() -> list[Part]:
     ]
 
 
-def _tests(name: str, title: str, limit: float, file: Path, arguments: str) -> Part:
-    command = (*_PYTEST, "-rs", "--junitxml={result}", *shlex.split(arguments), str(file))
+def _tests(name: str, title: str, limit: float, files: Sequence[Path], arguments: str) -> Part:
+    options = ("-rs", "--junitxml={result}", *shlex.split(arguments))
+    command = (*_PYTEST, *options, *map(str, files))
     return Part(name, f"tests of {title}", limit, command, read_tests, needs=("pytest",))
 
 

@@ -1,0 +1,137 @@
+"""What the ballots carry, over NCCL: weights, changed parameters, ranks that disagree.
+
+On a card the host does not wait for the ballots in the backward: it reads them at the next forward,
+and at once where parameters were added.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_on_all_ranks, gather
+from torch import Tensor, nn
+from worlds import CARDS, CPU, NCCL_2, in_worlds
+
+from tritonddp import DistributedDataParallel
+
+VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+
+
+class Mixed(nn.Module):
+    """Layers in fp32, bf16 and fp16, so that the first bucket may be of any of them."""
+
+    def __init__(self, last: torch.dtype) -> None:
+        super().__init__()
+        self.first, self.extra, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.last.to(last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).to(self.last.weight.dtype)).float()
+
+
+def batch(rank: int, step: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(4, 8, generator=generator).to(device)
+
+
+def expected(ddp: DistributedDataParallel, step: int, weights: list[float]) -> dict[str, Tensor]:
+    """Weighted mean of what each rank's module computes alone, in fp64."""
+    sums: dict[str, Tensor] = {}
+    for rank, weight in enumerate(weights):
+        alone = copy.deepcopy(ddp.module)
+        alone.zero_grad()
+        alone(batch(rank, step, ddp.device)).mean().backward()
+        for name, param in alone.named_parameters():
+            if param.grad is not None:
+                part = param.grad.double() * weight / sum(weights)
+                sums[name] = sums[name] + part if name in sums else part
+    return sums
+
+
+def assert_step(ddp: DistributedDataParallel, step: int, weights: list[float] | None) -> None:
+    ddp.zero_grad()
+    mine = contextlib.nullcontext() if weights is None else ddp.weighted(weights[dist.get_rank()])
+    with mine:
+        ddp(batch(dist.get_rank(), step, ddp.device)).mean().backward()
+    means = expected(ddp, step, weights or [1.0] * dist.get_world_size())
+    for name, param in ddp.module.named_parameters():
+        assert (param.grad is None) == (name not in means), name
+        if name in means:
+            coarse = param.dtype is not torch.float32
+            torch.testing.assert_close(
+                param.grad.double(), means[name], rtol=2e-2 if coarse else 1e-5, atol=1e-4
+            )
+    assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+
+
+@VIEW
+@pytest.mark.parametrize("last", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@in_worlds(CPU, *CARDS)
+def test_weighted_means(device: torch.device, last: torch.dtype, view: bool) -> None:
+    ddp = DistributedDataParallel(Mixed(last).to(device), gradient_as_bucket_view=view)
+    for step in range(4):
+        weights = [float((step + 3 * rank) % 4 + 0.5) for rank in range(dist.get_world_size())]
+        assert_step(ddp, step, weights)
+        assert_step(ddp, step, None)
+
+
+@VIEW
+@in_worlds(CPU, *CARDS)
+def test_all_weights_zero(device: torch.device, view: bool) -> None:
+    ddp = DistributedDataParallel(Mixed(torch.float32).to(device), gradient_as_bucket_view=view)
+    with ddp.weighted(0):
+        (ddp(batch(0, 0, device)) * torch.nan).mean().backward()
+    assert not ddp.module.first.weight.grad.any()
+    assert ddp.module.extra.weight.grad is None
+
+
+@VIEW
+@in_worlds(CPU, *CARDS)
+def test_parameters_added_later(device: torch.device, view: bool) -> None:
+    ddp = DistributedDataParallel(Mixed(torch.float32).to(device), gradient_as_bucket_view=view)
+    assert_step(ddp, 0, None)
+    torch.manual_seed(0)
+    ddp.module.last = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(device)
+    ddp.module.last.weight = ddp.module.last[0].weight  # type: ignore[assignment]
+    for step in range(1, 4):
+        assert_step(ddp, step, None)
+
+
+@VIEW
+@in_worlds(CPU, *CARDS)
+def test_gradients_on_request(device: torch.device, view: bool) -> None:
+    ddp = DistributedDataParallel(Mixed(torch.bfloat16).to(device), gradient_as_bucket_view=view)
+    for step in range(3):
+        loss = ddp(batch(dist.get_rank(), step, device)).mean()
+        grads = torch.autograd.grad(loss, list(ddp.parameters()), allow_unused=True)
+        found = ddp.reduce_gradients(grads)
+        means = expected(ddp, step, [1.0] * dist.get_world_size())
+        for (name, _), one in zip(ddp.module.named_parameters(), found, strict=True):
+            assert (one is None) == (name not in means)
+            if one is not None:
+                torch.testing.assert_close(one.double(), means[name], rtol=2e-2, atol=1e-4)
+
+
+@VIEW
+@in_worlds(CPU, NCCL_2)
+def test_ranks_that_disagree_know_it_at_the_next_forward_at_the_latest(
+    device: torch.device, view: bool
+) -> None:
+    ddp = DistributedDataParallel(Mixed(torch.float32).to(device), gradient_as_bucket_view=view)
+    assert_step(ddp, 0, None)
+    loss = ddp(batch(dist.get_rank(), 1, device)).mean()
+    weighted = ddp.weighted(2) if dist.get_rank() else contextlib.nullcontext()
+
+    def backward_and_forward() -> None:
+        with weighted:
+            loss.backward()
+        ddp(batch(dist.get_rank(), 2, device))
+
+    with pytest.raises(RuntimeError, match="rank 0: no weight; rank 1: weight 2") as raised:
+        backward_and_forward()
+    assert all("bucket 0" in text for text in gather(str(raised.value)))
+    assert_step(ddp, 3, None)
