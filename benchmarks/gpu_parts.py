@@ -152,7 +152,7 @@ def _sanitizer(limit: float) -> Part:
         (
             *(tool or _SANITIZER, "--tool", "memcheck", "--report-api-errors", "no"),
             *("--error-exitcode", str(_MEMORY_ERRORS)),
-            *(*_PYTEST, "--junitxml={result}", "-m", "gpu", str(KERNEL_TESTS), "-k", which),
+            *(*_PYTEST, "--junitxml={result}", "-m", "gpu", *map(str, KERNEL_TESTS), "-k", which),
         ),
         read_memcheck,
         # Each tensor is an allocation of its own, or accesses beyond it would go unseen.
