@@ -244,6 +244,21 @@ def test_buffers_that_one_rank_alone_has_added_are_not_broadcast() -> None:
 
 @VIEW
 @ranks(2)
+def test_a_graph_that_is_kept_outlives_the_broadcast_of_what_was_unfrozen(view: bool) -> None:
+    ddp = DistributedDataParallel(Net(), gradient_as_bucket_view=view)
+    check_step(ddp, 0)
+    unfreeze(ddp.module)
+    ddp.zero_grad()
+    loss = ddp(batch(dist.get_rank(), 1)).sum()
+    loss.backward(retain_graph=True)
+    once = [param.grad.clone() for param in ddp.parameters()]
+    loss.backward()
+    for param, grad in zip(ddp.parameters(), once, strict=True):
+        torch.testing.assert_close(param.grad, 2 * grad)
+
+
+@VIEW
+@ranks(2)
 def test_a_stale_gradient_of_an_unfrozen_parameter_that_nobody_uses_stays(view: bool) -> None:
     ddp = DistributedDataParallel(Net(), gradient_as_bucket_view=view)
     check_step(ddp, 0)

@@ -27,6 +27,7 @@ from torch.nn import Parameter
 from tritonddp._compat import (
     current_autograd_node,
     current_graph_task_id,
+    preserve_version_counters,
     queue_end_of_backward,
 )
 from tritonddp.assignment import BucketCaps
@@ -542,7 +543,9 @@ class Reducer:
         params = [param for _, param in self._roster.added]
         broadcast = self._broadcast()
         if broadcast is not None:
-            broadcast([param.detach() for param in params])
+            # Mostly of values that are alike already: a graph that is kept may be used again.
+            with preserve_version_counters(params):
+                broadcast([param.detach() for param in params])
         self._window.merge(params)
         placement = self._place(self._roster.added)
         source = Source.BROKEN if broken else Source.ELSEWHERE
