@@ -46,7 +46,7 @@ def accumulate(gradients: list[float | None], weights: list[float], before: floa
     param.grad = None if before is None else torch.full_like(param, before)
     window = Window()
     for gradient, weight in zip(gradients, weights, strict=True):
-        window.open([param], Weight(weight, is_sum=False), is_last=False)
+        window.open(lambda: [param], Weight(weight, is_sum=False), is_last=False)
         if gradient is not None:
             new = torch.full_like(param, gradient)
             param.grad = new if param.grad is None else param.grad + new
@@ -78,32 +78,32 @@ def test_a_gradient_of_weight_zero_may_be_nan(place):
 def test_an_unweighted_backward_after_weighted_ones_is_an_error_until_they_are_dropped():
     param = Parameter(torch.zeros(1))
     window = Window()
-    window.open([param], Weight(1, is_sum=False), is_last=False)
+    window.open(lambda: [param], Weight(1, is_sum=False), is_last=False)
     param.grad = torch.ones(1)
     window.close([param])
     with pytest.raises(RuntimeError, match="has no weight"):
-        window.open([param], None, is_last=True)
+        window.open(lambda: [param], None, is_last=True)
     param.grad = None
-    window.open([param], None, is_last=True)
+    window.open(lambda: [param], None, is_last=True)
     assert window.weight is None
 
 
 def test_means_and_sums_are_not_mixed():
     param = Parameter(torch.zeros(1))
     window = Window()
-    window.open([param], Weight(1, is_sum=False), is_last=False)
+    window.open(lambda: [param], Weight(1, is_sum=False), is_last=False)
     window.close([param])
     with pytest.raises(RuntimeError, match="'mean' and with reduction='sum'"):
-        window.open([param], Weight(1, is_sum=True), is_last=False)
+        window.open(lambda: [param], Weight(1, is_sum=True), is_last=False)
 
 
 def test_a_broken_backward_leaves_the_window_as_it_was():
     param = Parameter(torch.zeros(1))
     window = Window()
-    window.open([param], Weight(1, is_sum=False), is_last=False)
+    window.open(lambda: [param], Weight(1, is_sum=False), is_last=False)
     param.grad = mean = torch.ones(1)
     window.close([param])
-    window.open([param], Weight(3, is_sum=False), is_last=False)
+    window.open(lambda: [param], Weight(3, is_sum=False), is_last=False)
     param.grad = torch.full((1,), 7.0)
     window.abandon()
     assert param.grad is mean

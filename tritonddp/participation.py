@@ -86,9 +86,8 @@ class Unannounced:
         self._stayed_away: set[int] = set()
         self._suspected: set[int] = set()
 
-    def may_come(self, reached: Sequence[bool]) -> set[int]:
-        """A backward begins, of which the engine has announced ``reached``."""
-        missing = {number for number, comes in enumerate(reached) if not comes}
+    def may_come(self, missing: set[int]) -> set[int]:
+        """A backward begins for which the engine has announced all but ``missing``."""
         self._suspected = missing - self._stayed_away
         return self._came | missing if self._came else self._suspected
 

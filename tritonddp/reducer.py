@@ -143,10 +143,9 @@ class Reducer:
 
         Raises:
             NotImplementedError: a parameter was added that cannot be reduced.
-            RuntimeError: in strict mode, the last backward left parameters unused; a parameter
-                has changed its dtype or device, and with it the autograd node that has our hook;
-                or the ranks did not reduce the same (on a GPU, where the backward itself does not
-                wait for the answer).
+            RuntimeError: in strict mode, the last backward left parameters unused; or the ranks
+                did not reduce the same (on a GPU, where the backward itself does not wait for
+                the answer).
         """
         self._recover()
         self._settle()
@@ -178,12 +177,17 @@ class Reducer:
         if self._phase is not Phase.IDLE and self._end_is_queued() is not None:
             return
         self._recover()
-        reached = self._readiness.participation.query()
+        params, reached = self.placement.params, self._readiness.participation.query()
         if reached is None or (not any(reached) and not accumulates(current_autograd_node())):
             return  # torch.autograd.grad: it returns gradients, and none is ours
         self._settle()
+        missing: set[int] = set()
+        if not all(reached):
+            missing = {number for number, comes in enumerate(reached) if not comes}
+        if missing and self._roster.look_at(map(params.__getitem__, missing), self._where):
+            self._since_change = 0
         reduced, weight = self._should_sync(), self._weight()
-        self._window.open(self._all_params(), weight, is_last=reduced, is_late=forward is None)
+        self._window.open(self._all_params, weight, is_last=reduced, is_late=forward is None)
         self._queue_end()
         self._graph_task = current_graph_task_id()
         self._creates_graph = torch.is_grad_enabled()
@@ -205,7 +209,7 @@ class Reducer:
             self._used = list(self._used_earlier)
             return
         self._used = list(map(or_, reached, self._used_earlier))
-        self._readiness.expect(reached, self._unannounced.may_come(reached))
+        self._readiness.expect(reached, self._unannounced.may_come(missing))
         self._unfilled = [0] * len(self.buckets)
         for number, place in enumerate(self.placement.places):
             self._unfilled[place.bucket.index] += self._readiness.waits(number)
@@ -505,17 +509,21 @@ class Reducer:
         Args:
             broken: the backward broke off on this rank, which has no gradients to offer.
         """
-        named = list(zip(self.placement.names, self.placement.params, strict=True))
         self._since_change += 1
+        placement, order = self.placement, None
         if self._ready_order is not None:
-            self._unannounced.stayed_away(set(range(len(named))).difference(self._ready_order))
-            named = [named[number] for number in self._agree_on_order()]
+            arrived = self._ready_order
+            self._unannounced.stayed_away(set(range(len(placement.params))).difference(arrived))
+            order = self._agree_on_order()
         else:
             self._unannounced.stayed_away()
-            if not self._roster.added and self._since_change != _SETTLED:
-                return
         if self._roster.added:
             self._take_up(broken)
+        elif order is None and self._since_change != _SETTLED:
+            return
+        named = list(zip(placement.names, placement.params, strict=True))
+        if order is not None:
+            named = [named[number] for number in order]
         trainable = {param for _, param in self._roster.trainable}
         kept = [(name, param) for name, param in named if param in trainable]
         kept += self._roster.added

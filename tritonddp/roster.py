@@ -5,7 +5,7 @@ Training loops freeze and unfreeze parameters, and replace and add some, after a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NoReturn
@@ -21,8 +21,6 @@ from tritonddp.kernels.buffer import DTYPES
 from tritonddp.verify import describe, verify_same
 
 _requires_grad = attrgetter("requires_grad")
-_dtype_of = attrgetter("dtype")
-_device_of = attrgetter("device")
 
 # How many wrappers there have been in each process group: tells them apart, alike on all ranks.
 _wrappers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
@@ -38,7 +36,8 @@ class Roster:
 
     Attributes:
         params: all parameters, each once, with the first of its names.
-        trainable: those of them that required gradients at the last :meth:`update`.
+        trainable: those of them that require gradients; what was frozen is found by
+            :meth:`look_at`.
         added: those of the trainable ones that are in no bucket yet.
         number: of the wrapper among those of its process group; -1 until :meth:`enroll`.
         structure: a hash of the trainable and the added ones, which should be alike on all ranks.
@@ -67,27 +66,22 @@ class Roster:
     def place(self, names: Sequence[str], params: Sequence[Tensor]) -> None:
         """These parameters, and no others, are in buckets now."""
         self._placed = dict(zip(params, names, strict=True))
-        self._dtypes = list(map(_dtype_of, self._placed))
-        self._devices = list(map(_device_of, self._placed))
+        self._kinds = {param: (param.dtype, param.device) for param in params}
         self._grads_of_added.clear()
-        self._compare()
+        self._sort()
 
     def look(self, where: Callable[[], str]) -> bool:
-        """Whether parameters were frozen, unfrozen, replaced or added since the last look.
+        """Whether parameters were unfrozen, replaced, added or taken away since the last look.
 
-        What is in a bucket and gets no gradient any more is unused from now on, which needs no
-        action. What is in no bucket, :attr:`added`, waits for the end of the next reduced
-        backward: by then the ballots have told whether all ranks have changed alike.
+        What is in no bucket, :attr:`added`, waits for the end of the next reduced backward: by
+        then the ballots have told whether all ranks have changed alike.
 
         Args:
             where: asked for this rank's place, for errors.
 
         Raises:
             NotImplementedError: a parameter was added that cannot be reduced.
-            RuntimeError: a parameter has changed its dtype or device, and with it the autograd
-                node that has our hooks.
         """
-        self._check_kinds(where)
         if not self.has_changed():
             return False
         known = {param for _, param in self.added}
@@ -104,21 +98,29 @@ class Roster:
                 self._grads_of_added[param] = param.grad, param.grad._version
         return True
 
-    def _check_kinds(self, where: Callable[[], str]) -> None:
-        # All dtypes, 0.05 us each, but one device: who moves a module moves all of it.
-        same = list(map(_dtype_of, self._placed)) == self._dtypes
-        if same and next(iter(self._placed)).device == self._devices[0]:
-            return
-        for (param, name), dtype, device in zip(
-            self._placed.items(), self._dtypes, self._devices, strict=True
-        ):
-            was, now = (dtype, device), (param.dtype, param.device)
-            if was != now:
+    def look_at(self, unreached: Iterable[Tensor], where: Callable[[], str]) -> bool:
+        """Whether some of these parameters, which a backward does not reach, were frozen.
+
+        They need no action but to be left out of :attr:`structure`: they count as unused.
+
+        Raises:
+            RuntimeError: a parameter has changed its dtype or device, and with it the autograd
+                node that has our hooks: that is why it is not reached.
+        """
+        unreached = list(unreached)
+        for param in unreached:
+            now, was = (param.dtype, param.device), self._kinds[param]
+            if now != was:
                 raise RuntimeError(
-                    f"{where()}: parameter {name!r} was {was[0]} on {was[1]} when it was wrapped "
-                    f"and is now {now[0]} on {now[1]}, so that its gradient would not be "
-                    "synchronised: wrap the module again after such a change"
+                    f"{where()}: parameter {self._placed[param]!r} was {was[0]} on {was[1]} when "
+                    f"it was wrapped and is now {now[0]} on {now[1]}, so that its gradient would "
+                    "not be synchronised: wrap the module again after such a change"
                 )
+        if all(map(_requires_grad, unreached)):
+            return False
+        trainable = len(self.trainable)
+        self._sort()
+        return len(self.trainable) != trainable
 
     def has_new_gradient(self, param: Tensor) -> bool:
         """Whether the gradient of an added parameter has come, or changed, since it was added."""
@@ -135,7 +137,6 @@ class Roster:
         self.params: list[tuple[str, Parameter]] = [
             (name, param) for name, param in module.named_parameters() if name not in self._ignored
         ]
-        self.trainable = [(name, param) for name, param in self.params if param.requires_grad]
         self._buffers_since_update = [(name, each._buffers) for name, each in modules]
         # Modules keep their parameters and submodules in such dictionaries. Comparing the ids of
         # all that is in them takes 0.07 us each, and no walk.
@@ -146,24 +147,28 @@ class Roster:
         self._empty_tables = [table for table in tables if not table]
         self._held = list(chain.from_iterable(map(dict.values, self._tables)))
         self._ids = list(map(id, self._held))
-        self._looked_at = [param for _, param in self.params]
-        self._required = list(map(_requires_grad, self._looked_at))
-        self._compare()
+        self._sort()
 
     def agreed(self) -> None:
         """All ranks have changed alike, and so hold the same buffers."""
         self._buffers = self._buffers_since_update
 
-    def _compare(self) -> None:
+    def _sort(self) -> None:
+        self.trainable = [(name, param) for name, param in self.params if param.requires_grad]
+        self._frozen = [param for _, param in self.params if not param.requires_grad]
         self.added = [pair for pair in self.trainable if pair[1] not in self._placed]
         self.structure = structure_of(
             self.trainable, f"wrapper {self.number}", *(f"+{name}" for name, _ in self.added)
         )
 
     def has_changed(self) -> bool:
-        """Whether anything is not as it was at the last :meth:`update`."""
+        """Whether anything has happened since the last :meth:`update`.
+
+        But for the freezing of what is in a bucket: see :meth:`look_at`.
+        """
         return (
-            list(map(_requires_grad, self._looked_at)) != self._required
+            any(map(_requires_grad, self._frozen))
+            or not all(param.requires_grad for _, param in self.added)
             or any(self._empty_tables)
             or list(map(id, chain.from_iterable(map(dict.values, self._tables)))) != self._ids
         )

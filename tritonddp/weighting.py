@@ -15,7 +15,7 @@ while the backward runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -77,12 +77,16 @@ class Window:
         self._share = 1.0
 
     def open(
-        self, params: Sequence[Tensor], weight: Weight | None, is_last: bool, is_late: bool = False
+        self,
+        get_params: Callable[[], Sequence[Tensor]],
+        weight: Weight | None,
+        is_last: bool,
+        is_late: bool = False,
     ) -> None:
         """A backward of this weight begins.
 
         Args:
-            params: all whose gradients it may change.
+            get_params: asked, where there are weights, for all whose gradients it may change.
             weight: ``None`` outside ``weighted``.
             is_last: it will be reduced, together with all before it.
             is_late: its first gradient has been accumulated already.
@@ -94,6 +98,7 @@ class Window:
         if weight is None and self.weight is None:
             return
         self._weight_before = self.weight
+        params = get_params()
         means = {param: param.grad for param in params}
         if self._has_gradients and not any(mean is not None for mean in means.values()):
             self.clear()  # dropped by zero_grad

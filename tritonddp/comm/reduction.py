@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -119,8 +118,10 @@ class AllReduce:
     def _issue(self, bucket: Bucket) -> Work:
         self._counters.collectives += 1
         self._counters.wire_bytes += bucket.nbytes
-        with self._naming(bucket):
+        try:
             work = dist.all_reduce(bucket.flat.data, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise self._explained(bucket, error) from error
         assert work is not None  # None is for ranks outside the group only
         return work
 
@@ -136,15 +137,18 @@ class AllReduce:
 
     def discard(self, bucket: Bucket, work: Work) -> None:
         """See :meth:`Reduction.discard`."""
-        with self._naming(bucket):
+        try:
             work.wait()
+        except RuntimeError as error:
+            raise self._explained(bucket, error) from error
         if bucket.index == 0:
             self._look_at(bucket.flat.ballots)
 
-    def _naming(self, bucket: Bucket) -> AbstractContextManager[None]:
-        return self._roll_call.naming(
+    def _explained(self, bucket: Bucket, error: RuntimeError) -> RuntimeError:
+        return self._roll_call.explain(
             f"rank {self._group.rank()}, step {self._counters.reductions}, {bucket.title}",
             f"all-reduce of {bucket.nbytes} bytes",
+            error,
         )
 
     def _look_at(self, ballots: Tensor) -> None:
