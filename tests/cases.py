@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,12 +41,20 @@ class Case:
             list of nets if there are several.
         reductions: how often a step reduces each of them.
         options: for the wrapper.
+        weighted: the reduction that its backwards are weighted with, if they are.
+        requests: how often a step calls ``reduce_gradients``.
+        adds: the steps in which parameters are added or replaced.
+        broken: what is still wrong here, for a case that is not run.
     """
 
     step: Step
     models: Callable[[], list[nn.Module]]
     reductions: tuple[int, ...] = (1,)
     options: dict[str, Any] = field(default_factory=dict)
+    weighted: str | None = None
+    requests: int = 0
+    adds: Collection[int] = ()
+    broken: str = ""
 
 
 CASES: dict[str, Case] = {}
@@ -56,6 +64,10 @@ def case(
     *models: Callable[[], nn.Module],
     model: Callable[[], nn.Module] | None = None,
     reductions: int | tuple[int, ...] = 1,
+    weighted: str | None = None,
+    requests: int = 0,
+    adds: Collection[int] = (),
+    broken: str = "",
     **options: Any,
 ) -> Callable[[Step], Step]:
     """Decorator: the function is a case of the table."""
@@ -64,7 +76,16 @@ def case(
 
     def decorate(step: Step) -> Step:
         assert step.__name__ not in CASES, f"two cases are called {step.__name__}"
-        CASES[step.__name__] = Case(step, lambda: [make() for make in makers], counts, options)
+        CASES[step.__name__] = Case(
+            step,
+            lambda: [make() for make in makers],
+            counts,
+            options,
+            weighted,
+            requests,
+            adds,
+            broken,
+        )
         return step
 
     return decorate
@@ -139,6 +160,15 @@ class Checkpointed(Branches):
 
 class CheckpointedNotReentrant(Checkpointed):
     reentrant = False
+
+
+class CheckpointedLater(Checkpointed):
+    """Runs as it is until ``checkpointed`` is set."""
+
+    checkpointed = False
+
+    def forward(self, x: Tensor, names: str) -> Any:
+        return super().forward(x, names) if self.checkpointed else Branches.forward(self, x, names)
 
 
 class Experts(nn.Module):
@@ -607,9 +637,12 @@ class TrainsInside(Branches):
     def forward(self, x: Tensor, names: str, backward: bool = True) -> Any:
         loss = super().forward(x, names).sum()
         if backward:
-            loss.backward()
+            self.manual_backward(loss)
             return None
         return loss
+
+    def manual_backward(self, loss: Tensor) -> None:
+        loss.backward()
 
     @staticmethod
     def microbatch(net: Net, rank: int) -> Tensor:
@@ -628,6 +661,58 @@ def lightning_blocks_the_synchronisation(net: Net, rank: int, step: int) -> None
     with net.no_sync():
         net(batch(), "ab" if rank else "bc")
     net(batch(), "cd" if rank else "b")
+
+
+class PreparesInside(TrainsInside):
+    """As above; before each ``manual_backward`` Lightning calls the reducer of the wrapper, and
+    after ``training_step`` it sees that the end of the wrapper's forward does not."""
+
+    wrapper: list[Net]
+
+    def manual_backward(self, loss: Tensor) -> None:
+        net: Any = self.wrapper[0]
+        if isinstance(net, nn.parallel.DistributedDataParallel):
+            net.require_forward_param_sync = net.require_backward_grad_sync
+            if net.require_backward_grad_sync:
+                net.reducer._rebuild_buckets()
+                net.reducer.prepare_for_backward([loss] if net.find_unused_parameters else [])
+        loss.backward()
+        net.require_backward_grad_sync = False
+
+
+@case(model=PreparesInside)
+def lightning_prepares_the_reducer(net: Net, rank: int, step: int) -> None:
+    net.module.wrapper = [net]  # in a list: it is no submodule
+    net(batch(), "abcdef")
+    net.require_backward_grad_sync = True
+
+
+@case()
+def accelerate_triggers_the_synchronisation(net: Net, rank: int, step: int) -> None:
+    """``accelerator.trigger_sync_in_backward(model)``, around the last of several backwards."""
+    with net.no_sync():
+        losses = [net(batch(), "abcdef").sum() for _ in range(3)]
+        for loss in losses[:2]:
+            loss.backward()
+    if not isinstance(net, nn.parallel.DistributedDataParallel):
+        losses[2].backward()
+        return
+    before = net.require_backward_grad_sync, net.require_forward_param_sync
+    net.require_backward_grad_sync = net.require_forward_param_sync = True
+    net.reducer.prepare_for_backward([])
+    losses[2].backward()
+    net.require_backward_grad_sync, net.require_forward_param_sync = before
+
+
+@case(reductions=2)
+def reducer_prepared_between_two_losses(net: Net, rank: int, step: int) -> None:
+    """As several losses of one graph are written for stock."""
+    output = net(batch(), "abcdef")
+    output.sum().backward(retain_graph=True)
+    if isinstance(net, nn.parallel.DistributedDataParallel):
+        net.reducer._rebuild_buckets()
+        net.reducer.prepare_for_backward([])
+    output.pow(2).sum().backward()
 
 
 # 5. Reentrant checkpoints.
@@ -672,6 +757,255 @@ def checkpoint_of_one_layer_twice(net: Net, rank: int, step: int) -> None:
 def checkpoints_that_differ_by_step_and_rank(net: Net, rank: int, step: int) -> None:
     names = ["ab", "aab", "b", "aba"] if rank else ["aba", "bb", "ab", "a"]
     net(batch(), names[step]).sum().backward()
+
+
+@case(model=Checkpointed)
+def not_reentrant_first_and_reentrant_later(net: Net, rank: int, step: int) -> None:
+    net.module.reentrant = step > 0
+    net(batch(), "aabcba").sum().backward()
+
+
+@case(model=CheckpointedLater)
+def not_checkpointed_first_and_reentrant_later(net: Net, rank: int, step: int) -> None:
+    net.module.checkpointed = step > 0
+    net(batch(), "aabcba").sum().backward()
+
+
+# 6. Parameters that are frozen, unfrozen, replaced or added after wrapping.
+
+
+@case(broken="what is frozen leaves its bucket whenever something else comes, and so in turns")
+def frozen_in_turns(net: Net, rank: int, step: int) -> None:
+    branch(net, "a").requires_grad_(step % 2 == 0)
+    branch(net, "b").requires_grad_(step % 2 == 1)
+    net(batch(), "abcdef").sum().backward()
+
+
+@case()
+def frozen_in_turns_and_unused_on_one_rank(net: Net, rank: int, step: int) -> None:
+    branch(net, "a").requires_grad_(step % 2 == 0)
+    net(batch(), "abc" if rank else "de").sum().backward()
+
+
+@case(model=lambda: partly_frozen(Branches()), adds=[1])
+def frozen_when_wrapped_and_unfrozen_later(net: Net, rank: int, step: int) -> None:
+    branch(net, "a").requires_grad_(step > 0)
+    net(batch(), "abcdef").sum().backward()
+
+
+@case(model=lambda: partly_frozen(Branches()), adds=[1])
+def unfrozen_and_used_on_one_rank(net: Net, rank: int, step: int) -> None:
+    branch(net, "a").requires_grad_(step > 0)
+    net(batch(), "abc" if rank else "bcd").sum().backward()
+
+
+@case(Branches, Branches, reductions=(1, 2))
+def gan_with_the_judge_frozen_by_requires_grad(nets: list[Net], rank: int, step: int) -> None:
+    generator, judge = nets
+    fake = generator(batch(), "abcdef")
+    judge.requires_grad_(True)
+    (judge(fake.detach(), "abcdef").sum() - judge(batch(), "abcdef").pow(2).sum()).backward()
+    judge.requires_grad_(False)
+    judge(fake, "abcdef").pow(2).sum().backward()
+
+
+@case()
+def frozen_between_forward_and_backward(net: Net, rank: int, step: int) -> None:
+    net.requires_grad_(True)
+    loss = net(batch(), "abcdef").sum()
+    branch(net, "a").requires_grad_(False)
+    loss.backward()
+
+
+@case()
+def frozen_inside_a_window(net: Net, rank: int, step: int) -> None:
+    """What its microbatches accumulated before is reduced."""
+    net.requires_grad_(True)
+    with net.no_sync():
+        net(batch(), "abcdef").sum().backward()
+    branch(net, "a").requires_grad_(step == 0)
+    net(batch(), "abcdef").sum().backward()
+
+
+@case(
+    model=lambda: partly_frozen(Branches()),
+    adds=[0, 1, 2],
+    broken="each rank keeps its own gradient of the parameters that are frozen again",
+)
+def unfrozen_and_frozen_again_inside_a_window(net: Net, rank: int, step: int) -> None:
+    with net.no_sync():
+        branch(net, "a").requires_grad_(True)
+        net(batch(), "abcdef").sum().backward()
+    branch(net, "a").requires_grad_(False)
+    net(batch(), "abcdef").sum().backward()
+
+
+@case(model=lambda: partly_frozen(Branches()), adds=[1])
+def unfrozen_inside_a_window(net: Net, rank: int, step: int) -> None:
+    branch(net, "a").requires_grad_(step > 1)
+    with net.no_sync():
+        net(batch(), "abcdef").sum().backward()
+        branch(net, "a").requires_grad_(step > 0)
+        net(batch(), "abcdef").sum().backward()
+    net(batch(), "bcdef").sum().backward()
+
+
+@case(adds=[1])
+def parameter_replaced(net: Net, rank: int, step: int) -> None:
+    if step == 1:
+        branch(net, "a")[0].weight = nn.Parameter(torch.full((4, 4), 0.3, dtype=torch.float64))
+    net(batch(), "abcdef").sum().backward()
+
+
+@case(adds=[1, 2])
+def layer_replaced_before_each_step(net: Net, rank: int, step: int) -> None:
+    if step:
+        branch(net, "f")[2] = constant(0.1 * step)
+    net(batch(), "abcdef").sum().backward()
+
+
+@case(adds=[0, 2])
+def layers_added(net: Net, rank: int, step: int) -> None:
+    """Before the first step too."""
+    if step != 1:
+        net.module.branches[f"added{step}"] = constant(0.2)
+    net(batch(), [*net.module.branches]).sum().backward()
+
+
+@case(adds=[1])
+def layer_added_that_one_rank_uses(net: Net, rank: int, step: int) -> None:
+    if step == 1:
+        net.module.branches["added"] = constant(0.2)
+    names = [*"abcdef"] + ["added"] * (step > 0 and rank == 1)
+    net(batch(), names).sum().backward()
+
+
+@case(adds=[1])
+def adapters_added_and_the_rest_frozen(net: Net, rank: int, step: int) -> None:
+    if step == 1:
+        net.requires_grad_(False)
+        for name in "abc":
+            branch(net, name).append(constant(0.1))
+    net(batch(), "abcdef").sum().backward()
+
+
+def partly_frozen(net: Branches) -> Branches:
+    net.branches["a"].requires_grad_(False)
+    return net
+
+
+def constant(value: float) -> nn.Linear:
+    layer = nn.Linear(4, 4).double()
+    nn.init.constant_(layer.weight, value)
+    nn.init.constant_(layer.bias, value)
+    return layer
+
+
+# 7. Batches of different size.
+
+
+SUM = "a weighted sum divides by the items what was reduced before, too"
+
+
+def samples(count: int) -> Tensor:
+    return torch.randn(count, 4, dtype=torch.float64)
+
+
+@case(weighted="mean")
+def weighted_by_samples(net: Net, rank: int, step: int) -> None:
+    n = [3, 1, 6][rank] + step
+    with net.weighted(n):
+        net(samples(n), "abcdef").pow(2).mean().backward()
+
+
+@case(weighted="sum", broken=SUM)
+def weighted_sum_of_samples(net: Net, rank: int, step: int) -> None:
+    n = [3, 1, 6][rank] + step
+    with net.weighted(n, reduction="sum"):
+        net(samples(n), "abcdef").pow(2).sum().backward()
+
+
+@case(weighted="mean")
+def weighted_and_unused_parameters(net: Net, rank: int, step: int) -> None:
+    n = 1 + rank + step
+    with net.weighted(n):
+        net(samples(n), "abd" if rank else "bce").pow(2).mean().backward()
+
+
+@case(weighted="mean")
+def weighted_by_fractions(net: Net, rank: int, step: int) -> None:
+    loss = net(samples(2), "abcdef").pow(2).mean()
+    with net.weighted([0.25, 1.5, 0.001][rank]):
+        loss.backward()
+
+
+@case(weighted="mean")
+def weight_of_zero_with_a_loss_of_nan(net: Net, rank: int, step: int) -> None:
+    """What the mean over no samples gives."""
+    n = 0 if rank == step % 2 else 3
+    with net.weighted(n):
+        (net(samples(3), "abcdef").sum() / n if n else net(samples(3) / 0, "abf").mean()).backward()
+
+
+@case(weighted="sum", broken=SUM)
+def weight_of_zero_with_a_sum_over_nothing(net: Net, rank: int, step: int) -> None:
+    n = 0 if rank == step % 2 else 3
+    with net.weighted(n, reduction="sum"):
+        net(samples(n), "abcdef").pow(2).sum().backward()
+
+
+@case(weighted="mean")
+def all_weights_zero_in_the_first_step(net: Net, rank: int, step: int) -> None:
+    n = step * (rank + 1)
+    with net.weighted(n):
+        (net(samples(3), "abcdef").pow(2).mean() * (1 if n else float("nan"))).backward()
+
+
+def weighted_window(net: Net, rank: int, step: int, reduction: str) -> None:
+    """Each rank has another number of microbatches, each microbatch another size."""
+    count = 1 + (rank + step) % 3
+    for number in range(count):
+        n = (rank + 2 * number + step) % 4
+        loss = net(samples(n or 1), "abcdef" if number else "abc").pow(2)
+        loss = loss.sum() if reduction == "sum" else loss.mean()
+        last = number == count - 1
+        with contextlib.nullcontext() if last else net.no_sync(), net.weighted(n, reduction):
+            (loss * 0 if reduction == "sum" and n == 0 else loss).backward()
+
+
+@case(weighted="mean")
+def weighted_windows_of_different_length(net: Net, rank: int, step: int) -> None:
+    weighted_window(net, rank, step, "mean")
+
+
+@case(weighted="sum", broken=SUM)
+def weighted_windows_of_sums_of_different_length(net: Net, rank: int, step: int) -> None:
+    weighted_window(net, rank, step, "sum")
+
+
+@case(weighted="mean")
+def weighted_after_a_microbatch_without_weight(net: Net, rank: int, step: int) -> None:
+    with net.no_sync():
+        net(samples(2), "abc").pow(2).mean().backward()
+    for number, n in enumerate((1 + rank, 4)):
+        loss = net(samples(n), "abcdef").pow(2).mean()
+        with contextlib.nullcontext() if number else net.no_sync(), net.weighted(n):
+            loss.backward()
+
+
+@case(weighted="sum", reductions=2, broken=SUM)
+def weighted_sums_twice(net: Net, rank: int, step: int) -> None:
+    for n in (1 + rank, 4 - rank):
+        with net.weighted(n, reduction="sum"):
+            net(samples(n), "abcdef").pow(2).sum().backward()
+
+
+@case(weighted="mean", reductions=2)
+def weighted_twice(net: Net, rank: int, step: int) -> None:
+    """The second mean is added to the first."""
+    for n in (1 + rank, 4 - rank):
+        with net.weighted(n):
+            net(samples(n), "abcdef").pow(2).mean().backward()
 
 
 # 8. Buffers while a graph is alive.
@@ -774,6 +1108,89 @@ def autograd_grad_alone(net: Net, rank: int, step: int) -> None:
     torch.autograd.grad(net(batch(False), "abc").sum(), list(branch(net, "a").parameters()))
     if isinstance(net, DistributedDataParallel):
         assert all(param.grad is None for param in net.parameters())
+
+
+def add_to_grads(params: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
+    for param, gradient in zip(params, gradients, strict=True):
+        if gradient is not None:
+            param.grad = gradient if param.grad is None else param.grad + gradient
+
+
+@case(reductions=0, requests=1)
+def gradients_of_autograd_grad(net: Net, rank: int, step: int) -> None:
+    params = list(net.parameters())
+    loss = net(batch(), "abc" if rank else "bcd").pow(2).sum()
+    gradients = torch.autograd.grad(loss, params, allow_unused=True)
+    add_to_grads(params, net.reduce_gradients(gradients))
+
+
+@case(reductions=0, requests=1)
+def gradients_of_second_order(net: Net, rank: int, step: int) -> None:
+    """Of a penalty on the gradients for some parameters."""
+    params = list(branch(net, "b").parameters())
+    loss = net(batch(), "abc").pow(2).sum()
+    first = torch.autograd.grad(loss, params, create_graph=True)
+    second = torch.autograd.grad(loss + sum(grad.square().sum() for grad in first), params)
+    add_to_grads(params, net.reduce_gradients(second, params))
+
+
+@case(reductions=0, requests=1)
+def gradients_by_name(net: Net, rank: int, step: int) -> None:
+    names = ["branches.a.0.weight", "branches.c.2.bias"][: 1 + rank]
+    params = dict(net.module.named_parameters())
+    made = {name: torch.full_like(params[name], 1.0 + rank + step) for name in names}
+    means = net.reduce_gradients(made)
+    add_to_grads(params.values(), means.values())
+
+
+@case(reductions=0, requests=1)
+def gradients_made_by_hand(net: Net, rank: int, step: int) -> None:
+    """As evolution strategies do: ``.grad`` is filled, then reduced in place."""
+    for number, param in enumerate(net.parameters()):
+        if number % 3 != rank:
+            noise = torch.randn_like(param)
+            param.grad = noise if param.grad is None else param.grad + noise
+    net.reduce_gradients()
+
+
+@case(reductions=0, requests=1)
+def backwards_under_no_sync_reduced_by_hand(net: Net, rank: int, step: int) -> None:
+    with net.no_sync():
+        for names in ("abc", "cd" if rank else "ce"):
+            net(batch(), names).sum().backward()
+        net.reduce_gradients()
+
+
+@case(requests=1)
+def gradients_on_request_between_forward_and_backward(net: Net, rank: int, step: int) -> None:
+    params = list(branch(net, "b").parameters())
+    loss = net(batch(), "abcdef").pow(2).sum()
+    gradients = torch.autograd.grad(loss, params, retain_graph=True)
+    means = net.reduce_gradients(gradients, params)
+    loss.backward()
+    add_to_grads(params, means)
+
+
+@case(requests=1)
+def gradients_on_request_inside_a_window(net: Net, rank: int, step: int) -> None:
+    """They leave what is accumulated as it is."""
+    with net.no_sync():
+        net(batch(), "abcdef").sum().backward()
+    params = list(branch(net, "b").parameters())
+    gradients = torch.autograd.grad(net(batch(), "abc").pow(2).sum(), params)
+    means = net.reduce_gradients(gradients, params)
+    net(batch(), "abcdef").sum().backward()
+    add_to_grads(params, means)
+
+
+@case(reductions=0, requests=1, weighted="mean")
+def weighted_gradients_on_request(net: Net, rank: int, step: int) -> None:
+    params = list(net.parameters())
+    n = 1 + rank + step
+    loss = net(samples(n), "abcdef").pow(2).mean()
+    with net.weighted(n):
+        gradients = net.reduce_gradients(torch.autograd.grad(loss, params), params)
+        add_to_grads(params, gradients)
 
 
 # 10. Ranks that disagree.

@@ -6,9 +6,10 @@ Each case of the table runs with stock DDP on two ranks, once without and once w
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,8 +18,21 @@ import torch
 import torch.distributed as dist
 from cases import CASES, Case
 from distributed import gather, ranks
-from oracle import mean_over_ranks, one_per_rank, seed
-from torch.nn.parallel import DistributedDataParallel as Stock
+from oracle import adopt, mean_over_ranks, one_per_rank, seed
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Stock(DistributedDataParallel):
+    """Cases that need what it lacks show what becomes of them without."""
+
+    def weighted(self, n: float, reduction: str = "mean") -> Any:
+        return contextlib.nullcontext()
+
+    def reduce_gradients(self, gradients: Any = None, params: Any = None) -> Any:
+        if isinstance(gradients, Mapping):
+            return {name: gradients.get(name) for name, _ in self.module.named_parameters()}
+        return gradients
+
 
 # What can become of a case, as the page calls it, and what stock's error says.
 RIGHT = "right"
@@ -91,6 +105,9 @@ STOCK: dict[str, tuple[str, str]] = {
     "accelerate_accumulates": (UNUSED, RIGHT),
     "lightning_runs_the_backward_inside_forward": (UNUSED, UNDEFINED),
     "lightning_blocks_the_synchronisation": (UNUSED, UNDEFINED),
+    "lightning_prepares_the_reducer": (RIGHT, RIGHT),
+    "accelerate_triggers_the_synchronisation": (RIGHT, TWICE),
+    "reducer_prepared_between_two_losses": (RIGHT, TWICE),
     "reentrant_checkpoint_of_one_layer_twice": (TWICE, TWICE),
     "reentrant_checkpoints_that_differ_by_step_and_rank": (TWICE, TWICE),
     "reentrant_checkpoints_under_no_sync": (UNUSED, TWICE),
@@ -98,6 +115,34 @@ STOCK: dict[str, tuple[str, str]] = {
     "two_losses_behind_reentrant_checkpoints": (TWICE, TWICE),
     "checkpoint_of_one_layer_twice": (UNUSED, RIGHT),
     "checkpoints_that_differ_by_step_and_rank": (UNUSED, RIGHT),
+    "not_reentrant_first_and_reentrant_later": (UNUSED, TWICE),
+    "not_checkpointed_first_and_reentrant_later": (UNUSED, TWICE),
+    "frozen_in_turns": (UNUSED, RIGHT),
+    "frozen_in_turns_and_unused_on_one_rank": (UNUSED, RIGHT),
+    "frozen_when_wrapped_and_unfrozen_later": (WRONG, WRONG),
+    "unfrozen_and_used_on_one_rank": (UNUSED, WRONG),
+    "gan_with_the_judge_frozen_by_requires_grad": (RIGHT, RIGHT),
+    "frozen_between_forward_and_backward": (WRONG, RIGHT),
+    "frozen_inside_a_window": (UNUSED, RIGHT),
+    "unfrozen_inside_a_window": (WRONG, WRONG),
+    "unfrozen_and_frozen_again_inside_a_window": (WRONG, WRONG),
+    "parameter_replaced": (UNUSED, WRONG),
+    "layer_replaced_before_each_step": (UNUSED, WRONG),
+    "layers_added": (WRONG, WRONG),
+    "layer_added_that_one_rank_uses": (WRONG, WRONG),
+    "adapters_added_and_the_rest_frozen": (WRONG, WRONG),
+    "weighted_by_samples": (WRONG, WRONG),
+    "weighted_sum_of_samples": (WRONG, WRONG),
+    "weighted_and_unused_parameters": (UNUSED, WRONG),
+    "weighted_by_fractions": (WRONG, WRONG),
+    "weight_of_zero_with_a_loss_of_nan": (UNUSED, WRONG),
+    "weight_of_zero_with_a_sum_over_nothing": (WRONG, WRONG),
+    "all_weights_zero_in_the_first_step": (WRONG, WRONG),
+    "weighted_windows_of_different_length": (UNUSED, WRONG),
+    "weighted_windows_of_sums_of_different_length": (UNUSED, WRONG),
+    "weighted_after_a_microbatch_without_weight": (WRONG, WRONG),
+    "weighted_twice": (WRONG, WRONG),
+    "weighted_sums_twice": (WRONG, WRONG),
     "batch_norm_two_forwards_then_one_backward": (RIGHT, RIGHT),
     "batch_norm_two_forwards_then_two_backwards": (WRONG, WRONG),
     "batch_norm_in_eval_two_forwards_then_one_backward": (RIGHT, RIGHT),
@@ -111,6 +156,14 @@ STOCK: dict[str, tuple[str, str]] = {
     "gradient_penalty_alone": (UNUSED, UNUSED),
     "backward_that_builds_a_graph": (IN_PLACE, IN_PLACE),
     "autograd_grad_alone": (RIGHT, RIGHT),
+    "gradients_of_autograd_grad": (WRONG, WRONG),
+    "gradients_of_second_order": (WRONG, WRONG),
+    "gradients_by_name": (WRONG, WRONG),
+    "gradients_made_by_hand": (WRONG, WRONG),
+    "backwards_under_no_sync_reduced_by_hand": (WRONG, WRONG),
+    "gradients_on_request_between_forward_and_backward": (WRONG, WRONG),
+    "gradients_on_request_inside_a_window": (WRONG, WRONG),
+    "weighted_gradients_on_request": (WRONG, WRONG),
     "loss_reaches_nothing_on_one_rank": (UNUSED, HANGS),
     "loss_reaches_nothing_on_any_rank": (RIGHT, RIGHT),
     "different_control_flow": (UNUSED, UNDEFINED),
@@ -137,12 +190,13 @@ def outcome(name: str, find_unused_parameters: bool) -> list[str]:
                 run(case, [models[number] for models in alone], number, step)
             run(case, nets, rank, step)
             for net, models in zip(nets, alone, strict=True):
-                for param, mean in zip(net.parameters(), mean_over_ranks(models), strict=True):
+                means = mean_over_ranks(models)
+                for param, mean in zip(net.parameters(), means, strict=True):
                     same = param.grad is None if mean is None else param.grad is not None
                     if not same or (mean is not None and not torch.allclose(param.grad, mean)):
                         result = WRONG
-                for model in [net, *models]:
-                    model.zero_grad()
+                net.zero_grad()
+                adopt(models, [None] * len(means))
     except RuntimeError as error:
         result = str(error)[:200]
     return gather(result)
