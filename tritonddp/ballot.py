@@ -27,7 +27,7 @@ class Source(enum.IntEnum):
 
     FORWARD = 0  # the first reduced backward through the outputs of a forward
     AGAIN = 1  # one more backward through outputs that a reduced backward went through before
-    ELSEWHERE = 2  # a backward that did not go through outputs of the module
+    ELSEWHERE = 2  # any other backward: it may belong to either of these
     BROKEN = 3  # nowhere: this rank's backward broke off
     REQUEST = 4  # gradients that the user has handed over (reduce_gradients)
 
@@ -35,7 +35,7 @@ class Source(enum.IntEnum):
 _WORDS = {
     Source.FORWARD: "the first backward through a forward",
     Source.AGAIN: "one more backward through a forward that it has reduced before",
-    Source.ELSEWHERE: "a backward that did not go through the module's outputs",
+    Source.ELSEWHERE: "another backward",
     Source.BROKEN: "a backward that broke off",
     Source.REQUEST: "reduce_gradients",
 }

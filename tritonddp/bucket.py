@@ -162,6 +162,16 @@ class Bucket:
             self._cedes = False
             self._allocate(self.flat.layout)
 
+    def conform(self) -> None:
+        """Gradients that users have made may lie in memory anyhow, even unfit to be written to.
+
+        Raises:
+            GradientError: a gradient does not fit its parameter.
+        """
+        for slot, param in enumerate(self.params):
+            if param.grad is not None:
+                self._conform(slot, param.grad)
+
     def touched(self, slot: int) -> None:
         """The gradient of this slot had come already when :meth:`begin` saw it."""
         grad = self.params[slot].grad
@@ -385,7 +395,7 @@ class ViewBucket(Bucket):
 
         A parameter that no rank used keeps its ``.grad`` as it is, also where that is a view.
         """
-        if grad is not self.flat.views[slot]:
+        if grad.data_ptr() != self.flat.views[slot].data_ptr():
             return self._conform(slot, grad)
         self._kept[slot] = grad.clone()
         return grad

@@ -231,7 +231,8 @@ class DistributedDataParallel(nn.Module):
         Several backwards may be accumulated under :meth:`no_sync`, each with its own ``n``: the
         sums then run over all backwards of all ranks, whose number may differ. What counts is
         whether ``backward()`` runs inside. A gradient that was accumulated without a weight
-        before counts with the weight of all that follow.
+        before counts with the weight of all that follow. (Gradients that have been reduced already
+        are among these: with ``reduction="sum"`` drop them first, or they are divided again.)
 
         Every rank must weight the backward that is reduced. If all weights are zero, so are the
         gradients.
@@ -278,7 +279,8 @@ class DistributedDataParallel(nn.Module):
                 ``torch.autograd.grad`` returns them. Or a mapping from names of parameters, as
                 the wrapped module has them, to gradients; one that is missing counts as ``None``.
             params: what the gradients belong to, by default all parameters of the module that
-                require gradients, in the order of ``module.parameters()``.
+                require gradients, in the order of ``module.parameters()``. That they are alike
+                on all ranks is verified by one more small collective.
 
         Returns:
             ``None`` if ``gradients`` is. Otherwise the means, as a tuple or a dictionary: new
@@ -301,6 +303,9 @@ class DistributedDataParallel(nn.Module):
             self.reducer.reduce_window(self._weight)
             return None
         named = self._named(params)
+        if params is not None:  # or sizes that differ would end a process
+            options = {"gradients": "of reduce_gradients()"}
+            verify_same(describe(named, [], options), self.process_group, self.device)
         if isinstance(gradients, Mapping):
             unknown = sorted(set(gradients) - {name for name, _ in named})
             if unknown:

@@ -30,13 +30,17 @@ def reduce_at_once(placement: Placement, reduction: Reduction, used: Sequence[bo
     try:
         for bucket in placement.buckets:
             bucket.begin()
+            bucket.conform()
             for number in placement.places_of[bucket.index]:
                 place = placement.places[number]
                 segment = bucket.segments[place.number]
                 reduction.fill(bucket, segment, used[place.first : place.last])
             in_flight.append((bucket, reduction.start(bucket)))
     except BaseException:
-        _drop(placement.buckets[len(in_flight) :], in_flight, reduction)
+        for bucket in placement.buckets[len(in_flight) :]:
+            in_flight.append((bucket, reduction.start_poisoned(bucket)))
+        for bucket, work in in_flight:
+            reduction.discard(bucket, work)
         raise
     while in_flight:
         reduction.finish(*in_flight[0])
@@ -46,12 +50,6 @@ def reduce_at_once(placement: Placement, reduction: Reduction, used: Sequence[bo
 @torch.no_grad()
 def take_part(placement: Placement, reduction: Reduction) -> None:
     """Make the collectives of :func:`reduce_at_once` on a rank that has nothing to offer."""
-    _drop(placement.buckets, [], reduction)
-
-
-def _drop(
-    buckets: Sequence[Bucket], in_flight: list[tuple[Bucket, Work]], reduction: Reduction
-) -> None:
-    in_flight += [(bucket, reduction.start_poisoned(bucket)) for bucket in buckets]
+    in_flight = [(bucket, reduction.start_poisoned(bucket)) for bucket in placement.buckets]
     for bucket, work in in_flight:
         reduction.discard(bucket, work)

@@ -14,13 +14,15 @@ class Forward:
     """One forward of the module, as long as its graph lives.
 
     Attributes:
-        was_reduced: a reduced backward has gone through its outputs.
+        reductions: how many reductions there had been before it.
+        reached: a backward that is reduced has gone through its outputs.
     """
 
-    __slots__ = ("was_reduced",)
+    __slots__ = ("reached", "reductions")
 
-    def __init__(self) -> None:
-        self.was_reduced = False
+    def __init__(self, reductions: int) -> None:
+        self.reductions = reductions
+        self.reached = False
 
 
 class Listener(Protocol):
@@ -45,9 +47,9 @@ class Outputs:
         self._listener = weakref.ref(listener)
         self._watched = WeakTensorKeyDictionary()
 
-    def watch(self, outputs: Iterable[Tensor]) -> None:
-        """These are the outputs of one forward."""
-        forward = Forward()
+    def watch(self, outputs: Iterable[Tensor], reductions: int) -> None:
+        """These are the outputs of one forward, before which there were so many reductions."""
+        forward = Forward(reductions)
         for output in outputs:
             # A tensor that the module only hands on may live long: it gets one hook.
             if output.grad_fn is not None and output not in self._watched:

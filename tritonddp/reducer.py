@@ -17,7 +17,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter, or_
+from operator import or_
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from tritonddp._compat import (
     current_graph_task_id,
     preserve_version_counters,
     queue_end_of_backward,
+    register_post_accumulate_grad_hook,
 )
 from tritonddp.assignment import BucketCaps
 from tritonddp.ballot import Ballot, Disagreement, Source, StructureMismatch
@@ -46,11 +48,15 @@ from tritonddp.weighting import Weight, Window
 
 logger = logging.getLogger(__name__)
 
-_dtype_of = attrgetter("dtype")
-
 # Reductions after which parameters that are frozen or gone leave their buckets. Until then they
 # count as unused: many training loops freeze and unfreeze the same parameters in turns.
 _SETTLED = 8
+
+
+# Those that are alive, by process group.
+_reducers: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[Reducer]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class Phase(enum.Enum):
@@ -118,7 +124,10 @@ class Reducer:
         self._in_flight: list[tuple[Bucket, Work]] = []
         # Order of gradients in the first reduced backward; None once the buckets follow it.
         self._ready_order: dict[int, None] | None = {}
-        self._since_change = 0  # reductions since the roster changed
+        self._hooks_of_added: list[Any] = []
+        self._structure = roster.structure  # that the last reduction had
+        self._since_change = 0  # reductions since it changed
+        _reducers.setdefault(process_group, weakref.WeakSet()).add(self)
         self._unused_error: str | None = None
         self._launching = threading.Lock()
         self._readiness = Readiness((), (), self)
@@ -147,17 +156,27 @@ class Reducer:
                 did not reduce the same (on a GPU, where the backward itself does not wait for
                 the answer).
         """
-        self._recover()
+        self._recover_all()
         self._settle()
-        if torch.is_grad_enabled() and self._roster.look(self._where):
-            self._since_change = 0
+        if torch.is_grad_enabled():
+            self._look()
         if self._unused_error is not None:
             message, self._unused_error = self._unused_error, None
             raise RuntimeError(message)
 
+    def _look(self) -> None:
+        """See what has become of the parameters."""
+        if self._roster.look(self._where):
+            _remove_all(self._hooks_of_added)
+            # A backward may reach nothing else that has a hook of ours.
+            self._hooks_of_added = [
+                register_post_accumulate_grad_hook(param, _gradient_hook(weakref.ref(self)))
+                for _, param in self._roster.added
+            ]
+
     def watch(self, outputs: Sequence[Tensor]) -> None:
         """A forward has returned ``outputs``."""
-        self._outputs.watch(outputs)
+        self._outputs.watch(outputs, self.counters.reductions)
 
     # Of stock's reducer, for the frameworks that call it: Lightning before each backward of manual
     # optimisation, Accelerate in trigger_sync_in_backward. Here no backward has to be prepared.
@@ -175,8 +194,10 @@ class Reducer:
     def begin(self, forward: Forward | None = None) -> None:
         """A backward runs: if it is a new one, find out what it will reach. Called from hooks."""
         if self._phase is not Phase.IDLE and self._end_is_queued() is not None:
+            if forward is not None and self._phase is not Phase.LOCAL:
+                forward.reached = True
             return
-        self._recover()
+        self._recover_all()
         params, reached = self.placement.params, self._readiness.participation.query()
         if reached is None or (not any(reached) and not accumulates(current_autograd_node())):
             return  # torch.autograd.grad: it returns gradients, and none is ours
@@ -184,25 +205,29 @@ class Reducer:
         missing: set[int] = set()
         if not all(reached):
             missing = {number for number, comes in enumerate(reached) if not comes}
-        if missing and self._roster.look_at(map(params.__getitem__, missing), self._where):
-            self._since_change = 0
+            self._roster.look_at(map(params.__getitem__, missing), self._where)
         reduced, weight = self._should_sync(), self._weight()
-        self._window.open(self._all_params, weight, is_last=reduced, is_late=forward is None)
+        try:
+            self._window.open(self._all_params, weight, is_last=reduced, is_late=forward is None)
+        except RuntimeError:
+            if reduced:  # the others will not wait in vain: see _recover
+                self.counters.reductions += 1
+                self._next, self._phase = 0, Phase.REDUCING
+            raise
         self._queue_end()
         self._graph_task = current_graph_task_id()
         self._creates_graph = torch.is_grad_enabled()
         if not reduced:
             self._phase = Phase.LOCAL
             return
-        self.counters.reductions += 1
-        self._next = 0
         for bucket in self.buckets:
             bucket.begin()
-        if forward is None:
-            source = Source.ELSEWHERE
-        else:
-            source = Source.AGAIN if forward.was_reduced else Source.FORWARD
-            forward.was_reduced = True
+        source = self._source(forward)
+        self.counters.reductions += 1
+        self._next = 0
+        if self._roster.structure != self._structure:
+            # (The ballots see to it that this happens on all ranks alike.)
+            self._structure, self._since_change = self._roster.structure, 0
         self._begin_reduction(source, self._window.weight, self._roster.structure)
         if self._ready_order is not None:
             self._phase = Phase.OBSERVING
@@ -216,6 +241,17 @@ class Reducer:
         with self._launching:
             self._phase = Phase.REDUCING
             self._launch_full()
+
+    def _source(self, forward: Forward | None) -> Source:
+        """What to say of a backward that begins at an output of ``forward``."""
+        if forward is None:
+            return Source.ELSEWHERE
+        was_reached, forward.reached = forward.reached, True
+        if was_reached:
+            return Source.AGAIN
+        # An older one may have been passed by, by a backward beside the outputs for example.
+        is_new = forward.reductions == self.counters.reductions
+        return Source.FORWARD if is_new else Source.ELSEWHERE
 
     def _all_params(self) -> list[Parameter]:
         return [*self.placement.params, *(param for _, param in self._roster.added)]
@@ -241,12 +277,13 @@ class Reducer:
 
         if self.on_backward is not None:
             end = self.on_backward(end)
-        readiness = weakref.ref(self._readiness)
+        reference = weakref.ref(self)
 
         def broke_off(_: object) -> None:
-            counts = readiness()
-            if counts is not None:
-                counts.forget()
+            reducer = reference()
+            if reducer is not None:
+                reducer._readiness.forget()
+                reducer._window.abandon()
 
         self._end_is_queued = weakref.ref(end, broke_off)
         queue_end_of_backward(end)
@@ -350,12 +387,14 @@ class Reducer:
             self._launch(self.buckets[self._next])
         if self._strict:
             self._note_unused()
-        with self._naming_disagreements():
-            self._finish()
-            self._roster.agreed()
-            # Nothing of the frames above may still hold a bucket: some are let go here.
-            self._rearrange(broken=False)
-        self._reset()
+        try:
+            with self._naming_disagreements():
+                self._finish()
+                self._roster.agreed()
+                # Nothing of the frames above may still hold a bucket: some are let go here.
+                self._rearrange(broken=False)
+        finally:
+            self._reset()
 
     def _finish(self) -> None:
         """Wait for the buckets in launch order, emptying one while the next is on its way."""
@@ -371,6 +410,14 @@ class Reducer:
         self._window.clear()
         self._phase = Phase.IDLE
 
+    def _recover_all(self) -> None:
+        """If a backward broke off, of this reducer or another one of the group, make up for it.
+
+        Of another one too, since collectives of a group are matched by their order.
+        """
+        for reducer in sorted(_reducers[self._group], key=lambda each: each._roster.number):
+            reducer._recover()
+
     def _recover(self) -> None:
         """If the last backward broke off with an exception: leave no collective half-done.
 
@@ -380,7 +427,6 @@ class Reducer:
         if self._phase is Phase.IDLE or self._end_is_queued() is not None:
             return
         if self._phase is Phase.LOCAL:
-            self._window.abandon()
             self._phase = Phase.IDLE
             return
         logger.warning("%s: the last backward did not come to its end", self._where())
@@ -398,14 +444,13 @@ class Reducer:
                     self._in_flight.clear()
                     self._rearrange(broken=True)
         finally:
-            self._window.abandon()
             self._reset()
 
     @contextmanager
     def _naming_disagreements(
         self, named_params: Sequence[tuple[str, Parameter]] | None = None
     ) -> Iterator[None]:
-        """Ranks that do not reduce the same: an error when nothing is under way any more.
+        """Ranks that do not reduce the same: the error, when nothing is under way any more.
 
         Args:
             named_params: what is reduced on request, ``None`` in a backward.
@@ -415,24 +460,22 @@ class Reducer:
         except (Disagreement, StructureMismatch) as error:
             for _, work in self._in_flight:
                 work.wait()
-            where = self._where()
-            if self._phase is not Phase.IDLE:
-                self._reset()
             if isinstance(error, Disagreement):
-                raise RuntimeError(f"{where}, bucket 0: {error}") from None
-            self._roster.verify(where, named_params)
+                raise RuntimeError(f"{self._where()}, bucket 0: {error}") from None
+            self._roster.verify(self._where(), named_params)
 
     def _settle(self) -> None:
         with self._naming_disagreements():
             self._reduction.settle()
 
     def _note_unused(self) -> None:
+        trainable = {param for _, param in self._roster.trainable}
         unused = [
             name
             for name, param, used in zip(
                 self.placement.names, self.placement.params, self._used, strict=True
             )
-            if param.requires_grad and (not used or param.grad is None)
+            if param in trainable and (not used or param.grad is None)
         ]
         if unused:
             self._unused_error = (
@@ -465,21 +508,31 @@ class Reducer:
             GradientError: a gradient does not fit its parameter.
             RuntimeError: the ranks do not reduce the same, or a backward is under way.
         """
+        self._prepare_for_request()
+        self._reduce_at_once(named_params, bucket_class, weight, structure_of(named_params))
+
+    def _prepare_for_request(self) -> None:
         if self._phase is not Phase.IDLE and self._end_is_queued() is not None:
             raise RuntimeError(
                 f"{self._where()}: gradients cannot be reduced on request while a backward runs: "
                 "wait for its end"
             )
-        self._recover()
+        self._recover_all()
         self._settle()
-        self._begin_reduction(Source.REQUEST, weight, structure_of(named_params))
+
+    def _reduce_at_once(
+        self,
+        named_params: Sequence[tuple[str, Parameter]],
+        bucket_class: type[Bucket],
+        weight: Weight | None,
+        structure: bytes,
+    ) -> None:
         placement = self._place(named_params, bucket_class)
+        used = [param.grad is not None for param in placement.params]
+        self._begin_reduction(Source.REQUEST, weight, structure)
         with self._naming_disagreements(named_params):
-            reduce_at_once(
-                placement,
-                self._reduction,
-                [param.grad is not None for param in placement.params],
-            )
+            reduce_at_once(placement, self._reduction, used)
+            self._reduction.settle()
 
     def reduce_window(self, weight: Weight | None) -> None:
         """Average ``.grad`` of all trainable parameters, and so end what was accumulated.
@@ -488,14 +541,19 @@ class Reducer:
             RuntimeError: see :meth:`reduce`; or the accumulated backwards have a weight of their
                 own beside ``weight``.
         """
-        if self._roster.look(self._where):
-            self._since_change = 0
+        self._prepare_for_request()
+        self._look()
         if weight is not None and self._window.weight is not None:
             raise RuntimeError(
-                "the accumulated gradients have the weights of their backwards already: call "
-                "reduce_gradients() outside weighted(n)"
+                f"{self._where()}: the accumulated gradients have the weights of their backwards "
+                "already: call reduce_gradients() outside weighted(n)"
             )
-        self.reduce(self._roster.trainable, Bucket, weight or self._window.weight)
+        weight = weight or self._window.weight
+        # First what is in buckets, which is alike on all ranks: their ballots tell whether what
+        # was added since is, too.
+        placed = list(zip(self.placement.names, self.placement.params, strict=True))
+        for named_params in filter(None, (placed, self._roster.added)):
+            self._reduce_at_once(named_params, Bucket, weight, self._roster.structure)
         self._window.clear()
         self._used_earlier = [False] * len(self._used_earlier)
 
@@ -554,13 +612,13 @@ class Reducer:
             # Mostly of values that are alike already: a graph that is kept may be used again.
             with preserve_version_counters(params):
                 broadcast([param.detach() for param in params])
-        self._window.merge(params)
         placement = self._place(self._roster.added)
         source = Source.BROKEN if broken else Source.ELSEWHERE
         self._begin_reduction(source, self._window.weight, self._roster.structure)
         if broken:
             take_part(placement, self._reduction)
         else:
+            self._window.merge(params)
             used = [self._roster.has_new_gradient(param) for param in params]
             reduce_at_once(placement, self._reduction, used)
 
@@ -593,7 +651,25 @@ class Reducer:
         self._filled = [False] * len(self.placement.places)  # per segment
         self._unfilled = [0] * len(self.buckets)  # segments that wait for gradients
         self._roster.place(self.placement.names, params)
+        _remove_all(self._hooks_of_added)
         self._readiness.remove()
         segments = [range(place.first, place.last) for place in self.placement.places]
         with as_trainable(params):
             self._readiness = Readiness(params, segments, self)
+
+
+def _gradient_hook(reducer: weakref.ref[Reducer]) -> Callable[[Tensor], None]:
+    """Hook on a parameter that is in no bucket yet."""
+
+    def gradient_came(_: Tensor) -> None:
+        owner = reducer()
+        if owner is not None:
+            owner.begin()
+
+    return gradient_came
+
+
+def _remove_all(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()

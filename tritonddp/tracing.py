@@ -21,7 +21,7 @@ from tritonddp.ballot import Ballot
 from tritonddp.bucket import Bucket, Segment
 from tritonddp.comm.reduction import Reduction, Work
 from tritonddp.ddp import DistributedDataParallel
-from tritonddp.reducer import Phase, Reducer
+from tritonddp.reducer import Reducer
 from tritonddp.timeline import Backward, BucketPass, Gradient, Interval, Timeline
 
 
@@ -161,6 +161,7 @@ class _Recorder:
         self._handles: list[Any] = []
         self._records: list[_Record] = []
         self._running: _Record | None = None
+        self._early: list[tuple[str, Any]] = []  # gradients of a backward that has not begun
 
     def attach(self) -> None:
         reducer = self._reducer
@@ -197,6 +198,8 @@ class _Recorder:
             nbytes=[bucket.nbytes for bucket in buckets],
             buckets=[_BucketStamps() for _ in buckets],
         )
+        record.gradients.extend(self._early)
+        self._early.clear()
         self._records.append(record)
         self._running = record
 
@@ -212,12 +215,13 @@ class _Recorder:
         """Hook of parameter ``name``, called when a gradient has been accumulated."""
 
         def gradient_ready(_: Tensor) -> None:
-            if self._reducer._phase is Phase.IDLE:
-                # No output showed the start of this backward: the reducer's own hook, which may
-                # come after this one, would begin it.
-                self._reducer.begin()
+            stamp = name, self._clock.stamp()
             if self._running is not None:
-                self._running.gradients.append((name, self._clock.stamp()))
+                self._running.gradients.append(stamp)
+            else:
+                # No output showed the start of this backward: the reducer's own hook, which comes
+                # after this one, begins it.
+                self._early.append(stamp)
 
         return gradient_ready
 

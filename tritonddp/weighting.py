@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from numbers import Real
 from typing import Any
 
@@ -53,9 +54,13 @@ class Weight:
                 f"the weight should be a number or a tensor of one element, got {n!r}: the number "
                 "of items (samples, tokens) that this rank's loss was computed from"
             )
-        if not 0 <= float(n) < math.inf:
+        try:
+            items = float(n)
+        except OverflowError:
+            items = math.inf
+        if not 0 <= items < math.inf:
             raise ValueError(f"the weight should be finite and not negative, got {n!r}")
-        return cls(float(n), reduction == "sum")
+        return cls(items, reduction == "sum")
 
 
 class Window:
@@ -68,7 +73,8 @@ class Window:
     def __init__(self) -> None:
         self.weight: Weight | None = None
         self._weight_before: Weight | None = None  # the backward that runs
-        self._has_gradients = False
+        # The gradients at the end of the last of them, and their versions.
+        self._left: dict[Tensor, tuple[Tensor, int]] = {}
         # What was accumulated before the first of them: it is part of the gradient of each.
         self._base: dict[Tensor, Tensor] = {}
         # While a backward runs: the mean so far of each parameter that is not merged yet, and the
@@ -100,8 +106,8 @@ class Window:
         self._weight_before = self.weight
         params = get_params()
         means = {param: param.grad for param in params}
-        if self._has_gradients and not any(mean is not None for mean in means.values()):
-            self.clear()  # dropped by zero_grad
+        if self._left and all(starmap(_is_dropped, self._left.items())):
+            self.clear()
         if weight is None:
             if self.weight is not None:
                 raise RuntimeError(
@@ -151,9 +157,9 @@ class Window:
     def close(self, params: Sequence[Tensor]) -> None:
         """The backward is over, and more will follow before the reduction."""
         self.merge(params)
-        self._has_gradients = self.weight is not None and any(
-            param.grad is not None for param in params
-        )
+        if self.weight is not None:
+            grads = ((param, param.grad) for param in params)
+            self._left = {p: (grad, grad._version) for p, grad in grads if grad is not None}
 
     def abandon(self) -> None:
         """The backward broke off: what was set aside comes back."""
@@ -166,9 +172,17 @@ class Window:
         """The window has been reduced, or dropped."""
         self.weight = None
         self._weight_before = None
-        self._has_gradients = False
+        self._left = {}
         self._base = {}
         self._aside = {}
+
+
+def _is_dropped(param: Tensor, left: tuple[Tensor, int]) -> bool:
+    """Whether ``zero_grad`` has been at work since, in either of its ways."""
+    grad = param.grad
+    if grad is None:
+        return True
+    return (grad is not left[0] or grad._version != left[1]) and not grad.any()
 
 
 def _mean(mean: Tensor | None, new: Tensor | None, share: float) -> Tensor | None:

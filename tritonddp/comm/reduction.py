@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -92,11 +93,14 @@ class AllReduce:
         self._places = b""
         self._unanimous: Tensor | None = None  # the ballots if all ranks say what this one says
         self._factor: Tensor | None = None
+        self._unit = 1.0  # of weights, alike on all ranks: about the last ones, a power of two
         self._unread: tuple[Tensor, torch.cuda.Event] | None = None
 
     def begin(self, ballot: Ballot, scale: float) -> None:
         """See :meth:`Reduction.begin`."""
         self._scale = scale / self._group.size()
+        if ballot.weight is not None:
+            self._scale /= self._unit
         self._factor = None
         if ballot != self._ballot:
             self._ballot = ballot
@@ -157,7 +161,8 @@ class AllReduce:
         if self._ballot.weight is not None:
             total = total_weight(ballots)
             # All weights zero: a mean of nothing, which shall be zero.
-            self._factor = torch.where(total == 0, total, self._group.size() / total).view(1)
+            factor = self._group.size() * self._unit / total
+            self._factor = torch.where(total == 0, total, factor).view(1)
         if ballots.device.type == "cpu":
             self._check(ballots)
             return
@@ -172,8 +177,11 @@ class AllReduce:
         if self._unanimous is None:
             mine = self._places[self._group.rank() * BYTES :][:BYTES]
             self._unanimous = torch.tensor([*mine] * self._group.size(), dtype=ballots.dtype)
-        if not torch.equal(ballots, self._unanimous):
-            check(read(ballots))
+        assert self._ballot is not None
+        if self._ballot.weight is not None or not torch.equal(ballots, self._unanimous):
+            said = read(ballots)
+            check(said)
+            self._unit = _unit_of([each.weight for each in said if each.weight])
 
     def settle(self) -> None:
         """See :meth:`Reduction.settle`."""
@@ -181,3 +189,11 @@ class AllReduce:
             (copy, event), self._unread = self._unread, None
             event.synchronize()
             self._check(copy)
+
+
+def _unit_of(weights: Sequence[float]) -> float:
+    """A power of two near their mean: divided by it, weights do not overflow a wire of fp16.
+
+    (A power of two rounds nothing.)
+    """
+    return 2.0 ** round(math.log2(sum(weights) / len(weights))) if weights else 1.0
