@@ -307,6 +307,57 @@ def _break(_: torch.Tensor) -> None:
     raise ZeroDivisionError
 
 
+@VIEW
+@ranks(2)
+def test_an_added_parameter_that_one_rank_cannot_reduce_is_named_and_the_others_go_on(
+    view: bool,
+) -> None:
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=1e-4, gradient_as_bucket_view=view)
+    check_step(ddp, 0)
+    ddp.module.table = nn.Embedding(3, 4, sparse=dist.get_rank() == 0).double()
+    loss = ddp(batch(dist.get_rank(), 1)).sum() + ddp.module.table(torch.tensor([1])).sum()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"rank 0, step 2: .*'table\.weight'.*sparse"):
+            loss.backward()
+    else:
+        loss.backward()
+    check_step(ddp, 2)
+
+
+@VIEW
+@ranks(2)
+def test_a_head_that_is_added_to_a_frozen_model_and_called_beside_it(view: bool) -> None:
+    """Linear probing: no output of the wrapped module has a graph."""
+    ddp = DistributedDataParallel(Net(), gradient_as_bucket_view=view)
+    check_step(ddp, 0)
+    ddp.requires_grad_(False)
+    ddp.module.head = head = nn.Linear(4, 1).double()
+    ddp.module.forward = lambda x: x
+    for step in range(_SETTLED + 2):
+        ddp.zero_grad()
+        (head(ddp(batch(dist.get_rank(), step))).sum() * (1 + dist.get_rank())).backward()
+        assert head.bias.grad.tolist() == [4.5]
+        assert_same_on_all_ranks([head.weight.grad])
+
+
+@VIEW
+@ranks(2)
+def test_a_forward_of_one_rank_alone_with_everything_frozen_for_once(view: bool) -> None:
+    """For a saliency map, say. When buckets are made anew depends on reductions only."""
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=1e-4, gradient_as_bucket_view=view)
+    check_step(ddp, 0)
+    freeze(ddp.module)
+    for step in range(1, _SETTLED + 4):
+        check_step(ddp, step)
+        if dist.get_rank() == 0 and step == 3:
+            trainable = [param for param in ddp.parameters() if param.requires_grad]
+            ddp.requires_grad_(False)
+            ddp.forward_sync_buffers = False
+            ddp(batch(0, 0).requires_grad_())
+            for param in trainable:
+                param.requires_grad_(True)
+
+
 @ranks(1)
 def test_a_dtype_that_cannot_be_reduced_is_named() -> None:
     ddp = DistributedDataParallel(Net())

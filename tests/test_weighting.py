@@ -265,6 +265,66 @@ def test_a_backward_beside_the_outputs_is_weighted_alone_but_not_accumulated(vie
     torch.testing.assert_close(weight.grad, torch.full_like(weight, 2 / 3))
 
 
+@VIEW
+@ranks(2)
+def test_a_broken_microbatch_and_zero_grad_leave_nothing_behind(view: bool) -> None:
+    ddp = DistributedDataParallel(Net(), gradient_as_bucket_view=view)
+    rank = dist.get_rank()
+    x = torch.randn(4, 3, dtype=torch.float64) + rank
+    ddp(x, extra=True).sum().backward()
+    expected = [param.grad.clone() for param in ddp.parameters()]
+    ddp.zero_grad()
+    with ddp.no_sync():
+        with ddp.weighted(3):
+            ddp(5 * x, extra=True).sum().backward()
+        kept = [param.grad.clone() for param in ddp.parameters()]
+        loss = ddp(7 * x, extra=True).sum()
+        handle = ddp.module.first.bias.register_hook(_break)
+        with ddp.weighted(2), pytest.raises(ZeroDivisionError):
+            loss.backward()
+        handle.remove()
+        assert all(map(torch.equal, kept, [param.grad for param in ddp.parameters()]))
+    ddp.zero_grad()
+    with ddp.weighted(4):
+        ddp(x, extra=True).sum().backward()
+    for param, value in zip(ddp.parameters(), expected, strict=True):
+        torch.testing.assert_close(param.grad, value)
+
+
+def _break(_: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+@VIEW
+@pytest.mark.parametrize("to_none", [True, False])
+@ranks(2)
+def test_a_window_that_is_dropped_does_not_count(view: bool, to_none: bool) -> None:
+    ddp = DistributedDataParallel(Net(), gradient_as_bucket_view=view)
+    rank = dist.get_rank()
+    x = torch.randn(4, 3, dtype=torch.float64) + rank
+    with ddp.weighted(100 * rank), ddp.no_sync():
+        ddp(x, extra=True).sum().backward()
+    ddp.zero_grad(set_to_none=to_none)
+    with ddp.weighted(2):
+        ddp(x, extra=True).sum().backward()
+    found = [param.grad.clone() for param in ddp.parameters()]
+    ddp.zero_grad()
+    ddp(x, extra=True).sum().backward()
+    for param, value in zip(ddp.parameters(), found, strict=True):
+        torch.testing.assert_close(param.grad, value)
+
+
+@VIEW
+@ranks(2)
+def test_large_weights_do_not_overflow_fp16_once_their_size_is_known(view: bool) -> None:
+    ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False).half(), gradient_as_bucket_view=view)
+    for n in (1, 4000, 30_000):  # each within the range of the one before
+        ddp.zero_grad()
+        with ddp.weighted(n):
+            ddp(torch.full((1, 1), 10.0, dtype=torch.half)).sum().backward()
+    assert ddp.module.weight.grad.item() == 10
+
+
 @ranks(2)
 def test_the_weight_costs_no_collective() -> None:
     ddp = DistributedDataParallel(Net(), bucket_cap_mb=1e-4)

@@ -91,8 +91,8 @@ def read(ballots: Tensor) -> list[Ballot]:
 
 def total_weight(ballots: Tensor) -> Tensor:
     """Sum of all weights, fp64, one element on the device of ``ballots``; NaN if one has none."""
-    rows = ballots.view(-1, BYTES)[:, :8].to(torch.uint8).contiguous()
-    return rows.view(torch.float64).sum()
+    rows = ballots.view(-1, BYTES)[:, :8].to(torch.uint8)
+    return rows.reshape(-1).view(torch.float64).sum()
 
 
 class Disagreement(Exception):

@@ -575,8 +575,12 @@ class Reducer:
             order = self._agree_on_order()
         else:
             self._unannounced.stayed_away()
+        failure: GradientError | None = None
         if self._roster.added:
-            self._take_up(broken)
+            try:
+                self._take_up(broken)
+            except GradientError as error:  # of this rank alone: the others go on
+                failure = GradientError(f"{self._where()}: {error}")
         elif order is None and self._since_change != _SETTLED:
             return
         named = list(zip(placement.names, placement.params, strict=True))
@@ -587,6 +591,8 @@ class Reducer:
         kept += self._roster.added
         if kept:
             self._rebuild(kept)
+        if failure is not None:
+            raise failure
 
     def _agree_on_order(self) -> list[int]:
         """Once, after the first reduced backward: the order in which rank 0's gradients came.

@@ -1,0 +1,169 @@
+"""Ranks that disagree find out; ranks that merely differ do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_on_all_ranks, gather, ranks
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from tritonddp import DistributedDataParallel
+from tritonddp.ballot import (
+    BYTES,
+    Ballot,
+    Disagreement,
+    Source,
+    StructureMismatch,
+    check,
+    read,
+    structure_hash,
+    total_weight,
+)
+
+VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+HERE = structure_hash(["here"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_the_sum_of_what_ranks_write_is_read_back_exactly(dtype: torch.dtype, world_size: int):
+    weights = [None, 0.0, 0.1, 123_456_789.0, 2.0**-40][:world_size]
+    said = [
+        Ballot(structure_hash([str(rank)]), Source(rank % len(Source)), weight)
+        for rank, weight in enumerate(weights)
+    ]
+    total = torch.zeros(world_size * BYTES, dtype=dtype)
+    for rank, ballot in enumerate(said):
+        total += torch.tensor([*ballot.places(rank, world_size)], dtype=dtype)
+    assert read(total) == said
+    weighted = total[BYTES:]
+    if world_size > 1:
+        assert total_weight(weighted).item() == pytest.approx(sum(filter(None, weights)), rel=1e-15)
+    assert total_weight(total).isnan()
+
+
+@pytest.mark.parametrize("value", [300.0, -1.0, float("nan"), 9.0])
+def test_what_is_no_ballot_is_a_mismatch(value: float):
+    ballots = torch.tensor([*Ballot(HERE, Source.FORWARD).places(0, 1)], dtype=torch.float32)
+    ballots[-1] = value
+    with pytest.raises(StructureMismatch):
+        read(ballots)
+
+
+@pytest.mark.parametrize(
+    ("sources", "agree"),
+    [
+        ("FORWARD FORWARD", True),
+        ("AGAIN AGAIN", True),
+        ("FORWARD AGAIN", False),
+        ("FORWARD ELSEWHERE", True),
+        ("AGAIN ELSEWHERE", True),
+        ("AGAIN ELSEWHERE FORWARD", False),
+        ("REQUEST REQUEST", True),
+        ("REQUEST FORWARD", False),
+        ("REQUEST ELSEWHERE", False),
+        ("BROKEN FORWARD", True),
+        ("BROKEN REQUEST AGAIN", False),
+        ("BROKEN BROKEN", True),
+    ],
+)
+def test_which_places_of_programs_belong_together(sources: str, agree: bool):
+    ballots = [Ballot(HERE, Source[source]) for source in sources.split()]
+    if agree:
+        check(ballots)
+        return
+    with pytest.raises(Disagreement, match=r"rank \d: .*; rank \d: "):
+        check(ballots)
+
+
+def test_other_parameters_are_a_mismatch_whatever_else():
+    with pytest.raises(StructureMismatch):
+        check([Ballot(HERE, Source.BROKEN), Ballot(structure_hash(["there"]), Source.FORWARD)])
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.beside = Parameter(torch.ones(3)), Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x
+
+
+@VIEW
+@ranks(2, 3)
+def test_one_more_backward_on_one_rank_is_an_error_on_every_rank(view: bool) -> None:
+    ddp = DistributedDataParallel(Scale(), gradient_as_bucket_view=view)
+    loss = ddp(torch.ones(3)).sum()
+    loss.backward(retain_graph=True)
+    if dist.get_rank() != 1:
+        loss = ddp(torch.ones(3)).sum()
+    with pytest.raises(RuntimeError, match="rank 1: one more backward through a forward") as raised:
+        loss.backward()
+    assert all("step 2, bucket 0" in text for text in gather(str(raised.value)))
+    ddp.zero_grad()
+    ddp(torch.ones(3) * dist.get_rank()).sum().backward()
+    assert_same_on_all_ranks([ddp.module.scale.grad])
+
+
+@VIEW
+@ranks(2)
+def test_a_first_loss_that_passes_the_outputs_by_on_one_rank_is_no_error(view: bool) -> None:
+    ddp = DistributedDataParallel(Scale(), gradient_as_bucket_view=view)
+    for _ in range(3):
+        out = ddp(torch.ones(3)).sum()
+        first = 0 * ddp.module.beside.sum() if dist.get_rank() else out
+        first.backward(retain_graph=True)
+        out.backward()
+    assert ddp.module.scale.grad.tolist() == [3 * 1.5] * 3
+
+
+@VIEW
+@ranks(2)
+def test_forwards_reduced_together_on_one_rank_and_again_one_by_one(view: bool) -> None:
+    ddp = DistributedDataParallel(Scale(), gradient_as_bucket_view=view)
+    one, two = ddp(torch.ones(3)).sum(), ddp(torch.ones(3)).sum()
+    (one + two).backward(retain_graph=True)
+    (one if dist.get_rank() else two).backward()
+    assert ddp.module.scale.grad.tolist() == [3.0] * 3
+
+
+@VIEW
+@ranks(2)
+def test_a_break_in_one_wrapper_is_made_up_for_by_the_other(view: bool) -> None:
+    first = DistributedDataParallel(Scale(), gradient_as_bucket_view=view)
+    second = DistributedDataParallel(Scale(), gradient_as_bucket_view=view)
+    x = torch.full((3,), float(dist.get_rank()))
+    for ddp in (first, second):
+        ddp(x).sum().backward()
+        ddp.zero_grad()
+    loss = second(x).sum()
+    if dist.get_rank():
+        handle = second.module.scale.register_hook(_break)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        handle.remove()
+    else:
+        loss.backward()
+        assert second.module.scale.grad.isnan().all()
+    first(x).sum().backward()
+    assert first.module.scale.grad.tolist() == [0.5] * 3
+    second.zero_grad()
+    second(x).sum().backward()
+    assert second.module.scale.grad.tolist() == [0.5] * 3
+
+
+def _break(_: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+@VIEW
+@ranks(2)
+def test_wrappers_used_in_another_order_are_an_error_on_every_rank(view: bool) -> None:
+    both = [DistributedDataParallel(Scale(), gradient_as_bucket_view=view) for _ in range(2)]
+    ddp = both[dist.get_rank()]
+    loss = ddp(torch.ones(3)).sum()
+    with pytest.raises(RuntimeError, match=r"rank 0 has 'number 0 .*rank 1 has 'number 1 "):
+        loss.backward()
