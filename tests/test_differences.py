@@ -19,7 +19,11 @@ import torch.distributed as dist
 from cases import CASES, Case
 from distributed import gather, ranks
 from oracle import adopt, mean_over_ranks, one_per_rank, seed
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+
+import tritonddp
 
 
 class Stock(DistributedDataParallel):
@@ -228,3 +232,59 @@ def test_stock_does_what_the_page_says(name: str) -> None:
 
 def test_every_case_is_compared_with_stock() -> None:
     assert set(STOCK) == set(CASES)
+
+
+# Token-weighted losses
+
+
+VOCABULARY, PADDING, LENGTH = 11, 0, 9
+
+
+def language_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Embedding(VOCABULARY, 6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, VOCABULARY)
+    ).double()
+
+
+def shard(rank: int) -> Tensor:
+    """Tokens of this rank, ``[sequences, LENGTH]``: each has its own number and lengths."""
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(1, VOCABULARY, (1 + 2 * rank, LENGTH), generator=generator)
+    for row, sequence in enumerate(tokens):
+        sequence[2 + 3 * rank + row :] = PADDING
+    return tokens
+
+
+def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Mean over all tokens that are no padding."""
+    logits, targets = model(tokens[:, :-1]), tokens[:, 1:]
+    return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PADDING)
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("accumulate", [False, True], ids=["one batch", "microbatches"])
+@ranks(2, 3)
+def test_a_token_weighted_loss_has_the_gradient_of_one_process_and_stocks_has_not(
+    accumulate: bool, view: bool
+) -> None:
+    """One process computes the loss of all ranks' tokens together."""
+    one_process, mine = language_model(), shard(dist.get_rank())
+    next_token_loss(one_process, torch.cat([*map(shard, range(dist.get_world_size()))])).backward()
+    expected = [param.grad for param in one_process.parameters()]
+
+    ours = tritonddp.DistributedDataParallel(language_model(), gradient_as_bucket_view=view)
+    microbatches = mine.split(2) if accumulate else [mine]
+    for number, tokens in enumerate(microbatches):
+        with contextlib.ExitStack() as stack:
+            if number < len(microbatches) - 1:
+                stack.enter_context(ours.no_sync())
+            stack.enter_context(ours.weighted((tokens[:, 1:] != PADDING).sum()))
+            next_token_loss(ours, tokens).backward()
+    for param, gradient in zip(ours.parameters(), expected, strict=True):
+        torch.testing.assert_close(param.grad, gradient, rtol=1e-12, atol=1e-14)
+
+    stock = DistributedDataParallel(language_model(), gradient_as_bucket_view=view)
+    next_token_loss(stock, mine).backward()
+    for param, gradient in zip(stock.parameters(), expected, strict=True):
+        assert (param.grad - gradient).norm() > 0.1 * gradient.norm()
