@@ -48,8 +48,8 @@ from tritonddp.weighting import Weight, Window
 
 logger = logging.getLogger(__name__)
 
-# Reductions after which parameters that are frozen or gone leave their buckets. Until then they
-# count as unused: many training loops freeze and unfreeze the same parameters in turns.
+# Reductions after which parameters that are frozen leave their buckets. Until then they count as
+# unused: many training loops freeze and unfreeze the same parameters in turns.
 _SETTLED = 8
 
 
@@ -205,7 +205,7 @@ class Reducer:
         missing: set[int] = set()
         if not all(reached):
             missing = {number for number, comes in enumerate(reached) if not comes}
-            self._roster.look_at(map(params.__getitem__, missing), self._where)
+            self._roster.check_kinds(map(params.__getitem__, missing), self._where)
         reduced, weight = self._should_sync(), self._weight()
         try:
             self._window.open(self._all_params, weight, is_last=reduced, is_late=forward is None)
@@ -586,8 +586,9 @@ class Reducer:
         named = list(zip(placement.names, placement.params, strict=True))
         if order is not None:
             named = [named[number] for number in order]
-        trainable = {param for _, param in self._roster.trainable}
-        kept = [(name, param) for name, param in named if param in trainable]
+        settled = self._since_change == _SETTLED
+        held = {param for _, param in (self._roster.trainable if settled else self._roster.params)}
+        kept = [(name, param) for name, param in named if param in held]
         kept += self._roster.added
         if kept:
             self._rebuild(kept)

@@ -36,9 +36,8 @@ class Roster:
 
     Attributes:
         params: all parameters, each once, with the first of its names.
-        trainable: those of them that require gradients; what was frozen is found by
-            :meth:`look_at`.
-        added: those of the trainable ones that are in no bucket yet.
+        trainable: those of them that required gradients at the last :meth:`update`.
+        added: those that are in no bucket and have required gradients since the last reduction.
         number: of the wrapper among those of its process group; -1 until :meth:`enroll`.
         structure: a hash of the trainable and the added ones, which should be alike on all ranks.
     """
@@ -54,6 +53,7 @@ class Roster:
         self._group = process_group
         self.number = -1
         self._placed: dict[Tensor, str] = {}
+        self.added: list[tuple[str, Parameter]] = []
         self._grads_of_added: dict[Tensor, tuple[Tensor, int]] = {}
         self.update()
         self.agreed()
@@ -71,10 +71,11 @@ class Roster:
         self._sort()
 
     def look(self, where: Callable[[], str]) -> bool:
-        """Whether parameters were unfrozen, replaced, added or taken away since the last look.
+        """Whether parameters were frozen, unfrozen, replaced, added or taken away since the last.
 
-        What is in no bucket, :attr:`added`, waits for the end of the next reduced backward: by
-        then the ballots have told whether all ranks have changed alike.
+        What is in a bucket and gets no gradient any more is unused from now on, which needs no
+        action. What is in no bucket, :attr:`added`, waits for the end of the next reduced
+        backward: by then the ballots have told whether all ranks have changed alike.
 
         Args:
             where: asked for this rank's place, for errors.
@@ -98,16 +99,13 @@ class Roster:
                 self._grads_of_added[param] = param.grad, param.grad._version
         return True
 
-    def look_at(self, unreached: Iterable[Tensor], where: Callable[[], str]) -> bool:
-        """Whether some of these parameters, which a backward does not reach, were frozen.
-
-        They need no action but to be left out of :attr:`structure`: they count as unused.
+    def check_kinds(self, unreached: Iterable[Tensor], where: Callable[[], str]) -> None:
+        """Why does a backward not reach these parameters? Mostly because they are unused.
 
         Raises:
             RuntimeError: a parameter has changed its dtype or device, and with it the autograd
-                node that has our hooks: that is why it is not reached.
+                node that has our hooks.
         """
-        unreached = list(unreached)
         for param in unreached:
             now, was = (param.dtype, param.device), self._kinds[param]
             if now != was:
@@ -116,11 +114,6 @@ class Roster:
                     f"it was wrapped and is now {now[0]} on {now[1]}, so that its gradient would "
                     "not be synchronised: wrap the module again after such a change"
                 )
-        if all(map(_requires_grad, unreached)):
-            return False
-        trainable = len(self.trainable)
-        self._sort()
-        return len(self.trainable) != trainable
 
     def has_new_gradient(self, param: Tensor) -> bool:
         """Whether the gradient of an added parameter has come, or changed, since it was added."""
@@ -155,20 +148,23 @@ class Roster:
 
     def _sort(self) -> None:
         self.trainable = [(name, param) for name, param in self.params if param.requires_grad]
-        self._frozen = [param for _, param in self.params if not param.requires_grad]
-        self.added = [pair for pair in self.trainable if pair[1] not in self._placed]
+        self._looked_at = [param for _, param in self.params]
+        self._required = list(map(_requires_grad, self._looked_at))
+        # Also what has been frozen again meanwhile: it may have got a gradient.
+        waiting = {param for _, param in self.added} | {param for _, param in self.trainable}
+        self.added = [
+            (name, param)
+            for name, param in self.params
+            if param in waiting and param not in self._placed
+        ]
         self.structure = structure_of(
             self.trainable, f"wrapper {self.number}", *(f"+{name}" for name, _ in self.added)
         )
 
     def has_changed(self) -> bool:
-        """Whether anything has happened since the last :meth:`update`.
-
-        But for the freezing of what is in a bucket: see :meth:`look_at`.
-        """
+        """Whether anything is not as it was at the last :meth:`update`."""
         return (
-            any(map(_requires_grad, self._frozen))
-            or not all(param.requires_grad for _, param in self.added)
+            list(map(_requires_grad, self._looked_at)) != self._required
             or any(self._empty_tables)
             or list(map(id, chain.from_iterable(map(dict.values, self._tables)))) != self._ids
         )
@@ -201,6 +197,8 @@ class Roster:
             "reduction": "of a backward" if requested is None else "on request (reduce_gradients)",
         }
         params = self.params if requested is None else requested
+        # Nothing of this is taken up; at the next forward each rank looks anew.
+        self.added, self._ids = [], []
         verify_same(describe(params, self.buffers(), options), self._group, params[0][1].device)
         raise RuntimeError(
             f"{where}: another rank has reduced something else in this place: do all ranks call "
