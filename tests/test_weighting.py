@@ -258,11 +258,44 @@ def test_a_backward_beside_the_outputs_is_weighted_alone_but_not_accumulated(vie
     with ddp.weighted(1), ddp.no_sync(), pytest.raises(RuntimeError, match="came unannounced"):
         weight.sum().backward()
     ddp.zero_grad()
-    for n in (1, 2):
-        with ddp.weighted(n, "sum"), ddp.no_sync():
-            weight.sum().backward()
+    with ddp.weighted(1, "sum"), ddp.no_sync(), pytest.raises(RuntimeError, match="unannounced"):
+        weight.sum().backward()
+    ddp.zero_grad()
+    with ddp.weighted(1, "sum"), ddp.no_sync():
+        ddp(torch.zeros(1, 3, dtype=torch.float64), extra=False).sum().backward()
+    with ddp.weighted(2, "sum"), ddp.no_sync():
+        weight.sum().backward()
     ddp.reduce_gradients()
-    torch.testing.assert_close(weight.grad, torch.full_like(weight, 2 / 3))
+    torch.testing.assert_close(weight.grad, torch.full_like(weight, 1 / 3))
+
+
+@VIEW
+@ranks(2)
+def test_sums_with_one_total_count_and_on_top_of_what_was_reduced(view: bool) -> None:
+    ddp = DistributedDataParallel(Net(), gradient_as_bucket_view=view)
+    rank = dist.get_rank()
+    weight, x = ddp.module.first.weight, torch.ones(1, 3, dtype=torch.float64)
+    out = torch.zeros(())
+
+    def backward(times: float) -> None:
+        (times * (0 * ddp(x, extra=False).sum() + weight.sum())).backward()
+
+    for step in (1, 2):  # without zero_grad in between
+        for _ in range(2 + rank):
+            with ddp.no_sync():
+                backward(3)
+        with ddp.weighted(4 + 2 * rank, "sum"):
+            backward(step)
+        out = out + (3 * 5 + 2 * step) / 10
+        if step == 1:
+            torch.testing.assert_close(weight.grad, torch.full_like(weight, out))
+            # A second loss, alone: what has been reduced stays what it is.
+            with ddp.weighted(5, "sum"):
+                backward(1)
+            torch.testing.assert_close(weight.grad, torch.full_like(weight, out + 0.2))
+            ddp.zero_grad()
+            out = torch.zeros(())
+    torch.testing.assert_close(weight.grad, torch.full_like(weight, out))
 
 
 @VIEW

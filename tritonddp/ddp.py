@@ -230,9 +230,8 @@ class DistributedDataParallel(nn.Module):
 
         Several backwards may be accumulated under :meth:`no_sync`, each with its own ``n``: the
         sums then run over all backwards of all ranks, whose number may differ. What counts is
-        whether ``backward()`` runs inside. A gradient that was accumulated without a weight
-        before counts with the weight of all that follow. (Gradients that have been reduced already
-        are among these: with ``reduction="sum"`` drop them first, or they are divided again.)
+        whether ``backward()`` runs inside. Losses of backwards that were accumulated
+        without a weight before belong to the mean, or to the sum, of those that follow.
 
         Every rank must weight the backward that is reduced. If all weights are zero, so are the
         gradients.
@@ -246,8 +245,7 @@ class DistributedDataParallel(nn.Module):
         Raises:
             RuntimeError: in ``backward()``: some ranks have a weight and some have none; weighted
                 and other backwards, or those of means and of sums, are accumulated together; or a
-                weighted mean is to be accumulated from a loss that the module's outputs are not
-                part of.
+                loss that does not depend on the module's outputs is to be accumulated with others.
             TypeError: ``n`` is no number.
             ValueError: ``n`` is negative or not finite, or ``reduction`` is unknown.
 

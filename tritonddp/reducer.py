@@ -208,7 +208,13 @@ class Reducer:
             self._roster.check_kinds(map(params.__getitem__, missing), self._where)
         reduced, weight = self._should_sync(), self._weight()
         try:
-            self._window.open(self._all_params, weight, is_last=reduced, is_late=forward is None)
+            self._window.open(
+                self._all_params,
+                weight,
+                is_last=reduced,
+                is_first=not any(self._used_earlier),
+                is_late=forward is None,
+            )
         except RuntimeError:
             if reduced:  # the others will not wait in vain: see _recover
                 self.counters.reductions += 1
@@ -257,9 +263,9 @@ class Reducer:
         return [*self.placement.params, *(param for _, param in self._roster.added)]
 
     def _begin_reduction(self, source: Source, weight: Weight | None, structure: bytes) -> None:
-        """Tell the reduction what this rank says to the others, and how much it counts."""
+        """Tell the reduction what this rank says to the others, and how much its means count."""
         ballot = Ballot(structure, source, None if weight is None else weight.items)
-        self._reduction.begin(ballot, 1.0 if weight is None or weight.is_sum else weight.items)
+        self._reduction.begin(ballot, 1.0 if weight is None else weight.items)
 
     def _queue_end(self) -> None:
         """Have :meth:`_end` called when this backward is over.
@@ -348,13 +354,12 @@ class Reducer:
         for slot in place.bucket.untouched(segment):
             index = place.first + slot - segment.first
             self._used[index] = self._used_earlier[index]
-        self._window.merge(self.placement.params[place.first : place.last])
+        numbers = slice(place.first, place.last)
+        params, used = self.placement.params[numbers], self._used[numbers]
+        self._window.merge(params)
+        self._window.divide(params, used)
         try:
-            self._reduction.fill(
-                place.bucket,
-                segment,
-                self._used[place.first : place.last],
-            )
+            self._reduction.fill(place.bucket, segment, used)
         except GradientError as error:
             raise GradientError(f"{self._where()}: {error}") from None
         self._filled[number] = True
@@ -509,6 +514,9 @@ class Reducer:
             RuntimeError: the ranks do not reduce the same, or a backward is under way.
         """
         self._prepare_for_request()
+        if weight is not None and weight.is_sum and weight.items:
+            for _, param in named_params:
+                param.grad = None if param.grad is None else param.grad / weight.items
         self._reduce_at_once(named_params, bucket_class, weight, structure_of(named_params))
 
     def _prepare_for_request(self) -> None:
@@ -548,12 +556,15 @@ class Reducer:
                 f"{self._where()}: the accumulated gradients have the weights of their backwards "
                 "already: call reduce_gradients() outside weighted(n)"
             )
-        weight = weight or self._window.weight
+        if weight is not None:
+            self._window.weight = weight
+        params = self._all_params()
+        self._window.divide(params, [param.grad is not None for param in params])
         # First what is in buckets, which is alike on all ranks: their ballots tell whether what
         # was added since is, too.
         placed = list(zip(self.placement.names, self.placement.params, strict=True))
         for named_params in filter(None, (placed, self._roster.added)):
-            self._reduce_at_once(named_params, Bucket, weight, self._roster.structure)
+            self._reduce_at_once(named_params, Bucket, self._window.weight, self._roster.structure)
         self._window.clear()
         self._used_earlier = [False] * len(self._used_earlier)
 
@@ -627,6 +638,7 @@ class Reducer:
         else:
             self._window.merge(params)
             used = [self._roster.has_new_gradient(param) for param in params]
+            self._window.divide(params, used)
             reduce_at_once(placement, self._reduction, used)
 
     def _place(

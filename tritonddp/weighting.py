@@ -9,7 +9,11 @@ and ``.grad`` holds the mean ``m = sum_j n_j g_j / W``, so that the reduction ov
 
 (the incremental form of a weighted mean: D. H. D. West, "Updating mean and variance estimates",
 Communications of the ACM 22(9), 1979). Autograd adds to ``.grad``, therefore ``m`` is set aside
-while the backward runs.
+while the backward runs. Where losses are sums over their items, ``.grad`` holds the sum, and is
+divided by ``W`` before the reduction.
+
+What was in ``.grad`` before the window, a mean already, is no part of ``g_j`` or of the sum; but
+what backwards without a weight have accumulated in the window is.
 """
 
 from __future__ import annotations
@@ -87,6 +91,7 @@ class Window:
         get_params: Callable[[], Sequence[Tensor]],
         weight: Weight | None,
         is_last: bool,
+        is_first: bool = False,
         is_late: bool = False,
     ) -> None:
         """A backward of this weight begins.
@@ -95,6 +100,7 @@ class Window:
             get_params: asked, where there are weights, for all whose gradients it may change.
             weight: ``None`` outside ``weighted``.
             is_last: it will be reduced, together with all before it.
+            is_first: no backward has been accumulated since the last reduction.
             is_late: its first gradient has been accumulated already.
 
         Raises:
@@ -116,15 +122,16 @@ class Window:
                     "them with zero_grad(set_to_none=True)"
                 )
             return
-        if is_late and not weight.is_sum and not (is_last and self.weight is None):
+        wants_base = is_first if weight.is_sum else not is_last
+        if is_late and (wants_base if self.weight is None else not weight.is_sum):
             raise RuntimeError(
-                "a backward weighted with reduction='mean' that does not go through the outputs "
-                "of the wrapped module cannot be accumulated with others: its first gradient came "
-                "unannounced. Reduce it by itself, or use reduction='sum'"
+                "a weighted backward that does not begin at the outputs of the wrapped module "
+                "cannot be told from what was in .grad before, since its first gradient came "
+                "unannounced: add its loss to one of the outputs, or reduce a mean by itself"
             )
         if self.weight is None:
             self.weight = weight
-            if not weight.is_sum and not is_last:
+            if wants_base:
                 self._base = {
                     param: mean.detach().clone()
                     for param, mean in means.items()
@@ -146,13 +153,29 @@ class Window:
         self.weight = total
 
     def merge(self, params: Iterable[Tensor]) -> None:
-        """The gradients of ``params`` are there: make ``.grad`` the mean over the window."""
+        """The gradients of ``params`` are there: make ``.grad`` the mean over the window.
+
+        (Or the sum, as long as the window is open: see :meth:`divide`.)
+        """
         if not self._aside:
             return
         with torch.no_grad():
             for param in params:
                 if param in self._aside:
                     param.grad = _mean(self._aside.pop(param), param.grad, self._share)
+
+    def divide(self, params: Iterable[Tensor], used: Iterable[bool]) -> None:
+        """The window is reduced: where ``.grad`` is a sum, make it the mean."""
+        if self.weight is None or not self.weight.is_sum or not self.weight.items:
+            return
+        with torch.no_grad():
+            for param, is_used in zip(params, used, strict=True):
+                if is_used and param.grad is not None:
+                    base = self._base.get(param)
+                    if base is None:
+                        param.grad.div_(self.weight.items)
+                    else:
+                        param.grad.sub_(base).div_(self.weight.items).add_(base)
 
     def close(self, params: Sequence[Tensor]) -> None:
         """The backward is over, and more will follow before the reduction."""
