@@ -311,6 +311,7 @@ def _run(store: str, rank: int, world_size: int, timeout: float, backend: str, j
         function, args = pickle.loads(job)
         answer = pickle.dumps(("returned", function(*args)))
         gc.collect()
+        gc.freeze()  # what is left is modules that the test imported, and caches
         dist.destroy_process_group()
         return answer
     except BaseException as error:

@@ -43,7 +43,7 @@ def test_mean_of_what_each_rank_computes_alone(name: str, view: bool, variant: s
     forward and a backward of a microbatch under ``no_sync``, which uses other parameters on each
     rank.
     """
-    check(name, view, local="no-sync" in variant, small="small" in variant)
+    check(name, view, local="no-sync" in variant, cap=1e-4 if "small" in variant else None)
 
 
 @pytest.mark.parametrize("variant", ["plain", "no-sync-first-small-buckets"])
@@ -53,15 +53,15 @@ def test_mean_of_what_each_rank_computes_alone(name: str, view: bool, variant: s
 def test_mean_of_what_each_of_three_ranks_computes_alone(
     name: str, view: bool, variant: str
 ) -> None:
-    check(name, view, local="no-sync" in variant, small="small" in variant)
+    """Small buckets hold up to two layers: three ranks on few cores wait long for each."""
+    check(name, view, local="no-sync" in variant, cap=4e-4 if "small" in variant else None)
 
 
-def check(name: str, view: bool, local: bool, small: bool) -> None:
+def check(name: str, view: bool, local: bool, cap: float | None) -> None:
     rank, size, case = dist.get_rank(), dist.get_world_size(), CASES[name]
     expected = oracle(name, size, local)
-    caps: dict[str, Any] = {"bucket_cap_mb": 1e-4} if small else {}
     nets = [
-        DistributedDataParallel(module, gradient_as_bucket_view=view, **caps, **case.options)
+        DistributedDataParallel(module, bucket_cap_mb=cap, gradient_as_bucket_view=view, **case.options)
         for module in models(case)
     ]
     reduced: list[Tensor | None] = []
@@ -70,7 +70,7 @@ def check(name: str, view: bool, local: bool, small: bool) -> None:
         with recorded_collectives() as calls:
             run(case, nets, rank, step, local)
         what = f"{name}, step {step}"
-        check_collectives(calls, case, nets, buckets, step, small, what)
+        check_collectives(calls, case, nets, buckets, step, cap is not None, what)
         for net, means in zip(nets, expected[step], strict=True):
             assert_gradients(net, means, what)
             grads = [param.grad for param in net.parameters()]
