@@ -27,10 +27,12 @@ class Window:
 
     Attributes:
         items: how many they count.
+        is_sum: their losses are sums over their items.
         sums: their gradients, each times its number of items, or as it is for a sum.
     """
 
     items: float = 0.0
+    is_sum: bool = False
     sums: dict[Tensor, Tensor] = field(default_factory=dict)
 
 
@@ -72,6 +74,7 @@ class Alone(nn.Module):
         self._goes_on = not self.require_backward_grad_sync
         window = self.windows[-1]
         window.items += n
+        window.is_sum = reduction == "sum"
         for param, grad in before:
             if param.grad is not None:
                 scale = n if reduction == "mean" else 1.0
@@ -104,10 +107,12 @@ def mean_over_ranks(alone: Sequence[nn.Module]) -> list[Tensor | None]:
     """The gradient that each parameter must have, given one unwrapped model per rank.
 
     A parameter that some ranks did not use counts as zero there. ``None`` where no rank has a
-    gradient. What a rank has accumulated before its first weighted backward counts like that.
+    gradient. What a rank has accumulated before its first weighted mean counts like that; what it
+    had before its first weighted sum was reduced earlier.
     """
     windows = list(zip(*(getattr(model, "windows", ()) for model in alone), strict=True))
-    counts = [window.items for window in windows[0]] if windows else [1.0] * len(alone)
+    is_mean = bool(windows) and not windows[0][0].is_sum
+    counts = [window.items for window in windows[0]] if is_mean else [1.0] * len(alone)
     means: list[Tensor | None] = []
     for params in zip(*(model.parameters() for model in alone), strict=True):
         terms = [

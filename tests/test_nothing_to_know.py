@@ -61,7 +61,9 @@ def check(name: str, view: bool, local: bool, cap: float | None) -> None:
     rank, size, case = dist.get_rank(), dist.get_world_size(), CASES[name]
     expected = oracle(name, size, local)
     nets = [
-        DistributedDataParallel(module, bucket_cap_mb=cap, gradient_as_bucket_view=view, **case.options)
+        DistributedDataParallel(
+            module, bucket_cap_mb=cap, gradient_as_bucket_view=view, **case.options
+        )
         for module in models(case)
     ]
     reduced: list[Tensor | None] = []
@@ -159,5 +161,7 @@ def check_collectives(
     assert reduced + own <= all_reduces <= reduced + own * most, what
     if any(True for net in nets for _ in net.buffers()):  # these are broadcast by the forward
         return
-    assert sorted(calls.names) == ["all_reduce"] * all_reduces + ["broadcast"] * broadcasts, what
+    verified = ["all_gather"] * (case.requests * case.names_params)
+    expected = verified + ["all_reduce"] * all_reduces + ["broadcast"] * broadcasts
+    assert sorted(calls.names) == expected, what
     assert calls.on_the_group == len(calls), f"{what}: collectives beside torch.distributed"
