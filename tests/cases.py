@@ -45,7 +45,6 @@ class Case:
         requests: how often a step calls ``reduce_gradients``.
         names_params: whether these calls say which parameters, which the ranks verify.
         adds: the steps in which parameters are added or replaced.
-        broken: what is still wrong here, for a case that is not run.
     """
 
     step: Step
@@ -56,7 +55,6 @@ class Case:
     requests: int = 0
     names_params: bool = False
     adds: Collection[int] = ()
-    broken: str = ""
 
 
 CASES: dict[str, Case] = {}
@@ -70,7 +68,6 @@ def case(
     requests: int = 0,
     names_params: bool = False,
     adds: Collection[int] = (),
-    broken: str = "",
     **options: Any,
 ) -> Callable[[Step], Step]:
     """Decorator: the function is a case of the table."""
@@ -88,7 +85,6 @@ def case(
             requests,
             names_params,
             adds,
-            broken,
         )
         return step
 

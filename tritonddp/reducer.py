@@ -169,10 +169,12 @@ class Reducer:
         if self._roster.look(self._where):
             _remove_all(self._hooks_of_added)
             # A backward may reach nothing else that has a hook of ours.
-            self._hooks_of_added = [
-                register_post_accumulate_grad_hook(param, _gradient_hook(weakref.ref(self)))
-                for _, param in self._roster.added
-            ]
+            added = [param for _, param in self._roster.added]
+            with as_trainable(added):
+                self._hooks_of_added = [
+                    register_post_accumulate_grad_hook(param, _gradient_hook(weakref.ref(self)))
+                    for param in added
+                ]
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
         """A forward has returned ``outputs``."""

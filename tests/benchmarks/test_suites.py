@@ -17,6 +17,7 @@ def run(suite, tmp_path, *arguments):
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"benchmarks/{suite}"]
     command += ["--benchmark-only", f"--benchmark-json={result}", *arguments]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("PYTEST_XDIST_WORKER", None)  # pytest-benchmark would measure nothing
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )
