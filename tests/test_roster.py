@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from tritonddp import DistributedDataParallel
-from tritonddp.reducer import _SETTLED
+from tritonddp.arrangement import SETTLED
 from tritonddp.roster import Roster
 
 VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
@@ -135,7 +135,7 @@ def test_changes_are_taken_up_at_the_next_forward(
 ) -> None:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Net(), bucket_cap_mb=1e-4, gradient_as_bucket_view=view)
-    for step in range(first + _SETTLED + 3):
+    for step in range(first + SETTLED + 3):
         if step == first:
             change(ddp.module)
         check_step(ddp, step, local)
@@ -201,7 +201,7 @@ def test_a_module_frozen_as_a_whole_is_still_passed_through(view: bool) -> None:
     check_step(ddp, 0)
     ddp.zero_grad()
     ddp.requires_grad_(False)
-    for step in range(_SETTLED + 2):
+    for step in range(SETTLED + 2):
         x = batch(dist.get_rank(), step).requires_grad_()
         ddp(x).sum().backward()
         assert x.grad is not None
@@ -333,7 +333,7 @@ def test_a_head_that_is_added_to_a_frozen_model_and_called_beside_it(view: bool)
     ddp.requires_grad_(False)
     ddp.module.head = head = nn.Linear(4, 1).double()
     ddp.module.forward = lambda x: x
-    for step in range(_SETTLED + 2):
+    for step in range(SETTLED + 2):
         ddp.zero_grad()
         (head(ddp(batch(dist.get_rank(), step))).sum() * (1 + dist.get_rank())).backward()
         assert head.bias.grad.tolist() == [4.5]
@@ -347,7 +347,7 @@ def test_a_forward_of_one_rank_alone_with_everything_frozen_for_once(view: bool)
     ddp = DistributedDataParallel(Net(), bucket_cap_mb=1e-4, gradient_as_bucket_view=view)
     check_step(ddp, 0)
     freeze(ddp.module)
-    for step in range(1, _SETTLED + 4):
+    for step in range(1, SETTLED + 4):
         check_step(ddp, step)
         if dist.get_rank() == 0 and step == 3:
             trainable = [param for param in ddp.parameters() if param.requires_grad]

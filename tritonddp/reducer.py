@@ -15,7 +15,7 @@ import enum
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from operator import or_
 from typing import Any
@@ -32,6 +32,7 @@ from tritonddp._compat import (
     queue_end_of_backward,
     register_post_accumulate_grad_hook,
 )
+from tritonddp.arrangement import Arrangement
 from tritonddp.assignment import BucketCaps
 from tritonddp.ballot import Ballot, Disagreement, Source, StructureMismatch
 from tritonddp.bucket import Bucket, GradientError, ViewBucket
@@ -47,11 +48,6 @@ from tritonddp.roster import Roster, structure_of
 from tritonddp.weighting import Weight, Window
 
 logger = logging.getLogger(__name__)
-
-# Reductions after which parameters that are frozen leave their buckets. Until then they count as
-# unused: many training loops freeze and unfreeze the same parameters in turns.
-_SETTLED = 8
-
 
 # Those that are alive, by process group.
 _reducers: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[Reducer]] = (
@@ -84,7 +80,7 @@ class Reducer:
 
     Attributes:
         counters: what was launched and sent so far.
-        placement: the buckets, and where in them each parameter is.
+        arrangement: which buckets there are.
         on_backward: for a trace, else ``None``: called when a backward begins, with what is to
             run at its end; returns what runs instead.
     """
@@ -105,11 +101,9 @@ class Reducer:
         self._roster = roster
         roster.enroll()
         self._group = process_group
-        self._caps = caps
         self._should_sync = should_sync
         self._weight = weight
         self._broadcast = broadcast
-        self._bucket_class = ViewBucket if gradient_as_bucket_view else Bucket
         self._strict = strict
         self._roll_call = RollCall(process_group)
         self._reduction: Reduction = AllReduce(process_group, self.counters, self._roll_call)
@@ -122,11 +116,7 @@ class Reducer:
         self._window = Window()
         self._next = 0  # first bucket that is not launched
         self._in_flight: list[tuple[Bucket, Work]] = []
-        # Order of gradients in the first reduced backward; None once the buckets follow it.
-        self._ready_order: dict[int, None] | None = {}
         self._hooks_of_added: list[Any] = []
-        self._structure = roster.structure  # that the last reduction had
-        self._since_change = 0  # reductions since it changed
         _reducers.setdefault(process_group, weakref.WeakSet()).add(self)
         self._unused_error: str | None = None
         self._launching = threading.Lock()
@@ -136,9 +126,16 @@ class Reducer:
         self._used: list[bool] = []
         self._used_earlier: list[bool] = []
         self._unannounced = Unannounced()
-        # Registration order is roughly forward order, so its reverse is a guess at ready order.
-        self.placement = self._place(roster.trainable[::-1], self._bucket_class)
+        bucket_class = ViewBucket if gradient_as_bucket_view else Bucket
+        self.arrangement = Arrangement(
+            roster, process_group, caps, bucket_class, self.counters, self._roll_call
+        )
         self._count_anew()
+
+    @property
+    def placement(self) -> Placement:
+        """The buckets, and where in them each parameter is."""
+        return self.arrangement.placement
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -233,11 +230,9 @@ class Reducer:
         source = self._source(forward)
         self.counters.reductions += 1
         self._next = 0
-        if self._roster.structure != self._structure:
-            # (The ballots see to it that this happens on all ranks alike.)
-            self._structure, self._since_change = self._roster.structure, 0
+        self.arrangement.reduction_begins()
         self._begin_reduction(source, self._window.weight, self._roster.structure)
-        if self._ready_order is not None:
+        if self.arrangement.is_provisional:
             self._phase = Phase.OBSERVING
             self._used = list(self._used_earlier)
             return
@@ -318,8 +313,7 @@ class Reducer:
         if self._phase is Phase.LOCAL:
             self._used_earlier[index] = True
         elif self._phase is Phase.OBSERVING:
-            assert self._ready_order is not None
-            self._ready_order.setdefault(index)
+            self.arrangement.arrived(index)
             self._used[index] = True
         elif self._phase is Phase.REDUCING:
             from_inner = True
@@ -537,7 +531,7 @@ class Reducer:
         weight: Weight | None,
         structure: bytes,
     ) -> None:
-        placement = self._place(named_params, bucket_class)
+        placement = self.arrangement.place(named_params, bucket_class)
         used = [param.grad is not None for param in placement.params]
         self._begin_reduction(Source.REQUEST, weight, structure)
         with self._naming_disagreements(named_params):
@@ -580,48 +574,22 @@ class Reducer:
         Args:
             broken: the backward broke off on this rank, which has no gradients to offer.
         """
-        self._since_change += 1
-        placement, order = self.placement, None
-        if self._ready_order is not None:
-            arrived = self._ready_order
-            self._unannounced.stayed_away(set(range(len(placement.params))).difference(arrived))
-            order = self._agree_on_order()
-        else:
-            self._unannounced.stayed_away()
+        missing: Collection[int] | None = None
+        if self.arrangement.is_provisional:
+            missing = self.arrangement.agree_on_order(self._where)
+        self._unannounced.stayed_away(missing)
         failure: GradientError | None = None
         if self._roster.added:
             try:
                 self._take_up(broken)
             except GradientError as error:  # of this rank alone: the others go on
                 failure = GradientError(f"{self._where()}: {error}")
-        elif order is None and self._since_change != _SETTLED:
-            return
-        named = list(zip(placement.names, placement.params, strict=True))
-        if order is not None:
-            named = [named[number] for number in order]
-        settled = self._since_change == _SETTLED
-        held = {param for _, param in (self._roster.trainable if settled else self._roster.params)}
-        kept = [(name, param) for name, param in named if param in held]
-        kept += self._roster.added
-        if kept:
-            self._rebuild(kept)
+        former = self.arrangement.renew()
+        if former is not None:
+            self._unannounced.renumber(former)
+            self._count_anew()
         if failure is not None:
             raise failure
-
-    def _agree_on_order(self) -> list[int]:
-        """Once, after the first reduced backward: the order in which rank 0's gradients came.
-
-        What never arrived on rank 0 goes last.
-        """
-        assert self._ready_order is not None
-        arrived, self._ready_order = self._ready_order, None
-        missing = [n for n in range(len(self.placement.params)) if n not in arrived]
-        order = torch.tensor([*arrived, *missing], device=self.placement.params[0].device)
-        with self._roll_call.naming(self._where(), "broadcast of the order of gradients"):
-            dist.broadcast(order, group=self._group, group_src=0)
-        self.counters.collectives += 1
-        self.counters.wire_bytes += order.numel() * order.element_size()
-        return order.tolist()
 
     def _take_up(self, broken: bool) -> None:
         """Reduce the gradients of parameters that were added, in buckets of their own."""
@@ -632,7 +600,7 @@ class Reducer:
             # Mostly of values that are alike already: a graph that is kept may be used again.
             with preserve_version_counters(params):
                 broadcast([param.detach() for param in params])
-        placement = self._place(self._roster.added)
+        placement = self.arrangement.place(self._roster.added)
         source = Source.BROKEN if broken else Source.ELSEWHERE
         self._begin_reduction(source, self._window.weight, self._roster.structure)
         if broken:
@@ -642,27 +610,6 @@ class Reducer:
             used = [self._roster.has_new_gradient(param) for param in params]
             self._window.divide(params, used)
             reduce_at_once(placement, self._reduction, used)
-
-    def _place(
-        self,
-        named_params: Sequence[tuple[str, Parameter]],
-        bucket_class: type[Bucket] = Bucket,
-        former: Placement | None = None,
-    ) -> Placement:
-        return Placement(
-            named_params, self._caps, bucket_class, self._group.size(), self.counters, former
-        )
-
-    def _rebuild(self, named_params: Sequence[tuple[str, Parameter]]) -> None:
-        """Place these parameters, in this order, and number them anew."""
-        if self.placement.fits(named_params, self._caps):
-            return
-        number_of = {param: number for number, param in enumerate(self.placement.params)}
-        with torch.no_grad():
-            self.placement = self._place(named_params, self._bucket_class, self.placement)
-        former = [number_of.get(param) for param in self.placement.params]
-        self._unannounced.renumber(former)
-        self._count_anew()
 
     def _count_anew(self) -> None:
         """Lists and hooks by the numbers of the present placement."""

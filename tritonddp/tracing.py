@@ -193,7 +193,7 @@ class _Recorder:
         record = _Record(
             began=self._clock.stamp(),
             reduced=reduced,
-            first=reduced and reducer._ready_order is not None,
+            first=reduced and reducer.arrangement.is_provisional,
             names=[tuple(bucket.names) for bucket in buckets],
             nbytes=[bucket.nbytes for bucket in buckets],
             buckets=[_BucketStamps() for _ in buckets],

@@ -1,0 +1,128 @@
+"""Which buckets there are, as the order of gradients becomes known and parameters change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.nn import Parameter
+
+from tritonddp.assignment import BucketCaps
+from tritonddp.bucket import Bucket
+from tritonddp.counters import Counters
+from tritonddp.placement import Placement
+from tritonddp.roll_call import RollCall
+from tritonddp.roster import Roster
+
+# Reductions after which parameters that are frozen leave their buckets. Until then they count as
+# unused: many training loops freeze and unfreeze the same parameters in turns.
+SETTLED = 8
+
+
+class Arrangement:
+    """The placement in force, and when another one takes its place: after a reduction only.
+
+    Args:
+        roster: the parameters of the module, alike on every rank.
+        process_group: the ranks.
+        caps: bucket sizes.
+        bucket_class: of the buckets that backwards fill.
+        counters: count what the buckets launch, and the agreement on their order.
+        roll_call: names who is missing in that.
+
+    Attributes:
+        placement: the buckets, and where in them each parameter is.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        process_group: dist.ProcessGroup,
+        caps: BucketCaps,
+        bucket_class: type[Bucket],
+        counters: Counters,
+        roll_call: RollCall,
+    ) -> None:
+        self._roster = roster
+        self._group = process_group
+        self._caps = caps
+        self._bucket_class = bucket_class
+        self._counters = counters
+        self._roll_call = roll_call
+        # Numbers in the order of gradients in the first reduced backward, None when it is over.
+        self._arrived: dict[int, None] | None = {}
+        self._order: list[int] | None = None  # that the next placement shall have
+        self._structure = roster.structure  # that the last reduction had
+        self._since_change = 0  # reductions since it changed
+        # Registration order is roughly forward order, so its reverse is a guess at ready order.
+        self.placement = self.place(roster.trainable[::-1], bucket_class)
+
+    def place(
+        self,
+        named_params: Sequence[tuple[str, Parameter]],
+        bucket_class: type[Bucket] = Bucket,
+        former: Placement | None = None,
+    ) -> Placement:
+        """Buckets of these parameters, beside those in force unless they take their place."""
+        return Placement(
+            named_params, self._caps, bucket_class, self._group.size(), self._counters, former
+        )
+
+    @property
+    def is_provisional(self) -> bool:
+        """Whether the order of gradients is still to be observed."""
+        return self._arrived is not None
+
+    def arrived(self, number: int) -> None:
+        """The gradient of a parameter came in the first reduced backward."""
+        assert self._arrived is not None
+        self._arrived.setdefault(number)
+
+    def reduction_begins(self) -> None:
+        """(The ballots see to it that what changes here changes on all ranks alike.)"""
+        if self._roster.structure != self._structure:
+            self._structure, self._since_change = self._roster.structure, 0
+
+    def agree_on_order(self, where: Callable[[], str]) -> list[int]:
+        """At the end of the first reduced backward: all ranks take rank 0's order of gradients.
+
+        What never arrived on rank 0 goes last. Returns what never arrived here.
+        """
+        assert self._arrived is not None
+        arrived, self._arrived = self._arrived, None
+        missing = [n for n in range(len(self.placement.params)) if n not in arrived]
+        order = torch.tensor([*arrived, *missing], device=self.placement.params[0].device)
+        with self._roll_call.naming(where(), "broadcast of the order of gradients"):
+            dist.broadcast(order, group=self._group, group_src=0)
+        self._counters.collectives += 1
+        self._counters.wire_bytes += order.numel() * order.element_size()
+        self._order = order.tolist()
+        return missing
+
+    def renew(self) -> list[int | None] | None:
+        """After a reduction: place anew if the order, or what is to be placed, has changed.
+
+        Returns:
+            For each parameter the number that it had before, ``None`` if it is new. ``None`` where
+            all stays as it is.
+        """
+        self._since_change += 1
+        is_settled = self._since_change == SETTLED
+        if self._order is None and not self._roster.added and not is_settled:
+            return None
+        named = list(zip(self.placement.names, self.placement.params, strict=True))
+        if self._order is not None:
+            named = [named[number] for number in self._order]
+            self._order = None
+        held = {
+            param for _, param in (self._roster.trainable if is_settled else self._roster.params)
+        }
+        kept = [(name, param) for name, param in named if param in held]
+        kept += self._roster.added
+        if not kept or self.placement.fits(kept, self._caps):
+            return None
+        number_of = {param: number for number, param in enumerate(self.placement.params)}
+        with torch.no_grad():
+            self.placement = self.place(kept, self._bucket_class, self.placement)
+        return [number_of.get(param) for param in self.placement.params]
