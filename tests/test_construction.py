@@ -468,3 +468,17 @@ def test_a_wrapper_within_a_wrapper_cannot_share_gradients_by_view() -> None:
     with pytest.raises(ValueError, match="wrapped already"):
         DistributedDataParallel(nn.Sequential(inner), gradient_as_bucket_view=True)
     DistributedDataParallel(nn.Sequential(inner))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@ranks(2)
+def test_an_optimizer_in_the_backward_is_refused_at_the_first_forward(when: str) -> None:
+    """It would step with the gradients of this rank alone."""
+    from torch.distributed.optim import _apply_optimizer_in_backward  # says much on import
+
+    module = small()
+    ddp = DistributedDataParallel(module) if when == "after" else None
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    ddp = ddp or DistributedDataParallel(module)
+    with pytest.raises(NotImplementedError, match=r"rank \d, step 0: .*0.weight"):
+        ddp(torch.ones(2, 3))

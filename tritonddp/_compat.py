@@ -30,6 +30,14 @@ def foreach_zero_(tensors: Sequence[Tensor]) -> None:
     torch._foreach_zero_(tensors)  # type: ignore[arg-type]
 
 
+def has_optimizer_in_backward(param: Tensor) -> bool:
+    """Whether ``torch.distributed.optim._apply_optimizer_in_backward`` was called for ``param``.
+
+    Stock DDP asks the same attribute.
+    """
+    return bool(getattr(param, "_in_backward_optimizers", ()))
+
+
 def storage_holders(tensor: Tensor) -> tuple[int, int]:
     """How many owners the memory of ``tensor`` has in C++ (tensors above all), and in Python.
 

@@ -148,13 +148,16 @@ class Reducer:
         """See that the last backward came to its end, and what has become of the parameters.
 
         Raises:
-            NotImplementedError: a parameter was added that cannot be reduced.
+            NotImplementedError: a parameter was added that cannot be reduced, or an optimizer steps
+                in the backward.
             RuntimeError: in strict mode, the last backward left parameters unused; or the ranks
                 did not reduce the same (on a GPU, where the backward itself does not wait for
                 the answer).
         """
         self._recover_all()
         self._settle()
+        if self.arrangement.is_provisional:
+            self._roster.check_optimizers(self._where)
         if torch.is_grad_enabled():
             self._look()
         if self._unused_error is not None:
