@@ -267,7 +267,7 @@ class Reducer:
     def _begin_reduction(self, source: Source, weight: Weight | None, structure: bytes) -> None:
         """Tell the reduction what this rank says to the others, and how much its means count."""
         ballot = Ballot(structure, source, None if weight is None else weight.items)
-        self._reduction.begin(ballot, 1.0 if weight is None else weight.items)
+        self._reduction.begin(ballot, 1.0 if weight is None else weight.scale)
 
     def _queue_end(self) -> None:
         """Have :meth:`_end` called when this backward is over.
@@ -516,9 +516,9 @@ class Reducer:
             RuntimeError: the ranks do not reduce the same, or a backward is under way.
         """
         self._prepare_for_request()
-        if weight is not None and weight.is_sum and weight.items:
+        if weight is not None and weight.is_sum:
             for _, param in named_params:
-                param.grad = None if param.grad is None else param.grad / weight.items
+                param.grad = None if param.grad is None else param.grad / weight.scale
         self._reduce_at_once(named_params, bucket_class, weight, structure_of(named_params))
 
     def _prepare_for_request(self) -> None:

@@ -66,6 +66,11 @@ class Weight:
             raise ValueError(f"the weight should be finite and not negative, got {n!r}")
         return cls(items, reduction == "sum")
 
+    @property
+    def scale(self) -> float:
+        """By which a rank's gradient is multiplied. A sum over no items is a sum all the same."""
+        return 1.0 if self.is_sum and not self.items else self.items
+
 
 class Window:
     """The weighted backwards that a rank has accumulated since the last reduction.
@@ -166,16 +171,17 @@ class Window:
 
     def divide(self, params: Iterable[Tensor], used: Iterable[bool]) -> None:
         """The window is reduced: where ``.grad`` is a sum, make it the mean."""
-        if self.weight is None or not self.weight.is_sum or not self.weight.items:
+        if self.weight is None or not self.weight.is_sum:
             return
+        scale = self.weight.scale
         with torch.no_grad():
             for param, is_used in zip(params, used, strict=True):
                 if is_used and param.grad is not None:
                     base = self._base.get(param)
                     if base is None:
-                        param.grad.div_(self.weight.items)
+                        param.grad.div_(scale)
                     else:
-                        param.grad.sub_(base).div_(self.weight.items).add_(base)
+                        param.grad.sub_(base).div_(scale).add_(base, alpha=self.weight.items / scale)
 
     def close(self, params: Sequence[Tensor]) -> None:
         """The backward is over, and more will follow before the reduction."""
