@@ -142,6 +142,19 @@ def test_outputs_that_live_on_collect_no_hooks() -> None:
 
 @VIEW
 @ranks(2)
+def test_accumulated_gradients_are_freed_by_zero_grad(view: bool) -> None:
+    ddp = wrap(layers(), view)
+    for seed in range(3):
+        with ddp.no_sync():
+            ddp(batch(seed)).sum().backward()
+        kept = [weakref.ref(param.grad) for param in ddp.parameters()]
+        ddp(batch(seed)).sum().backward()
+        ddp.zero_grad()
+        assert not any(reference() is not None for reference in kept)
+
+
+@VIEW
+@ranks(2)
 def test_wrapping_the_same_module_again_works_and_reduces_once(view: bool) -> None:
     model = layers()
     alone = copy.deepcopy(model)

@@ -303,16 +303,21 @@ def test_sums_with_one_total_count_and_on_top_of_what_was_reduced(view: bool) ->
 def test_sums_count_where_a_rank_has_no_items(view: bool) -> None:
     ddp = DistributedDataParallel(Net(), gradient_as_bucket_view=view)
     rank = dist.get_rank()
-    weight, x = ddp.module.first.weight, torch.ones(1, 3, dtype=torch.float64)
+    weight, extra = ddp.module.first.weight, ddp.module.extra.weight
+    x = torch.ones(1, 3, dtype=torch.float64)
     for step in (1, 2):  # without zero_grad in between
-        # Rank 0 alone counts the items of all.
-        with ddp.weighted(4 * (1 - rank), "sum"):
-            (0 * ddp(x, extra=False).sum() + (1 + 2 * rank) * weight.sum()).backward()
+        used = step == 1 or rank == 0
+        loss = 0 * ddp(x, extra=used).sum() + (1 + 2 * rank) * weight.sum()
+        if used:
+            loss = loss + 2 * extra.sum()
+        with ddp.weighted(4 * (1 - rank), "sum"):  # rank 0 counts the items of all
+            loss.backward()
         torch.testing.assert_close(weight.grad, torch.full_like(weight, step))
-        gradient = torch.full_like(weight, 1 + 2 * rank)
-        with ddp.weighted(4 * rank, "sum"):
-            (mean,) = ddp.reduce_gradients([gradient], [weight])
-        torch.testing.assert_close(mean, torch.ones_like(weight))
+        torch.testing.assert_close(extra.grad, torch.full_like(extra, 1 if step == 1 else 1.5))
+    gradient = torch.full_like(weight, 1 + 2 * rank)
+    with ddp.weighted(4 * rank, "sum"):
+        (mean,) = ddp.reduce_gradients([gradient], [weight])
+    torch.testing.assert_close(mean, torch.ones_like(weight))
 
 
 @VIEW
