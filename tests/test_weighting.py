@@ -346,6 +346,23 @@ def test_a_broken_microbatch_and_zero_grad_leave_nothing_behind(view: bool) -> N
         torch.testing.assert_close(param.grad, value)
 
 
+@VIEW
+@ranks(2)
+def test_gradients_dropped_by_zero_grad_leave_no_weight_for_a_request(view: bool) -> None:
+    ddp = DistributedDataParallel(Net(), gradient_as_bucket_view=view)
+    x = torch.ones(1, 3, dtype=torch.float64)
+    with ddp.no_sync(), ddp.weighted(1 + dist.get_rank()):
+        ddp(x, extra=False).sum().backward()
+    ddp.zero_grad()
+    with ddp.weighted(1 - dist.get_rank()):  # an error if those before had a weight still
+        ddp.reduce_gradients()
+    for param in ddp.parameters():
+        param.grad = torch.full_like(param, dist.get_rank())
+    ddp.reduce_gradients()
+    for param in ddp.parameters():
+        torch.testing.assert_close(param.grad, torch.full_like(param, 0.5))
+
+
 def _break(_: torch.Tensor) -> None:
     raise ZeroDivisionError
 

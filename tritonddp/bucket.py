@@ -242,11 +242,7 @@ class Bucket:
                         self.params[slot].grad = self.flat.views[slot].clone()
         if self._cedes:
             for slot, param in enumerate(self.params):
-                if (
-                    self._used[slot]
-                    and slot not in before
-                    and _is_private(param, grads, slot)
-                ):
+                if self._used[slot] and slot not in before and _is_private(param, grads, slot):
                     grads[slot] = None
                     param.grad = self.flat.tensor_at(slot)
         if set(map(type, grads)) != {NoneType}:

@@ -400,8 +400,11 @@ class Reducer:
                 self._roster.agreed()
                 # Nothing of the frames above may still hold a bucket: some are let go here.
                 self._rearrange(broken=False)
-        finally:
+        except RuntimeError:
             self._reset()
+            raise
+        # (After anything else, a KeyboardInterrupt say, buckets may be on their way: see _recover.)
+        self._reset()
 
     def _finish(self) -> None:
         """Wait for the buckets in launch order, emptying one while the next is on its way."""
@@ -553,6 +556,7 @@ class Reducer:
         """
         self._prepare_for_request()
         self._look()
+        self._window.clear_if_dropped()
         if weight is not None and self._window.weight is not None:
             raise RuntimeError(
                 f"{self._where()}: the accumulated gradients have the weights of their backwards "

@@ -117,8 +117,7 @@ class Window:
         self._weight_before = self.weight
         params = get_params()
         means = {param: param.grad for param in params}
-        if self._left and all(starmap(_is_dropped, self._left.items())):
-            self.clear()
+        self.clear_if_dropped()
         if weight is None:
             if self.weight is not None:
                 raise RuntimeError(
@@ -174,6 +173,7 @@ class Window:
         if self.weight is None or not self.weight.is_sum:
             return
         scale = self.weight.scale
+        share = self.weight.items / scale  # of what was there before: one, or nothing
         with torch.no_grad():
             for param, is_used in zip(params, used, strict=True):
                 if is_used and param.grad is not None:
@@ -181,7 +181,7 @@ class Window:
                     if base is None:
                         param.grad.div_(scale)
                     else:
-                        param.grad.sub_(base).div_(scale).add_(base, alpha=self.weight.items / scale)
+                        param.grad.sub_(base).div_(scale).add_(base, alpha=share)
 
     def close(self, params: Sequence[Tensor]) -> None:
         """The backward is over, and more will follow before the reduction."""
@@ -196,6 +196,11 @@ class Window:
             param.grad = mean
         self._aside = {}
         self.weight = self._weight_before
+
+    def clear_if_dropped(self) -> None:
+        """Has ``zero_grad`` dropped all that was accumulated? Then its weight counts no more."""
+        if self._left and all(starmap(_is_dropped, self._left.items())):
+            self.clear()
 
     def clear(self) -> None:
         """The window has been reduced, or dropped."""
