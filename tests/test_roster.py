@@ -382,3 +382,23 @@ def test_the_roster_sees_each_kind_of_change() -> None:
         assert roster.structure != before, change.__name__
         wrapper.module = Net()
         assert roster.has_changed()
+
+
+@VIEW
+@ranks(2)
+def test_tensors_that_stand_in_for_some_parameters_change_nothing(view: bool) -> None:
+    ddp = DistributedDataParallel(Net(), gradient_as_bucket_view=view)
+    ddp.module.layers["b"].requires_grad_(True)
+    x = torch.full((1, 4), dist.get_rank() + 1, dtype=torch.float64)
+    for _ in range(_SETTLED + 2):
+        ddp.zero_grad()
+        fast = {name: 2 * param for name, param in ddp.named_parameters() if "a." in name}
+        torch.func.functional_call(ddp, fast, (x,)).sum().backward()
+        means = [param.grad for param in ddp.parameters()]
+        assert_same_on_all_ranks(means)
+    alone = copy.deepcopy(ddp.module)
+    alone.zero_grad()
+    fast = {name: 2 * param for name, param in alone.named_parameters() if "a." in name}
+    torch.func.functional_call(alone, fast, (x,)).sum().backward()
+    for mean, param in zip(means, alone.parameters(), strict=True):
+        torch.testing.assert_close(mean, sum(gather(param.grad)) / 2)
