@@ -452,6 +452,7 @@ class Reducer:
                     for bucket, work in self._in_flight:
                         self._reduction.discard(bucket, work)
                     self._in_flight.clear()
+                    self._roster.agreed()
                     self._rearrange(broken=True)
         finally:
             self._reset()
