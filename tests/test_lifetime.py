@@ -142,6 +142,19 @@ def test_outputs_that_live_on_collect_no_hooks() -> None:
 
 @VIEW
 @ranks(2)
+def test_accumulated_gradients_are_freed_by_zero_grad(view: bool) -> None:
+    ddp = wrap(layers(), view)
+    for seed in range(3):
+        with ddp.no_sync():
+            ddp(batch(seed)).sum().backward()
+        kept = [weakref.ref(param.grad) for param in ddp.parameters()]
+        ddp(batch(seed)).sum().backward()
+        ddp.zero_grad()
+        assert not any(reference() is not None for reference in kept)
+
+
+@VIEW
+@ranks(2)
 def test_wrapping_the_same_module_again_works_and_reduces_once(view: bool) -> None:
     model = layers()
     alone = copy.deepcopy(model)
@@ -323,6 +336,32 @@ def test_a_backward_right_after_a_broken_one_is_reduced(local: bool, view: bool)
         output.pow(2).sum().backward()
     for param, own in zip(ddp.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(param.grad, sum(gather(own.grad)) / 2)
+
+
+@VIEW
+@ranks(2)
+def test_an_interrupt_at_the_end_of_a_backward_leaves_nothing_on_its_way(view: bool) -> None:
+    model = layers()
+    ddp = wrap(model, view, bucket_cap_mb=1e-5)
+    alone = copy.deepcopy(model)
+    reduction = ddp.reducer._reduction
+    finish = reduction.finish
+
+    def interrupted(bucket: Any, work: Any) -> None:
+        if bucket.index == 1:
+            raise KeyboardInterrupt
+        finish(bucket, work)
+
+    for seed in (0, 10):  # the first reduction ends with the order of gradients
+        if dist.get_rank() == 0:
+            reduction.finish = interrupted
+            with pytest.raises(KeyboardInterrupt):
+                step(ddp, seed)
+            reduction.finish = finish
+        else:
+            step(ddp, seed)
+        assert_right(ddp, alone, seed + 1)
+        assert_right(ddp, alone, seed + 2)
 
 
 @ranks(2)

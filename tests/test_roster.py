@@ -382,3 +382,46 @@ def test_the_roster_sees_each_kind_of_change() -> None:
         assert roster.structure != before, change.__name__
         wrapper.module = Net()
         assert roster.has_changed()
+
+
+@VIEW
+@ranks(2)
+def test_tensors_that_stand_in_for_some_parameters_change_nothing(view: bool) -> None:
+    ddp = DistributedDataParallel(Net(), gradient_as_bucket_view=view)
+    ddp.module.layers["b"].requires_grad_(True)
+    x = torch.full((1, 4), dist.get_rank() + 1, dtype=torch.float64)
+    for _ in range(_SETTLED + 2):
+        ddp.zero_grad()
+        fast = {name: 2 * param for name, param in ddp.named_parameters() if "a." in name}
+        torch.func.functional_call(ddp, fast, (x,)).sum().backward()
+        means = [param.grad for param in ddp.parameters()]
+        assert_same_on_all_ranks(means)
+    alone = copy.deepcopy(ddp.module)
+    alone.zero_grad()
+    fast = {name: 2 * param for name, param in alone.named_parameters() if "a." in name}
+    torch.func.functional_call(alone, fast, (x,)).sum().backward()
+    for mean, param in zip(means, alone.parameters(), strict=True):
+        torch.testing.assert_close(mean, sum(gather(param.grad)) / 2)
+
+
+@VIEW
+@ranks(2)
+def test_buffers_that_go_in_a_step_that_breaks_off_go_on_all_ranks(view: bool) -> None:
+    net = Net()
+    net.layers["n"] = nn.BatchNorm1d(4).double()
+    ddp = DistributedDataParallel(net, gradient_as_bucket_view=view)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    ddp(x).sum().backward()
+    del net.layers["n"]
+    loss = ddp(x + dist.get_rank()).sum()
+    if dist.get_rank() == 0:
+        handle = net.layers["a"].bias.register_hook(lambda _: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        handle.remove()
+    else:
+        loss.backward()
+    for _ in range(2):  # a broadcast on one rank alone would hang
+        ddp.zero_grad()
+        ddp(x + dist.get_rank()).sum().backward()
+        assert_same_on_all_ranks([param.grad for param in ddp.parameters()])

@@ -300,6 +300,28 @@ def test_sums_with_one_total_count_and_on_top_of_what_was_reduced(view: bool) ->
 
 @VIEW
 @ranks(2)
+def test_sums_count_where_a_rank_has_no_items(view: bool) -> None:
+    ddp = DistributedDataParallel(Net(), gradient_as_bucket_view=view)
+    rank = dist.get_rank()
+    weight, extra = ddp.module.first.weight, ddp.module.extra.weight
+    x = torch.ones(1, 3, dtype=torch.float64)
+    for step in (1, 2):  # without zero_grad in between
+        used = step == 1 or rank == 0
+        loss = 0 * ddp(x, extra=used).sum() + (1 + 2 * rank) * weight.sum()
+        if used:
+            loss = loss + 2 * extra.sum()
+        with ddp.weighted(4 * (1 - rank), "sum"):  # rank 0 counts the items of all
+            loss.backward()
+        torch.testing.assert_close(weight.grad, torch.full_like(weight, step))
+        torch.testing.assert_close(extra.grad, torch.full_like(extra, 1 if step == 1 else 1.5))
+    gradient = torch.full_like(weight, 1 + 2 * rank)
+    with ddp.weighted(4 * rank, "sum"):
+        (mean,) = ddp.reduce_gradients([gradient], [weight])
+    torch.testing.assert_close(mean, torch.ones_like(weight))
+
+
+@VIEW
+@ranks(2)
 def test_a_broken_microbatch_and_zero_grad_leave_nothing_behind(view: bool) -> None:
     ddp = DistributedDataParallel(Net(), gradient_as_bucket_view=view)
     rank = dist.get_rank()
@@ -322,6 +344,23 @@ def test_a_broken_microbatch_and_zero_grad_leave_nothing_behind(view: bool) -> N
         ddp(x, extra=True).sum().backward()
     for param, value in zip(ddp.parameters(), expected, strict=True):
         torch.testing.assert_close(param.grad, value)
+
+
+@VIEW
+@ranks(2)
+def test_gradients_dropped_by_zero_grad_leave_no_weight_for_a_request(view: bool) -> None:
+    ddp = DistributedDataParallel(Net(), gradient_as_bucket_view=view)
+    x = torch.ones(1, 3, dtype=torch.float64)
+    with ddp.no_sync(), ddp.weighted(1 + dist.get_rank()):
+        ddp(x, extra=False).sum().backward()
+    ddp.zero_grad()
+    with ddp.weighted(1 - dist.get_rank()):  # an error if those before had a weight still
+        ddp.reduce_gradients()
+    for param in ddp.parameters():
+        param.grad = torch.full_like(param, dist.get_rank())
+    ddp.reduce_gradients()
+    for param in ddp.parameters():
+        torch.testing.assert_close(param.grad, torch.full_like(param, 0.5))
 
 
 def _break(_: torch.Tensor) -> None:

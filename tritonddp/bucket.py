@@ -189,15 +189,20 @@ class Bucket:
         ]
 
     def flatten(
-        self, segment: Segment, used: Sequence[bool], scale: float, ballots: Sequence[int] = ()
+        self,
+        segment: Segment,
+        used: Sequence[bool],
+        scale: float,
+        ballots: Sequence[int] = (),
+        earlier: bool = True,
     ) -> None:
         """Write ``scale * .grad`` of the segment's parameters, and ``used``, into the buffer.
 
         One launch. A parameter without a gradient counts as zero; one that is not ``used`` but
-        has a gradient of an earlier backward contributes that, as it would on this rank alone. A
-        ``scale`` of zero makes zeros even of NaN.
+        has a gradient of an earlier backward contributes that, as it would on this rank alone,
+        unless ``earlier`` gradients do not count. A ``scale`` of zero makes zeros even of NaN.
         """
-        grads = self._flatten(segment, used, scale, ballots)
+        grads = self._flatten(segment, used, scale, ballots, earlier)
         self._grads[segment.first : segment.last] = grads
 
     def seal(self, ballots: Sequence[int] = ()) -> None:
@@ -223,6 +228,7 @@ class Bucket:
         where one goes unnoticed, another may take its place.
         """
         grads, self._grads = self._grads, [None] * len(self._grads)
+        before, self._before = self._before, {}  # or they would outlive zero_grad
         if factor is not None and not self._kernels.by_address:
             # A pass of its own: what is ceded below is not copied, but has to be scaled too.
             self.flat.payload.mul_(factor.item())
@@ -236,11 +242,7 @@ class Bucket:
                         self.params[slot].grad = self.flat.views[slot].clone()
         if self._cedes:
             for slot, param in enumerate(self.params):
-                if (
-                    self._used[slot]
-                    and slot not in self._before
-                    and _is_private(param, grads, slot)
-                ):
+                if self._used[slot] and slot not in before and _is_private(param, grads, slot):
                     grads[slot] = None
                     param.grad = self.flat.tensor_at(slot)
         if set(map(type, grads)) != {NoneType}:
@@ -260,7 +262,12 @@ class Bucket:
         return torch.empty_strided(param.shape, strides, dtype=param.dtype, device=param.device)
 
     def _flatten(
-        self, segment: Segment, used: Sequence[bool], scale: float, ballots: Sequence[int]
+        self,
+        segment: Segment,
+        used: Sequence[bool],
+        scale: float,
+        ballots: Sequence[int],
+        earlier: bool,
     ) -> list[Tensor | None]:
         """Flatten the segment's gradients, note which are used, and return them."""
         grads = [param.grad for param in self.params[segment.first : segment.last]]
@@ -278,6 +285,8 @@ class Bucket:
         if self._kernels.by_address:
             grads = self._conform_all(segment, grads)
         sources = grads if scale else [None] * len(grads)
+        if not earlier:
+            sources = [grad if flag else None for grad, flag in zip(sources, used, strict=True)]
         # The kernels of the CPU take any strides, and raise where a gradient is amiss: name it
         # then.
         try:
@@ -365,10 +374,15 @@ class ViewBucket(Bucket):
         self._kept.clear()  # of a backward that broke off
 
     def flatten(
-        self, segment: Segment, used: Sequence[bool], scale: float, ballots: Sequence[int] = ()
+        self,
+        segment: Segment,
+        used: Sequence[bool],
+        scale: float,
+        ballots: Sequence[int] = (),
+        earlier: bool = True,
     ) -> None:
         """See :meth:`Bucket.flatten`. Used gradients become views, which frees their memory."""
-        grads = self._flatten(segment, used, scale, ballots)
+        grads = self._flatten(segment, used, scale, ballots, earlier)
         used = self._used[segment.first : segment.last]
         for slot, (flag, view) in enumerate(zip(used, segment.flat.views, strict=True)):
             if flag:
@@ -389,6 +403,7 @@ class ViewBucket(Bucket):
                 if flag and not self._used[slot] and self._grads[slot] is not views[slot]:
                     self.params[slot].grad = views[slot]
         self._grads = [None] * len(views)
+        self._before = {}
 
     def _spare(self, slot: int, grad: Tensor) -> Tensor:
         """Save a gradient of an earlier backward that the reduction would overwrite.

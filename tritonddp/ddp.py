@@ -238,9 +238,9 @@ class DistributedDataParallel(nn.Module):
 
         Args:
             n: number of items, zero or more, whole or not; or a tensor of one element, which the
-                host reads. With ``n=0`` the gradients do not count, even if they are NaN.
+                host reads. With ``n=0`` the gradients of a mean do not count, even if they are NaN.
             reduction: how the loss was made of its items. ``"mean"``, or ``"sum"``: then the
-                gradients become ``sum_r(g_r) / sum_r(n_r)``.
+                gradients become ``sum_r(g_r) / sum_r(n_r)``, those of a rank with ``n=0`` too.
 
         Raises:
             RuntimeError: in ``backward()``: some ranks have a weight and some have none; weighted

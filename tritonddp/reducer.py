@@ -265,7 +265,7 @@ class Reducer:
     def _begin_reduction(self, source: Source, weight: Weight | None, structure: bytes) -> None:
         """Tell the reduction what this rank says to the others, and how much its means count."""
         ballot = Ballot(structure, source, None if weight is None else weight.items)
-        self._reduction.begin(ballot, 1.0 if weight is None else weight.items)
+        self._reduction.begin(ballot, 1.0 if weight is None else weight.scale)
 
     def _queue_end(self) -> None:
         """Have :meth:`_end` called when this backward is over.
@@ -397,8 +397,11 @@ class Reducer:
                 self._roster.agreed()
                 # Nothing of the frames above may still hold a bucket: some are let go here.
                 self._rearrange(broken=False)
-        finally:
+        except RuntimeError:
             self._reset()
+            raise
+        # (After anything else, a KeyboardInterrupt say, buckets may be on their way: see _recover.)
+        self._reset()
 
     def _finish(self) -> None:
         """Wait for the buckets in launch order, emptying one while the next is on its way."""
@@ -446,6 +449,7 @@ class Reducer:
                     for bucket, work in self._in_flight:
                         self._reduction.discard(bucket, work)
                     self._in_flight.clear()
+                    self._roster.agreed()
                     self._rearrange(broken=True)
         finally:
             self._reset()
@@ -513,9 +517,9 @@ class Reducer:
             RuntimeError: the ranks do not reduce the same, or a backward is under way.
         """
         self._prepare_for_request()
-        if weight is not None and weight.is_sum and weight.items:
+        if weight is not None and weight.is_sum:
             for _, param in named_params:
-                param.grad = None if param.grad is None else param.grad / weight.items
+                param.grad = None if param.grad is None else param.grad / weight.scale
         self._reduce_at_once(named_params, bucket_class, weight, structure_of(named_params))
 
     def _prepare_for_request(self) -> None:
@@ -550,6 +554,7 @@ class Reducer:
         """
         self._prepare_for_request()
         self._look()
+        self._window.clear_if_dropped()
         if weight is not None and self._window.weight is not None:
             raise RuntimeError(
                 f"{self._where()}: the accumulated gradients have the weights of their backwards "

@@ -51,6 +51,7 @@ class Roster:
         self._ignored = ignored
         self._buffers_since_update: list[tuple[str, dict[str, Tensor | None]]] = []
         self._ids: list[int] = []
+        self.params: list[tuple[str, Parameter]] = []
         self._group = process_group
         self.number = -1
         self._placed: dict[Tensor, str] = {}
@@ -143,8 +144,14 @@ class Roster:
         module = self._children["module"]
         assert module is not None
         modules = list(module.named_modules())
-        self.params: list[tuple[str, Parameter]] = [
-            (name, param) for name, param in module.named_parameters() if name not in self._ignored
+        found = [each for each in module.named_parameters() if each[0] not in self._ignored]
+        # Under torch.func.functional_call tensors made from parameters stand in for them during
+        # this forward. Their gradients go to the parameters.
+        former, all_leaves = dict(self.params), all(param.is_leaf for _, param in found)
+        self.params = [
+            (name, param if param.is_leaf else former[name])
+            for name, param in found
+            if param.is_leaf or name in former
         ]
         self._buffers_since_update = [(name, each._buffers) for name, each in modules]
         # Modules keep their parameters and submodules in such dictionaries. Comparing the ids of
@@ -154,7 +161,7 @@ class Roster:
             tables += (each._parameters, each._modules)
         self._tables = list(filter(None, tables))
         self._empty_tables = [table for table in tables if not table]
-        self._held = list(chain.from_iterable(map(dict.values, self._tables)))
+        self._held = list(chain.from_iterable(map(dict.values, self._tables if all_leaves else ())))
         self._ids = list(map(id, self._held))
         self._sort()
 

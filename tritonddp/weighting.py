@@ -66,6 +66,11 @@ class Weight:
             raise ValueError(f"the weight should be finite and not negative, got {n!r}")
         return cls(items, reduction == "sum")
 
+    @property
+    def scale(self) -> float:
+        """By which a rank's gradient is multiplied. A sum over no items is a sum all the same."""
+        return 1.0 if self.is_sum and not self.items else self.items
+
 
 class Window:
     """The weighted backwards that a rank has accumulated since the last reduction.
@@ -112,8 +117,7 @@ class Window:
         self._weight_before = self.weight
         params = get_params()
         means = {param: param.grad for param in params}
-        if self._left and all(starmap(_is_dropped, self._left.items())):
-            self.clear()
+        self.clear_if_dropped()
         if weight is None:
             if self.weight is not None:
                 raise RuntimeError(
@@ -166,16 +170,18 @@ class Window:
 
     def divide(self, params: Iterable[Tensor], used: Iterable[bool]) -> None:
         """The window is reduced: where ``.grad`` is a sum, make it the mean."""
-        if self.weight is None or not self.weight.is_sum or not self.weight.items:
+        if self.weight is None or not self.weight.is_sum:
             return
+        scale = self.weight.scale
+        share = self.weight.items / scale  # of what was there before: one, or nothing
         with torch.no_grad():
             for param, is_used in zip(params, used, strict=True):
                 if is_used and param.grad is not None:
                     base = self._base.get(param)
                     if base is None:
-                        param.grad.div_(self.weight.items)
+                        param.grad.div_(scale)
                     else:
-                        param.grad.sub_(base).div_(self.weight.items).add_(base)
+                        param.grad.sub_(base).div_(scale).add_(base, alpha=share)
 
     def close(self, params: Sequence[Tensor]) -> None:
         """The backward is over, and more will follow before the reduction."""
@@ -190,6 +196,11 @@ class Window:
             param.grad = mean
         self._aside = {}
         self.weight = self._weight_before
+
+    def clear_if_dropped(self) -> None:
+        """Has ``zero_grad`` dropped all that was accumulated? Then its weight counts no more."""
+        if self._left and all(starmap(_is_dropped, self._left.items())):
+            self.clear()
 
     def clear(self) -> None:
         """The window has been reduced, or dropped."""

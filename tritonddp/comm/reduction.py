@@ -109,7 +109,10 @@ class AllReduce:
 
     def fill(self, bucket: Bucket, segment: Segment, used: Sequence[bool]) -> None:
         """See :meth:`Reduction.fill`."""
-        bucket.flatten(segment, used, self._scale, self._ballots_of(bucket))
+        assert self._ballot is not None
+        # A sum counts without a weight; what was reduced before it does not.
+        earlier = self._ballot.weight != 0
+        bucket.flatten(segment, used, self._scale, self._ballots_of(bucket), earlier)
 
     def start(self, bucket: Bucket) -> Work:
         """See :meth:`Reduction.start`."""
