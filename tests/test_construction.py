@@ -158,7 +158,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
     "group and mesh": (
         small,
         {"process_group": object(), "device_mesh": object()},
-        ValueError,
+        RuntimeError,
         ["process_group and device_mesh"],
     ),
 }
@@ -368,7 +368,7 @@ def test_a_device_mesh_is_a_group() -> None:
     ddp(torch.full((1, 1), float(dist.get_rank()))).sum().backward()
     assert ddp.module.weight.grad.item() == 0.5
     square = dist.init_device_mesh("cpu", (2, 1))
-    with pytest.raises(ValueError, match="Only 1D device mesh"):
+    with pytest.raises(RuntimeError, match="Only 1D device mesh"):
         DistributedDataParallel(small(), device_mesh=square)
 
 
@@ -468,6 +468,23 @@ def test_a_wrapper_within_a_wrapper_cannot_share_gradients_by_view() -> None:
     with pytest.raises(ValueError, match="wrapped already"):
         DistributedDataParallel(nn.Sequential(inner), gradient_as_bucket_view=True)
     DistributedDataParallel(nn.Sequential(inner))
+
+
+@ranks(2)
+def test_wrappers_that_share_a_parameter_cannot_both_own_its_gradient() -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+    wrapped = DistributedDataParallel(first, gradient_as_bucket_view=True)
+    for view in (False, True):
+        with pytest.raises(ValueError, match=r"a Linear, .* too: weight\."):
+            DistributedDataParallel(second, gradient_as_bucket_view=view)
+    wrapped = DistributedDataParallel(first, gradient_as_bucket_view=True)  # anew
+    del wrapped
+    both = [DistributedDataParallel(each) for each in (first, second)]
+    for _ in range(3):
+        sum(each(torch.ones(1, 2)).sum() for each in both).backward()
+        torch.testing.assert_close(first.weight.grad, torch.full((2, 2), 2.0))
+        first.zero_grad()
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

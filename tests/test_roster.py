@@ -390,7 +390,7 @@ def test_tensors_that_stand_in_for_some_parameters_change_nothing(view: bool) ->
     ddp = DistributedDataParallel(Net(), gradient_as_bucket_view=view)
     ddp.module.layers["b"].requires_grad_(True)
     x = torch.full((1, 4), dist.get_rank() + 1, dtype=torch.float64)
-    for _ in range(_SETTLED + 2):
+    for _ in range(SETTLED + 2):
         ddp.zero_grad()
         fast = {name: 2 * param for name, param in ddp.named_parameters() if "a." in name}
         torch.func.functional_call(ddp, fast, (x,)).sum().backward()

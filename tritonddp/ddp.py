@@ -182,6 +182,7 @@ class DistributedDataParallel(nn.Module):
             gradient_as_bucket_view=gradient_as_bucket_view,
             strict=find_unused_parameters is False,
         )
+        _alive.add(self)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, with inputs moved to its device if ``device_ids`` was given."""
@@ -234,7 +235,9 @@ class DistributedDataParallel(nn.Module):
         without a weight before belong to the mean, or to the sum, of those that follow.
 
         Every rank must weight the backward that is reduced. If all weights are zero, so are the
-        gradients.
+        gradients. Where ranks accumulate different numbers of backwards and the module has buffers,
+        which forwards broadcast, run the forwards under :meth:`no_sync` too. Gradients in fp16 have
+        room for weights within a hundredfold of the last reduction's, or of 16 in the first.
 
         Args:
             n: number of items, zero or more, whole or not; or a tensor of one element, which the
@@ -383,6 +386,8 @@ class DistributedDataParallel(nn.Module):
             broadcast_coalesced(tensors, self.process_group, 0, self.broadcast_bucket_size)
 
 
+_alive: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
 # torch's own class answers isinstance for this one, so that checkpointing, Lightning, Accelerate
 # and dynamo treat it as what it replaces. Its metaclass is ABCMeta.
 torch.nn.parallel.DistributedDataParallel.register(DistributedDataParallel)
@@ -422,7 +427,7 @@ def _refuse(**arguments: Any) -> None:
 
 def _process_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
     if process_group is not None and device_mesh is not None:
-        raise ValueError("Cannot specify both process_group and device_mesh arguments.")
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if not dist.is_available():
         raise RuntimeError("this build of PyTorch lacks torch.distributed")
     if not dist.is_initialized():
@@ -433,7 +438,7 @@ def _process_group(process_group: dist.ProcessGroup | None, device_mesh: Any) ->
         )
     if device_mesh is not None:
         if device_mesh.ndim != 1:
-            raise ValueError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+            raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
         return device_mesh.get_group(mesh_dim=0)
     group = dist.group.WORLD if process_group is None else process_group
     if not isinstance(group, dist.ProcessGroup):
@@ -495,6 +500,28 @@ def _check_module(
             raise ValueError(
                 f"SyncBatchNorm layers only work with GPU modules, and {name or 'the module'!r} "
                 "is on the CPU"
+            )
+    _check_shared(module, params, gradient_as_bucket_view)
+
+
+def _check_shared(
+    module: nn.Module, params: Sequence[tuple[str, Tensor]], gradient_as_bucket_view: bool
+) -> None:
+    """Of two wrappers that share a parameter none may own its gradient.
+
+    (Those of one and the same module are not both in use.)
+    """
+    for other in _alive:
+        if other.module is module or not (gradient_as_bucket_view or other.gradient_as_bucket_view):
+            continue
+        theirs = set(other.module.parameters())
+        shared = [name for name, param in params if param in theirs]
+        if shared:
+            raise ValueError(
+                f"another wrapped module, a {type(other.module).__name__}, holds these parameters "
+                f"too: {', '.join(shared[:10])}{', ...' if len(shared) > 10 else ''}. Neither of "
+                "the wrappers can have gradient_as_bucket_view=True, as both would own the "
+                "gradients"
             )
 
 

@@ -15,6 +15,10 @@ from tritonddp.bucket import Bucket, Segment
 from tritonddp.counters import Counters
 from tritonddp.roll_call import RollCall
 
+# Unit of weights in the first weighted reduction, before any is known to all ranks: some samples or
+# some thousands of tokens are both within a hundredfold of it, for which fp16 has room.
+_FIRST_UNIT = 16.0
+
 
 class Work(Protocol):
     """What a reduction under way can be asked: ``torch.distributed.Work`` is one."""
@@ -93,7 +97,7 @@ class AllReduce:
         self._places = b""
         self._unanimous: Tensor | None = None  # the ballots if all ranks say what this one says
         self._factor: Tensor | None = None
-        self._unit = 1.0  # of weights, alike on all ranks: about the last ones, a power of two
+        self._unit = _FIRST_UNIT  # of weights, alike on all ranks: about the last ones
         self._unread: tuple[Tensor, torch.cuda.Event] | None = None
 
     def begin(self, ballot: Ballot, scale: float) -> None:
@@ -199,4 +203,6 @@ def _unit_of(weights: Sequence[float]) -> float:
 
     (A power of two rounds nothing.)
     """
-    return 2.0 ** round(math.log2(sum(weights) / len(weights))) if weights else 1.0
+    if not weights:
+        return _FIRST_UNIT
+    return 2.0 ** round(math.log2(sum(weights) / len(weights)))
