@@ -348,6 +348,23 @@ def test_a_broken_microbatch_and_zero_grad_leave_nothing_behind(view: bool) -> N
 
 @VIEW
 @ranks(2)
+def test_a_first_microbatch_that_breaks_leaves_nothing_of_what_was_there_before(view: bool) -> None:
+    ddp = DistributedDataParallel(Net(), gradient_as_bucket_view=view)
+    x = torch.ones(1, 3, dtype=torch.float64)
+    ddp(x, extra=True).sum().backward()
+    handle = ddp.module.first.bias.register_hook(_break)
+    with ddp.no_sync(), ddp.weighted(2), pytest.raises(ZeroDivisionError):
+        ddp(x, extra=True).sum().backward()
+    handle.remove()
+    ddp.zero_grad()
+    weight = ddp.module.first.weight
+    with ddp.weighted(4, "sum"):
+        (0 * ddp(x, extra=True).sum() + 2 * weight.sum()).backward()
+    torch.testing.assert_close(weight.grad, torch.full_like(weight, 0.5))
+
+
+@VIEW
+@ranks(2)
 def test_gradients_dropped_by_zero_grad_leave_no_weight_for_a_request(view: bool) -> None:
     ddp = DistributedDataParallel(Net(), gradient_as_bucket_view=view)
     x = torch.ones(1, 3, dtype=torch.float64)

@@ -196,6 +196,8 @@ class Window:
             param.grad = mean
         self._aside = {}
         self.weight = self._weight_before
+        if self.weight is None:
+            self._base = {}
 
     def clear_if_dropped(self) -> None:
         """Has ``zero_grad`` dropped all that was accumulated? Then its weight counts no more."""
