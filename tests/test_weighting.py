@@ -44,7 +44,7 @@ def accumulate(gradients: list[float | None], weights: list[float], before: floa
     """What one parameter's ``.grad`` is after local backwards with these gradients."""
     param = Parameter(torch.zeros(1, dtype=torch.float64))
     param.grad = None if before is None else torch.full_like(param, before)
-    window = Window()
+    window = Window(lambda: [param])
     for gradient, weight in zip(gradients, weights, strict=True):
         window.open(lambda: [param], Weight(weight, is_sum=False), is_last=False)
         if gradient is not None:
@@ -77,7 +77,7 @@ def test_a_gradient_of_weight_zero_may_be_nan(place):
 
 def test_an_unweighted_backward_after_weighted_ones_is_an_error_until_they_are_dropped():
     param = Parameter(torch.zeros(1))
-    window = Window()
+    window = Window(lambda: [param])
     window.open(lambda: [param], Weight(1, is_sum=False), is_last=False)
     param.grad = torch.ones(1)
     window.close([param])
@@ -90,7 +90,7 @@ def test_an_unweighted_backward_after_weighted_ones_is_an_error_until_they_are_d
 
 def test_means_and_sums_are_not_mixed():
     param = Parameter(torch.zeros(1))
-    window = Window()
+    window = Window(lambda: [param])
     window.open(lambda: [param], Weight(1, is_sum=False), is_last=False)
     window.close([param])
     with pytest.raises(RuntimeError, match="'mean' and with reduction='sum'"):
@@ -99,7 +99,7 @@ def test_means_and_sums_are_not_mixed():
 
 def test_a_broken_backward_leaves_the_window_as_it_was():
     param = Parameter(torch.zeros(1))
-    window = Window()
+    window = Window(lambda: [param])
     window.open(lambda: [param], Weight(1, is_sum=False), is_last=False)
     param.grad = mean = torch.ones(1)
     window.close([param])
@@ -360,6 +360,25 @@ def test_a_first_microbatch_that_breaks_leaves_nothing_of_what_was_there_before(
     weight = ddp.module.first.weight
     with ddp.weighted(4, "sum"):
         (0 * ddp(x, extra=True).sum() + 2 * weight.sum()).backward()
+    torch.testing.assert_close(weight.grad, torch.full_like(weight, 0.5))
+
+
+@VIEW
+@ranks(2)
+def test_gradients_of_a_layer_that_has_gone_do_not_keep_a_window_that_zero_grad_dropped(
+    view: bool,
+) -> None:
+    ddp = DistributedDataParallel(Net(), gradient_as_bucket_view=view)
+    x, weight = torch.ones(1, 3, dtype=torch.float64), ddp.module.first.weight
+    ddp(x, extra=True).sum().backward()
+    former = ddp.module.extra
+    ddp.module.extra = copy.deepcopy(former).requires_grad_(True)
+    with ddp.no_sync(), ddp.weighted(5):
+        ddp(x, extra=True).sum().backward()
+    ddp.zero_grad()
+    assert former.weight.grad is not None
+    with ddp.weighted(1 + 2 * dist.get_rank(), "sum"):
+        (0 * ddp(x, extra=True).sum() + weight.sum()).backward()
     torch.testing.assert_close(weight.grad, torch.full_like(weight, 0.5))
 
 

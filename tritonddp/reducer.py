@@ -113,7 +113,7 @@ class Reducer:
         self._creates_graph = False
         self._end_is_queued: Callable[[], object] = lambda: None
         self._outputs = Outputs(self)
-        self._window = Window()
+        self._window = Window(lambda: [param for _, param in roster.params])
         self._next = 0  # first bucket that is not launched
         self._in_flight: list[tuple[Bucket, Work]] = []
         self._hooks_of_added: list[Any] = []

@@ -75,11 +75,15 @@ class Weight:
 class Window:
     """The weighted backwards that a rank has accumulated since the last reduction.
 
+    Args:
+        get_held: which parameters the module holds now, asked where there are weights.
+
     Attributes:
         weight: of all of them together; ``None`` while there is none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, get_held: Callable[[], Iterable[Tensor]]) -> None:
+        self._get_held = get_held
         self.weight: Weight | None = None
         self._weight_before: Weight | None = None  # the backward that runs
         # The gradients at the end of the last of them, and their versions.
@@ -200,8 +204,12 @@ class Window:
             self._base = {}
 
     def clear_if_dropped(self) -> None:
-        """Has ``zero_grad`` dropped all that was accumulated? Then its weight counts no more."""
-        if self._left and all(starmap(_is_dropped, self._left.items())):
+        """Has ``zero_grad`` dropped all that was accumulated? Then its weight counts no more.
+
+        (What the module has let go it does not reach.)
+        """
+        left = [(param, *self._left[param]) for param in self._get_held() if param in self._left]
+        if left and all(starmap(_is_dropped, left)):
             self.clear()
 
     def clear(self) -> None:
@@ -213,12 +221,12 @@ class Window:
         self._aside = {}
 
 
-def _is_dropped(param: Tensor, left: tuple[Tensor, int]) -> bool:
+def _is_dropped(param: Tensor, left: Tensor, version: int) -> bool:
     """Whether ``zero_grad`` has been at work since, in either of its ways."""
     grad = param.grad
     if grad is None:
         return True
-    return (grad is not left[0] or grad._version != left[1]) and not grad.any()
+    return (grad is not left or grad._version != version) and not grad.any()
 
 
 def _mean(mean: Tensor | None, new: Tensor | None, share: float) -> Tensor | None:
