@@ -176,7 +176,12 @@ def test_strict_mode_raises_at_the_next_forward_and_then_goes_on(
 
 @ranks(2)
 def test_automatic_mode_is_the_default_and_what_true_means() -> None:
-    for option in ({}, {"find_unused_parameters": None}, {"find_unused_parameters": True}):
+    for option in (
+        {},
+        {"find_unused_parameters": None},
+        {"find_unused_parameters": True},
+        {"find_unused_parameters": False, "static_graph": True},  # as in stock
+    ):
         ddp = DistributedDataParallel(branches(), **option)
         for _ in range(3):
             with recorded_collectives() as calls:

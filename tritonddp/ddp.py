@@ -180,7 +180,8 @@ class DistributedDataParallel(nn.Module):
             weight=_asks(self, "_weight", None),
             broadcast=_asks(self, "_broadcast", None) if init_sync else lambda: None,
             gradient_as_bucket_view=gradient_as_bucket_view,
-            strict=find_unused_parameters is False,
+            # As in stock: a static graph may leave parameters unused.
+            strict=find_unused_parameters is False and not static_graph,
         )
         _alive.add(self)
 
