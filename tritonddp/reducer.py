@@ -200,14 +200,14 @@ class Reducer:
                 forward.reached = True
             return
         self._recover_all()
-        params, reached = self.placement.params, self._readiness.participation.query()
+        reached = self._readiness.participation.query()
         if reached is None or (not any(reached) and not accumulates(current_autograd_node())):
             return  # torch.autograd.grad: it returns gradients, and none is ours
         self._settle()
         missing: set[int] = set()
         if not all(reached):
             missing = {number for number, comes in enumerate(reached) if not comes}
-            self._roster.check_kinds(map(params.__getitem__, missing), self._where)
+            self._roster.check_kinds(missing, self._where)
         reduced, weight = self._should_sync(), self._weight()
         try:
             self._window.open(

@@ -148,10 +148,12 @@ def _flatten_together(flat: FlatBuffer, grads: Sequence[Tensor | None], scale: f
     first, end = flat.layout.gapless
     targets: Sequence[Tensor] = flat.views
     sources: Any = grads
-    missing = NoneType in map(type, grads)
-    if missing:
+    missing, in_place = NoneType in map(type, grads), any(map(is_, grads, flat.views))
+    if missing and in_place:
         foreach_zero_([view for view, g in zip(flat.views, grads, strict=True) if g is None])
-    if missing or any(map(is_, grads, flat.views)):
+    elif missing:
+        flat.data[first:end].zero_()  # less than a call, or a share of one, for each that is
+    if missing or in_place:
         pairs = [
             (view, grad)
             for view, grad in zip(flat.views, grads, strict=True)
