@@ -55,10 +55,10 @@ class Part:
 # Together ten minutes, less what it takes to end a part that hangs. (The memory of many_small and
 # many_large would take another minute.)
 PARTS = (
-    Part("step", 240, f"{HERE}/step.py --rounds 16 --out {RESULTS}/step.json", ranks=2),
+    Part("step", 240, f"{HERE}/step.py --builds 2 --rounds 11 --out {RESULTS}/step.json", ranks=2),
     Part(
         "memory",
-        50,
+        65,
         f"{HERE}/memory.py --models mlp transformer branchy --out {RESULTS}/memory.json",
         ranks=2,
     ),
@@ -68,11 +68,11 @@ PARTS = (
         f"{HERE}/detection.py --builds 2 --rounds 15 --out {RESULTS}/detection.json",
         ranks=2,
     ),
-    Part("kernels", 65, f"{_PYTEST} {HERE}/kernels --benchmark-json={RESULTS}/kernels.json"),
+    Part("kernels", 62, f"{_PYTEST} {HERE}/kernels --benchmark-json={RESULTS}/kernels.json"),
     Part("host", 50, f"{_PYTEST} {HERE}/host --rounds 30 --benchmark-json={RESULTS}/host.json"),
     Part(
         "network",
-        95,
+        90,
         f"{HERE}/network.py --hosts 2 --rates 1gbit 100mbit none --rounds 12 --seconds 30 "
         f"--out {RESULTS}/network.json",
     ),

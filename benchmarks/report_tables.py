@@ -368,6 +368,7 @@ def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
     return {
         "step": of("step", lambda content: comparisons(content, unused=False)),
         "branchy": of("step", lambda content: comparisons(content, unused=True)),
+        "detection": of("detection", detection),
         "host": of("host", lambda content: host(content, ("stock", "stock batched", "ours"))),
         "memory": of("memory", steady_memory),
         "network": of("network", network),
