@@ -68,7 +68,7 @@ PARTS = (
         f"{HERE}/detection.py --builds 2 --rounds 15 --out {RESULTS}/detection.json",
         ranks=2,
     ),
-    Part("kernels", 62, f"{_PYTEST} {HERE}/kernels --benchmark-json={RESULTS}/kernels.json"),
+    Part("kernels", 60, f"{_PYTEST} {HERE}/kernels --benchmark-json={RESULTS}/kernels.json"),
     Part("host", 50, f"{_PYTEST} {HERE}/host --rounds 30 --benchmark-json={RESULTS}/host.json"),
     Part(
         "network",

@@ -108,6 +108,34 @@ RESULTS: dict[str, dict[str, Any]] = {
             },
             **RANKS,
         },
+        "detection": {
+            "models": {
+                "branchy": {
+                    "seconds": {"ours told": SPREAD},
+                    "comparisons": [
+                        {**comparison("ours told", unused=False), "gradients": "copies"},
+                        {
+                            **comparison("stock find_unused", unused=True),
+                            "gradients": "views",
+                            "bound": None,
+                            "verdict": None,
+                        },
+                    ],
+                    "parts": {
+                        "copies": {
+                            "of": "ours told",
+                            "query": 0.000137,
+                            "write_flags": 0.00008,
+                            "read_flags": None,
+                            "flag_bytes": 3200,
+                            "wire_bytes": 1_692_896,
+                        }
+                    },
+                },
+                "bad": {"error": "wrong gradients"},
+            },
+            **RANKS,
+        },
         "memory": {
             "models": {
                 "mlp": {
@@ -197,6 +225,7 @@ def test_figures_come_from_the_files_and_a_changed_one_is_noticed(
     text = readme.read_text()
     assert "| mlp | copies | stock | 0.987 | 0.974 to 1.008 |" in text
     assert "| branchy | views | stock views | 0.765 |" in text
+    assert "| branchy | copies | backwards | ours told | 0.987 | 0.974 to 1.008 |" in text
     assert "| 2 | 1 Gbit/s | copies | 10.8 | 11.2 | 1.034 |" in text
     assert "| host time | ≤ 2 us | not run | 0 of 0 | host: not asked for |" in text
     assert "| mlp | 1.00 | 0.00 | 0.00 | - | - |" in text
@@ -235,7 +264,8 @@ def test_plots_are_drawn_and_no_label_lies_over_another(tmp_path: Path) -> None:
     from matplotlib.text import Text
 
     drawn = dict(report_plots.figures(RESULTS["cpu"]))
-    assert set(drawn) == {f"{name}.png" for name in (*RESULTS["cpu"], "overhead")}
+    plots = {*RESULTS["cpu"], "overhead"} - {"detection"}  # of which there are tables only
+    assert set(drawn) == {f"{name}.png" for name in plots}
     for name, figure in drawn.items():
         figure.canvas.draw()
         # Ticks beyond the axis are not drawn, but have labels.
