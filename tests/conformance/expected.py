@@ -96,9 +96,11 @@ _NOT_YET = {
         test_ddp_ignore_params_arg
         test_get_data_parallel_params
     """,
+    "not yet: static_graph=True allows unused parameters beside find_unused_parameters=False": """
+        test_different_graph_across_ranks
+    """,
     "not yet: logging data": """
         test_ddp_logging_data_cpu
-        test_different_graph_across_ranks
     """,
     "not yet: reducer._get_local_used_map, and stock's words in the error": """
         test_ddp_control_flow_different_across_ranks
