@@ -117,8 +117,6 @@ _NOT_YET = {
     "not yet: _set_ddp_sink_clone": """
         test_ddp_sink_noclone
     """,
-    "not yet: _remove_autograd_hooks": """
-    """,
     "not yet: _build_params_for_reducer, _build_debug_param_to_name_mapping": """
         test_ddp_build_debug_param_to_name_mapping
         test_ddp_build_debug_param_to_name_mapping_requires_grad
