@@ -1,0 +1,184 @@
+"""Run torch's own tests of DistributedDataParallel against stock's class or ours.
+
+    python tests/conformance/run.py --ddp stock|ours [-k NAME]
+
+Each rank of each test is a process forked from this one, which has imported torch once. Whatever a
+test leaves behind (patched names, groups, threads, debug levels) ends with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import dataclasses
+import faulthandler
+import gc
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import on_cpu
+import torch
+from expected import EXPECTED, PASSES, WORLD_SIZES
+
+TIMEOUT = 120.0
+# Once one rank has failed, the others have this long to end by themselves.
+_GRACE = 2.0
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of a test, or of one rank of it."""
+
+    kind: str  # "passed", "failed", "timed out", "died" or "constructed nothing"
+    reason: str = ""  # one line
+    details: str = ""
+
+
+def run_test(name: str, ddp: str, timeout: float = TIMEOUT) -> Outcome:
+    """Run one test on as many ranks as it needs, and leave none of them alive."""
+    world_size = WORLD_SIZES.get(name, 2)
+    with tempfile.TemporaryDirectory(prefix="tritonddp-conformance-") as folder:
+        for part in ("barrier", "test_dir", "init_dir"):
+            os.mkdir(os.path.join(folder, part))
+        ranks: dict[Connection, int] = {}
+        try:
+            for rank in range(world_size):
+                connection, pid = _fork(name, rank, world_size, ddp, folder)
+                ranks[connection] = pid
+            outcomes = _collect(ranks, timeout)
+        finally:
+            for connection, pid in ranks.items():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                connection.close()
+        details = "\n".join(
+            f"rank {rank} of {world_size} {outcomes[connection].kind}:\n"
+            f"{outcomes[connection].details}\n{_end_of(_log(folder, rank))}"
+            for rank, connection in enumerate(ranks)
+        )
+    first = next((outcome for outcome in outcomes.values() if outcome.kind != "passed"), None)
+    return Outcome("passed") if first is None else dataclasses.replace(first, details=details)
+
+
+def _fork(name: str, rank: int, world_size: int, ddp: str, folder: str) -> tuple[Connection, int]:
+    """A rank, which is the leader of a process group; and where its outcome arrives."""
+    ours, theirs = Pipe(duplex=False)
+    pid = os.fork()
+    if pid:
+        theirs.close()  # before the next fork: else the end of this rank could not be seen
+        os.setpgid(pid, pid)
+        return ours, pid
+    try:
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        log = os.open(_log(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+        outcome = _outcome(name, rank, world_size, ddp, folder)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        theirs.send(outcome)  # the last thing that this process is known to do
+    finally:
+        os._exit(0)
+
+
+def _outcome(name: str, rank: int, world_size: int, ddp: str, folder: str) -> Outcome:
+    try:
+        constructed = on_cpu.run(name, rank, world_size, ddp, folder)
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        return Outcome("failed", reason, "".join(traceback.format_exception(error)))
+    if not constructed:
+        return Outcome("constructed nothing", "it passes without the class under test")
+    return Outcome("passed")
+
+
+def _collect(ranks: dict[Connection, int], timeout: float) -> dict[Connection, Outcome]:
+    """The outcomes of all ranks, in the order in which they came."""
+    outcomes: dict[Connection, Outcome] = {}
+    deadline = time.monotonic() + timeout
+    late = Outcome("timed out", f"it ran longer than {timeout} s")
+    while len(outcomes) < len(ranks):
+        ready = wait([c for c in ranks if c not in outcomes], max(0, deadline - time.monotonic()))
+        for connection in ready:
+            try:
+                outcomes[connection] = connection.recv()
+            except EOFError:
+                outcomes[connection] = Outcome("died", "a rank ended without an outcome")
+            if outcomes[connection].kind != "passed" and late.kind == "timed out":
+                deadline = min(deadline, time.monotonic() + _GRACE)
+                late = Outcome("did not end", "another rank had failed")
+        if not ready:
+            silent = [connection for connection in ranks if connection not in outcomes]
+            for connection in silent:
+                os.kill(ranks[connection], signal.SIGUSR1)
+            time.sleep(0.5)  # for the stacks of all threads to be written to the log
+            outcomes.update(dict.fromkeys(silent, late))
+    return outcomes
+
+
+def _log(folder: str, rank: int) -> Path:
+    return Path(folder, f"log{rank}")
+
+
+def _end_of(log: Path) -> str:
+    return log.read_text(errors="replace")[-10_000:] if log.exists() else ""
+
+
+def run_and_print(names: list[str], ddp: str, verbose: bool) -> int:
+    """Print a table of outcomes; return how many are not as expected."""
+    passed = unexpected = 0
+    for name in names:
+        outcome = run_test(name, ddp)
+        why = EXPECTED[ddp].get(name, "not in expected.py")
+        as_expected = (outcome.kind == "passed") == (why == PASSES)
+        passed += outcome.kind == "passed"
+        unexpected += not as_expected
+        notes = [] if as_expected else [f"UNEXPECTED, the table says: {why};"]
+        notes.append(why if as_expected and why != PASSES else outcome.reason)
+        print(f"{name:<83} {outcome.kind:<10} {' '.join(notes)}".rstrip(), flush=True)
+        if verbose:
+            print(outcome.details)
+    print(f"{ddp}: {passed} of {len(names)} passed, {unexpected} not as expected")
+    return unexpected
+
+
+def answer(ddp: str) -> None:
+    """Write the names of all tests; then the outcome of each that is read. JSON, a line each."""
+    print(json.dumps(on_cpu.ddp_tests()), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(dataclasses.asdict(run_test(line.strip(), ddp))), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ddp", choices=list(on_cpu.CLASSES), default="ours")
+    parser.add_argument("-k", dest="part", default="", help="only tests whose names hold this")
+    parser.add_argument("-v", dest="verbose", action="store_true", help="tracebacks and logs too")
+    parser.add_argument("--answer", action="store_true", help="run what is asked for on stdin")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what forked processes share, they do not look through
+    if arguments.answer:
+        answer(arguments.ddp)
+        return
+    names = [name for name in on_cpu.ddp_tests() if arguments.part in name]
+    sys.exit(1 if run_and_print(names, arguments.ddp, arguments.verbose) else 0)
+
+
+if __name__ == "__main__":
+    main()
