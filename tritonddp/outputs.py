@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from tritonddp._compat import tree_leaves
 
 
 class Forward:
@@ -66,3 +69,26 @@ def _backward_hook(listener: weakref.ref[Listener], forward: Forward) -> Callabl
             told.begin(forward)
 
     return backward
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """Tensors in any nesting of containers, dataclasses and types known to pytree."""
+    tensors: list[Tensor] = []
+    seen: dict[int, Any] = {}  # a container may hold itself
+    stack = [output]
+    while stack:
+        item = stack.pop()
+        if id(item) in seen:
+            continue
+        seen[id(item)] = item
+        if isinstance(item, Tensor):
+            tensors.append(item)
+        elif isinstance(item, Mapping):
+            stack.extend(item.values())
+        elif isinstance(item, list | tuple | set | frozenset):
+            stack.extend(item)
+        elif dataclasses.is_dataclass(item):
+            stack.extend(getattr(item, field.name, None) for field in dataclasses.fields(item))
+        else:
+            stack.extend(tree_leaves(item))
+    return tensors

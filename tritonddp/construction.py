@@ -1,0 +1,210 @@
+"""What the constructor looks at before anything is sent: errors that name what is wrong."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from tritonddp.kernels import select
+from tritonddp.kernels.buffer import DTYPES
+
+
+def refuse(**arguments: Any) -> None:
+    """Arguments of torch's class that mean nothing here yet.
+
+    Raises:
+        NotImplementedError: one is given.
+    """
+    for name, value in arguments.items():
+        if value is not None and value is not False:
+            raise NotImplementedError(
+                f"{name} is not supported by tritonddp yet: leave it out, or use "
+                "torch.nn.parallel.DistributedDataParallel where you need it"
+            )
+
+
+def process_group_of(
+    process_group: dist.ProcessGroup | None, device_mesh: Any
+) -> dist.ProcessGroup:
+    """The ranks that hold the same module.
+
+    Raises:
+        RuntimeError: both are given, or the mesh has several dimensions.
+        ValueError: there is no process group, or this rank is not in it.
+    """
+    if process_group is not None and device_mesh is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if not dist.is_available():
+        raise RuntimeError("this build of PyTorch lacks torch.distributed")
+    if not dist.is_initialized():
+        raise ValueError(
+            "Default process group has not been initialized, please make sure to call "
+            "init_process_group: torch.distributed.init_process_group('gloo') under torchrun, "
+            "'nccl' for CUDA"
+        )
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+        return device_mesh.get_group(mesh_dim=0)
+    group = dist.group.WORLD if process_group is None else process_group
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"rank {dist.get_rank()} does not belong to process_group, which is {group!r}: wrap "
+            "the module on the ranks of the group only"
+        )
+    return group
+
+
+def check_module(
+    module: nn.Module,
+    params: Sequence[tuple[str, Tensor]],
+    gradient_as_bucket_view: bool,
+    wrappers: Iterable[Any],
+) -> None:
+    """Errors that name the parameters, before anything is sent.
+
+    Args:
+        module: to be wrapped.
+        params: those that are to be synchronised, by name.
+        gradient_as_bucket_view: the wrapper's argument.
+        wrappers: all that are alive.
+
+    Raises:
+        NotImplementedError: a dtype or kind of parameter that is not supported.
+        RuntimeError: nothing requires gradients, or parameters are uninitialised.
+        ValueError: devices of several types, layers that need GPUs, or another wrapper that holds
+            the same parameters.
+    """
+    if not any(param.requires_grad for _, param in params):
+        raise RuntimeError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that "
+            f"requires a gradient: {type(module).__name__} has none"
+        )
+    uninitialised = [name for name, param in params if isinstance(param, UninitializedParameter)]
+    if uninitialised:
+        raise RuntimeError(
+            "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
+            "Run a dummy forward pass to correctly initialize the modules: "
+            f"{', '.join(uninitialised)}"
+        )
+    types = {param.device.type for _, param in params}
+    if len(types) > 1:
+        raise ValueError(
+            "DistributedDataParallel's input module must be on the same type of devices, but "
+            f"input module parameters locate in {sorted(types)}."
+        )
+    for device in sorted({param.device for _, param in params}, key=str):
+        select(device)  # raises where there are no kernels
+    for name, param in params:
+        if param.requires_grad and param.dtype not in DTYPES:
+            raise NotImplementedError(
+                f"parameter {name!r} is {param.dtype}; tritonddp reduces "
+                f"{', '.join(map(str, DTYPES))}"
+            )
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.parallel.DistributedDataParallel) and (
+            gradient_as_bucket_view or layer.gradient_as_bucket_view
+        ):
+            raise ValueError(
+                f"{name or 'the module'!r} is wrapped already: of two wrappers around one module, "
+                "neither can have gradient_as_bucket_view=True, as both would own its gradients"
+            )
+        if (
+            isinstance(layer, nn.Embedding | nn.EmbeddingBag)
+            and layer.sparse
+            and layer.weight.requires_grad
+        ):
+            raise NotImplementedError(
+                f"{name or 'the module'!r} makes sparse gradients, which tritonddp does not "
+                "reduce yet: use sparse=False"
+            )
+        if isinstance(layer, nn.SyncBatchNorm) and types == {"cpu"}:
+            raise ValueError(
+                f"SyncBatchNorm layers only work with GPU modules, and {name or 'the module'!r} "
+                "is on the CPU"
+            )
+    _check_shared(module, params, gradient_as_bucket_view, wrappers)
+
+
+def _check_shared(
+    module: nn.Module,
+    params: Sequence[tuple[str, Tensor]],
+    gradient_as_bucket_view: bool,
+    wrappers: Iterable[Any],
+) -> None:
+    """Of two wrappers that share a parameter none may own its gradient.
+
+    (Those of one and the same module are not both in use.)
+    """
+    for other in wrappers:
+        if other.module is module or not (gradient_as_bucket_view or other.gradient_as_bucket_view):
+            continue
+        theirs = set(other.module.parameters())
+        shared = [name for name, param in params if param in theirs]
+        if shared:
+            raise ValueError(
+                f"another wrapped module, a {type(other.module).__name__}, holds these parameters "
+                f"too: {', '.join(shared[:10])}{', ...' if len(shared) > 10 else ''}. Neither of "
+                "the wrappers can have gradient_as_bucket_view=True, as both would own the "
+                "gradients"
+            )
+
+
+def device_ids_of(
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+    devices: set[torch.device],
+) -> tuple[list[int] | None, int | None]:
+    """The indices of ``device_ids`` and ``output_device``, ``None`` where they mean nothing.
+
+    Raises:
+        ValueError: they do not go with ``devices``, on which the parameters are.
+    """
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError(
+            f"device_ids can only be None or contain a single element, got {list(device_ids)}"
+        )
+    one_gpu = len(devices) == 1 and next(iter(devices)).type != "cpu"
+    if not one_gpu and (device_ids or output_device is not None):
+        raise ValueError(
+            "DistributedDataParallel device_ids and output_device arguments only work with "
+            "single-device/multiple-device GPU modules or CPU modules, but got device_ids "
+            f"{device_ids}, output_device {output_device}, and module parameters {devices}."
+        )
+    if not one_gpu or not device_ids:
+        return None, None
+    ids = [_device_index(device_ids[0])]
+    return ids, ids[0] if output_device is None else _device_index(output_device)
+
+
+def _device_index(device: int | str | torch.device) -> int:
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return torch.cuda.current_device() if index is None else index
+
+
+def buffer_sync(
+    broadcast_buffers: bool | None, forward_sync_buffers: bool | None
+) -> tuple[bool, bool]:
+    """Whether buffers are synchronised at each forward, and at construction."""
+    if broadcast_buffers is not None:
+        ignored = (
+            "" if forward_sync_buffers is None else " It is ignored beside forward_sync_buffers."
+        )
+        warnings.warn(
+            "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead; unlike "
+            "`broadcast_buffers=False`, `forward_sync_buffers=False` still syncs buffers at "
+            f"construction.{ignored}",
+            FutureWarning,
+            stacklevel=3,
+        )
+    if forward_sync_buffers is not None:
+        return forward_sync_buffers, True
+    return broadcast_buffers is not False, broadcast_buffers is not False
