@@ -6,8 +6,9 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from tritonddp.assignment import MIB, BucketCaps, assign_buckets
-from tritonddp.bucket import Bucket, GradientError, gradient_strides
+from tritonddp.bucket import Bucket, GradientError
 from tritonddp.counters import Counters
+from tritonddp.gradient_layout import gradient_strides
 from tritonddp.kernels import select
 from tritonddp.kernels.buffer import Layout
 

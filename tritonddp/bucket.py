@@ -1,16 +1,14 @@
 """Where gradients travel: how a bucket is filled and emptied.
 
 A bucket owns one :class:`FlatBuffer`. How its gradients get in and out is the only difference
-between the two classes here: :class:`Bucket` copies them in and out, :class:`ViewBucket` leaves
-them in the buffer (``gradient_as_bucket_view=True``).
+between the classes of buckets: :class:`Bucket` copies them in and out,
+:class:`~tritonddp.view_bucket.ViewBucket` leaves them in the buffer.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from operator import attrgetter
 from types import NoneType
 from typing import Any
@@ -21,8 +19,10 @@ from torch.nn import Parameter
 
 from tritonddp._compat import storage_holders
 from tritonddp.counters import Counters
+from tritonddp.gradient_layout import dims_by_stride, gradient_strides
 from tritonddp.kernels import Kernels
 from tritonddp.kernels.buffer import FlatBuffer, Layout
+from tritonddp.ownership import is_private
 
 _dtype_of = attrgetter("dtype")
 _grad_of = attrgetter("grad")
@@ -30,32 +30,6 @@ _grad_of = attrgetter("grad")
 
 class GradientError(RuntimeError):
     """A gradient cannot be put into its bucket."""
-
-
-def gradient_strides(param: Tensor) -> tuple[int, ...]:
-    """Strides that a gradient of ``param`` has by autograd's layout contract.
-
-    The parameter's own if it is dense without overlap, else row-major (see the comment "Gradient
-    Layout Contract" in ``torch/csrc/autograd/functions/accumulate_grad.h``).
-    """
-    if _dims_by_stride(param.shape, param.stride()) is not None:
-        return param.stride()
-    return torch.empty(param.shape, device="meta").stride()
-
-
-def _dims_by_stride(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]] | None:
-    """Strides and sizes from the innermost dimension outwards, those of size 1 left out.
-
-    Two tensors of one shape with the same answer keep their elements in the same memory order.
-    ``None`` if the strides leave gaps, overlap, or hold no element.
-    """
-    dims = sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1)
-    expected = 1
-    for stride, size in dims:
-        if stride != expected:
-            return None
-        expected *= size
-    return dims
 
 
 @dataclass(frozen=True)
@@ -242,7 +216,7 @@ class Bucket:
                         self.params[slot].grad = self.flat.views[slot].clone()
         if self._cedes:
             for slot, param in enumerate(self.params):
-                if self._used[slot] and slot not in before and _is_private(param, grads, slot):
+                if self._used[slot] and slot not in before and is_private(param, grads, slot):
                     grads[slot] = None
                     param.grad = self.flat.tensor_at(slot)
         if set(map(type, grads)) != {NoneType}:
@@ -346,118 +320,11 @@ class Bucket:
                 f"{layout.shapes[slot]} {self.flat.data.dtype} when it was wrapped and is now "
                 f"{tuple(param.shape)} {param.dtype}: wrap the module again after such a change"
             )
-        order = _dims_by_stride(grad.shape, grad.stride())
+        order = dims_by_stride(grad.shape, grad.stride())
         if grad.numel() == 0 or (
-            order is not None and order == _dims_by_stride(grad.shape, layout.strides[slot])
+            order is not None and order == dims_by_stride(grad.shape, layout.strides[slot])
         ):
             return grad
         self._counters.layout_copies += 1
         param.grad = self._empty_gradient(slot).copy_(grad)
         return param.grad
-
-
-class ViewBucket(Bucket):
-    """Gradients live in the buffer: ``.grad`` is a view of it after the first backward.
-
-    Nothing is copied out. What a backward accumulated in place is scaled where it is; a gradient
-    that lies elsewhere (the first backward, ``zero_grad(set_to_none=True)``) is copied in.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._cedes = False
-        self._kept: dict[int, Tensor] = {}
-
-    def begin(self) -> None:
-        """See :meth:`Bucket.begin`. Here the buffer is never anybody else's."""
-        super().begin()
-        self._kept.clear()  # of a backward that broke off
-
-    def flatten(
-        self,
-        segment: Segment,
-        used: Sequence[bool],
-        scale: float,
-        ballots: Sequence[int] = (),
-        earlier: bool = True,
-    ) -> None:
-        """See :meth:`Bucket.flatten`. Used gradients become views, which frees their memory."""
-        grads = self._flatten(segment, used, scale, ballots, earlier)
-        used = self._used[segment.first : segment.last]
-        for slot, (flag, view) in enumerate(zip(used, segment.flat.views, strict=True)):
-            if flag:
-                self.params[segment.first + slot].grad = grads[slot] = view
-        self._grads[segment.first : segment.last] = grads
-
-    def unflatten(self, factor: Tensor | None = None) -> None:
-        """Used gradients are in place already. Those that only other ranks used become views."""
-        views = self.flat.views
-        if factor is not None:
-            self._counters.unflattens += 1
-            self.flat.payload.mul_(factor.view(()))
-        for slot, grad in self._kept.items():
-            views[slot].copy_(torch.where(self.flat.flags[slot] != 0, views[slot], grad))
-        self._kept.clear()
-        if not all(self._used):
-            for slot, flag in enumerate(self.flat.flags.tolist()):
-                if flag and not self._used[slot] and self._grads[slot] is not views[slot]:
-                    self.params[slot].grad = views[slot]
-        self._grads = [None] * len(views)
-        self._before = {}
-
-    def _spare(self, slot: int, grad: Tensor) -> Tensor:
-        """Save a gradient of an earlier backward that the reduction would overwrite.
-
-        A parameter that no rank used keeps its ``.grad`` as it is, also where that is a view.
-        """
-        if grad.data_ptr() != self.flat.views[slot].data_ptr():
-            return self._conform(slot, grad)
-        self._kept[slot] = grad.clone()
-        return grad
-
-    def placed_gradients(self) -> dict[Parameter, Tensor]:
-        """See :meth:`Bucket.placed_gradients`."""
-        return {
-            param: view
-            for param, view in zip(self.params, self.flat.views, strict=True)
-            if param.grad is view
-        }
-
-    def adopt(self, placed: dict[Parameter, Tensor]) -> None:
-        """See :meth:`Bucket.adopt`."""
-        for param, view in zip(self.params, self.flat.views, strict=True):
-            grad = placed.pop(param, None)
-            if grad is not None:
-                param.grad = view.copy_(grad)
-
-
-def _is_private(param: Tensor, grads: Sequence[Tensor | None], slot: int) -> bool:
-    """Whether a gradient is known to ``param`` and ``grads`` alone."""
-    grad = grads[slot]
-    return (
-        grad is param.grad
-        and grad is not None
-        and not grad.requires_grad
-        and _holders(grad) == _holders_of_a_private_gradient()
-    )
-
-
-def _holders(grad: Tensor) -> tuple[int, ...]:
-    return sys.getrefcount(grad), *storage_holders(grad)
-
-
-@cache
-def _holders_of_a_private_gradient() -> tuple[int, ...]:
-    """What :func:`_is_private` finds for one: how torch counts is its own affair."""
-    counts = []
-
-    def like_is_private(param: Tensor, grads: Sequence[Tensor | None], slot: int) -> None:
-        grad = grads[slot]
-        if grad is param.grad and grad is not None:
-            counts.append(_holders(grad))
-
-    param = Parameter(torch.ones(2))
-    with torch.enable_grad():
-        (param * 2).sum().backward()
-    like_is_private(param, [param.grad], 0)
-    return counts[0]

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from tritonddp._compat import move_inputs, preserve_version_counters
 from tritonddp.assignment import MIB, BucketCaps
-from tritonddp.bucket import ViewBucket
 from tritonddp.comm.buffers import broadcast_coalesced
 from tritonddp.construction import (
     buffer_sync,
@@ -29,6 +28,7 @@ from tritonddp.reducer import Reducer
 from tritonddp.roll_call import RollCall
 from tritonddp.roster import Roster
 from tritonddp.verify import describe, describe_error, verify_same
+from tritonddp.view_bucket import ViewBucket
 from tritonddp.weighting import Weight
 
 

@@ -35,7 +35,7 @@ from tritonddp._compat import (
 from tritonddp.arrangement import Arrangement
 from tritonddp.assignment import BucketCaps
 from tritonddp.ballot import Ballot, Disagreement, Source, StructureMismatch
-from tritonddp.bucket import Bucket, GradientError, ViewBucket
+from tritonddp.bucket import Bucket, GradientError
 from tritonddp.comm.reduction import AllReduce, Reduction, Work
 from tritonddp.counters import Counters
 from tritonddp.on_request import reduce_at_once, take_part
@@ -45,6 +45,7 @@ from tritonddp.placement import Placement
 from tritonddp.readiness import Readiness
 from tritonddp.roll_call import RollCall
 from tritonddp.roster import Roster, structure_of
+from tritonddp.view_bucket import ViewBucket
 from tritonddp.weighting import Weight, Window
 
 logger = logging.getLogger(__name__)
