@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.utils import _to_kwargs
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.utils import _pytree
+
+# An argument of stock's _register_buffer_comm_hook: users have stock's from where it is.
+BufferCommHookLocation = _BufferCommHookLocation
 
 
 def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tritonddp._compat import move_inputs, preserve_version_counters
+from tritonddp._compat import BufferCommHookLocation, move_inputs, preserve_version_counters
 from tritonddp.assignment import MIB, BucketCaps
-from tritonddp.comm.buffers import broadcast_coalesced
+from tritonddp.comm.buffers import BufferHook, broadcast_coalesced
 from tritonddp.construction import (
     buffer_sync,
     check_module,
@@ -170,6 +170,7 @@ class DistributedDataParallel(nn.Module):
             os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
         )
         self._weight: Weight | None = None
+        self._buffer_hook: BufferHook | None = None
         self._roster = Roster(self, self.parameters_to_ignore, self.process_group)
         if init_sync:
             buffers = self._roster.buffers() if init_sync_buffers else []
@@ -193,7 +194,9 @@ class DistributedDataParallel(nn.Module):
         """Run the module, with inputs moved to its device if ``device_ids`` was given."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             self.reducer.prepare_for_forward()
-            if self.forward_sync_buffers and self.require_forward_param_sync:
+            sync_buffers = self.forward_sync_buffers and self.require_forward_param_sync
+            sync_last = self._buffer_hook is not None and self._buffer_hook.is_after_forward
+            if sync_buffers and not sync_last:
                 self._sync_buffers()
             if self.device_ids:
                 inputs, kwargs = move_inputs(
@@ -203,6 +206,8 @@ class DistributedDataParallel(nn.Module):
                     self.use_side_stream_for_tensor_copies,
                 )
             output = self.module(*inputs, **kwargs)
+            if sync_buffers and sync_last:
+                self._sync_buffers()
             if torch.is_grad_enabled():
                 self.reducer.watch(tensors_in(output))
             # As in stock: after a forward that will not be synchronised, the next one need not
@@ -359,6 +364,35 @@ class DistributedDataParallel(nn.Module):
             and len(self._roster.buffers()) > 0
         )
 
+    def _register_buffer_comm_hook(
+        self,
+        state: Any,
+        hook: Callable[[Any, dict[str, Tensor]], Any],
+        comm_hook_location: BufferCommHookLocation = BufferCommHookLocation.POST_FORWARD,
+    ) -> None:
+        """Synchronise module buffers by ``hook`` instead of a broadcast from rank 0.
+
+        It runs in the forwards that would broadcast (see ``forward_sync_buffers``), and changes
+        the buffers in place, with whatever collectives it likes. As in stock it has their place:
+        a second call replaces the hook.
+
+        Args:
+            state: handed to the hook.
+            hook: ``hook(state, {name: buffer})``, with names as the wrapped module has them. May
+                return a list of :class:`torch.futures.Future`, which are waited for at the end of
+                the next backward.
+            comm_hook_location: ``PRE_FORWARD`` or ``POST_FORWARD`` of
+                ``torch.nn.parallel.distributed._BufferCommHookLocation``.
+
+        Raises:
+            TypeError: ``hook`` cannot be called.
+        """
+        if not callable(hook):
+            raise TypeError(f"hook must be callable, got {type(hook).__name__}")
+        self._buffer_hook = BufferHook(
+            hook, state, comm_hook_location == BufferCommHookLocation.POST_FORWARD
+        )
+
     @property
     def broadcast_buffers(self) -> bool:
         """The former name of ``forward_sync_buffers``."""
@@ -375,11 +409,35 @@ class DistributedDataParallel(nn.Module):
         )
 
     def _sync_buffers(self) -> None:
-        buffers = [buffer for _, buffer in self._roster.buffers()]
-        if not buffers:
+        named_buffers = dict(self._roster.buffers())
+        if not named_buffers:
             return
+        buffers = list(named_buffers.values())
         with preserve_version_counters(buffers):
-            self._broadcast(buffers)
+            if self._buffer_hook is None:
+                self._broadcast(buffers)
+            else:
+                self.reducer._install_post_backward_futures(self._buffer_hook(named_buffers))
+
+    def _default_broadcast_coalesced(
+        self,
+        bufs: Sequence[Tensor] | None = None,
+        bucket_size: int | None = None,
+        authoritative_rank: int = 0,
+    ) -> None:
+        """What happens to buffers without a hook, for hooks that add something to it.
+
+        Args:
+            bufs: all buffers of the module by default.
+            bucket_size: most bytes of one message.
+            authoritative_rank: whose values all get, by its rank in the process group.
+        """
+        broadcast_coalesced(
+            [buffer for _, buffer in self._roster.buffers()] if bufs is None else bufs,
+            self.process_group,
+            authoritative_rank,
+            bucket_size or self.broadcast_bucket_size,
+        )
 
     def _broadcast(self, tensors: list[Tensor]) -> None:
         reducer: Reducer | None = getattr(self, "reducer", None)

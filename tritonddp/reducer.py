@@ -118,6 +118,7 @@ class Reducer:
         self._next = 0  # first bucket that is not launched
         self._in_flight: list[tuple[Bucket, Work]] = []
         self._hooks_of_added: list[Any] = []
+        self._post_backward: list[torch.futures.Future] = []
         _reducers.setdefault(process_group, weakref.WeakSet()).add(self)
         self._unused_error: str | None = None
         self._launching = threading.Lock()
@@ -157,6 +158,7 @@ class Reducer:
         """
         self._recover_all()
         self._settle()
+        self._wait_post_backward()
         if self.arrangement.is_provisional:
             self._roster.check_optimizers(self._where)
         if torch.is_grad_enabled():
@@ -187,6 +189,18 @@ class Reducer:
     def prepare_for_backward(self, outputs: Sequence[Tensor] = ()) -> None:
         """The next backward goes through ``outputs``, of a forward in which they were not seen."""
         self.watch(outputs)
+
+    def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future]) -> None:
+        """Wait for these at the end of the next backward, or before the next forward.
+
+        They come from hooks for buffers.
+        """
+        self._post_backward.extend(futures)
+
+    def _wait_post_backward(self) -> None:
+        if self._post_backward:
+            futures, self._post_backward = self._post_backward, []
+            torch.futures.wait_all(futures)
 
     def _rebuild_buckets(self) -> bool:
         """Buckets are rebuilt at the end of a backward, never here."""
@@ -281,6 +295,7 @@ class Reducer:
             # the backward goes on.
             self._end_is_queued = lambda: None
             self._end()
+            self._wait_post_backward()
 
         if self.on_backward is not None:
             end = self.on_backward(end)

@@ -16,7 +16,10 @@ _PASSES = """
     test_accumulate_gradients_no_sync_grad_is_view
     test_compute_bucket_assignment_by_size_sparse_error_without_logger
     test_ddp_broadcast_buffer
+    test_ddp_broadcast_buffer_via_hook
     test_ddp_broadcast_buffers_deprecation_warning
+    test_ddp_buffer_hook_allreduce
+    test_ddp_buffer_hook_allreduce_return_future
     test_ddp_compile_static_graph
     test_ddp_create_graph
     test_ddp_forward_backward_hook
@@ -67,11 +70,6 @@ _NOT_YET = {
         test_ddp_apply_optim_in_backward
         test_ddp_apply_optim_in_backward_grad_as_bucket_view_false
         test_ddp_apply_optim_in_backward_ignored_params
-    """,
-    "not yet: hooks for buffers": """
-        test_ddp_broadcast_buffer_via_hook
-        test_ddp_buffer_hook_allreduce
-        test_ddp_buffer_hook_allreduce_return_future
     """,
     "not yet: communication hooks": """
         test_accumulate_gradients_no_sync_allreduce_hook

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tritonddp._compat import foreach_copy_
+
+
+@dataclass(frozen=True)
+class BufferHook:
+    """What a user has put in the place of the broadcast.
+
+    Attributes:
+        hook: changes the buffers in place; may return futures of what it leaves under way.
+        state: handed to it.
+        is_after_forward: it runs after the module's forward, not before.
+    """
+
+    hook: Callable[[Any, dict[str, Tensor]], Sequence[torch.futures.Future] | None]
+    state: Any
+    is_after_forward: bool
+
+    @torch.no_grad()
+    def __call__(self, named_buffers: dict[str, Tensor]) -> Sequence[torch.futures.Future]:
+        """Run the hook; returns what is still under way."""
+        return self.hook(self.state, named_buffers) or ()
 
 
 def broadcast_coalesced(

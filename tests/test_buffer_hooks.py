@@ -1,0 +1,149 @@
+"""Hooks that synchronise module buffers run where, when and on what stock DDP runs them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_bits, ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as Stock
+from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
+
+from tritonddp import DistributedDataParallel
+
+
+class Counting(nn.Module):
+    """Writes to its buffers in each forward, other values on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("count", torch.tensor(dist.get_rank()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.count += 1
+        return self.norm(self.layer(inputs)) * self.count
+
+
+def train(cls: Any, location: Location, asynchronous: bool) -> tuple[list[Any], list[Tensor]]:
+    """What the hook was called with, and the buffers after each step."""
+    torch.manual_seed(dist.get_rank())
+    ddp = cls(Counting())
+    calls: list[Any] = []
+
+    def hook(state: str, named_buffers: dict[str, Tensor]) -> Any:
+        calls.append((state, sorted(named_buffers), torch.is_grad_enabled()))
+        works = [dist.all_reduce(each, async_op=True) for each in named_buffers.values()]
+        futures = [work.get_future() for work in works]
+        if asynchronous:
+            return futures
+        torch.futures.wait_all(futures)
+        return None
+
+    ddp._register_buffer_comm_hook("state", hook, location)
+    after = []
+    # With stock, what is under way is waited for in reduced backwards only.
+    for step in [0, 1, 4, 5] if asynchronous else range(6):
+        with torch.set_grad_enabled(step != 2):
+            ddp.require_backward_grad_sync = step != 3
+            output = ddp(torch.randn(5, 3))
+            calls.append(ddp.will_sync_module_buffers())
+        if step != 2:
+            output.sum().backward()
+        after += [buffer.clone() for buffer in ddp.buffers()]
+    return calls, after
+
+
+@pytest.mark.parametrize(
+    ("location", "asynchronous"),
+    [(Location.PRE_FORWARD, False), (Location.POST_FORWARD, False), (Location.POST_FORWARD, True)],
+)
+@ranks(2)
+def test_as_in_stock(location: Location, asynchronous: bool) -> None:
+    calls, after = train(DistributedDataParallel, location, asynchronous)
+    expected_calls, expected = train(Stock, location, asynchronous)
+    assert calls == expected_calls
+    assert any(isinstance(call, tuple) for call in calls)
+    for step, (buffer, want) in enumerate(zip(after, expected, strict=True)):
+        assert_same_bits(buffer, want, f"buffer {step}")
+
+
+@pytest.mark.parametrize("no_sync", [False, True])
+@ranks(2)
+def test_futures_are_waited_for_at_the_end_of_backward(no_sync: bool) -> None:
+    ddp = DistributedDataParallel(Counting())
+    ddp.require_backward_grad_sync = not no_sync
+    came: list[str] = []
+
+    def hook(state: None, named_buffers: dict[str, Tensor]) -> list[torch.futures.Future]:
+        future: torch.futures.Future = torch.futures.Future()
+
+        def arrive() -> None:
+            came.append("buffers")
+            future.set_result(None)
+
+        threading.Timer(0.3, arrive).start()
+        return [future]
+
+    ddp._register_buffer_comm_hook(None, hook)
+    loss = ddp(torch.randn(5, 3)).sum()
+    assert came == []
+    loss.backward()
+    assert came == ["buffers"]
+
+
+@ranks(2)
+def test_the_next_forward_does_not_write_to_what_is_under_way() -> None:
+    """It may come before any backward: in a GAN, or in validation."""
+    ddp = DistributedDataParallel(Counting())
+    seen: list[int] = []
+    future: torch.futures.Future = torch.futures.Future()
+
+    def hook(state: None, named_buffers: dict[str, Tensor]) -> list[torch.futures.Future]:
+        def arrive() -> None:
+            seen.append(int(named_buffers["count"]))
+            future.set_result(None)
+
+        threading.Timer(0.3, arrive).start()
+        return [future]
+
+    ddp._register_buffer_comm_hook(None, hook)
+    for _ in range(2):
+        with torch.no_grad():
+            ddp(torch.randn(5, 3))
+    assert seen == [1]
+
+
+@ranks(2)
+def test_a_future_that_failed_fails_the_backward() -> None:
+    ddp = DistributedDataParallel(Counting())
+
+    def hook(state: None, named_buffers: dict[str, Tensor]) -> list[torch.futures.Future]:
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_exception(ValueError("the buffers got lost"))
+        return [future]
+
+    ddp._register_buffer_comm_hook(None, hook)
+    with pytest.raises(ValueError, match="the buffers got lost"):
+        ddp(torch.randn(5, 3)).sum().backward()
+
+
+@ranks(2)
+def test_a_hook_may_do_what_happens_without_one() -> None:
+    ddp = DistributedDataParallel(Counting())
+    ddp._register_buffer_comm_hook(ddp, lambda ddp, _: ddp._default_broadcast_coalesced())
+    with torch.no_grad():
+        ddp(torch.randn(5, 3))
+    assert ddp.module.count == 1
+
+
+@ranks(1)
+def test_what_cannot_be_called_is_no_hook() -> None:
+    ddp = DistributedDataParallel(Counting())
+    with pytest.raises(TypeError, match="hook must be callable, got str"):
+        ddp._register_buffer_comm_hook(None, "hook")  # type: ignore[arg-type]
