@@ -71,6 +71,11 @@ class Bucket:
         self._kernels = kernels
         self._counters = counters
         self._dtypes = {params[0].dtype}
+        # Autograd may hand over a conjugate, or a real number of opposite sign that is a part of
+        # one, as a flag on the memory. (Of more than one element it makes the latter row-major.)
+        self._may_be_flagged = [
+            slot for slot, param in enumerate(params) if param.is_complex() or param.numel() == 1
+        ]
         self._used = [False] * len(params)
         # Flattened and not yet unflattened.
         self._grads: list[Tensor | None] = [None] * len(params)
@@ -87,7 +92,7 @@ class Bucket:
 
     def _allocate(self, layout: Layout) -> None:
         params = self.params
-        self.flat = FlatBuffer(layout, params[0].dtype, params[0].device)
+        self.flat = self._kernels.buffer(layout, params[0].dtype, params[0].device)
         self.segments = [
             Segment(
                 first,
@@ -254,6 +259,11 @@ class Bucket:
             for slot, (flag, grad) in enumerate(zip(used, grads, strict=True)):
                 if grad is not None and not flag:
                     grads[slot] = self._spare(segment.first + slot, grad)
+        for slot in self._may_be_flagged:
+            if segment.first <= slot < segment.last:
+                grad = grads[slot - segment.first]
+                if grad is not None and _is_flagged(grad):
+                    grads[slot - segment.first] = self._conform(slot, grad)
         if segment.flat.is_part:
             ballots = ()
         if self._kernels.by_address:
@@ -314,17 +324,23 @@ class Bucket:
                 f"{tuple(param.shape)} {param.dtype} like its parameter, but is "
                 f"{tuple(grad.shape)} {grad.dtype}"
             )
-        if tuple(param.shape) != layout.shapes[slot] or param.dtype != self.flat.data.dtype:
+        if tuple(param.shape) != layout.shapes[slot] or param.dtype not in self._dtypes:
             raise GradientError(
                 f"parameter {self.names[slot]!r} (bucket {self.index}) was "
-                f"{layout.shapes[slot]} {self.flat.data.dtype} when it was wrapped and is now "
+                f"{layout.shapes[slot]} {next(iter(self._dtypes))} when it was wrapped and is now "
                 f"{tuple(param.shape)} {param.dtype}: wrap the module again after such a change"
             )
         order = dims_by_stride(grad.shape, grad.stride())
-        if grad.numel() == 0 or (
-            order is not None and order == dims_by_stride(grad.shape, layout.strides[slot])
+        if not _is_flagged(grad) and (
+            grad.numel() == 0
+            or (order is not None and order == dims_by_stride(grad.shape, layout.strides[slot]))
         ):
             return grad
         self._counters.layout_copies += 1
         param.grad = self._empty_gradient(slot).copy_(grad)
         return param.grad
+
+
+def _is_flagged(grad: Tensor) -> bool:
+    """Whether the memory of ``grad`` holds its conjugate, or numbers of the opposite sign."""
+    return grad.is_conj() or grad.is_neg()

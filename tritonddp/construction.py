@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from tritonddp.kernels import select
-from tritonddp.kernels.buffer import DTYPES
+from tritonddp.kernels import GRADIENT_DTYPES, select
 
 
 def refuse(**arguments: Any) -> None:
@@ -102,10 +101,10 @@ def check_module(
     for device in sorted({param.device for _, param in params}, key=str):
         select(device)  # raises where there are no kernels
     for name, param in params:
-        if param.requires_grad and param.dtype not in DTYPES:
+        if param.requires_grad and param.dtype not in GRADIENT_DTYPES:
             raise NotImplementedError(
                 f"parameter {name!r} is {param.dtype}; tritonddp reduces "
-                f"{', '.join(map(str, DTYPES))}"
+                f"{', '.join(map(str, GRADIENT_DTYPES))}"
             )
     for name, layer in module.named_modules():
         if isinstance(layer, nn.parallel.DistributedDataParallel) and (

@@ -44,7 +44,8 @@ class DistributedDataParallel(nn.Module):
 
     Args:
         module: the module to train, available as ``.module``; at least one parameter requires
-            gradients. Parameters are fp32, fp16, bf16 or fp64, on the CPU or on CUDA devices.
+            gradients. Parameters are fp32, fp16, bf16, fp64, complex64 or complex128, on the CPU
+            or on CUDA devices.
         device_ids: ``None``, or one CUDA device, to which tensors in the inputs are moved.
         output_device: kept for compatibility, as in torch: the module decides where outputs lie.
         dim: kept for compatibility.

@@ -71,7 +71,7 @@ class Placement:
                 index,
                 self.params[first:last],
                 self.names[first:last],
-                select(self.params[first].device),
+                select(self.params[first].device, self.params[first].dtype),
                 counters,
                 ballots=BYTES * world_size if index == 0 else 0,
             )

@@ -18,8 +18,7 @@ from torch.nn import Parameter
 
 from tritonddp._compat import has_optimizer_in_backward
 from tritonddp.ballot import structure_hash
-from tritonddp.kernels import select
-from tritonddp.kernels.buffer import DTYPES
+from tritonddp.kernels import GRADIENT_DTYPES, select
 from tritonddp.verify import describe, verify_same
 
 _requires_grad = attrgetter("requires_grad")
@@ -95,11 +94,11 @@ class Roster:
         self.update()
         for name, param in self.added:
             select(param.device)  # raises where there are no kernels
-            if param.dtype not in DTYPES:
+            if param.dtype not in GRADIENT_DTYPES:
                 self._held = []  # so that the next look finds it, too
                 raise NotImplementedError(
                     f"{where()}: parameter {name!r}, added after the module was wrapped, is "
-                    f"{param.dtype}; tritonddp reduces {', '.join(map(str, DTYPES))}"
+                    f"{param.dtype}; tritonddp reduces {', '.join(map(str, GRADIENT_DTYPES))}"
                 )
             if param not in known and param.grad is not None:
                 self._grads_of_added[param] = param.grad, param.grad._version

@@ -51,8 +51,9 @@ def broadcast_coalesced(
     is_source = group.rank() == group_src
     with torch.no_grad():
         for batch in _batches(tensors, max_bytes):
-            # A tensor that is not row-major is sent through a row-major copy.
-            rows = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in batch]
+            # A tensor that is not row-major, or is flagged as conjugate or as negative, is sent
+            # through a copy.
+            rows = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in batch]
             pieces = [row.detach().view(-1).view(torch.uint8) for row in rows]
             message = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
             dist.broadcast(message, group=group, group_src=group_src)

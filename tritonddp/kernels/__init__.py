@@ -6,16 +6,20 @@ Imports without Triton; only the kernels of a CUDA or ROCm device need it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tritonddp.kernels.buffer import FlatBuffer, Layout
+from tritonddp.kernels.buffer import DTYPES, FlatBuffer, Layout
+from tritonddp.kernels.complex import REAL, ComplexBuffer, on_real_parts
 
-__all__ = ["Kernels", "select"]
+__all__ = ["GRADIENT_DTYPES", "Kernels", "select"]
+
+# What gradients may be.
+GRADIENT_DTYPES = (*DTYPES, *REAL)
 
 
 class Flatten(Protocol):
@@ -51,6 +55,7 @@ class Kernels:
         segments: cuts a layout into runs of slots ``[first, last)``, each flattened by one launch.
         cedes: whether gradients of a bucket with this layout are better handed over in its buffer
             than copied out of it.
+        buffer: makes the flat buffer of a layout, for gradients of a dtype, on a device.
     """
 
     flatten: Flatten
@@ -59,16 +64,32 @@ class Kernels:
     by_address: bool
     segments: Callable[[Layout], list[tuple[int, int]]]
     cedes: Callable[[Layout], bool]
+    buffer: Callable[[Layout, torch.dtype, torch.device], FlatBuffer] = FlatBuffer
 
 
-def select(device: torch.device) -> Kernels:
-    """The kernels for tensors on ``device``: Triton on GPUs, plain torch on the CPU.
+def select(device: torch.device, dtype: torch.dtype = torch.float32) -> Kernels:
+    """The kernels for gradients on ``device``: Triton on GPUs, plain torch on the CPU.
+
+    ``dtype`` is one of :data:`GRADIENT_DTYPES`.
 
     Raises:
         RuntimeError: there are no kernels for this kind of device, Triton is not installed, or
             it is in interpreter mode.
     """
-    return _for_device_type(device.type)
+    kernels = _for_device_type(device.type)
+    return _for_complex(kernels) if dtype.is_complex else kernels
+
+
+@cache
+def _for_complex(kernels: Kernels) -> Kernels:
+    return replace(
+        kernels,
+        flatten=on_real_parts(kernels.flatten),
+        unflatten=on_real_parts(kernels.unflatten),
+        by_address=True,  # what is flagged as conjugate has no real parts to be written to
+        cedes=_never,
+        buffer=ComplexBuffer,
+    )
 
 
 @cache
@@ -119,5 +140,5 @@ def _whole(layout: Layout) -> list[tuple[int, int]]:
 
 
 def _never(layout: Layout) -> bool:
-    """One launch copies all gradients out."""
+    """On a GPU one launch copies all gradients out; large complex ones on the CPU are rare."""
     return False

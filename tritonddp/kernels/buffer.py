@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What gradients may be, and what may be on the wire, in any combination.
+# What gradients may be, and what may be on the wire, in any combination. (Complex gradients are
+# real ones of another shape to the kernels.)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -166,8 +167,11 @@ class FlatBuffer:
 
         (Views in autograd's sense share one: a write to any of them would look like one to all.)
         """
+        return self._tensor_at(slot, self.data.dtype)
+
+    def _tensor_at(self, slot: int, dtype: torch.dtype) -> Tensor:
         layout = self.layout
-        return torch.empty(0, dtype=self.data.dtype, device=self.data.device).set_(
+        return torch.empty(0, dtype=dtype, device=self.data.device).set_(
             self.data.untyped_storage(),
             layout.offsets[slot],
             layout.shapes[slot],

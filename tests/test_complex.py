@@ -1,0 +1,191 @@
+"""Complex parameters: their gradients travel as real numbers and come back complex."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
+from oracle import Alone, assert_mean, one_per_rank, seed
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as Stock
+
+from tritonddp import DistributedDataParallel
+
+VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+
+
+class Complex(nn.Module):
+    """Complex parameters of odd shapes and orders, between real ones."""
+
+    def __init__(self, dtype: torch.dtype = torch.complex128) -> None:
+        super().__init__()
+        real = torch.float32 if dtype == torch.complex64 else torch.float64
+        self.first = nn.Linear(4, 6, dtype=real)
+        self.mix = nn.Parameter(torch.randn(6, 5, dtype=dtype))
+        self.transposed = nn.Parameter(torch.randn(5, 5, dtype=dtype).t())
+        self.sliced = nn.Parameter(torch.randn(5, 6, dtype=dtype)[:, ::2])
+        self.conjugate = nn.Parameter(torch.randn(5, dtype=dtype))
+        self.scalar = nn.Parameter(torch.tensor(1.5 - 0.5j, dtype=dtype))
+        self.empty = nn.Parameter(torch.empty(0, dtype=dtype))
+        self.phase = nn.Parameter(torch.tensor(0.3, dtype=real))
+        self.sometimes = nn.Parameter(torch.randn(3, dtype=dtype))
+        self.never = nn.Parameter(torch.randn(2, dtype=dtype))
+
+    def forward(self, x: Tensor, sometimes: bool = True) -> Tensor:
+        z = self.first(x).to(self.mix.dtype) @ self.mix @ self.transposed + self.conjugate.conj()
+        z = z * self.scalar @ self.sliced + self.empty.sum()
+        # Autograd gives `phase` the imaginary part of a conjugate: a number flagged as negative.
+        z = z * torch.complex(torch.ones_like(self.phase), self.phase).conj()
+        if sometimes:
+            z = z + self.sometimes
+        return z.abs().square().mean()
+
+    @staticmethod
+    def batch() -> Tensor:
+        return torch.randn(3, 4, dtype=torch.float64)
+
+
+def train(
+    net: Any, rank: int, step: int, dtype: torch.dtype = torch.complex128, no_sync: bool = True
+) -> None:
+    """Two microbatches; ``sometimes`` is used on one rank, and at first under no_sync only."""
+    seed(rank, step)
+    real = torch.float32 if dtype == torch.complex64 else torch.float64
+    if no_sync:
+        with net.no_sync():
+            net(Complex.batch().to(real), sometimes=rank == 1).backward()
+    net(Complex.batch().to(real), sometimes=rank == 1 and step > 1).backward()
+
+
+@VIEW
+@pytest.mark.parametrize(
+    ("dtype", "cap"),
+    [(torch.complex64, None), (torch.complex128, 1e-5)],
+    ids=["complex64", "complex128, many buckets"],
+)
+@ranks(2, 3)
+def test_the_mean_of_complex_gradients(dtype: torch.dtype, cap: float | None, view: bool) -> None:
+    model = Complex(dtype)
+    alone: list[Alone] = one_per_rank(model)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=view, bucket_cap_mb=cap)
+    for step in range(5):
+        for net in (*alone, ddp):
+            net.zero_grad(set_to_none=step % 2 == 0)
+        train(ddp, dist.get_rank(), step, dtype)
+        for rank, net in enumerate(alone):
+            train(net, rank, step, dtype)
+        assert_mean(ddp, alone, f"step {step}")
+    for bucket in ddp.reducer.buckets:
+        assert not bucket.flat.data.is_complex(), "kernels and collectives see real numbers"
+    dtypes = [{param.dtype for param in bucket.params} for bucket in ddp.reducer.buckets]
+    assert all(len(each) == 1 for each in dtypes)
+    assert ddp.module.mix.grad.dtype == dtype
+    assert not ddp.module.conjugate.grad.is_conj()
+
+
+@VIEW
+@ranks(2)
+def test_bit_equal_to_stock(view: bool) -> None:
+    model = Complex(torch.complex64)
+    options: dict[str, Any] = {"gradient_as_bucket_view": view, "find_unused_parameters": True}
+    nets = [each(copy.deepcopy(model), **options) for each in (Stock, DistributedDataParallel)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) for net in nets]
+    for step in range(4):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            optimizer.zero_grad()
+            train(net, dist.get_rank(), step, torch.complex64, no_sync=False)
+            optimizer.step()
+        names = [name for name, _ in model.named_parameters()]
+        for name, stock, ours in zip(names, *(net.parameters() for net in nets), strict=True):
+            if stock.grad is None:
+                assert ours.grad is None, name
+                continue
+            assert_same_bits(
+                torch.view_as_real(ours) if ours.is_complex() else ours,
+                torch.view_as_real(stock) if stock.is_complex() else stock,
+                name,
+            )
+
+
+@VIEW
+@ranks(2)
+def test_weighted_and_on_request(view: bool) -> None:
+    model = Complex()
+    alone = one_per_rank(model)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
+    for reduction in ("mean", "sum"):
+        for net in (*alone, ddp):
+            net.zero_grad()
+
+        def step(net: Any, rank: int, reduction: str = reduction) -> None:
+            for number, local in enumerate((True, True, False)):
+                seed(rank, number)
+                net.require_backward_grad_sync = not local
+                with net.weighted(1 + 2 * rank + number, reduction):
+                    net(Complex.batch(), sometimes=rank == 1).backward()
+
+        step(ddp, dist.get_rank())
+        for rank, net in enumerate(alone):
+            step(net, rank)
+        assert_mean(ddp, alone, reduction)
+    params = [param for param in ddp.module.parameters() if param is not ddp.module.never]
+    loss = ddp.module(Complex.batch())
+    means = ddp.reduce_gradients(torch.autograd.grad(loss, params), params)
+    assert_same_on_all_ranks(list(means))
+    assert means[1].dtype == torch.complex128
+
+
+@VIEW
+@ranks(2)
+def test_bucket_views_are_complex(view: bool) -> None:
+    ddp = DistributedDataParallel(Complex(), gradient_as_bucket_view=view)
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(Complex.batch()).backward()
+    storages = {b.flat.data.untyped_storage().data_ptr() for b in ddp.reducer.buckets}
+    for name in ("mix", "transposed", "conjugate", "scalar"):
+        grad = getattr(ddp.module, name).grad
+        assert (grad.untyped_storage().data_ptr() in storages) is view
+        assert grad.stride() == getattr(ddp.module, name).stride()
+
+
+@VIEW
+@ranks(2)
+def test_nan_and_a_broken_backward_reach_the_other_rank(view: bool) -> None:
+    model = Complex()
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
+    ddp(Complex.batch()).backward()
+    ddp.zero_grad()
+    if dist.get_rank() == 1:
+        model.first.weight.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            ddp(Complex.batch()).backward()
+        ddp.reducer.prepare_for_forward()
+    else:
+        ddp(Complex.batch()).backward()
+        assert model.mix.grad.real.isnan().all()
+        assert model.mix.grad.imag.isnan().all()
+
+
+@ranks(2)
+def test_conjugate_parameters_start_as_those_of_rank_0() -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.full((3,), complex(dist.get_rank() + 1, 2)).conj())
+    assert model.weight.is_conj()
+    DistributedDataParallel(model)
+    assert model.weight.tolist() == [1 - 2j] * 3
+
+
+@ranks(1)
+def test_layers_with_complex_parameters_may_be_added() -> None:
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    ddp.module.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    (ddp(torch.ones(2)) * ddp.module.phase).sum().abs().backward()
+    assert ddp.module.phase.grad is not None
+    ddp.module.chalf = nn.Parameter(torch.zeros(2, dtype=torch.complex32))
+    with pytest.raises(NotImplementedError, match=r"'chalf'.*complex32"):
+        ddp(torch.ones(2))

@@ -1,0 +1,81 @@
+"""Complex gradients, for kernels that know real ones: each with one more dimension, of size two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tritonddp.kernels.buffer import FlatBuffer, Layout
+
+# Dtypes of gradients, and of their real and imaginary parts.
+REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
+class ComplexBuffer(FlatBuffer):
+    """A flat buffer of real numbers, whose layout, in complex elements, and views are complex.
+
+    Attributes:
+        real: the same buffer, as kernels and collectives see it.
+    """
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        self.layout = layout
+        self.real = FlatBuffer(_real_layout(layout), REAL[dtype], device)
+        self.data = self.real.data
+        self.payload = self.real.payload
+        self.flags = self.real.flags
+        self.ballots = self.real.ballots
+        self._dtype = dtype
+        self.views = list(map(self.tensor_at, range(len(layout.numels))))
+        self.is_part = False
+        self.tables = None
+
+    def tensor_at(self, slot: int) -> Tensor:
+        """See :meth:`FlatBuffer.tensor_at`."""
+        return self._tensor_at(slot, self._dtype)
+
+    def part(self, first: int, last: int) -> ComplexBuffer:
+        """See :meth:`FlatBuffer.part`."""
+        part = super().part(first, last)
+        assert isinstance(part, ComplexBuffer)
+        part.real = self.real.part(first, last)
+        return part
+
+    def write_trailer(self, used: Sequence[bool], ballots: Sequence[int]) -> None:
+        """See :meth:`FlatBuffer.write_trailer`."""
+        self.real.write_trailer(used, ballots)
+
+    def real_parts(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The memory of these gradients, which are not flagged as conjugate, as real tensors.
+
+        What is a view of this buffer becomes the view of the real one, which kernels know.
+        """
+        return [
+            None if grad is None else real if grad is view else torch.view_as_real(grad)
+            for grad, view, real in zip(grads, self.views, self.real.views, strict=True)
+        ]
+
+
+def on_real_parts(kernel: Callable[..., None]) -> Callable[..., None]:
+    """``flatten`` or ``unflatten`` for complex buffers and gradients."""
+
+    def complex_kernel(
+        flat: ComplexBuffer, grads: Sequence[Tensor | None], *args: object, **kwargs: object
+    ) -> None:
+        kernel(flat.real, flat.real_parts(grads), *args, **kwargs)
+
+    return complex_kernel
+
+
+def _real_layout(layout: Layout) -> Layout:
+    return Layout(
+        shapes=tuple((*shape, 2) for shape in layout.shapes),
+        strides=tuple((*(2 * stride for stride in each), 1) for each in layout.strides),
+        numels=tuple(2 * numel for numel in layout.numels),
+        offsets=tuple(2 * offset for offset in layout.offsets),
+        flags_offset=2 * layout.flags_offset,
+        ballots=layout.ballots,
+        numel=2 * layout.numel,
+    )
