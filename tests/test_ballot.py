@@ -17,6 +17,7 @@ from tritonddp.ballot import (
     Source,
     StructureMismatch,
     check,
+    left_out_hash,
     read,
     structure_hash,
     total_weight,
@@ -31,7 +32,12 @@ HERE = structure_hash(["here"])
 def test_the_sum_of_what_ranks_write_is_read_back_exactly(dtype: torch.dtype, world_size: int):
     weights = [None, 0.0, 0.1, 123_456_789.0, 2.0**-40][:world_size]
     said = [
-        Ballot(structure_hash([str(rank)]), Source(rank % len(Source)), weight)
+        Ballot(
+            structure_hash([str(rank)]),
+            Source(rank % len(Source)),
+            weight,
+            left_out_hash(range(rank)),
+        )
         for rank, weight in enumerate(weights)
     ]
     total = torch.zeros(world_size * BYTES, dtype=dtype)

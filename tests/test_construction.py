@@ -139,12 +139,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
         NotImplementedError,
         ["mixed_precision"],
     ),
-    "skip unused": (
-        small,
-        {"skip_all_reduce_unused_params": True},
-        NotImplementedError,
-        ["skip_all_reduce_unused_params"],
-    ),
     "lazy buckets": (
         small,
         {"lazy_bucket_allocation": True},

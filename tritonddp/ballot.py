@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# fp64 weight, 3 bytes of a hash, 1 byte of what is reduced.
-_FORMAT = struct.Struct("<d4B")
+# fp64 weight, 3 and 2 bytes of hashes, 1 byte of what is reduced.
+_FORMAT = struct.Struct("<d6B")
 BYTES = _FORMAT.size
 
 
@@ -49,17 +49,19 @@ class Ballot:
         structure: hash of what must be alike on all ranks, see :func:`structure_hash`.
         source: where the gradients come from.
         weight: what they count, ``None`` where the mean is not weighted.
+        left_out: hash of the buckets that are not sent, see :func:`left_out_hash`.
     """
 
     structure: bytes
     source: Source
     weight: float | None = None
+    left_out: bytes = bytes(2)
 
     def places(self, rank: int, world_size: int) -> bytes:
         """The elements that ``rank`` writes: its own ballot, and zeros for all others."""
         places = bytearray(BYTES * world_size)
         weight = math.nan if self.weight is None else self.weight
-        mine = _FORMAT.pack(weight, *self.structure, self.source)
+        mine = _FORMAT.pack(weight, *self.structure, *self.left_out, self.source)
         places[rank * BYTES : (rank + 1) * BYTES] = mine
         return bytes(places)
 
@@ -73,6 +75,11 @@ def structure_hash(parts: Sequence[str]) -> bytes:
     return digest.digest()[:3]
 
 
+def left_out_hash(buckets: Sequence[int]) -> bytes:
+    """Two bytes that differ if ``buckets`` do, save in one of 65,000 cases; zeros for none."""
+    return structure_hash(list(map(str, buckets)))[:2] if buckets else bytes(2)
+
+
 def read(ballots: Tensor) -> list[Ballot]:
     """The ballots of all ranks from the reduced elements, in rank order.
 
@@ -82,7 +89,12 @@ def read(ballots: Tensor) -> list[Ballot]:
     try:
         content = bytes(map(int, ballots.tolist()))
         return [
-            Ballot(bytes(parts[:3]), Source(parts[3]), None if math.isnan(weight) else weight)
+            Ballot(
+                bytes(parts[:3]),
+                Source(parts[5]),
+                None if math.isnan(weight) else weight,
+                bytes(parts[3:5]),
+            )
             for weight, *parts in _FORMAT.iter_unpack(content)
         ]
     except (ValueError, OverflowError):
@@ -99,6 +111,10 @@ class Disagreement(Exception):
     """Some ranks are at another place of their program than others; the text names them."""
 
 
+class OutOfStep(Exception):
+    """Some ranks send buckets that others leave out: their collectives match no more."""
+
+
 class StructureMismatch(Exception):
     """Ranks reduce different sets of parameters. Only the ranks together can tell which."""
 
@@ -108,10 +124,13 @@ def check(ballots: Sequence[Ballot]) -> None:
 
     Raises:
         StructureMismatch: not the same parameters.
+        OutOfStep: not the same buckets of them.
         Disagreement: some ranks are at another place of their program than others.
     """
     if len({ballot.structure for ballot in ballots}) > 1:
         raise StructureMismatch
+    if len({ballot.left_out for ballot in ballots}) > 1:
+        raise OutOfStep
     whole = {rank: each for rank, each in enumerate(ballots) if each.source is not Source.BROKEN}
     sources = {each.source for each in whole.values()}
     if sources not in ({Source.REQUEST}, set()) and not any(

@@ -65,7 +65,9 @@ class DistributedDataParallel(nn.Module):
         param_to_hook_all_reduce: not supported yet.
         mixed_precision: not supported yet.
         device_mesh: a one-dimensional device mesh, instead of ``process_group``.
-        skip_all_reduce_unused_params: not supported yet.
+        skip_all_reduce_unused_params: buckets (but the first) none of whose parameters a backward
+            reaches are not sent. They must be the same on all ranks; where they are not, that is
+            an error on every rank, after which the process group is of no use.
         bucket_cap_mb_list: sizes in MiB of the first, second, ... bucket; the last one holds for
             all others.
         batched_grad_copy: accepted; gradients are always copied a whole bucket at a time.
@@ -122,7 +124,6 @@ class DistributedDataParallel(nn.Module):
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce,
             mixed_precision=mixed_precision,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             lazy_bucket_allocation=lazy_bucket_allocation,
         )
         super().__init__()
@@ -156,6 +157,7 @@ class DistributedDataParallel(nn.Module):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.batched_grad_copy = batched_grad_copy
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.forward_sync_buffers, init_sync_buffers = buffer_sync(
             broadcast_buffers, forward_sync_buffers
         )
@@ -188,6 +190,7 @@ class DistributedDataParallel(nn.Module):
             gradient_as_bucket_view=gradient_as_bucket_view,
             # As in stock: a static graph may leave parameters unused.
             strict=find_unused_parameters is False and not static_graph,
+            skip_unused=skip_all_reduce_unused_params,
         )
         _alive.add(self)
 

@@ -34,7 +34,14 @@ from tritonddp._compat import (
 )
 from tritonddp.arrangement import Arrangement
 from tritonddp.assignment import BucketCaps
-from tritonddp.ballot import Ballot, Disagreement, Source, StructureMismatch
+from tritonddp.ballot import (
+    Ballot,
+    Disagreement,
+    OutOfStep,
+    Source,
+    StructureMismatch,
+    left_out_hash,
+)
 from tritonddp.bucket import Bucket, GradientError
 from tritonddp.comm.reduction import AllReduce, Reduction, Work
 from tritonddp.counters import Counters
@@ -45,6 +52,7 @@ from tritonddp.placement import Placement
 from tritonddp.readiness import Readiness
 from tritonddp.roll_call import RollCall
 from tritonddp.roster import Roster, structure_of
+from tritonddp.skipping import unused_buckets
 from tritonddp.view_bucket import ViewBucket
 from tritonddp.weighting import Weight, Window
 
@@ -78,6 +86,7 @@ class Reducer:
             ``None`` if each rank keeps its own.
         gradient_as_bucket_view: gradients live in the buckets.
         strict: an unused parameter is an error at the next forward.
+        skip_unused: buckets without any used parameter are not sent.
 
     Attributes:
         counters: what was launched and sent so far.
@@ -96,6 +105,7 @@ class Reducer:
         broadcast: Callable[[], Callable[[list[Tensor]], None] | None] = lambda: None,
         gradient_as_bucket_view: bool = False,
         strict: bool = False,
+        skip_unused: bool = False,
     ) -> None:
         self.counters = Counters()
         self.on_backward: Callable[[Callable[[], None]], Callable[[], None]] | None = None
@@ -106,6 +116,8 @@ class Reducer:
         self._weight = weight
         self._broadcast = broadcast
         self._strict = strict
+        self._skip_unused = skip_unused
+        self._left_out: list[int] = []  # buckets that are not sent in this backward
         self._roll_call = RollCall(process_group)
         self._reduction: Reduction = AllReduce(process_group, self.counters, self._roll_call)
 
@@ -224,6 +236,8 @@ class Reducer:
             missing = {number for number, comes in enumerate(reached) if not comes}
             self._roster.check_kinds(missing, self._where)
         reduced, weight = self._should_sync(), self._weight()
+        if self._skip_unused:
+            self._left_out = self._unused_buckets(reached, missing)
         try:
             self._window.open(
                 self._all_params,
@@ -244,12 +258,13 @@ class Reducer:
             self._phase = Phase.LOCAL
             return
         for bucket in self.buckets:
-            bucket.begin()
+            if bucket.index not in self._left_out:
+                bucket.begin()
         source = self._source(forward)
         self.counters.reductions += 1
         self._next = 0
         self.arrangement.reduction_begins()
-        self._begin_reduction(source, self._window.weight, self._roster.structure)
+        self._begin_reduction(source, self._window.weight, self._roster.structure, self._left_out)
         if self.arrangement.is_provisional:
             self._phase = Phase.OBSERVING
             self._used = list(self._used_earlier)
@@ -259,6 +274,9 @@ class Reducer:
         self._unfilled = [0] * len(self.buckets)
         for number, place in enumerate(self.placement.places):
             self._unfilled[place.bucket.index] += self._readiness.waits(number)
+        for index in self._left_out:
+            for number in self.placement.places_of[index]:
+                self._filled[number] = True  # or a late gradient would wait for nothing
         with self._launching:
             self._phase = Phase.REDUCING
             self._launch_full()
@@ -277,9 +295,22 @@ class Reducer:
     def _all_params(self) -> list[Parameter]:
         return [*self.placement.params, *(param for _, param in self._roster.added)]
 
-    def _begin_reduction(self, source: Source, weight: Weight | None, structure: bytes) -> None:
+    def _unused_buckets(self, reached: Sequence[bool], missing: set[int]) -> list[int]:
+        if self.arrangement.is_provisional:
+            return []  # the buckets themselves are
+        used = list(map(or_, reached, self._used_earlier))
+        return unused_buckets(self.placement, used, self._unannounced.may_come(missing))
+
+    def _begin_reduction(
+        self,
+        source: Source,
+        weight: Weight | None,
+        structure: bytes,
+        left_out: Sequence[int] = (),
+    ) -> None:
         """Tell the reduction what this rank says to the others, and how much its means count."""
-        ballot = Ballot(structure, source, None if weight is None else weight.items)
+        items = None if weight is None else weight.items
+        ballot = Ballot(structure, source, items, left_out_hash(left_out))
         self._reduction.begin(ballot, 1.0 if weight is None else weight.scale)
 
     def _queue_end(self) -> None:
@@ -343,10 +374,10 @@ class Reducer:
                 bucket = self.placement.places[number].bucket.index
                 raise RuntimeError(
                     f"{self._where()}: the gradient of {self.placement.names[index]!r} arrived "
-                    f"after its bucket {bucket} had been flattened. It comes from an inner "
-                    "backward (torch.utils.checkpoint with use_reentrant=True), and in earlier "
-                    "steps it did not. From the next step on such gradients are waited for; with "
-                    "use_reentrant=False they are announced beforehand."
+                    f"after its bucket {bucket} had been flattened or left out. It comes from an "
+                    "inner backward (torch.utils.checkpoint with use_reentrant=True), and in "
+                    "earlier steps it did not. From the next step on such gradients are waited "
+                    "for; with use_reentrant=False they are announced beforehand."
                 )
         if from_inner and self._phase is not Phase.IDLE:
             self._unannounced.came(index)
@@ -386,10 +417,11 @@ class Reducer:
 
     def _launch(self, bucket: Bucket) -> None:
         """Send a bucket, with zeros for the gradients that did not come."""
-        for number in self.placement.places_of[bucket.index]:
-            if not self._filled[number]:
-                self._fill(number)
-        self._in_flight.append((bucket, self._reduction.start(bucket)))
+        if bucket.index not in self._left_out:
+            for number in self.placement.places_of[bucket.index]:
+                if not self._filled[number]:
+                    self._fill(number)
+            self._in_flight.append((bucket, self._reduction.start(bucket)))
         self._next += 1
 
     # End of backward
@@ -455,11 +487,12 @@ class Reducer:
         logger.warning("%s: the last backward did not come to its end", self._where())
         try:
             if self._next == 0:
-                self._begin_reduction(Source.BROKEN, None, self._roster.structure)
+                self._begin_reduction(Source.BROKEN, None, self._roster.structure, self._left_out)
             with torch.no_grad():
                 while self._next < len(self.buckets):
                     bucket = self.buckets[self._next]
-                    self._in_flight.append((bucket, self._reduction.start_poisoned(bucket)))
+                    if bucket.index not in self._left_out:
+                        self._in_flight.append((bucket, self._reduction.start_poisoned(bucket)))
                     self._next += 1
                 with self._naming_disagreements():
                     for bucket, work in self._in_flight:
@@ -481,6 +514,14 @@ class Reducer:
         """
         try:
             yield
+        except OutOfStep:  # what is under way may never end
+            here = [bucket.title for bucket in self.buckets if bucket.index in self._left_out]
+            raise RuntimeError(
+                f"{self._where()}, bucket 0: skip_all_reduce_unused_params=True needs parameters "
+                "that are unused on all ranks alike, but the ranks leave out different buckets. "
+                f"Here these are left out: {', '.join(here) or 'none'}. The process group is of "
+                "no use any more: leave skip_all_reduce_unused_params off"
+            ) from None
         except (Disagreement, StructureMismatch) as error:
             for _, work in self._in_flight:
                 work.wait()
