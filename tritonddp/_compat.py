@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.distributed.algorithms.join import Joinable
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.utils import _pytree
@@ -118,6 +119,24 @@ def move_inputs(
     """Move tensors in any nesting to ``device``, as stock DDP does for ``device_ids``."""
     moved_args, moved_kwargs = _to_kwargs(args, kwargs, device, use_side_stream)
     return moved_args[0], moved_kwargs[0]
+
+
+def joins(joinable: Joinable) -> bool:
+    """Whether the forwards of ``joinable`` run inside torch's ``Join``.
+
+    What torch's ``Join`` sets when it is entered, and reads in ``notify_join_context``.
+    """
+    return joinable._join_config.enable
+
+
+def throws_on_early_termination(joinable: Joinable) -> bool:
+    """Whether that ``Join`` ends on all ranks as soon as one has no inputs left."""
+    return joinable._join_config.throw_on_early_termination
+
+
+def leave_join(joinable: Joinable) -> None:
+    """Undo what ``Join`` has set: it does not itself, and each forward would go on telling."""
+    joinable._join_config = type(joinable._join_config).construct_disabled_join_config()
 
 
 def tree_leaves(tree: Any) -> list[Any]:

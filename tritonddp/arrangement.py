@@ -84,17 +84,17 @@ class Arrangement:
         if self._roster.structure != self._structure:
             self._structure, self._since_change = self._roster.structure, 0
 
-    def agree_on_order(self, where: Callable[[], str]) -> list[int]:
-        """At the end of the first reduced backward: all ranks take rank 0's order of gradients.
+    def agree_on_order(self, where: Callable[[], str], source_rank: int) -> list[int]:
+        """At the end of the first reduced backward: all ranks take one rank's order of gradients.
 
-        What never arrived on rank 0 goes last. Returns what never arrived here.
+        What never arrived there goes last. Returns what never arrived here.
         """
         assert self._arrived is not None
         arrived, self._arrived = self._arrived, None
         missing = [n for n in range(len(self.placement.params)) if n not in arrived]
         order = torch.tensor([*arrived, *missing], device=self.placement.params[0].device)
         with self._roll_call.naming(where(), "broadcast of the order of gradients"):
-            dist.broadcast(order, group=self._group, group_src=0)
+            dist.broadcast(order, group=self._group, group_src=source_rank)
         self._counters.collectives += 1
         self._counters.wire_bytes += order.numel() * order.element_size()
         self._order = order.tolist()

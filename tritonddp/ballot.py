@@ -30,6 +30,13 @@ class Source(enum.IntEnum):
     ELSEWHERE = 2  # any other backward: it may belong to either of these
     BROKEN = 3  # nowhere: this rank's backward broke off
     REQUEST = 4  # gradients that the user has handed over (reduce_gradients)
+    JOINED = 5  # nowhere: this rank has run out of inputs (join)
+    SKIPPED = 6  # nowhere: no backward has followed a forward inside join
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no backward runs, and all gradients of this rank count as zero."""
+        return self in (Source.JOINED, Source.SKIPPED)
 
 
 _WORDS = {
@@ -38,6 +45,8 @@ _WORDS = {
     Source.ELSEWHERE: "another backward",
     Source.BROKEN: "a backward that broke off",
     Source.REQUEST: "reduce_gradients",
+    Source.JOINED: "nothing, as it has run out of inputs",
+    Source.SKIPPED: "nothing, as no backward has followed a forward inside join()",
 }
 
 
@@ -48,7 +57,8 @@ class Ballot:
     Attributes:
         structure: hash of what must be alike on all ranks, see :func:`structure_hash`.
         source: where the gradients come from.
-        weight: what they count, ``None`` where the mean is not weighted.
+        weight: what they count, ``None`` where the mean is not weighted. A rank that has none to
+            offer says 0: it does not know whether the others' are weighted.
         left_out: hash of the buckets that are not sent, see :func:`left_out_hash`.
     """
 
@@ -131,9 +141,13 @@ def check(ballots: Sequence[Ballot]) -> None:
         raise StructureMismatch
     if len({ballot.left_out for ballot in ballots}) > 1:
         raise OutOfStep
-    whole = {rank: each for rank, each in enumerate(ballots) if each.source is not Source.BROKEN}
+    whole = {
+        rank: each
+        for rank, each in enumerate(ballots)
+        if each.source not in (Source.BROKEN, Source.JOINED)
+    }
     sources = {each.source for each in whole.values()}
-    if sources not in ({Source.REQUEST}, set()) and not any(
+    if sources not in ({Source.REQUEST}, {Source.SKIPPED}, set()) and not any(
         sources <= {Source.ELSEWHERE, alike} for alike in (Source.FORWARD, Source.AGAIN)
     ):
         raise Disagreement(

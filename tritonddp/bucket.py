@@ -210,7 +210,8 @@ class Bucket:
         before, self._before = self._before, {}  # or they would outlive zero_grad
         if factor is not None and not self._kernels.by_address:
             # A pass of its own: what is ceded below is not copied, but has to be scaled too.
-            self.flat.payload.mul_(factor.item())
+            if factor.item() != 1:
+                self.flat.payload.mul_(factor.item())
             factor = None
         if NoneType in map(type, grads):
             for slot, flag in enumerate(self.flat.flags.tolist()):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tritonddp._compat import BufferCommHookLocation, move_inputs, preserve_version_counters
 from tritonddp.assignment import MIB, BucketCaps
+from tritonddp.attendance import Attendance
 from tritonddp.comm.buffers import BufferHook, broadcast_coalesced
 from tritonddp.construction import (
     buffer_sync,
@@ -23,6 +24,7 @@ from tritonddp.construction import (
     process_group_of,
     refuse,
 )
+from tritonddp.join import Follower, announce_forward, is_joining, reduces_backward, refuse_inside
 from tritonddp.outputs import tensors_in
 from tritonddp.reducer import Reducer
 from tritonddp.roll_call import RollCall
@@ -32,7 +34,7 @@ from tritonddp.view_bucket import ViewBucket
 from tritonddp.weighting import Weight
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(nn.Module, Follower):
     """Data parallelism by gradient averaging: a drop-in for torch's class of the same name.
 
     Wrap the same module on every rank, then train as with one process: during each ``backward()``
@@ -127,6 +129,7 @@ class DistributedDataParallel(nn.Module):
             lazy_bucket_allocation=lazy_bucket_allocation,
         )
         super().__init__()
+        Follower.__init__(self)
         self.process_group = process_group_of(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
@@ -174,6 +177,7 @@ class DistributedDataParallel(nn.Module):
         )
         self._weight: Weight | None = None
         self._buffer_hook: BufferHook | None = None
+        self._attendance = Attendance(self.process_group, self.device)
         self._roster = Roster(self, self.parameters_to_ignore, self.process_group)
         if init_sync:
             buffers = self._roster.buffers() if init_sync_buffers else []
@@ -184,7 +188,8 @@ class DistributedDataParallel(nn.Module):
             self._roster,
             self.process_group,
             caps,
-            should_sync=_asks(self, "require_backward_grad_sync", False),
+            self._attendance,
+            should_sync=_asks(self, "_reduces_backward", False),
             weight=_asks(self, "_weight", None),
             broadcast=_asks(self, "_broadcast", None) if init_sync else lambda: None,
             gradient_as_bucket_view=gradient_as_bucket_view,
@@ -198,6 +203,8 @@ class DistributedDataParallel(nn.Module):
         """Run the module, with inputs moved to its device if ``device_ids`` was given."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             self.reducer.prepare_for_forward()
+            if is_joining(self):
+                announce_forward(self)
             sync_buffers = self.forward_sync_buffers and self.require_forward_param_sync
             sync_last = self._buffer_hook is not None and self._buffer_hook.is_after_forward
             if sync_buffers and not sync_last:
@@ -303,7 +310,8 @@ class DistributedDataParallel(nn.Module):
             no rank had a gradient; a rank's ``None`` counts as zero elsewhere.
 
         Raises:
-            RuntimeError: called during a backward, or the ranks reduce different parameters.
+            RuntimeError: called during a backward or inside :meth:`join`, or the ranks reduce
+                different parameters.
             TypeError: a gradient is no tensor.
             ValueError: the gradients do not fit the parameters in number, name, shape or dtype.
 
@@ -312,6 +320,7 @@ class DistributedDataParallel(nn.Module):
             penalty = sum(g.square().sum() for g in grad(loss, params, create_graph=True))
             means = model.reduce_gradients(grad(loss + penalty, params))
         """
+        refuse_inside(self, "reduce_gradients()")
         if gradients is None:
             if params is not None:
                 raise ValueError("params without gradients: give the gradients too")
@@ -359,6 +368,13 @@ class DistributedDataParallel(nn.Module):
             stand_ins.append((name, stand_in))
         self.reducer.reduce(stand_ins, ViewBucket, self._weight)
         return [stand_in.grad for _, stand_in in stand_ins]
+
+    @property
+    def _reduces_backward(self) -> bool:
+        """Whether a backward that begins now is reduced."""
+        if is_joining(self):
+            return reduces_backward(self)
+        return self.require_backward_grad_sync
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward begins with a broadcast of module buffers."""
@@ -450,7 +466,12 @@ class DistributedDataParallel(nn.Module):
             f"rank {self.process_group.rank()}, {step}",
             f"broadcast of {len(tensors)} parameters or buffers",
         ):
-            broadcast_coalesced(tensors, self.process_group, 0, self.broadcast_bucket_size)
+            broadcast_coalesced(
+                tensors,
+                self.process_group,
+                self._attendance.source_rank,
+                self.broadcast_bucket_size,
+            )
 
 
 _alive: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()

@@ -34,6 +34,7 @@ from tritonddp._compat import (
 )
 from tritonddp.arrangement import Arrangement
 from tritonddp.assignment import BucketCaps
+from tritonddp.attendance import Attendance
 from tritonddp.ballot import (
     Ballot,
     Disagreement,
@@ -58,6 +59,9 @@ from tritonddp.weighting import Weight, Window
 
 logger = logging.getLogger(__name__)
 
+# What gradients count on a rank that has none.
+_NOTHING = Weight(0.0, is_sum=False)
+
 # Those that are alive, by process group.
 _reducers: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[Reducer]] = (
     weakref.WeakKeyDictionary()
@@ -80,9 +84,10 @@ class Reducer:
         roster: the parameters of the module, alike on every rank.
         process_group: the ranks to average over.
         caps: bucket sizes.
+        attendance: which ranks have inputs.
         should_sync: asked when a backward starts: is it reduced, or does it only accumulate?
         weight: asked when a backward starts: how much it counts, ``None`` if as much as others.
-        broadcast: asked when parameters were added: what overwrites them with those of rank 0,
+        broadcast: asked when parameters were added: what overwrites them with those of one rank,
             ``None`` if each rank keeps its own.
         gradient_as_bucket_view: gradients live in the buckets.
         strict: an unused parameter is an error at the next forward.
@@ -100,6 +105,7 @@ class Reducer:
         roster: Roster,
         process_group: dist.ProcessGroup,
         caps: BucketCaps,
+        attendance: Attendance,
         should_sync: Callable[[], bool],
         weight: Callable[[], Weight | None] = lambda: None,
         broadcast: Callable[[], Callable[[list[Tensor]], None] | None] = lambda: None,
@@ -112,6 +118,7 @@ class Reducer:
         self._roster = roster
         roster.enroll()
         self._group = process_group
+        self._attendance = attendance
         self._should_sync = should_sync
         self._weight = weight
         self._broadcast = broadcast
@@ -150,6 +157,15 @@ class Reducer:
     def placement(self) -> Placement:
         """The buckets, and where in them each parameter is."""
         return self.arrangement.placement
+
+    @property
+    def params(self) -> list[Parameter]:
+        """All whose gradients are reduced."""
+        return self._all_params()
+
+    def held(self) -> tuple[list[tuple[str, Parameter]], list[tuple[str, Tensor]]]:
+        """Parameters and buffers that should be alike on all ranks, trainable or not."""
+        return self._roster.params, self._roster.buffers()
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -296,8 +312,9 @@ class Reducer:
         return [*self.placement.params, *(param for _, param in self._roster.added)]
 
     def _unused_buckets(self, reached: Sequence[bool], missing: set[int]) -> list[int]:
-        if self.arrangement.is_provisional:
-            return []  # the buckets themselves are
+        # Provisionally, the buckets themselves are; and a rank without inputs expects them all.
+        if self.arrangement.is_provisional or self._attendance.is_open:
+            return []
         used = list(map(or_, reached, self._used_earlier))
         return unused_buckets(self.placement, used, self._unannounced.may_come(missing))
 
@@ -309,6 +326,9 @@ class Reducer:
         left_out: Sequence[int] = (),
     ) -> None:
         """Tell the reduction what this rank says to the others, and how much its means count."""
+        self._attendance.is_due = False
+        if weight is None and self._attendance.mean_over_present:
+            weight = Weight(1.0, is_sum=False)
         items = None if weight is None else weight.items
         ballot = Ballot(structure, source, items, left_out_hash(left_out))
         self._reduction.begin(ballot, 1.0 if weight is None else weight.scale)
@@ -444,7 +464,7 @@ class Reducer:
                 self._finish()
                 self._roster.agreed()
                 # Nothing of the frames above may still hold a bucket: some are let go here.
-                self._rearrange(broken=False)
+                self._rearrange()
         except RuntimeError:
             self._reset()
             raise
@@ -499,7 +519,7 @@ class Reducer:
                         self._reduction.discard(bucket, work)
                     self._in_flight.clear()
                     self._roster.agreed()
-                    self._rearrange(broken=True)
+                    self._rearrange(Source.BROKEN)
         finally:
             self._reset()
 
@@ -629,24 +649,55 @@ class Reducer:
         self._window.clear()
         self._used_earlier = [False] * len(self._used_earlier)
 
+    # Without a backward
+
+    def prepare_to_follow(self) -> None:
+        """No forward follows: see that the last backward came to its end, as if one did."""
+        self._wait_post_backward()
+        self._recover_all()
+        self._settle()
+        self._look()
+
+    def follow(self, source: Source) -> None:
+        """Make the collectives of a reduced backward, of which this rank has none.
+
+        Its gradients count as zero. Those of the other ranks come into ``.grad`` here too.
+
+        Args:
+            source: why it has none.
+        """
+        self._settle()
+        self.counters.reductions += 1
+        self.arrangement.reduction_begins()
+        self._begin_reduction(source, _NOTHING, self._roster.structure)
+        with torch.no_grad(), self._naming_disagreements():
+            unused = [False] * len(self.placement.params)
+            reduce_at_once(self.placement, self._reduction, unused)
+            self._reduction.settle()
+            self._roster.agreed()
+            self._rearrange(source)
+
     # Buckets
 
-    def _rearrange(self, broken: bool) -> None:
+    def _rearrange(self, source: Source = Source.ELSEWHERE) -> None:
         """After a reduction: buckets follow the order of gradients, and hold what is trainable.
 
         Every rank that took part in that reduction is here, so the collectives here match.
 
         Args:
-            broken: the backward broke off on this rank, which has no gradients to offer.
+            source: of this rank's gradients. After a backward that broke off, or none at all, it
+                has none to offer.
         """
         missing: Collection[int] | None = None
         if self.arrangement.is_provisional:
-            missing = self.arrangement.agree_on_order(self._where)
+            missing = self.arrangement.agree_on_order(self._where, self._attendance.source_rank)
+            if source.is_empty:
+                missing = ()
         self._unannounced.stayed_away(missing)
         failure: GradientError | None = None
         if self._roster.added:
             try:
-                self._take_up(broken)
+                self._take_up(source)
             except GradientError as error:  # of this rank alone: the others go on
                 failure = GradientError(f"{self._where()}: {error}")
         former = self.arrangement.renew()
@@ -656,7 +707,7 @@ class Reducer:
         if failure is not None:
             raise failure
 
-    def _take_up(self, broken: bool) -> None:
+    def _take_up(self, source: Source) -> None:
         """Reduce the gradients of parameters that were added, in buckets of their own."""
         self._reduction.settle()
         params = [param for _, param in self._roster.added]
@@ -666,10 +717,12 @@ class Reducer:
             with preserve_version_counters(params):
                 broadcast([param.detach() for param in params])
         placement = self.arrangement.place(self._roster.added)
-        source = Source.BROKEN if broken else Source.ELSEWHERE
-        self._begin_reduction(source, self._window.weight, self._roster.structure)
-        if broken:
+        weight = _NOTHING if source.is_empty else self._window.weight
+        self._begin_reduction(source, weight, self._roster.structure)
+        if source is Source.BROKEN:
             take_part(placement, self._reduction)
+        elif source.is_empty:
+            reduce_at_once(placement, self._reduction, [False] * len(params))
         else:
             self._window.merge(params)
             used = [self._roster.has_new_gradient(param) for param in params]

@@ -169,6 +169,8 @@ class AllReduce:
             total = total_weight(ballots)
             # All weights zero: a mean of nothing, which shall be zero.
             factor = self._group.size() * self._unit / total
+            if self._ballot.source.is_empty:  # the others may have no weights
+                factor = torch.where(total.isnan(), torch.ones_like(total), factor)
             self._factor = torch.where(total == 0, total, factor).view(1)
         if ballots.device.type == "cpu":
             self._check(ballots)
