@@ -703,7 +703,10 @@ class Reducer:
         former = self.arrangement.renew()
         if former is not None:
             self._unannounced.renumber(former)
+            earlier = self._used_earlier
             self._count_anew()
+            # (Where a backward was reduced, it ends the window.)
+            self._used_earlier = [old is not None and earlier[old] for old in former]
         if failure is not None:
             raise failure
 

@@ -23,7 +23,10 @@ _PASSES = """
     test_ddp_compile_static_graph
     test_ddp_create_graph
     test_ddp_forward_backward_hook
+    test_ddp_grad_div_uneven_inputs
     test_ddp_init_sync_buffers_with_forward_sync_buffers_false
+    test_ddp_join_model_equivalence
+    test_ddp_join_respects_forward_sync_buffers_false
     test_ddp_model_diff_num_params_across_ranks
     test_ddp_model_diff_shape_across_ranks
     test_ddp_namedtuple
@@ -33,6 +36,8 @@ _PASSES = """
     test_ddp_shared_grad_acc_unused_params
     test_ddp_static_graph_nested_types
     test_ddp_sync_module_states
+    test_ddp_uneven_input_exception
+    test_ddp_uneven_input_join_disable
     test_ddp_zero_output_features
     test_grads_same_across_ranks_with_no_sync
     test_output_unused_in_loss_dict_module
@@ -81,12 +86,7 @@ _NOT_YET = {
         test_ddp_hook_parity_powerSGD
         test_ddp_python_error_logged
     """,
-    "not yet: join": """
-        test_ddp_grad_div_uneven_inputs
-        test_ddp_join_model_equivalence
-        test_ddp_join_respects_forward_sync_buffers_false
-        test_ddp_uneven_input_exception
-        test_ddp_uneven_input_join_disable
+    "not yet: comm hooks and logging data, under join": """
         test_ddp_uneven_inputs
     """,
     "not yet: _set_params_and_buffers_to_ignore_for_model": """
