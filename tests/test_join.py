@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as Stock
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from tritonddp import DistributedDataParallel
 
@@ -293,13 +294,17 @@ def test_zero_optimizer_joins_too_and_does_the_same_steps() -> None:
     """A rank without inputs updates its share of the parameters with what the others reduced."""
     rank, counts = dist.get_rank(), (1, 4, 2)
     adam = {"lr": 0.01, "weight_decay": 0.1}
-    ddp = DistributedDataParallel(net(), bucket_cap_mb=1e-4)
-    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, **adam)
-    train(ddp, counts[rank], Join([ddp, optimizer]), optimizer)
-    assert not ddp._join_config.enable
-    assert_same_on_all_ranks(list(ddp.module.state_dict().values()))
+    models = []
+    for cls, options in [(DistributedDataParallel, {}), (Stock, STOCK)]:
+        ddp = cls(net(), bucket_cap_mb=1e-4, **options)
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, **adam)
+        train(ddp, counts[rank], Join([ddp, optimizer]), optimizer)
+        models.append(ddp.module.state_dict())
+        assert_same_on_all_ranks(list(models[-1].values()))
     alone = Alone(counts, False, torch.optim.AdamW, **adam)
-    assert_close(ddp.module.state_dict(), alone.final, f"rank {rank}")
+    assert_close(models[0], alone.final, f"rank {rank}")
+    with pytest.raises(AssertionError):
+        assert_close(models[1], alone.final, f"stock on rank {rank}")
 
 
 @ranks(3)
@@ -589,3 +594,33 @@ def test_a_wrapped_module_that_has_joined_is_freed_with_its_last_reference() -> 
     del ddp
     gc.collect()
     assert reference() is None
+
+
+@pytest.mark.parametrize("location", list(_BufferCommHookLocation), ids=lambda each: each.name)
+@ranks(2)
+def test_hooks_for_buffers_run_on_ranks_that_have_left_too(location: Any) -> None:
+    def hook(_: None, named_buffers: dict[str, Tensor]) -> list[Any]:
+        works = [dist.all_reduce(each, async_op=True) for each in named_buffers.values()]
+        return [work.get_future() for work in works]
+
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(net(), bucket_cap_mb=1e-4)
+    ddp._register_buffer_comm_hook(None, hook, location)
+    train(ddp, 1 + 2 * rank, ddp.join())
+    assert_same_on_all_ranks(list(ddp.module.state_dict().values()))
+    assert ddp.module.norm.num_batches_tracked > 3
+
+
+@ranks(2)
+def test_unused_buckets_are_sent_to_ranks_that_have_left() -> None:
+    ddp = DistributedDataParallel(
+        net(), bucket_cap_mb=1e-4, find_unused_parameters=True, skip_all_reduce_unused_params=True
+    )
+    rank = dist.get_rank()
+    with ddp.join():
+        for step in range(4 if rank else 1):
+            ddp.zero_grad()
+            ddp(draw(rank, step)[0], [step % 3]).sum().backward()
+            grads = [layer.weight.grad is not None for layer in ddp.module.layers]
+            assert grads == [number == step % 3 for number in range(3)]
+    assert_same_on_all_ranks(list(ddp.module.state_dict().values()))

@@ -83,9 +83,10 @@ class Follower(Joinable):
                     optimizer.step()
 
         With further classes that can be joined, a ``ZeroRedundancyOptimizer`` say, use
-        ``torch.distributed.algorithms.join.Join([model, optimizer])``. While a rank waits, its
-        ``.grad`` are those of the others, so that its share of the optimizer does the right step;
-        afterwards they are its own again.
+        ``torch.distributed.algorithms.join.Join([model, optimizer])``, in the order in which they
+        are called, and end the body with a backward. While a rank waits, its ``.grad`` are those of
+        the others, so that its share of the optimizer does the right step; afterwards they are its
+        own again.
         """
         return UnevenInputs(
             [self],
