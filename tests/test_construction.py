@@ -124,14 +124,23 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
     "delayed": (
         small,
         {"delay_all_reduce_named_params": [("a", nn.Parameter(torch.ones(1)))]},
-        NotImplementedError,
-        ["delay_all_reduce_named_params", "leave it out"],
+        ValueError,
+        ["delay_all_reduce_named_params", "need to be set at the same time"],
     ),
     "param hook": (
         small,
         {"param_to_hook_all_reduce": nn.Parameter(torch.ones(2))},
-        NotImplementedError,
-        ["param_to_hook_all_reduce"],
+        ValueError,
+        ["param_to_hook_all_reduce", "need to be set at the same time"],
+    ),
+    "delayed strangers": (
+        small,
+        {
+            "delay_all_reduce_named_params": [("a", nn.Parameter(torch.ones(1)))],
+            "param_to_hook_all_reduce": nn.Parameter(torch.ones(2)),
+        },
+        ValueError,
+        ["none of the wrapped module's: a"],
     ),
     "mixed precision": (
         small,

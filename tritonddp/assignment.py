@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -15,17 +16,25 @@ MIB = 1024 * 1024
 
 @dataclass(frozen=True)
 class BucketCaps:
-    """Size limits of buckets in bytes: the first ones in order, the last one for all others.
+    """Which parameters may share a bucket.
 
     A bucket closes when its size *reaches* its limit, as in stock DDP, so it overshoots by less
     than one parameter.
+
+    Attributes:
+        limits: sizes in bytes: of the first buckets in order, the last one for all others.
+        delayed: names of parameters that have a bucket of their own, of any size, after all others.
     """
 
     limits: tuple[int, ...]
+    delayed: frozenset[str] = frozenset()
 
     @classmethod
     def of(
-        cls, bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None
+        cls,
+        bucket_cap_mb: float | None,
+        bucket_cap_mb_list: Sequence[float] | None,
+        delayed: frozenset[str] = frozenset(),
     ) -> BucketCaps:
         """From the constructor's arguments, in MiB.
 
@@ -49,11 +58,14 @@ class BucketCaps:
                 raise TypeError(f"{what} must be a number of MiB, got {size!r}")
             if not 0 < size < float("inf"):
                 raise ValueError(f"{what} must be positive and finite, got {size!r} MiB")
-        return cls(tuple(max(1, int(size * MIB)) for size in sizes))
+        return cls(tuple(max(1, int(size * MIB)) for size in sizes), delayed)
 
     def limit(self, index: int) -> int:
         """Limit in bytes of bucket number ``index`` of its dtype and device."""
         return self.limits[min(index, len(self.limits) - 1)]
+
+
+UNLIMITED = BucketCaps((sys.maxsize,))
 
 
 def assign_buckets(

@@ -24,6 +24,7 @@ from tritonddp.construction import (
     process_group_of,
     refuse,
 )
+from tritonddp.delayed import Delay
 from tritonddp.join import Follower, announce_forward, is_joining, reduces_backward, refuse_inside
 from tritonddp.outputs import tensors_in
 from tritonddp.reducer import Reducer
@@ -63,8 +64,10 @@ class DistributedDataParallel(nn.Module, Follower):
         gradient_as_bucket_view: ``.grad`` are views of the buckets, which saves one copy of all
             gradients and their memory.
         static_graph: accepted; what it makes possible in stock DDP works here without it.
-        delay_all_reduce_named_params: not supported yet.
-        param_to_hook_all_reduce: not supported yet.
+        delay_all_reduce_named_params: parameters of the module, with any names, whose gradients are
+            sent after all others, in one bucket for each dtype and device.
+        param_to_hook_all_reduce: and not before this parameter's gradient is there, if a backward
+            reaches it. It may be any parameter.
         mixed_precision: not supported yet.
         device_mesh: a one-dimensional device mesh, instead of ``process_group``.
         skip_all_reduce_unused_params: buckets (but the first) none of whose parameters a backward
@@ -123,8 +126,6 @@ class DistributedDataParallel(nn.Module, Follower):
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         refuse(
-            delay_all_reduce_named_params=delay_all_reduce_named_params,
-            param_to_hook_all_reduce=param_to_hook_all_reduce,
             mixed_precision=mixed_precision,
             lazy_bucket_allocation=lazy_bucket_allocation,
         )
@@ -147,7 +148,10 @@ class DistributedDataParallel(nn.Module, Follower):
         try:
             check_module(module, params, gradient_as_bucket_view, _alive)
             self.device_ids, self.output_device = device_ids_of(device_ids, output_device, devices)
-            caps = BucketCaps.of(bucket_cap_mb, bucket_cap_mb_list)
+            delay = Delay.of(delay_all_reduce_named_params, param_to_hook_all_reduce, params)
+            caps = BucketCaps.of(
+                bucket_cap_mb, bucket_cap_mb_list, delay.names if delay else frozenset()
+            )
         except (RuntimeError, TypeError, ValueError) as error:
             if init_sync:  # the other ranks must not wait for this one
                 sendable = self.device if self.device_type == "cuda" else torch.device("cpu")
@@ -176,12 +180,13 @@ class DistributedDataParallel(nn.Module, Follower):
             os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
         )
         self._weight: Weight | None = None
+        self._delay_all_reduce_params = list(delay.params) if delay else []
         self._buffer_hook: BufferHook | None = None
         self._attendance = Attendance(self.process_group, self.device)
         self._roster = Roster(self, self.parameters_to_ignore, self.process_group)
         if init_sync:
             buffers = self._roster.buffers() if init_sync_buffers else []
-            options = {"bucket sizes": caps.limits}
+            options = {"bucket sizes": caps.limits, "delayed": sorted(caps.delayed)}
             verify_same(describe(params, buffers, options), self.process_group, self.device)
             self._broadcast([tensor.detach() for _, tensor in [*params, *buffers]])
         self.reducer = Reducer(
@@ -196,6 +201,7 @@ class DistributedDataParallel(nn.Module, Follower):
             # As in stock: a static graph may leave parameters unused.
             strict=find_unused_parameters is False and not static_graph,
             skip_unused=skip_all_reduce_unused_params,
+            delay_until=delay.until if delay else None,
         )
         _alive.add(self)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import Parameter
 
-from tritonddp.assignment import BucketCaps, assign_buckets
+from tritonddp.assignment import UNLIMITED, BucketCaps, assign_buckets
 from tritonddp.ballot import BYTES
 from tritonddp.bucket import Bucket
 from tritonddp.counters import Counters
@@ -110,4 +110,7 @@ class Placement:
 
 def _assign(named_params: Sequence[tuple[str, Tensor]], caps: BucketCaps) -> list[list[int]]:
     params = [param for _, param in named_params]
-    return assign_buckets(params, range(len(params)), caps)
+    is_delayed = [name in caps.delayed for name, _ in named_params]
+    first = [index for index, delayed in enumerate(is_delayed) if not delayed]
+    last = [index for index, delayed in enumerate(is_delayed) if delayed]
+    return assign_buckets(params, first, caps) + assign_buckets(params, last, UNLIMITED)

@@ -46,6 +46,7 @@ from tritonddp.ballot import (
 from tritonddp.bucket import Bucket, GradientError
 from tritonddp.comm.reduction import AllReduce, Reduction, Work
 from tritonddp.counters import Counters
+from tritonddp.delayed import Gate
 from tritonddp.on_request import reduce_at_once, take_part
 from tritonddp.outputs import Forward, Outputs
 from tritonddp.participation import Unannounced, accumulates, as_trainable
@@ -92,6 +93,7 @@ class Reducer:
         gradient_as_bucket_view: gradients live in the buckets.
         strict: an unused parameter is an error at the next forward.
         skip_unused: buckets without any used parameter are not sent.
+        delay_until: the parameter whose gradient delayed ones (see :class:`BucketCaps`) wait for.
 
     Attributes:
         counters: what was launched and sent so far.
@@ -112,6 +114,7 @@ class Reducer:
         gradient_as_bucket_view: bool = False,
         strict: bool = False,
         skip_unused: bool = False,
+        delay_until: Tensor | None = None,
     ) -> None:
         self.counters = Counters()
         self.on_backward: Callable[[Callable[[], None]], Callable[[], None]] | None = None
@@ -125,6 +128,8 @@ class Reducer:
         self._strict = strict
         self._skip_unused = skip_unused
         self._left_out: list[int] = []  # buckets that are not sent in this backward
+        self._caps = caps
+        self._gate = None if delay_until is None else Gate(delay_until, self)
         self._roll_call = RollCall(process_group)
         self._reduction: Reduction = AllReduce(process_group, self.counters, self._roll_call)
 
@@ -290,6 +295,9 @@ class Reducer:
         self._unfilled = [0] * len(self.buckets)
         for number, place in enumerate(self.placement.places):
             self._unfilled[place.bucket.index] += self._readiness.waits(number)
+        if self._gate is not None and self._gate.begin():
+            for index in self._delayed_buckets():
+                self._unfilled[index] += 1
         for index in self._left_out:
             for number in self.placement.places_of[index]:
                 self._filled[number] = True  # or a late gradient would wait for nothing
@@ -410,6 +418,17 @@ class Reducer:
             self._fill(number)
             self._unfilled[self.placement.places[number].bucket.index] -= 1
             self._launch_full()
+
+    def gate_opens(self) -> None:
+        """The gradient that delayed parameters wait for is there."""
+        if self._phase is Phase.REDUCING and self._end_is_queued() is not None:
+            with self._launching:
+                for index in self._delayed_buckets():
+                    self._unfilled[index] -= 1
+                self._launch_full()
+
+    def _delayed_buckets(self) -> list[int]:
+        return [each.index for each in self.buckets if each.names[0] in self._caps.delayed]
 
     def _fill(self, number: int) -> None:
         if self._creates_graph and torch.is_grad_enabled():
