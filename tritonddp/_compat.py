@@ -14,11 +14,14 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.utils import _to_kwargs
-from torch.nn.parallel.distributed import _BufferCommHookLocation
+from torch.nn.parallel.distributed import DistributedDataParallel, _BufferCommHookLocation
 from torch.utils import _pytree
 
 # An argument of stock's _register_buffer_comm_hook: users have stock's from where it is.
 BufferCommHookLocation = _BufferCommHookLocation
+
+# The class that dynamo asks, also where somebody has put another one in its place.
+_STOCK: Any = DistributedDataParallel
 
 
 def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -137,6 +140,21 @@ def throws_on_early_termination(joinable: Joinable) -> bool:
 def leave_join(joinable: Joinable) -> None:
     """Undo what ``Join`` has set: it does not itself, and each forward would go on telling."""
     joinable._join_config = type(joinable._join_config).construct_disabled_join_config()
+
+
+def active_wrapper() -> Any:
+    """The wrapper whose forward runs, torch's or ours."""
+    return _STOCK._get_active_ddp_module()
+
+
+def set_active_wrapper(wrapper: Any) -> Any:
+    """Let ``wrapper`` be the one whose forward runs, and return the one that was.
+
+    dynamo asks torch's own class for it while it compiles what the forward calls, and splits the
+    graph by the size of its buckets.
+    """
+    former, _STOCK._active_ddp_module = _STOCK._active_ddp_module, wrapper
+    return former
 
 
 def tree_leaves(tree: Any) -> list[Any]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import Parameter
 
 from tritonddp.assignment import BucketCaps
@@ -55,6 +56,8 @@ class Arrangement:
         self._order: list[int] | None = None  # that the next placement shall have
         self._structure = roster.structure  # that the last reduction had
         self._since_change = 0  # reductions since it changed
+        # Of the last reduction, where its buckets are gone.
+        self._flags: list[tuple[list[Parameter], Tensor]] | None = None
         # Registration order is roughly forward order, so its reverse is a guess at ready order.
         self.placement = self.place(roster.trainable[::-1], bucket_class)
 
@@ -81,8 +84,15 @@ class Arrangement:
 
     def reduction_begins(self) -> None:
         """(The ballots see to it that what changes here changes on all ranks alike.)"""
+        self._flags = None
         if self._roster.structure != self._structure:
             self._structure, self._since_change = self._roster.structure, 0
+
+    def flags(self) -> list[tuple[list[Parameter], Tensor]]:
+        """After a reduction: parameters, and on how many ranks it used each of them."""
+        if self._flags is not None:
+            return self._flags
+        return [(bucket.params, bucket.flat.flags) for bucket in self.placement.buckets]
 
     def agree_on_order(self, where: Callable[[], str], source_rank: int) -> list[int]:
         """At the end of the first reduced backward: all ranks take one rank's order of gradients.
@@ -122,6 +132,7 @@ class Arrangement:
         kept += self._roster.added
         if not kept or self.placement.fits(kept, self._caps):
             return None
+        self._flags = [(params, flags.clone()) for params, flags in self.flags()]
         number_of = {param: number for number, param in enumerate(self.placement.params)}
         with torch.no_grad():
             self.placement = self.place(kept, self._bucket_class, self.placement)

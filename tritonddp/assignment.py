@@ -28,6 +28,7 @@ class BucketCaps:
 
     limits: tuple[int, ...]
     delayed: frozenset[str] = frozenset()
+    is_list: bool = False  # they were given one by one
 
     @classmethod
     def of(
@@ -58,7 +59,8 @@ class BucketCaps:
                 raise TypeError(f"{what} must be a number of MiB, got {size!r}")
             if not 0 < size < float("inf"):
                 raise ValueError(f"{what} must be positive and finite, got {size!r} MiB")
-        return cls(tuple(max(1, int(size * MIB)) for size in sizes), delayed)
+        limits = tuple(max(1, int(size * MIB)) for size in sizes)
+        return cls(limits, delayed, is_list=bucket_cap_mb_list is not None)
 
     def limit(self, index: int) -> int:
         """Limit in bytes of bucket number ``index`` of its dtype and device."""

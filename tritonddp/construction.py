@@ -60,6 +60,16 @@ def process_group_of(
     return group
 
 
+def names_to_ignore(module: nn.Module) -> set[str]:
+    """Parameters and buffers of ``module`` that are none of this wrapper's business.
+
+    By the names that ``named_parameters`` gives them. Torch's recipe for the list joins the names
+    of module and parameter, which puts a dot before those of the outermost module.
+    """
+    names = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    return {name.removeprefix(".") for name in names}
+
+
 def check_module(
     module: nn.Module,
     params: Sequence[tuple[str, Tensor]],

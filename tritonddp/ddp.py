@@ -13,7 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tritonddp._compat import BufferCommHookLocation, move_inputs, preserve_version_counters
+from tritonddp._compat import (
+    BufferCommHookLocation,
+    leave_join,
+    move_inputs,
+    preserve_version_counters,
+)
 from tritonddp.assignment import MIB, BucketCaps
 from tritonddp.attendance import Attendance
 from tritonddp.comm.buffers import BufferHook, broadcast_coalesced
@@ -21,6 +26,7 @@ from tritonddp.construction import (
     buffer_sync,
     check_module,
     device_ids_of,
+    names_to_ignore,
     process_group_of,
     refuse,
 )
@@ -30,12 +36,13 @@ from tritonddp.outputs import tensors_in
 from tritonddp.reducer import Reducer
 from tritonddp.roll_call import RollCall
 from tritonddp.roster import Roster
+from tritonddp.stock_names import StockNames, warn_of_static_graph
 from tritonddp.verify import describe, describe_error, verify_same
 from tritonddp.view_bucket import ViewBucket
 from tritonddp.weighting import Weight
 
 
-class DistributedDataParallel(nn.Module, Follower):
+class DistributedDataParallel(StockNames, nn.Module, Follower):
     """Data parallelism by gradient averaging: a drop-in for torch's class of the same name.
 
     Wrap the same module on every rank, then train as with one process: during each ``backward()``
@@ -134,9 +141,7 @@ class DistributedDataParallel(nn.Module, Follower):
         self.process_group = process_group_of(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        self.parameters_to_ignore: set[str] = set(
-            getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-        )
+        self.parameters_to_ignore = names_to_ignore(module)
         params = [
             (name, param)
             for name, param in module.named_parameters()
@@ -172,67 +177,87 @@ class DistributedDataParallel(nn.Module, Follower):
             warnings.warn(
                 "`check_reduction` is deprecated and has no effect", FutureWarning, stacklevel=2
             )
+        if static_graph:
+            warn_of_static_graph(find_unused_parameters, stacklevel=2)
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self.broadcast_bucket_size = 250 * MIB
+        self._bucket_config = caps
+        self._init_sync = init_sync
         # Read by stock DDP too; the side stream overlaps input copies with compute.
         self.use_side_stream_for_tensor_copies = (
             os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
         )
-        self._weight: Weight | None = None
+        self._delay = delay
         self._delay_all_reduce_params = list(delay.params) if delay else []
         self._buffer_hook: BufferHook | None = None
-        self._attendance = Attendance(self.process_group, self.device)
-        self._roster = Roster(self, self.parameters_to_ignore, self.process_group)
+        self._enter_group()
         if init_sync:
             buffers = self._roster.buffers() if init_sync_buffers else []
             options = {"bucket sizes": caps.limits, "delayed": sorted(caps.delayed)}
             verify_same(describe(params, buffers, options), self.process_group, self.device)
             self._broadcast([tensor.detach() for _, tensor in [*params, *buffers]])
+        self._build_reducer()
+        self._roster.enroll()  # all ranks hold the same module
+
+    def _enter_group(self) -> None:
+        """Make what this rank knows of its process group, and of the module. No collective."""
+        self._weight: Weight | None = None
+        self._attendance = Attendance(self.process_group, self.device)
+        self._roster = Roster(self, self.parameters_to_ignore, self.process_group)
+
+    def _build_reducer(self) -> None:
+        """Make the reducer, from the options. No collective."""
         self.reducer = Reducer(
             self._roster,
             self.process_group,
-            caps,
+            self._bucket_config,
             self._attendance,
             should_sync=_asks(self, "_reduces_backward", False),
             weight=_asks(self, "_weight", None),
-            broadcast=_asks(self, "_broadcast", None) if init_sync else lambda: None,
-            gradient_as_bucket_view=gradient_as_bucket_view,
+            broadcast=_asks(self, "_broadcast", None) if self._init_sync else lambda: None,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
             # As in stock: a static graph may leave parameters unused.
-            strict=find_unused_parameters is False and not static_graph,
-            skip_unused=skip_all_reduce_unused_params,
-            delay_until=delay.until if delay else None,
+            strict=self.find_unused_parameters is False and not self.static_graph,
+            skip_unused=self.skip_all_reduce_unused_params,
+            delay_until=self._delay.until if self._delay else None,
         )
         _alive.add(self)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, with inputs moved to its device if ``device_ids`` was given."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
-            self.reducer.prepare_for_forward()
-            if is_joining(self):
-                announce_forward(self)
-            sync_buffers = self.forward_sync_buffers and self.require_forward_param_sync
-            sync_last = self._buffer_hook is not None and self._buffer_hook.is_after_forward
-            if sync_buffers and not sync_last:
-                self._sync_buffers()
-            if self.device_ids:
-                inputs, kwargs = move_inputs(
-                    inputs,
-                    kwargs,
-                    torch.device(self.device_type, self.device_ids[0]),
-                    self.use_side_stream_for_tensor_copies,
-                )
-            output = self.module(*inputs, **kwargs)
-            if sync_buffers and sync_last:
-                self._sync_buffers()
-            if torch.is_grad_enabled():
-                self.reducer.watch(tensors_in(output))
-            # As in stock: after a forward that will not be synchronised, the next one need not
-            # synchronise buffers, because nothing could have made ranks differ in between.
-            self.require_forward_param_sync = (
-                torch.is_grad_enabled() and self.require_backward_grad_sync
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            with self._inside_ddp_forward():
+                output = self.module(*inputs, **kwargs)
+            return self._post_forward(output)
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """All that is done before the module runs; returns the inputs on its device."""
+        self.reducer.prepare_for_forward()
+        if is_joining(self):
+            announce_forward(self)
+        self._sync_buffers_if_due(after_forward=False)
+        if self.device_ids:
+            inputs, kwargs = move_inputs(
+                inputs,
+                kwargs,
+                torch.device(self.device_type, self.device_ids[0]),
+                self.use_side_stream_for_tensor_copies,
             )
-            return output
+        return inputs, kwargs
+
+    def _post_forward(self, output: Any) -> Any:
+        """All that is done with what the module has returned; returns it."""
+        self._sync_buffers_if_due(after_forward=True)
+        if torch.is_grad_enabled():
+            self.reducer.watch(tensors_in(output))
+        # As in stock: after a forward that will not be synchronised, the next one need not
+        # synchronise buffers, because nothing could have made ranks differ in between.
+        self.require_forward_param_sync = (
+            torch.is_grad_enabled() and self.require_backward_grad_sync
+        )
+        return output
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -429,10 +454,47 @@ class DistributedDataParallel(nn.Module, Follower):
         self.forward_sync_buffers = value
 
     def __getstate__(self) -> dict[str, Any]:
-        raise NotImplementedError(
-            "a wrapped module cannot be copied or pickled yet: copy or save its .module, and wrap "
-            "that again"
-        )
+        """Everything but what belongs to the process group.
+
+        Raises:
+            RuntimeError: the process group is not the default one, which alone is there again
+                when the state is loaded.
+        """
+        self._check_default_group()
+        attributes = self.__dict__.items()
+        return {name: value for name, value in attributes if name not in _OF_THE_GROUP}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        leave_join(self)
+        self.process_group = process_group_of(None, None)
+        self._enter_group()
+        self._build_reducer()
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Average over other ranks from now on, for training whose ranks come and go.
+
+        No rank is waited for. What was accumulated under :meth:`no_sync` stays in ``.grad``, and
+        the order of gradients is observed anew.
+
+        Args:
+            new_process_group: as on all of its ranks. A rank that is not in it gives what
+                ``torch.distributed.new_group`` returned there, and begins anew in its old group.
+        """
+        self.reducer._remove_autograd_hooks()
+        if isinstance(new_process_group, dist.ProcessGroup):
+            self.process_group = new_process_group
+        self._enter_group()
+        self._build_reducer()
+
+    def _sync_buffers_if_due(self, after_forward: bool) -> None:
+        hook_is_last = self._buffer_hook is not None and self._buffer_hook.is_after_forward
+        if (
+            hook_is_last is after_forward
+            and self.forward_sync_buffers
+            and self.require_forward_param_sync
+        ):
+            self._sync_buffers()
 
     def _sync_buffers(self) -> None:
         named_buffers = dict(self._roster.buffers())
@@ -479,6 +541,9 @@ class DistributedDataParallel(nn.Module, Follower):
                 self.broadcast_bucket_size,
             )
 
+
+# What is made anew for a process group, and the group itself.
+_OF_THE_GROUP = frozenset({"process_group", "reducer", "_attendance", "_roster", "_weight"})
 
 _alive: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 

@@ -107,3 +107,27 @@ class Unannounced:
         """Parameter ``i`` was ``former[i]`` until now, or is new."""
         self._came = {new for new, old in enumerate(former) if old in self._came}
         self._stayed_away = {new for new, old in enumerate(former) if old in self._stayed_away}
+
+
+class Constancy:
+    """Whether every reduced backward so far has reached the same parameters on this rank.
+
+    Attributes:
+        missing: numbers of those that the last one has not reached.
+        is_static: none reached others.
+    """
+
+    def __init__(self) -> None:
+        self.missing: set[int] | None = None
+        self.is_static = True
+
+    def see(self, missing: set[int]) -> None:
+        """A backward begins that will not reach these."""
+        if self.missing is not None and missing != self.missing:
+            self.is_static = False
+        self.missing = missing
+
+    def renumber(self, former: Sequence[int | None]) -> None:
+        """Parameter ``i`` was ``former[i]`` until now, or is new."""
+        if self.missing:
+            self.missing = {new for new, old in enumerate(former) if old in self.missing}

@@ -49,12 +49,14 @@ from tritonddp.counters import Counters
 from tritonddp.delayed import Gate
 from tritonddp.on_request import reduce_at_once, take_part
 from tritonddp.outputs import Forward, Outputs
-from tritonddp.participation import Unannounced, accumulates, as_trainable
+from tritonddp.participation import Constancy, Unannounced, accumulates, as_trainable
 from tritonddp.placement import Placement
 from tritonddp.readiness import Readiness
 from tritonddp.roll_call import RollCall
 from tritonddp.roster import Roster, structure_of
 from tritonddp.skipping import unused_buckets
+from tritonddp.stock_names import StockReducerNames
+from tritonddp.unused import unused_error
 from tritonddp.view_bucket import ViewBucket
 from tritonddp.weighting import Weight, Window
 
@@ -76,9 +78,10 @@ class Phase(enum.Enum):
     LOCAL = "a backward runs that only accumulates (no_sync)"
     OBSERVING = "the first reduced backward runs: note the order of gradients, launch at its end"
     REDUCING = "a backward runs, buckets are launched as they fill"
+    DETACHED = "hooks were removed: no backward is noticed any more"
 
 
-class Reducer:
+class Reducer(StockReducerNames):
     """Reduces the gradients of a module over ``process_group`` during each backward.
 
     Args:
@@ -97,6 +100,7 @@ class Reducer:
 
     Attributes:
         counters: what was launched and sent so far.
+        forwards: how many began so far, with gradients.
         arrangement: which buckets there are.
         on_backward: for a trace, else ``None``: called when a backward begins, with what is to
             run at its end; returns what runs instead.
@@ -117,9 +121,9 @@ class Reducer:
         delay_until: Tensor | None = None,
     ) -> None:
         self.counters = Counters()
+        self.forwards = 0
         self.on_backward: Callable[[Callable[[], None]], Callable[[], None]] | None = None
         self._roster = roster
-        roster.enroll()
         self._group = process_group
         self._attendance = attendance
         self._should_sync = should_sync
@@ -152,6 +156,7 @@ class Reducer:
         self._used: list[bool] = []
         self._used_earlier: list[bool] = []
         self._unannounced = Unannounced()
+        self._constancy = Constancy()
         bucket_class = ViewBucket if gradient_as_bucket_view else Bucket
         self.arrangement = Arrangement(
             roster, process_group, caps, bucket_class, self.counters, self._roll_call
@@ -185,20 +190,23 @@ class Reducer:
         Raises:
             NotImplementedError: a parameter was added that cannot be reduced, or an optimizer steps
                 in the backward.
-            RuntimeError: in strict mode, the last backward left parameters unused; or the ranks
-                did not reduce the same (on a GPU, where the backward itself does not wait for
-                the answer).
+            RuntimeError: in strict mode, with gradients, the last backward left parameters unused;
+                or the ranks did not reduce the same (on a GPU, where the backward itself does not
+                wait for the answer).
         """
+        if self._phase is Phase.DETACHED:
+            return
         self._recover_all()
         self._settle()
         self._wait_post_backward()
         if self.arrangement.is_provisional:
             self._roster.check_optimizers(self._where)
         if torch.is_grad_enabled():
+            self.forwards += 1
             self._look()
-        if self._unused_error is not None:
-            message, self._unused_error = self._unused_error, None
-            raise RuntimeError(message)
+            if self._unused_error is not None:
+                message, self._unused_error = self._unused_error, None
+                raise RuntimeError(message)
 
     def _look(self) -> None:
         """See what has become of the parameters."""
@@ -235,9 +243,47 @@ class Reducer:
             futures, self._post_backward = self._post_backward, []
             torch.futures.wait_all(futures)
 
-    def _rebuild_buckets(self) -> bool:
-        """Buckets are rebuilt at the end of a backward, never here."""
-        return False
+    def _set_static_graph(self) -> None:
+        """Parameters may be unused.
+
+        Raises:
+            RuntimeError: a forward has run already.
+        """
+        if self.forwards:
+            raise RuntimeError(
+                f"{self._where()}: set_static_graph() should be called before training loop starts "
+                "and after DistributedDataParallel is constructed. Or wrap with static_graph=True."
+            )
+        self._strict = False
+
+    def _ddp_graph_static(self) -> bool:
+        """Whether all reduced backwards have reached the same parameters of this rank."""
+        return self._constancy.is_static
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise what the next forward would raise, or make up for.
+
+        Raises:
+            RuntimeError: the last backward has not come to its end, or has left parameters unused
+                in strict mode.
+        """
+        if self._phase not in (Phase.IDLE, Phase.DETACHED):
+            runs = self._end_is_queued() is not None
+            raise RuntimeError(
+                "Expected to have finished reduction in the prior iteration before starting a new "
+                f"one. {self._where()}: a backward {'still runs' if runs else 'broke off'}. The "
+                "next forward takes care of what it has left."
+            )
+        if self._unused_error is not None:
+            raise RuntimeError(self._unused_error)
+
+    def _remove_autograd_hooks(self) -> None:
+        """Let go of the parameters for good, without waiting for any other rank."""
+        self._phase = Phase.DETACHED
+        self._readiness.remove()
+        _remove_all(self._hooks_of_added)
+        self._in_flight.clear()
+        _reducers[self._group].discard(self)
 
     # Start of backward
 
@@ -246,6 +292,8 @@ class Reducer:
         if self._phase is not Phase.IDLE and self._end_is_queued() is not None:
             if forward is not None and self._phase is not Phase.LOCAL:
                 forward.reached = True
+            return
+        if self._phase is Phase.DETACHED:
             return
         self._recover_all()
         reached = self._readiness.participation.query()
@@ -259,6 +307,9 @@ class Reducer:
         reduced, weight = self._should_sync(), self._weight()
         if self._skip_unused:
             self._left_out = self._unused_buckets(reached, missing)
+        if reduced:
+            self._roster.enroll()
+            self._constancy.see(missing)
         try:
             self._window.open(
                 self._all_params,
@@ -470,6 +521,8 @@ class Reducer:
         if self._creates_graph and torch.is_grad_enabled():
             with torch.no_grad():
                 return self._end()
+        if self._phase is Phase.DETACHED:
+            return
         if self._phase is Phase.LOCAL:
             self._window.close(self._all_params())
             self._phase = Phase.IDLE
@@ -518,7 +571,7 @@ class Reducer:
         The other ranks will issue, or have issued, all collectives of that step. This rank takes
         part in those it has not launched yet, with NaN, so that the next step starts in step.
         """
-        if self._phase is Phase.IDLE or self._end_is_queued() is not None:
+        if self._phase in (Phase.IDLE, Phase.DETACHED) or self._end_is_queued() is not None:
             return
         if self._phase is Phase.LOCAL:
             self._phase = Phase.IDLE
@@ -582,12 +635,9 @@ class Reducer:
             if param in trainable and (not used or param.grad is None)
         ]
         if unused:
-            self._unused_error = (
-                "Expected to have finished reduction in the prior iteration before starting a new "
-                f"one: {self._where()} left {len(unused)} parameters without a gradient: "
-                f"{', '.join(unused[:10])}{', ...' if len(unused) > 10 else ''}. They were unused "
-                "in producing the loss, and find_unused_parameters=False makes this an error. "
-                "Leave find_unused_parameters at its default to allow it."
+            index_of = {name: index for index, (name, _) in enumerate(self._roster.trainable)}
+            self._unused_error = unused_error(
+                self._where(), self._group.rank(), {name: index_of[name] for name in unused}
             )
 
     def _where(self) -> str:
@@ -649,6 +699,7 @@ class Reducer:
                 own beside ``weight``.
         """
         self._prepare_for_request()
+        self._roster.enroll()
         self._look()
         self._window.clear_if_dropped()
         if weight is not None and self._window.weight is not None:
@@ -722,6 +773,7 @@ class Reducer:
         former = self.arrangement.renew()
         if former is not None:
             self._unannounced.renumber(former)
+            self._constancy.renumber(former)
             earlier = self._used_earlier
             self._count_anew()
             # (Where a backward was reduced, it ends the window.)

@@ -62,9 +62,15 @@ class Roster:
         self.agreed()
 
     def enroll(self) -> None:
-        """All ranks hold the same module: number its wrapper, alike on all of them."""
-        self.number = _wrappers.get(self._group, 0)
-        _wrappers[self._group] = self.number + 1
+        """All ranks hold the same module: number its wrapper, alike on all of them.
+
+        Once, and no later than in its first reduction. One that was loaded or copied is not
+        numbered before that: perhaps only one rank has it, to look at or to save.
+        """
+        if self.number < 0:
+            self.number = _wrappers.get(self._group, 0)
+            _wrappers[self._group] = self.number + 1
+            self._sort()
 
     def place(self, names: Sequence[str], params: Sequence[Tensor]) -> None:
         """These parameters, and no others, are in buckets now."""

@@ -9,6 +9,9 @@ from __future__ import annotations
 PASSES = "passes"
 
 _PASSES = """
+    test_DistributedDataParallel
+    test_DistributedDataParallelCPU
+    test_DistributedDataParallelCPU_grad_is_view
     test_DistributedDataParallel_non_default_stream
     test_DistributedDataParallel_requires_grad
     test_DistributedDataParallel_with_amp_and_grad_is_view
@@ -18,12 +21,17 @@ _PASSES = """
     test_ddp_broadcast_buffer
     test_ddp_broadcast_buffer_via_hook
     test_ddp_broadcast_buffers_deprecation_warning
+    test_ddp_bucket_cap_mb_list
     test_ddp_buffer_hook_allreduce
     test_ddp_buffer_hook_allreduce_return_future
+    test_ddp_build_debug_param_to_name_mapping
+    test_ddp_build_debug_param_to_name_mapping_requires_grad
     test_ddp_compile_static_graph
     test_ddp_create_graph
+    test_ddp_device_mesh_initialization
     test_ddp_forward_backward_hook
     test_ddp_grad_div_uneven_inputs
+    test_ddp_ignore_params_arg
     test_ddp_init_sync_buffers_with_forward_sync_buffers_false
     test_ddp_join_model_equivalence
     test_ddp_join_respects_forward_sync_buffers_false
@@ -32,13 +40,17 @@ _PASSES = """
     test_ddp_namedtuple
     test_ddp_new_tensor_in_fwd
     test_ddp_new_tensor_in_fwd_static_graph
+    test_ddp_remove_autograd_hooks
     test_ddp_returns_tensor_with_no_grad
     test_ddp_shared_grad_acc_unused_params
+    test_ddp_sink_noclone
     test_ddp_static_graph_nested_types
     test_ddp_sync_module_states
     test_ddp_uneven_input_exception
     test_ddp_uneven_input_join_disable
     test_ddp_zero_output_features
+    test_detect_ddp_is_actually_static
+    test_get_data_parallel_params
     test_grads_same_across_ranks_with_no_sync
     test_output_unused_in_loss_dict_module
     test_output_unused_in_loss_tuple_module
@@ -66,11 +78,6 @@ _NOT_YET = {
     "not yet: skip_all_reduce_unused_params": """
         test_skip_all_reduce_unused_parameters
     """,
-    "not yet: pickling": """
-        test_DistributedDataParallel
-        test_DistributedDataParallelCPU
-        test_DistributedDataParallelCPU_grad_is_view
-    """,
     "not yet: optimizers in backward": """
         test_ddp_apply_optim_in_backward
         test_ddp_apply_optim_in_backward_grad_as_bucket_view_false
@@ -89,10 +96,6 @@ _NOT_YET = {
     "not yet: comm hooks and logging data, under join": """
         test_ddp_uneven_inputs
     """,
-    "not yet: _set_params_and_buffers_to_ignore_for_model": """
-        test_ddp_ignore_params_arg
-        test_get_data_parallel_params
-    """,
     "not yet: static_graph=True allows unused parameters beside find_unused_parameters=False": """
         test_different_graph_across_ranks
     """,
@@ -103,27 +106,8 @@ _NOT_YET = {
         test_ddp_control_flow_different_across_ranks
         test_ddp_control_flow_same_across_ranks
     """,
-    "not yet: reducer._ddp_graph_static": """
-        test_detect_ddp_is_actually_static
-    """,
     "not yet: _set_static_graph": """
         test_static_graph_api_cpu
-    """,
-    "not yet: _remove_autograd_hooks": """
-        test_ddp_remove_autograd_hooks
-    """,
-    "not yet: _set_ddp_sink_clone": """
-        test_ddp_sink_noclone
-    """,
-    "not yet: _build_params_for_reducer, _build_debug_param_to_name_mapping": """
-        test_ddp_build_debug_param_to_name_mapping
-        test_ddp_build_debug_param_to_name_mapping_requires_grad
-    """,
-    "not yet: bucket_bytes_cap_list": """
-        test_ddp_bucket_cap_mb_list
-    """,
-    "not yet: stock's kind of error (RuntimeError) for wrong meshes": """
-        test_ddp_device_mesh_initialization
     """,
 }
 
