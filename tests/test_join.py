@@ -476,22 +476,52 @@ def test_a_backward_that_one_rank_skips_is_an_error_on_every_rank() -> None:
 
 
 @ranks(2)
-def test_parameters_that_change_after_a_rank_has_left_are_an_error_on_every_rank() -> None:
-    def freeze(module: Any) -> None:
-        module.last.bias.requires_grad_(False)
-
-    def add(module: Any) -> None:
-        module.layers[0].register_parameter("scale", nn.Parameter(torch.ones(4).double()))
-
+def test_parameters_added_after_a_rank_has_left_are_an_error_on_every_rank() -> None:
     rank = dist.get_rank()
-    for change, words in [(freeze, "last.bias.*frozen"), (add, "layers.0.scale.*none of this")]:
-        ddp = DistributedDataParallel(net())
-        error = rf"(?s)DDP expects same model.*{words}"
-        with pytest.raises(RuntimeError, match=error), ddp.join():  # noqa: PT012
-            for step in range(3 if rank else 1):
-                if step == 1:
-                    change(ddp.module)
-                loss_of(ddp, rank, step).backward()
+    ddp = DistributedDataParallel(net())
+    error = "(?s)DDP expects same model.*layers.0.scale.*none of this name"
+    with pytest.raises(RuntimeError, match=error), ddp.join():  # noqa: PT012
+        for step in range(3 if rank else 1):
+            if step == 1:
+                scale = nn.Parameter(torch.ones(4).double())
+                ddp.module.layers[0].register_parameter("scale", scale)
+            loss_of(ddp, rank, step).backward()
+
+
+@VIEW
+@ranks(3)
+def test_parameters_frozen_and_unfrozen_after_a_rank_has_left_are_followed(view: bool) -> None:
+    """Also when they leave their buckets, and when they had been in none."""
+    rank, count = dist.get_rank(), (0, 25, 3)[dist.get_rank()]
+    model = net()
+    model.layers[0].requires_grad_(False)
+    model.never.requires_grad_(False)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4, gradient_as_bucket_view=view)
+    names = [tuple(ddp.reducer.placement.names)]
+    trained = 0
+    with ddp.join():
+        for step in range(count):
+            if step == 2:
+                model.last.requires_grad_(False)
+                model.layers[0].requires_grad_(True)
+            if step == 20:
+                model.last.requires_grad_(True)
+            ddp.zero_grad()
+            loss_of(ddp, rank, step).backward()
+            trained += model.layers[0].weight.grad is not None
+            if step > 2:  # each other rank counts as zero
+                assert (model.last.weight.grad is not None) == (step >= 20)
+            names.append(tuple(ddp.reducer.placement.names))
+    assert rank == 0 or trained
+    assert rank != 1 or len(set(names)) == 5, names
+    assert len(set(gather(names[-1] if count > 3 else tuple(ddp.reducer.placement.names)))) == 1
+    required = [param.requires_grad for param in model.parameters()]
+    assert gather(required) == [[*required[:-2], False, False]] * 3
+    assert_same_on_all_ranks(list(model.state_dict().values()))
+    for step in range(2):
+        ddp.zero_grad()
+        loss_of(ddp, rank, step).backward()
+        assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
 
 
 @VIEW

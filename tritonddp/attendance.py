@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from tritonddp.roll_call import RollCall
 
@@ -20,6 +19,8 @@ class Attendance:
     Ranks that have run out of inputs hear which collectives the others will make, so that they can
     make them too. Outside of ``Join`` nothing is told.
 
+    The host waits for the answer, on a GPU too, as stock DDP does where there are buffers.
+
     Args:
         process_group: the ranks.
         device: of what is sent.
@@ -30,88 +31,74 @@ class Attendance:
             since then.
         mean_over_present: gradients that have no weight are averaged over the ranks that still
             have inputs, not over all.
+        source_rank: whose buffers, and whose order of gradients, all ranks take over. Rank 0
+            outside of ``Join``; inside it, as in stock, the highest that has inputs.
+        syncs_buffers: any rank wants module buffers to be synchronised.
+        differs: not all ranks train the same parameters.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = process_group
         self._device = device
-        self.is_open = False
-        self.is_due = False
-        self.mean_over_present = False
-        self._unread: Tensor | None = None
-        self._said: list[int] = []
-
-    def tell(self, where: str, reduces: bool, syncs_buffers: bool) -> None:
-        """Say that this rank has inputs, and what its forward and backward will send.
-
-        Raises:
-            RuntimeError: the ranks are about to do different things (on a GPU the next call of a
-                method here tells).
-        """
-        self.is_open = True
-        self.read()
-        self._exchange(where, _PRESENT + _REDUCES * reduces + _SYNCS_BUFFERS * syncs_buffers)
-        if self._device.type == "cpu":
-            self.read()
-        self.is_due = reduces
-
-    def listen(self, where: str) -> tuple[bool, bool]:
-        """Say that this rank has no inputs any more. What do the others do?
-
-        Returns:
-            whether they reduce the gradients of a backward, and whether they synchronise buffers
-            before it.
-        """
-        self._exchange(where, 0)
-        return any(each & _REDUCES for each in self.read()), self.syncs_buffers
-
-    def agree_on_last(self, where: str, is_last: bool) -> int:
-        """All ranks have run out of inputs: the highest of those that did so last."""
-        self._exchange(where, _PRESENT * is_last)
-        return self.source_rank
+        self.leave()
 
     def leave(self) -> None:
         """The context has been left."""
         self.is_open = self.is_due = self.mean_over_present = False
-        self._unread, self._said = None, []
+        self.source_rank = 0
+        self.syncs_buffers = self.differs = False
 
-    @property
-    def syncs_buffers(self) -> bool:
-        """Whether any rank wants module buffers to be synchronised."""
-        return any(each & _SYNCS_BUFFERS for each in self.read())
+    def tell(self, where: str, structure: bytes, reduces: bool, syncs_buffers: bool) -> None:
+        """Say that this rank has inputs, and what its forward and backward will send.
 
-    @property
-    def source_rank(self) -> int:
-        """Whose buffers, and whose order of gradients, all ranks take over.
-
-        Rank 0 is as good as any, as long as it trains; otherwise, as in stock, the highest one
-        that does.
-        """
-        return max((rank for rank, said in enumerate(self.read()) if said), default=0)
-
-    def _exchange(self, where: str, mine: int) -> None:
-        said = torch.zeros(self._group.size(), dtype=torch.int32, device=self._device)
-        said[self._group.rank()] = mine
-        with RollCall(self._group).naming(where, "announcement of a forward inside join()"):
-            dist.all_reduce(said, group=self._group)
-        self._unread = said
-
-    def read(self) -> list[int]:
-        """What all ranks have said. On a GPU the host waits for it here.
+        Args:
+            where: this rank's place, for errors.
+            structure: hash of what it trains.
+            reduces: whether the backward is reduced.
+            syncs_buffers: whether the forward synchronises module buffers.
 
         Raises:
-            RuntimeError: those that have inputs are about to do different things.
+            RuntimeError: the ranks are about to do different things.
         """
-        if self._unread is not None:
-            self._said, self._unread = self._unread.tolist(), None
-            if len({each & _REDUCES for each in self._said if each}) > 1:
-                self.is_due = False
-                raise RuntimeError(
-                    f"rank {self._group.rank()}: inside join() ranks must agree on which "
-                    f"forwards have a backward that is reduced. This one: {_in_words(self._said)}. "
-                    "Run the same forwards under no_sync() or torch.no_grad() on every rank"
-                )
-        return self._said
+        self.is_open = True
+        said = _PRESENT + _REDUCES * reduces + _SYNCS_BUFFERS * syncs_buffers
+        self.is_due = self._exchange(where, said, structure)
+
+    def listen(self, where: str, structure: bytes) -> bool:
+        """Say that this rank has no inputs any more.
+
+        Returns:
+            whether the others reduce the gradients of a backward.
+
+        Raises:
+            RuntimeError: they are about to do different things.
+        """
+        return self._exchange(where, 0, structure)
+
+    def agree_on_last(self, where: str, is_last: bool) -> None:
+        """All ranks have run out of inputs: those that did so last are the source."""
+        self._exchange(where, _PRESENT * is_last, b"")
+
+    def _exchange(self, where: str, mine: int, structure: bytes) -> bool:
+        rank = self._group.rank()
+        message = torch.zeros(self._group.size(), 2, dtype=torch.int32)
+        message[rank, 0], message[rank, 1] = mine, int.from_bytes(structure, "little")
+        message = message.to(self._device)
+        with RollCall(self._group).naming(where, "announcement of a forward inside join()"):
+            dist.all_reduce(message, group=self._group)
+        said, structures = message.T.tolist()
+        present = [number for number, each in enumerate(said) if each]
+        self.source_rank = max(present, default=0)
+        self.syncs_buffers = any(each & _SYNCS_BUFFERS for each in said)
+        self.differs = len(set(structures)) > 1
+        reduces = {said[number] & _REDUCES for number in present}
+        if len(reduces) > 1:
+            raise RuntimeError(
+                f"rank {rank}: inside join() ranks must agree on which forwards have a backward "
+                f"that is reduced. This one: {_in_words(said)}. Run the same forwards under "
+                "no_sync() or torch.no_grad() on every rank"
+            )
+        return reduces == {_REDUCES}
 
 
 def _in_words(said: list[int]) -> str:

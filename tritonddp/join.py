@@ -14,6 +14,7 @@ collective of its own. When none has inputs any more, all get the model of one t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,6 +26,7 @@ from torch.nn import Parameter
 
 from tritonddp._compat import joins, leave_join, throws_on_early_termination
 from tritonddp.ballot import Source
+from tritonddp.roll_call import RollCall
 from tritonddp.verify import describe, verify_same
 
 if TYPE_CHECKING:
@@ -157,18 +159,23 @@ class FollowingHook(JoinHook):
         """Make the collectives of one forward and, if it is reduced, of its backward."""
         ddp = self._ddp
         ddp.reducer.prepare_to_follow()
-        for param in ddp.reducer.params:
+        reduces = ddp._attendance.listen(_where(ddp), ddp.reducer.structure)
+        if ddp._attendance.differs:
+            _train_the_same(ddp, is_present=False)
+        self._set_gradients_aside()
+        if ddp._attendance.syncs_buffers:
+            ddp._sync_buffers()
+        ddp.require_forward_param_sync = reduces  # as on the ranks whose forward this is
+        if reduces:
+            ddp.reducer.follow(Source.JOINED)
+
+    def _set_gradients_aside(self) -> None:
+        for param in self._ddp.reducer.params:
             if param not in self._own:
                 # A copy: what lies in a bucket is about to be overwritten.
                 grad = param.grad
                 self._own[param] = None if grad is None else grad.detach().clone()
             param.grad = None
-        reduces, syncs_buffers = ddp._attendance.listen(_where(ddp))
-        if syncs_buffers:
-            ddp._sync_buffers()
-        ddp.require_forward_param_sync = reduces  # as on the ranks whose forward this is
-        if reduces:
-            ddp.reducer.follow(Source.JOINED)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take the model over from the rank that left last, of several from the highest.
@@ -180,13 +187,13 @@ class FollowingHook(JoinHook):
         ddp.reducer.prepare_to_follow()
         for param, grad in self._own.items():
             param.grad = grad
-        ddp._authoritative_rank = ddp._attendance.agree_on_last(_where(ddp), is_last_joiner)
+        ddp._attendance.agree_on_last(_where(ddp), is_last_joiner)
+        ddp._authoritative_rank = ddp._attendance.source_rank
         params, buffers = ddp.reducer.held()
         if not ddp.forward_sync_buffers:
             buffers = []
-        held = [(name, tensor.detach()) for name, tensor in [*params, *buffers]]
-        verify_same(describe(held, [], {}), ddp.process_group, ddp.device)
-        ddp._broadcast([tensor for _, tensor in held])
+        _verify_held(ddp, [*params, *buffers])
+        ddp._broadcast([tensor.detach() for _, tensor in [*params, *buffers]])
         _leave(ddp)
 
 
@@ -208,11 +215,14 @@ def announce_forward(ddp: DistributedDataParallel) -> None:
     notified = Join.notify_join_context(ddp)
     attendance.tell(
         _where(ddp),
+        ddp.reducer.structure,
         reduces=torch.is_grad_enabled() and ddp.require_backward_grad_sync,
         syncs_buffers=ddp.will_sync_module_buffers(),
     )
     if notified is not None:
         notified.wait()
+    if attendance.differs:
+        _train_the_same(ddp, is_present=True)
     if ddp.forward_sync_buffers and ddp.reducer.held()[1]:
         ddp.require_forward_param_sync = attendance.syncs_buffers
 
@@ -250,6 +260,32 @@ def _make_up(ddp: DistributedDataParallel) -> None:
     """If no backward has followed the last forward: the ranks without inputs wait for it."""
     if ddp._attendance.is_due:
         ddp.reducer.follow(Source.SKIPPED)
+
+
+def _train_the_same(ddp: DistributedDataParallel, is_present: bool) -> None:
+    """Loops freeze and unfreeze parameters; a rank that has left its loop follows the others.
+
+    Raises:
+        RuntimeError: on every rank, if they do not hold the same parameters.
+    """
+    params = ddp.reducer.held()[0]
+    _verify_held(ddp, params)
+    required = torch.tensor(
+        [param.requires_grad for _, param in params], dtype=torch.uint8, device=ddp.device
+    )
+    source_rank = ddp._attendance.source_rank
+    with RollCall(ddp.process_group).naming(_where(ddp), "broadcast of what is frozen"):
+        dist.broadcast(required, group=ddp.process_group, group_src=source_rank)
+    if not is_present:
+        for (_, param), trains in zip(params, required.tolist(), strict=True):
+            param.requires_grad_(bool(trains))
+        ddp.reducer.prepare_to_follow()
+
+
+def _verify_held(ddp: DistributedDataParallel, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Do all ranks hold the same tensors, trainable or not?"""
+    held = [(name, tensor.detach()) for name, tensor in named_tensors]
+    verify_same(describe(held, [], {}), ddp.process_group, ddp.device)
 
 
 def _leave(ddp: DistributedDataParallel) -> None:

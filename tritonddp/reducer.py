@@ -173,6 +173,11 @@ class Reducer(StockReducerNames):
         """All whose gradients are reduced."""
         return self._all_params()
 
+    @property
+    def structure(self) -> bytes:
+        """A hash of what is trained, which should be alike on all ranks."""
+        return self._roster.structure
+
     def held(self) -> tuple[list[tuple[str, Parameter]], list[tuple[str, Tensor]]]:
         """Parameters and buffers that should be alike on all ranks, trainable or not."""
         return self._roster.params, self._roster.buffers()
