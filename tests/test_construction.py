@@ -490,17 +490,3 @@ def test_wrappers_that_share_a_parameter_cannot_both_own_its_gradient() -> None:
         sum(each(torch.ones(1, 2)).sum() for each in both).backward()
         torch.testing.assert_close(first.weight.grad, torch.full((2, 2), 2.0))
         first.zero_grad()
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@ranks(2)
-def test_an_optimizer_in_the_backward_is_refused_at_the_first_forward(when: str) -> None:
-    """It would step with the gradients of this rank alone."""
-    from torch.distributed.optim import _apply_optimizer_in_backward  # says much on import
-
-    module = small()
-    ddp = DistributedDataParallel(module) if when == "after" else None
-    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
-    ddp = ddp or DistributedDataParallel(module)
-    with pytest.raises(NotImplementedError, match=r"rank \d, step 0: .*0.weight"):
-        ddp(torch.ones(2, 3))

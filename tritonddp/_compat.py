@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.algorithms.join import Joinable
@@ -38,12 +39,58 @@ def foreach_zero_(tensors: Sequence[Tensor]) -> None:
     torch._foreach_zero_(tensors)  # type: ignore[arg-type]
 
 
-def has_optimizer_in_backward(param: Tensor) -> bool:
-    """Whether ``torch.distributed.optim._apply_optimizer_in_backward`` was called for ``param``.
+def future_types() -> tuple[type, ...]:
+    """What a communication hook may return: ``Work.get_future()`` gives the C++ class itself."""
+    return (torch._C.Future,)
 
-    Stock DDP asks the same attribute.
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Which backend of ``group`` serves ``device``: ``"gloo"``, ``"nccl"``.
+
+    The public ``get_backend`` knows a group by one name, also where it has several backends.
     """
-    return bool(getattr(param, "_in_backward_optimizers", ()))
+    return group._get_backend(device).name()
+
+
+def hooks_of_one_collective() -> tuple[Callable[..., Any], ...]:
+    """Communication hooks of torch that issue at most one collective, when they are called."""
+    from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
+
+    return (
+        default_hooks.allreduce_hook,
+        default_hooks.fp16_compress_hook,
+        default_hooks.bf16_compress_hook,
+        debugging_hooks.noop_hook,
+    )
+
+
+def overlapped_optimizer(
+    optimizer: type, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What ``_register_fused_optim`` registers: torch's functional twin of ``optimizer``."""
+    from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
+
+    return _as_overlapped_optim(optimizer, params, *args, **kwargs)
+
+
+def optimizer_hooks() -> Any:
+    """Handles of the hooks that step an optimizer in the backward, by parameter.
+
+    ``None`` where ``_apply_optimizer_in_backward`` has not been called in this process. Stock DDP
+    removes the same hooks.
+    """
+    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    if module is None or not len(module.param_to_acc_grad_map):
+        return None
+    return module.param_to_optim_hook_handle_map
+
+
+def optimizers_in_backward(param: Tensor) -> list[Any]:
+    """The optimizers that ``_apply_optimizer_in_backward`` has made for ``param``.
+
+    Stock DDP reads the same attribute.
+    """
+    return getattr(param, "_in_backward_optimizers", [])
 
 
 def storage_holders(tensor: Tensor) -> tuple[int, int]:

@@ -31,6 +31,7 @@ from tritonddp.construction import (
     refuse,
 )
 from tritonddp.delayed import Delay
+from tritonddp.hook_registration import TakesHooks
 from tritonddp.join import Follower, announce_forward, is_joining, reduces_backward, refuse_inside
 from tritonddp.outputs import tensors_in
 from tritonddp.reducer import Reducer
@@ -42,7 +43,7 @@ from tritonddp.view_bucket import ViewBucket
 from tritonddp.weighting import Weight
 
 
-class DistributedDataParallel(StockNames, nn.Module, Follower):
+class DistributedDataParallel(StockNames, TakesHooks, Follower):
     """Data parallelism by gradient averaging: a drop-in for torch's class of the same name.
 
     Wrap the same module on every rank, then train as with one process: during each ``backward()``
@@ -222,6 +223,7 @@ class DistributedDataParallel(StockNames, nn.Module, Follower):
             skip_unused=self.skip_all_reduce_unused_params,
             delay_until=self._delay.until if self._delay else None,
         )
+        self._register_hooks_again()
         _alive.add(self)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

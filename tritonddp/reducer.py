@@ -44,6 +44,8 @@ from tritonddp.ballot import (
     left_out_hash,
 )
 from tritonddp.bucket import Bucket, GradientError
+from tritonddp.comm.hooks import GradBucket, Hook, HookError, HookReduction
+from tritonddp.comm.optimizers import SteppingReduction, take_over
 from tritonddp.comm.reduction import AllReduce, Reduction, Work
 from tritonddp.counters import Counters
 from tritonddp.delayed import Gate
@@ -136,6 +138,8 @@ class Reducer(StockReducerNames):
         self._gate = None if delay_until is None else Gate(delay_until, self)
         self._roll_call = RollCall(process_group)
         self._reduction: Reduction = AllReduce(process_group, self.counters, self._roll_call)
+        self._run_hook: Callable[[GradBucket], Any] | None = None
+        self._steps = False  # are there optimizers that step in the backward?
 
         self._phase = Phase.IDLE
         self._graph_task = -1
@@ -187,14 +191,48 @@ class Reducer(StockReducerNames):
         """In launch order."""
         return self.placement.buckets
 
+    # Communication hooks
+
+    def register_comm_hook(self, state: Any, hook: Hook) -> None:
+        """Have ``hook`` reduce the buckets of all backwards from now on.
+
+        Args:
+            state: handed to the hook.
+            hook: see :class:`~tritonddp.comm.hooks.HookReduction`.
+
+        Raises:
+            RuntimeError: there is one already, or a backward or a trace is under way.
+        """
+        if self._run_hook is not None:
+            raise RuntimeError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once."
+            )
+        if self.on_backward is not None or self._end_is_queued() is not None:
+            raise RuntimeError(
+                f"{self._where()}: a communication hook cannot be registered during a backward, "
+                "or inside trace()"
+            )
+        self._recover_all()
+        self._settle()
+        arrangement = self.arrangement
+        reduction = HookReduction(
+            hook,
+            state,
+            self._group,
+            self.counters,
+            self._roll_call,
+            lambda: arrangement.placement.buckets,
+        )
+        self._run_hook = lambda bucket: hook(state, bucket)
+        self._reduction = SteppingReduction(reduction) if self._steps else reduction
+
     # Forward
 
     def prepare_for_forward(self) -> None:
         """See that the last backward came to its end, and what has become of the parameters.
 
         Raises:
-            NotImplementedError: a parameter was added that cannot be reduced, or an optimizer steps
-                in the backward.
+            NotImplementedError: a parameter was added that cannot be reduced.
             RuntimeError: in strict mode, with gradients, the last backward left parameters unused;
                 or the ranks did not reduce the same (on a GPU, where the backward itself does not
                 wait for the answer).
@@ -204,8 +242,6 @@ class Reducer(StockReducerNames):
         self._recover_all()
         self._settle()
         self._wait_post_backward()
-        if self.arrangement.is_provisional:
-            self._roster.check_optimizers(self._where)
         if torch.is_grad_enabled():
             self.forwards += 1
             self._look()
@@ -224,6 +260,9 @@ class Reducer(StockReducerNames):
                     register_post_accumulate_grad_hook(param, _gradient_hook(weakref.ref(self)))
                     for param in added
                 ]
+        if take_over(param for _, param in self._roster.params) and not self._steps:
+            self._steps = True
+            self._reduction = SteppingReduction(self._reduction)
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
         """A forward has returned ``outputs``."""
@@ -388,6 +427,7 @@ class Reducer(StockReducerNames):
         weight: Weight | None,
         structure: bytes,
         left_out: Sequence[int] = (),
+        reduction: Reduction | None = None,
     ) -> None:
         """Tell the reduction what this rank says to the others, and how much its means count."""
         self._attendance.is_due = False
@@ -395,7 +435,8 @@ class Reducer(StockReducerNames):
             weight = Weight(1.0, is_sum=False)
         items = None if weight is None else weight.items
         ballot = Ballot(structure, source, items, left_out_hash(left_out))
-        self._reduction.begin(ballot, 1.0 if weight is None else weight.scale)
+        reduction = reduction or self._reduction
+        reduction.begin(ballot, 1.0 if weight is None else weight.scale)
 
     def _queue_end(self) -> None:
         """Have :meth:`_end` called when this backward is over.
@@ -542,6 +583,8 @@ class Reducer(StockReducerNames):
                 self._roster.agreed()
                 # Nothing of the frames above may still hold a bucket: some are let go here.
                 self._rearrange()
+        except HookError:
+            raise  # the other ranks go on: see _recover
         except RuntimeError:
             self._reset()
             raise
@@ -691,10 +734,11 @@ class Reducer(StockReducerNames):
     ) -> None:
         placement = self.arrangement.place(named_params, bucket_class)
         used = [param.grad is not None for param in placement.params]
-        self._begin_reduction(Source.REQUEST, weight, structure)
+        reduction = self._reduction.plain
+        self._begin_reduction(Source.REQUEST, weight, structure, reduction=reduction)
         with self._naming_disagreements(named_params):
-            reduce_at_once(placement, self._reduction, used)
-            self._reduction.settle()
+            reduce_at_once(placement, reduction, used)
+            reduction.settle()
 
     def reduce_window(self, weight: Weight | None) -> None:
         """Average ``.grad`` of all trainable parameters, and so end what was accumulated.
@@ -797,16 +841,17 @@ class Reducer(StockReducerNames):
                 broadcast([param.detach() for param in params])
         placement = self.arrangement.place(self._roster.added)
         weight = _NOTHING if source.is_empty else self._window.weight
-        self._begin_reduction(source, weight, self._roster.structure)
+        reduction = self._reduction.plain
+        self._begin_reduction(source, weight, self._roster.structure, reduction=reduction)
         if source is Source.BROKEN:
-            take_part(placement, self._reduction)
+            take_part(placement, reduction)
         elif source.is_empty:
-            reduce_at_once(placement, self._reduction, [False] * len(params))
+            reduce_at_once(placement, reduction, [False] * len(params))
         else:
             self._window.merge(params)
             used = [self._roster.has_new_gradient(param) for param in params]
             self._window.divide(params, used)
-            reduce_at_once(placement, self._reduction, used)
+            reduce_at_once(placement, reduction, used)
 
     def _count_anew(self) -> None:
         """Lists and hooks by the numbers of the present placement."""

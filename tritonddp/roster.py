@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from tritonddp._compat import has_optimizer_in_backward
 from tritonddp.ballot import structure_hash
 from tritonddp.kernels import GRADIENT_DTYPES, select
 from tritonddp.verify import describe, verify_same
@@ -109,21 +108,6 @@ class Roster:
             if param not in known and param.grad is not None:
                 self._grads_of_added[param] = param.grad, param.grad._version
         return True
-
-    def check_optimizers(self, where: Callable[[], str]) -> None:
-        """Are gradients still there when they are reduced?
-
-        Raises:
-            NotImplementedError: an optimizer uses up a parameter's gradient in the backward.
-        """
-        stepped = [name for name, param in self.params if has_optimizer_in_backward(param)]
-        if stepped:
-            raise NotImplementedError(
-                f"{where()}: optimizers in the backward (_apply_optimizer_in_backward) would step "
-                f"before gradients are reduced, which tritonddp does not support yet: "
-                f"{', '.join(stepped[:10])}{', ...' if len(stepped) > 10 else ''}. Call "
-                "optimizer.step() after backward() instead"
-            )
 
     def check_kinds(self, unreached: Collection[int], where: Callable[[], str]) -> None:
         """Why does a backward not reach these parameters? Mostly because they are unused.

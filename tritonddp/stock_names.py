@@ -7,7 +7,7 @@ state of the wrapper is a property here, so that it is always true.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from tritonddp._compat import active_wrapper, move_inputs, set_active_wrapper
 from tritonddp.assignment import BucketCaps
+from tritonddp.comm.hooks import GradBucket, sum_of, zeros_like
 
 if TYPE_CHECKING:
     from tritonddp.arrangement import Arrangement
@@ -262,7 +263,9 @@ class StockReducerNames:
     if TYPE_CHECKING:
         arrangement: Arrangement
         _roster: Roster
+        _group: dist.ProcessGroup
         _left_out: Collection[int]
+        _run_hook: Callable[[GradBucket], Any] | None
 
     def _get_local_used_map(self) -> Tensor:
         """On how many ranks the last reduced backward used each parameter.
@@ -293,3 +296,17 @@ class StockReducerNames:
 
     def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
         """Nothing: which rows a sparse gradient has is seen in the gradient."""
+
+    def _run_comm_hook(self, bucket: GradBucket) -> Any:
+        """A future of what the hook, or else the sum over all ranks, makes of ``bucket``."""
+        return (
+            self._run_allreduce_hook(bucket) if self._run_hook is None else self._run_hook(bucket)
+        )
+
+    def _run_allreduce_hook(self, bucket: GradBucket) -> Any:
+        """A future of the sum over all ranks. torch's hooks that step optimizers begin with it."""
+        return sum_of(bucket, self._group)
+
+    def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
+        """All buckets, with zeros for gradients."""
+        return zeros_like(self.arrangement.placement.buckets)

@@ -19,6 +19,7 @@ from torch import Tensor
 from tritonddp._compat import register_post_accumulate_grad_hook
 from tritonddp.ballot import Ballot
 from tritonddp.bucket import Bucket, Segment
+from tritonddp.comm.optimizers import SteppingReduction
 from tritonddp.comm.reduction import Reduction, Work
 from tritonddp.ddp import DistributedDataParallel
 from tritonddp.reducer import Reducer
@@ -170,13 +171,18 @@ class _Recorder:
             if param.requires_grad:  # it may have been frozen since
                 hook = register_post_accumulate_grad_hook(param, self._gradient_hook(name))
                 self._handles.append(hook)
-        reducer._reduction = _TracedReduction(self._reduction, self._clock, self._stamps_of)
+        self._traced = _TracedReduction(self._reduction, self._clock, self._stamps_of)
+        reducer._reduction = self._traced
         reducer.on_backward = self._backward_begins
         self._entered = self._clock.stamp()
 
     def detach(self) -> None:
         self._reducer.on_backward = None
-        self._reducer._reduction = self._reduction
+        if self._reducer._reduction is self._traced:
+            self._reducer._reduction = self._reduction
+        else:  # optimizers that step in the backward came meanwhile
+            assert isinstance(self._reducer._reduction, SteppingReduction)
+            self._reducer._reduction.inner = self._reduction
         for handle in self._handles:
             handle.remove()
 
@@ -285,6 +291,11 @@ class _TracedReduction:
         self._inner = inner
         self._clock = clock
         self._stamps_of = stamps_of
+
+    @property
+    def plain(self) -> Reduction:
+        plain = self._inner.plain
+        return self if plain is self._inner else plain
 
     def begin(self, ballot: Ballot, scale: float) -> None:
         self._inner.begin(ballot, scale)

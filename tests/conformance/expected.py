@@ -16,8 +16,13 @@ _PASSES = """
     test_DistributedDataParallel_requires_grad
     test_DistributedDataParallel_with_amp_and_grad_is_view
     test_accumulate_gradients_no_sync
+    test_accumulate_gradients_no_sync_allreduce_hook
+    test_accumulate_gradients_no_sync_allreduce_with_then_hook
     test_accumulate_gradients_no_sync_grad_is_view
     test_compute_bucket_assignment_by_size_sparse_error_without_logger
+    test_ddp_apply_optim_in_backward
+    test_ddp_apply_optim_in_backward_grad_as_bucket_view_false
+    test_ddp_apply_optim_in_backward_ignored_params
     test_ddp_broadcast_buffer
     test_ddp_broadcast_buffer_via_hook
     test_ddp_broadcast_buffers_deprecation_warning
@@ -31,6 +36,10 @@ _PASSES = """
     test_ddp_device_mesh_initialization
     test_ddp_forward_backward_hook
     test_ddp_grad_div_uneven_inputs
+    test_ddp_hook_parity_allreduce
+    test_ddp_hook_parity_allreduce_process_group
+    test_ddp_hook_parity_post_localSGD
+    test_ddp_hook_parity_powerSGD
     test_ddp_ignore_params_arg
     test_ddp_init_sync_buffers_with_forward_sync_buffers_false
     test_ddp_join_model_equivalence
@@ -78,21 +87,6 @@ _NOT_YET = {
     "not yet: skip_all_reduce_unused_params": """
         test_skip_all_reduce_unused_parameters
     """,
-    "not yet: optimizers in backward": """
-        test_ddp_apply_optim_in_backward
-        test_ddp_apply_optim_in_backward_grad_as_bucket_view_false
-        test_ddp_apply_optim_in_backward_ignored_params
-    """,
-    "not yet: communication hooks": """
-        test_accumulate_gradients_no_sync_allreduce_hook
-        test_accumulate_gradients_no_sync_allreduce_with_then_hook
-        test_ddp_comm_hook_logging
-        test_ddp_hook_parity_allreduce
-        test_ddp_hook_parity_allreduce_process_group
-        test_ddp_hook_parity_post_localSGD
-        test_ddp_hook_parity_powerSGD
-        test_ddp_python_error_logged
-    """,
     "not yet: comm hooks and logging data, under join": """
         test_ddp_uneven_inputs
     """,
@@ -100,7 +94,9 @@ _NOT_YET = {
         test_different_graph_across_ranks
     """,
     "not yet: logging data": """
+        test_ddp_comm_hook_logging
         test_ddp_logging_data_cpu
+        test_ddp_python_error_logged
     """,
     "not yet: reducer._get_local_used_map, and stock's words in the error": """
         test_ddp_control_flow_different_across_ranks

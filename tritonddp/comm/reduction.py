@@ -38,6 +38,14 @@ class Reduction(Protocol):
     them in the same order, so the collectives of a reduction match without further agreement.
     """
 
+    @property
+    def plain(self) -> Reduction:
+        """How gradients are averaged that no backward has put into its buckets.
+
+        Those of parameters that were just added, and those that are reduced on request: this one,
+        or another one where it keeps something for each bucket.
+        """
+
     def begin(self, ballot: Ballot, scale: float) -> None:
         """A reduction begins.
 
@@ -99,6 +107,11 @@ class AllReduce:
         self._factor: Tensor | None = None
         self._unit = _FIRST_UNIT  # of weights, alike on all ranks: about the last ones
         self._unread: tuple[Tensor, torch.cuda.Event] | None = None
+
+    @property
+    def plain(self) -> Reduction:
+        """See :attr:`Reduction.plain`."""
+        return self
 
     def begin(self, ballot: Ballot, scale: float) -> None:
         """See :meth:`Reduction.begin`."""

@@ -1,0 +1,449 @@
+"""Communication hooks: a function of the user decides how a bucket is reduced.
+
+The hook gets the gradients of a bucket as one flat tensor, not divided by the number of ranks, and
+returns a future of what shall be in their place. It never sees the trailer: the trailers of all
+buckets travel together, in one small all-reduce behind the last hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn import Parameter
+
+from tritonddp._compat import backend_name, future_types, hooks_of_one_collective
+from tritonddp.ballot import Ballot
+from tritonddp.bucket import Bucket
+from tritonddp.comm.reduction import AllReduce, Work
+from tritonddp.counters import Counters
+from tritonddp.roll_call import RollCall
+
+# Holds flags and ballots of every wire dtype exactly.
+_TRAILERS = torch.float32
+
+Hook = Callable[[Any, "GradBucket"], Any]
+
+
+class HookError(RuntimeError):
+    """A communication hook failed on this rank. All collectives of the backward were made."""
+
+
+class GradBucket:
+    """A bucket as a communication hook sees it: the methods of ``torch.distributed.GradBucket``.
+
+    (That class of torch cannot be made in Python.)
+
+    Args:
+        index: place of the bucket in the launch order.
+        is_last: no bucket follows it in this backward.
+        buffer: its gradients one behind the other, each row-major; 1-D.
+        params: what they belong to.
+    """
+
+    def __init__(
+        self, index: int, is_last: bool, buffer: Tensor, params: Sequence[Parameter]
+    ) -> None:
+        self._index = index
+        self._is_last = is_last
+        self._buffer = buffer
+        self._params = list(params)
+
+    def index(self) -> int:
+        """Place of the bucket in the launch order, the same on every rank."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether it is the last bucket of this backward."""
+        return self._is_last
+
+    def buffer(self) -> Tensor:
+        """All gradients, 1-D, of their dtype unless :meth:`set_buffer` has changed it.
+
+        Complex gradients as real numbers, two for each element.
+        """
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Let another tensor of as many elements take the place of the buffer."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[Tensor]:
+        """Views of the buffer, row-major, with the shapes of :meth:`parameters`."""
+        sizes = [param.numel() * (1 + param.is_complex()) for param in self._params]
+        pieces = [
+            self._buffer[end - size : end]
+            for size, end in zip(sizes, accumulate(sizes), strict=True)
+        ]
+        return [
+            torch.view_as_complex(piece.view(*param.shape, 2))
+            if param.is_complex()
+            else piece.view(param.shape)
+            for piece, param in zip(pieces, self._params, strict=True)
+        ]
+
+    def parameters(self) -> list[Parameter]:
+        """The parameters whose gradients the bucket holds, in their order in it."""
+        return list(self._params)
+
+
+class HookReduction(AllReduce):
+    """Reduces each bucket by ``hook(state, bucket)``, which divides by the number of ranks itself.
+
+    Hooks are called in bucket order. On a GPU, over NCCL, that is when a bucket is full. Over gloo
+    a hook whose callbacks issue further collectives would race, from gloo's threads, with those of
+    the next bucket and with whatever else the backward sends: there only hooks that are known to
+    issue no more than one collective are called then. All others are called at the end of the
+    backward, each when the one before it is done.
+
+    An error in a hook is raised when all hooks have been called, so that the ranks stay in step. A
+    rank that fails, or whose backward broke off, takes part with zeros, since NaN would stay in the
+    state of hooks that feed errors back; but it tells the others, who see NaN in ``.grad``.
+
+    Args:
+        hook: called with the state and a :class:`GradBucket`; returns a future of one tensor with
+            as many elements as the buffer, or of a list that holds it.
+        state: handed to the hook.
+        process_group, counters, roll_call: as in :class:`AllReduce`. Only the all-reduce of the
+            trailers is counted.
+        get_buckets: asked for all buckets of the backward.
+
+    Attributes:
+        plain: for gradients that no backward has put into a bucket, see :class:`Reduction`.
+    """
+
+    def __init__(
+        self,
+        hook: Hook,
+        state: Any,
+        process_group: dist.ProcessGroup,
+        counters: Counters,
+        roll_call: RollCall,
+        get_buckets: Callable[[], Sequence[Bucket]],
+    ) -> None:
+        super().__init__(process_group, counters, roll_call)
+        # Their buckets are made for the occasion: hooks that keep something for each bucket would
+        # take them for others.
+        self._plain = AllReduce(process_group, counters, roll_call)
+        self._hook = hook
+        self._state = state
+        self._get_buckets = get_buckets
+        self._issues_one = any(hook is known for known in hooks_of_one_collective())
+        self._held: dict[int, tuple[Any, Any]] = {}  # names and shapes, by the bucket's index
+        self._calls: list[_Call] = []
+        self._trailers: tuple[Tensor, Work] | None = None  # of all buckets, on their way
+        # By the index of the bucket, once all is known.
+        self._factors: dict[int, Tensor | None] | None = None
+        self._failure: HookError | None = None  # the first on this rank
+
+    @property
+    def plain(self) -> AllReduce:
+        """See :class:`Reduction`."""
+        return self._plain
+
+    def begin(self, ballot: Ballot, scale: float) -> None:
+        """See :meth:`Reduction.begin`."""
+        super().begin(ballot, scale * self._group.size())  # which is divided out again: exactly
+        self._calls = []
+        self._trailers = None
+        self._factors = None
+        self._failure = None
+
+    def start(self, bucket: Bucket) -> Work:
+        """See :meth:`Reduction.start`."""
+        bucket.seal(self._ballots_of(bucket))
+        return self._call(bucket, is_broken=False)
+
+    def start_poisoned(self, bucket: Bucket) -> Work:
+        """See :meth:`Reduction.start_poisoned`."""
+        bucket.poison(self._ballots_of(bucket))
+        bucket.flat.payload.zero_()
+        return self._call(bucket, is_broken=True)
+
+    def finish(self, bucket: Bucket, work: Work) -> None:
+        """See :meth:`Reduction.finish`.
+
+        Raises:
+            HookError: a hook failed on this rank; nothing has been written to ``.grad``.
+        """
+        self.discard(bucket, work)
+        if self._failure is not None:
+            raise self._failure
+        assert self._factors is not None
+        bucket.unflatten(self._factors[bucket.index])
+
+    def discard(self, bucket: Bucket, work: Work) -> None:
+        """See :meth:`Reduction.discard`."""
+        work.wait()
+        if self._factors is None:
+            self._agree()
+
+    def settle(self) -> None:
+        """See :meth:`Reduction.settle`."""
+        super().settle()
+        self._plain.settle()
+
+    def _call(self, bucket: Bucket, is_broken: bool) -> _Call:
+        holds = bucket.names, bucket.flat.layout.shapes
+        if self._held.setdefault(bucket.index, holds) != holds:
+            self._held[bucket.index] = holds
+            _forget(self._state, bucket.index)
+        call = _Call(bucket, is_broken, self._run, self._wait_for)
+        self._calls.append(call)
+        if self._issues_one or backend_name(self._group, bucket.flat.data.device) == "nccl":
+            call.begin()
+        return call
+
+    def _run(self, bucket: Bucket, buffer: Tensor) -> Any:
+        """Call the hook."""
+        is_last = bucket.index == len(self._get_buckets()) - 1
+        with torch.no_grad():
+            future = self._hook(
+                self._state, GradBucket(bucket.index, is_last, buffer, bucket.params)
+            )
+        if not isinstance(future, future_types()):
+            raise TypeError(
+                "the DDP communication hook's callback must return a torch.futures.Future object, "
+                f"but got {type(future).__module__}.{type(future).__qualname__}"
+            )
+        return future
+
+    def _wait_for(self, last: _Call) -> None:
+        """Bring this call to its end, and before it all that precede it."""
+        for call in self._calls:
+            call.end()
+            if call is last:
+                break
+
+    def _agree(self) -> None:
+        """All buckets have been started: end their calls, then reduce all trailers at once."""
+        for call in self._calls:
+            call.end()
+            if call.error is not None and self._failure is None:
+                self._failure = self._named(call.bucket, call.error)
+        device = self._calls[0].bucket.flat.data.device
+        if self._trailers is None:
+            # Nothing here may make the host wait for the device.
+            broken = torch.zeros(len(self._calls), dtype=_TRAILERS, device=device)
+            for number, call in enumerate(self._calls):
+                if call.is_broken:
+                    broken[number].fill_(1)
+            message = torch.cat([*(call.trailer.to(device) for call in self._calls), broken])
+            self._trailers = message, self._send(message)
+        message, work = self._trailers
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._explained_trailers(error) from (self._failure or error)
+        sizes = [call.trailer.numel() for call in self._calls]
+        *trailers, broken = message.split([*sizes, len(self._calls)])
+        for call, trailer in zip(self._calls, trailers, strict=True):
+            _trailer(call.bucket).copy_(trailer)
+        self._look_at(self._calls[0].bucket.flat.ballots)
+        factor = 1.0 if self._factor is None else self._factor
+        factors = torch.where(broken > 0, torch.nan, factor).to(torch.float64)
+        self._factors = {
+            call.bucket.index: _factor_on(
+                call.bucket.flat.data.device, factors[number : number + 1]
+            )
+            for number, call in enumerate(self._calls)
+        }
+        self._calls = []  # or they would keep buckets whose time is over
+
+    def _send(self, message: Tensor) -> Work:
+        self._counters.collectives += 1
+        self._counters.wire_bytes += message.numel() * message.element_size()
+        try:
+            work = dist.all_reduce(message, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise self._explained_trailers(error) from (self._failure or error)
+        assert work is not None  # None is for ranks outside the group only
+        return work
+
+    def _explained_trailers(self, error: RuntimeError) -> RuntimeError:
+        return self._roll_call.explain(
+            f"rank {self._group.rank()}, step {self._counters.reductions}",
+            "all-reduce of the flags, behind the communication hooks",
+            self._failure or error,
+        )
+
+    def _named(self, bucket: Bucket, error: Exception) -> HookError:
+        failure = HookError(
+            f"rank {self._group.rank()}, step {self._counters.reductions}, {bucket.title}: the "
+            f"communication hook failed: {type(error).__name__}: {error}"
+        )
+        failure.__cause__ = error
+        return failure
+
+
+class _Call:
+    """The hook's work on one bucket: the ``Work`` of :class:`HookReduction`.
+
+    Args:
+        bucket: filled.
+        is_broken: its gradients do not count.
+        run: calls the hook with a bucket and its buffer.
+        wait_for: brings this call to its end after those before it.
+
+    Attributes:
+        trailer: what this rank says in the bucket's trailer. Saved before the hook is called, which
+            may resize the buffer and write behind its end.
+        error: what the hook raised on this rank.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        is_broken: bool,
+        run: Callable[[Bucket, Tensor], Any],
+        wait_for: Callable[[_Call], None],
+    ) -> None:
+        self.bucket = bucket
+        self.is_broken = is_broken
+        self.trailer = _trailer(bucket).to(_TRAILERS, copy=True)
+        self.error: Exception | None = None
+        self._run = run
+        self._wait_for = wait_for
+        self._has_begun = False
+        self._buffer: Tensor | None = None
+        self._future: Any = None
+        self._ended: Future | None = None  # for traces
+
+    def wait(self) -> None:
+        """See :meth:`Work.wait`."""
+        self._wait_for(self)
+
+    def get_future(self) -> Future:
+        """See :meth:`Work.get_future`."""
+        self._ended = self._ended or Future()
+        return self._ended
+
+    def begin(self) -> None:
+        """Call the hook, once."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        try:
+            self._buffer = _buffer(self.bucket)
+            self._future = self._run(self.bucket, self._buffer)
+        except Exception as error:
+            self._failed(error)
+
+    def end(self) -> None:
+        """Wait for the hook and put its result into the bucket, once."""
+        self.begin()
+        if self._buffer is not None:
+            try:
+                _bring_home(_result(self._future.wait(), self._buffer), self._buffer, self.bucket)
+            except Exception as error:
+                self._failed(error)
+            # Whatever still holds the bucket's memory when a backward begins keeps it.
+            self._buffer = self._future = None
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
+
+    def _failed(self, error: Exception) -> None:
+        self.error = error
+        self.is_broken = True
+        self._buffer = self._future = None
+
+
+def sum_of(bucket: GradBucket, group: dist.ProcessGroup) -> Future:
+    """All-reduce the buffer of ``bucket``; a future of a list that holds it."""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    assert work is not None
+    return work.get_future()
+
+
+def zeros_like(buckets: Sequence[Bucket]) -> list[GradBucket]:
+    """What a hook would get where all gradients are zero."""
+    last = len(buckets) - 1
+    return [
+        GradBucket(index, index == last, torch.zeros_like(_buffer(bucket)), bucket.params)
+        for index, bucket in enumerate(buckets)
+    ]
+
+
+def _trailer(bucket: Bucket) -> Tensor:
+    return bucket.flat.data[bucket.flat.payload.numel() :]
+
+
+def _buffer(bucket: Bucket) -> Tensor:
+    """What the hook gets: the payload itself, or a copy where that has gaps or other strides.
+
+    The payload as a tensor that is no view, and may be resized.
+    """
+    flat = bucket.flat
+    if _is_row_major(bucket):
+        size = flat.payload.shape
+        return torch.empty(0, dtype=flat.data.dtype, device=flat.data.device).set_(
+            flat.data.untyped_storage(), 0, size, (1,)
+        )
+    copy = torch.cat([view.reshape(-1) for view in flat.views])
+    return torch.view_as_real(copy).view(-1) if copy.is_complex() else copy
+
+
+def _is_row_major(bucket: Bucket) -> bool:
+    layout = bucket.flat.layout
+    return sum(layout.numels) == layout.flags_offset and all(
+        view.is_contiguous() for view in bucket.flat.views
+    )
+
+
+def _result(value: Any, buffer: Tensor) -> Tensor:
+    """The tensor in a future's value.
+
+    Raises:
+        TypeError, ValueError: there is none of as many elements as the buffer.
+    """
+    result = value[0] if isinstance(value, list | tuple) and value else value
+    if not isinstance(result, Tensor):
+        raise TypeError(
+            "the future that a communication hook returns should hold a tensor, or a list with "
+            f"one, but holds {type(value).__name__}"
+        )
+    if result.numel() != buffer.numel():
+        raise ValueError(
+            "the future that a communication hook returns should hold a tensor like the bucket's "
+            f"buffer, of {buffer.numel()} elements, but holds one of shape {tuple(result.shape)}"
+        )
+    return result
+
+
+def _bring_home(result: Tensor, buffer: Tensor, bucket: Bucket) -> None:
+    """Write what the hook returned into the payload, unless it is there already."""
+    views = bucket.flat.views
+    with torch.no_grad():
+        if not _is_row_major(bucket):
+            flat = result.reshape(-1).to(buffer.dtype)
+            if views[0].is_complex():
+                flat = torch.view_as_complex(flat.view(-1, 2))
+            pieces = flat.split(list(bucket.flat.layout.numels))
+            for view, piece in zip(views, pieces, strict=True):
+                view.copy_(piece.view(view.shape))
+        elif result.data_ptr() != buffer.data_ptr() or result.dtype is not buffer.dtype:
+            bucket.flat.payload.copy_(result.reshape(-1))
+
+
+def _factor_on(device: torch.device, factor: Tensor) -> Tensor | None:
+    """A factor as ``Bucket.unflatten`` takes it: on the CPU 1 is worth a question."""
+    if device.type == "cpu" and factor.item() == 1:
+        return None
+    return factor.to(device)
+
+
+def _forget(state: Any, index: int) -> None:
+    """A bucket of this index holds other parameters now: drop what PowerSGD keeps of the former.
+
+    Its errors and factors, by index, would be added to what they do not belong to. Buckets change
+    on all ranks in the same step, so that all begin anew alike.
+    """
+    for name in ("error_dict", "p_memory_dict", "q_memory_dict"):
+        kept = getattr(state, name, None)
+        if isinstance(kept, dict):
+            kept.pop(index, None)

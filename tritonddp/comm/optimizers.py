@@ -1,0 +1,88 @@
+"""Optimizers that step in the backward: each parameter as soon as its gradient is the mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from tritonddp._compat import optimizer_hooks, optimizers_in_backward
+from tritonddp.ballot import Ballot, Source
+from tritonddp.bucket import Bucket, Segment
+from tritonddp.comm.reduction import Reduction, Work
+
+
+def take_over(params: Iterable[Tensor]) -> bool:
+    """Remove the hooks that would step an optimizer before gradients are reduced.
+
+    Returns:
+        Whether any of ``params`` has an optimizer that steps in the backward.
+    """
+    handles_of = optimizer_hooks()
+    if handles_of is None:
+        return False
+    found = False
+    for param in params:
+        if optimizers_in_backward(param):
+            found = True
+            for handle in handles_of.get(param, ()):
+                handle.remove()
+    return found
+
+
+class SteppingReduction:
+    """Reduces as ``inner`` does; then the optimizers of a bucket's parameters step.
+
+    As in stock DDP ``.grad`` is ``None`` afterwards, and what is accumulated under ``no_sync``, or
+    reduced on request, is not stepped. Parameters without such an optimizer keep their gradient.
+
+    Attributes:
+        inner: may be replaced between two backwards.
+    """
+
+    def __init__(self, inner: Reduction) -> None:
+        self.inner = inner
+        self._steps = True
+
+    @property
+    def plain(self) -> Reduction:
+        """See :attr:`Reduction.plain`."""
+        plain = self.inner.plain
+        return self if plain is self.inner else SteppingReduction(plain)
+
+    def begin(self, ballot: Ballot, scale: float) -> None:
+        """See :meth:`Reduction.begin`."""
+        self._steps = ballot.source is not Source.REQUEST
+        self.inner.begin(ballot, scale)
+
+    def fill(self, bucket: Bucket, segment: Segment, used: Sequence[bool]) -> None:
+        """See :meth:`Reduction.fill`."""
+        self.inner.fill(bucket, segment, used)
+
+    def start(self, bucket: Bucket) -> Work:
+        """See :meth:`Reduction.start`."""
+        return self.inner.start(bucket)
+
+    def start_poisoned(self, bucket: Bucket) -> Work:
+        """See :meth:`Reduction.start_poisoned`."""
+        return self.inner.start_poisoned(bucket)
+
+    def finish(self, bucket: Bucket, work: Work) -> None:
+        """See :meth:`Reduction.finish`."""
+        self.inner.finish(bucket, work)
+        if not self._steps:
+            return
+        for param in bucket.params:
+            optimizers = optimizers_in_backward(param)
+            for optimizer in optimizers:
+                optimizer.step()
+            if optimizers:
+                param.grad = None
+
+    def discard(self, bucket: Bucket, work: Work) -> None:
+        """See :meth:`Reduction.discard`."""
+        self.inner.discard(bucket, work)
+
+    def settle(self) -> None:
+        """See :meth:`Reduction.settle`."""
+        self.inner.settle()
