@@ -64,6 +64,14 @@ def hooks_of_one_collective() -> tuple[Callable[..., Any], ...]:
     )
 
 
+def steps_optimizers(hook: Any) -> bool:
+    """Whether it is the hook by which stock DDP steps optimizers in the backward.
+
+    (torch makes one for each wrapper, and names it for its logs.)
+    """
+    return getattr(hook, "__name__", "") == "apply_optim_in_backward_hook"
+
+
 def overlapped_optimizer(
     optimizer: type, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:

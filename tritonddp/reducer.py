@@ -31,6 +31,7 @@ from tritonddp._compat import (
     preserve_version_counters,
     queue_end_of_backward,
     register_post_accumulate_grad_hook,
+    steps_optimizers,
 )
 from tritonddp.arrangement import Arrangement
 from tritonddp.assignment import BucketCaps
@@ -140,6 +141,7 @@ class Reducer(StockReducerNames):
         self._reduction: Reduction = AllReduce(process_group, self.counters, self._roll_call)
         self._run_hook: Callable[[GradBucket], Any] | None = None
         self._steps = False  # are there optimizers that step in the backward?
+        self._steps_in_hook = False
 
         self._phase = Phase.IDLE
         self._graph_task = -1
@@ -224,7 +226,9 @@ class Reducer(StockReducerNames):
             lambda: arrangement.placement.buckets,
         )
         self._run_hook = lambda bucket: hook(state, bucket)
-        self._reduction = SteppingReduction(reduction) if self._steps else reduction
+        self._steps_in_hook = steps_optimizers(hook)
+        steps = self._steps and not self._steps_in_hook
+        self._reduction = SteppingReduction(reduction) if steps else reduction
 
     # Forward
 
@@ -262,7 +266,8 @@ class Reducer(StockReducerNames):
                 ]
         if take_over(param for _, param in self._roster.params) and not self._steps:
             self._steps = True
-            self._reduction = SteppingReduction(self._reduction)
+            if not self._steps_in_hook:
+                self._reduction = SteppingReduction(self._reduction)
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
         """A forward has returned ``outputs``."""
