@@ -5,6 +5,7 @@ Checked with torch 2.11, 2.13 and 2.15. When a name moves, this is the only file
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -169,6 +170,29 @@ def preserve_version_counters(tensors: Sequence[Tensor]) -> Any:
     As in stock DDP: a broadcast of module buffers must not invalidate a graph that saved them.
     """
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+
+
+@functools.cache
+def keep_dynamo_out() -> None:
+    """Have torch.compile run this package as it is, and compile only what it calls.
+
+    A compiled training step, and whatever is called in one, would compile the hooks that its
+    backward calls, and forward, and each anew whenever an attribute has changed. dynamo leaves
+    torch's own files alone by the same list. The import takes a second, but whoever makes an
+    optimizer or calls stock DDP has it too.
+    """
+    import torch._dynamo.trace_rules
+
+    torch._dynamo.trace_rules.add(__name__.partition(".")[0])
+
+
+def compiled_autograd_runs() -> bool:
+    """Whether the backward that runs is compiled too (``torch._dynamo.config.compiled_autograd``).
+
+    It runs no AccumulateGrad nodes, and calls nothing at its end.
+    """
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    return getattr(compiled_autograd, "in_compiled_autograd_region", False)
 
 
 def move_inputs(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tritonddp._compat import (
     BufferCommHookLocation,
+    keep_dynamo_out,
     leave_join,
     move_inputs,
     preserve_version_counters,
@@ -209,6 +210,7 @@ class DistributedDataParallel(StockNames, TakesHooks, Follower):
 
     def _build_reducer(self) -> None:
         """Make the reducer, from the options. No collective."""
+        keep_dynamo_out()
         self.reducer = Reducer(
             self._roster,
             self.process_group,

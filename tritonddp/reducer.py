@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tritonddp._compat import (
+    compiled_autograd_runs,
     current_autograd_node,
     current_graph_task_id,
     preserve_version_counters,
@@ -348,6 +349,13 @@ class Reducer(StockReducerNames):
         reached = self._readiness.participation.query()
         if reached is None or (not any(reached) and not accumulates(current_autograd_node())):
             return  # torch.autograd.grad: it returns gradients, and none is ours
+        if compiled_autograd_runs():
+            raise RuntimeError(
+                f"{self._where()}: Compiled autograd is not compatible with tritonddp, whose "
+                "gradients come from autograd's own engine: leave "
+                "torch._dynamo.config.compiled_autograd at False. What torch.compile makes of a "
+                "forward needs none of it."
+            )
         self._settle()
         missing: set[int] = set()
         if not all(reached):
