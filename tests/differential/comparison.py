@@ -1,0 +1,186 @@
+"""A scenario judged: by the oracle, by stock DDP, and by what the other ranks saw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from distributed import run_ranks
+from torch import Tensor
+
+from differential.generator import scenario_of
+from differential.in_ranks import OURS, STOCK, Played, build, play_all
+from differential.oracle import Expected, Oracle
+from differential.scenario import Scenario
+from differential.trace import Entry, Snapshot, Trace
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What a scenario has brought to light."""
+
+    scenario: Scenario
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.what}\n{self.scenario}\nTo play it again: {self.scenario.command}"
+
+
+def differences(
+    seeds: Sequence[int], world_size: int, mutation: str | None = None, timeout: float = 60
+) -> Iterator[Difference]:
+    """Play scenarios on ``world_size`` ranks; yields at most one difference for each.
+
+    Args:
+        seeds: of the scenarios.
+        world_size: number of ranks.
+        mutation: the fault that is planted in tritonddp, if any.
+        timeout: for all of them, in seconds.
+    """
+    try:
+        played = run_ranks(play_all, world_size, list(seeds), mutation, timeout=timeout)
+    except pytest.fail.Exception as failure:
+        if len(seeds) == 1 or mutation is not None:
+            yield Difference(scenario_of(seeds[0], world_size), str(failure))
+            return
+        alone = [each for seed in seeds for each in differences([seed], world_size, mutation, 20)]
+        yield from alone
+        if not alone:
+            what = (
+                f"only if seeds {list(seeds)} are played in this order by one process:\n{failure}"
+            )
+            yield Difference(scenario_of(seeds[-1], world_size), what)
+        return
+    for seed, *of_ranks in zip(seeds, *played, strict=True):
+        scenario = scenario_of(seed, world_size)
+        what = next(_differences(scenario, of_ranks), None)
+        if what is not None:
+            yield Difference(scenario, what)
+
+
+def _differences(scenario: Scenario, played: Sequence[Played]) -> Iterator[str]:
+    """In words, ``played`` being what each rank saw."""
+    yield from _from_oracle(scenario, OURS, [each[OURS] for each in played])
+    if STOCK not in played[0]:
+        return
+    for rank, each in enumerate(played):
+        if scenario.world_size == 2:
+            yield from _from_stock(scenario, rank, each[OURS], each[STOCK])
+    # What stock sums in another order on three ranks goes its own way from there: that both are
+    # within rounding of the oracle, step by step, says more than how far apart they end.
+    yield from _from_oracle(scenario, STOCK, [each[STOCK] for each in played])
+
+
+def _from_oracle(scenario: Scenario, title: str, traces: Sequence[Trace]) -> Iterator[str]:
+    """Step by step, each from what the ranks had before it."""
+    oracle = Oracle(scenario, [build(scenario, 0) for _ in traces])
+    for number in range(len(scenario.actions)):
+        expected = oracle.perform(number)
+        if title == STOCK:
+            expected = [[_loosened(each) for each in of_rank] for of_rank in expected]
+        seen = [[entry for entry in trace if entry.action == number] for trace in traces]
+        for rank, (entries, wanted) in enumerate(zip(seen, expected, strict=True)):
+            places = [entry.place for entry in entries]
+            if places != [each.place for each in wanted]:
+                yield f"{title}, rank {rank} saw {places}, but not {[e.place for e in wanted]}"
+                return
+            for entry, each in zip(entries, wanted, strict=True):
+                found = _difference(entry.seen, each)
+                if found:
+                    yield f"{_where(scenario, title, rank, entry)} {found}"
+        for column, wanted in zip(
+            zip(*seen, strict=True), zip(*expected, strict=True), strict=True
+        ):
+            yield from _among_ranks(scenario, title, column, wanted)
+        oracle.adopt(seen)
+
+
+def _loosened(expected: Expected) -> Expected:
+    """Stock takes the mean of stale gradients that nobody used too, where they are views."""
+    value = expected.value
+    if expected.place[1] != "gradient" or value is None or expected.bound is not None:
+        return expected
+    bound = value.double().abs() * 4 * torch.finfo(value.dtype).eps
+    return replace(expected, bound=bound)
+
+
+def _from_stock(scenario: Scenario, rank: int, ours: Trace, stock: Trace) -> Iterator[str]:
+    """Bit for bit."""
+    for mine, its in zip(ours, stock, strict=True):
+        value = None if its.seen is None else its.seen.tensor()
+        strides = None if its.seen is None else its.seen.strides
+        found = _difference(mine.seen, Expected(its.place, value, None, strides))
+        if found:
+            yield f"{_where(scenario, OURS, rank, mine)} {found} (which is what stock DDP has)"
+
+
+def _among_ranks(
+    scenario: Scenario, title: str, seen: Sequence[Entry], wanted: Sequence[Expected]
+) -> Iterator[str]:
+    """Where all ranks must see the same, it is the same bits."""
+    contents = [entry.seen and entry.seen.content for entry in seen]
+    if len({*contents}) == 1:
+        return
+    if len({each.value is not None and Snapshot.of(each.value).content for each in wanted}) == 1:
+        rank = next(rank for rank, content in enumerate(contents) if content != contents[0])
+        yield f"{_where(scenario, title, rank, seen[rank])} has other bits than on rank 0"
+
+
+def _difference(seen: Snapshot | None, expected: Expected) -> str:
+    """In words; empty if there is none."""
+    value = expected.value
+    if value is None or seen is None:
+        return "" if value is seen is None else f"is {_shown(seen)}, but should be {_shown(value)}"
+    if (seen.dtype, seen.shape) != (value.dtype, tuple(value.shape)):
+        return f"is {seen.dtype} {seen.shape}, but should be {value.dtype} {tuple(value.shape)}"
+    if expected.strides is not None and _order(seen.shape, seen.strides) != _order(
+        seen.shape, expected.strides
+    ):
+        return f"has strides {seen.strides}, but should have {expected.strides}"
+    tensor = seen.tensor()
+    if _same(tensor, value):
+        return ""
+    if expected.bound is None:
+        return f"is\n{_shown(tensor)}\nbut should be exactly\n{_shown(value)}\n"
+    distance = (tensor.double() - value.double()).abs()
+    if bool((distance <= expected.bound).all()):  # never of NaN
+        return ""
+    excess = float((distance / expected.bound).max())
+    return (
+        f"is\n{_shown(tensor)}\nbut should be\n{_shown(value)}\nand is {excess:.3g} times as far "
+        "from it as rounding may bring it\n"
+    )
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _order(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """The strides that say where elements lie: not those of dimensions of one element."""
+    if 0 in shape:
+        return []
+    return [stride for size, stride in zip(shape, strides, strict=True) if size > 1]
+
+
+def _where(scenario: Scenario, title: str, rank: int, entry: Entry) -> str:
+    number = entry.action
+    name = f" of {entry.name}" if entry.name else ""
+    return (
+        f"{title}, rank {rank}, after action {number} ({scenario.actions[number]}): "
+        f"{entry.kind}{name}"
+    )
+
+
+def _shown(value: Snapshot | Tensor | None) -> str:
+    """Its first elements, all digits."""
+    if value is None:
+        return "None"
+    tensor = value.tensor() if isinstance(value, Snapshot) else value.detach()
+    elements = ", ".join(f"{each:.9g}" for each in tensor.flatten()[:8].tolist())
+    more = f", ... ({tensor.numel()} elements)" if tensor.numel() > 8 else ""
+    return f"{tensor.dtype} {tuple(tensor.shape)} [{elements}{more}]"

@@ -1,0 +1,309 @@
+"""A scenario for each seed: what is drawn, and what rules it out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from differential.networks import BLOCKS, OUTPUTS, NetworkSpec
+from differential.scenario import (
+    Action,
+    Backward,
+    BreakOff,
+    Clip,
+    Forward,
+    Hold,
+    InputGradient,
+    Options,
+    ReduceGradients,
+    Replace,
+    Require,
+    Scenario,
+    Step,
+    ZeroGrad,
+)
+
+_T = TypeVar("_T")
+
+WEIGHTS = [0.0, 0.25, 1.0, 2.5, 7.0]
+
+
+def scenario_of(seed: int, world_size: int) -> Scenario:
+    """The scenario of ``seed``: always the same one, on every rank."""
+    return _Generator(seed, world_size).scenario()
+
+
+class _Generator:
+    """Draws a scenario.
+
+    Two thirds of them keep to what stock defines. The rest does what this project promises beyond
+    that: several backwards, ``no_sync`` around the backward alone, weights, ...
+    """
+
+    def __init__(self, seed: int, world_size: int) -> None:
+        self._seed = seed
+        self._world_size = world_size
+        self._random = random.Random(f"{seed} {world_size}")
+        self._for_stock = self._chance(0.65)
+        self._options = self._draw_options()
+        self._is_strict = (
+            self._options.find_unused_parameters is False and not self._options.static_graph
+        )
+        self._is_static = self._for_stock and bool(self._options.static_graph)
+        self._network = self._draw_network(not self._for_stock and not self._is_strict)
+        reentrant = self._network.checkpoint == "reentrant"
+        # Whether forwards may leave blocks out.
+        self._skips = (
+            not self._is_strict and not (self._for_stock and reentrant) and self._chance(0.6)
+        )
+        self._reentrant = reentrant
+        self._autocast = self._chance(0.15)
+        self._scaler = self._chance(0.15)
+        self._hooks = self._draw_hooks()
+        self._trains = {name: name not in self._network.frozen for name in self._network.names}
+        self._kinds = dict(zip(self._network.names, self._network.blocks, strict=True))
+        self._adds = False  # whether this step has added parameters
+        self._paths: tuple[tuple[str, ...], ...] | None = None  # of a static graph
+
+    def scenario(self) -> Scenario:
+        actions: list[Action] = []
+        for number in range(self._random.randint(2, 4)):
+            actions += self._draw_step(number)
+        optimizers = ["SGD", "SGD with momentum", "Adam", "AdamW without foreach"]
+        thresholds = self._one_of([1, 20, 200]), self._one_of([1, 50, 1_048_576])
+        return Scenario(
+            self._seed,
+            self._world_size,
+            self._network,
+            self._options,
+            self._hooks,
+            self._one_of(optimizers),
+            self._scaler,
+            thresholds if self._chance(0.5) else None,
+            self._stock_options() if self._for_stock else None,
+            tuple(actions),
+        )
+
+    # What is wrapped, and how.
+
+    def _draw_network(self, may_withhold: bool) -> NetworkSpec:
+        kinds = [kind for kind in BLOCKS if kind != "withholding" or may_withhold]
+        blocks = self._random.choices(kinds, k=self._random.randint(2, 4))
+        tied = self._chance(0.2)
+        if tied:
+            blocks[:2] = ["linear", "linear"]
+        frozen = (f"b{len(blocks) - 1}",) if self._chance(0.2) and len(blocks) > 2 else ()
+        checkpoint = self._one_of([""] * 7 + ["not reentrant"] * 2 + ["reentrant"])
+        if self._for_stock and (tied or self._options.find_unused_parameters):
+            checkpoint = "" if checkpoint == "reentrant" else checkpoint
+        # Stock's static graph does not look into dataclasses.
+        outputs = [kind for kind in OUTPUTS if not (self._is_static and kind == "dataclass")]
+        return NetworkSpec(tuple(blocks), frozen, self._one_of(outputs), checkpoint, tied)
+
+    def _draw_options(self) -> Options:
+        find = self._one_of([None, None, None, True, True, False])
+        caps = self._one_of([None, None, 1e-5, 4e-4, 1e-3, 2e-3, 1.0, (3e-4, 2e-3)])
+        several = isinstance(caps, tuple)
+        group = self._random.random()
+        return Options(
+            bucket_cap_mb=None if several else caps,
+            bucket_cap_mb_list=caps if several else None,
+            find_unused_parameters=find,
+            gradient_as_bucket_view=self._one_of([None, True]),
+            static_graph=self._maybe(0.12, True),
+            batched_grad_copy=self._maybe(0.3, True),
+            forward_sync_buffers=self._maybe(0.3, self._chance(0.3)),
+            broadcast_buffers=self._maybe(0.08, False),
+            init_sync=self._maybe(0.15, False),
+            process_group="new" if group < 0.1 else None,
+            device_mesh=True if group > 0.9 else None,
+        )
+
+    def _stock_options(self) -> Options:
+        """Stock has to be told whether parameters may be unused."""
+        finds = self._options.find_unused_parameters
+        if finds is None:
+            finds = self._skips and not self._options.static_graph
+        return replace(self._options, find_unused_parameters=finds)
+
+    def _draw_hooks(self) -> tuple[tuple[str, str], ...]:
+        kinds = ["tensor", "post-accumulate"]
+        names = [name for name in self._network.names if name not in self._network.frozen]
+        return ((self._one_of(names), self._one_of(kinds)),) if self._chance(0.25) else ()
+
+    # What is done with it.
+
+    def _draw_step(self, number: int) -> list[Action]:
+        """One iteration of a training loop."""
+        self._adds = False
+        actions: list[Action] = self._draw_change(number)
+        weighted = self._reduction_of_weights()
+        if weighted:
+            actions.append(ZeroGrad(True, False))
+        elif self._chance(0.8):
+            actions.append(ZeroGrad(self._chance(0.7), self._chance(0.5)))
+        if not self._is_static and self._chance(0.35):
+            for _ in range(self._random.randint(1, 2)):
+                actions += self._draw_microbatch(weighted)
+            if not self._for_stock and not weighted and self._chance(0.1):
+                actions.append(ZeroGrad(self._chance(0.5), False))
+        # Stock's static graph does not synchronise the first backward after one of these.
+        if not self._is_static and self._chance(0.15):
+            actions.append(
+                replace(self._draw_forward(9), grad=False, training=self._chance(0.5), local=False)
+            )
+        actions += self._draw_reduction(number, weighted)
+        if self._chance(0.2):
+            actions.append(Clip(self._one_of(["norm", "value"])))
+        actions.append(Step())
+        if weighted:
+            actions.append(ZeroGrad(True, False))
+        elif not self._options.gradient_as_bucket_view and self._chance(0.15):
+            actions.append(Hold(self._one_of(self._network.names)))
+        return actions
+
+    def _draw_change(self, number: int) -> list[Action]:
+        """A block is frozen, unfrozen or replaced, or a backward breaks off."""
+        tied = self._network.names[:2] if self._network.tied else ()
+        hooked = [block for block, _ in self._hooks]
+        names = [name for name in self._network.names if name not in tied and name not in hooked]
+        fixed = self._is_static or self._is_strict or self._reentrant
+        if fixed or not names or number == 0 or not self._chance(0.3):
+            return []
+        block = self._one_of(names)
+        if self._for_stock:
+            # Stock takes a parameter that is frozen later for one that is not used.
+            finds = self._stock_options().find_unused_parameters
+            return self._freeze_or_not(block) if finds and block not in self._network.frozen else []
+        match self._random.randrange(3):
+            case 0:
+                return self._freeze_or_not(block)
+            case 1:
+                kind = self._one_of(list(BLOCKS))
+                self._trains[block], self._kinds[block] = True, kind
+                self._adds = True
+                return [Replace(block, kind)]
+            case _:
+                breakable = [name for name in names if self._trains[name]]
+                # Not where a custom function may end the backward's way there.
+                if not breakable or "withholding" in self._kinds.values():
+                    return []
+                path = tuple(self._random.sample(breakable, len(breakable)))
+                at, rank = (
+                    self._random.randrange(len(path)),
+                    self._random.randrange(self._world_size),
+                )
+                return [ZeroGrad(True, False), BreakOff(self._rows(), path, rank, at)]
+
+    def _freeze_or_not(self, block: str) -> list[Action]:
+        self._trains[block] = not self._trains[block]
+        return [Require(block, self._trains[block])]
+
+    def _reduction_of_weights(self) -> str:
+        """How the backwards of a step are weighted: ``""`` is not at all."""
+        post = any(kind == "post-accumulate" for _, kind in self._hooks)
+        if self._for_stock or self._scaler or post or not self._chance(0.3):
+            return ""
+        return self._one_of(["mean", "sum"])
+
+    def _draw_microbatch(self, weighted: str) -> list[Action]:
+        """A forward and a backward that accumulate, at least the backward under ``no_sync``."""
+        local = self._for_stock or self._chance(0.5)
+        forward = replace(self._draw_forward(8), local=local)
+        return [forward, self._backward((8,), self._draw_heads(), weighted, local=True)]
+
+    def _draw_reduction(self, number: int, weighted: str) -> list[Action]:
+        """Forwards and backwards that are reduced."""
+        actions: list[Action] = [self._draw_forward(0, number)]
+        if self._chance(0.1) and not self._reentrant and not self._is_static:
+            actions[0] = replace(self._draw_forward(0, number), requires_grad=True)
+            actions.append(InputGradient(0))
+        if self._chance(0.06) and not self._reentrant and not self._is_static:
+            actions.insert(0, self._draw_forward(7))  # of which nothing becomes
+        match self._kind_of_reduction(weighted):
+            case "one backward of two":
+                actions.append(self._draw_forward(1, number))
+                actions.append(self._backward((0, 1), self._draw_heads(), weighted))
+            case "two backwards":
+                actions.append(self._draw_forward(1, number))
+                for slot in self._random.sample([0, 1], 2):
+                    actions.append(self._backward((slot,), self._draw_heads(), weighted))
+            case "two losses":
+                for retain in (True, False):
+                    backward = self._backward((0,), self._draw_heads(), weighted)
+                    actions.append(replace(backward, retain_graph=retain))
+            case "on request":
+                actions.append(self._backward((0,), self._draw_heads(), "", local=True))
+                actions.append(ReduceGradients())
+            case _:
+                actions.append(self._backward((0,), self._draw_heads(), weighted))
+        return actions
+
+    def _kind_of_reduction(self, weighted: str) -> str:
+        kinds = ["one backward"] * 4
+        if self._for_stock:
+            # Stock takes each parameter for ready once in a backward only if it does not search.
+            if not (self._stock_options().find_unused_parameters or self._is_static):
+                kinds += [] if self._reentrant else ["one backward of two"]
+            return self._one_of(kinds)
+        kinds.append("one backward of two")
+        if not self._adds:
+            kinds += ["two backwards", "two losses"]
+            if not weighted and not self._is_strict:
+                kinds.append("on request")
+        return self._one_of(kinds)
+
+    def _draw_forward(self, slot: int, number: int | None = None) -> Forward:
+        """``number`` of the step, for one whose backward is reduced."""
+        paths = self._draw_paths(is_first=number == 0)
+        if self._is_static:
+            paths = self._paths = self._paths or paths
+        local = not self._for_stock and number is not None and self._chance(0.1)
+        requires_grad = self._reentrant or self._chance(0.5)
+        return Forward(
+            slot, self._rows(), paths, local, autocast=self._autocast, requires_grad=requires_grad
+        )
+
+    def _draw_paths(self, is_first: bool) -> tuple[tuple[str, ...], ...]:
+        # A reentrant checkpoint that is new in a later step comes too late: an error that says so.
+        skips = self._skips and not (is_first and self._reentrant)
+        return tuple(self._draw_path(skips) for _ in range(self._world_size))
+
+    def _draw_path(self, skips: bool) -> tuple[str, ...]:
+        names = self._network.names
+        count = self._random.randint(0, len(names)) if skips else len(names)
+        path = self._random.sample(names, count)
+        if path and self._chance(0.15) and not (self._for_stock and self._reentrant):
+            path.append(self._one_of(path))
+        return tuple(path)
+
+    def _draw_heads(self) -> tuple[int, ...]:
+        # Outputs that are not used stock finds neither in a dataclass nor in a static graph.
+        hidden = self._for_stock and (self._network.output == "dataclass" or self._is_static)
+        if hidden or not self._skips:
+            return (0, 1)
+        return self._one_of([(0, 1), (0, 1), (0,), (1,)])
+
+    def _backward(
+        self, slots: tuple[int, ...], heads: tuple[int, ...], weighted: str, local: bool = False
+    ) -> Backward:
+        weights = None
+        if weighted:
+            weights = tuple(self._random.choices(WEIGHTS, k=self._world_size))
+        return Backward(slots, heads, local, False, weights, weighted or "mean", self._scaler)
+
+    def _rows(self) -> tuple[int, ...]:
+        return tuple(self._random.choices([1, 3, 4], k=self._world_size))
+
+    # Chance.
+
+    def _chance(self, probability: float) -> bool:
+        return self._random.random() < probability
+
+    def _maybe(self, probability: float, value: _T) -> _T | None:
+        return value if self._chance(probability) else None
+
+    def _one_of(self, values: Sequence[_T]) -> _T:
+        return self._random.choice(values)

@@ -1,0 +1,108 @@
+"""What a rank process does: it plays scenarios with both classes and says what it saw."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel as Stock
+
+from differential.generator import scenario_of
+from differential.mutations import MUTATIONS
+from differential.networks import Network
+from differential.player import Player
+from differential.scenario import Options, Scenario
+from differential.trace import Trace
+from tritonddp import DistributedDataParallel
+from tritonddp.kernels import reference
+
+Played = dict[str, Trace]
+OURS, STOCK = "tritonddp", "stock DDP"
+
+_groups: dict[str, Any] = {}
+
+
+def play_all(seeds: Sequence[int], mutation: str | None = None) -> list[Played]:
+    """For each seed, what this rank saw with each class.
+
+    Raises:
+        RuntimeError: something was raised; the message says in which scenario, and where.
+    """
+    _groups.clear()
+    logging.getLogger("tritonddp").setLevel(logging.ERROR)  # of backwards that break off
+    with warnings.catch_warnings(), MUTATIONS[mutation]() if mutation else contextlib.nullcontext():
+        warnings.simplefilter("ignore")
+        return [_play_both(scenario_of(seed, dist.get_world_size())) for seed in seeds]
+
+
+def build(scenario: Scenario, rank: int) -> Network:
+    """The network as ``rank`` makes it: others at first, where wrapping makes them alike."""
+    alike = scenario.options.init_sync is False or scenario.options.broadcast_buffers is False
+    torch.default_generator.manual_seed(scenario.seed * 10 + (0 if alike else rank))
+    return Network(scenario.network)
+
+
+def _play_both(scenario: Scenario) -> Played:
+    played = {}
+    with _thresholds(scenario.thresholds):
+        played[OURS] = _play(scenario, OURS, DistributedDataParallel, scenario.options)
+    if scenario.stock is not None:
+        played[STOCK] = _play(scenario, STOCK, Stock, scenario.stock)
+    return played
+
+
+def _play(
+    scenario: Scenario, title: str, wrap: Callable[..., nn.Module], options: Options
+) -> Trace:
+    # In the log of this process, which is shown where it hangs.
+    print(f"seed {scenario.seed}, {title}", flush=True)
+    where = "when it is wrapped"
+    try:
+        network = build(scenario, dist.get_rank())
+        player = Player(scenario, dist.get_rank(), network, wrap(network, **_arguments(options)))
+        for number, action in enumerate(scenario.actions):
+            where = f"in action {number}: {action}"
+            player.perform(number)
+    except Exception as error:
+        message = f"seed {scenario.seed}: {title} raised {type(error).__name__} {where}"
+        raise RuntimeError(message) from error
+    trace = player.trace
+    del player, network
+    gc.collect()  # what is left of one scenario may not help the next one
+    return trace
+
+
+def _arguments(options: Options) -> dict[str, Any]:
+    arguments = options.given
+    if options.process_group:
+        arguments["process_group"] = _made_once("group", lambda: dist.new_group(backend="gloo"))
+    if options.device_mesh:
+        arguments["device_mesh"] = _made_once(
+            "mesh", lambda: init_device_mesh("cpu", (dist.get_world_size(),))
+        )
+    return arguments
+
+
+def _made_once(name: str, make: Callable[[], Any]) -> Any:
+    if name not in _groups:
+        _groups[name] = make()
+    return _groups[name]
+
+
+@contextlib.contextmanager
+def _thresholds(thresholds: tuple[int, int] | None) -> Iterator[None]:
+    """Context: small gradients go the ways of large ones."""
+    before = reference._SMALL, reference._SEGMENT
+    reference._SMALL, reference._SEGMENT = thresholds or before
+    try:
+        yield
+    finally:
+        reference._SMALL, reference._SEGMENT = before

@@ -1,0 +1,220 @@
+"""Planted faults, one at a time: what a comparison of scenarios has to find."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from tritonddp import DistributedDataParallel, bucket, reducer, roster
+from tritonddp.bucket import Bucket
+from tritonddp.comm.reduction import AllReduce
+from tritonddp.reducer import Reducer
+from tritonddp.view_bucket import ViewBucket
+
+Mutation = Callable[[], contextlib.AbstractContextManager[None]]
+
+MUTATIONS: dict[str, Mutation] = {}
+
+
+def mutation(plant: Callable[[], Iterator[None]]) -> Mutation:
+    """Decorator: between its start and its end the fault is there."""
+    MUTATIONS[plant.__name__] = contextlib.contextmanager(plant)
+    return MUTATIONS[plant.__name__]
+
+
+def _around(owner: Any, name: str, change: Callable[..., Any]) -> Any:
+    """Patch: ``change(original, self, *args)`` instead of the method ``name``."""
+    original = getattr(owner, name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return change(lambda *a, **k: original(self, *a, **k), self, *args, **kwargs)
+
+    return patch.object(owner, name, method)
+
+
+@mutation
+def no_average() -> Iterator[None]:
+    """Gradients are summed."""
+
+    def begin(original: Any, self: AllReduce, *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        self._scale *= self._group.size()
+
+    with _around(AllReduce, "begin", begin):
+        yield
+
+
+@mutation
+def forgotten_bucket() -> Iterator[None]:
+    """The second bucket stays at home."""
+
+    class Done:
+        def wait(self) -> None:
+            pass
+
+    def issue(original: Any, self: AllReduce, bucket: Bucket) -> Any:
+        return Done() if bucket.index == 1 else original(bucket)
+
+    with _around(AllReduce, "_issue", issue):
+        yield
+
+
+@mutation
+def stale_gradient() -> Iterator[None]:
+    """What a bucket's first parameter sends is its gradient of the reduction before."""
+    sent: dict[int, Tensor] = {}
+
+    def start(original: Any, self: AllReduce, bucket: Bucket) -> Any:
+        view = bucket.flat.views[0]
+        before, sent[id(view)] = sent.get(id(view)), view.clone()
+        if before is not None and before.shape == view.shape:
+            view.copy_(before)
+        return original(bucket)
+
+    with _around(AllReduce, "start", start):
+        yield
+
+
+@mutation
+def wrong_strides() -> Iterator[None]:
+    """Gradients lie row by row in their bucket, whatever their parameters do."""
+
+    def row_major(param: Tensor) -> tuple[int, ...]:
+        return torch.empty(param.shape, device="meta").stride()
+
+    with patch.object(bucket, "gradient_strides", row_major):
+        yield
+
+
+@mutation
+def ignored_no_sync() -> Iterator[None]:
+    """``no_sync`` does nothing."""
+    with patch.object(DistributedDataParallel, "no_sync", lambda self: contextlib.nullcontext()):
+        yield
+
+
+@mutation
+def ignored_weights() -> Iterator[None]:
+    """``weighted`` does nothing."""
+    nothing = lambda self, n, reduction="mean": contextlib.nullcontext()  # noqa: E731
+    with patch.object(DistributedDataParallel, "weighted", nothing):
+        yield
+
+
+@mutation
+def skipped_buffers() -> Iterator[None]:
+    """Forwards broadcast no buffers."""
+    with patch.object(DistributedDataParallel, "_sync_buffers", lambda self: None):
+        yield
+
+
+@mutation
+def skipped_initial_state() -> Iterator[None]:
+    """Wrapping broadcasts nothing."""
+
+    def broadcast(original: Any, self: DistributedDataParallel, *args: Any) -> None:
+        if "reducer" in self.__dict__:
+            original(*args)
+
+    with _around(DistributedDataParallel, "_broadcast", broadcast):
+        yield
+
+
+def _with_flags(change: Callable[[Bucket], None]) -> contextlib.AbstractContextManager[Any]:
+    """Patch: ``change`` sees a reduced bucket before it is unflattened."""
+
+    def unflatten(original: Any, self: Bucket, *args: Any) -> None:
+        change(self)
+        original(*args)
+
+    stack = contextlib.ExitStack()
+    for kind in (Bucket, ViewBucket):
+        stack.enter_context(_around(kind, "unflatten", unflatten))
+    return stack
+
+
+@mutation
+def zeros_for_unused() -> Iterator[None]:
+    """A parameter that no rank used gets a gradient all the same."""
+    with _with_flags(lambda bucket: bucket.flat.flags.fill_(1)):
+        yield
+
+
+@mutation
+def only_own_gradients() -> Iterator[None]:
+    """A parameter that only other ranks used gets no gradient."""
+
+    def forget(bucket: Bucket) -> None:
+        for slot, used in enumerate(bucket._used):
+            if not used:
+                bucket.flat.flags[slot] = 0
+
+    with _with_flags(forget):
+        yield
+
+
+@mutation
+def forgotten_microbatches() -> Iterator[None]:
+    """What only backwards under ``no_sync`` used is not reduced."""
+
+    def begin(original: Any, self: Reducer, *args: Any) -> None:
+        self._used_earlier = [False] * len(self._used_earlier)
+        original(*args)
+
+    with _around(Reducer, "begin", begin):
+        yield
+
+
+@mutation
+def other_rounding_on_one_rank() -> Iterator[None]:
+    """The last bit of a gradient differs between ranks."""
+
+    def finish(original: Any, self: AllReduce, bucket: Bucket, *args: Any) -> None:
+        original(bucket, *args)
+        grad = bucket.params[0].grad
+        if self._group.rank() == 1 and grad is not None:
+            grad.mul_(1 + torch.finfo(grad.dtype).eps)
+
+    with _around(AllReduce, "finish", finish):
+        yield
+
+
+@mutation
+def one_reduction_per_forward() -> Iterator[None]:
+    """A second backward of one graph only accumulates."""
+
+    def begin(original: Any, self: Reducer, forward: Any = None) -> None:
+        reached = forward is not None and forward.reached
+        with (
+            patch.object(self, "_should_sync", lambda: False) if reached else contextlib.ExitStack()
+        ):
+            original(forward)
+
+    with _around(Reducer, "begin", begin):
+        yield
+
+
+@mutation
+def gradients_of_others_memory() -> Iterator[None]:
+    """A bucket fills its buffer although somebody holds a gradient that lies in it."""
+    with patch.object(Bucket, "_memory", lambda self: ()):
+        yield
+
+
+@mutation
+def parameters_of_the_first_day() -> Iterator[None]:
+    """Parameters that are replaced or unfrozen are not taken up."""
+    with patch.object(roster.Roster, "look", lambda self, where: False):
+        yield
+
+
+@mutation
+def lost_gradient_of_a_hook() -> Iterator[None]:
+    """Reentrant checkpoints, which the engine does not announce, are not waited for."""
+    with patch.object(reducer.Unannounced, "may_come", lambda self, missing: set()):
+        yield

@@ -1,0 +1,232 @@
+"""What all ranks must see: one process plays them all, without communication.
+
+The oracle follows what the ranks of a wrapped model saw: it computes each tensor from what they had
+before it, says how far they may be from that, and goes on with what they have. So each step of a
+scenario is judged by itself, to the rounding of that step alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from oracle import Alone, Window
+from torch import Tensor
+
+from differential.networks import Network
+from differential.player import Player
+from differential.scenario import Backward, BreakOff, Forward, ReduceGradients, Scenario
+from differential.trace import Entry
+
+# Half roundings of each term on the way to a mean over three ranks: of the factor, of the product,
+# of the sums, of the mean itself; twice that. Weights bring factors and sums of their own.
+_ROUNDINGS = 4
+_ROUNDINGS_OF_WEIGHTED = 16
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a rank must see.
+
+    Attributes:
+        place: of the entry in the trace.
+        value: the tensor, ``None`` where there is none.
+        bound: how far each element may be from it; ``None``: not at all.
+        strides: of the tensor; ``None`` where any will do.
+    """
+
+    place: tuple[int, str, str]
+    value: Tensor | None
+    bound: Tensor | None
+    strides: tuple[int, ...] | None
+
+
+class Oracle:
+    """All ranks of a scenario in one process.
+
+    Args:
+        scenario: what is played.
+        networks: one for each rank, each as rank 0 makes it.
+    """
+
+    def __init__(self, scenario: Scenario, networks: Sequence[Network]) -> None:
+        self._scenario = scenario
+        self._players = [
+            Player(scenario, rank, network, Alone(network)) for rank, network in enumerate(networks)
+        ]
+        self._syncs_next_forward = scenario.options.syncs_buffers
+        # Buffers that forwards broadcast: those of an added block from the next reduction on.
+        self._broadcast = self._buffers()
+        # What each rank's backwards have given a gradient since the last reduction.
+        self._used: list[set[Tensor]] = [set() for _ in self._players]
+        # How far the gradients that the last action has reduced may be from the mean.
+        self._bounds: dict[str, Tensor | None] = {}
+
+    def perform(self, number: int) -> list[list[Expected]]:
+        """Action ``number``: what each rank must see of it.
+
+        Then :meth:`adopt` says what they have seen.
+        """
+        action = self._scenario.actions[number]
+        if isinstance(action, Forward | BreakOff):
+            self._sync_buffers()
+        before = [_gradients(player.network) for player in self._players]
+        for player in self._players:
+            player.trace = []
+            player.perform(number)
+        if isinstance(action, Forward):
+            self._syncs_next_forward = self._scenario.options.syncs_buffers and (
+                action.grad and not action.local
+            )
+        if isinstance(action, BreakOff):
+            self._syncs_next_forward = self._scenario.options.syncs_buffers
+            self._broadcast = self._buffers()
+            for used in self._used:
+                used.clear()
+        self._bounds = {}
+        if isinstance(action, Backward):
+            for player, used, earlier in zip(self._players, self._used, before, strict=True):
+                used |= _changed(player.network, earlier)
+            if not action.local:
+                self._reduce()
+        elif isinstance(action, ReduceGradients):
+            for player, used in zip(self._players, self._used, strict=True):
+                used |= {param for param in player.network.parameters() if param.requires_grad}
+            self._reduce()
+        return [self._expected(player) for player in self._players]
+
+    def adopt(self, entries: Sequence[Sequence[Entry]]) -> None:
+        """Go on with what each rank has seen of the last action."""
+        for player, seen in zip(self._players, entries, strict=True):
+            tensors = {
+                "parameter": dict(player.network.named_parameters()),
+                "buffer": dict(player.network.named_buffers()),
+                "gradient": _gradients_by_name(player.network),
+            }
+            for entry in seen:
+                mine = tensors.get(entry.kind, {}).get(entry.name)
+                if mine is not None and entry.seen is not None:
+                    value = entry.seen.tensor()
+                    if not torch.equal(mine, value):
+                        with torch.no_grad():
+                            mine.copy_(value)
+
+    def _sync_buffers(self) -> None:
+        """All ranks get those of rank 0, where stock would send them."""
+        if not self._syncs_next_forward:
+            return
+        for first, *others in zip(*self._broadcast, strict=True):
+            for buffer in others:
+                buffer.data.copy_(first)  # as hidden from autograd as a broadcast
+
+    def _buffers(self) -> list[list[Tensor]]:
+        return [list(player.network.buffers()) for player in self._players]
+
+    def _reduce(self) -> None:
+        """Give every rank the mean over the ranks."""
+        replicas = [list(player.network.named_parameters()) for player in self._players]
+        windows = [_window(player.net) for player in self._players]
+        for each in zip(*replicas, strict=True):
+            name, params = each[0][0], [param for _, param in each]
+            is_used = [
+                (param in used and param.grad is not None) or param in window.sums
+                for param, used, window in zip(params, self._used, windows, strict=True)
+            ]
+            if not any(is_used):
+                continue
+            mean, self._bounds[name] = _mean(params, windows)
+            for param in params:
+                if param.grad is None:
+                    param.grad = torch.empty_strided(
+                        param.shape, contract_strides(param), dtype=param.dtype
+                    )
+                else:
+                    # Another tensor: those that somebody holds are not reduced again.
+                    param.grad = param.grad.detach().clone(memory_format=torch.preserve_format)
+                param.grad.copy_(mean)
+        for player, used in zip(self._players, self._used, strict=True):
+            used.clear()
+            player.net.windows = []
+            player.net._goes_on = False
+        self._broadcast = self._buffers()
+
+    def _expected(self, player: Player) -> list[Expected]:
+        """What the player has seen, with the gradients as they are after the reduction."""
+        gradients = _gradients_by_name(player.network)
+        expected = []
+        for entry in player.trace:
+            if entry.kind == "gradient":
+                value = gradients[entry.name]
+                bound = self._bounds.get(entry.name)
+                strides = None if value is None else value.stride()
+            else:
+                value = None if entry.seen is None else entry.seen.tensor()
+                bound = None
+                strides = None if entry.seen is None else entry.seen.strides
+            expected.append(Expected(entry.place, value, bound, strides))
+        return expected
+
+
+def contract_strides(param: Tensor) -> tuple[int, ...]:
+    """Strides of a gradient that had to be made: the parameter's if it is dense, else row-major."""
+    # Of a dense tensor torch keeps the memory order, of others it does not.
+    like = torch.empty_like(param, device="meta").stride()
+    return like if like == param.stride() else torch.empty(param.shape, device="meta").stride()
+
+
+def _mean(params: Sequence[Tensor], windows: Sequence[Window]) -> tuple[Tensor, Tensor | None]:
+    """The mean of the gradients of one parameter on all ranks, and how far off each element may be.
+
+    On two ranks it is exact, whoever computes it: halves are, and a sum of two is rounded once.
+    """
+    zero, size = torch.zeros_like(params[0].detach()), len(params)
+    grads = [zero if param.grad is None else param.grad.detach() for param in params]
+    sums = [window.sums.get(param, zero) for param, window in zip(params, windows, strict=True)]
+    items = [window.items for window in windows]
+    if not any(window.sums for window in windows):
+        terms, roundings = [grad / size for grad in _wide(grads)], _ROUNDINGS
+        if size == 2:
+            return grads[0] * 0.5 + grads[1] * 0.5, None
+    elif not sum(items):
+        return zero, torch.zeros_like(zero, dtype=torch.float64)
+    else:
+        shares = [1 / size if windows[0].is_sum else each / sum(items) for each in items]
+        terms = [grad * share for grad, share in zip(_wide(grads), shares, strict=True)]
+        terms += [each / sum(items) for each in _wide(sums)]
+        roundings = _ROUNDINGS_OF_WEIGHTED
+    bound = torch.stack([term.abs() for term in terms]).sum(0)
+    if roundings == _ROUNDINGS_OF_WEIGHTED and bound.numel():
+        bound = bound.max().expand_as(bound)  # the sums of a window have rounded too
+    bound = bound * roundings * torch.finfo(zero.dtype).eps
+    return torch.stack(terms).sum(0).to(zero.dtype), bound + torch.finfo(zero.dtype).tiny
+
+
+def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.double() for tensor in tensors]
+
+
+def _window(net: Alone) -> Window:
+    return net.windows[-1] if net.windows else Window()
+
+
+def _gradients(network: Network) -> dict[Tensor, tuple[Tensor, int]]:
+    """The gradients that there are, and their versions."""
+    return {
+        param: (param.grad, param.grad._version)
+        for param in network.parameters()
+        if param.grad is not None
+    }
+
+
+def _changed(network: Network, before: dict[Tensor, tuple[Tensor, int]]) -> set[Tensor]:
+    """The parameters to which a backward has given a gradient: of a custom function, maybe none."""
+    return {
+        param
+        for param, (grad, version) in _gradients(network).items()
+        if param not in before or before[param][0] is not grad or before[param][1] != version
+    }
+
+
+def _gradients_by_name(network: Network) -> dict[str, Tensor | None]:
+    return {name: param.grad for name, param in network.named_parameters()}

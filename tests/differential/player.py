@@ -1,0 +1,230 @@
+"""One rank plays a scenario: with a wrapped network, or for the oracle with an unwrapped one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from differential.networks import BLOCKS, Network
+from differential.scenario import (
+    Action,
+    Backward,
+    BreakOff,
+    Clip,
+    Forward,
+    Hold,
+    InputGradient,
+    ReduceGradients,
+    Replace,
+    Require,
+    Scenario,
+    Step,
+    ZeroGrad,
+)
+from differential.trace import Entry, Snapshot, Trace
+
+RATE = 0.05
+
+
+class Planned(Exception):
+    """A backward that breaks off because the scenario says so."""
+
+
+class Player:
+    """A network in training on one rank.
+
+    Args:
+        scenario: what is played.
+        rank: as which rank.
+        network: before it was wrapped.
+        net: wrapped, with the methods of a wrapped one.
+
+    Attributes:
+        trace: what was seen so far.
+    """
+
+    def __init__(self, scenario: Scenario, rank: int, network: Network, net: Any) -> None:
+        self.scenario = scenario
+        self.rank = rank
+        self.network = network
+        self.net = net
+        self.trace: Trace = []
+        self._number = 0
+        self._outputs: dict[int, tuple[Tensor, tuple[Tensor, Tensor]]] = {}
+        self._held: list[Tensor] = []
+        self._optimizer = _optimizer(scenario.optimizer, net)
+        self._scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if scenario.scaler else None
+        for block, kind in scenario.hooks:
+            _add_hook(next(network.blocks[block].parameters()), kind)
+
+    def perform(self, number: int) -> None:
+        """Action ``number`` of the scenario."""
+        self._number = number
+        # Not torch.manual_seed: it takes 1 ms to note its caller for devices that are not there.
+        torch.default_generator.manual_seed(
+            (self.scenario.seed * 1000 + number) * self.scenario.world_size + self.rank
+        )
+        self._perform(self.scenario.actions[number])
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Forward():
+                self._forward(action)
+            case Backward():
+                self._backward(action)
+            case InputGradient(slot):
+                x, results = self._outputs[slot]
+                (gradient,) = torch.autograd.grad(_loss(results, (0, 1)), x, retain_graph=True)
+                self._see("value", "gradient of the input", gradient)
+            case ReduceGradients():
+                self.net.reduce_gradients()
+                self._see_gradients()
+            case ZeroGrad(set_to_none, by_optimizer):
+                who = self._optimizer if by_optimizer else self.net
+                who.zero_grad(set_to_none=set_to_none)
+            case Hold(block):
+                params = self.network.blocks[block].parameters()
+                self._held += [param.grad for param in params if param.grad is not None]
+                self.net.zero_grad(set_to_none=True)
+            case Clip(by):
+                self._clip(by)
+            case Step():
+                self._step()
+            case Require(block, grad):
+                self.network.blocks[block].requires_grad_(grad)
+            case Replace(block, kind):
+                torch.default_generator.manual_seed(self.scenario.seed + self._number)
+                self.network.blocks[block] = BLOCKS[kind]()
+                added = list(self.network.blocks[block].parameters())
+                self._optimizer.add_param_group({"params": added})
+            case BreakOff():
+                self._break_off(action)
+            case _:
+                raise TypeError(f"{action} cannot be played")
+
+    def _forward(self, action: Forward) -> None:
+        x = _batch(action.rows[self.rank]).requires_grad_(action.requires_grad and action.grad)
+        self.net.train(action.training)
+        with contextlib.ExitStack() as stack:
+            if action.local:
+                stack.enter_context(self.net.no_sync())
+            if action.autocast:
+                stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
+            stack.enter_context(torch.set_grad_enabled(action.grad))
+            results = self.network.results(self.net(x, action.paths[self.rank]))
+        if action.grad:
+            self._outputs[action.slot] = x, results
+        else:
+            self._see("value", "output", results[0])
+        for name, buffer in self.network.named_buffers():
+            self._see("buffer", name, buffer)
+
+    def _backward(self, action: Backward) -> None:
+        losses = [_loss(self._outputs[slot][1], action.heads) for slot in action.slots]
+        loss = torch.stack(losses).sum()
+        self._see("loss", "", loss)
+        if action.scaled and self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        with contextlib.ExitStack() as stack:
+            if action.local:
+                stack.enter_context(self.net.no_sync())
+            if action.weights is not None:
+                stack.enter_context(self.net.weighted(action.weights[self.rank], action.reduction))
+            loss.backward(retain_graph=action.retain_graph)
+        if not action.retain_graph:
+            for slot in action.slots:
+                del self._outputs[slot]
+        if not (action.local and action.weights):  # what is accumulated then is nobody's business
+            self._see_gradients()
+
+    def _clip(self, by: str) -> None:
+        if self._scaler is not None:
+            self._scaler.unscale_(self._optimizer)
+        if by == "norm":
+            norm = nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
+            self._see("value", "norm of the gradients", norm)
+        else:
+            nn.utils.clip_grad_value_(self.net.parameters(), 0.1)
+
+    def _step(self) -> None:
+        if self._scaler is None:
+            self._optimizer.step()
+        else:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
+        for name, param in self.network.named_parameters():
+            self._see("parameter", name, param)
+        for number, gradient in enumerate(self._held):
+            self._see("value", f"gradient {number} that is held", gradient)
+
+    def _break_off(self, action: BreakOff) -> None:
+        block = self.network.blocks[action.path[action.at]]
+        breaks = self.rank == action.rank
+        with _breaking(block) if breaks else contextlib.nullcontext():
+            output = self.net(_batch(action.rows[self.rank]).requires_grad_(), action.path)
+            loss = _loss(self.network.results(output), (0, 1))
+            try:
+                loss.backward()
+                assert not breaks, "the backward should have broken off"
+            except Planned:
+                assert breaks
+        self.net.zero_grad(set_to_none=True)
+
+    def _see_gradients(self) -> None:
+        for name, param in self.network.named_parameters():
+            self._see("gradient", name, param.grad)
+
+    def _see(self, kind: str, name: str, tensor: Tensor | None) -> None:
+        seen = None if tensor is None else Snapshot.of(tensor)
+        self.trace.append(Entry(self._number, kind, name, seen))
+
+
+def _batch(rows: int) -> Tensor:
+    return torch.randn(rows, 8)
+
+
+def _loss(results: tuple[Tensor, Tensor], heads: tuple[int, ...]) -> Tensor:
+    return torch.stack([(results[head].float() ** 2).mean() for head in heads]).sum()
+
+
+def _optimizer(name: str, net: nn.Module) -> torch.optim.Optimizer:
+    match name:
+        case "SGD":
+            return torch.optim.SGD(net.parameters(), lr=RATE)
+        case "SGD with momentum":
+            return torch.optim.SGD(net.parameters(), lr=RATE, momentum=0.9, weight_decay=0.01)
+        case "Adam":
+            # Its steps follow the signs of tiny gradients: a large eps, or rounding would show.
+            return torch.optim.Adam(net.parameters(), lr=RATE, eps=0.01)
+        case _:
+            return torch.optim.AdamW(net.parameters(), lr=RATE, eps=0.01, foreach=False)
+
+
+def _add_hook(param: Tensor, kind: str) -> None:
+    def scale(param: Tensor) -> None:
+        if param.grad is not None:
+            param.grad.mul_(1.5)
+
+    if kind == "tensor":
+        param.register_hook(lambda gradient: None if gradient is None else gradient * 3)
+    else:
+        param.register_post_accumulate_grad_hook(scale)
+
+
+@contextlib.contextmanager
+def _breaking(block: nn.Module) -> Iterator[None]:
+    """Context: a backward through ``block`` breaks off."""
+
+    def break_off(gradient: Tensor) -> None:
+        raise Planned
+
+    param = next(param for param in block.parameters() if param.requires_grad)
+    handle = param.register_hook(break_off)
+    try:
+        yield
+    finally:
+        handle.remove()

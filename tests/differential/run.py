@@ -1,0 +1,62 @@
+"""Play random scenarios until one shows a difference, or play one of them again.
+
+python tests/differential/run.py --seed 123 --world 2 -v     one, told in words
+python tests/differential/run.py --seconds 600 --world 3     many
+python tests/differential/run.py --mutation no_average       with a planted fault
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+# In front of the folder of this file, whose modules are those of a package.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from differential.comparison import differences
+from differential.generator import scenario_of
+from differential.mutations import MUTATIONS
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, help="the first one")
+    parser.add_argument("--count", type=int, help="how many, by default 1 with a --seed")
+    parser.add_argument("--seconds", type=float, help="play until they are over")
+    parser.add_argument("--world", type=int, choices=[2, 3, 4], default=2, help="number of ranks")
+    parser.add_argument("--mutation", choices=sorted(MUTATIONS), help="plant this fault")
+    parser.add_argument("--keep-going", action="store_true", help="after a difference too")
+    parser.add_argument("-v", action="store_true", help="print each scenario")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    seed = arguments.seed or 0
+    count = arguments.count
+    if count is None and arguments.seconds is None:
+        count = 1 if arguments.seed is not None else 100
+    start, played, found = time.monotonic(), 0, 0
+    while count is None or played < count:
+        if arguments.seconds is not None and time.monotonic() - start > arguments.seconds:
+            break
+        size = 10 if count is None else min(10, count - played)
+        seeds = range(seed + played, seed + played + size)
+        if arguments.v:
+            for each in seeds:
+                print(scenario_of(each, arguments.world), flush=True)
+        for difference in differences(seeds, arguments.world, arguments.mutation):
+            found += 1
+            print(f"\n{difference}\n", flush=True)
+        played += size
+        if found and not arguments.keep_going:
+            break
+    taken = time.monotonic() - start
+    print(f"{played} scenarios on {arguments.world} ranks in {taken:.0f} s: {found} differ")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,274 @@
+"""What is done with a network: options, and a list of actions that every rank goes through.
+
+A scenario holds all that differs between ranks as one item for each rank, so that one process can
+play them all. ``str()`` of a scenario tells it in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from differential.networks import NetworkSpec
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments of the wrapper, by their names; ``None`` is left out.
+
+    ``process_group`` is ``"new"`` for another group of all ranks, ``device_mesh`` a flag.
+    """
+
+    bucket_cap_mb: float | None = None
+    bucket_cap_mb_list: tuple[float, ...] | None = None
+    find_unused_parameters: bool | None = None
+    gradient_as_bucket_view: bool | None = None
+    static_graph: bool | None = None
+    batched_grad_copy: bool | None = None
+    forward_sync_buffers: bool | None = None
+    broadcast_buffers: bool | None = None
+    init_sync: bool | None = None
+    process_group: str | None = None
+    device_mesh: bool | None = None
+
+    @property
+    def given(self) -> dict[str, object]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def syncs_buffers(self) -> bool:
+        """Whether forwards broadcast buffers."""
+        if self.forward_sync_buffers is not None:
+            return self.forward_sync_buffers
+        return self.broadcast_buffers is not False
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.given.items()) or "none"
+
+
+class Action:
+    """One thing that every rank does."""
+
+
+@dataclass(frozen=True)
+class Forward(Action):
+    """The wrapped module runs on a new batch, and its output is kept as number ``slot``.
+
+    Attributes:
+        rows: size of the batch, for each rank.
+        paths: blocks that it goes through, for each rank.
+        local: whether it runs under ``no_sync``.
+        grad: whether it runs with gradients; without, nothing is kept.
+        training: whether the module is in training mode.
+        autocast: whether it runs under autocast to bf16.
+        requires_grad: whether the batch does.
+    """
+
+    slot: int
+    rows: tuple[int, ...]
+    paths: tuple[tuple[str, ...], ...]
+    local: bool = False
+    grad: bool = True
+    training: bool = True
+    autocast: bool = False
+    requires_grad: bool = True
+
+    def __str__(self) -> str:
+        first = "/".join("-".join(path) or "nothing" for path in self.paths)
+        return _words(
+            f"forward {self.slot} of {'/'.join(map(str, self.rows))} rows through {first}",
+            self.local and "under no_sync",
+            not self.grad and "without gradients",
+            not self.training and "in evaluation mode",
+            self.autocast and "under autocast",
+            not self.requires_grad and "input without gradient",
+        )
+
+
+@dataclass(frozen=True)
+class Backward(Action):
+    """The backward of the sum of the losses of some outputs.
+
+    Attributes:
+        slots: numbers of the outputs.
+        heads: which results of each output the losses are made of.
+        local: whether it runs under ``no_sync``.
+        retain_graph: passed on.
+        weights: for each rank, what ``weighted`` is told.
+        reduction: what it is told of the loss.
+        scaled: whether a gradient scaler scales the loss.
+    """
+
+    slots: tuple[int, ...]
+    heads: tuple[int, ...] = (0, 1)
+    local: bool = False
+    retain_graph: bool = False
+    weights: tuple[float, ...] | None = None
+    reduction: str = "mean"
+    scaled: bool = False
+
+    def __str__(self) -> str:
+        of = " + ".join(map(str, self.slots))
+        weights = self.weights and "/".join(map(str, self.weights))
+        return _words(
+            f"backward of {of} by head {' and '.join(map(str, self.heads))}",
+            self.local and "under no_sync",
+            self.retain_graph and "retain_graph=True",
+            weights and f"weighted by {weights}, a {self.reduction}",
+            self.scaled and "scaled by the gradient scaler",
+        )
+
+
+@dataclass(frozen=True)
+class InputGradient(Action):
+    """``autograd.grad`` of the loss of an output for the batch, retaining the graph."""
+
+    slot: int
+
+    def __str__(self) -> str:
+        return f"autograd.grad of {self.slot} for its input"
+
+
+@dataclass(frozen=True)
+class ReduceGradients(Action):
+    """``reduce_gradients()``: the mean of ``.grad`` now."""
+
+    def __str__(self) -> str:
+        return "reduce_gradients()"
+
+
+@dataclass(frozen=True)
+class ZeroGrad(Action):
+    """Gradients are dropped, or filled with zeros; by the optimizer or by the module."""
+
+    set_to_none: bool
+    by_optimizer: bool
+
+    def __str__(self) -> str:
+        by = "optimizer" if self.by_optimizer else "model"
+        return f"{by}.zero_grad(set_to_none={self.set_to_none})"
+
+
+@dataclass(frozen=True)
+class Hold(Action):
+    """Somebody keeps the gradients of a block, which are dropped: they may not change any more."""
+
+    block: str
+
+    def __str__(self) -> str:
+        return f"keep the gradients of {self.block}, then zero_grad(set_to_none=True)"
+
+
+@dataclass(frozen=True)
+class Clip(Action):
+    """Gradient clipping, by ``norm`` or by ``value``."""
+
+    by: str
+
+    def __str__(self) -> str:
+        return f"clip gradients by {self.by}"
+
+
+@dataclass(frozen=True)
+class Step(Action):
+    """The optimizer steps, through the gradient scaler if there is one."""
+
+    def __str__(self) -> str:
+        return "optimizer step"
+
+
+@dataclass(frozen=True)
+class Require(Action):
+    """A block is frozen or unfrozen."""
+
+    block: str
+    grad: bool
+
+    def __str__(self) -> str:
+        return f"{'unfreeze' if self.grad else 'freeze'} {self.block}"
+
+
+@dataclass(frozen=True)
+class Replace(Action):
+    """A block is replaced by a new one of another kind, or added, on every rank."""
+
+    block: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.block} becomes a new block: {self.kind}"
+
+
+@dataclass(frozen=True)
+class BreakOff(Action):
+    """A forward and a backward that breaks off on one rank; then all drop their gradients."""
+
+    rows: tuple[int, ...]
+    path: tuple[str, ...]
+    rank: int
+    at: int
+
+    def __str__(self) -> str:
+        return (
+            f"forward of {'/'.join(map(str, self.rows))} rows through {'-'.join(self.path)}, and a "
+            f"backward that breaks off on rank {self.rank} at {self.path[self.at]}; "
+            "zero_grad(set_to_none=True)"
+        )
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A program for some ranks.
+
+    Attributes:
+        seed: of the generator; weights and batches are drawn from it too.
+        world_size: number of ranks.
+        network: what is wrapped.
+        options: of the wrapper.
+        hooks: blocks whose first parameter has a user's hook, and which: ``"tensor"`` multiplies
+            the gradient by 3, ``"post-accumulate"`` ``.grad`` by 1.5 in place.
+        optimizer: ``"SGD"``, ``"SGD with momentum"``, ``"Adam"`` or ``"AdamW without foreach"``.
+        scaler: whether there is a gradient scaler.
+        thresholds: of the CPU path, in elements: from which mean size on gradients stay in their
+            bucket's memory, and the size of a segment. Small ones bring small networks there.
+        stock: options for stock DDP, ``None`` where it does not define the answer.
+        actions: what every rank does.
+    """
+
+    seed: int
+    world_size: int
+    network: NetworkSpec
+    options: Options
+    hooks: tuple[tuple[str, str], ...]
+    optimizer: str
+    scaler: bool
+    thresholds: tuple[int, int] | None
+    stock: Options | None
+    actions: tuple[Action, ...]
+
+    @property
+    def command(self) -> str:
+        """What plays it again."""
+        return f"python tests/differential/run.py --seed {self.seed} --world {self.world_size} -v"
+
+    def _lines(self) -> Iterator[str]:
+        yield f"seed {self.seed} on {self.world_size} ranks"
+        yield f"  network: {self.network}"
+        yield f"  options: {self.options}"
+        for block, kind in self.hooks:
+            yield f"  hook on the first parameter of {block}: {kind}"
+        scaler = ", with a gradient scaler" if self.scaler else ""
+        yield f"  optimizer: {self.optimizer}{scaler}"
+        if self.thresholds:
+            yield "  thresholds of the CPU path: {} and {} elements".format(*self.thresholds)
+        yield f"  stock DDP's options: {self.stock or 'none, it does not define the answer'}"
+        for number, action in enumerate(self.actions):
+            yield f"  {number:3} {action}"
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+
+def _words(*parts: str | bool | None) -> str:
+    return ", ".join(part for part in parts if isinstance(part, str))

@@ -1,0 +1,41 @@
+"""Random programs cannot tell tritonddp from stock DDP, or from one process that does it all."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+import torch
+
+from differential.comparison import differences
+from differential.mutations import MUTATIONS
+
+BATCH = 10
+# How many scenarios are played on how many ranks.
+SCENARIOS = {2: 220, 3: 120}
+# Within how many scenarios a planted fault is found.
+ENOUGH = 80
+
+BATCHES = [
+    pytest.param(world_size, range(first, first + BATCH), id=f"{world_size}-ranks-from-{first}")
+    for world_size, count in SCENARIOS.items()
+    for first in range(0, count, BATCH)
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(("world_size", "seeds"), BATCHES)
+def test_random_programs_see_what_one_process_and_stock_see(world_size: int, seeds: range) -> None:
+    for difference in differences(seeds, world_size, timeout=120):
+        pytest.fail(str(difference), pytrace=False)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_planted_fault_is_found(mutation: str) -> None:
+    batches = (range(first, first + 5) for first in range(0, ENOUGH, 5))
+    found = (each for seeds in batches for each in differences(seeds, 2, mutation))
+    assert list(islice(found, 1)), f"{ENOUGH} scenarios have not found {mutation}"
