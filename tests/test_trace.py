@@ -171,7 +171,7 @@ def test_off_it_costs_nothing_and_nothing_of_it_stays(view: bool) -> None:
         inside = python_calls(lambda: step(ddp))
         assert reducer._reduction is not reduction
     assert reducer._reduction is reduction
-    assert reducer.on_backward is None
+    assert not reducer.on_backward
     assert python_calls(lambda: step(ddp)) == before
     assert any("tracing" in file for file, _ in inside)
     assert not any("tracing" in file for file, _ in before)

@@ -221,6 +221,18 @@ def leave_join(joinable: Joinable) -> None:
     joinable._join_config = type(joinable._join_config).construct_disabled_join_config()
 
 
+def gloo_threads(group: dist.ProcessGroup) -> int | None:
+    """How many threads gloo has for a group, ``None`` where it does not tell.
+
+    In stock's logging data, which has it from C++.
+    """
+    try:
+        backend: Any = group._get_backend(torch.device("cpu"))
+        return backend.options._threads
+    except (AttributeError, RuntimeError):
+        return None
+
+
 def active_wrapper() -> Any:
     """The wrapper whose forward runs, torch's or ours."""
     return _STOCK._get_active_ddp_module()

@@ -34,6 +34,8 @@ class Arrangement:
 
     Attributes:
         placement: the buckets, and where in them each parameter is.
+        has_moved: they are not those that there were at first.
+        ready_order: names, in the order of the gradients in the first reduced backward.
     """
 
     def __init__(
@@ -56,6 +58,8 @@ class Arrangement:
         self._order: list[int] | None = None  # that the next placement shall have
         self._structure = roster.structure  # that the last reduction had
         self._since_change = 0  # reductions since it changed
+        self.has_moved = False
+        self.ready_order: list[str] = []
         # Of the last reduction, where its buckets are gone.
         self._flags: list[tuple[list[Parameter], Tensor]] | None = None
         # Registration order is roughly forward order, so its reverse is a guess at ready order.
@@ -101,6 +105,7 @@ class Arrangement:
         """
         assert self._arrived is not None
         arrived, self._arrived = self._arrived, None
+        self.ready_order = [self.placement.names[number] for number in arrived]
         missing = [n for n in range(len(self.placement.params)) if n not in arrived]
         order = torch.tensor([*arrived, *missing], device=self.placement.params[0].device)
         with self._roll_call.naming(where(), "broadcast of the order of gradients"):
@@ -133,6 +138,7 @@ class Arrangement:
         if not kept or self.placement.fits(kept, self._caps):
             return None
         self._flags = [(params, flags.clone()) for params, flags in self.flags()]
+        self.has_moved = True
         number_of = {param: number for number, param in enumerate(self.placement.params)}
         with torch.no_grad():
             self.placement = self.place(kept, self._bucket_class, self.placement)

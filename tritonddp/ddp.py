@@ -34,6 +34,7 @@ from tritonddp.construction import (
 from tritonddp.delayed import Delay
 from tritonddp.hook_registration import TakesHooks
 from tritonddp.join import Follower, announce_forward, is_joining, reduces_backward, refuse_inside
+from tritonddp.logging_data import Logger
 from tritonddp.outputs import tensors_in
 from tritonddp.reducer import Reducer
 from tritonddp.roll_call import RollCall
@@ -225,6 +226,8 @@ class DistributedDataParallel(StockNames, TakesHooks, Follower):
             skip_unused=self.skip_all_reduce_unused_params,
             delay_until=self._delay.until if self._delay else None,
         )
+        self.logger = Logger(self)
+        self.reducer.set_logger(self.logger)
         self._register_hooks_again()
         _alive.add(self)
 
@@ -238,7 +241,9 @@ class DistributedDataParallel(StockNames, TakesHooks, Follower):
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """All that is done before the module runs; returns the inputs on its device."""
-        self.reducer.prepare_for_forward()
+        if self.require_backward_grad_sync and torch.is_grad_enabled():
+            self.logger.sampler.forward_begins()
+        self.logger.noting(self.reducer.prepare_for_forward)
         if is_joining(self):
             announce_forward(self)
         self._sync_buffers_if_due(after_forward=False)
@@ -253,6 +258,7 @@ class DistributedDataParallel(StockNames, TakesHooks, Follower):
 
     def _post_forward(self, output: Any) -> Any:
         """All that is done with what the module has returned; returns it."""
+        self.logger.sampler.forward_ended()
         self._sync_buffers_if_due(after_forward=True)
         if torch.is_grad_enabled():
             self.reducer.watch(tensors_in(output))
@@ -547,7 +553,9 @@ class DistributedDataParallel(StockNames, TakesHooks, Follower):
 
 
 # What is made anew for a process group, and the group itself.
-_OF_THE_GROUP = frozenset({"process_group", "reducer", "_attendance", "_roster", "_weight"})
+_OF_THE_GROUP = frozenset(
+    {"process_group", "reducer", "logger", "_attendance", "_roster", "_weight"}
+)
 
 _alive: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from tritonddp._compat import overlapped_optimizer
 from tritonddp.comm.hooks import GradBucket
+from tritonddp.logging_data import Logger
 from tritonddp.reducer import Reducer
 
 
@@ -19,6 +20,7 @@ class TakesHooks(nn.Module):
     """The methods of a wrapped module that register hooks."""
 
     reducer: Reducer
+    logger: Logger
     process_group: dist.ProcessGroup
     _builtin_hook: dist.BuiltinCommHookType | None = None
 
@@ -48,16 +50,14 @@ class TakesHooks(nn.Module):
             state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10)
             model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         """
-        check_hook(hook)
+        self.logger.noting(check_hook, hook)
         self.reducer.register_comm_hook(state, hook)
-        self._hook_is_named(getattr(hook, "__qualname__", repr(hook)))
         self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         """Register ``ALLREDUCE`` or ``FP16_COMPRESS``; see :meth:`register_comm_hook`."""
         self._use_builtin_hook(comm_hook_type)
         self._builtin_hook = comm_hook_type
-        self._hook_is_named(str(comm_hook_type))
 
     def _use_builtin_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -104,12 +104,6 @@ class TakesHooks(nn.Module):
             self.reducer.register_comm_hook(state, hook)
         if self._builtin_hook is not None:
             self._use_builtin_hook(self._builtin_hook)
-
-    def _hook_is_named(self, name: str) -> None:
-        """For the logging data."""
-        logger = getattr(self, "logger", None)
-        if logger is not None:
-            logger._set_comm_hook_name(name)
 
 
 def check_hook(hook: Any) -> None:

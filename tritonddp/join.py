@@ -103,9 +103,9 @@ class Follower(Joinable):
         Args:
             kwargs: ``divide_by_initial_world_size``, see :meth:`join`.
         """
-        return FollowingHook(
-            cast("DistributedDataParallel", self), kwargs.get("divide_by_initial_world_size", True)
-        )
+        ddp = cast("DistributedDataParallel", self)
+        ddp.logger._set_uneven_input_join()
+        return FollowingHook(ddp, kwargs.get("divide_by_initial_world_size", True))
 
     @property
     def join_device(self) -> torch.device:

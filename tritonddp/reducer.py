@@ -106,8 +106,10 @@ class Reducer(StockReducerNames):
         counters: what was launched and sent so far.
         forwards: how many began so far, with gradients.
         arrangement: which buckets there are.
-        on_backward: for a trace, else ``None``: called when a backward begins, with what is to
-            run at its end; returns what runs instead.
+        num_buckets_reduced: in the last backward.
+        is_traced: inside ``trace()``.
+        on_backward: for measurements: called when a backward begins, with what is to run at its
+            end; each returns what runs instead.
     """
 
     def __init__(
@@ -126,7 +128,9 @@ class Reducer(StockReducerNames):
     ) -> None:
         self.counters = Counters()
         self.forwards = 0
-        self.on_backward: Callable[[Callable[[], None]], Callable[[], None]] | None = None
+        self.num_buckets_reduced = 0
+        self.is_traced = False
+        self.on_backward: list[Callable[[Callable[[], None]], Callable[[], None]]] = []
         self._roster = roster
         self._group = process_group
         self._attendance = attendance
@@ -210,7 +214,7 @@ class Reducer(StockReducerNames):
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once."
             )
-        if self.on_backward is not None or self._end_is_queued() is not None:
+        if self.is_traced or self._end_is_queued() is not None:
             raise RuntimeError(
                 f"{self._where()}: a communication hook cannot be registered during a backward, "
                 "or inside trace()"
@@ -305,6 +309,10 @@ class Reducer(StockReducerNames):
                 "and after DistributedDataParallel is constructed. Or wrap with static_graph=True."
             )
         self._strict = False
+
+    def missing(self) -> list[Parameter]:
+        """Parameters that the last reduced backward has not reached."""
+        return [self.placement.params[number] for number in self._constancy.missing or ()]
 
     def _ddp_graph_static(self) -> bool:
         """Whether all reduced backwards have reached the same parameters of this rank."""
@@ -466,8 +474,8 @@ class Reducer(StockReducerNames):
             self._end()
             self._wait_post_backward()
 
-        if self.on_backward is not None:
-            end = self.on_backward(end)
+        for replace in tuple(self.on_backward):
+            end = replace(end)
         reference = weakref.ref(self)
 
         def broke_off(_: object) -> None:
@@ -596,9 +604,11 @@ class Reducer(StockReducerNames):
                 self._roster.agreed()
                 # Nothing of the frames above may still hold a bucket: some are let go here.
                 self._rearrange()
-        except HookError:
+        except HookError as error:
+            self._note(error)
             raise  # the other ranks go on: see _recover
-        except RuntimeError:
+        except RuntimeError as error:
+            self._note(error)
             self._reset()
             raise
         # (After anything else, a KeyboardInterrupt say, buckets may be on their way: see _recover.)
@@ -606,6 +616,7 @@ class Reducer(StockReducerNames):
 
     def _finish(self) -> None:
         """Wait for the buckets in launch order, emptying one while the next is on its way."""
+        self.num_buckets_reduced = len(self._in_flight)
         for bucket, work in self._in_flight:
             self._reduction.finish(bucket, work)
         self._in_flight.clear()

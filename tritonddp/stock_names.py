@@ -7,9 +7,10 @@ state of the wrapper is a property here, so that it is always true.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 from tritonddp._compat import active_wrapper, move_inputs, set_active_wrapper
 from tritonddp.assignment import BucketCaps
 from tritonddp.comm.hooks import GradBucket, sum_of, zeros_like
+from tritonddp.logging_data import Logger
 
 if TYPE_CHECKING:
     from tritonddp.arrangement import Arrangement
@@ -34,6 +36,7 @@ class StockNames:
         module: nn.Module
         process_group: dist.ProcessGroup
         reducer: Reducer
+        logger: Logger
         device_type: str
         dim: int
         find_unused_parameters: bool | None
@@ -211,7 +214,7 @@ class StockNames:
                 "You've set static_graph to be True, no need to set it again.", stacklevel=2
             )
             return
-        self.reducer._set_static_graph()
+        self.logger.noting(self.reducer._set_static_graph)
         self.static_graph = True
         warn_of_static_graph(self.find_unused_parameters, stacklevel=3)
 
@@ -222,6 +225,35 @@ class StockNames:
     def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
         self.reducer._set_sparse_metadata(global_unique_ids)
 
+    # What is logged
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """How this wrapper was made and how it is doing.
+
+        Stock's fields. Sizes are in bytes and times in nanoseconds; those of steps are taken in the
+        first ten, and then in one of a hundred: see :meth:`_set_ddp_runtime_logging_sample_rate`.
+        A step is there with its times when the next one has begun, on a GPU perhaps later. Where
+        parameters are on several devices no times are taken. The order in which gradients became
+        ready is that of the first reduced backward.
+        """
+        data = self.logger._get_ddp_logging_data()
+        return {**data.strs_map, **data.ints_map}
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Take times in one step of so many, after the first ten.
+
+        Raises:
+            ValueError: ``sample_rate`` is less than one.
+        """
+        if sample_rate < 1:
+            message = "DDP runtime logging sample rate should be equal or greater than 1"
+            self._log_and_throw(ValueError, f"{message}, got {sample_rate}")
+        self.logger.sampler.rate = sample_rate
+
+    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
+        self.logger.set_error_and_log(f"{err_type}: {err_msg}")
+        raise err_type(err_msg)
+
     # The reducer
 
     def _check_reducer_finalized(self) -> None:
@@ -231,7 +263,7 @@ class StockNames:
             RuntimeError: it has not; or parameters are unused, with
                 ``find_unused_parameters=False``.
         """
-        self.reducer._check_reducer_finalized()
+        self.logger.noting(self.reducer._check_reducer_finalized)
 
     def _remove_autograd_hooks(self) -> None:
         """Take all hooks off the parameters: this wrapper synchronises no gradient any more."""
@@ -239,11 +271,12 @@ class StockNames:
 
     def _check_default_group(self) -> None:
         if not dist.is_initialized() or self.process_group != dist.group.WORLD:
-            raise RuntimeError(
+            self._log_and_throw(
+                RuntimeError,
                 "DDP Pickling/Unpickling are only supported when using DDP with the default "
                 "process group. That is, when you have called init_process_group and have not "
                 "passed process_group argument to DDP constructor. Copy or save its .module "
-                "instead, and wrap that again."
+                "instead, and wrap that again.",
             )
 
 
@@ -267,6 +300,8 @@ class StockReducerNames:
         _left_out: Collection[int]
         _run_hook: Callable[[GradBucket], Any] | None
 
+    _logger: Callable[[], Logger | None] = staticmethod(lambda: None)
+
     def _get_local_used_map(self) -> Tensor:
         """On how many ranks the last reduced backward used each parameter.
 
@@ -283,6 +318,15 @@ class StockReducerNames:
             dtype=torch.int32,
             device=params[0].device,
         )
+
+    def set_logger(self, logger: Logger) -> None:
+        """Errors that a backward ends with are noted there. It is referred to weakly."""
+        self._logger = weakref.ref(logger)
+
+    def _note(self, error: Exception) -> None:
+        logger = self._logger()
+        if logger is not None:
+            logger.set_error_and_log(str(error))
 
     def _rebuild_buckets(self) -> bool:
         """Buckets are rebuilt at the end of a backward, never here."""

@@ -66,7 +66,7 @@ def trace(module: DistributedDataParallel) -> Iterator[Timeline]:
             "trace() measures by the clock of one device, and the parameters of this module are "
             f"on {', '.join(devices)}"
         )
-    if module.reducer.on_backward is not None:
+    if module.reducer.is_traced:
         raise RuntimeError(
             "this module is being traced already: leave the first trace() before the next"
         )
@@ -173,11 +173,13 @@ class _Recorder:
                 self._handles.append(hook)
         self._traced = _TracedReduction(self._reduction, self._clock, self._stamps_of)
         reducer._reduction = self._traced
-        reducer.on_backward = self._backward_begins
+        reducer.on_backward.append(self._backward_begins)
+        reducer.is_traced = True
         self._entered = self._clock.stamp()
 
     def detach(self) -> None:
-        self._reducer.on_backward = None
+        self._reducer.is_traced = False
+        self._reducer.on_backward.remove(self._backward_begins)
         if self._reducer._reduction is self._traced:
             self._reducer._reduction = self._reduction
         else:  # optimizers that step in the backward came meanwhile

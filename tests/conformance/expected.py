@@ -31,7 +31,10 @@ _PASSES = """
     test_ddp_buffer_hook_allreduce_return_future
     test_ddp_build_debug_param_to_name_mapping
     test_ddp_build_debug_param_to_name_mapping_requires_grad
+    test_ddp_comm_hook_logging
     test_ddp_compile_static_graph
+    test_ddp_control_flow_different_across_ranks
+    test_ddp_control_flow_same_across_ranks
     test_ddp_create_graph
     test_ddp_device_mesh_initialization
     test_ddp_forward_backward_hook
@@ -44,11 +47,13 @@ _PASSES = """
     test_ddp_init_sync_buffers_with_forward_sync_buffers_false
     test_ddp_join_model_equivalence
     test_ddp_join_respects_forward_sync_buffers_false
+    test_ddp_logging_data_cpu
     test_ddp_model_diff_num_params_across_ranks
     test_ddp_model_diff_shape_across_ranks
     test_ddp_namedtuple
     test_ddp_new_tensor_in_fwd
     test_ddp_new_tensor_in_fwd_static_graph
+    test_ddp_python_error_logged
     test_ddp_remove_autograd_hooks
     test_ddp_returns_tensor_with_no_grad
     test_ddp_shared_grad_acc_unused_params
@@ -57,8 +62,10 @@ _PASSES = """
     test_ddp_sync_module_states
     test_ddp_uneven_input_exception
     test_ddp_uneven_input_join_disable
+    test_ddp_uneven_inputs
     test_ddp_zero_output_features
     test_detect_ddp_is_actually_static
+    test_different_graph_across_ranks
     test_get_data_parallel_params
     test_grads_same_across_ranks_with_no_sync
     test_output_unused_in_loss_dict_module
@@ -68,7 +75,9 @@ _PASSES = """
     test_post_localSGD_optimizer_parity_with_hierarchical_sgd
     test_post_localSGD_optimizer_parity_with_hierarchical_sgd_grad_is_view
     test_post_localSGD_optimizer_step_reload
+    test_skip_all_reduce_unused_parameters
     test_stateless_api_with_ddp
+    test_static_graph_api_cpu
     test_static_graph_multi_forward
     test_undefined_grad_parity_unused_parameters
     test_verify_model_across_rank_with_logger
@@ -83,27 +92,6 @@ _NOT_YET = {
         test_ddp_native_mixed_precision_ignored_params
         test_ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none
         test_ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none
-    """,
-    "not yet: skip_all_reduce_unused_params": """
-        test_skip_all_reduce_unused_parameters
-    """,
-    "not yet: comm hooks and logging data, under join": """
-        test_ddp_uneven_inputs
-    """,
-    "not yet: static_graph=True allows unused parameters beside find_unused_parameters=False": """
-        test_different_graph_across_ranks
-    """,
-    "not yet: logging data": """
-        test_ddp_comm_hook_logging
-        test_ddp_logging_data_cpu
-        test_ddp_python_error_logged
-    """,
-    "not yet: reducer._get_local_used_map, and stock's words in the error": """
-        test_ddp_control_flow_different_across_ranks
-        test_ddp_control_flow_same_across_ranks
-    """,
-    "not yet: _set_static_graph": """
-        test_static_graph_api_cpu
     """,
 }
 

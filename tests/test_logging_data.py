@@ -1,0 +1,258 @@
+"""What ``_get_ddp_logging_data()`` tells is what has happened, and taking times leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as Stock
+
+import tritonddp
+from tritonddp import DistributedDataParallel
+
+TIMES = {
+    "forward_compute_time",
+    "backward_compute_time",
+    "backward_comm_time",
+    "backward_compute_comm_overlap_time",
+}
+STAMPS = {
+    "forward_compute_time_start",
+    "backward_compute_time_start",
+    "backward_compute_time_end",
+    "backward_comm_time_start",
+    "backward_comm_time_end",
+}
+MEASURED = TIMES | {f"avg_{name}" for name in TIMES} | STAMPS
+
+
+class Two(nn.Module):
+    """Two layers; the second one is used on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3, bias=False)
+        self.second = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, both: bool = True) -> Tensor:
+        x = self.first(x)
+        return self.second(x) if both else x
+
+
+def step(net: nn.Module, both: bool = True) -> None:
+    net.zero_grad()
+    net(torch.randn(4, 3), both).sum().backward()
+
+
+def clock() -> Any:
+    """A clock that counts how often it is looked at."""
+    return mock.patch("tritonddp.sampling.time.perf_counter_ns", itertools.count(1).__next__)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"find_unused_parameters": True},
+        {"bucket_cap_mb": 0.00003, "gradient_as_bucket_view": True},
+        {"forward_sync_buffers": False, "static_graph": True},
+    ],
+    ids=["default", "find unused", "small buckets", "static graph"],
+)
+@ranks(2)
+def test_fields_and_values_are_stocks(options: dict[str, Any]) -> None:
+    ours, stock = DistributedDataParallel(Two(), **options), Stock(Two(), **options)
+    for steps in (0, 4):  # (in between stock tells of a rebuild one step later)
+        for _ in range(steps):
+            step(ours)
+            step(stock)
+        expected, data = stock._get_ddp_logging_data(), ours._get_ddp_logging_data()
+        for name, value in expected.items():
+            assert type(data.get(name)) is type(value), name
+            # Stock begins with a single bucket, whatever its size.
+            if name not in MEASURED and not (name == "bucket_sizes" and "bucket_cap_mb" in options):
+                assert data[name] == value, name
+        new = {"num_buckets_reduced", "unused_parameter_size", "has_rebuilt_buckets"}
+        # (Stock tells the first to its own log when the wrapper is gone.)
+        assert data.keys() - expected.keys() <= (new if not steps else {"can_set_static_graph"})
+    assert data["iteration"] == 3
+
+
+@ranks(2)
+def test_the_values_follow_what_happens() -> None:
+    net = DistributedDataParallel(Two(), bucket_cap_mb=0.00003, find_unused_parameters=False)
+    before = net._get_ddp_logging_data()
+    assert before["bucket_sizes"] == "32, 36"
+    assert before["num_buckets_reduced"] == 0
+    assert not {"error", "has_error", "static_graph", "can_set_static_graph"} & before.keys()
+    step(net)
+    data = net._get_ddp_logging_data()
+    assert data["num_buckets_reduced"] == 2
+    assert data["prev_iteration_grad_ready_order_indices"] == "2, 1, 0"
+    assert data["rebuilt_bucket_sizes"] == "32, 36"
+    assert data["rebuilt_per_bucket_param_indices"] == "2 1, 0"
+    assert data["unused_parameter_size"] == 0
+    assert data["can_set_static_graph"] == 1
+    step(net, both=False)
+    data = net._get_ddp_logging_data()
+    assert data["unused_parameter_size"] == 32
+    assert data["can_set_static_graph"] == 0
+    with pytest.raises(RuntimeError) as caught:
+        net(torch.randn(4, 3))
+    data = net._get_ddp_logging_data()
+    assert data["has_error"] == 1
+    assert data["error"] == str(caught.value)
+    assert data["iteration"] == 3
+    net.forward_sync_buffers = False
+    assert net._get_ddp_logging_data()["broadcast_buffers"] == 0
+
+
+@ranks(2)
+def test_an_error_at_the_end_of_a_backward_is_noted() -> None:
+    net = DistributedDataParallel(Two())
+    step(net)
+    net.module.first.weight.requires_grad_(dist.get_rank() == 0)
+    with pytest.raises(RuntimeError) as caught:
+        step(net)
+    assert net._get_ddp_logging_data()["error"] == str(caught.value)
+
+
+@ranks(2)
+def test_other_dtypes_and_variables_of_the_environment() -> None:
+    model = nn.Sequential(nn.Linear(2, 2).half(), nn.Linear(2, 2).bfloat16())
+    with mock.patch.dict("os.environ", {"MASTER_PORT": "123", "GLOO_SOCKET_IFNAME": "lo7"}):
+        ours = DistributedDataParallel(model)._get_ddp_logging_data()
+        stock = Stock(model)._get_ddp_logging_data()
+    assert ours["master_port"] == "123"
+    assert ours["gloo_socket_ifname"] == "lo7"
+    for name in ("dtypes", "master_addr", "gloo_num_threads", "torch_distributed_debug"):
+        assert ours[name] == stock[name], name
+
+
+@ranks(2)
+def test_hooks_and_joining_are_named_also_of_a_copy() -> None:
+    net = DistributedDataParallel(Two())
+    assert not {"comm_hook", "join_uneven_inputs"} & net._get_ddp_logging_data().keys()
+    with pytest.raises(TypeError, match="must be callable"):
+        net.register_comm_hook(None, "no function")
+    assert "must be callable" in net._get_ddp_logging_data()["error"]
+    net.register_comm_hook(None, default_hooks.allreduce_hook)
+    with net.join():
+        step(net)
+    for each in (net, copy.deepcopy(net)):
+        assert each._get_ddp_logging_data()["comm_hook"] == "allreduce_hook"
+    assert net._get_ddp_logging_data()["join_uneven_inputs"] == 1
+
+
+# Times
+
+
+@ranks(2)
+def test_times_are_those_of_the_parts_of_a_step() -> None:
+    with clock():
+        net = DistributedDataParallel(Two())
+        step(net)
+        with torch.no_grad():
+            net(torch.randn(4, 3))
+        with net.no_sync():
+            step(net)
+        assert not MEASURED & net._get_ddp_logging_data().keys()
+        step(net)
+        data = net._get_ddp_logging_data()
+        # The first backward sends at its end, so that nothing overlaps.
+        parts = [data[name] for name in sorted(TIMES)]
+        assert parts == [data[f"avg_{name}"] for name in sorted(TIMES)]
+        assert {name: data[name] for name in sorted(TIMES)} == {
+            "backward_comm_time": 1,
+            "backward_compute_comm_overlap_time": 0,
+            "backward_compute_time": 1,
+            "forward_compute_time": 1,
+        }
+        step(net)
+        data = net._get_ddp_logging_data()
+        assert {name: data[name] for name in sorted(TIMES)} == {
+            "backward_comm_time": 2,
+            "backward_compute_comm_overlap_time": 1,
+            "backward_compute_time": 2,
+            "forward_compute_time": 1,
+        }
+        assert data["avg_backward_comm_time"] == 1  # 1.5, in whole nanoseconds
+        order = [
+            "forward_compute_time_start",
+            "backward_compute_time_start",
+            "backward_comm_time_start",
+            "backward_compute_time_end",
+            "backward_comm_time_end",
+        ]
+        first = data[order[0]]
+        assert [data[name] - first for name in order] == [0, 2, 3, 4, 5]
+
+
+@ranks(2)
+def test_only_sampled_steps_look_at_the_clock() -> None:
+    with clock():
+        net = DistributedDataParallel(Two())
+        net._set_ddp_runtime_logging_sample_rate(4)
+        reduction, seen = net.reducer._reduction, []
+        for _ in range(21):
+            step(net)
+            seen.append(net._get_ddp_logging_data()["iteration"])
+            assert net.reducer._reduction is reduction
+            assert not net.reducer.on_backward
+    # What was measured in a step is read when the next one begins.
+    assert seen == [*range(10), 10, 10, 12, 12, 12, 12, 16, 16, 16, 16, 20]
+    for rate in (0, -1):
+        with pytest.raises(ValueError, match="sample rate should be equal or greater than 1"):
+            net._set_ddp_runtime_logging_sample_rate(rate)
+    assert "sample rate" in net._get_ddp_logging_data()["error"]
+
+
+@ranks(2)
+def test_a_step_that_breaks_off_is_not_measured_and_leaves_nothing_behind() -> None:
+    net = DistributedDataParallel(Two())
+    reduction = net.reducer._reduction
+    step(net)
+
+    def fail(_: Tensor) -> None:
+        raise KeyError("a hook of the user's")
+
+    handle = net.module.first.weight.register_hook(fail)
+    with pytest.raises(KeyError):
+        step(net)
+    handle.remove()
+    net(torch.randn(4, 3))  # no backward
+    assert net._get_ddp_logging_data()["iteration"] == 1
+    step(net)
+    step(net)
+    assert net._get_ddp_logging_data()["iteration"] == 4
+    assert net.reducer._reduction is reduction
+    assert not net.reducer.on_backward
+
+
+@ranks(2)
+def test_sampled_steps_can_be_traced_and_have_the_same_gradients() -> None:
+    net = DistributedDataParallel(Two())
+    step(net)
+    with tritonddp.trace(net) as timeline:
+        for _ in range(2):
+            step(net)
+    assert len(timeline.backwards) == 2
+    step(net)
+    assert net._get_ddp_logging_data()["iteration"] == 3
+    x = torch.randn(4, 3)
+    gradients = []
+    for _ in range(12):  # two of them beyond the samples
+        net.zero_grad()
+        net(x).sum().backward()
+        gradients.append([param.grad.clone() for param in net.parameters()])
+        for grad, first in zip(gradients[-1], gradients[0], strict=True):
+            assert_same_bits(grad, first)
+    assert_same_on_all_ranks(gradients[0])
