@@ -59,7 +59,7 @@ from tritonddp.readiness import Readiness
 from tritonddp.roll_call import RollCall
 from tritonddp.roster import Roster, structure_of
 from tritonddp.skipping import unused_buckets
-from tritonddp.stock_names import StockReducerNames
+from tritonddp.stock_reducer import StockReducerNames
 from tritonddp.unused import unused_error
 from tritonddp.view_bucket import ViewBucket
 from tritonddp.weighting import Weight, Window
@@ -278,13 +278,6 @@ class Reducer(StockReducerNames):
         """A forward has returned ``outputs``."""
         self._outputs.watch(outputs, self.counters.reductions)
 
-    # Of stock's reducer, for the frameworks that call it: Lightning before each backward of manual
-    # optimisation, Accelerate in trigger_sync_in_backward. Here no backward has to be prepared.
-
-    def prepare_for_backward(self, outputs: Sequence[Tensor] = ()) -> None:
-        """The next backward goes through ``outputs``, of a forward in which they were not seen."""
-        self.watch(outputs)
-
     def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future]) -> None:
         """Wait for these at the end of the next backward, or before the next forward.
 
@@ -297,26 +290,9 @@ class Reducer(StockReducerNames):
             futures, self._post_backward = self._post_backward, []
             torch.futures.wait_all(futures)
 
-    def _set_static_graph(self) -> None:
-        """Parameters may be unused.
-
-        Raises:
-            RuntimeError: a forward has run already.
-        """
-        if self.forwards:
-            raise RuntimeError(
-                f"{self._where()}: set_static_graph() should be called before training loop starts "
-                "and after DistributedDataParallel is constructed. Or wrap with static_graph=True."
-            )
-        self._strict = False
-
     def missing(self) -> list[Parameter]:
         """Parameters that the last reduced backward has not reached."""
         return [self.placement.params[number] for number in self._constancy.missing or ()]
-
-    def _ddp_graph_static(self) -> bool:
-        """Whether all reduced backwards have reached the same parameters of this rank."""
-        return self._constancy.is_static
 
     def _check_reducer_finalized(self) -> None:
         """Raise what the next forward would raise, or make up for.

@@ -1,4 +1,4 @@
-"""Names of torch's class and of its reducer that others read or call.
+"""Names of stock's class that others read or call.
 
 Lightning, Accelerate, torch.distributed.pipelining, ZeRO and dynamo do. What follows from the
 state of the wrapper is a property here, so that it is always true.
@@ -7,24 +7,20 @@ state of the wrapper is a property here, so that it is always true.
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from tritonddp._compat import active_wrapper, move_inputs, set_active_wrapper
 from tritonddp.assignment import BucketCaps
-from tritonddp.comm.hooks import GradBucket, sum_of, zeros_like
 from tritonddp.logging_data import Logger
 
 if TYPE_CHECKING:
-    from tritonddp.arrangement import Arrangement
     from tritonddp.reducer import Reducer
     from tritonddp.roster import Roster
 
@@ -288,69 +284,3 @@ def warn_of_static_graph(find_unused_parameters: bool | None, stacklevel: int) -
             "graph: neither is needed here, unused parameters are found by themselves.",
             stacklevel=stacklevel + 1,
         )
-
-
-class StockReducerNames:
-    """Of :class:`tritonddp.reducer.Reducer`, what is not its own business."""
-
-    if TYPE_CHECKING:
-        arrangement: Arrangement
-        _roster: Roster
-        _group: dist.ProcessGroup
-        _left_out: Collection[int]
-        _run_hook: Callable[[GradBucket], Any] | None
-
-    _logger: Callable[[], Logger | None] = staticmethod(lambda: None)
-
-    def _get_local_used_map(self) -> Tensor:
-        """On how many ranks the last reduced backward used each parameter.
-
-        Returns:
-            int32, one element for each parameter that requires a gradient, by its index.
-        """
-        counts: dict[Parameter, int] = {}
-        for index, (params, flags) in enumerate(self.arrangement.flags()):
-            if index not in self._left_out:
-                counts.update(zip(params, flags.tolist(), strict=True))
-        params = [param for _, param in self._roster.trainable]
-        return torch.tensor(
-            [round(counts.get(param, 0)) for param in params],
-            dtype=torch.int32,
-            device=params[0].device,
-        )
-
-    def set_logger(self, logger: Logger) -> None:
-        """Errors that a backward ends with are noted there. It is referred to weakly."""
-        self._logger = weakref.ref(logger)
-
-    def _note(self, error: Exception) -> None:
-        logger = self._logger()
-        if logger is not None:
-            logger.set_error_and_log(str(error))
-
-    def _rebuild_buckets(self) -> bool:
-        """Buckets are rebuilt at the end of a backward, never here."""
-        return False
-
-    def _push_all_rebuilt_params(self) -> None:
-        """Nothing: stock is told the order of gradients that its hooks have not seen."""
-
-    def _delay_all_reduce(self) -> None:
-        """Nothing: the first backward launches its buckets at its end in any case."""
-
-    def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
-        """Nothing: which rows a sparse gradient has is seen in the gradient."""
-
-    def _run_comm_hook(self, bucket: GradBucket) -> Any:
-        """A future of what the hook, or else the sum over all ranks, makes of ``bucket``."""
-        return (
-            self._run_allreduce_hook(bucket) if self._run_hook is None else self._run_hook(bucket)
-        )
-
-    def _run_allreduce_hook(self, bucket: GradBucket) -> Any:
-        """A future of the sum over all ranks. torch's hooks that step optimizers begin with it."""
-        return sum_of(bucket, self._group)
-
-    def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
-        """All buckets, with zeros for gradients."""
-        return zeros_like(self.arrangement.placement.buckets)
