@@ -18,6 +18,7 @@ import torch.distributed as dist
 from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Stock
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from tritonddp import DistributedDataParallel
 
@@ -145,8 +146,14 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
     "mixed precision": (
         small,
         {"mixed_precision": object()},
-        NotImplementedError,
-        ["mixed_precision"],
+        TypeError,
+        ["mixed_precision", "_MixedPrecision"],
+    ),
+    "mixed precision of integers": (
+        small,
+        {"mixed_precision": _MixedPrecision(reduce_dtype=torch.int8)},
+        ValueError,
+        ["torch.int8", "reduce_dtype"],
     ),
     "lazy buckets": (
         small,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.algorithms.join import Joinable
-from torch.distributed.utils import _to_kwargs
-from torch.nn.parallel.distributed import DistributedDataParallel, _BufferCommHookLocation
+from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
+from torch.nn.parallel.distributed import (
+    DistributedDataParallel,
+    _BufferCommHookLocation,
+    _MixedPrecision,
+)
 from torch.utils import _pytree
 
-# An argument of stock's _register_buffer_comm_hook: users have stock's from where it is.
+# Arguments of stock's class and its _register_buffer_comm_hook: users have them from there.
 BufferCommHookLocation = _BufferCommHookLocation
+MixedPrecision = _MixedPrecision
 
 # The class that dynamo asks, also where somebody has put another one in its place.
 _STOCK: Any = DistributedDataParallel
@@ -246,6 +251,13 @@ def set_active_wrapper(wrapper: Any) -> Any:
     """
     former, _STOCK._active_ddp_module = _STOCK._active_ddp_module, wrapper
     return former
+
+
+def cast_inputs(
+    dtype: torch.dtype, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Cast floating-point tensors in any nesting, as stock DDP does for ``mixed_precision``."""
+    return _cast_forward_inputs(dtype, *args, **kwargs)
 
 
 def tree_leaves(tree: Any) -> list[Any]:

@@ -43,7 +43,7 @@ class Arrangement:
         roster: Roster,
         process_group: dist.ProcessGroup,
         caps: BucketCaps,
-        bucket_class: type[Bucket],
+        bucket_class: Callable[..., Bucket],
         counters: Counters,
         roll_call: RollCall,
     ) -> None:
@@ -68,7 +68,7 @@ class Arrangement:
     def place(
         self,
         named_params: Sequence[tuple[str, Parameter]],
-        bucket_class: type[Bucket] = Bucket,
+        bucket_class: Callable[..., Bucket] = Bucket,
         former: Placement | None = None,
     ) -> Placement:
         """Buckets of these parameters, beside those in force unless they take their place."""

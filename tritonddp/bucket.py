@@ -64,6 +64,7 @@ class Bucket:
         kernels: Kernels,
         counters: Counters,
         ballots: int = 0,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         self.index = index
         self.params = list(params)
@@ -71,6 +72,7 @@ class Bucket:
         self._kernels = kernels
         self._counters = counters
         self._dtypes = {params[0].dtype}
+        self._wire_dtype = wire_dtype or params[0].dtype
         # Autograd may hand over a conjugate, or a real number of opposite sign that is a part of
         # one, as a flag on the memory. (Of more than one element it makes the latter row-major.)
         self._may_be_flagged = [
@@ -87,12 +89,12 @@ class Bucket:
             kernels.alignment,
             ballots,
         )
-        self._cedes = kernels.cedes(layout)
+        self._cedes = kernels.cedes(layout) and self._wire_dtype in self._dtypes
         self._allocate(layout)
 
     def _allocate(self, layout: Layout) -> None:
         params = self.params
-        self.flat = self._kernels.buffer(layout, params[0].dtype, params[0].device)
+        self.flat = self._kernels.buffer(layout, self._wire_dtype, params[0].device)
         self.segments = [
             Segment(
                 first,
@@ -219,7 +221,8 @@ class Bucket:
                     if self._kernels.by_address:
                         grads[slot] = self.params[slot].grad = self._empty_gradient(slot)
                     else:  # no launch to save
-                        self.params[slot].grad = self.flat.views[slot].clone()
+                        view, dtype = self.flat.views[slot], self.params[slot].dtype
+                        self.params[slot].grad = view.to(dtype, copy=True)
         if self._cedes:
             for slot, param in enumerate(self.params):
                 if self._used[slot] and slot not in before and is_private(param, grads, slot):

@@ -36,6 +36,7 @@ from tritonddp.delayed import Delay
 from tritonddp.hook_registration import TakesHooks
 from tritonddp.join import Follower, announce_forward, is_joining, reduces_backward
 from tritonddp.logging_data import Logger
+from tritonddp.mixed_precision import LowPrecision, check_mixed_precision
 from tritonddp.outputs import tensors_in
 from tritonddp.reducer import Reducer
 from tritonddp.roll_call import RollCall
@@ -78,7 +79,11 @@ class DistributedDataParallel(StockNames, BeyondStock, TakesHooks, Follower):
             sent after all others, in one bucket for each dtype and device.
         param_to_hook_all_reduce: and not before this parameter's gradient is there, if a backward
             reaches it. It may be any parameter.
-        mixed_precision: not supported yet.
+        mixed_precision: a ``torch.nn.parallel.distributed._MixedPrecision``. The module runs with
+            parameters and inputs in ``param_dtype``, gradients travel in ``reduce_dtype``
+            (``param_dtype`` if it is not given), buffers are cast to ``buffer_dtype`` for good.
+            Parameters and ``.grad`` stay in full precision. Gradients that travel in another
+            dtype than theirs are copied, also with ``gradient_as_bucket_view``.
         device_mesh: a one-dimensional device mesh, instead of ``process_group``.
         skip_all_reduce_unused_params: buckets (but the first) none of whose parameters a backward
             reaches are not sent. They must be the same on all ranks; where they are not, that is
@@ -136,7 +141,6 @@ class DistributedDataParallel(StockNames, BeyondStock, TakesHooks, Follower):
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         refuse(
-            mixed_precision=mixed_precision,
             lazy_bucket_allocation=lazy_bucket_allocation,
         )
         super().__init__()
@@ -154,6 +158,8 @@ class DistributedDataParallel(StockNames, BeyondStock, TakesHooks, Follower):
         self.device = params[0][1].device if params else torch.device("cpu")
         self.device_type = self.device.type
         try:
+            if mixed_precision is not None:
+                check_mixed_precision(mixed_precision)
             check_module(module, params, gradient_as_bucket_view, _alive)
             self.device_ids, self.output_device = device_ids_of(device_ids, output_device, devices)
             delay = Delay.of(delay_all_reduce_named_params, param_to_hook_all_reduce, params)
@@ -197,9 +203,18 @@ class DistributedDataParallel(StockNames, BeyondStock, TakesHooks, Follower):
         self._enter_group()
         if init_sync:
             buffers = self._roster.buffers() if init_sync_buffers else []
-            options = {"bucket sizes": caps.limits, "delayed": sorted(caps.delayed)}
+            options = {
+                "bucket sizes": caps.limits,
+                "delayed": sorted(caps.delayed),
+                "mixed_precision": mixed_precision,
+            }
             verify_same(describe(params, buffers, options), self.process_group, self.device)
             self._broadcast([tensor.detach() for _, tensor in [*params, *buffers]])
+        self.mixed_precision = mixed_precision
+        self._low: LowPrecision | None = None
+        if mixed_precision is not None:
+            self._low = LowPrecision(module, mixed_precision, self.parameters_to_ignore)
+            weakref.finalize(self, self._low.remove_hooks).atexit = False
         self._build_reducer()
         self._roster.enroll()  # all ranks hold the same module
 
@@ -225,6 +240,7 @@ class DistributedDataParallel(StockNames, BeyondStock, TakesHooks, Follower):
             strict=self.find_unused_parameters is False and not self.static_graph,
             skip_unused=self.skip_all_reduce_unused_params,
             delay_until=self._delay.until if self._delay else None,
+            wire_dtype=self._low.reduce_dtype if self._low else None,
         )
         self.logger = Logger(self)
         self.reducer.set_logger(self.logger)
@@ -236,7 +252,10 @@ class DistributedDataParallel(StockNames, BeyondStock, TakesHooks, Follower):
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             with self._inside_ddp_forward():
-                output = self.module(*inputs, **kwargs)
+                if self._low is None:
+                    output = self.module(*inputs, **kwargs)
+                else:
+                    output = self._low.run(self.module, inputs, kwargs)
             return self._post_forward(output)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

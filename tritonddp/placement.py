@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -52,7 +52,7 @@ class Placement:
         self,
         named_params: Sequence[tuple[str, Parameter]],
         caps: BucketCaps,
-        bucket_class: type[Bucket],
+        bucket_class: Callable[..., Bucket],
         world_size: int,
         counters: Counters,
         former: Placement | None = None,

@@ -51,6 +51,7 @@ from tritonddp.comm.optimizers import SteppingReduction, take_over
 from tritonddp.comm.reduction import AllReduce, Reduction, Work
 from tritonddp.counters import Counters
 from tritonddp.delayed import Gate
+from tritonddp.mixed_precision import buckets_on_the_wire
 from tritonddp.on_request import reduce_at_once, take_part
 from tritonddp.outputs import Forward, Outputs
 from tritonddp.participation import Constancy, Unannounced, accumulates, as_trainable
@@ -101,6 +102,7 @@ class Reducer(StockReducerNames):
         strict: an unused parameter is an error at the next forward.
         skip_unused: buckets without any used parameter are not sent.
         delay_until: the parameter whose gradient delayed ones (see :class:`BucketCaps`) wait for.
+        wire_dtype: in which gradients travel, ``None`` for their own dtypes.
 
     Attributes:
         counters: what was launched and sent so far.
@@ -125,6 +127,7 @@ class Reducer(StockReducerNames):
         strict: bool = False,
         skip_unused: bool = False,
         delay_until: Tensor | None = None,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         self.counters = Counters()
         self.forwards = 0
@@ -168,7 +171,9 @@ class Reducer(StockReducerNames):
         self._used_earlier: list[bool] = []
         self._unannounced = Unannounced()
         self._constancy = Constancy()
-        bucket_class = ViewBucket if gradient_as_bucket_view else Bucket
+        bucket_class: Callable[..., Bucket] = ViewBucket if gradient_as_bucket_view else Bucket
+        if wire_dtype is not None:
+            bucket_class = buckets_on_the_wire(wire_dtype, bucket_class)
         self.arrangement = Arrangement(
             roster, process_group, caps, bucket_class, self.counters, self._roll_call
         )

@@ -51,6 +51,11 @@ _PASSES = """
     test_ddp_model_diff_num_params_across_ranks
     test_ddp_model_diff_shape_across_ranks
     test_ddp_namedtuple
+    test_ddp_native_mixed_precision_grad_as_bucket_view_no_set_grad_none
+    test_ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none
+    test_ddp_native_mixed_precision_ignored_params
+    test_ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none
+    test_ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none
     test_ddp_new_tensor_in_fwd
     test_ddp_new_tensor_in_fwd_static_graph
     test_ddp_python_error_logged
@@ -85,15 +90,7 @@ _PASSES = """
 """
 
 # What tritonddp lacks.
-_NOT_YET = {
-    "not yet: mixed_precision": """
-        test_ddp_native_mixed_precision_grad_as_bucket_view_no_set_grad_none
-        test_ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none
-        test_ddp_native_mixed_precision_ignored_params
-        test_ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none
-        test_ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none
-    """,
-}
+_NOT_YET: dict[str, str] = {}
 
 # Where tritonddp differs from stock deliberately: see docs/differences.md.
 _ON_PURPOSE = {

@@ -1,0 +1,314 @@
+"""``mixed_precision``: low precision inside the module and on the wire, full precision outside."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel as Stock
+from torch.nn.parallel.distributed import _MixedPrecision
+from torch.utils.checkpoint import checkpoint
+
+from tritonddp import DistributedDataParallel
+
+VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+HALF = _MixedPrecision(param_dtype=torch.bfloat16)
+
+
+class Net(nn.Module):
+    """Two of the layers share their weight, one is unused, one is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = self.first.weight
+        self.unused = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.register_buffer("shift", torch.full((4,), 0.3))
+        self.register_buffer("count", torch.tensor(0))
+        self.seen: list[Any] = []
+
+    def forward(self, inputs: Tensor, more: dict[str, Any]) -> dict[str, Tensor]:
+        self.seen = [inputs.dtype, more["x"][0].dtype, more["number"].dtype, self.shift.dtype]
+        self.seen += [param.dtype for param in self.parameters()]
+        hidden = self.tied(self.first(inputs).tanh()) + more["x"][0]
+        return {"out": self.frozen(hidden) @ self.first.weight}
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def inputs(rank: int, step: int = 0) -> tuple[Tensor, dict[str, Any]]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(2, 3, 4, generator=generator)
+    return x[0], {"x": [x[1]], "number": torch.tensor([3])}
+
+
+def local_gradients(config: _MixedPrecision, rank: int, step: int) -> dict[str, Tensor]:
+    """What one rank alone computes: with casts in the parameters' places."""
+    module = net()
+    low = {name: param.to(config.param_dtype) for name, param in module.named_parameters()}
+    x, more = inputs(rank, step)
+    if config.param_dtype is not None:
+        x, more["x"] = x.to(config.param_dtype), [more["x"][0].to(config.param_dtype)]
+    functional_call(module, low, (x, more))["out"].sum().backward()
+    return {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+
+
+def mean(config: _MixedPrecision, locals_: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """With the roundings of the wire."""
+    wire = config.reduce_dtype or config.param_dtype or torch.float32
+    return {
+        name: sum((each[name] / len(locals_)).to(wire) for each in locals_).float()  # type: ignore
+        for name in locals_[0]
+    }
+
+
+@VIEW
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["drop", "zero"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        _MixedPrecision(torch.float16, torch.float16, torch.float16),
+        _MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16),
+        _MixedPrecision(torch.bfloat16),
+        _MixedPrecision(reduce_dtype=torch.float16),
+        _MixedPrecision(buffer_dtype=torch.float64),
+    ],
+    ids=["half", "reduced in full", "params alone", "wire alone", "buffers alone"],
+)
+@ranks(2)
+def test_the_mean_of_low_gradients_in_full_precision(
+    config: _MixedPrecision, set_to_none: bool, view: bool
+) -> None:
+    module = net()
+    state = {name: param.clone() for name, param in module.state_dict().items()}
+    ddp = DistributedDataParallel(module, mixed_precision=config, gradient_as_bucket_view=view)
+    low = config.param_dtype or torch.float32
+    for step in range(3):
+        loss = ddp(*inputs(dist.get_rank(), step))["out"].sum()
+        assert loss.dtype == low
+        number, buffer, *params = module.seen[2:]
+        assert {*module.seen[:2], *params} == {low}
+        assert number == torch.int64
+        assert buffer == (config.buffer_dtype or torch.float32)
+        assert {param.dtype for param in ddp.parameters()} == {torch.float32}
+        loss.backward()
+        expected = mean(config, [local_gradients(config, rank, step) for rank in range(2)])
+        for name, param in module.named_parameters():
+            want = expected.get(name)
+            if want is None and not set_to_none and step and name.startswith("unused"):
+                want = param.grad and torch.zeros_like(param)
+            assert_same_bits(param.grad, want, f"step {step}: {name}")
+        ddp.zero_grad(set_to_none=set_to_none)
+    for name, value in module.state_dict().items():
+        if name not in ("shift", "count"):
+            assert_same_bits(value, state[name], name)
+    assert module.count.dtype == torch.int64
+
+
+@VIEW
+@ranks(2)
+def test_accumulated_in_full_precision(view: bool) -> None:
+    config = _MixedPrecision(torch.bfloat16, torch.float32)
+    module = net()
+    ddp = DistributedDataParallel(module, mixed_precision=config, gradient_as_bucket_view=view)
+    for round_ in range(2):
+        with ddp.no_sync():
+            ddp(*inputs(dist.get_rank(), 0))["out"].sum().backward()
+        mine = local_gradients(config, dist.get_rank(), 0)
+        assert_same_bits(module.first.weight.grad, mine["first.weight"], "under no_sync")
+        ddp(*inputs(dist.get_rank(), 1))["out"].sum().backward()
+        sums = []
+        for rank in range(2):
+            steps = [local_gradients(config, rank, step) for step in range(2)]
+            sums.append({name: steps[0][name] + steps[1][name] for name in steps[0]})
+        for name, want in mean(config, sums).items():
+            assert_same_bits(module.get_parameter(name).grad, want, f"{round_}: {name}")
+        ddp.zero_grad()
+
+
+@VIEW
+@ranks(2)
+def test_unused_on_one_rank(view: bool) -> None:
+    """Its gradient is made where it was missing, in full precision."""
+    module = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    module.forward = lambda x, both: module[1](module[0](x)) if both else module[0](x)  # type: ignore[method-assign]
+    ddp = DistributedDataParallel(module, mixed_precision=HALF, gradient_as_bucket_view=view)
+    for _ in range(3):
+        ddp(torch.ones(2, 4), dist.get_rank() == 0).sum().backward()
+        assert {param.grad.dtype for param in ddp.parameters()} == {torch.float32}
+        assert_same_bits(module[1].bias.grad, torch.full((4,), 1.0))
+        assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+        ddp.zero_grad()
+
+
+@ranks(2)
+def test_ignored_parameters_and_buffers_keep_their_dtype() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    module._ddp_params_and_buffers_to_ignore = ["1.weight", "1.bias", "1.running_mean"]  # type: ignore[assignment]
+    config = _MixedPrecision(torch.bfloat16, None, torch.bfloat16)
+    ddp = DistributedDataParallel(module, mixed_precision=config)
+    seen = []
+    module[1].forward = lambda x: seen.append([p.dtype for p in module.parameters()]) or x  # type: ignore
+    ddp(torch.ones(2, 4)).sum().backward()
+    assert seen == [[torch.bfloat16] * 2 + [torch.float32] * 2]
+    assert module[1].running_mean.dtype == torch.float32
+    assert module[1].running_var.dtype == torch.bfloat16
+    assert not hasattr(module[1].weight, "_mp_param")
+    assert module[0].weight._mp_param.dtype == torch.bfloat16
+    assert module[0].weight._mp_param.shape == module[0].weight.shape
+    assert module[0].weight._fp_param.dtype == torch.float32
+
+
+class Blocks(nn.Module):
+    def __init__(self, run: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3)
+        )
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.run(block, x)
+        return x.square().sum()
+
+
+def reentrant(block: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(block, x, use_reentrant=True)
+
+
+def not_reentrant(block: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(block, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("run", [reentrant, not_reentrant])
+@ranks(2)
+def test_a_checkpoint_recomputes_in_low_precision(run: Callable[..., Tensor]) -> None:
+    grads = []
+    for way in (run, lambda block, x: block(x)):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(Blocks(way), mixed_precision=HALF)
+        for step in range(3):
+            x = torch.randn(2, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+            ddp(x.requires_grad_()).backward()
+            grads.append([param.grad.clone() for param in ddp.parameters()])
+            assert {type(param) for param in ddp.parameters()} == {nn.Parameter}, step
+            ddp.zero_grad()
+    for step in range(3):
+        for number, (grad, want) in enumerate(zip(grads[step], grads[step + 3], strict=True)):
+            assert_same_bits(grad, want, f"step {step}, gradient {number}")
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+@ranks(2)
+def test_recurrent_layers(layer: Any) -> None:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(layer(4, 4, num_layers=2), mixed_precision=HALF)
+    for _ in range(2):
+        output, _ = ddp(torch.randn(3, 2, 4))
+        assert output.dtype == torch.bfloat16
+        output.sum().backward()
+        assert {param.grad.dtype for param in ddp.parameters()} == {torch.float32}
+    assert all(map(lambda a, b: a is b, ddp.module._flat_weights, ddp.module.parameters()))
+
+
+@ranks(2)
+def test_parameters_are_back_after_a_forward_that_failed() -> None:
+    def fail(block: nn.Module, x: Tensor) -> Tensor:
+        raise ArithmeticError("on purpose")
+
+    ddp = DistributedDataParallel(Blocks(fail), mixed_precision=HALF)
+    with pytest.raises(ArithmeticError):
+        ddp(torch.ones(2, 4))
+    assert {type(param) for param in ddp.parameters()} == {nn.Parameter}
+    ddp.module.run = not_reentrant
+    ddp(torch.ones(2, 4)).backward()
+    assert {param.grad.dtype for param in ddp.parameters()} == {torch.float32}
+
+
+@ranks(2)
+def test_evaluation_and_saving_in_between_are_in_full_precision() -> None:
+    """With stock, parameters stay in low precision from a forward to the next backward."""
+    ddp = DistributedDataParallel(net(), mixed_precision=HALF)
+    with torch.no_grad():
+        assert ddp(*inputs(0))["out"].dtype == torch.bfloat16
+    loss = ddp(*inputs(0))["out"].sum()
+    file = io.BytesIO()
+    torch.save(ddp.state_dict(), file)
+    file.seek(0)
+    dtypes = {value.dtype for value in torch.load(file).values()}
+    assert dtypes == {torch.float32, torch.int64}
+    assert ddp.module.first(torch.ones(4)).dtype == torch.float32
+    loss.backward()
+    assert ddp.module.first(torch.ones(4)).dtype == torch.float32
+
+
+@ranks(2)
+def test_it_trains_as_stock_does() -> None:
+    """(Stock in full precision: on CPUs it has none of the streams it wants for low ones.)"""
+    losses = []
+    for cls, options in ((DistributedDataParallel, {"mixed_precision": HALF}), (Stock, {})):
+        torch.manual_seed(0)
+        ddp = cls(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)), **options)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for step in range(30):
+            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+            loss = (ddp(x).float() - x.sum(1, keepdim=True).sin()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
+@ranks(1)
+def test_the_module_is_left_as_it_was() -> None:
+    module = Blocks(not_reentrant)
+    ddp = DistributedDataParallel(module, mixed_precision=HALF)
+    assert module.blocks[0][0]._forward_pre_hooks
+    ddp(torch.ones(2, 4)).backward()
+    del ddp
+    gc.collect()
+    for each in module.modules():
+        assert not each._forward_pre_hooks
+        assert not each._forward_hooks
+    copy.deepcopy(module)(torch.ones(2, 4)).backward()
+
+
+@ranks(2)
+def test_ranks_with_other_precisions_are_told() -> None:
+    dtype = [torch.float16, torch.bfloat16][dist.get_rank()]
+    with pytest.raises(RuntimeError, match=r"mixed_precision.*float16"):
+        DistributedDataParallel(net(), mixed_precision=_MixedPrecision(dtype))
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+@ranks(2)
+def test_a_copy_runs_in_low_precision_too(way: str) -> None:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Blocks(not_reentrant), mixed_precision=HALF)
+    grads = []
+    twin = copy.deepcopy(ddp) if way == "deepcopy" else pickle.loads(pickle.dumps(ddp))
+    for each in ddp, twin:
+        for _ in range(2):
+            loss = each(torch.ones(2, 4))
+            loss.backward()
+        assert loss.dtype == torch.bfloat16
+        grads.append([param.grad for param in each.parameters()])
+    for grad, want in zip(*grads, strict=True):
+        assert_same_bits(grad, want)

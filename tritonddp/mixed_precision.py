@@ -1,0 +1,175 @@
+"""Forward and backward in low precision, parameters and gradients in full (``mixed_precision``).
+
+While the module runs, casts of its parameters stand in their places. Autograd knows them as results
+of a cast: it casts gradients back and accumulates them in the parameters' own dtype. So parameters
+never change, ``.grad`` is in full precision from the start, also under ``no_sync`` and where a
+parameter is used twice, and readiness is that of any other model. On a GPU all of it happens on the
+stream that the module runs on.
+
+A checkpoint runs a part of the module again during the backward, when parameters are back in their
+places: hooks on all modules put casts there for that time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from tritonddp._compat import MixedPrecision, cast_inputs, current_graph_task_id
+from tritonddp.bucket import Bucket
+from tritonddp.kernels.buffer import DTYPES
+
+
+class LowPrecision:
+    """Runs ``module`` in the dtypes of ``config``, and casts its buffers for good.
+
+    Args:
+        module: what the user has wrapped.
+        config: see :class:`torch.nn.parallel.distributed._MixedPrecision`.
+        ignored: names of parameters and buffers that keep their dtypes.
+
+    Attributes:
+        reduce_dtype: the dtype on the wire; ``None`` if each gradient travels in its own.
+    """
+
+    def __init__(self, module: nn.Module, config: MixedPrecision, ignored: Collection[str]) -> None:
+        self._dtype = config.param_dtype
+        self.reduce_dtype = config.reduce_dtype or config.param_dtype
+        self._ignored = set(ignored)
+        self._kept: set[Tensor] = set()  # parameters that are ignored
+        self._is_running = False
+        # While a part of the module is recomputed: the modules that run, the innermost one last,
+        # and what has to be put back.
+        self._recomputed: list[nn.Module] = []
+        self._replaced: list[tuple[Any, str, Any]] = []
+        self._hooks: list[Any] = []
+        self._name_params(module)
+        if config.buffer_dtype is not None:
+            for name, buffer in module.named_buffers():
+                if name not in self._ignored and buffer.is_floating_point():
+                    buffer.data = buffer.to(config.buffer_dtype)
+        if self._dtype is not None:
+            for each in module.modules():
+                self._hooks += [
+                    each.register_forward_pre_hook(self._begin_recomputing, prepend=True),
+                    each.register_forward_hook(self._end_recomputing, always_call=True),
+                ]
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What ``module`` returns, in low precision, for these inputs, which are cast too."""
+        if self._dtype is None or self._is_running:
+            return module(*args, **kwargs)
+        args, kwargs = cast_inputs(self._dtype, args, kwargs)
+        self._put_back(self._replaced)  # of a recomputation that broke off
+        self._recomputed.clear()
+        self._kept = {
+            param
+            for name, param in (module.named_parameters() if self._ignored else ())
+            if name in self._ignored
+        }
+        replaced = self._replace(module.modules())
+        self._is_running = True
+        try:
+            return module(*args, **kwargs)
+        finally:
+            self._is_running = False
+            self._put_back(replaced)
+
+    def remove_hooks(self) -> None:
+        """Leave the module as it was."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _name_params(self, module: nn.Module) -> None:
+        """As in stock DDP, parameters tell by two attributes what they are cast from and to.
+
+        (The latter occupies no memory.)
+        """
+        for name, param in module.named_parameters():
+            if name not in self._ignored:
+                low = torch.empty((), dtype=self._dtype or param.dtype, device=param.device)
+                param._mp_param = low.expand(param.shape)  # type: ignore[attr-defined]
+                param._fp_param = param.data  # type: ignore[attr-defined]
+
+    def _replace(self, modules: Iterable[nn.Module]) -> list[tuple[Any, str, Any]]:
+        """Put casts in the places of all parameters; returns what was where."""
+        replaced: list[tuple[Any, str, Any]] = []
+        low: dict[Tensor, Tensor] = {}
+        for module in modules:
+            for key, param in module._parameters.items():
+                if param is None or not param.is_floating_point() or param in self._kept:
+                    continue
+                if param not in low:
+                    low[param] = param.to(self._dtype)
+                replaced.append((module._parameters, key, param))
+            if isinstance(module, nn.RNNBase):  # has its parameters in another place as well
+                replaced.append((module.__dict__, "_flat_weights", module._flat_weights))
+        for table, key, former in replaced:
+            table[key] = (
+                [low.get(weight, weight) for weight in former]
+                if isinstance(former, list)
+                else low[former]
+            )
+        return replaced
+
+    @staticmethod
+    def _put_back(replaced: list[tuple[Any, str, Any]]) -> None:
+        for table, key, former in replaced:
+            table[key] = former
+        replaced.clear()
+
+    def _begin_recomputing(self, module: nn.Module, _: Any) -> None:
+        if self._recomputed:
+            self._recomputed.append(module)
+        elif not self._is_running and current_graph_task_id() != -1:
+            self._recomputed.append(module)
+            self._replaced = self._replace(module.modules())
+
+    def _end_recomputing(self, module: nn.Module, *_: Any) -> None:
+        if self._recomputed and self._recomputed[-1] is module:
+            self._recomputed.pop()
+            if not self._recomputed:
+                self._put_back(self._replaced)
+
+
+def check_mixed_precision(config: Any) -> None:
+    """Is this what the constructor's ``mixed_precision`` may be?
+
+    Raises:
+        TypeError: it is of another type.
+        ValueError: gradients cannot be reduced in its dtype.
+    """
+    if not isinstance(config, MixedPrecision):
+        raise TypeError(
+            "mixed_precision should be a torch.nn.parallel.distributed._MixedPrecision, got "
+            f"{config!r}"
+        )
+    wire_dtype = config.reduce_dtype or config.param_dtype
+    if wire_dtype is not None and wire_dtype not in DTYPES:
+        raise ValueError(
+            f"mixed_precision reduces gradients in {wire_dtype}; tritonddp can do it in "
+            f"{', '.join(map(str, DTYPES))}: set reduce_dtype"
+        )
+
+
+def buckets_on_the_wire(
+    wire_dtype: torch.dtype, bucket_class: Callable[..., Bucket]
+) -> Callable[..., Bucket]:
+    """Makes buckets whose gradients travel in ``wire_dtype``.
+
+    Gradients of another dtype cannot live in the buffer: they are copied, whatever
+    ``bucket_class`` does.
+    """
+
+    def make(index: int, params: Sequence[Parameter], *args: Any, **kwargs: Any) -> Bucket:
+        dtype = params[0].dtype
+        if dtype == wire_dtype or not dtype.is_floating_point:
+            return bucket_class(index, params, *args, **kwargs)
+        return Bucket(index, params, *args, **(kwargs | {"wire_dtype": wire_dtype}))
+
+    return make
