@@ -147,7 +147,7 @@ def check_mixed_precision(config: Any) -> None:
     if not isinstance(config, MixedPrecision):
         raise TypeError(
             "mixed_precision should be a torch.nn.parallel.distributed._MixedPrecision, got "
-            f"{config!r}"
+            f"{type(config).__name__}"
         )
     wire_dtype = config.reduce_dtype or config.param_dtype
     if wire_dtype is not None and wire_dtype not in DTYPES:
