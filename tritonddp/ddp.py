@@ -203,11 +203,11 @@ class DistributedDataParallel(StockNames, BeyondStock, TakesHooks, Follower):
         self._enter_group()
         if init_sync:
             buffers = self._roster.buffers() if init_sync_buffers else []
-            options = {
-                "bucket sizes": caps.limits,
-                "delayed": sorted(caps.delayed),
-                "mixed_precision": mixed_precision,
-            }
+            options: dict[str, Any] = {"bucket sizes": caps.limits}
+            if delay is not None:
+                options["delayed"] = sorted(caps.delayed)
+            if mixed_precision is not None:
+                options["mixed_precision"] = mixed_precision
             verify_same(describe(params, buffers, options), self.process_group, self.device)
             self._broadcast([tensor.detach() for _, tensor in [*params, *buffers]])
         self.mixed_precision = mixed_precision
