@@ -76,8 +76,8 @@ $(VENV)/.demo-installed: $(VENV)/constraints.txt pyproject.toml
 	@touch $@
 
 $(VENV)/.test-installed: $(VENV)/constraints.txt pyproject.toml
-	@echo "Installing PyTorch, pytest, matplotlib and friends into $(VENV) (about a minute, once) ..."
-	@$(PIP) -e ".[test,bench,examples]"
+	@echo "Installing PyTorch, pytest, matplotlib, Lightning, transformers and friends into $(VENV) (two minutes, once) ..."
+	@$(PIP) -e ".[test,bench,examples,integrations]"
 	@touch $@
 
 # The venv, and in it the pins that it was made with.

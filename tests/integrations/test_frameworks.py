@@ -1,0 +1,124 @@
+"""Frameworks train with tritonddp on two processes, and end where they end with stock DDP."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from typing import Any
+
+import launched
+import pytest
+import torch
+from launched import ROOT
+
+from tritonddp import DistributedDataParallel
+from tritonddp.integrations.accelerate import instead_of_stock, use_tritonddp
+
+
+def is_installed(*names: str) -> bool:
+    return any(importlib.util.find_spec(name) is not None for name in names)
+
+
+def needs(package: str, *others: str) -> Any:
+    missing = not is_installed(package, *others)
+    return pytest.mark.skipif(missing, reason=f"needs {package}: the extra [integrations]")
+
+
+def run(example: str, *arguments: str) -> dict[str, list[str]]:
+    """The table that the example prints on two processes: the cells of each line."""
+    done = launched.run(
+        ROOT / "examples" / example,
+        *arguments,
+        env={"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    lines = re.findall(r"^(\S.*?):? {2,}(\S+) +(\S+)$", done.stdout, re.MULTILINE)
+    return {label: cells for label, *cells in lines} | {"": done.stdout.splitlines()}
+
+
+def check(table: dict[str, list[str]], below: float) -> None:
+    assert table["wrapped by"] == ["torch", "tritonddp"]
+    assert table["bit-identical on all 2 ranks"] == ["yes", "yes"]
+    (losses,) = [cells for label, cells in table.items() if label.startswith("held-out loss")]
+    assert losses[0] == losses[1]
+    assert float(losses[1]) < below  # one that knows the frequencies alone has more
+    assert "largest difference of the final parameters, stock to triton: 0" in table[""]
+
+
+@needs("sklearn")
+def test_zero_redundancy_optimizer() -> None:
+    table = run("zero.py", "--steps", "30")
+    check(table, below=1.0)
+    (held,) = re.findall(r"state of (\d+) of 11 parameters", "\n".join(table[""]))
+    assert 0 < int(held) < 11
+
+
+@needs("lightning", "pytorch_lightning")
+@needs("sklearn")
+def test_lightning_trainer() -> None:
+    check(run("lightning_trainer.py", "--steps", "30"), below=1.0)
+
+
+@needs("accelerate")
+@needs("sklearn")
+def test_accelerate_script() -> None:
+    check(run("accelerate_script.py", "--steps", "20"), below=1.0)
+
+
+@needs("transformers")
+@needs("accelerate")
+def test_hugging_face_trainer() -> None:
+    check(run("huggingface_trainer.py", "--steps", "16"), below=3.43)
+
+
+class Accelerator:
+    """As Accelerate's: it looks the class up when it wraps."""
+
+    def __init__(self) -> None:
+        self._models: list[Any] = []
+
+    def prepare_model(self, model: Any, *, fail: bool = False) -> Any:
+        if fail:
+            raise RuntimeError("no such device")
+        return torch.nn.parallel.DistributedDataParallel
+
+
+def test_an_accelerator_finds_our_class_and_nobody_else_does() -> None:
+    stock = torch.nn.parallel.DistributedDataParallel
+    accelerator, other = Accelerator(), Accelerator()
+    assert use_tritonddp(accelerator) is accelerator
+    assert accelerator.prepare_model(None) is DistributedDataParallel
+    assert other.prepare_model(None) is stock
+    with pytest.raises(RuntimeError, match="no such device"):
+        accelerator.prepare_model(None, fail=True)
+    assert torch.nn.parallel.DistributedDataParallel is stock
+
+
+def test_what_is_no_accelerator_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"got Linear; a Trainer of transformers has one as its \."):
+        use_tritonddp(torch.nn.Linear(1, 1))
+
+
+def test_an_accelerator_that_has_wrapped_a_model_is_refused() -> None:
+    accelerator = Accelerator()
+    stock = torch.nn.parallel.DistributedDataParallel
+    accelerator._models.append(stock.__new__(stock))
+    with pytest.raises(RuntimeError, match=r"call use_tritonddp\(\) before prepare\(\)"):
+        use_tritonddp(accelerator)
+
+
+def test_the_name_of_stock_comes_back() -> None:
+    stock = torch.nn.parallel.DistributedDataParallel
+    with instead_of_stock():
+        assert torch.nn.parallel.DistributedDataParallel is DistributedDataParallel
+    assert torch.nn.parallel.DistributedDataParallel is stock
+
+
+def test_a_missing_lightning_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("lightning", "lightning.pytorch", "pytorch_lightning"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "tritonddp.integrations.lightning", raising=False)
+    with pytest.raises(ImportError, match="pip install lightning"):
+        importlib.import_module("tritonddp.integrations.lightning")

@@ -1,0 +1,82 @@
+"""Accelerate, and what rests on it (Trainer of transformers, TRL): wrap with tritonddp.
+
+    accelerator = use_tritonddp(Accelerator())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    trainer = Trainer(...)
+    use_tritonddp(trainer.accelerator)
+    trainer.train()
+
+Nothing is imported from Accelerate: the accelerator comes from it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from tritonddp.ddp import DistributedDataParallel
+
+_Accelerator = TypeVar("_Accelerator")
+
+
+def use_tritonddp(accelerator: _Accelerator) -> _Accelerator:
+    """Have ``accelerator`` wrap models with :class:`tritonddp.DistributedDataParallel`.
+
+    Where it wraps none with torch's class, in a single process or with FSDP or DeepSpeed, nothing
+    changes. ``DistributedDataParallelKwargs`` and their communication hooks hold.
+
+    Args:
+        accelerator: an ``accelerate.Accelerator`` that has not prepared its models yet.
+
+    Returns:
+        ``accelerator``.
+
+    Raises:
+        RuntimeError: it has wrapped a model already.
+        TypeError: it is no accelerator.
+    """
+    target: Any = accelerator
+    prepare_model = getattr(target, "prepare_model", None)
+    if prepare_model is None:
+        raise TypeError(
+            f"use_tritonddp() takes an accelerate.Accelerator, got {type(accelerator).__name__}; "
+            "a Trainer of transformers has one as its .accelerator (pip install accelerate)"
+        )
+    wrapped = [
+        model
+        for model in getattr(target, "_models", ())
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    ]
+    if any(not isinstance(model, DistributedDataParallel) for model in wrapped):
+        raise RuntimeError(
+            "this accelerator has prepared a model already, with torch's wrapper: call "
+            "use_tritonddp() before prepare()"
+        )
+
+    @functools.wraps(prepare_model)
+    def prepare_with_tritonddp(*args: Any, **kwargs: Any) -> Any:
+        with instead_of_stock():
+            return prepare_model(*args, **kwargs)
+
+    target.prepare_model = prepare_with_tritonddp
+    return accelerator
+
+
+@contextmanager
+def instead_of_stock() -> Iterator[None]:
+    """Context: the name ``torch.nn.parallel.DistributedDataParallel`` stands for tritonddp's class.
+
+    For code that looks the class up there when it wraps, and lets nobody choose another. It holds
+    for the whole process, so leave it as soon as the model is wrapped.
+    """
+    stock = torch.nn.parallel.DistributedDataParallel
+    torch.nn.parallel.DistributedDataParallel = DistributedDataParallel  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        torch.nn.parallel.DistributedDataParallel = stock  # type: ignore[misc]
