@@ -654,3 +654,36 @@ def test_unused_buckets_are_sent_to_ranks_that_have_left() -> None:
             grads = [layer.weight.grad is not None for layer in ddp.module.layers]
             assert grads == [number == step % 3 for number in range(3)]
     assert_same_on_all_ranks(list(ddp.module.state_dict().values()))
+
+
+@ranks(3)
+def test_groups_of_some_ranks_join_and_so_do_copies() -> None:
+    group = dist.new_group([1, 2])
+    if dist.get_rank() > 0:
+        ddp = DistributedDataParallel(net(), process_group=group, bucket_cap_mb=1e-4)
+        train(ddp, 3 - dist.get_rank(), ddp.join())
+        assert ddp._authoritative_rank == 0
+    ddp = copy.deepcopy(DistributedDataParallel(net(), bucket_cap_mb=1e-4))
+    counts = (2, 3, 0)
+    grads = train(ddp, counts[dist.get_rank()], ddp.join())
+    alone = Alone(counts)
+    assert_close(grads, alone.means[: counts[dist.get_rank()]], "copy")
+    assert_close(ddp.module.state_dict(), alone.final, "copy")
+
+
+@VIEW
+@ranks(2)
+def test_delayed_parameters_are_reduced_with_ranks_that_have_left(view: bool) -> None:
+    module = net()
+    ddp = DistributedDataParallel(
+        module,
+        bucket_cap_mb=1e-4,
+        gradient_as_bucket_view=view,
+        delay_all_reduce_named_params=[("last.weight", module.last.weight)],
+        param_to_hook_all_reduce=module.norm.weight,
+    )
+    counts = (1, 4)
+    grads = train(ddp, counts[dist.get_rank()], ddp.join())
+    alone = Alone(counts)
+    assert_close(grads, alone.means[: counts[dist.get_rank()]], "delayed")
+    assert_close(module.state_dict(), alone.final, "delayed")

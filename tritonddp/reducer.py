@@ -791,6 +791,7 @@ class Reducer(StockReducerNames):
             source: why it has none.
         """
         self._settle()
+        self._roster.enroll()
         self.counters.reductions += 1
         self.arrangement.reduction_begins()
         self._begin_reduction(source, _NOTHING, self._roster.structure)
