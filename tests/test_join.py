@@ -21,8 +21,13 @@ from distributed import (
     recorded_collectives,
 )
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    powerSGD_hook,
+)
 from torch.distributed.algorithms.join import Join
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
@@ -687,3 +692,61 @@ def test_delayed_parameters_are_reduced_with_ranks_that_have_left(view: bool) ->
     alone = Alone(counts)
     assert_close(grads, alone.means[: counts[dist.get_rank()]], "delayed")
     assert_close(module.state_dict(), alone.final, "delayed")
+
+
+HOOKS = {
+    "allreduce": lambda: (None, default_hooks.allreduce_hook),
+    "fp16": lambda: (None, default_hooks.fp16_compress_hook),
+    # Of full rank, which is exact: otherwise it depends on the order of the parameters.
+    "powerSGD": lambda: (
+        powerSGD_hook.PowerSGDState(
+            None,
+            matrix_approximation_rank=4,
+            start_powerSGD_iter=2,
+            min_compression_rate=0.1,
+            warm_start=False,
+            orthogonalization_epsilon=1e-30,  # for gradients of zero
+        ),
+        powerSGD_hook.powerSGD_hook,
+    ),
+    "noop": lambda: (None, debugging_hooks.noop_hook),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+@ranks(3)
+def test_hooks_run_on_ranks_that_have_left_as_in_stock(name: str) -> None:
+    """Also in that they divide themselves, whatever ``divide_by_initial_world_size`` says."""
+    rank = dist.get_rank()
+    tolerance = {"fp16": 1e-3, "powerSGD": 1e-9}.get(name, 1e-11)
+    for counts, over_all in itertools.product([(1, 4, 2), (2, 0, 3)], [True, False]):
+
+        def train_with_hook(cls: Any, **options: Any) -> dict[str, Tensor]:
+            ddp = cls(net(), bucket_cap_mb=1e-4, **options)
+            ddp.register_comm_hook(*HOOKS[name]())
+            train(ddp, counts[rank], ddp.join(divide_by_initial_world_size=over_all))  # noqa: B023
+            return ddp.module.state_dict()
+
+        ours = train_with_hook(DistributedDataParallel)
+        # In stock the collectives of PowerSGD get mixed up.
+        expected = Alone(counts).final if name == "powerSGD" else train_with_hook(Stock, **STOCK)
+        torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+        assert_same_on_all_ranks(list(ours.values()))
+
+
+@ranks(2)
+def test_optimizers_in_the_backward_step_on_ranks_that_have_left_too() -> None:
+    rank, counts = dist.get_rank(), (1, 3)
+    module = net()
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": LR})
+    ddp = DistributedDataParallel(module, bucket_cap_mb=1e-4)
+    with ddp.join():
+        for step in range(counts[rank]):
+            loss_of(ddp, rank, step).backward()
+            loss_of(ddp, rank, step)  # no step for a forward without a backward
+        before = [param.detach().clone() for param in ddp.parameters()]
+    alone = Alone(counts)
+    for param, trained in zip(ddp.parameters(), alone.nets[1].parameters(), strict=True):
+        assert_close(param.detach(), trained.detach(), f"rank {rank}")
+    for param, own in zip(ddp.parameters(), before, strict=True):
+        assert rank == 0 or torch.equal(param, own)

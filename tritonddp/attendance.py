@@ -11,6 +11,7 @@ from tritonddp.roll_call import RollCall
 _PRESENT = 1
 _REDUCES = 2
 _SYNCS_BUFFERS = 4
+_OVER_PRESENT = 8
 
 
 class Attendance:
@@ -62,6 +63,7 @@ class Attendance:
         """
         self.is_open = True
         said = _PRESENT + _REDUCES * reduces + _SYNCS_BUFFERS * syncs_buffers
+        said += _OVER_PRESENT * self.mean_over_present
         self.is_due = self._exchange(where, said, structure)
 
     def listen(self, where: str, structure: bytes) -> bool:
@@ -88,6 +90,10 @@ class Attendance:
             dist.all_reduce(message, group=self._group)
         said, structures = message.T.tolist()
         present = [number for number, each in enumerate(said) if each]
+        if len({said[number] & _OVER_PRESENT for number in present}) > 1:
+            raise RuntimeError(
+                f"rank {rank}: join(divide_by_initial_world_size=...) is not the same on all ranks"
+            )
         self.source_rank = max(present, default=0)
         self.syncs_buffers = any(each & _SYNCS_BUFFERS for each in said)
         self.differs = len(set(structures)) > 1

@@ -60,12 +60,15 @@ class Ballot:
         weight: what they count, ``None`` where the mean is not weighted. A rank that has none to
             offer says 0: it does not know whether the others' are weighted.
         left_out: hash of the buckets that are not sent, see :func:`left_out_hash`.
+        over_present: the mean, if it is not weighted, is that of the ranks that have inputs. (Not
+            sent: it comes from :class:`tritonddp.attendance.Attendance`.)
     """
 
     structure: bytes
     source: Source
     weight: float | None = None
     left_out: bytes = bytes(2)
+    over_present: bool = False
 
     def places(self, rank: int, world_size: int) -> bytes:
         """The elements that ``rank`` writes: its own ballot, and zeros for all others."""
@@ -115,6 +118,11 @@ def total_weight(ballots: Tensor) -> Tensor:
     """Sum of all weights, fp64, one element on the device of ``ballots``; NaN if one has none."""
     rows = ballots.view(-1, BYTES)[:, :8].to(torch.uint8)
     return rows.reshape(-1).view(torch.float64).sum()
+
+
+def ranks_with_inputs(ballots: Tensor) -> Tensor:
+    """How many have not joined (:attr:`Source.JOINED`): fp64, on the device of ``ballots``."""
+    return (ballots.view(-1, BYTES)[:, -1] != Source.JOINED).sum().to(torch.float64)
 
 
 class Disagreement(Exception):

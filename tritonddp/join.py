@@ -67,7 +67,8 @@ class Follower(Joinable):
         Args:
             divide_by_initial_world_size: divide the sum of the gradients by the number of ranks;
                 ``False`` divides it by the number of those that still have inputs. Weighted means
-                (:meth:`weighted`) count those only either way.
+                (:meth:`weighted`) count those only either way; communication hooks divide
+                themselves, as in stock.
             enable: ``False`` makes this context do nothing.
             throw_on_early_termination: when a rank runs out of inputs, raise an error on all.
 
@@ -159,6 +160,7 @@ class FollowingHook(JoinHook):
         """Make the collectives of one forward and, if it is reduced, of its backward."""
         ddp = self._ddp
         ddp.reducer.prepare_to_follow()
+        ddp._attendance.mean_over_present = not ddp._divide_by_initial_world_size
         reduces = ddp._attendance.listen(_where(ddp), ddp.reducer.structure)
         if ddp._attendance.differs:
             _train_the_same(ddp, is_present=False)
@@ -211,8 +213,8 @@ def announce_forward(ddp: DistributedDataParallel) -> None:
     """
     _make_up(ddp)
     attendance = ddp._attendance
-    attendance.mean_over_present = not ddp._divide_by_initial_world_size
     notified = Join.notify_join_context(ddp)
+    attendance.mean_over_present = not ddp._divide_by_initial_world_size
     attendance.tell(
         _where(ddp),
         ddp.reducer.structure,

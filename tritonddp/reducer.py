@@ -433,10 +433,10 @@ class Reducer(StockReducerNames):
     ) -> None:
         """Tell the reduction what this rank says to the others, and how much its means count."""
         self._attendance.is_due = False
-        if weight is None and self._attendance.mean_over_present:
-            weight = Weight(1.0, is_sum=False)
         items = None if weight is None else weight.items
-        ballot = Ballot(structure, source, items, left_out_hash(left_out))
+        ballot = Ballot(
+            structure, source, items, left_out_hash(left_out), self._attendance.mean_over_present
+        )
         reduction = reduction or self._reduction
         reduction.begin(ballot, 1.0 if weight is None else weight.scale)
 

@@ -7,6 +7,7 @@ buckets travel together, in one small all-reduce behind the last hook.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -148,6 +149,8 @@ class HookReduction(AllReduce):
 
     def begin(self, ballot: Ballot, scale: float) -> None:
         """See :meth:`Reduction.begin`."""
+        # The hook itself divides, by whatever number of ranks.
+        ballot = dataclasses.replace(ballot, over_present=False)
         super().begin(ballot, scale * self._group.size())  # which is divided out again: exactly
         self._calls = []
         self._trailers = None

@@ -52,7 +52,7 @@ class SteppingReduction:
 
     def begin(self, ballot: Ballot, scale: float) -> None:
         """See :meth:`Reduction.begin`."""
-        self._steps = ballot.source is not Source.REQUEST
+        self._steps = ballot.source not in (Source.REQUEST, Source.SKIPPED)
         self.inner.begin(ballot, scale)
 
     def fill(self, bucket: Bucket, segment: Segment, used: Sequence[bool]) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tritonddp.ballot import BYTES, Ballot, check, read, total_weight
+from tritonddp.ballot import BYTES, Ballot, check, ranks_with_inputs, read, total_weight
 from tritonddp.bucket import Bucket, Segment
 from tritonddp.counters import Counters
 from tritonddp.roll_call import RollCall
@@ -91,7 +91,8 @@ class AllReduce:
     The factor ``1 / world_size`` is fused into the flatten kernel: SUM, unlike AVG, stays open to
     every NCCL algorithm, and a pre-scaled sum does not overflow in half precision. A weighted mean
     ``sum_r(w_r g_r) / sum_r(w_r)`` takes ``w_r / world_size`` there and ``world_size / sum_r(w_r)``
-    in the unflatten kernel: the weights are in the ballots of the first bucket.
+    in the unflatten kernel: the weights are in the ballots of the first bucket. So is the number of
+    ranks that have inputs, for the mean over those.
     """
 
     def __init__(
@@ -178,13 +179,16 @@ class AllReduce:
     def _look_at(self, ballots: Tensor) -> None:
         """Find out the sum of the weights, and whether the ranks reduce the same."""
         assert self._ballot is not None
+        if self._ballot.over_present:
+            self._factor = (self._group.size() / ranks_with_inputs(ballots)).view(1)
         if self._ballot.weight is not None:
-            total = total_weight(ballots)
+            total = total_weight(ballots).view(1)
             # All weights zero: a mean of nothing, which shall be zero.
-            factor = self._group.size() * self._unit / total
+            factor = torch.where(total == 0, total, self._group.size() * self._unit / total)
             if self._ballot.source.is_empty:  # the others may have no weights
-                factor = torch.where(total.isnan(), torch.ones_like(total), factor)
-            self._factor = torch.where(total == 0, total, factor).view(1)
+                without = torch.ones_like(total) if self._factor is None else self._factor
+                factor = torch.where(total.isnan(), without, factor)
+            self._factor = factor
         if ballots.device.type == "cpu":
             self._check(ballots)
             return
