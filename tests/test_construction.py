@@ -155,12 +155,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
         ValueError,
         ["torch.int8", "reduce_dtype"],
     ),
-    "lazy buckets": (
-        small,
-        {"lazy_bucket_allocation": True},
-        NotImplementedError,
-        ["lazy_bucket_allocation"],
-    ),
     "not in the group": (
         small,
         {"process_group": dist.GroupMember.NON_GROUP_MEMBER},

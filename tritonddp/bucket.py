@@ -54,6 +54,7 @@ class Bucket:
         names: their names, for errors.
         flat: the buffer that the collective sends.
         segments: what is flattened at once, see :class:`Segment`.
+        cuts: the slots ``[first, last)`` of each segment.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Bucket:
             kernels.alignment,
             ballots,
         )
+        self.cuts = kernels.segments(layout)
         self._cedes = kernels.cedes(layout) and self._wire_dtype in self._dtypes
         self._allocate(layout)
 
@@ -101,7 +103,7 @@ class Bucket:
                 last,
                 self.flat if last - first == len(params) else self.flat.part(first, last),
             )
-            for first, last in self._kernels.segments(layout)
+            for first, last in self.cuts
         ]
         self._unshared = self._memory()
 
@@ -231,6 +233,9 @@ class Bucket:
         if set(map(type, grads)) != {NoneType}:
             self._counters.unflattens += 1
             self._kernels.unflatten(self.flat, grads, factor)
+
+    def release(self) -> None:
+        """The backward is over: a bucket that need not have memory until the next lets it go."""
 
     def placed_gradients(self) -> dict[Parameter, Tensor]:
         """Gradients that live in this bucket's buffer."""

@@ -14,20 +14,6 @@ from torch.nn.parameter import UninitializedParameter
 from tritonddp.kernels import GRADIENT_DTYPES, select
 
 
-def refuse(**arguments: Any) -> None:
-    """Arguments of torch's class that mean nothing here yet.
-
-    Raises:
-        NotImplementedError: one is given.
-    """
-    for name, value in arguments.items():
-        if value is not None and value is not False:
-            raise NotImplementedError(
-                f"{name} is not supported by tritonddp yet: leave it out, or use "
-                "torch.nn.parallel.DistributedDataParallel where you need it"
-            )
-
-
 def process_group_of(
     process_group: dist.ProcessGroup | None, device_mesh: Any
 ) -> dist.ProcessGroup:

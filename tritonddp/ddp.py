@@ -30,9 +30,9 @@ from tritonddp.construction import (
     device_ids_of,
     names_to_ignore,
     process_group_of,
-    refuse,
 )
 from tritonddp.delayed import Delay
+from tritonddp.finalization import Finalizes
 from tritonddp.hook_registration import TakesHooks
 from tritonddp.join import Follower, announce_forward, is_joining, reduces_backward
 from tritonddp.logging_data import Logger
@@ -46,7 +46,7 @@ from tritonddp.verify import describe, describe_error, verify_same
 from tritonddp.weighting import Weight
 
 
-class DistributedDataParallel(StockNames, BeyondStock, TakesHooks, Follower):
+class DistributedDataParallel(StockNames, BeyondStock, TakesHooks, Finalizes, Follower):
     """Data parallelism by gradient averaging: a drop-in for torch's class of the same name.
 
     Wrap the same module on every rank, then train as with one process: during each ``backward()``
@@ -93,7 +93,8 @@ class DistributedDataParallel(StockNames, BeyondStock, TakesHooks, Follower):
         batched_grad_copy: accepted; gradients are always copied a whole bucket at a time.
         forward_sync_buffers: broadcast buffers from rank 0 before each forward that follows a
             synchronised one. On by default.
-        lazy_bucket_allocation: (torch 2.15) not supported yet.
+        lazy_bucket_allocation: (torch 2.15) buckets get their memory when their first gradients
+            are there, and let it go after the backward.
 
     Attributes:
         module: the wrapped module.
@@ -140,9 +141,6 @@ class DistributedDataParallel(StockNames, BeyondStock, TakesHooks, Follower):
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-        refuse(
-            lazy_bucket_allocation=lazy_bucket_allocation,
-        )
         super().__init__()
         Follower.__init__(self)
         self.process_group = process_group_of(process_group, device_mesh)
@@ -178,6 +176,7 @@ class DistributedDataParallel(StockNames, BeyondStock, TakesHooks, Follower):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.batched_grad_copy = batched_grad_copy
+        self.lazy_bucket_allocation = lazy_bucket_allocation
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.forward_sync_buffers, init_sync_buffers = buffer_sync(
             broadcast_buffers, forward_sync_buffers
@@ -241,7 +240,9 @@ class DistributedDataParallel(StockNames, BeyondStock, TakesHooks, Follower):
             skip_unused=self.skip_all_reduce_unused_params,
             delay_until=self._delay.until if self._delay else None,
             wire_dtype=self._low.reduce_dtype if self._low else None,
+            lazy_buckets=self.lazy_bucket_allocation,
         )
+        self.reducer.finalize_on_request(self._require_manual_backward_finalization)
         self.logger = Logger(self)
         self.reducer.set_logger(self.logger)
         self._register_hooks_again()

@@ -158,18 +158,20 @@ def check_mixed_precision(config: Any) -> None:
 
 
 def buckets_on_the_wire(
-    wire_dtype: torch.dtype, bucket_class: Callable[..., Bucket]
+    wire_dtype: torch.dtype, bucket_class: Callable[..., Bucket], copying: Callable[..., Bucket]
 ) -> Callable[..., Bucket]:
     """Makes buckets whose gradients travel in ``wire_dtype``.
 
-    Gradients of another dtype cannot live in the buffer: they are copied, whatever
-    ``bucket_class`` does.
+    Args:
+        wire_dtype: a floating-point dtype.
+        bucket_class: for gradients that have this dtype, or are not of floating point.
+        copying: for all others, which cannot live in the buffer.
     """
 
     def make(index: int, params: Sequence[Parameter], *args: Any, **kwargs: Any) -> Bucket:
         dtype = params[0].dtype
         if dtype == wire_dtype or not dtype.is_floating_point:
             return bucket_class(index, params, *args, **kwargs)
-        return Bucket(index, params, *args, **(kwargs | {"wire_dtype": wire_dtype}))
+        return copying(index, params, *args, **(kwargs | {"wire_dtype": wire_dtype}))
 
     return make

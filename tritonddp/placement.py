@@ -79,8 +79,8 @@ class Placement:
             self.buckets.append(bucket)
             before = len(self.places)
             self.places.extend(
-                Place(bucket, number, first + segment.first, first + segment.last)
-                for number, segment in enumerate(bucket.segments)
+                Place(bucket, number, first + begin, first + end)
+                for number, (begin, end) in enumerate(bucket.cuts)
             )
             self.places_of.append(range(before, len(self.places)))
             first = last

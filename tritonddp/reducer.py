@@ -51,6 +51,7 @@ from tritonddp.comm.optimizers import SteppingReduction, take_over
 from tritonddp.comm.reduction import AllReduce, Reduction, Work
 from tritonddp.counters import Counters
 from tritonddp.delayed import Gate
+from tritonddp.lazy_bucket import LazyBucket, LazyViewBucket
 from tritonddp.mixed_precision import buckets_on_the_wire
 from tritonddp.on_request import reduce_at_once, take_part
 from tritonddp.outputs import Forward, Outputs
@@ -83,6 +84,7 @@ class Phase(enum.Enum):
     LOCAL = "a backward runs that only accumulates (no_sync)"
     OBSERVING = "the first reduced backward runs: note the order of gradients, launch at its end"
     REDUCING = "a backward runs, buckets are launched as they fill"
+    UNFINISHED = "a backward is over, and finalize_backward() is to wait for its buckets"
     DETACHED = "hooks were removed: no backward is noticed any more"
 
 
@@ -103,6 +105,7 @@ class Reducer(StockReducerNames):
         skip_unused: buckets without any used parameter are not sent.
         delay_until: the parameter whose gradient delayed ones (see :class:`BucketCaps`) wait for.
         wire_dtype: in which gradients travel, ``None`` for their own dtypes.
+        lazy_buckets: buckets have memory during backwards only.
 
     Attributes:
         counters: what was launched and sent so far.
@@ -128,6 +131,7 @@ class Reducer(StockReducerNames):
         skip_unused: bool = False,
         delay_until: Tensor | None = None,
         wire_dtype: torch.dtype | None = None,
+        lazy_buckets: bool = False,
     ) -> None:
         self.counters = Counters()
         self.forwards = 0
@@ -142,6 +146,7 @@ class Reducer(StockReducerNames):
         self._broadcast = broadcast
         self._strict = strict
         self._skip_unused = skip_unused
+        self._finalizes_on_request = False
         self._left_out: list[int] = []  # buckets that are not sent in this backward
         self._caps = caps
         self._gate = None if delay_until is None else Gate(delay_until, self)
@@ -171,9 +176,11 @@ class Reducer(StockReducerNames):
         self._used_earlier: list[bool] = []
         self._unannounced = Unannounced()
         self._constancy = Constancy()
-        bucket_class: Callable[..., Bucket] = ViewBucket if gradient_as_bucket_view else Bucket
+        copying: type[Bucket] = LazyBucket if lazy_buckets else Bucket
+        views: type[Bucket] = LazyViewBucket if lazy_buckets else ViewBucket
+        bucket_class: Callable[..., Bucket] = views if gradient_as_bucket_view else copying
         if wire_dtype is not None:
-            bucket_class = buckets_on_the_wire(wire_dtype, bucket_class)
+            bucket_class = buckets_on_the_wire(wire_dtype, bucket_class, copying)
         self.arrangement = Arrangement(
             roster, process_group, caps, bucket_class, self.counters, self._roll_call
         )
@@ -253,6 +260,8 @@ class Reducer(StockReducerNames):
         """
         if self._phase is Phase.DETACHED:
             return
+        if torch.is_grad_enabled():
+            self._check_finalized()
         self._recover_all()
         self._settle()
         self._wait_post_backward()
@@ -338,6 +347,7 @@ class Reducer(StockReducerNames):
         reached = self._readiness.participation.query()
         if reached is None or (not any(reached) and not accumulates(current_autograd_node())):
             return  # torch.autograd.grad: it returns gradients, and none is ours
+        self._check_finalized()
         if compiled_autograd_runs():
             raise RuntimeError(
                 f"{self._where()}: Compiled autograd is not compatible with tritonddp, whose "
@@ -579,6 +589,13 @@ class Reducer(StockReducerNames):
             self._launch(self.buckets[self._next])
         if self._strict:
             self._note_unused()
+        if self._finalizes_on_request and self._in_flight:
+            self._phase = Phase.UNFINISHED
+        else:
+            self._bring_home()
+
+    def _bring_home(self) -> None:
+        """All buckets have been launched."""
         try:
             with self._naming_disagreements():
                 self._finish()
@@ -597,13 +614,79 @@ class Reducer(StockReducerNames):
 
     def _finish(self) -> None:
         """Wait for the buckets in launch order, emptying one while the next is on its way."""
+        if not self._in_flight:
+            return  # a hook has done so already, see finalize_backward()
         self.num_buckets_reduced = len(self._in_flight)
         for bucket, work in self._in_flight:
             self._reduction.finish(bucket, work)
         self._in_flight.clear()
 
+    # On request
+
+    @property
+    def launches_at_end(self) -> bool:
+        """Whether the buckets of the next reduced backward are launched at its end only."""
+        return self.arrangement.is_provisional
+
+    def finalize_on_request(self, required: bool) -> None:
+        """Whether backwards end in :meth:`finalize_backward`, not by themselves.
+
+        Raises:
+            RuntimeError: a backward runs, or is not finalised.
+        """
+        if self._phase not in (Phase.IDLE, Phase.DETACHED):
+            raise RuntimeError(
+                f"{self._where()}: set_manual_finalization_required cannot be called after forward "
+                "while a backward pass is expected or in progress. Set "
+                "require_manual_backward_finalization before forward or after backward finalization"
+            )
+        self._finalizes_on_request = required
+
+    @torch.no_grad()
+    def finalize_backward(self) -> None:
+        """Wait for the buckets of a backward that is over, or has launched all of them.
+
+        Raises:
+            RuntimeError: there are none, or not all have been launched.
+        """
+        if not self._finalizes_on_request:
+            raise RuntimeError(
+                "finalize_backward() called but manual backward finalization is not required. Set "
+                "require_manual_backward_finalization to true first."
+            )
+        if self._phase is Phase.UNFINISHED:
+            self._bring_home()
+            return
+        is_running = self._end_is_queued() is not None
+        if is_running and self._phase in (Phase.OBSERVING, Phase.REDUCING):
+            if self._next < len(self.buckets):
+                raise RuntimeError(
+                    f"{self._where()}: finalize_backward() called before all DDP buckets were "
+                    f"ready. next_bucket_={self._next}. Call finalize_backward() only after all "
+                    "DDP-managed parameters have computed gradients."
+                )
+            if self._in_flight:
+                with self._naming_disagreements():
+                    self._finish()  # the rest comes at the end: hooks may change then
+                return
+        raise RuntimeError(
+            f"{self._where()}: finalize_backward() called but no gradient reduction requires "
+            "finalization. This can happen if no_sync() is active or finalize_backward() was "
+            "already called for this backward pass."
+        )
+
+    def _check_finalized(self) -> None:
+        if self._phase is Phase.UNFINISHED:
+            raise RuntimeError(
+                f"{self._where()}: Expected to have finalized the prior backward pass before "
+                "starting a new one. Call finalize_backward() after backward() when "
+                "require_manual_backward_finalization is true."
+            )
+
     def _reset(self) -> None:
         self._in_flight.clear()
+        for bucket in self.buckets:
+            bucket.release()
         self._filled = [False] * len(self.placement.places)
         self._readiness.forget()
         self._used_earlier = [False] * len(self._used_earlier)
@@ -626,6 +709,8 @@ class Reducer(StockReducerNames):
         """
         if self._phase in (Phase.IDLE, Phase.DETACHED) or self._end_is_queued() is not None:
             return
+        if self._phase is Phase.UNFINISHED:
+            return  # all its collectives have been issued
         if self._phase is Phase.LOCAL:
             self._phase = Phase.IDLE
             return
@@ -727,6 +812,7 @@ class Reducer(StockReducerNames):
                 f"{self._where()}: gradients cannot be reduced on request while a backward runs: "
                 "wait for its end"
             )
+        self._check_finalized()
         self._recover_all()
         self._settle()
 

@@ -1,0 +1,137 @@
+"""Manual finalisation: gradients come home when the caller says so, and not otherwise."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_bits, ranks
+from torch import Tensor, nn
+
+from tritonddp import DistributedDataParallel
+
+VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+
+
+def wrapped(**options: Any) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    return DistributedDataParallel(model, bucket_cap_mb=1e-5, **options)
+
+
+def batch(requires_grad: bool = False) -> Tensor:
+    return torch.full((2, 4), 1.0 + dist.get_rank(), requires_grad=requires_grad)
+
+
+def gradients(net: nn.Module) -> list[Tensor]:
+    return [param.grad.clone() for param in net.parameters()]
+
+
+@VIEW
+@ranks(2)
+def test_the_same_gradients_once_they_are_finalised(view: bool) -> None:
+    automatic, manual = wrapped(), wrapped(gradient_as_bucket_view=view)
+    manual.require_manual_backward_finalization = True
+    for step in range(4):
+        for net in automatic, manual:
+            if step == 2:
+                with net.no_sync():
+                    net(batch()).sum().backward()
+            net(batch()).sum().backward()
+        if not view:
+            local = torch.autograd.grad(manual.module(batch()).sum(), manual.module[2].weight)[0]
+            factor = 2 if step == 2 else 1
+            assert_same_bits(manual.module[2].weight.grad, local * factor, "before")
+        manual.finalize_backward()
+        for grad, want in zip(gradients(manual), gradients(automatic), strict=True):
+            assert_same_bits(grad, want, f"step {step}")
+        for net in automatic, manual:
+            net.zero_grad()
+
+
+@VIEW
+@ranks(2)
+def test_from_a_hook_when_all_buckets_are_launched(view: bool) -> None:
+    automatic, manual = wrapped(), wrapped(gradient_as_bucket_view=view)
+    manual.require_manual_backward_finalization = True
+    assert manual.should_finalize_after_backward
+    manual(batch()).sum().backward()
+    manual.finalize_backward()
+    manual.zero_grad()
+    assert not manual.should_finalize_after_backward
+    automatic(batch()).sum().backward()
+    seen: list[list[Tensor]] = []
+
+    def finalize(_: Tensor) -> None:
+        manual.finalize_backward()
+        seen.append(gradients(manual))
+
+    inputs = batch(requires_grad=True)
+    middle = inputs * 1
+    middle.register_hook(finalize)  # comes after all parameters of the first layer
+    for _ in range(2):
+        manual(middle).sum().backward(retain_graph=True)
+        assert len(seen) == 1
+        for grad, after, want in zip(
+            seen.pop(), gradients(manual), gradients(automatic), strict=True
+        ):
+            assert_same_bits(grad, want, "in the hook")
+            assert_same_bits(after, want, "after the backward")
+        with pytest.raises(RuntimeError, match="no gradient reduction requires finalization"):
+            manual.finalize_backward()
+        manual.zero_grad()
+
+
+@ranks(2)
+def test_what_cannot_be_finalised() -> None:
+    net = wrapped()
+    assert not net.require_manual_backward_finalization
+    assert not net.should_finalize_after_backward
+    with pytest.raises(RuntimeError, match="manual backward finalization is not required"):
+        net.finalize_backward()
+    net.require_manual_backward_finalization = True
+    with pytest.raises(RuntimeError, match="no gradient reduction requires finalization"):
+        net.finalize_backward()
+    with net.no_sync():
+        net(batch()).sum().backward()
+    with pytest.raises(RuntimeError, match="no gradient reduction requires finalization"):
+        net.finalize_backward()
+    net(batch()).sum().backward()
+    with pytest.raises(RuntimeError, match="Expected to have finalized the prior backward"):
+        net(batch())
+    with pytest.raises(RuntimeError, match="cannot be called after forward"):
+        net.require_manual_backward_finalization = False
+    with torch.no_grad():
+        net(batch())
+    net.finalize_backward()
+    output = net(batch())
+    output.register_hook(lambda _: net.finalize_backward())
+    with pytest.raises(RuntimeError, match=r"before all DDP buckets were ready. next_bucket_=0"):
+        output.sum().backward()
+
+
+@ranks(2)
+def test_others_of_the_group_may_reduce_in_between() -> None:
+    first, second = wrapped(), wrapped()
+    first.require_manual_backward_finalization = True
+    for _ in range(2):
+        first(batch()).sum().backward()
+        second(batch()).sum().backward()
+        first.finalize_backward()
+        for grad, want in zip(gradients(first), gradients(second), strict=True):
+            assert_same_bits(grad, want)
+        for net in first, second:
+            net.zero_grad()
+
+
+@ranks(2)
+def test_a_copy_is_finalised_by_hand_too() -> None:
+    net = wrapped()
+    net.require_manual_backward_finalization = True
+    twin = copy.deepcopy(net)
+    assert twin.require_manual_backward_finalization
+    twin(batch()).sum().backward()
+    twin.finalize_backward()
