@@ -238,6 +238,19 @@ def test_a_step_that_breaks_off_is_not_measured_and_leaves_nothing_behind() -> N
 
 
 @ranks(2)
+def test_the_backward_that_is_measured_is_the_one_that_is_reduced() -> None:
+    net = DistributedDataParallel(Two())
+    loss = net(torch.randn(4, 3)).sum()
+    with net.no_sync():
+        loss.backward(retain_graph=True)
+    loss.backward()
+    step(net)
+    data = net._get_ddp_logging_data()
+    assert data["iteration"] == 1
+    assert data.keys() >= MEASURED
+
+
+@ranks(2)
 def test_sampled_steps_can_be_traced_and_have_the_same_gradients() -> None:
     net = DistributedDataParallel(Two())
     step(net)

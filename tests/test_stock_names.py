@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as Stock
 
 from tritonddp import DistributedDataParallel
@@ -32,6 +33,42 @@ class Two(nn.Module):
 
 def batch() -> Tensor:
     return torch.randn(4, 3) + dist.get_rank()
+
+
+# What the constructor refuses
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "doesn't have any parameter that requires a gradient": (nn.ReLU, {}),
+    "only be None or contain a single element": (Two, {"device_ids": [0, 1]}),
+    "device_ids and output_device arguments only work with": (Two, {"device_ids": [0]}),
+    "Modules with uninitialized parameters can't be used": (lambda: nn.LazyLinear(2), {}),
+    "SyncBatchNorm layers only work with GPU modules": (lambda: nn.SyncBatchNorm(2), {}),
+    "must be on the same type of devices": (
+        lambda: nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta")),
+        {},
+    ),
+    "need to be set at the same time": (Two, {"param_to_hook_all_reduce": torch.ones(1)}),
+    "Cannot specify both process_group and device_mesh": (Two, {"device_mesh": (2,), "group": 1}),
+    "Only 1D device mesh is supported, but got": (Two, {"device_mesh": (2, 1)}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.parametrize("phrase", REFUSED)
+@ranks(2)
+def test_what_the_constructor_refuses_is_an_error_of_stocks_kind_and_words(phrase: str) -> None:
+    make, options = REFUSED[phrase]
+    options = dict(options)
+    if "device_mesh" in options:
+        options["device_mesh"] = init_device_mesh("cpu", options["device_mesh"])
+    if options.pop("group", None):
+        options["process_group"] = dist.group.WORLD
+    errors = []
+    for kind in (Stock, DistributedDataParallel):
+        with pytest.raises((RuntimeError, ValueError), match=phrase) as caught:
+            kind(make(), **options)
+        errors.append(caught.type)
+    assert errors[0] is errors[1]
 
 
 # Parameters and buffers
@@ -148,6 +185,19 @@ def test_dynamo_finds_the_wrapper_that_is_at_work() -> None:
 
 
 @ranks(2)
+def test_a_module_in_tiny_buckets_can_be_compiled() -> None:
+    """dynamo splits graphs by the size of buckets, and asserts that it is a MiB at least."""
+    model = torch.compile(Two(), backend="eager")
+    net: Any = DistributedDataParallel(model, bucket_cap_mb=0.5)
+    net(batch()).sum().backward()
+    assert_same_on_all_ranks([param.grad for param in net.parameters()])
+    torch.compiler.reset()
+    with pytest.raises(AssertionError, match="First bucket should be smaller"):
+        Stock(model, bucket_cap_mb=0.5)(batch())
+    assert Stock._active_ddp_module is None
+
+
+@ranks(2)
 def test_the_parts_of_a_forward_may_be_called_one_by_one() -> None:
     """As torch's `replicate` does around the forward of the module itself."""
     net = DistributedDataParallel(Two())
@@ -169,10 +219,19 @@ def test_the_parts_of_a_forward_may_be_called_one_by_one() -> None:
 # Unused parameters
 
 
+class Backwards(Two):
+    """Registered in another order than used, so that buckets are rebuilt after the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self._modules.pop("first")
+
+
+@pytest.mark.parametrize("kind", [Two, Backwards])
 @ranks(2, 3)
-def test_the_map_of_used_parameters_counts_ranks() -> None:
+def test_the_map_of_used_parameters_counts_ranks(kind: type[Two]) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    net = DistributedDataParallel(Two())
+    net = DistributedDataParallel(kind())
     for both, counts in [
         ([True] * world_size, [world_size] * 3),
         ([True, *[False] * (world_size - 1)], [world_size, 1, 1]),
@@ -182,7 +241,7 @@ def test_the_map_of_used_parameters_counts_ranks() -> None:
         net(batch(), both[rank]).sum().backward()
         used = net.reducer._get_local_used_map()
         assert used.dtype is torch.int32
-        assert used.tolist() == counts
+        assert used.tolist() == (counts if kind is Two else [*counts[1:], counts[0]])
 
 
 @ranks(2)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from tritonddp._compat import active_wrapper, move_inputs, set_active_wrapper
-from tritonddp.assignment import BucketCaps
+from tritonddp.assignment import MIB, BucketCaps
 from tritonddp.logging_data import Logger
 
 if TYPE_CHECKING:
@@ -158,8 +158,12 @@ class StockNames:
 
     @contextmanager
     def _inside_ddp_forward(self) -> Iterator[None]:
-        """Context: dynamo, which asks torch's class, finds that this wrapper is at work."""
-        outer = set_active_wrapper(self)
+        """Context: dynamo, which asks torch's class, finds that this wrapper is at work.
+
+        Not with buckets so small that its optimizer of graphs refuses them: it leaves graphs whole
+        then.
+        """
+        outer = set_active_wrapper(self if self.bucket_bytes_cap >= MIB else None)
         try:
             yield
         finally:
