@@ -30,7 +30,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 
 import tritonddp
-from tritonddp.comm.hooks import GradBucket
+from tritonddp.comm.grad_bucket import GradBucket
 
 STOCK = torch.nn.parallel.DistributedDataParallel
 OURS = tritonddp.DistributedDataParallel
@@ -473,10 +473,15 @@ def test_errors_of_stock_when_a_hook_is_registered() -> None:
 
 
 def _no_future(bucket: GradBucket) -> Any:
-    return bucket.buffer()
+    return default_hooks.allreduce_hook(None, bucket).wait()
 
 
 def _raises(bucket: GradBucket) -> Any:
+    raise KeyError("what the user said")
+
+
+def _raises_too_late(bucket: GradBucket) -> Any:
+    default_hooks.allreduce_hook(None, bucket).wait()
     raise KeyError("what the user said")
 
 
@@ -501,6 +506,7 @@ def test_a_hook_that_fails_on_one_rank_is_named_and_the_others_go_on(
     phrases = {
         _no_future: r"TypeError: .*callback must return a torch\.futures\.Future object, but got",
         _raises: "KeyError: 'what the user said'",
+        _raises_too_late: "KeyError: 'what the user said'",
         _raises_later: "what the user said",
         _wrong_size: "tensor like the bucket's buffer",
         _wrong_kind: "should hold a tensor",
@@ -509,9 +515,8 @@ def test_a_hook_that_fails_on_one_rank_is_named_and_the_others_go_on(
         now: list[int] = []
 
         def hook(state: None, bucket: GradBucket) -> Any:
-            if now == [step] and dist.get_rank() == 1 and bucket.index() == 2:  # noqa: B023
-                if how in (_no_future, _raises):  # noqa: B023  the others wait for this rank
-                    default_hooks.allreduce_hook(None, bucket).wait()
+            fails = dist.get_rank() == 1 and bucket.index() == 2 and bucket.buffer().any()
+            if now == [step] and fails:  # noqa: B023
                 return how(bucket)  # noqa: B023
             return default_hooks.allreduce_hook(None, bucket)
 

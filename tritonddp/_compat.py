@@ -58,6 +58,11 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return group._get_backend(device).name()
 
 
+def collectives_issued(group: dist.ProcessGroup) -> int:
+    """How many this rank has issued in ``group``. torch counts them to find ranks out of step."""
+    return group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+
+
 def hooks_of_one_collective() -> tuple[Callable[..., Any], ...]:
     """Communication hooks of torch that issue at most one collective, when they are called."""
     from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tritonddp._compat import overlapped_optimizer
-from tritonddp.comm.hooks import GradBucket
+from tritonddp.comm.grad_bucket import GradBucket
 from tritonddp.logging_data import Logger
 from tritonddp.reducer import Reducer
 
@@ -34,10 +34,10 @@ class TakesHooks(nn.Module):
 
         Args:
             state: handed to each call.
-            hook: ``hook(state, bucket)``. ``bucket``, a :class:`~tritonddp.comm.hooks.GradBucket`,
-                has the methods of ``torch.distributed.GradBucket``. Its gradients are not divided
-                by the number of ranks: that is up to the hook. It returns a
-                ``torch.futures.Future`` of one tensor like ``bucket.buffer()``.
+            hook: ``hook(state, bucket)``. ``bucket`` has the methods of
+                ``torch.distributed.GradBucket`` (see :mod:`tritonddp.comm.grad_bucket`). Its
+                gradients are not divided by the number of ranks: that is up to the hook. It returns
+                a ``torch.futures.Future`` of one tensor like ``bucket.buffer()``.
 
         Raises:
             RuntimeError: a hook is registered already, or a backward is under way; and in

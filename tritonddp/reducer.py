@@ -46,7 +46,8 @@ from tritonddp.ballot import (
     left_out_hash,
 )
 from tritonddp.bucket import Bucket, GradientError
-from tritonddp.comm.hooks import GradBucket, Hook, HookError, HookReduction
+from tritonddp.comm.grad_bucket import GradBucket
+from tritonddp.comm.hooks import Hook, HookError, HookReduction
 from tritonddp.comm.optimizers import SteppingReduction, take_over
 from tritonddp.comm.reduction import AllReduce, Reduction, Work
 from tritonddp.counters import Counters

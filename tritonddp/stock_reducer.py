@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from tritonddp.comm.hooks import GradBucket, sum_of, zeros_like
+from tritonddp.comm.grad_bucket import GradBucket, sum_of, zeros_like
 from tritonddp.logging_data import Logger
 
 if TYPE_CHECKING:

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
-from torch.nn import Parameter
 
-from tritonddp._compat import backend_name, future_types, hooks_of_one_collective
+from tritonddp._compat import (
+    backend_name,
+    collectives_issued,
+    future_types,
+    hooks_of_one_collective,
+)
 from tritonddp.ballot import Ballot
 from tritonddp.bucket import Bucket
+from tritonddp.comm.grad_bucket import GradBucket, bring_home, buffer_of, result_of
 from tritonddp.comm.reduction import AllReduce, Work
 from tritonddp.counters import Counters
 from tritonddp.roll_call import RollCall
@@ -28,69 +32,11 @@ from tritonddp.roll_call import RollCall
 # Holds flags and ballots of every wire dtype exactly.
 _TRAILERS = torch.float32
 
-Hook = Callable[[Any, "GradBucket"], Any]
+Hook = Callable[[Any, GradBucket], Any]
 
 
 class HookError(RuntimeError):
     """A communication hook failed on this rank. All collectives of the backward were made."""
-
-
-class GradBucket:
-    """A bucket as a communication hook sees it: the methods of ``torch.distributed.GradBucket``.
-
-    (That class of torch cannot be made in Python.)
-
-    Args:
-        index: place of the bucket in the launch order.
-        is_last: no bucket follows it in this backward.
-        buffer: its gradients one behind the other, each row-major; 1-D.
-        params: what they belong to.
-    """
-
-    def __init__(
-        self, index: int, is_last: bool, buffer: Tensor, params: Sequence[Parameter]
-    ) -> None:
-        self._index = index
-        self._is_last = is_last
-        self._buffer = buffer
-        self._params = list(params)
-
-    def index(self) -> int:
-        """Place of the bucket in the launch order, the same on every rank."""
-        return self._index
-
-    def is_last(self) -> bool:
-        """Whether it is the last bucket of this backward."""
-        return self._is_last
-
-    def buffer(self) -> Tensor:
-        """All gradients, 1-D, of their dtype unless :meth:`set_buffer` has changed it.
-
-        Complex gradients as real numbers, two for each element.
-        """
-        return self._buffer
-
-    def set_buffer(self, buffer: Tensor) -> None:
-        """Let another tensor of as many elements take the place of the buffer."""
-        self._buffer = buffer
-
-    def gradients(self) -> list[Tensor]:
-        """Views of the buffer, row-major, with the shapes of :meth:`parameters`."""
-        sizes = [param.numel() * (1 + param.is_complex()) for param in self._params]
-        pieces = [
-            self._buffer[end - size : end]
-            for size, end in zip(sizes, accumulate(sizes), strict=True)
-        ]
-        return [
-            torch.view_as_complex(piece.view(*param.shape, 2))
-            if param.is_complex()
-            else piece.view(param.shape)
-            for piece, param in zip(pieces, self._params, strict=True)
-        ]
-
-    def parameters(self) -> list[Parameter]:
-        """The parameters whose gradients the bucket holds, in their order in it."""
-        return list(self._params)
 
 
 class HookReduction(AllReduce):
@@ -196,7 +142,7 @@ class HookReduction(AllReduce):
         if self._held.setdefault(bucket.index, holds) != holds:
             self._held[bucket.index] = holds
             _forget(self._state, bucket.index)
-        call = _Call(bucket, is_broken, self._run, self._wait_for)
+        call = _Call(bucket, is_broken, self._run, self._wait_for, self._issued)
         self._calls.append(call)
         if self._issues_one or backend_name(self._group, bucket.flat.data.device) == "nccl":
             call.begin()
@@ -215,6 +161,9 @@ class HookReduction(AllReduce):
                 f"but got {type(future).__module__}.{type(future).__qualname__}"
             )
         return future
+
+    def _issued(self) -> int:
+        return collectives_issued(self._group)
 
     def _wait_for(self, last: _Call) -> None:
         """Bring this call to its end, and before it all that precede it."""
@@ -292,6 +241,7 @@ class _Call:
         is_broken: its gradients do not count.
         run: calls the hook with a bucket and its buffer.
         wait_for: brings this call to its end after those before it.
+        issued: counts the collectives that this rank has issued.
 
     Attributes:
         trailer: what this rank says in the bucket's trailer. Saved before the hook is called, which
@@ -305,6 +255,7 @@ class _Call:
         is_broken: bool,
         run: Callable[[Bucket, Tensor], Any],
         wait_for: Callable[[_Call], None],
+        issued: Callable[[], int],
     ) -> None:
         self.bucket = bucket
         self.is_broken = is_broken
@@ -312,6 +263,7 @@ class _Call:
         self.error: Exception | None = None
         self._run = run
         self._wait_for = wait_for
+        self._issued = issued
         self._has_begun = False
         self._buffer: Tensor | None = None
         self._future: Any = None
@@ -331,8 +283,16 @@ class _Call:
         if self._has_begun:
             return
         self._has_begun = True
+        issued = self._issued()
+        self._try()
+        if self.error is not None and self._issued() == issued:
+            # The other ranks wait for what it has not sent: take part, if it can do with zeros.
+            self.bucket.flat.payload.zero_()
+            self._try()
+
+    def _try(self) -> None:
         try:
-            self._buffer = _buffer(self.bucket)
+            self._buffer = buffer_of(self.bucket)
             self._future = self._run(self.bucket, self._buffer)
         except Exception as error:
             self._failed(error)
@@ -342,7 +302,7 @@ class _Call:
         self.begin()
         if self._buffer is not None:
             try:
-                _bring_home(_result(self._future.wait(), self._buffer), self._buffer, self.bucket)
+                bring_home(result_of(self._future.wait(), self._buffer), self._buffer, self.bucket)
             except Exception as error:
                 self._failed(error)
             # Whatever still holds the bucket's memory when a backward begins keeps it.
@@ -351,86 +311,13 @@ class _Call:
             self._ended.set_result(None)
 
     def _failed(self, error: Exception) -> None:
-        self.error = error
+        self.error = self.error or error
         self.is_broken = True
         self._buffer = self._future = None
 
 
-def sum_of(bucket: GradBucket, group: dist.ProcessGroup) -> Future:
-    """All-reduce the buffer of ``bucket``; a future of a list that holds it."""
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    assert work is not None
-    return work.get_future()
-
-
-def zeros_like(buckets: Sequence[Bucket]) -> list[GradBucket]:
-    """What a hook would get where all gradients are zero."""
-    last = len(buckets) - 1
-    return [
-        GradBucket(index, index == last, torch.zeros_like(_buffer(bucket)), bucket.params)
-        for index, bucket in enumerate(buckets)
-    ]
-
-
 def _trailer(bucket: Bucket) -> Tensor:
     return bucket.flat.data[bucket.flat.payload.numel() :]
-
-
-def _buffer(bucket: Bucket) -> Tensor:
-    """What the hook gets: the payload itself, or a copy where that has gaps or other strides.
-
-    The payload as a tensor that is no view, and may be resized.
-    """
-    flat = bucket.flat
-    if _is_row_major(bucket):
-        size = flat.payload.shape
-        return torch.empty(0, dtype=flat.data.dtype, device=flat.data.device).set_(
-            flat.data.untyped_storage(), 0, size, (1,)
-        )
-    copy = torch.cat([view.reshape(-1) for view in flat.views])
-    return torch.view_as_real(copy).view(-1) if copy.is_complex() else copy
-
-
-def _is_row_major(bucket: Bucket) -> bool:
-    layout = bucket.flat.layout
-    return sum(layout.numels) == layout.flags_offset and all(
-        view.is_contiguous() for view in bucket.flat.views
-    )
-
-
-def _result(value: Any, buffer: Tensor) -> Tensor:
-    """The tensor in a future's value.
-
-    Raises:
-        TypeError, ValueError: there is none of as many elements as the buffer.
-    """
-    result = value[0] if isinstance(value, list | tuple) and value else value
-    if not isinstance(result, Tensor):
-        raise TypeError(
-            "the future that a communication hook returns should hold a tensor, or a list with "
-            f"one, but holds {type(value).__name__}"
-        )
-    if result.numel() != buffer.numel():
-        raise ValueError(
-            "the future that a communication hook returns should hold a tensor like the bucket's "
-            f"buffer, of {buffer.numel()} elements, but holds one of shape {tuple(result.shape)}"
-        )
-    return result
-
-
-def _bring_home(result: Tensor, buffer: Tensor, bucket: Bucket) -> None:
-    """Write what the hook returned into the payload, unless it is there already."""
-    views = bucket.flat.views
-    with torch.no_grad():
-        if not _is_row_major(bucket):
-            flat = result.reshape(-1).to(buffer.dtype)
-            if views[0].is_complex():
-                flat = torch.view_as_complex(flat.view(-1, 2))
-            pieces = flat.split(list(bucket.flat.layout.numels))
-            for view, piece in zip(views, pieces, strict=True):
-                view.copy_(piece.view(view.shape))
-        elif result.data_ptr() != buffer.data_ptr() or result.dtype is not buffer.dtype:
-            bucket.flat.payload.copy_(result.reshape(-1))
 
 
 def _factor_on(device: torch.device, factor: Tensor) -> Tensor | None:

@@ -1,0 +1,146 @@
+"""A bucket as communication hooks see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn import Parameter
+
+from tritonddp.bucket import Bucket
+
+
+class GradBucket:
+    """A bucket as a communication hook sees it: the methods of ``torch.distributed.GradBucket``.
+
+    (That class of torch cannot be made in Python.)
+
+    Args:
+        index: place of the bucket in the launch order.
+        is_last: no bucket follows it in this backward.
+        buffer: its gradients one behind the other, each row-major; 1-D.
+        params: what they belong to.
+    """
+
+    def __init__(
+        self, index: int, is_last: bool, buffer: Tensor, params: Sequence[Parameter]
+    ) -> None:
+        self._index = index
+        self._is_last = is_last
+        self._buffer = buffer
+        self._params = list(params)
+
+    def index(self) -> int:
+        """Place of the bucket in the launch order, the same on every rank."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether it is the last bucket of this backward."""
+        return self._is_last
+
+    def buffer(self) -> Tensor:
+        """All gradients, 1-D, of their dtype unless :meth:`set_buffer` has changed it.
+
+        Complex gradients as real numbers, two for each element.
+        """
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Let another tensor of as many elements take the place of the buffer."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[Tensor]:
+        """Views of the buffer, row-major, with the shapes of :meth:`parameters`."""
+        sizes = [param.numel() * (1 + param.is_complex()) for param in self._params]
+        pieces = [
+            self._buffer[end - size : end]
+            for size, end in zip(sizes, accumulate(sizes), strict=True)
+        ]
+        return [
+            torch.view_as_complex(piece.view(*param.shape, 2))
+            if param.is_complex()
+            else piece.view(param.shape)
+            for piece, param in zip(pieces, self._params, strict=True)
+        ]
+
+    def parameters(self) -> list[Parameter]:
+        """The parameters whose gradients the bucket holds, in their order in it."""
+        return list(self._params)
+
+
+def buffer_of(bucket: Bucket) -> Tensor:
+    """What the hook gets: the payload itself, or a copy where that has gaps or other strides.
+
+    The payload as a tensor that is no view, and may be resized.
+    """
+    flat = bucket.flat
+    if _is_row_major(bucket):
+        size = flat.payload.shape
+        return torch.empty(0, dtype=flat.data.dtype, device=flat.data.device).set_(
+            flat.data.untyped_storage(), 0, size, (1,)
+        )
+    copy = torch.cat([view.reshape(-1) for view in flat.views])
+    return torch.view_as_real(copy).view(-1) if copy.is_complex() else copy
+
+
+def result_of(value: Any, buffer: Tensor) -> Tensor:
+    """The tensor in a future's value.
+
+    Raises:
+        TypeError, ValueError: there is none of as many elements as the buffer.
+    """
+    result = value[0] if isinstance(value, list | tuple) and value else value
+    if not isinstance(result, Tensor):
+        raise TypeError(
+            "the future that a communication hook returns should hold a tensor, or a list with "
+            f"one, but holds {type(value).__name__}"
+        )
+    if result.numel() != buffer.numel():
+        raise ValueError(
+            "the future that a communication hook returns should hold a tensor like the bucket's "
+            f"buffer, of {buffer.numel()} elements, but holds one of shape {tuple(result.shape)}"
+        )
+    return result
+
+
+def bring_home(result: Tensor, buffer: Tensor, bucket: Bucket) -> None:
+    """Write what the hook returned into the payload, unless it is there already."""
+    views = bucket.flat.views
+    with torch.no_grad():
+        if not _is_row_major(bucket):
+            flat = result.reshape(-1).to(buffer.dtype)
+            if views[0].is_complex():
+                flat = torch.view_as_complex(flat.view(-1, 2))
+            pieces = flat.split(list(bucket.flat.layout.numels))
+            for view, piece in zip(views, pieces, strict=True):
+                view.copy_(piece.view(view.shape))
+        elif result.data_ptr() != buffer.data_ptr() or result.dtype is not buffer.dtype:
+            bucket.flat.payload.copy_(result.reshape(-1))
+
+
+def _is_row_major(bucket: Bucket) -> bool:
+    layout = bucket.flat.layout
+    return sum(layout.numels) == layout.flags_offset and all(
+        view.is_contiguous() for view in bucket.flat.views
+    )
+
+
+def sum_of(bucket: GradBucket, group: dist.ProcessGroup) -> Future:
+    """All-reduce the buffer of ``bucket``; a future of a list that holds it."""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    assert work is not None
+    return work.get_future()
+
+
+def zeros_like(buckets: Sequence[Bucket]) -> list[GradBucket]:
+    """What a hook would get where all gradients are zero."""
+    last = len(buckets) - 1
+    return [
+        GradBucket(index, index == last, torch.zeros_like(buffer_of(bucket)), bucket.params)
+        for index, bucket in enumerate(buckets)
+    ]
