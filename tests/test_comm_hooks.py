@@ -355,6 +355,23 @@ def test_a_hook_that_averages_changes_nothing(views: bool) -> None:
 
 
 @ranks(2)
+def test_what_is_reduced_on_request_does_without_the_hook() -> None:
+    """A hook that keeps errors for each bucket would take other buckets for these."""
+    model, rank = OURS(net(), **FIVE_BUCKETS), dist.get_rank()
+    model.register_comm_hook(None, debugging_hooks.noop_hook)
+    x = torch.full((1, 16), rank + 1.0)
+    model(x).sum().backward()
+    own = [param.grad.clone() for param in model.parameters()]
+    assert any(len({*map(str, each)}) > 1 for each in zip(*gather(own), strict=True))
+    means = [sum(each) / len(each) for each in zip(*gather(own), strict=True)]
+    returned = model.reduce_gradients(own)
+    model.reduce_gradients()
+    for param, mean, other in zip(model.parameters(), means, returned, strict=True):
+        torch.testing.assert_close(param.grad, mean)
+        torch.testing.assert_close(other, mean)
+
+
+@ranks(2)
 def test_what_a_hook_sees() -> None:
     """Gradients row-major whatever their strides, complex ones as numbers and as reals."""
     rank, model = dist.get_rank(), OURS(Branchy(), bucket_cap_mb=1.0)
