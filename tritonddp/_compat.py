@@ -182,6 +182,10 @@ def preserve_version_counters(tensors: Sequence[Tensor]) -> Any:
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
+# There once torch.distributed.rpc has been imported, which stock DDP does.
+_HAS_RPC = hasattr(torch._C, "_distributed_rpc") and hasattr(torch._C, "_distributed_autograd")
+
+
 @functools.cache
 def keep_dynamo_out() -> None:
     """Have torch.compile run this package as it is, and compile only what it calls.
@@ -194,6 +198,21 @@ def keep_dynamo_out() -> None:
     import torch._dynamo.trace_rules
 
     torch._dynamo.trace_rules.add(__name__.partition(".")[0])
+
+
+def in_distributed_autograd() -> bool:
+    """Whether this thread is in a ``torch.distributed.autograd.context()``.
+
+    torch has no public name for it, and what it has raises outside one: so ask first, at 0.1 us,
+    whether this process has begun RPC, without which there are no contexts.
+    """
+    if not _HAS_RPC or not torch._C._distributed_rpc._is_current_rpc_agent_set():
+        return False
+    try:
+        torch._C._distributed_autograd._current_context()
+    except RuntimeError:
+        return False
+    return True
 
 
 def compiled_autograd_runs() -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tritonddp._compat import (
     BufferCommHookLocation,
+    in_distributed_autograd,
     keep_dynamo_out,
     leave_join,
     move_inputs,
@@ -261,6 +262,12 @@ class DistributedDataParallel(StockNames, BeyondStock, TakesHooks, Finalizes, Fo
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """All that is done before the module runs; returns the inputs on its device."""
+        if in_distributed_autograd() and torch.is_grad_enabled():
+            raise RuntimeError(
+                "torch.distributed.autograd keeps gradients in its context, where no backward of "
+                "tritonddp finds them: call .module instead, and average what "
+                "torch.distributed.autograd.get_gradients() returns with reduce_gradients()"
+            )
         if self.require_backward_grad_sync and torch.is_grad_enabled():
             self.logger.sampler.forward_begins()
         self.logger.noting(self.reducer.prepare_for_forward)
