@@ -102,7 +102,7 @@ def _loosened(expected: Expected) -> Expected:
     value = expected.value
     if expected.place[1] != "gradient" or value is None or expected.bound is not None:
         return expected
-    bound = value.double().abs() * 4 * torch.finfo(value.dtype).eps
+    bound = value.abs().double() * 4 * torch.finfo(value.dtype).eps
     return replace(expected, bound=bound)
 
 
@@ -144,7 +144,8 @@ def _difference(seen: Snapshot | None, expected: Expected) -> str:
         return ""
     if expected.bound is None:
         return f"is\n{_shown(tensor)}\nbut should be exactly\n{_shown(value)}\n"
-    distance = (tensor.double() - value.double()).abs()
+    wide = torch.complex128 if value.is_complex() else torch.float64
+    distance = (tensor.to(wide) - value.to(wide)).abs()
     if bool((distance <= expected.bound).all()):  # never of NaN
         return ""
     excess = float((distance / expected.bound).max())

@@ -51,8 +51,12 @@ class _Generator:
         self._is_strict = (
             self._options.find_unused_parameters is False and not self._options.static_graph
         )
+        # Buckets that stay at home do so on all ranks.
+        self._is_alike = bool(self._options.skip_all_reduce_unused_params)
         self._is_static = self._for_stock and bool(self._options.static_graph)
-        self._network = self._draw_network(not self._for_stock and not self._is_strict)
+        self._network = self._draw_network(
+            not (self._for_stock or self._is_strict or self._is_alike)
+        )
         reentrant = self._network.checkpoint == "reentrant"
         # Whether forwards may leave blocks out.
         self._skips = (
@@ -60,7 +64,19 @@ class _Generator:
         )
         self._reentrant = reentrant
         self._autocast = self._chance(0.15)
-        self._scaler = self._chance(0.15)
+        self._is_complex = "complex" in self._network.blocks
+        self._scaler = self._chance(0.15) and not self._is_complex
+        hooks = ["allreduce_hook", "ALLREDUCE", "fp16_compress_hook", "noop_hook"]
+        may_hook = not self._options.skip_all_reduce_unused_params
+        self._communication_hook = self._one_of(hooks) if may_hook and self._chance(0.2) else ""
+        self._delays = not (
+            # Stock neither waits for these gradients nor finds those that zero_grad has dropped.
+            self._for_stock
+            or self._communication_hook
+            or self._options.skip_all_reduce_unused_params
+            or "b0" in self._network.frozen
+            or not self._chance(0.15)
+        )
         self._hooks = self._draw_hooks()
         self._trains = {name: name not in self._network.frozen for name in self._network.names}
         self._kinds = dict(zip(self._network.names, self._network.blocks, strict=True))
@@ -78,6 +94,8 @@ class _Generator:
             self._world_size,
             self._network,
             self._options,
+            self._communication_hook,
+            self._delays,
             self._hooks,
             self._one_of(optimizers),
             self._scaler,
@@ -90,6 +108,8 @@ class _Generator:
 
     def _draw_network(self, may_withhold: bool) -> NetworkSpec:
         kinds = [kind for kind in BLOCKS if kind != "withholding" or may_withhold]
+        if self._chance(0.6):
+            kinds.remove("complex")  # rules out too much else
         blocks = self._random.choices(kinds, k=self._random.randint(2, 4))
         tied = self._chance(0.2)
         if tied:
@@ -117,6 +137,7 @@ class _Generator:
             forward_sync_buffers=self._maybe(0.3, self._chance(0.3)),
             broadcast_buffers=self._maybe(0.08, False),
             init_sync=self._maybe(0.15, False),
+            skip_all_reduce_unused_params=self._maybe(0.08, True),
             process_group="new" if group < 0.1 else None,
             device_mesh=True if group > 0.9 else None,
         )
@@ -144,7 +165,7 @@ class _Generator:
             actions.append(ZeroGrad(True, False))
         elif self._chance(0.8):
             actions.append(ZeroGrad(self._chance(0.7), self._chance(0.5)))
-        if not self._is_static and self._chance(0.35):
+        if self._may_accumulate and self._chance(0.35):
             for _ in range(self._random.randint(1, 2)):
                 actions += self._draw_microbatch(weighted)
             if not self._for_stock and not weighted and self._chance(0.1):
@@ -156,7 +177,7 @@ class _Generator:
             )
         actions += self._draw_reduction(number, weighted)
         if self._chance(0.2):
-            actions.append(Clip(self._one_of(["norm", "value"])))
+            actions.append(Clip("norm" if self._is_complex else self._one_of(["norm", "value"])))
         actions.append(Step())
         if weighted:
             actions.append(ZeroGrad(True, False))
@@ -164,12 +185,18 @@ class _Generator:
             actions.append(Hold(self._one_of(self._network.names)))
         return actions
 
+    @property
+    def _may_accumulate(self) -> bool:
+        return not (self._is_static or (self._for_stock and self._is_alike))
+
     def _draw_change(self, number: int) -> list[Action]:
         """A block is frozen, unfrozen or replaced, or a backward breaks off."""
         tied = self._network.names[:2] if self._network.tied else ()
         hooked = [block for block, _ in self._hooks]
+        if self._delays:
+            hooked.append("b0")
         names = [name for name in self._network.names if name not in tied and name not in hooked]
-        fixed = self._is_static or self._is_strict or self._reentrant
+        fixed = self._is_static or self._is_strict or self._reentrant or self._is_alike
         if fixed or not names or number == 0 or not self._chance(0.3):
             return []
         block = self._one_of(names)
@@ -177,11 +204,11 @@ class _Generator:
             # Stock takes a parameter that is frozen later for one that is not used.
             finds = self._stock_options().find_unused_parameters
             return self._freeze_or_not(block) if finds and block not in self._network.frozen else []
-        match self._random.randrange(3):
+        match self._random.randrange(1 if self._communication_hook else 3):
             case 0:
                 return self._freeze_or_not(block)
             case 1:
-                kind = self._one_of(list(BLOCKS))
+                kind = self._one_of([kind for kind in BLOCKS if kind != "complex"])
                 self._trains[block], self._kinds[block] = True, kind
                 self._adds = True
                 return [Replace(block, kind)]
@@ -204,7 +231,8 @@ class _Generator:
     def _reduction_of_weights(self) -> str:
         """How the backwards of a step are weighted: ``""`` is not at all."""
         post = any(kind == "post-accumulate" for _, kind in self._hooks)
-        if self._for_stock or self._scaler or post or not self._chance(0.3):
+        ruled_out = self._for_stock or self._scaler or post or self._communication_hook
+        if ruled_out or not self._chance(0.3):
             return ""
         return self._one_of(["mean", "sum"])
 
@@ -251,7 +279,7 @@ class _Generator:
         kinds.append("one backward of two")
         if not self._adds:
             kinds += ["two backwards", "two losses"]
-            if not weighted and not self._is_strict:
+            if not (weighted or self._is_strict or self._is_alike or self._communication_hook):
                 kinds.append("on request")
         return self._one_of(kinds)
 
@@ -269,6 +297,8 @@ class _Generator:
     def _draw_paths(self, is_first: bool) -> tuple[tuple[str, ...], ...]:
         # A reentrant checkpoint that is new in a later step comes too late: an error that says so.
         skips = self._skips and not (is_first and self._reentrant)
+        if self._is_alike:
+            return (self._draw_path(skips),) * self._world_size
         return tuple(self._draw_path(skips) for _ in range(self._world_size))
 
     def _draw_path(self, skips: bool) -> tuple[str, ...]:

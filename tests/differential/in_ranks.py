@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as Stock
 
@@ -26,6 +27,15 @@ from tritonddp.kernels import reference
 
 Played = dict[str, Trace]
 OURS, STOCK = "tritonddp", "stock DDP"
+
+COMMUNICATION_HOOKS: dict[str, Callable[[Any], None]] = {
+    "allreduce_hook": lambda net: net.register_comm_hook(None, default_hooks.allreduce_hook),
+    "fp16_compress_hook": lambda net: net.register_comm_hook(
+        None, default_hooks.fp16_compress_hook
+    ),
+    "noop_hook": lambda net: net.register_comm_hook(None, debugging_hooks.noop_hook),
+    "ALLREDUCE": lambda net: net._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
+}
 
 _groups: dict[str, Any] = {}
 
@@ -67,7 +77,10 @@ def _play(
     where = "when it is wrapped"
     try:
         network = build(scenario, dist.get_rank())
-        player = Player(scenario, dist.get_rank(), network, wrap(network, **_arguments(options)))
+        net = wrap(network, **_arguments(options), **_delayed(scenario, network))
+        if scenario.communication_hook:
+            COMMUNICATION_HOOKS[scenario.communication_hook](net)
+        player = Player(scenario, dist.get_rank(), network, net)
         for number, action in enumerate(scenario.actions):
             where = f"in action {number}: {action}"
             player.perform(number)
@@ -75,9 +88,20 @@ def _play(
         message = f"seed {scenario.seed}: {title} raised {type(error).__name__} {where}"
         raise RuntimeError(message) from error
     trace = player.trace
-    del player, network
+    del player, network, net
     gc.collect()  # what is left of one scenario may not help the next one
     return trace
+
+
+def _delayed(scenario: Scenario, network: Network) -> dict[str, Any]:
+    if not scenario.delays:
+        return {}
+    return {
+        "delay_all_reduce_named_params": [
+            (f"heads.0.{name}", param) for name, param in network.heads[0].named_parameters()
+        ],
+        "param_to_hook_all_reduce": next(network.blocks["b0"].parameters()),
+    }
 
 
 def _arguments(options: Options) -> dict[str, Any]:

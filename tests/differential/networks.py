@@ -189,6 +189,19 @@ class Normed(nn.Module):
         return torch.tanh(self.attention(y, y, y, need_weights=False)[0].squeeze(1))
 
 
+class Complex(nn.Module):
+    """Complex parameters, one of them transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64).t() / 4)
+        self.bias = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.to(torch.complex64) @ self.weight + self.bias
+        return torch.tanh(y.real) + torch.tanh(y.imag)
+
+
 class _Withheld(torch.autograd.Function):
     """Has a gradient for its weight for some inputs only."""
 
@@ -228,6 +241,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "buffered": Buffered,
     "functional_call": Stateless,
     "normed": Normed,
+    "complex": Complex,
     "withholding": Withholding,
 }
 

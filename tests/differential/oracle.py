@@ -136,7 +136,14 @@ class Oracle:
             if not any(is_used):
                 continue
             mean, self._bounds[name] = _mean(params, windows)
+            if self._scenario.communication_hook == "fp16_compress_hook":
+                self._bounds[name] = _bound_in_fp16(params)
+            own = self._scenario.communication_hook == "noop_hook"
+            if own:
+                self._bounds[name] = None
             for param in params:
+                if own and param.grad is not None:
+                    continue
                 if param.grad is None:
                     param.grad = torch.empty_strided(
                         param.shape, contract_strides(param), dtype=param.dtype
@@ -144,7 +151,7 @@ class Oracle:
                 else:
                     # Another tensor: those that somebody holds are not reduced again.
                     param.grad = param.grad.detach().clone(memory_format=torch.preserve_format)
-                param.grad.copy_(mean)
+                param.grad.copy_(torch.zeros_like(mean) if own else mean)
         for player, used in zip(self._players, self._used, strict=True):
             used.clear()
             player.net.windows = []
@@ -189,7 +196,7 @@ def _mean(params: Sequence[Tensor], windows: Sequence[Window]) -> tuple[Tensor, 
         if size == 2:
             return grads[0] * 0.5 + grads[1] * 0.5, None
     elif not sum(items):
-        return zero, torch.zeros_like(zero, dtype=torch.float64)
+        return zero, torch.zeros(zero.shape, dtype=torch.float64)
     else:
         shares = [1 / size if windows[0].is_sum else each / sum(items) for each in items]
         terms = [grad * share for grad, share in zip(_wide(grads), shares, strict=True)]
@@ -202,8 +209,17 @@ def _mean(params: Sequence[Tensor], windows: Sequence[Window]) -> tuple[Tensor, 
     return torch.stack(terms).sum(0).to(zero.dtype), bound + torch.finfo(zero.dtype).tiny
 
 
+def _bound_in_fp16(params: Sequence[Tensor]) -> Tensor:
+    """How far off each element of the mean may be where gradients travel in half precision."""
+    info = torch.finfo(torch.float16)
+    terms = [param.grad.abs().double() for param in params if param.grad is not None]
+    return torch.stack(terms).sum(0) / len(params) * _ROUNDINGS * info.eps + info.smallest_normal
+
+
 def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.double() for tensor in tensors]
+    return [
+        tensor.to(torch.complex128 if tensor.is_complex() else torch.float64) for tensor in tensors
+    ]
 
 
 def _window(net: Alone) -> Window:

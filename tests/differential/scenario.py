@@ -28,6 +28,7 @@ class Options:
     forward_sync_buffers: bool | None = None
     broadcast_buffers: bool | None = None
     init_sync: bool | None = None
+    skip_all_reduce_unused_params: bool | None = None
     process_group: str | None = None
     device_mesh: bool | None = None
 
@@ -226,6 +227,9 @@ class Scenario:
         world_size: number of ranks.
         network: what is wrapped.
         options: of the wrapper.
+        communication_hook: a key of :data:`differential.in_ranks.COMMUNICATION_HOOKS`, or ``""``.
+        delays: whether the gradients of the first head are delayed until that of the first
+            parameter of the first block is there.
         hooks: blocks whose first parameter has a user's hook, and which: ``"tensor"`` multiplies
             the gradient by 3, ``"post-accumulate"`` ``.grad`` by 1.5 in place.
         optimizer: ``"SGD"``, ``"SGD with momentum"``, ``"Adam"`` or ``"AdamW without foreach"``.
@@ -240,6 +244,8 @@ class Scenario:
     world_size: int
     network: NetworkSpec
     options: Options
+    communication_hook: str
+    delays: bool
     hooks: tuple[tuple[str, str], ...]
     optimizer: str
     scaler: bool
@@ -256,6 +262,10 @@ class Scenario:
         yield f"seed {self.seed} on {self.world_size} ranks"
         yield f"  network: {self.network}"
         yield f"  options: {self.options}"
+        if self.communication_hook:
+            yield f"  communication hook: {self.communication_hook}"
+        if self.delays:
+            yield "  delayed: heads.0, until the gradient of the first parameter of b0 is there"
         for block, kind in self.hooks:
             yield f"  hook on the first parameter of {block}: {kind}"
         scaler = ", with a gradient scaler" if self.scaler else ""
