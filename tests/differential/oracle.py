@@ -213,7 +213,8 @@ def _bound_in_fp16(params: Sequence[Tensor]) -> Tensor:
     """How far off each element of the mean may be where gradients travel in half precision."""
     info = torch.finfo(torch.float16)
     terms = [param.grad.abs().double() for param in params if param.grad is not None]
-    return torch.stack(terms).sum(0) / len(params) * _ROUNDINGS * info.eps + info.smallest_normal
+    eps = max(info.eps, torch.finfo(params[0].dtype).eps)
+    return torch.stack(terms).sum(0) / len(params) * _ROUNDINGS * eps + info.smallest_normal
 
 
 def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:
