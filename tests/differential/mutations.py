@@ -218,3 +218,24 @@ def lost_gradient_of_a_hook() -> Iterator[None]:
     """Reentrant checkpoints, which the engine does not announce, are not waited for."""
     with patch.object(reducer.Unannounced, "may_come", lambda self, missing: set()):
         yield
+
+
+@mutation
+def ignored_communication_hook() -> Iterator[None]:
+    """Hooks are registered, and never called."""
+    with patch.object(DistributedDataParallel, "register_comm_hook", lambda self, *args: None):
+        yield
+
+
+@mutation
+def complex_gradients_conjugated() -> Iterator[None]:
+    """Complex gradients come back with the other sign of their imaginary parts."""
+
+    def finish(original: Any, self: AllReduce, bucket: Bucket, *args: Any) -> None:
+        original(bucket, *args)
+        for param in bucket.params:
+            if param.is_complex() and param.grad is not None:
+                param.grad.copy_(param.grad.conj().resolve_conj())
+
+    with _around(AllReduce, "finish", finish):
+        yield

@@ -39,6 +39,7 @@ def main() -> int:
     if count is None and arguments.seconds is None:
         count = 1 if arguments.seed is not None else 100
     start, played, found = time.monotonic(), 0, 0
+    told = start
     while count is None or played < count:
         if arguments.seconds is not None and time.monotonic() - start > arguments.seconds:
             break
@@ -51,6 +52,9 @@ def main() -> int:
             found += 1
             print(f"\n{difference}\n", flush=True)
         played += size
+        if time.monotonic() - told > 60:
+            told = time.monotonic()
+            print(f"{played} scenarios, {found} differ, next is seed {seed + played}", flush=True)
         if found and not arguments.keep_going:
             break
     taken = time.monotonic() - start
