@@ -76,8 +76,9 @@ def _differences(scenario: Scenario, played: Sequence[Played]) -> Iterator[str]:
 def _from_oracle(scenario: Scenario, title: str, traces: Sequence[Trace]) -> Iterator[str]:
     """Step by step, each from what the ranks had before it."""
     oracle = Oracle(scenario, [build(scenario, 0) for _ in traces])
-    for number in range(len(scenario.actions)):
-        expected = oracle.perform(number)
+    for number in range(len(scenario.actions) + 1):
+        is_end = number == len(scenario.actions)
+        expected = oracle.finish() if is_end else oracle.perform(number)
         if title == STOCK:
             expected = [[_loosened(each) for each in of_rank] for of_rank in expected]
         seen = [[entry for entry in trace if entry.action == number] for trace in traces]
@@ -90,9 +91,8 @@ def _from_oracle(scenario: Scenario, title: str, traces: Sequence[Trace]) -> Ite
                 found = _difference(entry.seen, each)
                 if found:
                     yield f"{_where(scenario, title, rank, entry)} {found}"
-        for column, wanted in zip(
-            zip(*seen, strict=True), zip(*expected, strict=True), strict=True
-        ):
+        columns = zip(*filter(None, seen), strict=True)
+        for column, wanted in zip(columns, zip(*filter(None, expected), strict=True), strict=True):
             yield from _among_ranks(scenario, title, column, wanted)
         oracle.adopt(seen)
 
@@ -124,8 +124,7 @@ def _among_ranks(
     if len({*contents}) == 1:
         return
     if len({each.value is not None and Snapshot.of(each.value).content for each in wanted}) == 1:
-        rank = next(rank for rank, content in enumerate(contents) if content != contents[0])
-        yield f"{_where(scenario, title, rank, seen[rank])} has other bits than on rank 0"
+        yield f"{_where(scenario, title, 0, seen[0])} has other bits than on another rank"
 
 
 def _difference(seen: Snapshot | None, expected: Expected) -> str:
@@ -170,11 +169,9 @@ def _order(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
 
 def _where(scenario: Scenario, title: str, rank: int, entry: Entry) -> str:
     number = entry.action
+    action = [*scenario.actions, "the end"][number]
     name = f" of {entry.name}" if entry.name else ""
-    return (
-        f"{title}, rank {rank}, after action {number} ({scenario.actions[number]}): "
-        f"{entry.kind}{name}"
-    )
+    return f"{title}, rank {rank}, after action {number} ({action}): {entry.kind}{name}"
 
 
 def _shown(value: Snapshot | Tensor | None) -> str:

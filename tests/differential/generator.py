@@ -77,6 +77,16 @@ class _Generator:
             or "b0" in self._network.frozen
             or not self._chance(0.15)
         )
+        self._joins = not (
+            self._communication_hook
+            or self._delays
+            or self._is_strict
+            # There stock gives what nobody used a gradient of zeros.
+            or (self._for_stock and self._skips)
+            or self._options.static_graph
+            or self._options.skip_all_reduce_unused_params
+            or not self._chance(0.15)
+        )
         self._hooks = self._draw_hooks()
         self._trains = {name: name not in self._network.frozen for name in self._network.names}
         self._kinds = dict(zip(self._network.names, self._network.blocks, strict=True))
@@ -85,8 +95,12 @@ class _Generator:
 
     def scenario(self) -> Scenario:
         actions: list[Action] = []
+        ends = [0]  # of the steps
         for number in range(self._random.randint(2, 4)):
             actions += self._draw_step(number)
+            ends.append(len(actions))
+        counts = [self._one_of(ends) for _ in range(self._world_size)]
+        counts[self._random.randrange(self._world_size)] = ends[-1]
         optimizers = ["SGD", "SGD with momentum", "Adam", "AdamW without foreach"]
         thresholds = self._one_of([1, 20, 200]), self._one_of([1, 50, 1_048_576])
         return Scenario(
@@ -96,6 +110,8 @@ class _Generator:
             self._options,
             self._communication_hook,
             self._delays,
+            tuple(counts) if self._joins else None,
+            self._joins and self._chance(0.3),
             self._hooks,
             self._one_of(optimizers),
             self._scaler,
@@ -171,7 +187,7 @@ class _Generator:
             if not self._for_stock and not weighted and self._chance(0.1):
                 actions.append(ZeroGrad(self._chance(0.5), False))
         # Stock's static graph does not synchronise the first backward after one of these.
-        if not self._is_static and self._chance(0.15):
+        if not self._is_static and not self._joins and self._chance(0.15):
             actions.append(
                 replace(self._draw_forward(9), grad=False, training=self._chance(0.5), local=False)
             )
@@ -196,7 +212,9 @@ class _Generator:
         if self._delays:
             hooked.append("b0")
         names = [name for name in self._network.names if name not in tied and name not in hooked]
-        fixed = self._is_static or self._is_strict or self._reentrant or self._is_alike
+        fixed = (
+            self._is_static or self._joins or self._is_strict or self._reentrant or self._is_alike
+        )
         if fixed or not names or number == 0 or not self._chance(0.3):
             return []
         block = self._one_of(names)
@@ -231,14 +249,16 @@ class _Generator:
     def _reduction_of_weights(self) -> str:
         """How the backwards of a step are weighted: ``""`` is not at all."""
         post = any(kind == "post-accumulate" for _, kind in self._hooks)
-        ruled_out = self._for_stock or self._scaler or post or self._communication_hook
+        ruled_out = (
+            self._for_stock or self._scaler or post or self._communication_hook or self._joins
+        )
         if ruled_out or not self._chance(0.3):
             return ""
         return self._one_of(["mean", "sum"])
 
     def _draw_microbatch(self, weighted: str) -> list[Action]:
         """A forward and a backward that accumulate, at least the backward under ``no_sync``."""
-        local = self._for_stock or self._chance(0.5)
+        local = self._for_stock or self._joins or self._chance(0.5)
         forward = replace(self._draw_forward(8), local=local)
         return [forward, self._backward((8,), self._draw_heads(), weighted, local=True)]
 
@@ -248,7 +268,8 @@ class _Generator:
         if self._chance(0.1) and not self._reentrant and not self._is_static:
             actions[0] = replace(self._draw_forward(0, number), requires_grad=True)
             actions.append(InputGradient(0))
-        if self._chance(0.06) and not self._reentrant and not self._is_static:
+        fixed = self._reentrant or self._is_static or self._joins
+        if self._chance(0.06) and not fixed:
             actions.insert(0, self._draw_forward(7))  # of which nothing becomes
         match self._kind_of_reduction(weighted):
             case "one backward of two":
@@ -271,6 +292,8 @@ class _Generator:
 
     def _kind_of_reduction(self, weighted: str) -> str:
         kinds = ["one backward"] * 4
+        if self._joins:
+            return kinds[0]
         if self._for_stock:
             # Stock takes each parameter for ready once in a backward only if it does not search.
             if not (self._stock_options().find_unused_parameters or self._is_static):
@@ -288,7 +311,8 @@ class _Generator:
         paths = self._draw_paths(is_first=number == 0)
         if self._is_static:
             paths = self._paths = self._paths or paths
-        local = not self._for_stock and number is not None and self._chance(0.1)
+        may_be_local = not (self._for_stock or self._joins) and number is not None
+        local = may_be_local and self._chance(0.1)
         requires_grad = self._reentrant or self._chance(0.5)
         return Forward(
             slot, self._rows(), paths, local, autocast=self._autocast, requires_grad=requires_grad

@@ -81,9 +81,13 @@ def _play(
         if scenario.communication_hook:
             COMMUNICATION_HOOKS[scenario.communication_hook](net)
         player = Player(scenario, dist.get_rank(), network, net)
-        for number, action in enumerate(scenario.actions):
-            where = f"in action {number}: {action}"
-            player.perform(number)
+        counts = scenario.counts or (len(scenario.actions),) * scenario.world_size
+        with _joining(scenario, net):
+            for number in range(counts[player.rank]):
+                where = f"in action {number}: {scenario.actions[number]}"
+                player.perform(number)
+            where = "while it follows the others inside join()"
+        player.finish()
     except Exception as error:
         message = f"seed {scenario.seed}: {title} raised {type(error).__name__} {where}"
         raise RuntimeError(message) from error
@@ -91,6 +95,12 @@ def _play(
     del player, network, net
     gc.collect()  # what is left of one scenario may not help the next one
     return trace
+
+
+def _joining(scenario: Scenario, net: Any) -> contextlib.AbstractContextManager[Any]:
+    if not scenario.counts:
+        return contextlib.nullcontext()
+    return net.join(divide_by_initial_world_size=not scenario.over_present)
 
 
 def _delayed(scenario: Scenario, network: Network) -> dict[str, Any]:

@@ -52,9 +52,12 @@ class Oracle:
 
     def __init__(self, scenario: Scenario, networks: Sequence[Network]) -> None:
         self._scenario = scenario
-        self._players = [
+        self._everyone = [
             Player(scenario, rank, network, Alone(network)) for rank, network in enumerate(networks)
         ]
+        self._counts = scenario.counts or (len(scenario.actions),) * scenario.world_size
+        # Those that have inputs.
+        self._players = list(self._everyone)
         self._syncs_next_forward = scenario.options.syncs_buffers
         # Buffers that forwards broadcast: those of an added block from the next reduction on.
         self._broadcast = self._buffers()
@@ -64,11 +67,13 @@ class Oracle:
         self._bounds: dict[str, Tensor | None] = {}
 
     def perform(self, number: int) -> list[list[Expected]]:
-        """Action ``number``: what each rank must see of it.
+        """Action ``number``: what each rank must see of it, with empty lists for those without it.
 
         Then :meth:`adopt` says what they have seen.
         """
         action = self._scenario.actions[number]
+        if any(self._counts[player.rank] <= number for player in self._players):
+            self._let_go(number)
         if isinstance(action, Forward | BreakOff):
             self._sync_buffers()
         before = [_gradients(player.network) for player in self._players]
@@ -94,11 +99,38 @@ class Oracle:
             for player, used in zip(self._players, self._used, strict=True):
                 used |= {param for param in player.network.parameters() if param.requires_grad}
             self._reduce()
-        return [self._expected(player) for player in self._players]
+        present = {player.rank: player for player in self._players}
+        return [
+            self._expected(present[rank]) if rank in present else []
+            for rank in range(self._scenario.world_size)
+        ]
+
+    def finish(self) -> list[list[Expected]]:
+        """The end, where ``join()`` gives all ranks the model of one that left last."""
+        for player in self._everyone:
+            player.trace = []
+            if self._scenario.counts:
+                last = self._players[-1].network
+                tensors = [*player.network.parameters()]
+                theirs = [*last.parameters()]
+                if self._scenario.options.syncs_buffers:
+                    tensors += player.network.buffers()
+                    theirs += last.buffers()
+                for tensor, value in zip(tensors, theirs, strict=True):
+                    tensor.data.copy_(value.data)
+            player.finish()
+        return [self._expected(player) for player in self._everyone]
+
+    def _let_go(self, number: int) -> None:
+        """Ranks run out of inputs."""
+        stay = [self._counts[player.rank] > number for player in self._players]
+        for name in ("_players", "_used", "_broadcast"):
+            kept = [each for each, stays in zip(getattr(self, name), stay, strict=True) if stays]
+            setattr(self, name, kept)
 
     def adopt(self, entries: Sequence[Sequence[Entry]]) -> None:
         """Go on with what each rank has seen of the last action."""
-        for player, seen in zip(self._players, entries, strict=True):
+        for player, seen in zip(self._everyone, entries, strict=True):
             tensors = {
                 "parameter": dict(player.network.named_parameters()),
                 "buffer": dict(player.network.named_buffers()),
@@ -113,12 +145,13 @@ class Oracle:
                             mine.copy_(value)
 
     def _sync_buffers(self) -> None:
-        """All ranks get those of rank 0, where stock would send them."""
+        """All ranks get those of rank 0, where stock would send them; in ``join()`` of the last."""
         if not self._syncs_next_forward:
             return
-        for first, *others in zip(*self._broadcast, strict=True):
-            for buffer in others:
-                buffer.data.copy_(first)  # as hidden from autograd as a broadcast
+        source = -1 if self._scenario.counts else 0
+        for buffers in zip(*self._broadcast, strict=True):
+            for buffer in buffers:
+                buffer.data.copy_(buffers[source])  # as hidden from autograd as a broadcast
 
     def _buffers(self) -> list[list[Tensor]]:
         return [list(player.network.buffers()) for player in self._players]
@@ -135,7 +168,12 @@ class Oracle:
             ]
             if not any(is_used):
                 continue
-            mean, self._bounds[name] = _mean(params, windows)
+            over = len(params) if self._scenario.over_present else self._scenario.world_size
+            mean, bound = _mean(params, windows, over)
+            # On two ranks it is exact, whoever computes it: halves are, and a sum of two is rounded
+            # once.
+            exact = self._scenario.world_size == 2 and not any(each.sums for each in windows)
+            self._bounds[name] = None if exact else bound
             if self._scenario.communication_hook == "fp16_compress_hook":
                 self._bounds[name] = _bound_in_fp16(params)
             own = self._scenario.communication_hook == "noop_hook"
@@ -182,19 +220,22 @@ def contract_strides(param: Tensor) -> tuple[int, ...]:
     return like if like == param.stride() else torch.empty(param.shape, device="meta").stride()
 
 
-def _mean(params: Sequence[Tensor], windows: Sequence[Window]) -> tuple[Tensor, Tensor | None]:
+def _mean(
+    params: Sequence[Tensor], windows: Sequence[Window], size: int
+) -> tuple[Tensor, Tensor]:
     """The mean of the gradients of one parameter on all ranks, and how far off each element may be.
 
-    On two ranks it is exact, whoever computes it: halves are, and a sum of two is rounded once.
+    Args:
+        params: the parameter on each rank that has inputs.
+        windows: what each has accumulated with weights.
+        size: what the sum is divided by where there are no weights.
     """
-    zero, size = torch.zeros_like(params[0].detach()), len(params)
+    zero = torch.zeros_like(params[0].detach())
     grads = [zero if param.grad is None else param.grad.detach() for param in params]
     sums = [window.sums.get(param, zero) for param, window in zip(params, windows, strict=True)]
     items = [window.items for window in windows]
     if not any(window.sums for window in windows):
         terms, roundings = [grad / size for grad in _wide(grads)], _ROUNDINGS
-        if size == 2:
-            return grads[0] * 0.5 + grads[1] * 0.5, None
     elif not sum(items):
         return zero, torch.zeros(zero.shape, dtype=torch.float64)
     else:

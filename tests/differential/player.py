@@ -70,6 +70,16 @@ class Player:
         )
         self._perform(self.scenario.actions[number])
 
+    def finish(self) -> None:
+        """All is done, and ``join()`` left: see the model once more."""
+        self._number = len(self.scenario.actions)
+        for kind, tensors in (
+            ("parameter", self.network.named_parameters()),
+            ("buffer", self.network.named_buffers()),
+        ):
+            for name, tensor in tensors:
+                self._see(kind, name, tensor)
+
     def _perform(self, action: Action) -> None:
         match action:
             case Forward():

@@ -230,6 +230,9 @@ class Scenario:
         communication_hook: a key of :data:`differential.in_ranks.COMMUNICATION_HOOKS`, or ``""``.
         delays: whether the gradients of the first head are delayed until that of the first
             parameter of the first block is there.
+        counts: how many of the actions each rank has inputs for, inside ``join()``; ``None`` where
+            all have inputs for all, without it.
+        over_present: whether the mean there is over the ranks that still have inputs.
         hooks: blocks whose first parameter has a user's hook, and which: ``"tensor"`` multiplies
             the gradient by 3, ``"post-accumulate"`` ``.grad`` by 1.5 in place.
         optimizer: ``"SGD"``, ``"SGD with momentum"``, ``"Adam"`` or ``"AdamW without foreach"``.
@@ -246,6 +249,8 @@ class Scenario:
     options: Options
     communication_hook: str
     delays: bool
+    counts: tuple[int, ...] | None
+    over_present: bool
     hooks: tuple[tuple[str, str], ...]
     optimizer: str
     scaler: bool
@@ -266,6 +271,10 @@ class Scenario:
             yield f"  communication hook: {self.communication_hook}"
         if self.delays:
             yield "  delayed: heads.0, until the gradient of the first parameter of b0 is there"
+        if self.counts:
+            ends = "/".join(map(str, self.counts))
+            over = "those that are left" if self.over_present else "all ranks"
+            yield f"  inside join(): the ranks do the first {ends} actions, means are over {over}"
         for block, kind in self.hooks:
             yield f"  hook on the first parameter of {block}: {kind}"
         scaler = ", with a gradient scaler" if self.scaler else ""
