@@ -104,6 +104,27 @@ def test_grad_attributes_are_reduced_in_place_and_end_the_window(view: bool) -> 
 
 @VIEW
 @ranks(2)
+def test_what_is_frozen_keeps_its_gradient_but_for_what_was_accumulated_before(view: bool) -> None:
+    ddp, x = wrapped(view)
+    ddp(x).sum().backward()
+    first, last = ddp.module.first.weight, ddp.module.last.weight
+    ddp.zero_grad()
+    with ddp.no_sync():
+        ddp(x).square().sum().backward()
+    accumulated = last.grad.clone()
+    last.requires_grad_(False)
+    first.requires_grad_(False)
+    first.grad = None
+    ddp.reduce_gradients()
+    torch.testing.assert_close(last.grad, mean(accumulated))
+    last.grad = torch.full_like(last, dist.get_rank())  # from now on it is no business of ours
+    ddp.reduce_gradients()
+    assert first.grad is None
+    assert torch.equal(last.grad, torch.full_like(last, dist.get_rank()))
+
+
+@VIEW
+@ranks(2)
 def test_a_gradient_penalty_reduces_as_one_process_would(view: bool) -> None:
     ddp, x = wrapped(view)
     params = [p for name, p in ddp.named_parameters() if "unused" not in name]

@@ -823,9 +823,10 @@ class Reducer(StockReducerNames):
         bucket_class: type[Bucket],
         weight: Weight | None,
         structure: bytes,
+        stale: Collection[Parameter] = (),
     ) -> None:
         placement = self.arrangement.place(named_params, bucket_class)
-        used = [param.grad is not None for param in placement.params]
+        used = [param.grad is not None and param not in stale for param in placement.params]
         reduction = self._reduction.plain
         self._begin_reduction(Source.REQUEST, weight, structure, reduction=reduction)
         with self._naming_disagreements(named_params):
@@ -851,12 +852,22 @@ class Reducer(StockReducerNames):
         if weight is not None:
             self._window.weight = weight
         params = self._all_params()
-        self._window.divide(params, [param.grad is not None for param in params])
+        # Frozen since the last reduction, and no backward has used it before: its place in a bucket
+        # is there still, and its gradient is no business of this reduction.
+        stale = {
+            param
+            for param, used in zip(self.placement.params, self._used_earlier, strict=True)
+            if not used and not param.requires_grad
+        }
+        used = [param.grad is not None and param not in stale for param in params]
+        self._window.divide(params, used)
         # First what is in buckets, which is alike on all ranks: their ballots tell whether what
         # was added since is, too.
         placed = list(zip(self.placement.names, self.placement.params, strict=True))
         for named_params in filter(None, (placed, self._roster.added)):
-            self._reduce_at_once(named_params, Bucket, self._window.weight, self._roster.structure)
+            self._reduce_at_once(
+                named_params, Bucket, self._window.weight, self._roster.structure, stale
+            )
         self._window.clear()
         self._used_earlier = [False] * len(self._used_earlier)
 

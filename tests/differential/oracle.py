@@ -220,9 +220,7 @@ def contract_strides(param: Tensor) -> tuple[int, ...]:
     return like if like == param.stride() else torch.empty(param.shape, device="meta").stride()
 
 
-def _mean(
-    params: Sequence[Tensor], windows: Sequence[Window], size: int
-) -> tuple[Tensor, Tensor]:
+def _mean(params: Sequence[Tensor], windows: Sequence[Window], size: int) -> tuple[Tensor, Tensor]:
     """The mean of the gradients of one parameter on all ranks, and how far off each element may be.
 
     Args:
