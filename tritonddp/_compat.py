@@ -284,6 +284,20 @@ def cast_inputs(
     return _cast_forward_inputs(dtype, *args, **kwargs)
 
 
+def localize_if_sliced(module: torch.nn.Module, mesh: Any) -> bool:
+    """If ``mesh`` is one dimension of a larger one, make DTensors of ``module`` local, as in stock.
+
+    So tensor parallelism in the other dimensions goes with data parallelism in this one. From the
+    first forward on such a module holds DTensors made from its parameters, and no parameters.
+    """
+    if mesh._get_root_mesh() == mesh:
+        return False
+    from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+    _pre_dp_module_transform(module)
+    return True
+
+
 def tree_leaves(tree: Any) -> list[Any]:
     """Leaves of nested containers, including those that libraries register with pytree."""
     return _pytree.tree_leaves(tree)

@@ -18,6 +18,7 @@ from tritonddp._compat import (
     in_distributed_autograd,
     keep_dynamo_out,
     leave_join,
+    localize_if_sliced,
     move_inputs,
     preserve_version_counters,
 )
@@ -85,7 +86,8 @@ class DistributedDataParallel(StockNames, BeyondStock, TakesHooks, Finalizes, Fo
             (``param_dtype`` if it is not given), buffers are cast to ``buffer_dtype`` for good.
             Parameters and ``.grad`` stay in full precision. Gradients that travel in another
             dtype than theirs are copied, also with ``gradient_as_bucket_view``.
-        device_mesh: a one-dimensional device mesh, instead of ``process_group``.
+        device_mesh: a one-dimensional device mesh, instead of ``process_group``. It may be one
+            dimension of a larger mesh, with tensor parallelism in the others.
         skip_all_reduce_unused_params: buckets (but the first) none of whose parameters a backward
             reaches are not sent. They must be the same on all ranks; where they are not, that is
             an error on every rank, after which the process group is of no use.
@@ -145,8 +147,10 @@ class DistributedDataParallel(StockNames, BeyondStock, TakesHooks, Finalizes, Fo
         super().__init__()
         Follower.__init__(self)
         self.process_group = process_group_of(process_group, device_mesh)
+        self._is_sliced = False
         if device_mesh is not None:
             self.device_mesh = device_mesh
+            self._is_sliced = localize_if_sliced(module, device_mesh)
         self.parameters_to_ignore = names_to_ignore(module)
         params = [
             (name, param)
@@ -222,7 +226,9 @@ class DistributedDataParallel(StockNames, BeyondStock, TakesHooks, Finalizes, Fo
         """Make what this rank knows of its process group, and of the module. No collective."""
         self._weight: Weight | None = None
         self._attendance = Attendance(self.process_group, self.device)
-        self._roster = Roster(self, self.parameters_to_ignore, self.process_group)
+        self._roster = Roster(
+            self, self.parameters_to_ignore, self.process_group, is_fixed=self._is_sliced
+        )
 
     def _build_reducer(self) -> None:
         """Make the reducer, from the options. No collective."""

@@ -34,6 +34,7 @@ class Roster:
         wrapper: holds the module as its child ``module``, which may be replaced as well.
         ignored: names of parameters and buffers to leave out, as the module has them.
         process_group: the ranks that hold the same module.
+        is_fixed: parameters are those of the beginning, whatever the module holds later.
 
     Attributes:
         params: all parameters, each once, with the first of its names.
@@ -44,8 +45,13 @@ class Roster:
     """
 
     def __init__(
-        self, wrapper: nn.Module, ignored: Collection[str], process_group: dist.ProcessGroup
+        self,
+        wrapper: nn.Module,
+        ignored: Collection[str],
+        process_group: dist.ProcessGroup,
+        is_fixed: bool = False,
     ) -> None:
+        self._is_fixed = is_fixed
         # Not the wrapper itself: its reducer holds this object, and it the reducer.
         self._children = wrapper._modules
         self._ignored = ignored
@@ -189,6 +195,8 @@ class Roster:
 
     def has_changed(self) -> bool:
         """Whether anything is not as it was at the last :meth:`update`."""
+        if self._is_fixed:
+            return False
         if list(map(_requires_grad, self._looked_at)) != self._required or any(self._empty_tables):
             return True
         held = list(chain.from_iterable(map(dict.values, self._tables)))
