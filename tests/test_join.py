@@ -29,7 +29,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as Stock
-from torch.nn.parallel.distributed import _BufferCommHookLocation
+from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecision
 
 from tritonddp import DistributedDataParallel
 
@@ -294,8 +294,9 @@ def test_what_is_accumulated_when_a_rank_leaves_belongs_to_the_next_reduction() 
         assert_close(param.grad, sum(terms) if terms else None, f"rank {rank}, {name}")
 
 
+@pytest.mark.parametrize("over_present", [False, True], ids=["over_all", "over_present"])
 @ranks(3)
-def test_zero_optimizer_joins_too_and_does_the_same_steps() -> None:
+def test_zero_optimizer_joins_too_and_does_the_same_steps(over_present: bool) -> None:
     """A rank without inputs updates its share of the parameters with what the others reduced."""
     rank, counts = dist.get_rank(), (1, 4, 2)
     adam = {"lr": 0.01, "weight_decay": 0.1}
@@ -303,10 +304,11 @@ def test_zero_optimizer_joins_too_and_does_the_same_steps() -> None:
     for cls, options in [(DistributedDataParallel, {}), (Stock, STOCK)]:
         ddp = cls(net(), bucket_cap_mb=1e-4, **options)
         optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, **adam)
-        train(ddp, counts[rank], Join([ddp, optimizer]), optimizer)
+        join = Join([ddp, optimizer], divide_by_initial_world_size=not over_present)
+        train(ddp, counts[rank], join, optimizer)
         models.append(ddp.module.state_dict())
         assert_same_on_all_ranks(list(models[-1].values()))
-    alone = Alone(counts, False, torch.optim.AdamW, **adam)
+    alone = Alone(counts, over_present, torch.optim.AdamW, **adam)
     assert_close(models[0], alone.final, f"rank {rank}")
     with pytest.raises(AssertionError):
         assert_close(models[1], alone.final, f"stock on rank {rank}")
@@ -743,10 +745,61 @@ def test_optimizers_in_the_backward_step_on_ranks_that_have_left_too() -> None:
     with ddp.join():
         for step in range(counts[rank]):
             loss_of(ddp, rank, step).backward()
-            loss_of(ddp, rank, step)  # no step for a forward without a backward
         before = [param.detach().clone() for param in ddp.parameters()]
+        if rank == 1:  # no step for what is not reduced, nor for a forward without a backward
+            with ddp.no_sync():
+                ddp(draw(rank, 0)[0]).sum().backward()
+            ddp(draw(rank, 0)[0])
     alone = Alone(counts)
     for param, trained in zip(ddp.parameters(), alone.nets[1].parameters(), strict=True):
         assert_close(param.detach(), trained.detach(), f"rank {rank}")
     for param, own in zip(ddp.parameters(), before, strict=True):
         assert rank == 0 or torch.equal(param, own)
+
+
+@VIEW
+@ranks(2)
+def test_buckets_without_memory_and_backwards_finalised_by_hand_join_too(view: bool) -> None:
+    rank, counts = dist.get_rank(), (1, 4)
+    for by_hand in (False, True):
+        ddp = DistributedDataParallel(
+            net(), bucket_cap_mb=1e-4, gradient_as_bucket_view=view, lazy_bucket_allocation=True
+        )
+        ddp.require_manual_backward_finalization = by_hand
+        grads = []
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+        with ddp.join():
+            for step in range(counts[rank]):
+                ddp.zero_grad()
+                loss_of(ddp, rank, step).backward()
+                if by_hand:
+                    ddp.finalize_backward()
+                grads.append([None if p.grad is None else p.grad.clone() for p in ddp.parameters()])
+                optimizer.step()
+        assert all(bucket._flat is None for bucket in ddp.reducer.buckets)
+        alone = Alone(counts)
+        assert_close(grads, alone.means[: counts[rank]], f"rank {rank}, {by_hand=}")
+        assert_close(ddp.module.state_dict(), alone.final, f"rank {rank}, {by_hand=}")
+
+
+@VIEW
+@ranks(2)
+def test_mixed_precision_joins(view: bool) -> None:
+    rank, counts = dist.get_rank(), (1, 4)
+    half = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    models = []
+    for mixed_precision in (half, None):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+        ddp = DistributedDataParallel(
+            module, mixed_precision=mixed_precision, gradient_as_bucket_view=view
+        )
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+        with ddp.join(divide_by_initial_world_size=False):
+            for step in range(counts[rank]):
+                optimizer.zero_grad()
+                ddp(draw(rank, step)[0].float()).float().square().sum().backward()
+                optimizer.step()
+        models.append(module.state_dict())
+        assert_same_on_all_ranks(list(module.state_dict().values()))
+    torch.testing.assert_close(*models, rtol=1e-2, atol=1e-2)

@@ -874,7 +874,12 @@ class Reducer(StockReducerNames):
     # Without a backward
 
     def prepare_to_follow(self) -> None:
-        """No forward follows: see that the last backward came to its end, as if one did."""
+        """No forward follows: see that the last backward came to its end, as if one did.
+
+        Raises:
+            RuntimeError: it waits for ``finalize_backward()``; or see :meth:`prepare_for_forward`.
+        """
+        self._check_finalized()
         self._wait_post_backward()
         self._recover_all()
         self._settle()
@@ -899,6 +904,8 @@ class Reducer(StockReducerNames):
             self._reduction.settle()
             self._roster.agreed()
             self._rearrange(source)
+        for bucket in self.buckets:
+            bucket.release()
 
     # Buckets
 
