@@ -179,7 +179,8 @@ class _Generator:
         weighted = self._reduction_of_weights()
         if weighted:
             actions.append(ZeroGrad(True, False))
-        elif self._chance(0.8):
+        elif self._chance(0.8) or (self._for_stock and self._is_alike):
+            # (Stock divides what lies in a bucket that stays at home, again and again.)
             actions.append(ZeroGrad(self._chance(0.7), self._chance(0.5)))
         if self._may_accumulate and self._chance(0.35):
             for _ in range(self._random.randint(1, 2)):

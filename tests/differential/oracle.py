@@ -253,7 +253,9 @@ def _bound_in_fp16(params: Sequence[Tensor]) -> Tensor:
     info = torch.finfo(torch.float16)
     terms = [param.grad.abs().double() for param in params if param.grad is not None]
     eps = max(info.eps, torch.finfo(params[0].dtype).eps)
-    return torch.stack(terms).sum(0) / len(params) * _ROUNDINGS * eps + info.smallest_normal
+    total = torch.stack(terms).sum(0)
+    bound = total / len(params) * _ROUNDINGS * eps + info.smallest_normal
+    return bound.masked_fill(total > info.max / 2, torch.inf)  # it may overflow
 
 
 def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:
