@@ -142,6 +142,16 @@ def test_copies_on_one_rank_only_do_not_disturb_the_others() -> None:
 
 
 @ranks(2)
+def test_copies_that_ranks_use_in_different_order_are_an_error_on_all() -> None:
+    net = DistributedDataParallel(layers())
+    copies = [copy.deepcopy(net), copy.deepcopy(net)]
+    for each in copies:
+        step(each, 0)
+    with pytest.raises(RuntimeError, match="number 1 in its process group"):
+        step(copies[dist.get_rank()], 1)
+
+
+@ranks(2)
 def test_the_state_of_a_wrapper_of_another_group_is_refused_with_stocks_words() -> None:
     group = dist.new_group([0, 1])
     net = DistributedDataParallel(layers(), process_group=group)
@@ -207,6 +217,7 @@ def test_delayed_parameters_and_joining_belong_to_each_copy(
     with net.join():
         assert_averages(net, 0)
         other = make_copy(net)
+    assert not other._join_config.enable, "its forwards would tell the ranks of another wrapper"
     assert other._delay.until is other.module[0].bias
     for seed in range(1, 4):
         assert_averages(other, seed)
@@ -316,9 +327,10 @@ def test_a_backward_that_broke_off_does_not_follow_a_wrapper_into_another_group(
     step(net, 0)
     with pytest.raises(RuntimeError, match="a peer is gone"):
         net(Breaks.apply(batch(1).requires_grad_())).sum().backward()
-    group = dist.new_group([0, 1])
+    group, former = dist.new_group([0, 1]), net.reducer  # somebody may keep it
     with recorded_collectives() as calls:
         net._update_process_group(group)
         assert not calls, "peers that are gone would be waited for"
     net.zero_grad()
     assert_averages(net, 2)
+    assert former.counters.reductions == 2, "it takes part in nothing any more"
