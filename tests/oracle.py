@@ -79,7 +79,8 @@ class Alone(nn.Module):
             if param.grad is not None:
                 scale = n if reduction == "mean" else 1.0
                 scaled = param.grad * scale if scale else torch.zeros_like(param.grad)
-                window.sums[param] = window.sums.get(param, 0.0) + scaled
+                total = window.sums.get(param)
+                window.sums[param] = scaled if total is None else total + scaled
             param.grad = grad
 
     def reduce_gradients(self, gradients: Any = None, params: Any = None) -> Any:
@@ -127,6 +128,7 @@ def mean_over_ranks(alone: Sequence[nn.Module]) -> list[Tensor | None]:
                 for param, each in zip(params, window, strict=True)
                 if param in each.sums
             ]
+        terms.sort(key=lambda term: term.is_sparse)  # torch adds them in this order only
         means.append(sum(terms, torch.zeros_like(terms[0])) if terms else None)
     return means
 

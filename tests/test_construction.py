@@ -75,10 +75,6 @@ def frozen() -> nn.Module:
     return small().requires_grad_(False)
 
 
-def sparse() -> nn.Module:
-    return nn.Sequential(nn.Embedding(5, 3, sparse=True))
-
-
 def complex_weights() -> nn.Module:
     module = nn.Module()
     module.weight = nn.Parameter(torch.zeros(2, dtype=torch.complex32))
@@ -106,7 +102,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
     "nothing to train": (frozen, {}, RuntimeError, ["requires a gradient", "Sequential"]),
     "no parameters": (nn.ReLU, {}, RuntimeError, ["requires a gradient", "ReLU"]),
     "lazy": (lazy, {}, RuntimeError, ["uninitialized", "1.weight, 1.bias", "dummy forward"]),
-    "sparse": (sparse, {}, NotImplementedError, ["'0'", "sparse=False"]),
     "complex": (complex_weights, {}, NotImplementedError, ["'weight'", "torch.complex32"]),
     "two kinds of devices": (two_kinds_of_devices, {}, ValueError, ["'cpu'", "'meta'"]),
     "device without kernels": (on_meta, {}, RuntimeError, ["'meta'", "'cpu'", "move the module"]),
@@ -182,9 +177,7 @@ def test_refused_with_the_reason_and_nothing_left_half_done(case: str) -> None:
     assert_works()
 
 
-@pytest.mark.parametrize(
-    "case", ["nothing to train", "lazy", "sparse", "complex", "sync batch norm on CPU"]
-)
+@pytest.mark.parametrize("case", ["nothing to train", "lazy", "complex", "sync batch norm on CPU"])
 @ranks(3, timeout=30)
 def test_a_module_that_one_rank_cannot_wrap_is_an_error_on_every_rank(case: str) -> None:
     make, _, _, parts = REFUSED[case]

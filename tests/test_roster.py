@@ -314,7 +314,9 @@ def test_an_added_parameter_that_one_rank_cannot_reduce_is_named_and_the_others_
 ) -> None:
     ddp = DistributedDataParallel(Net(), bucket_cap_mb=1e-4, gradient_as_bucket_view=view)
     check_step(ddp, 0)
-    ddp.module.table = nn.Embedding(3, 4, sparse=dist.get_rank() == 0).double()
+    ddp.module.table = nn.Embedding(3, 4).double()
+    ddp(batch(dist.get_rank(), 1))
+    ddp.module.table.sparse = dist.get_rank() == 0
     loss = ddp(batch(dist.get_rank(), 1)).sum() + ddp.module.table(torch.tensor([1])).sum()
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match=r"rank 0, step 2: .*'table\.weight'.*sparse"):

@@ -443,3 +443,41 @@ def test_the_weight_costs_no_collective() -> None:
             ddp(x, extra=False).sum().backward()
         order = 1 if step == 0 else 0
         assert ddp.reducer.counters.collectives - before == len(ddp.reducer.buckets) + order
+
+
+class SharesMemory(nn.Module):
+    """The gradient of ``shift`` is a view of what goes on to ``mix``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4).double()
+        self.shift = nn.Parameter(torch.randn(2, 2, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor, shifted: bool = True) -> torch.Tensor:
+        y = self.mix(x)
+        return (y + self.shift.view(4) if shifted else y).square().sum()
+
+
+@VIEW
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@ranks(2)
+def test_gradients_are_not_weighted_where_the_backward_still_reads_them(
+    reduction: str, view: bool
+) -> None:
+    """Autograd may hand over memory of which it holds a view."""
+    torch.manual_seed(0)
+    model = SharesMemory()
+    alone = copy.deepcopy(model)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=view, bucket_cap_mb=1e-6)
+    for _ in range(3):
+        for net in (alone, ddp):
+            net.zero_grad()
+        x = torch.randn(4, dtype=torch.float64)
+        with ddp.no_sync(), ddp.weighted(2, reduction):
+            ddp(x, shifted=False).backward()
+        (alone(x, shifted=False) * (2 if reduction == "mean" else 1)).backward()
+        with ddp.weighted(3, reduction):
+            ddp(x).backward()
+        (alone(x) * (3 if reduction == "mean" else 1)).backward()
+        for ours, own in zip(ddp.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, own.grad / 5)

@@ -301,3 +301,12 @@ def localize_if_sliced(module: torch.nn.Module, mesh: Any) -> bool:
 def tree_leaves(tree: Any) -> list[Any]:
     """Leaves of nested containers, including those that libraries register with pytree."""
     return _pytree.tree_leaves(tree)
+
+
+def all_gather_single(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Every rank's ``tensor``, one behind the other, in ``output``.
+
+    ``all_gather_into_tensor`` until torch 2.13, which warns of the old name.
+    """
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, tensor, group=group)

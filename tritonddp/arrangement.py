@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -70,10 +70,21 @@ class Arrangement:
         named_params: Sequence[tuple[str, Parameter]],
         bucket_class: Callable[..., Bucket] = Bucket,
         former: Placement | None = None,
+        sparse: Collection[Tensor] | None = None,
     ) -> Placement:
-        """Buckets of these parameters, beside those in force unless they take their place."""
+        """Buckets of these parameters, beside those in force unless they take their place.
+
+        ``sparse`` are those whose gradients are sparse, by default as the roster says.
+        """
         return Placement(
-            named_params, self._caps, bucket_class, self._group.size(), self._counters, former
+            named_params,
+            self._caps,
+            bucket_class,
+            self._group.rank(),
+            self._group.size(),
+            self._counters,
+            former,
+            self._roster.sparse if sparse is None else sparse,
         )
 
     @property
@@ -135,7 +146,7 @@ class Arrangement:
         }
         kept = [(name, param) for name, param in named if param in held]
         kept += self._roster.added
-        if not kept or self.placement.fits(kept, self._caps):
+        if not kept or self.placement.fits(kept, self._caps, self._roster.sparse):
             return None
         self._flags = [(params, flags.clone()) for params, flags in self.flags()]
         self.has_moved = True

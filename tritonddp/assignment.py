@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
 from numbers import Real
@@ -71,12 +71,16 @@ UNLIMITED = BucketCaps((sys.maxsize,))
 
 
 def assign_buckets(
-    params: Sequence[Tensor], order: Sequence[int], caps: BucketCaps
+    params: Sequence[Tensor],
+    order: Sequence[int],
+    caps: BucketCaps,
+    sparse: Collection[Tensor] = (),
 ) -> list[list[int]]:
     """Cut ``order``, the indices of ``params`` as their gradients become ready, into buckets.
 
-    A bucket holds one (dtype, device). Buckets come in the order in which they get complete, so
-    that launching them in this order never waits for a later gradient than need be.
+    A bucket holds one (dtype, device), or one of the ``sparse`` parameters alone. Buckets come in
+    the order in which they get complete, so that launching them in this order never waits for a
+    later gradient than need be.
     """
     open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
@@ -84,6 +88,9 @@ def assign_buckets(
     buckets: list[list[int]] = []
     for index in order:
         param = params[index]
+        if sparse and param in sparse:
+            buckets.append([index])
+            continue
         key = (param.dtype, param.device)
         if key not in open_buckets:
             open_buckets[key] = []

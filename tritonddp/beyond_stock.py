@@ -18,6 +18,7 @@ from tritonddp.weighting import Weight
 if TYPE_CHECKING:
     from tritonddp.ddp import DistributedDataParallel
     from tritonddp.reducer import Reducer
+    from tritonddp.roster import Roster
 
 
 class BeyondStock:
@@ -29,6 +30,7 @@ class BeyondStock:
         device: torch.device
         reducer: Reducer
         parameters_to_ignore: set[str]
+        _roster: Roster
 
     _weight: Weight | None
 
@@ -151,20 +153,25 @@ class BeyondStock:
             raise ValueError(f"{len(gradients)} gradients came for {len(named)} parameters")
         # For the parameters, whose own .grad is not at issue.
         stand_ins: list[tuple[str, Any]] = []
+        sparse: set[Tensor] = set()
         for (name, param), gradient in zip(named, gradients, strict=True):
+            is_sparse = param in self._roster.sparse
             if gradient is not None:
-                _check_gradient(name, param, gradient)
+                _check_gradient(name, param, gradient, is_sparse)
             stand_in = param.detach().requires_grad_(param.requires_grad)
             stand_in.grad = None if gradient is None else gradient.detach()
             stand_ins.append((name, stand_in))
-        self.reducer.reduce(stand_ins, ViewBucket, self._weight)
+            if is_sparse:
+                sparse.add(stand_in)
+        self.reducer.reduce(stand_ins, ViewBucket, self._weight, sparse)
         return [stand_in.grad for _, stand_in in stand_ins]
 
 
-def _check_gradient(name: str, param: Tensor, gradient: Any) -> None:
+def _check_gradient(name: str, param: Tensor, gradient: Any, may_be_sparse: bool) -> None:
     if not isinstance(gradient, Tensor):
         raise TypeError(f"the gradient of {name!r} should be a tensor, got {gradient!r}")
-    wanted = (tuple(param.shape), param.dtype, param.device, torch.strided)
+    layout = torch.sparse_coo if may_be_sparse and gradient.is_sparse else torch.strided
+    wanted = (tuple(param.shape), param.dtype, param.device, layout)
     found = (tuple(gradient.shape), gradient.dtype, gradient.device, gradient.layout)
     if wanted != found:
         raise ValueError(

@@ -84,15 +84,18 @@ class Bucket:
         self._grads: list[Tensor | None] = [None] * len(params)
         # Gradients that were there when the backward began, and their versions.
         self._before: dict[int, tuple[Tensor, int]] = {}
-        layout = Layout.of(
-            [param.shape for param in params],
-            [gradient_strides(param) for param in params],
-            kernels.alignment,
-            ballots,
-        )
+        layout = self._make_layout(ballots)
         self.cuts = kernels.segments(layout)
         self._cedes = kernels.cedes(layout) and self._wire_dtype in self._dtypes
         self._allocate(layout)
+
+    def _make_layout(self, ballots: int) -> Layout:
+        return Layout.of(
+            [param.shape for param in self.params],
+            [gradient_strides(param) for param in self.params],
+            self._kernels.alignment,
+            ballots,
+        )
 
     def _allocate(self, layout: Layout) -> None:
         params = self.params
@@ -324,8 +327,9 @@ class Bucket:
         if grad.layout is not torch.strided:
             raise GradientError(
                 f"the gradient of {self.names[slot]!r} (bucket {self.index}) is "
-                f"{grad.layout}, which tritonddp cannot reduce: make it dense, for example with "
-                "nn.Embedding(..., sparse=False)"
+                f"{grad.layout}, and was expected to be dense. Sparse gradients are those of "
+                "nn.Embedding and nn.EmbeddingBag that had sparse=True when they were wrapped or "
+                "added: make this one dense, or use such a layer"
             )
         if grad.shape != param.shape or grad.dtype != param.dtype:
             raise GradientError(

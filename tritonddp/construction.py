@@ -110,15 +110,6 @@ def check_module(
                 f"{name or 'the module'!r} is wrapped already: of two wrappers around one module, "
                 "neither can have gradient_as_bucket_view=True, as both would own its gradients"
             )
-        if (
-            isinstance(layer, nn.Embedding | nn.EmbeddingBag)
-            and layer.sparse
-            and layer.weight.requires_grad
-        ):
-            raise NotImplementedError(
-                f"{name or 'the module'!r} makes sparse gradients, which tritonddp does not "
-                "reduce yet: use sparse=False"
-            )
         if isinstance(layer, nn.SyncBatchNorm) and types == {"cpu"}:
             raise ValueError(
                 f"SyncBatchNorm layers only work with GPU modules, and {name or 'the module'!r} "

@@ -208,6 +208,8 @@ class DistributedDataParallel(StockNames, BeyondStock, TakesHooks, Finalizes, Fo
         if init_sync:
             buffers = self._roster.buffers() if init_sync_buffers else []
             options: dict[str, Any] = {"bucket sizes": caps.limits}
+            if sparse := self._roster.names_of_sparse():
+                options["sparse gradients"] = sparse
             if delay is not None:
                 options["delayed"] = sorted(caps.delayed)
             if mixed_precision is not None:

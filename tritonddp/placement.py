@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -13,6 +14,7 @@ from tritonddp.ballot import BYTES
 from tritonddp.bucket import Bucket
 from tritonddp.counters import Counters
 from tritonddp.kernels import select
+from tritonddp.sparse_bucket import SparseBucket
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,11 @@ class Placement:
             shape, a dtype and a device will do.
         caps: bucket sizes.
         bucket_class: how gradients get in and out.
-        world_size: number of ranks, for the ballots of the first bucket.
+        rank, world_size: this rank, and the number of ranks.
         counters: count what the buckets launch.
         former: its buckets are let go before new ones are made, so that both never exist at
             once; gradients that live in them move.
+        sparse: those of the parameters whose gradients are sparse, each in a bucket of its own.
 
     Attributes:
         names, params: by number.
@@ -53,11 +56,13 @@ class Placement:
         named_params: Sequence[tuple[str, Parameter]],
         caps: BucketCaps,
         bucket_class: Callable[..., Bucket],
+        rank: int,
         world_size: int,
         counters: Counters,
         former: Placement | None = None,
+        sparse: Collection[Tensor] = (),
     ) -> None:
-        assignment = _assign(named_params, caps)
+        assignment = _assign(named_params, caps, sparse)
         self.names = [named_params[index][0] for indices in assignment for index in indices]
         self.params = [named_params[index][1] for indices in assignment for index in indices]
         self.buckets: list[Bucket] = []
@@ -67,7 +72,9 @@ class Placement:
         first = 0
         for index, indices in enumerate(assignment):
             last = first + len(indices)
-            bucket = bucket_class(
+            is_sparse = bool(sparse) and self.params[first] in sparse
+            make = partial(SparseBucket, rank, world_size) if is_sparse else bucket_class
+            bucket = make(
                 index,
                 self.params[first:last],
                 self.names[first:last],
@@ -85,9 +92,14 @@ class Placement:
             self.places_of.append(range(before, len(self.places)))
             first = last
 
-    def fits(self, named_params: Sequence[tuple[str, Parameter]], caps: BucketCaps) -> bool:
+    def fits(
+        self,
+        named_params: Sequence[tuple[str, Parameter]],
+        caps: BucketCaps,
+        sparse: Collection[Tensor] = (),
+    ) -> bool:
         """Whether another placement of these parameters would be like this one."""
-        assignment = _assign(named_params, caps)
+        assignment = _assign(named_params, caps, sparse)
         order = [named_params[index][1] for indices in assignment for index in indices]
         return list(map(id, order)) == list(map(id, self.params)) and list(
             map(len, assignment)
@@ -108,9 +120,14 @@ class Placement:
         return placed
 
 
-def _assign(named_params: Sequence[tuple[str, Tensor]], caps: BucketCaps) -> list[list[int]]:
+def _assign(
+    named_params: Sequence[tuple[str, Tensor]], caps: BucketCaps, sparse: Collection[Tensor]
+) -> list[list[int]]:
     params = [param for _, param in named_params]
     is_delayed = [name in caps.delayed for name, _ in named_params]
     first = [index for index, delayed in enumerate(is_delayed) if not delayed]
     last = [index for index, delayed in enumerate(is_delayed) if delayed]
-    return assign_buckets(params, first, caps) + assign_buckets(params, last, UNLIMITED)
+    return [
+        *assign_buckets(params, first, caps, sparse),
+        *assign_buckets(params, last, UNLIMITED, sparse),
+    ]

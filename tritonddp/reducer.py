@@ -789,6 +789,7 @@ class Reducer(StockReducerNames):
         named_params: Sequence[tuple[str, Parameter]],
         bucket_class: type[Bucket],
         weight: Weight | None,
+        sparse: Collection[Tensor] = (),
     ) -> None:
         """Average ``.grad`` of these parameters over the ranks, now.
 
@@ -796,6 +797,7 @@ class Reducer(StockReducerNames):
             named_params: the same on every rank.
             bucket_class: :class:`ViewBucket` replaces gradients, :class:`Bucket` writes to them.
             weight: how much they count; ``None`` where all ranks count alike.
+            sparse: those whose gradients may be sparse.
 
         Raises:
             GradientError: a gradient does not fit its parameter.
@@ -805,7 +807,9 @@ class Reducer(StockReducerNames):
         if weight is not None and weight.is_sum:
             for _, param in named_params:
                 param.grad = None if param.grad is None else param.grad / weight.scale
-        self._reduce_at_once(named_params, bucket_class, weight, structure_of(named_params))
+        names = [f"sparse {name}" for name, param in named_params if param in sparse]
+        structure = structure_of(named_params, *names)
+        self._reduce_at_once(named_params, bucket_class, weight, structure, sparse=sparse)
 
     def _prepare_for_request(self) -> None:
         if self._phase is not Phase.IDLE and self._end_is_queued() is not None:
@@ -824,8 +828,9 @@ class Reducer(StockReducerNames):
         weight: Weight | None,
         structure: bytes,
         stale: Collection[Parameter] = (),
+        sparse: Collection[Tensor] | None = None,
     ) -> None:
-        placement = self.arrangement.place(named_params, bucket_class)
+        placement = self.arrangement.place(named_params, bucket_class, sparse=sparse)
         used = [param.grad is not None and param not in stale for param in placement.params]
         reduction = self._reduction.plain
         self._begin_reduction(Source.REQUEST, weight, structure, reduction=reduction)

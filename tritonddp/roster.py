@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from tritonddp.ballot import structure_hash
 from tritonddp.kernels import GRADIENT_DTYPES, select
+from tritonddp.sparse_bucket import sparse_parameters
 from tritonddp.verify import describe, verify_same
 
 _requires_grad = attrgetter("requires_grad")
@@ -39,6 +40,7 @@ class Roster:
     Attributes:
         params: all parameters, each once, with the first of its names.
         trainable: those of them that required gradients at the last :meth:`update`.
+        sparse: those whose gradients are expected to be sparse.
         added: those that are in no bucket and have required gradients since the last reduction.
         number: of the wrapper among those of its process group; -1 until :meth:`enroll`.
         structure: a hash of the trainable and the added ones, which should be alike on all ranks.
@@ -163,6 +165,9 @@ class Roster:
             for name, param in found
             if param.is_leaf or name in former
         ]
+        announced = sparse_parameters(module)
+        sparse_names = {name for name, param in found if param in announced}
+        self.sparse = {param for name, param in self.params if name in sparse_names}
         self._buffers_since_update = [(name, each._buffers) for name, each in modules]
         # Modules keep their parameters and submodules in such dictionaries. Comparing all that is
         # in them takes 0.06 us each, and no walk.
@@ -190,8 +195,17 @@ class Roster:
             if param in waiting and param not in self._placed
         ]
         self.structure = structure_of(
-            self.trainable, f"wrapper {self.number}", *(f"+{name}" for name, _ in self.added)
+            self.trainable,
+            f"wrapper {self.number}",
+            *(f"+{name}" for name, _ in self.added),
+            *(f"sparse {name}" for name in self.names_of_sparse()),
         )
+
+    def names_of_sparse(self) -> list[str]:
+        """Of the trainable parameters, those whose gradients are expected to be sparse."""
+        if not self.sparse:
+            return []
+        return [name for name, param in self.trainable if param in self.sparse]
 
     def has_changed(self) -> bool:
         """Whether anything is not as it was at the last :meth:`update`."""
@@ -226,6 +240,7 @@ class Roster:
         module = self._children["module"]
         options = {
             "new parameters": [name for name, _ in self.added],
+            "sparse gradients": self.names_of_sparse(),
             "wrapper": f"number {self.number} in its process group, of a {type(module).__name__}",
             "reduction": "of a backward" if requested is None else "on request (reduce_gradients)",
         }

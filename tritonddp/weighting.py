@@ -173,7 +173,10 @@ class Window:
                     param.grad = _mean(self._aside.pop(param), param.grad, self._share)
 
     def divide(self, params: Iterable[Tensor], used: Iterable[bool]) -> None:
-        """The window is reduced: where ``.grad`` is a sum, make it the mean."""
+        """The window is reduced: where ``.grad`` is a sum, make it the mean.
+
+        Not in place: what goes on in the backward may be a view of it.
+        """
         if self.weight is None or not self.weight.is_sum:
             return
         scale = self.weight.scale
@@ -183,9 +186,9 @@ class Window:
                 if is_used and param.grad is not None:
                     base = self._base.get(param)
                     if base is None:
-                        param.grad.div_(scale)
+                        param.grad = param.grad / scale
                     else:
-                        param.grad.sub_(base).div_(scale).add_(base, alpha=share)
+                        param.grad = ((param.grad - base) / scale).add_(base, alpha=share)
 
     def close(self, params: Sequence[Tensor]) -> None:
         """The backward is over, and more will follow before the reduction."""
@@ -230,13 +233,22 @@ def _is_dropped(param: Tensor, left: Tensor, version: int) -> bool:
 
 
 def _mean(mean: Tensor | None, new: Tensor | None, share: float) -> Tensor | None:
-    """Merge a gradient into a mean. What has no share in it is not read: it may be NaN."""
+    """Merge a gradient into a mean. What has no share in it is not read: it may be NaN.
+
+    ``new`` is not written to: what goes on in the backward may be a view of it.
+    """
     if mean is None:
         if new is None or share == 1:
             return new
-        return new.mul_(share) if share else new.zero_()
+        return new * share if share else torch.zeros_like(new)
     if share == 0:
         return mean
+    if new is None:
+        return mean.zero_() if share == 1 else mean.mul_(1 - share)
+    if mean.layout is torch.strided and new.layout is torch.strided:
+        return mean.copy_(new) if share == 1 else mean.lerp_(new, share)
     if share == 1:
-        return mean.zero_() if new is None else mean.copy_(new)
-    return mean.mul_(1 - share) if new is None else mean.lerp_(new, share)
+        return new
+    # Of a sparse and a dense tensor, the sum is the dense one's.
+    first, second = mean.mul_(1 - share), new * share
+    return second.add_(first) if first.is_sparse else first.add_(second)

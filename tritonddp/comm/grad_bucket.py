@@ -13,6 +13,7 @@ from torch.futures import Future
 from torch.nn import Parameter
 
 from tritonddp.bucket import Bucket
+from tritonddp.sparse_bucket import SparseBucket
 
 
 class GradBucket:
@@ -139,8 +140,15 @@ def sum_of(bucket: GradBucket, group: dist.ProcessGroup) -> Future:
 
 def zeros_like(buckets: Sequence[Bucket]) -> list[GradBucket]:
     """What a hook would get where all gradients are zero."""
-    last = len(buckets) - 1
+    hooked = those_of_hooks(buckets)
     return [
-        GradBucket(index, index == last, torch.zeros_like(buffer_of(bucket)), bucket.params)
-        for index, bucket in enumerate(buckets)
+        GradBucket(
+            bucket.index, bucket is hooked[-1], torch.zeros_like(buffer_of(bucket)), bucket.params
+        )
+        for bucket in hooked
     ]
+
+
+def those_of_hooks(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """The buckets that hooks get: not those of sparse gradients."""
+    return [bucket for bucket in buckets if not isinstance(bucket, SparseBucket)]

@@ -24,10 +24,17 @@ from tritonddp._compat import (
 )
 from tritonddp.ballot import Ballot
 from tritonddp.bucket import Bucket
-from tritonddp.comm.grad_bucket import GradBucket, bring_home, buffer_of, result_of
+from tritonddp.comm.grad_bucket import (
+    GradBucket,
+    bring_home,
+    buffer_of,
+    result_of,
+    those_of_hooks,
+)
 from tritonddp.comm.reduction import AllReduce, Work
 from tritonddp.counters import Counters
 from tritonddp.roll_call import RollCall
+from tritonddp.sparse_bucket import SparseBucket
 
 # Holds flags and ballots of every wire dtype exactly.
 _TRAILERS = torch.float32
@@ -47,6 +54,8 @@ class HookReduction(AllReduce):
     the next bucket and with whatever else the backward sends: there only hooks that are known to
     issue no more than one collective are called then. All others are called at the end of the
     backward, each when the one before it is done.
+
+    Sparse gradients do not go through hooks: they are averaged as without one.
 
     An error in a hook is raised when all hooks have been called, so that the ranks stay in step. A
     rank that fails, or whose backward broke off, takes part with zeros, since NaN would stay in the
@@ -150,7 +159,7 @@ class HookReduction(AllReduce):
 
     def _run(self, bucket: Bucket, buffer: Tensor) -> Any:
         """Call the hook."""
-        is_last = bucket.index == len(self._get_buckets()) - 1
+        is_last = bucket.index == those_of_hooks(self._get_buckets())[-1].index
         with torch.no_grad():
             future = self._hook(
                 self._state, GradBucket(bucket.index, is_last, buffer, bucket.params)
@@ -201,11 +210,18 @@ class HookReduction(AllReduce):
         factors = torch.where(broken > 0, torch.nan, factor).to(torch.float64)
         self._factors = {
             call.bucket.index: _factor_on(
-                call.bucket.flat.data.device, factors[number : number + 1]
+                call.bucket.flat.data.device,
+                factors[number : number + 1] * self._scale_of(call.bucket),
             )
             for number, call in enumerate(self._calls)
         }
+        for call in self._calls:  # before a failure is raised on this rank
+            self._exchange(call.bucket)
         self._calls = []  # or they would keep buckets whose time is over
+
+    def _scale_of(self, bucket: Bucket) -> float:
+        """By which the sum is to be multiplied. Hooks divide what they get."""
+        return 1.0 / self._group.size() if isinstance(bucket, SparseBucket) else 1.0
 
     def _send(self, message: Tensor) -> Work:
         self._counters.collectives += 1
@@ -283,6 +299,8 @@ class _Call:
         if self._has_begun:
             return
         self._has_begun = True
+        if isinstance(self.bucket, SparseBucket):
+            return
         issued = self._issued()
         self._try()
         if self.error is not None and self._issued() == issued:

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from tritonddp.ballot import BYTES, Ballot, check, ranks_with_inputs, read, total_weight
 from tritonddp.bucket import Bucket, Segment
+from tritonddp.comm.sparse import exchange
 from tritonddp.counters import Counters
 from tritonddp.roll_call import RollCall
+from tritonddp.sparse_bucket import SparseBucket
 
 # Unit of weights in the first weighted reduction, before any is known to all ranks: some samples or
 # some thousands of tokens are both within a hundredfold of it, for which fp16 has room.
@@ -168,11 +170,24 @@ class AllReduce:
             raise self._explained(bucket, error) from error
         if bucket.index == 0:
             self._look_at(bucket.flat.ballots)
+        self._exchange(bucket)
 
-    def _explained(self, bucket: Bucket, error: RuntimeError) -> RuntimeError:
+    def _exchange(self, bucket: Bucket) -> None:
+        """The second step of sparse gradients."""
+        if not isinstance(bucket, SparseBucket):
+            return
+        self.settle()  # ranks that do not reduce the same have announced nothing of use
+        try:
+            exchange(bucket, self._group, self._counters)
+        except RuntimeError as error:
+            raise self._explained(bucket, error, "exchange of sparse gradients") from error
+
+    def _explained(
+        self, bucket: Bucket, error: RuntimeError, what: str | None = None
+    ) -> RuntimeError:
         return self._roll_call.explain(
             f"rank {self._group.rank()}, step {self._counters.reductions}, {bucket.title}",
-            f"all-reduce of {bucket.nbytes} bytes",
+            what or f"all-reduce of {bucket.nbytes} bytes",
             error,
         )
 

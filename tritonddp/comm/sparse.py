@@ -1,0 +1,84 @@
+"""The second step of a sparse gradient: every rank sends its rows to all, and all sum them alike.
+
+By an all-gather, padded to the most that a rank has, which every backend offers: NCCL has no
+collective for sparse tensors, and gloo's pads and gathers in the same way.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tritonddp._compat import all_gather_single
+from tritonddp.counters import Counters
+from tritonddp.sparse_bucket import Kind, SparseBucket
+
+# Bytes to which the parts of a message are aligned: at least the largest element.
+_ALIGNMENT = 16
+
+
+@torch.no_grad()
+def exchange(bucket: SparseBucket, group: dist.ProcessGroup, counters: Counters) -> None:
+    """Hand ``bucket``, whose buffer is reduced, the sum of the gradients of all ranks.
+
+    One collective, or none where no rank has rows. The host waits for what the ranks announced.
+    """
+    if not bucket.is_used:
+        return
+    announced = bucket.announced()
+    kinds = {each.kind for each in announced}
+    if Kind.DENSE in kinds:
+        total = bucket.take_dense()
+        counters.collectives += 1
+        counters.wire_bytes += total.nbytes
+        dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total, group=group)
+        receive = partial(bucket.receive_dense, total)
+        numbers = total
+    else:
+        indices, numbers = _gather(bucket, [each.rows for each in announced], group, counters)
+        receive = partial(bucket.receive_rows, indices, numbers)
+    if Kind.BROKEN in kinds:  # what lacks a rank shall not pass for a mean
+        numbers.fill_(torch.nan)
+    receive()
+
+
+def _gather(
+    bucket: SparseBucket, counts: list[int], group: dist.ProcessGroup, counters: Counters
+) -> tuple[Tensor, Tensor]:
+    """Indices and values of all ranks, in rank order."""
+    indices, values = bucket.take_rows()
+    if not any(counts):
+        return indices, values
+    width = values[0:0].new_empty((1, *values.shape[1:])).nbytes  # bytes of a row
+    size = _values_at(max(counts)) + _round_up(max(counts) * width)
+    message = indices.new_zeros(size, dtype=torch.uint8)
+    _write(message, 0, indices)
+    _write(message, _values_at(len(indices)), values)
+    gathered = message.new_empty(size * len(counts))
+    counters.collectives += 1
+    counters.wire_bytes += gathered.nbytes
+    all_gather_single(gathered, message, group)
+    all_indices, all_values = [], []
+    for rank, count in enumerate(counts):
+        theirs = gathered[rank * size :][:size]
+        all_indices.append(theirs[: 8 * count].view(torch.int64))
+        rows = theirs[_values_at(count) :][: count * width].view(values.dtype)
+        all_values.append(rows.view(count, *values.shape[1:]))
+    return torch.cat(all_indices), torch.cat(all_values)
+
+
+def _write(message: Tensor, place: int, content: Tensor) -> None:
+    content = content.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    message[place:][: content.numel()].copy_(content)
+
+
+def _values_at(count: int) -> int:
+    """Where the values begin behind ``count`` indices."""
+    return _round_up(8 * count)
+
+
+def _round_up(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
