@@ -22,7 +22,7 @@ from tritonddp import DistributedDataParallel
 def train(cls: Any, mesh: Any) -> list[Tensor]:
     """More steps than it takes until what the module does not hold leaves its bucket."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.Linear(4, 4))
     plan: Any = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     parallelize_module(model, mesh["tp"], plan)
     ddp = cls(model, device_mesh=mesh["dp"])
