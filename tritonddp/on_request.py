@@ -1,55 +1,113 @@
-"""Reducing gradients now, outside a backward: in buckets made for the occasion."""
+"""Reducing gradients that the user has put into ``.grad``, when asked to."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-import torch
+from torch import Tensor
+from torch.nn import Parameter
 
+from tritonddp.at_once import reduce_at_once
+from tritonddp.ballot import (
+    Source,
+)
+from tritonddp.between import BetweenBackwards, Phase
 from tritonddp.bucket import Bucket
-from tritonddp.comm.reduction import Reduction, Work
-from tritonddp.placement import Placement
+from tritonddp.roster import structure_of
+from tritonddp.weighting import Weight
 
 
-@torch.no_grad()
-def reduce_at_once(placement: Placement, reduction: Reduction, used: Sequence[bool]) -> None:
-    """Replace ``.grad`` of all parameters of ``placement`` by their mean over the ranks.
+class OnRequest(BetweenBackwards):
+    """What ``reduce_gradients()`` asks of a :class:`~tritonddp.reducer.Reducer`."""
 
-    The reduction has begun, with the ballot of this rank. Where a gradient cannot be reduced, all
-    collectives are made before the error is raised, so that the other ranks are not left waiting.
+    def reduce(
+        self,
+        named_params: Sequence[tuple[str, Parameter]],
+        bucket_class: type[Bucket],
+        weight: Weight | None,
+        sparse: Collection[Tensor] = (),
+    ) -> None:
+        """Average ``.grad`` of these parameters over the ranks, now.
 
-    Args:
-        placement: fresh: no backward has touched its buckets.
-        reduction: how to reduce.
-        used: for each parameter, whether its gradient counts as one of this rank.
+        Args:
+            named_params: the same on every rank.
+            bucket_class: :class:`ViewBucket` replaces gradients, :class:`Bucket` writes to them.
+            weight: how much they count; ``None`` where all ranks count alike.
+            sparse: those whose gradients may be sparse.
 
-    Raises:
-        GradientError: a gradient does not fit its parameter.
-    """
-    in_flight: list[tuple[Bucket, Work]] = []
-    try:
-        for bucket in placement.buckets:
-            bucket.begin()
-            bucket.conform()
-            for number in placement.places_of[bucket.index]:
-                place = placement.places[number]
-                segment = bucket.segments[place.number]
-                reduction.fill(bucket, segment, used[place.first : place.last])
-            in_flight.append((bucket, reduction.start(bucket)))
-    except BaseException:
-        for bucket in placement.buckets[len(in_flight) :]:
-            in_flight.append((bucket, reduction.start_poisoned(bucket)))
-        for bucket, work in in_flight:
-            reduction.discard(bucket, work)
-        raise
-    while in_flight:
-        reduction.finish(*in_flight[0])
-        del in_flight[0]
+        Raises:
+            GradientError: a gradient does not fit its parameter.
+            RuntimeError: the ranks do not reduce the same, or a backward is under way.
+        """
+        self._prepare_for_request()
+        if weight is not None and weight.is_sum:
+            for _, param in named_params:
+                param.grad = None if param.grad is None else param.grad / weight.scale
+        names = [f"sparse {name}" for name, param in named_params if param in sparse]
+        structure = structure_of(named_params, *names)
+        self._reduce_at_once(named_params, bucket_class, weight, structure, sparse=sparse)
 
+    def reduce_window(self, weight: Weight | None) -> None:
+        """Average ``.grad`` of all trainable parameters, and so end what was accumulated.
 
-@torch.no_grad()
-def take_part(placement: Placement, reduction: Reduction) -> None:
-    """Make the collectives of :func:`reduce_at_once` on a rank that has nothing to offer."""
-    in_flight = [(bucket, reduction.start_poisoned(bucket)) for bucket in placement.buckets]
-    for bucket, work in in_flight:
-        reduction.discard(bucket, work)
+        Raises:
+            RuntimeError: see :meth:`reduce`; or the accumulated backwards have a weight of their
+                own beside ``weight``.
+        """
+        self._prepare_for_request()
+        self._roster.enroll()
+        self._look()
+        self._window.clear_if_dropped()
+        if weight is not None and self._window.weight is not None:
+            raise RuntimeError(
+                f"{self._where()}: the accumulated gradients have the weights of their backwards "
+                "already: call reduce_gradients() outside weighted(n)"
+            )
+        if weight is not None:
+            self._window.weight = weight
+        params = self._all_params()
+        # Frozen since the last reduction, and no backward has used it before: its place in a bucket
+        # is there still, and its gradient is no business of this reduction.
+        stale = {
+            param
+            for param, used in zip(self.placement.params, self._used_earlier, strict=True)
+            if not used and not param.requires_grad
+        }
+        used = [param.grad is not None and param not in stale for param in params]
+        self._window.divide(params, used)
+        # First what is in buckets, which is alike on all ranks: their ballots tell whether what
+        # was added since is, too.
+        placed = list(zip(self.placement.names, self.placement.params, strict=True))
+        for named_params in filter(None, (placed, self._roster.added)):
+            self._reduce_at_once(
+                named_params, Bucket, self._window.weight, self._roster.structure, stale
+            )
+        self._window.clear()
+        self._used_earlier = [False] * len(self._used_earlier)
+
+    def _prepare_for_request(self) -> None:
+        if self._phase is not Phase.IDLE and self._end_is_queued() is not None:
+            raise RuntimeError(
+                f"{self._where()}: gradients cannot be reduced on request while a backward runs: "
+                "wait for its end"
+            )
+        self._check_finalized()
+        self._recover_all()
+        self._settle()
+
+    def _reduce_at_once(
+        self,
+        named_params: Sequence[tuple[str, Parameter]],
+        bucket_class: type[Bucket],
+        weight: Weight | None,
+        structure: bytes,
+        stale: Collection[Parameter] = (),
+        sparse: Collection[Tensor] | None = None,
+    ) -> None:
+        placement = self.arrangement.place(named_params, bucket_class, sparse=sparse)
+        used = [param.grad is not None and param not in stale for param in placement.params]
+        reduction = self._reduction.plain
+        self._begin_reduction(Source.REQUEST, weight, structure, reduction=reduction)
+        with self._naming_disagreements(named_params):
+            reduce_at_once(placement, reduction, used)
+            reduction.settle()
