@@ -414,3 +414,35 @@ def test_sparse_gradients_are_averaged_beside_a_communication_hook(model: Any, v
         dense = [b.index for b in ddp.reducer.buckets if not isinstance(b, SparseBucket)]
         if step:
             assert calls == [(index, index == dense[-1]) for index in dense]
+
+
+@pytest.mark.parametrize("over_present", [False, True])
+@ranks(3)
+def test_ranks_that_have_left_take_part(over_present: bool) -> None:
+    """Over all ranks or over those that have inputs: the last one has none at all."""
+    torch.manual_seed(0)
+    module = OnlyTables()
+    alone = one_per_rank(module)
+    ddp = DistributedDataParallel(module, bucket_cap_mb=1e-4)
+    batches = (1, 4, 0)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (ddp, *alone)]
+    with ddp.join(divide_by_initial_world_size=not over_present):
+        for step in range(batches[dist.get_rank()]):
+            ddp.zero_grad()
+            seed(dist.get_rank(), step)
+            ddp(3, "sometimes").backward()
+            optimizers[0].step()
+    for step in range(max(batches)):
+        present = [rank for rank, count in enumerate(batches) if step < count]
+        for rank in present:
+            alone[rank].zero_grad()
+            seed(rank, step)
+            alone[rank](3, "sometimes").backward()
+        for params in zip(*(net.parameters() for net in alone), strict=True):
+            total = sum(params[rank].grad.to_dense() for rank in present)
+            for param in params:
+                param.grad = total / (len(present) if over_present else len(batches))
+        for optimizer in optimizers[1:]:
+            optimizer.step()
+    for ours, oracles in zip(ddp.parameters(), alone[0].parameters(), strict=True):
+        torch.testing.assert_close(ours.data, oracles.data, rtol=1e-12, atol=1e-12)
