@@ -312,3 +312,47 @@ def test_a_copy_runs_in_low_precision_too(way: str) -> None:
         grads.append([param.grad for param in each.parameters()])
     for grad, want in zip(*grads, strict=True):
         assert_same_bits(grad, want)
+
+
+class Tied(nn.Module):
+    """A table of which each rank uses some rows, and the dense layer that shares its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 4, sparse=True)
+        self.out = nn.Linear(4, 6, bias=False)
+        self.out.weight = self.table.weight
+
+    def forward(self, indices: Tensor, is_dense: bool) -> Tensor:
+        rows = self.table(indices)
+        return (self.out(rows) if is_dense else rows.square()).sum()
+
+
+@VIEW
+@pytest.mark.parametrize("is_recomputed", [False, True])
+@ranks(2)
+def test_sparse_gradients(is_recomputed: bool, view: bool) -> None:
+    torch.manual_seed(0)
+    module = Tied()
+    ddp = DistributedDataParallel(
+        copy.deepcopy(module), mixed_precision=HALF, gradient_as_bucket_view=view
+    )
+    if is_recomputed:
+        run = ddp.module.forward
+        ddp.module.forward = lambda *args: checkpoint(run, *args, use_reentrant=False)
+    rank = dist.get_rank()
+    for is_dense in (False, True, False):
+        ddp.zero_grad()
+        ddp(torch.tensor([rank, 3, 3 + rank]), is_dense).backward()
+        means = torch.zeros(6, 4)
+        for each in range(2):
+            low = module.table.weight.detach().bfloat16().requires_grad_()
+            functional_call(
+                module, {"table.weight": low}, (torch.tensor([each, 3, 3 + each]), is_dense)
+            ).backward()
+            means += low.grad.to_dense().float() / 2
+        grad = ddp.module.table.weight.grad
+        assert grad.dtype == torch.float32
+        assert grad.is_sparse is not is_dense
+        torch.testing.assert_close(grad.to_dense(), means, rtol=1e-2, atol=1e-2)
+    assert ddp.module.table.weight.dtype == torch.float32

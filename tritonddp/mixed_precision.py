@@ -12,7 +12,7 @@ places: hooks on all modules put casts there for that time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.nn import Parameter
 from tritonddp._compat import MixedPrecision, cast_inputs, current_graph_task_id
 from tritonddp.bucket import Bucket
 from tritonddp.kernels.buffer import DTYPES
+from tritonddp.sparse_bucket import sparse_parameters
 
 
 class LowPrecision:
@@ -71,7 +72,7 @@ class LowPrecision:
             for name, param in (module.named_parameters() if self._ignored else ())
             if name in self._ignored
         }
-        replaced = self._replace(module.modules())
+        replaced = self._replace(module)
         self._is_running = True
         try:
             return module(*args, **kwargs)
@@ -96,8 +97,10 @@ class LowPrecision:
                 param._mp_param = low.expand(param.shape)  # type: ignore[attr-defined]
                 param._fp_param = param.data  # type: ignore[attr-defined]
 
-    def _replace(self, modules: Iterable[nn.Module]) -> list[tuple[Any, str, Any]]:
-        """Put casts in the places of all parameters; returns what was where."""
+    def _replace(self, part: nn.Module) -> list[tuple[Any, str, Any]]:
+        """Put casts in the places of all parameters of ``part``; returns what was where."""
+        modules = list(part.modules())
+        sparse = sparse_parameters(modules)
         replaced: list[tuple[Any, str, Any]] = []
         low: dict[Tensor, Tensor] = {}
         for module in modules:
@@ -105,7 +108,8 @@ class LowPrecision:
                 if param is None or not param.is_floating_point() or param in self._kept:
                     continue
                 if param not in low:
-                    low[param] = param.to(self._dtype)
+                    cast = _cast if param in sparse else Tensor.to
+                    low[param] = cast(param, self._dtype)
                 replaced.append((module._parameters, key, param))
             if isinstance(module, nn.RNNBase):  # has its parameters in another place as well
                 replaced.append((module.__dict__, "_flat_weights", module._flat_weights))
@@ -128,13 +132,31 @@ class LowPrecision:
             self._recomputed.append(module)
         elif not self._is_running and current_graph_task_id() != -1:
             self._recomputed.append(module)
-            self._replaced = self._replace(module.modules())
+            self._replaced = self._replace(module)
 
     def _end_recomputing(self, module: nn.Module, *_: Any) -> None:
         if self._recomputed and self._recomputed[-1] is module:
             self._recomputed.pop()
             if not self._recomputed:
                 self._put_back(self._replaced)
+
+
+class _Cast(torch.autograd.Function):
+    """``Tensor.to``, whose own backward takes no sparse gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = param.dtype
+        return param.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None
+
+
+def _cast(param: Tensor, dtype: torch.dtype | None) -> Tensor:
+    # Of its own dtype it is the parameter itself, as from ``Tensor.to``.
+    return param if param.dtype == dtype else _Cast.apply(param, dtype)
 
 
 def check_mixed_precision(config: Any) -> None:

@@ -165,7 +165,7 @@ class Roster:
             for name, param in found
             if param.is_leaf or name in former
         ]
-        announced = sparse_parameters(module)
+        announced = sparse_parameters(module.modules())
         sparse_names = {name for name, param in found if param in announced}
         self.sparse = {param for name, param in self.params if name in sparse_names}
         self._buffers_since_update = [(name, each._buffers) for name, each in modules]

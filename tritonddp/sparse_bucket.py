@@ -9,7 +9,7 @@ that of all, they send it (``comm/sparse.py``).
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,11 +49,11 @@ class Announcement:
         return cls(Kind(encoded[0]), int.from_bytes(encoded[1:], "little"))
 
 
-def sparse_parameters(module: nn.Module) -> set[Tensor]:
-    """Parameters of ``module`` whose gradients are expected to be sparse."""
+def sparse_parameters(modules: Iterable[nn.Module]) -> set[Tensor]:
+    """Parameters of these layers whose gradients are expected to be sparse."""
     return {
         layer.weight
-        for layer in module.modules()
+        for layer in modules
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
     }
 
