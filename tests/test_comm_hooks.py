@@ -633,9 +633,15 @@ def test_a_hook_and_its_reducer_outlive_no_wrapper_and_no_bucket() -> None:
 
 @contextlib.contextmanager
 def streams_of_the_cpu() -> Iterator[None]:
-    """torch's own hook waits for a stream of an accelerator, which a CPU has not."""
+    """torch's own hook runs on a stream of an accelerator, which a CPU has not.
+
+    (A torch for CUDA cannot even make one without a driver.)
+    """
     stream = SimpleNamespace(wait_stream=lambda other: None)
-    with mock.patch.object(torch.accelerator, "current_stream", return_value=stream):
+    with (
+        mock.patch.object(torch.accelerator, "current_stream", return_value=stream),
+        mock.patch.object(torch, "Stream", contextlib.nullcontext),
+    ):
         yield
 
 
@@ -713,10 +719,10 @@ def test_optimizers_that_hooks_of_torch_step_reach_the_loss_of_ordinary_ones() -
                 torch.optim.SGD, module.parameters(), {"lr": 0.3}, register_hook=False
             )
             model = ddp_class(module, gradient_as_bucket_view=views)
-            if ddp_class is OURS:
-                hook = optimizer_overlap_hooks._apply_optim_in_backward_hook(views)
-                model.register_comm_hook(weakref.ref(model), hook)
             with streams_of_the_cpu():
+                if ddp_class is OURS:
+                    hook = optimizer_overlap_hooks._apply_optim_in_backward_hook(views)
+                    model.register_comm_hook(weakref.ref(model), hook)
                 losses = train(model, 5)
             assert losses == pytest.approx(ordinary)
             assert all(param.grad is None for param in module.parameters())

@@ -44,12 +44,15 @@ def test_signature_is_that_of_torch() -> None:
     theirs = inspect.signature(Stock.__init__).parameters
     ours = inspect.signature(DistributedDataParallel.__init__).parameters
     assert [name for name in ours if name in theirs] == list(theirs), "torch's names and order"
-    # torch 2.15 has this one too, at this place.
-    assert [name for name in ours if name not in theirs] in ([], ["lazy_bucket_allocation"])
+    # torch 2.13 and 2.15 have added these, at the end.
+    added = ["batched_grad_copy", "forward_sync_buffers", "lazy_bucket_allocation"]
+    assert [*theirs, *(name for name in added if name not in theirs)] == list(ours)
     for name, parameter in theirs.items():
         assert ours[name].kind is parameter.kind, name
-        # Automatic detection instead of stock's strict mode: that is the point.
-        default = None if name == "find_unused_parameters" else parameter.default
+        # Automatic detection instead of stock's strict mode: that is the point. And None means
+        # what True meant until torch 2.13.
+        ours_is_none = name in ("find_unused_parameters", "broadcast_buffers")
+        default = None if ours_is_none else parameter.default
         assert ours[name].default == default, name
 
 
