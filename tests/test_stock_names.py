@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from distributed import assert_same_bits, assert_same_on_all_ranks, gather, rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as Stock
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from tritonddp import DistributedDataParallel
 
@@ -214,6 +216,80 @@ def test_the_parts_of_a_forward_may_be_called_one_by_one() -> None:
     assert_same_bits(moved[0], x)
     assert_same_bits(keywords["a"][0], x)
     assert net.train(False) is net
+
+
+class Trains(Two):
+    """With a method of its own for training, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def train_step(self, x: Tensor) -> Tensor:
+        self.began = self.seen.clone()
+        self.seen += x.sum()
+        return super().forward(x).sum()
+
+
+class RunsAnotherMethod(DistributedDataParallel):
+    """As OpenMMLab's wrapper for calls of the module itself."""
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with self._inside_ddp_forward():
+            return self.module.train_step(*inputs, **kwargs)
+
+
+class HasAnotherForward(DistributedDataParallel):
+    """As OpenMMLab's for train_step(), and what others have copied from torch."""
+
+    def train_step(self, x: Tensor) -> Tensor:
+        if not self._lazy_init_ran:
+            self._lazy_init()
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.logger.set_runtime_stats_and_log()
+            self.reducer.prepare_for_forward()
+        if self.reducer._rebuild_buckets():
+            raise AssertionError("buckets are rebuilt elsewhere")
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
+        loss = self.module.train_step(x)
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.require_forward_param_sync = True
+            self.reducer.prepare_for_backward([])
+        else:
+            self.require_forward_param_sync = False
+        return loss
+
+    __call__ = train_step
+
+
+@pytest.mark.parametrize("location", [None, *_BufferCommHookLocation])
+@pytest.mark.parametrize("kind", [RunsAnotherMethod, HasAnotherForward])
+@ranks(2)
+def test_subclasses_may_have_a_forward_of_their_own(kind: Any, location: Any) -> None:
+    torch.manual_seed(0)
+    module = Trains()
+    alone = copy.deepcopy(module)
+    net = kind(module)
+    if location is not None:
+        net._register_buffer_comm_hook(
+            None, lambda state, buffers: net._default_broadcast_coalesced(), location
+        )
+    for _ in range(3):
+        x = batch()
+        net.zero_grad()
+        alone.zero_grad()
+        net(x).backward()
+        alone.train_step(x).backward()
+        for ours, own in zip(net.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, torch.stack(gather(own.grad)).mean(0))
+        assert_same_on_all_ranks([module.began])
+    is_last = location is _BufferCommHookLocation.POST_FORWARD
+    assert net._check_sync_bufs_post_fwd() is is_last
+    assert net._check_sync_bufs_pre_fwd() is not is_last
+    assert (module.seen == gather(module.seen)[0]).item() is (is_last or dist.get_rank() == 0)
 
 
 # Unused parameters

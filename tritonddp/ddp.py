@@ -261,12 +261,14 @@ class DistributedDataParallel(StockNames, BeyondStock, TakesHooks, Finalizes, Fo
         """Run the module, with inputs moved to its device if ``device_ids`` was given."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-            with self._inside_ddp_forward():
-                if self._low is None:
-                    output = self.module(*inputs, **kwargs)
-                else:
-                    output = self._low.run(self.module, inputs, kwargs)
-            return self._post_forward(output)
+            return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module alone. Subclasses call another method of it here."""
+        with self._inside_ddp_forward():
+            if self._low is None:
+                return self.module(*inputs, **kwargs)
+            return self._low.run(self.module, inputs, kwargs)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """All that is done before the module runs; returns the inputs on its device."""
@@ -277,11 +279,12 @@ class DistributedDataParallel(StockNames, BeyondStock, TakesHooks, Finalizes, Fo
                 "torch.distributed.autograd.get_gradients() returns with reduce_gradients()"
             )
         if self.require_backward_grad_sync and torch.is_grad_enabled():
-            self.logger.sampler.forward_begins()
+            self.logger.set_runtime_stats_and_log()
         self.logger.noting(self.reducer.prepare_for_forward)
         if is_joining(self):
             announce_forward(self)
-        self._sync_buffers_if_due(after_forward=False)
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
         if self.device_ids:
             inputs, kwargs = move_inputs(
                 inputs,
@@ -294,7 +297,8 @@ class DistributedDataParallel(StockNames, BeyondStock, TakesHooks, Finalizes, Fo
     def _post_forward(self, output: Any) -> Any:
         """All that is done with what the module has returned; returns it."""
         self.logger.sampler.forward_ended()
-        self._sync_buffers_if_due(after_forward=True)
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
         if torch.is_grad_enabled():
             self.reducer.watch(tensors_in(output))
         # As in stock: after a forward that will not be synchronised, the next one need not
@@ -404,14 +408,21 @@ class DistributedDataParallel(StockNames, BeyondStock, TakesHooks, Finalizes, Fo
         self._enter_group()
         self._build_reducer()
 
-    def _sync_buffers_if_due(self, after_forward: bool) -> None:
+    def _check_sync_bufs_pre_fwd(self) -> bool:
+        """Whether a forward begins with :meth:`_sync_buffers` now, if there are any."""
+        return self._syncs_buffers(after_forward=False)
+
+    def _check_sync_bufs_post_fwd(self) -> bool:
+        """Whether a forward ends with it, as a hook wants it."""
+        return self._syncs_buffers(after_forward=True)
+
+    def _syncs_buffers(self, after_forward: bool) -> bool:
         hook_is_last = self._buffer_hook is not None and self._buffer_hook.is_after_forward
-        if (
+        return (
             hook_is_last is after_forward
             and self.forward_sync_buffers
             and self.require_forward_param_sync
-        ):
-            self._sync_buffers()
+        )
 
     def _sync_buffers(self) -> None:
         named_buffers = dict(self._roster.buffers())

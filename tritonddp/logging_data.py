@@ -75,6 +75,10 @@ class Logger:
         self._noted["error"] = message
         self.sampler.measured = self.sampler.iteration
 
+    def set_runtime_stats_and_log(self) -> None:
+        """A forward begins whose backward is to be reduced."""
+        self.sampler.forward_begins()
+
     def noting(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call ``function``, and note with what error it fails."""
         try:

@@ -179,6 +179,9 @@ class StockNames:
         """What stock puts off until the first forward is done when that has begun."""
         return self.reducer.forwards > 0
 
+    def _lazy_init(self) -> None:
+        """Nothing is put off."""
+
     @property
     def _distributed_rank(self) -> int:
         return self.process_group.rank()
