@@ -135,3 +135,41 @@ def test_a_copy_is_finalised_by_hand_too() -> None:
     assert twin.require_manual_backward_finalization
     twin(batch()).sum().backward()
     twin.finalize_backward()
+
+
+@ranks(2)
+def test_after_a_hook_that_failed_the_ranks_are_in_step() -> None:
+    """Also where it failed in the first backward, which all ranks end by one more collective."""
+    net = wrapped()
+    net.require_manual_backward_finalization = True
+    failing = [dist.get_rank() == 0]
+
+    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        work = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
+        if failing[0]:
+            raise ValueError("a mistake")
+        return work.get_future().then(lambda future: future.value()[0])
+
+    net.register_comm_hook(None, hook)
+    for is_failing in True, False, True, False:
+        net.zero_grad()
+        failing[0] = is_failing and dist.get_rank() == 0
+        net(batch()).sum().backward()
+        if failing[0]:
+            with pytest.raises(RuntimeError, match="a mistake"):
+                net.finalize_backward()
+            continue
+        net.finalize_backward()
+        whole = torch.full((4,), torch.nan if is_failing else 4 / 2)
+        assert_same_bits(net.module[2].bias.grad, whole)
+
+
+@ranks(2)
+def test_no_hook_is_registered_for_buckets_that_are_under_way() -> None:
+    net = wrapped()
+    net.require_manual_backward_finalization = True
+    net(batch()).sum().backward()
+    with pytest.raises(RuntimeError, match="Expected to have finalized the prior backward"):
+        net.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+    net.finalize_backward()
+    assert_same_bits(net.module[2].bias.grad, torch.full((4,), 2.0))

@@ -310,7 +310,8 @@ class BetweenBackwards(ABC, StockReducerNames):
             hook: see :class:`~tritonddp.comm.hooks.HookReduction`.
 
         Raises:
-            RuntimeError: there is one already, or a backward or a trace is under way.
+            RuntimeError: there is one already, a backward or a trace is under way, or a backward
+                waits for ``finalize_backward()``.
         """
         if self._run_hook is not None:
             raise RuntimeError(
@@ -321,6 +322,7 @@ class BetweenBackwards(ABC, StockReducerNames):
                 f"{self._where()}: a communication hook cannot be registered during a backward, "
                 "or inside trace()"
             )
+        self._check_finalized()
         self._recover_all()
         self._settle()
         arrangement = self.arrangement

@@ -359,6 +359,7 @@ class Reducer(OnRequest):
                 "require_manual_backward_finalization to true first."
             )
         if self._phase is Phase.UNFINISHED:
+            self._phase = Phase.REDUCING  # if it fails, the next forward makes up for it
             self._bring_home()
             return
         is_running = self._end_is_queued() is not None
