@@ -303,11 +303,13 @@ class Backwards(Two):
         self.first = self._modules.pop("first")
 
 
+@pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("kind", [Two, Backwards])
 @ranks(2, 3)
-def test_the_map_of_used_parameters_counts_ranks(kind: type[Two]) -> None:
+def test_the_map_of_used_parameters_counts_ranks(kind: type[Two], lazy: bool) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    net = DistributedDataParallel(kind())
+    net = DistributedDataParallel(kind(), lazy_bucket_allocation=lazy)
+    assert net.reducer._get_local_used_map().tolist() == [0, 0, 0]
     for both, counts in [
         ([True] * world_size, [world_size] * 3),
         ([True, *[False] * (world_size - 1)], [world_size, 1, 1]),

@@ -107,7 +107,7 @@ class Arrangement:
         """After a reduction: parameters, and on how many ranks it used each of them."""
         if self._flags is not None:
             return self._flags
-        return [(bucket.params, bucket.flat.flags) for bucket in self.placement.buckets]
+        return [(bucket.params, bucket.flags) for bucket in self.placement.buckets]
 
     def agree_on_order(self, where: Callable[[], str], source_rank: int) -> list[int]:
         """At the end of the first reduced backward: all ranks take one rank's order of gradients.

@@ -123,6 +123,11 @@ class Bucket:
         return self.flat.data.numel() * self.flat.data.element_size()
 
     @property
+    def flags(self) -> Tensor:
+        """After a reduction: on how many ranks it used each parameter."""
+        return self.flat.flags
+
+    @property
     def title(self) -> str:
         """Number and parameters, for errors."""
         more = f", and {len(self.names) - 3} more" if len(self.names) > 3 else ""

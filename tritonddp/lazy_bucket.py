@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -20,6 +21,7 @@ class LazyBucket(Bucket):
 
     def _allocate(self, layout: Layout) -> None:
         self._layout = layout
+        self._flags = torch.zeros(len(self.params))  # as of no reduction
 
     @property
     def flat(self) -> FlatBuffer:
@@ -32,6 +34,11 @@ class LazyBucket(Bucket):
     @flat.setter
     def flat(self, flat: FlatBuffer) -> None:
         self._flat = flat
+
+    @property
+    def flags(self) -> Tensor:
+        """See :attr:`Bucket.flags`."""
+        return self._flags if self._flat is None else self._flat.flags
 
     @property
     def segments(self) -> list[Segment]:
@@ -52,6 +59,8 @@ class LazyBucket(Bucket):
 
     def release(self) -> None:
         """See :meth:`Bucket.release`."""
+        if self._flat is not None:
+            self._flags = self._flat.flags.clone()
         self._flat = None
         self._segments = []
 
