@@ -277,9 +277,27 @@ def test_it_trains_as_stock_does() -> None:
 
 
 @ranks(1)
-def test_the_module_is_left_as_it_was() -> None:
+def test_a_copy_of_the_module_alone_recomputes_in_full_precision() -> None:
+    """One that is averaged over time, say, or a teacher."""
+    ddp = DistributedDataParallel(Blocks(not_reentrant), mixed_precision=HALF)
+    ddp(torch.ones(2, 4)).backward()
+    for alone in copy.deepcopy(ddp.module), pickle.loads(pickle.dumps(ddp.module)):
+        alone(torch.ones(2, 4)).backward()
+        plain = Blocks(not_reentrant)
+        plain.load_state_dict(alone.state_dict())
+        plain(torch.ones(2, 4)).backward()
+        for param, other in zip(alone.parameters(), plain.parameters(), strict=True):
+            assert_same_bits(param.grad, other.grad)
+
+
+@pytest.mark.parametrize("is_copy", [False, True])
+@ranks(1)
+def test_the_module_is_left_as_it_was(is_copy: bool) -> None:
     module = Blocks(not_reentrant)
     ddp = DistributedDataParallel(module, mixed_precision=HALF)
+    if is_copy:
+        ddp = copy.deepcopy(ddp)
+        module = ddp.module
     assert module.blocks[0][0]._forward_pre_hooks
     ddp(torch.ones(2, 4)).backward()
     del ddp

@@ -106,7 +106,7 @@ class DistributedDataParallel(StockNames, BeyondStock, TakesHooks, Finalizes, Fo
         reducer: :class:`tritonddp.reducer.Reducer`; ``reducer.counters`` tells what was sent.
 
     Raises:
-        NotImplementedError: an argument, dtype or kind of parameter that is not supported yet.
+        NotImplementedError: a dtype or kind of parameter that is not supported.
         RuntimeError: no parameter requires gradients, parameters are uninitialised, or ranks hold
             different models (raised on every rank, naming what differs).
         TypeError: ``module`` is no module, or a size is no number.
@@ -220,7 +220,7 @@ class DistributedDataParallel(StockNames, BeyondStock, TakesHooks, Finalizes, Fo
         self._low: LowPrecision | None = None
         if mixed_precision is not None:
             self._low = LowPrecision(module, mixed_precision, self.parameters_to_ignore)
-            weakref.finalize(self, self._low.remove_hooks).atexit = False
+            self._low.remove_hooks_with(self)
         self._build_reducer()
         self._roster.enroll()  # all ranks hold the same module
 
@@ -391,6 +391,8 @@ class DistributedDataParallel(StockNames, BeyondStock, TakesHooks, Finalizes, Fo
         self.process_group = process_group_of(None, None)
         self._enter_group()
         self._build_reducer()
+        if self._low is not None:
+            self._low.remove_hooks_with(self)
 
     def _update_process_group(self, new_process_group: Any) -> None:
         """Average over other ranks from now on, for training whose ranks come and go.

@@ -12,6 +12,7 @@ places: hooks on all modules put casts there for that time.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ class LowPrecision:
         self._ignored = set(ignored)
         self._kept: set[Tensor] = set()  # parameters that are ignored
         self._is_running = False
+        self._has_run = False
         # While a part of the module is recomputed: the modules that run, the innermost one last,
         # and what has to be put back.
         self._recomputed: list[nn.Module] = []
@@ -73,12 +75,20 @@ class LowPrecision:
             if name in self._ignored
         }
         replaced = self._replace(module)
-        self._is_running = True
+        self._is_running = self._has_run = True
         try:
             return module(*args, **kwargs)
         finally:
             self._is_running = False
             self._put_back(replaced)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the module alone has these hooks too, but no graph that this class has made."""
+        return self.__dict__ | {"_has_run": False}
+
+    def remove_hooks_with(self, wrapper: object) -> None:
+        """Leave the module as it was when ``wrapper`` goes."""
+        weakref.finalize(wrapper, self.remove_hooks).atexit = False
 
     def remove_hooks(self) -> None:
         """Leave the module as it was."""
@@ -130,7 +140,7 @@ class LowPrecision:
     def _begin_recomputing(self, module: nn.Module, _: Any) -> None:
         if self._recomputed:
             self._recomputed.append(module)
-        elif not self._is_running and current_graph_task_id() != -1:
+        elif self._has_run and not self._is_running and current_graph_task_id() != -1:
             self._recomputed.append(module)
             self._replaced = self._replace(module)
 
