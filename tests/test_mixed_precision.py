@@ -214,6 +214,19 @@ def test_a_checkpoint_recomputes_in_low_precision(run: Callable[..., Tensor]) ->
             assert_same_bits(grad, want, f"step {step}, gradient {number}")
 
 
+@pytest.mark.parametrize("run", [reentrant, not_reentrant])
+@ranks(2)
+def test_layers_that_were_added_are_recomputed_in_low_precision(run: Callable[..., Tensor]) -> None:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Blocks(run), mixed_precision=HALF)
+    for added in (nn.Linear(4, 4), nn.Linear(4, 4)):
+        ddp.module.blocks[-1] = added
+        for _ in range(2):
+            ddp(torch.ones(2, 4, requires_grad=True)).backward()
+            assert added.weight.grad.dtype == torch.float32
+        assert len(ddp.module.blocks[0]._forward_pre_hooks) == 1
+
+
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
 @ranks(2)
 def test_recurrent_layers(layer: Any) -> None:

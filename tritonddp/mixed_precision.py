@@ -56,11 +56,7 @@ class LowPrecision:
                 if name not in self._ignored and buffer.is_floating_point():
                     buffer.data = buffer.to(config.buffer_dtype)
         if self._dtype is not None:
-            for each in module.modules():
-                self._hooks += [
-                    each.register_forward_pre_hook(self._begin_recomputing, prepend=True),
-                    each.register_forward_hook(self._end_recomputing, always_call=True),
-                ]
+            self._watch(module)
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What ``module`` returns, in low precision, for these inputs, which are cast too."""
@@ -74,6 +70,7 @@ class LowPrecision:
             for name, param in (module.named_parameters() if self._ignored else ())
             if name in self._ignored
         }
+        self._watch(module)
         replaced = self._replace(module)
         self._is_running = self._has_run = True
         try:
@@ -95,6 +92,20 @@ class LowPrecision:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def _watch(self, module: nn.Module) -> None:
+        """Have hooks on all modules, also on those that were added.
+
+        (Asked of the modules: a list of them here would be part of each copy of one.)
+        """
+        for each in module.modules():
+            if not any(
+                getattr(hook, "__self__", None) is self for hook in each._forward_pre_hooks.values()
+            ):
+                self._hooks += [
+                    each.register_forward_pre_hook(self._begin_recomputing, prepend=True),
+                    each.register_forward_hook(self._end_recomputing, always_call=True),
+                ]
 
     def _name_params(self, module: nn.Module) -> None:
         """As in stock DDP, parameters tell by two attributes what they are cast from and to.
