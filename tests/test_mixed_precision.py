@@ -303,6 +303,20 @@ def test_a_copy_of_the_module_alone_recomputes_in_full_precision() -> None:
             assert_same_bits(param.grad, other.grad)
 
 
+class OfADtype(nn.Linear):
+    def forward(self, x: Tensor, dtype: torch.dtype, **others: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + others["bias"]).to(dtype)
+
+
+@ranks(1)
+def test_arguments_may_have_any_name() -> None:
+    ddp = DistributedDataParallel(OfADtype(4, 4), mixed_precision=HALF)
+    out = ddp(torch.ones(2, 4), dtype=torch.float64, bias=torch.ones(4))
+    assert out.dtype == torch.float64
+    out.sum().backward()
+    assert_same_bits(ddp.module.weight.grad, torch.full((4, 4), 4.0))
+
+
 @pytest.mark.parametrize("is_copy", [False, True])
 @ranks(1)
 def test_the_module_is_left_as_it_was(is_copy: bool) -> None:

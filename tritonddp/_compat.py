@@ -281,7 +281,8 @@ def cast_inputs(
     dtype: torch.dtype, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Cast floating-point tensors in any nesting, as stock DDP does for ``mixed_precision``."""
-    return _cast_forward_inputs(dtype, *args, **kwargs)
+    # In one container: a module may have an argument that is called dtype.
+    return _cast_forward_inputs(dtype, args, kwargs)[0]
 
 
 def localize_if_sliced(module: torch.nn.Module, mesh: Any) -> bool:
