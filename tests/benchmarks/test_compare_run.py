@@ -26,7 +26,7 @@ def repository(tmp_path: Path) -> Path:
     source = bucket.read_text()
     planted = source.replace(
         "        self._counters.flattens += 1\n",
-        "        self._counters.flattens += 1\n        __import__('time').sleep(0.1)\n",
+        "        self._counters.flattens += 1\n        __import__('time').sleep(0.3)\n",
     )
     assert planted != source
     bucket.write_text(planted)
