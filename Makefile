@@ -39,7 +39,7 @@ demo: $(VENV)/.demo-installed
 
 test: $(VENV)/.test-installed
 	@echo "Running the tests (minutes: many of them start processes) ..."
-	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -m "not gpu and not thorough" -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.test-installed
 	$(BIN)/ruff format --check .
