@@ -44,6 +44,7 @@ def test_digits_are_learnt_alike_with_stock_and_triton() -> None:
     assert done.stderr.count("step 60 of 60") == 2  # lines instead of a bar, from rank 0 alone
 
 
+@pytest.mark.thorough
 def test_text_is_learnt_with_gradients_as_bucket_views() -> None:
     done = run(
         EXAMPLE,

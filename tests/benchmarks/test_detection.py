@@ -157,6 +157,7 @@ def test_a_run_measures_all_sides_and_stock(tmp_path: Path) -> None:
     assert any(" | 4000 of 26" in line for line in lines)
 
 
+@pytest.mark.thorough
 def test_a_slow_question_is_found(tmp_path: Path) -> None:
     folder = tmp_path / "repository"
     for name in ("tritonddp", "benchmarks"):
