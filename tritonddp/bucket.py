@@ -322,6 +322,16 @@ class Bucket:
             for slot, grad in enumerate(grads, segment.first)
         ]
 
+    def _check_kind(self, slot: int, grad: Tensor) -> None:
+        """Raise a GradientError if ``grad`` has another shape or dtype than its parameter."""
+        param = self.params[slot]
+        if grad.shape != param.shape or grad.dtype != param.dtype:
+            raise GradientError(
+                f"the gradient of {self.names[slot]!r} (bucket {self.index}) should be "
+                f"{tuple(param.shape)} {param.dtype} like its parameter, but is "
+                f"{tuple(grad.shape)} {grad.dtype}"
+            )
+
     def _conform(self, slot: int, grad: Tensor) -> Tensor:
         """``grad`` itself if it lies in memory as its slot does, else ``.grad`` copied to that.
 
@@ -336,12 +346,7 @@ class Bucket:
                 "nn.Embedding and nn.EmbeddingBag that had sparse=True when they were wrapped or "
                 "added: make this one dense, or use such a layer"
             )
-        if grad.shape != param.shape or grad.dtype != param.dtype:
-            raise GradientError(
-                f"the gradient of {self.names[slot]!r} (bucket {self.index}) should be "
-                f"{tuple(param.shape)} {param.dtype} like its parameter, but is "
-                f"{tuple(grad.shape)} {grad.dtype}"
-            )
+        self._check_kind(slot, grad)
         if tuple(param.shape) != layout.shapes[slot] or param.dtype not in self._dtypes:
             raise GradientError(
                 f"parameter {self.names[slot]!r} (bucket {self.index}) was "

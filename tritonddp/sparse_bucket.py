@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonddp.bucket import Bucket, GradientError, Segment
+from tritonddp.bucket import Bucket, Segment
 from tritonddp.gradient_layout import gradient_strides
 from tritonddp.kernels.buffer import Layout
 
@@ -130,13 +130,7 @@ class SparseBucket(Bucket):
         Raises:
             GradientError: it does not fit the parameter.
         """
-        param = self.params[0]
-        if grad.shape != param.shape or grad.dtype != param.dtype:
-            raise GradientError(
-                f"the gradient of {self.names[0]!r} (bucket {self.index}) should be "
-                f"{tuple(param.shape)} {param.dtype} like its parameter, but is "
-                f"{tuple(grad.shape)} {grad.dtype}"
-            )
+        self._check_kind(0, grad)
         if grad.layout is torch.sparse_coo and grad.sparse_dim() == 1:
             grad = grad.coalesce()
             self._rows = grad.indices()[0], grad.values() * scale

@@ -19,6 +19,7 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 from tritonddp._compat import active_wrapper, move_inputs, set_active_wrapper
 from tritonddp.assignment import MIB, BucketCaps
 from tritonddp.logging_data import Logger
+from tritonddp.sparse_bucket import sparse_parameters
 
 if TYPE_CHECKING:
     from tritonddp.reducer import Reducer
@@ -77,11 +78,7 @@ class StockNames:
 
         Their places in the list are the indices in torch's error messages.
         """
-        sparse = {
-            layer.weight
-            for layer in self.module.modules()
-            if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
-        }
+        sparse = sparse_parameters(self.module.modules())
         params = [param for _, param in self._trainable()]
         return params, [param in sparse for param in params]
 
