@@ -70,9 +70,9 @@ class Reducer(OnRequest):
             missing = {number for number, comes in enumerate(reached) if not comes}
             self._roster.check_kinds(missing, self._where)
         reduced, weight = self._should_sync(), self._weight()
-        if reduced and self._skip_unused:
-            self._left_out = self._unused_buckets(reached, missing)
         if reduced:
+            if self._skip_unused:
+                self._left_out = self._unused_buckets(reached, missing)
             self._roster.enroll()
             self._constancy.see(missing)
         try:
