@@ -90,6 +90,7 @@ endif
 ifeq ($(TORCH),)
 	@cp constraints.txt $@
 else
-	@sed -E '/^(torch|triton)==/d' constraints.txt >$@
+# setuptools goes with torch, some releases of which want none newer than 81.
+	@sed -E '/^(torch|triton|setuptools)==/d' constraints.txt >$@
 	@printf 'torch==%s\ntriton==%s\n' "$(TORCH)" "$(TRITON)" >>$@
 endif
