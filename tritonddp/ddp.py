@@ -11,21 +11,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from tritonddp._compat import (
-    BufferCommHookLocation,
     in_distributed_autograd,
     keep_dynamo_out,
     leave_join,
     localize_if_sliced,
     move_inputs,
-    preserve_version_counters,
 )
 from tritonddp.assignment import MIB, BucketCaps
 from tritonddp.attendance import Attendance
 from tritonddp.beyond_stock import BeyondStock
-from tritonddp.comm.buffers import BufferHook, broadcast_coalesced
 from tritonddp.construction import (
     buffer_sync,
     check_module,
@@ -39,16 +36,18 @@ from tritonddp.hook_registration import TakesHooks
 from tritonddp.join import Follower, announce_forward, is_joining, reduces_backward
 from tritonddp.logging_data import Logger
 from tritonddp.mixed_precision import LowPrecision, check_mixed_precision
+from tritonddp.module_buffers import SyncsBuffers
 from tritonddp.outputs import tensors_in
 from tritonddp.reducer import Reducer
-from tritonddp.roll_call import RollCall
 from tritonddp.roster import Roster
 from tritonddp.stock_names import StockNames, warn_of_static_graph
 from tritonddp.verify import describe, describe_error, verify_same
 from tritonddp.weighting import Weight
 
 
-class DistributedDataParallel(StockNames, BeyondStock, TakesHooks, Finalizes, Follower):
+class DistributedDataParallel(
+    SyncsBuffers, StockNames, BeyondStock, TakesHooks, Finalizes, Follower
+):
     """Data parallelism by gradient averaging: a drop-in for torch's class of the same name.
 
     Wrap the same module on every rank, then train as with one process: during each ``backward()``
@@ -203,7 +202,6 @@ class DistributedDataParallel(StockNames, BeyondStock, TakesHooks, Finalizes, Fo
         )
         self._delay = delay
         self._delay_all_reduce_params = list(delay.params) if delay else []
-        self._buffer_hook: BufferHook | None = None
         self._enter_group()
         if init_sync:
             buffers = self._roster.buffers() if init_sync_buffers else []
@@ -328,52 +326,6 @@ class DistributedDataParallel(StockNames, BeyondStock, TakesHooks, Finalizes, Fo
             return reduces_backward(self)
         return self.require_backward_grad_sync
 
-    def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward begins with a broadcast of module buffers."""
-        return (
-            self.forward_sync_buffers
-            and self.require_forward_param_sync
-            and len(self._roster.buffers()) > 0
-        )
-
-    def _register_buffer_comm_hook(
-        self,
-        state: Any,
-        hook: Callable[[Any, dict[str, Tensor]], Any],
-        comm_hook_location: BufferCommHookLocation = BufferCommHookLocation.POST_FORWARD,
-    ) -> None:
-        """Synchronise module buffers by ``hook`` instead of a broadcast from rank 0.
-
-        It runs in the forwards that would broadcast (see ``forward_sync_buffers``), and changes
-        the buffers in place, with whatever collectives it likes. As in stock it has their place:
-        a second call replaces the hook.
-
-        Args:
-            state: handed to the hook.
-            hook: ``hook(state, {name: buffer})``, with names as the wrapped module has them. May
-                return a list of :class:`torch.futures.Future`, which are waited for at the end of
-                the next backward.
-            comm_hook_location: ``PRE_FORWARD`` or ``POST_FORWARD`` of
-                ``torch.nn.parallel.distributed._BufferCommHookLocation``.
-
-        Raises:
-            TypeError: ``hook`` cannot be called.
-        """
-        if not callable(hook):
-            raise TypeError(f"hook must be callable, got {type(hook).__name__}")
-        self._buffer_hook = BufferHook(
-            hook, state, comm_hook_location == BufferCommHookLocation.POST_FORWARD
-        )
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        """The former name of ``forward_sync_buffers``."""
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
-
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what belongs to the process group.
 
@@ -409,67 +361,6 @@ class DistributedDataParallel(StockNames, BeyondStock, TakesHooks, Finalizes, Fo
             self.process_group = new_process_group
         self._enter_group()
         self._build_reducer()
-
-    def _check_sync_bufs_pre_fwd(self) -> bool:
-        """Whether a forward begins with :meth:`_sync_buffers` now, if there are any."""
-        return self._syncs_buffers(after_forward=False)
-
-    def _check_sync_bufs_post_fwd(self) -> bool:
-        """Whether a forward ends with it, as a hook wants it."""
-        return self._syncs_buffers(after_forward=True)
-
-    def _syncs_buffers(self, after_forward: bool) -> bool:
-        hook_is_last = self._buffer_hook is not None and self._buffer_hook.is_after_forward
-        return (
-            hook_is_last is after_forward
-            and self.forward_sync_buffers
-            and self.require_forward_param_sync
-        )
-
-    def _sync_buffers(self) -> None:
-        named_buffers = dict(self._roster.buffers())
-        if not named_buffers:
-            return
-        buffers = list(named_buffers.values())
-        with preserve_version_counters(buffers):
-            if self._buffer_hook is None:
-                self._broadcast(buffers)
-            else:
-                self.reducer._install_post_backward_futures(self._buffer_hook(named_buffers))
-
-    def _default_broadcast_coalesced(
-        self,
-        bufs: Sequence[Tensor] | None = None,
-        bucket_size: int | None = None,
-        authoritative_rank: int = 0,
-    ) -> None:
-        """What happens to buffers without a hook, for hooks that add something to it.
-
-        Args:
-            bufs: all buffers of the module by default.
-            bucket_size: most bytes of one message.
-            authoritative_rank: whose values all get, by its rank in the process group.
-        """
-        broadcast_coalesced(
-            [buffer for _, buffer in self._roster.buffers()] if bufs is None else bufs,
-            self.process_group,
-            authoritative_rank,
-            bucket_size or self.broadcast_bucket_size,
-        )
-
-    def _broadcast(self, tensors: list[Tensor]) -> None:
-        reducer: Reducer | None = getattr(self, "reducer", None)
-        step = "wrapping" if reducer is None else f"step {reducer.counters.reductions}, forward"
-        with RollCall(self.process_group).naming(
-            f"rank {self.process_group.rank()}, {step}",
-            f"broadcast of {len(tensors)} parameters or buffers",
-        ):
-            broadcast_coalesced(
-                tensors,
-                self.process_group,
-                self._attendance.source_rank,
-                self.broadcast_bucket_size,
-            )
 
 
 # What is made anew for a process group, and the group itself.

@@ -11,8 +11,9 @@ from tritonddp.at_once import reduce_at_once
 from tritonddp.ballot import (
     Source,
 )
-from tritonddp.between import BetweenBackwards, Phase
+from tritonddp.between import BetweenBackwards
 from tritonddp.bucket import Bucket
+from tritonddp.reducer_state import Phase
 from tritonddp.roster import structure_of
 from tritonddp.weighting import Weight
 

@@ -26,12 +26,12 @@ from tritonddp._compat import (
 from tritonddp.ballot import (
     Source,
 )
-from tritonddp.between import Phase
 from tritonddp.bucket import Bucket, GradientError
 from tritonddp.comm.hooks import HookError
 from tritonddp.on_request import OnRequest
 from tritonddp.outputs import Forward
 from tritonddp.participation import accumulates
+from tritonddp.reducer_state import Phase
 from tritonddp.skipping import unused_buckets
 from tritonddp.unused import unused_error
 
@@ -39,7 +39,9 @@ from tritonddp.unused import unused_error
 class Reducer(OnRequest):
     """Reduces the gradients of a module over a process group during each backward.
 
-    Its state, and what it does while no backward runs, is :class:`BetweenBackwards`.
+    Its state is :class:`~tritonddp.reducer_state.ReducerState`. What it does while no backward
+    runs is in :class:`~tritonddp.between.BetweenBackwards`, and what it owes to the other ranks
+    whatever happens in :class:`~tritonddp.in_step.InStep`.
     """
 
     # Start of backward

@@ -1,0 +1,230 @@
+"""The state of a reducer, and the two ways to begin anew: the next backward, other buckets."""
+
+from __future__ import annotations
+
+import enum
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from tritonddp.arrangement import Arrangement
+from tritonddp.assignment import BucketCaps
+from tritonddp.attendance import Attendance
+from tritonddp.bucket import Bucket
+from tritonddp.comm.grad_bucket import GradBucket
+from tritonddp.comm.reduction import AllReduce, Reduction, Work
+from tritonddp.counters import Counters
+from tritonddp.delayed import Gate
+from tritonddp.lazy_bucket import LazyBucket, LazyViewBucket
+from tritonddp.mixed_precision import buckets_on_the_wire
+from tritonddp.outputs import Forward, Outputs
+from tritonddp.participation import Constancy, Unannounced, as_trainable
+from tritonddp.placement import Placement
+from tritonddp.readiness import Readiness
+from tritonddp.roll_call import RollCall
+from tritonddp.roster import Roster
+from tritonddp.stock_reducer import StockReducerNames
+from tritonddp.view_bucket import ViewBucket
+from tritonddp.weighting import Weight, Window
+
+# Those that are alive, by process group.
+reducers: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[ReducerState]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class Phase(enum.Enum):
+    """Where a reducer stands."""
+
+    IDLE = "no backward runs"
+    LOCAL = "a backward runs that only accumulates (no_sync)"
+    OBSERVING = "the first reduced backward runs: note the order of gradients, launch at its end"
+    REDUCING = "a backward runs, buckets are launched as they fill"
+    UNFINISHED = "a backward is over, and finalize_backward() is to wait for its buckets"
+    DETACHED = "hooks were removed: no backward is noticed any more"
+
+
+class ReducerState(ABC, StockReducerNames):
+    """The state of a :class:`~tritonddp.reducer.Reducer`.
+
+    Args:
+        roster: the parameters of the module, alike on every rank.
+        process_group: the ranks to average over.
+        caps: bucket sizes.
+        attendance: which ranks have inputs.
+        should_sync: asked when a backward starts: is it reduced, or does it only accumulate?
+        weight: asked when a backward starts: how much it counts, ``None`` if as much as others.
+        broadcast: asked when parameters were added: what overwrites them with those of one rank,
+            ``None`` if each rank keeps its own.
+        gradient_as_bucket_view: gradients live in the buckets.
+        strict: an unused parameter is an error at the next forward.
+        skip_unused: buckets without any used parameter are not sent.
+        delay_until: the parameter whose gradient delayed ones (see :class:`BucketCaps`) wait for.
+        wire_dtype: in which gradients travel, ``None`` for their own dtypes.
+        lazy_buckets: buckets have memory during backwards only.
+
+    Attributes:
+        counters: what was launched and sent so far.
+        forwards: how many began so far, with gradients.
+        arrangement: which buckets there are.
+        num_buckets_reduced: in the last backward.
+        is_traced: inside ``trace()``.
+        on_backward: for measurements: called when a backward begins, with what is to run at its
+            end; each returns what runs instead.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        process_group: dist.ProcessGroup,
+        caps: BucketCaps,
+        attendance: Attendance,
+        should_sync: Callable[[], bool],
+        weight: Callable[[], Weight | None] = lambda: None,
+        broadcast: Callable[[], Callable[[list[Tensor]], None] | None] = lambda: None,
+        gradient_as_bucket_view: bool = False,
+        strict: bool = False,
+        skip_unused: bool = False,
+        delay_until: Tensor | None = None,
+        wire_dtype: torch.dtype | None = None,
+        lazy_buckets: bool = False,
+    ) -> None:
+        self.counters = Counters()
+        self.forwards = 0
+        self.num_buckets_reduced = 0
+        self.is_traced = False
+        self.on_backward: list[Callable[[Callable[[], None]], Callable[[], None]]] = []
+        self._roster = roster
+        self._group = process_group
+        self._attendance = attendance
+        self._should_sync = should_sync
+        self._weight = weight
+        self._broadcast = broadcast
+        self._strict = strict
+        self._skip_unused = skip_unused
+        self._finalizes_on_request = False
+        self._left_out: list[int] = []  # buckets that are not sent in this backward
+        self._caps = caps
+        self._gate = None if delay_until is None else Gate(delay_until, self)
+        self._roll_call = RollCall(process_group)
+        self._reduction: Reduction = AllReduce(process_group, self.counters, self._roll_call)
+        self._run_hook: Callable[[GradBucket], Any] | None = None
+        self._steps = False  # are there optimizers that step in the backward?
+        self._steps_in_hook = False
+
+        self._phase = Phase.IDLE
+        self._graph_task = -1
+        self._creates_graph = False
+        self._end_is_queued: Callable[[], object] = lambda: None
+        self._outputs = Outputs(self)
+        self._window = Window(lambda: [param for _, param in roster.params])
+        self._next = 0  # first bucket that is not launched
+        self._in_flight: list[tuple[Bucket, Work]] = []
+        self._hooks_of_added: list[Any] = []
+        self._post_backward: list[torch.futures.Future] = []
+        reducers.setdefault(process_group, weakref.WeakSet()).add(self)
+        self._unused_error: str | None = None
+        self._launching = threading.Lock()
+        self._readiness = Readiness((), (), self)
+        # Parameters reached in this backward, and in those under no_sync since the last reduction:
+        # they take part in the next.
+        self._used: list[bool] = []
+        self._used_earlier: list[bool] = []
+        self._unannounced = Unannounced()
+        self._constancy = Constancy()
+        copying: type[Bucket] = LazyBucket if lazy_buckets else Bucket
+        views: type[Bucket] = LazyViewBucket if lazy_buckets else ViewBucket
+        bucket_class: Callable[..., Bucket] = views if gradient_as_bucket_view else copying
+        if wire_dtype is not None:
+            bucket_class = buckets_on_the_wire(wire_dtype, bucket_class, copying)
+        self.arrangement = Arrangement(
+            roster, process_group, caps, bucket_class, self.counters, self._roll_call
+        )
+        self._count_anew()
+
+    @property
+    def placement(self) -> Placement:
+        """The buckets, and where in them each parameter is."""
+        return self.arrangement.placement
+
+    @property
+    def params(self) -> list[Parameter]:
+        """All whose gradients are reduced."""
+        return self._all_params()
+
+    @property
+    def structure(self) -> bytes:
+        """A hash of what is trained, which should be alike on all ranks."""
+        return self._roster.structure
+
+    def held(self) -> tuple[list[tuple[str, Parameter]], list[tuple[str, Tensor]]]:
+        """Parameters and buffers that should be alike on all ranks, trainable or not."""
+        return self._roster.params, self._roster.buffers()
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """In launch order."""
+        return self.placement.buckets
+
+    def _all_params(self) -> list[Parameter]:
+        return [*self.placement.params, *(param for _, param in self._roster.added)]
+
+    def _where(self) -> str:
+        return f"rank {self._group.rank()}, step {self.counters.reductions}"
+
+    def _reset(self) -> None:
+        """No backward is under way any more."""
+        self._in_flight.clear()
+        for bucket in self.buckets:
+            bucket.release()
+        self._filled = [False] * len(self.placement.places)
+        self._readiness.forget()
+        self._used_earlier = [False] * len(self._used_earlier)
+        self._window.clear()
+        self._phase = Phase.IDLE
+
+    def _count_anew(self) -> None:
+        """Lists and hooks by the numbers of the present placement."""
+        params = self.placement.params
+        self._used = [False] * len(params)
+        self._used_earlier = [False] * len(params)
+        self._filled = [False] * len(self.placement.places)  # per segment
+        self._unfilled = [0] * len(self.buckets)  # segments that wait for gradients
+        self._roster.place(self.placement.names, params)
+        self._forget_added()
+        self._readiness.remove()
+        segments = [range(place.first, place.last) for place in self.placement.places]
+        with as_trainable(params):
+            self._readiness = Readiness(params, segments, self)
+
+    def _forget_added(self) -> None:
+        """Take the hooks off the parameters that were added."""
+        for handle in self._hooks_of_added:
+            handle.remove()
+        self._hooks_of_added.clear()
+
+    # What other reducers of the process group call: see InStep
+
+    @abstractmethod
+    def _recover(self) -> None: ...
+
+    # What hooks call during a backward: see Reducer
+
+    @abstractmethod
+    def begin(self, forward: Forward | None = None) -> None: ...
+
+    @abstractmethod
+    def gradient_ready(self, index: int) -> None: ...
+
+    @abstractmethod
+    def segment_full(self, number: int) -> None: ...
+
+    @abstractmethod
+    def gate_opens(self) -> None: ...
