@@ -203,7 +203,7 @@ class Bucket:
 
     def poison(self, ballots: Sequence[int] = ()) -> None:
         """Fill the buffer with NaN instead of gradients."""
-        self.flat.payload.fill_(torch.nan)
+        self.flat.poison()
         self.flat.write_trailer([False] * len(self.params), ballots)
 
     def unflatten(self, factor: Tensor | None = None) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from operator import add
 from typing import Any
 
 import torch
@@ -116,11 +117,11 @@ class Layout:
 
     @cached_property
     def gapless(self) -> tuple[int, int] | None:
-        """First element and end of the gradients, if nothing lies between them."""
+        """First element and end of the gradients, if each begins where the one before it ends."""
         if not self.numels:
             return 0, 0
-        first, end = self.offsets[0], self.offsets[-1] + self.numels[-1]
-        return (first, end) if sum(self.numels) == end - first else None
+        ends = list(map(add, self.offsets, self.numels))
+        return (self.offsets[0], ends[-1]) if list(self.offsets[1:]) == ends[:-1] else None
 
     @cached_property
     def mean_numel(self) -> float:
@@ -204,6 +205,10 @@ class FlatBuffer:
             self.data[self.layout.flags_offset :][: len(trailer)].copy_(
                 torch.frombuffer(trailer, dtype=torch.uint8)
             )
+
+    def poison(self) -> None:
+        """Make NaN of all gradients."""
+        self.payload.fill_(torch.nan)
 
     def check_factor(self, factor: Tensor) -> None:
         """Look at all of ``unflatten``'s factor but its value, which the host need not know.

@@ -1,0 +1,93 @@
+"""The ranks of a quantised reduction in one process: collectives are copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonddp.gradient_layout import gradient_strides
+from tritonddp.kernels import quantize_reference
+from tritonddp.kernels.buffer import Layout
+from tritonddp.kernels.quantized_buffer import MessageLayout, QuantizedBuffer, Residuals
+
+CPU = torch.device("cpu")
+
+
+def quantized_buffers(
+    like: Sequence[Tensor],
+    quantized: Sequence[bool],
+    numbers: torch.dtype,
+    world_size: int,
+    feedback: bool = True,
+    ballot: int = 3,
+) -> list[QuantizedBuffer]:
+    """The buffer of each rank for gradients like these, with ``ballot`` bytes for each rank's."""
+    layout = Layout.of(
+        [tensor.shape for tensor in like],
+        [gradient_strides(tensor) for tensor in like],
+        1,
+        ballot * world_size,
+    )
+    message = MessageLayout.of(layout.numels, quantized, world_size, layout.ballots)
+    return [
+        QuantizedBuffer(
+            layout,
+            torch.float32,
+            CPU,
+            quantized,
+            numbers,
+            rank,
+            world_size,
+            Residuals.zeros(message, rank, CPU) if feedback else None,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def exchange(flats: Sequence[QuantizedBuffer]) -> None:
+    """The all-to-all."""
+    size = len(flats)
+    for rank, flat in enumerate(flats):
+        rows = [each.message.view(size, -1)[rank] for each in flats]
+        flat.received.copy_(torch.cat(rows))
+
+
+def gather(flats: Sequence[QuantizedBuffer]) -> None:
+    """The all-gather."""
+    gathered = torch.cat([flat.reduced for flat in flats])
+    for flat in flats:
+        flat.gathered.copy_(gathered)
+
+
+def all_reduce(
+    flats: Sequence[QuantizedBuffer],
+    grads: Sequence[Sequence[Tensor | None]],
+    used: Sequence[Sequence[bool]] | None = None,
+    scale: float = 1.0,
+    kernels: Any = quantize_reference,
+) -> list[list[Tensor]]:
+    """The sum of ``grads[rank][slot]``, as each rank gets it."""
+    size, slots = len(flats), len(flats[0].layout.numels)
+    for rank, flat in enumerate(flats):
+        ballots = bytearray(flat.layout.ballots)
+        each = len(ballots) // size
+        ballots[rank * each : (rank + 1) * each] = bytes([rank + 1] * each)
+        flags = [True] * slots if used is None else used[rank]
+        kernels.quantize(flat, grads[rank], flags, scale, ballots)
+    exchange(flats)
+    for flat in flats:
+        kernels.reduce_parts(flat)
+    gather(flats)
+    results = []
+    for flat in flats:
+        # NaN where nothing is written: nobody has used the parameter.
+        targets = [
+            torch.empty_strided(shape, strides).fill_(torch.nan)
+            for shape, strides in zip(flat.layout.shapes, flat.layout.strides, strict=True)
+        ]
+        kernels.dequantize(flat, targets)
+        results.append(targets)
+    return results

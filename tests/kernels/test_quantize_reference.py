@@ -1,0 +1,297 @@
+"""Block-quantised reduction, in plain torch: what it may lose, and what it must not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quantized_ranks import all_reduce, exchange, gather, quantized_buffers
+from torch import Tensor
+
+from tritonddp.kernels import quantize_reference
+from tritonddp.kernels.quantized_buffer import BLOCK, LIMITS, MessageLayout, QuantizedBuffer
+
+NUMBERS = [torch.int8, torch.float8_e4m3fn]
+_MAX = torch.finfo(torch.float32).max
+_TINY = torch.finfo(torch.float32).tiny
+
+# Around blocks, chunks of 1,024 blocks, and the alignment of exact elements.
+_numels = st.sampled_from([0, 1, 15, 16, 17, 255, 256, 257, 511, 512, 513, 1_000, 2_600])
+_slots = st.lists(st.tuples(_numels, st.booleans()), min_size=1, max_size=6)
+# Magnitudes of a block's values: zero, subnormal, usual, and as large as they get.
+_magnitudes = st.sampled_from([0.0, 1e-45, 1e-40, 1e-38, 3e-36, 1e-20, 1e-3, 1.0, 1e4, 1e30, 3e38])
+
+
+def _values(numel: int, magnitude: float, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(numel, generator=generator) * 2 - 1) * magnitude
+
+
+def _bounds(values: Tensor, numbers: torch.dtype) -> Tensor:
+    """The most by which each element may be off: half a step of its block, and rounding.
+
+    int8 has steps of scale; fp8 of 2**-3 of the number itself, and of 2**-9 scale below 2**-6.
+    Blocks whose scale would be subnormal are zeros.
+    """
+    padded = torch.zeros(-(-len(values) // BLOCK) * BLOCK, dtype=torch.float64)
+    padded[: len(values)] = values
+    blocks = padded.view(-1, BLOCK)
+    amax = blocks.abs().amax(1, keepdim=True)
+    scale = amax / LIMITS[numbers]
+    if numbers is torch.int8:
+        error = (scale / 2).expand_as(blocks)
+    else:
+        error = torch.maximum(blocks.abs() * 2**-4, scale * 2**-10)
+    error = error + amax * 2**-21
+    return torch.where(scale < _TINY, amax, error).reshape(-1)[: len(values)]
+
+
+@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
+@settings(max_examples=50, deadline=None)
+@given(
+    slots=_slots, magnitudes=st.lists(_magnitudes, min_size=1, max_size=4), size=st.integers(1, 4)
+)
+def test_the_error_of_each_block_is_bounded_and_all_ranks_get_the_same_bits(
+    numbers, slots, magnitudes, size
+):
+    # What a rank sends is off by its own blocks' steps, and what all get by those of the sum.
+    like = [torch.empty(numel) for numel, _ in slots]
+    quantized = [flag for _, flag in slots]
+    flats = quantized_buffers(like, quantized, numbers, size)
+    grads = [
+        [
+            _values(numel, magnitudes[(rank + slot) % len(magnitudes)] / size, 10 * rank + slot)
+            for slot, (numel, _) in enumerate(slots)
+        ]
+        for rank in range(size)
+    ]
+    results = all_reduce(flats, grads)
+    for slot, (numel, is_quantized) in enumerate(slots):
+        mine = [each[slot] for each in grads]
+        if not is_quantized:
+            total = torch.zeros(numel)
+            for each in mine:
+                total = total + each
+            assert torch.equal(results[0][slot], total), f"slot {slot} should be exact"
+        else:
+            exactly = sum(each.double() for each in mine)
+            error = sum(_bounds(each, numbers) for each in mine)
+            error = error + _bounds(exactly.abs() + error, numbers)
+            off = (results[0][slot].double() - exactly).abs()
+            assert (off <= error).all(), f"slot {slot} is off by up to {(off / error).max()}"
+        for rank in range(1, size):
+            assert torch.equal(results[rank][slot], results[0][slot]), f"rank {rank}, slot {slot}"
+
+
+@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
+def test_what_is_left_out_is_kept_exactly_on_both_ways(numbers):
+    # Nothing gets lost: what was put in is what came out and what is still to come.
+    numel, size = 3 * BLOCK + 7, 3
+    flats = quantized_buffers([torch.empty(numel)], [True], numbers, size)
+    put_in, came_out = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel).double()
+    for step in range(20):
+        grads = [[_values(numel, 1.0, 100 * step + rank)] for rank in range(size)]
+        put_in += sum(each[0].double() for each in grads)
+        came_out += all_reduce(flats, grads)[0][0].double()
+    left = sum(flat.residuals.sent.view(-1)[:numel].double() for flat in flats)
+    left += torch.cat([flat.residuals.reduced for flat in flats]).view(-1)[:numel].double()
+    assert (put_in - came_out - left).abs().max() < 1e-4
+    assert left.abs().max() > 1e-3
+    # Without feedback as much as that is lost in each step.
+    assert (put_in - came_out).abs().max() < (0.2 if numbers is torch.float8_e4m3fn else 0.03)
+
+
+@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("feedback", [True, False])
+def test_a_block_with_a_value_that_is_not_finite_becomes_nan_and_keeps_its_residual(
+    value, numbers, feedback
+):
+    numel, size = 5 * BLOCK, 2
+    flats = quantized_buffers([torch.empty(numel)], [True], numbers, size, feedback)
+    all_reduce(flats, [[_values(numel, 1.0, rank)] for rank in range(size)])
+    sent = [flat.residuals.sent.clone() for flat in flats] if feedback else None
+    owned = torch.cat([flat.residuals.reduced for flat in flats]) if feedback else None
+    grads = [[_values(numel, 1.0, 5 + rank)] for rank in range(size)]
+    grads[1][0][BLOCK + 3] = value
+    for (result,) in all_reduce(flats, grads):
+        is_nan = result.view(-1, BLOCK).isnan()
+        assert is_nan.all(1).tolist() == [False, True, False, False, False]
+        assert is_nan.any(1).tolist() == [False, True, False, False, False]
+    if feedback:
+        for flat, before, changed in zip(flats, sent, [5, 4], strict=True):
+            same = (flat.residuals.sent == before).all(1)
+            assert (~same).sum() == changed
+        after = torch.cat([flat.residuals.reduced for flat in flats])
+        assert (after == owned).all(1).tolist() == [False, True, False, False, False]
+        # And the next step is right again.
+        (result,) = all_reduce(flats, [[torch.ones(numel)]] * size)[0]
+        assert (result - 2).abs().max() < 0.5
+
+
+def test_a_sum_that_overflows_is_nan_though_each_rank_sends_numbers():
+    flats = quantized_buffers([torch.empty(BLOCK)], [True], torch.int8, 2)
+    results = all_reduce(flats, [[torch.full((BLOCK,), 3e38)]] * 2)
+    assert all(result.isnan().all() for (result,) in results)
+    assert flats[0].residuals.reduced.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
+def test_the_largest_number_does_not_overflow(numbers):
+    flats = quantized_buffers([torch.empty(BLOCK)], [True], numbers, 1)
+    grad = torch.linspace(-1, 1, BLOCK) * _MAX
+    ((result,),) = all_reduce(flats, [[grad]])
+    assert result.isfinite().all()
+    assert (result / _MAX - grad / _MAX).abs().max() < 0.07
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_a_slot_that_is_not_used_keeps_its_residual_and_sends_none_of_it(has_gradient):
+    numel = BLOCK + 40
+    like = [torch.empty(numel)] * 3
+    flats = quantized_buffers(like, [True] * 3, torch.int8, 2)
+    all_reduce(
+        flats, [[_values(numel, 1.0, 3 * rank + slot) for slot in range(3)] for rank in (0, 1)]
+    )
+    before = [flat.residuals.sent.clone() for flat in flats]
+    owned = torch.cat([flat.residuals.reduced for flat in flats])
+    used = [[True, False, True], [True, False, False]]
+    gradient = _values(numel, 1.0, 50) if has_gradient else None  # of an earlier backward
+    results = all_reduce(flats, [[torch.zeros(numel), gradient, None]] * 2, used)
+    for rank, flat in enumerate(flats):
+        same = (flat.residuals.sent == before[rank]).all(1).view(3, 2).all(1)
+        assert same.tolist() == [not flag for flag in used[rank]]
+        assert results[rank][1].isnan().all(), "nobody has used it"
+        assert results[rank][0].abs().max() > 0, "what was left out before is sent"
+    assert flats[0].flags.tolist() == [2, 0, 1]
+    after = torch.cat([flat.residuals.reduced for flat in flats])
+    same = (after == owned).all(1)[:6].view(3, 2).all(1)
+    assert same.tolist() == [False, not has_gradient, False]
+    # Its residual comes with the next gradient.
+    expected = sum(each.view(3, -1)[1] for each in [*before, after[:6]])[:numel]
+    result = all_reduce(flats, [[torch.zeros(numel)] * 3] * 2)[0][1]
+    assert (result - expected).abs().max() < expected.abs().max() / 80
+
+
+def test_the_ballots_of_all_ranks_come_in_rank_order():
+    flats = quantized_buffers([torch.empty(300), torch.empty(20)], [True, False], torch.int8, 3)
+    all_reduce(flats, [[torch.ones(300), torch.ones(20)]] * 3)
+    for flat in flats:
+        assert flat.ballots.tolist() == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+        assert flat.flags.tolist() == [3, 3]
+
+
+def test_the_message_of_a_poisoned_rank_makes_all_nan_and_no_residual():
+    flats = quantized_buffers([torch.empty(700), torch.empty(20)], [True, False], torch.int8, 2)
+    grads = [[torch.rand(700), torch.rand(20)] for _ in range(2)]
+    all_reduce(flats, grads)
+    before = flats[1].residuals.sent.clone()
+    owned = [flat.residuals.reduced.clone() for flat in flats]
+    quantize_reference.quantize(flats[0], grads[0], [True, True], 1.0, bytes(6))
+    flats[1].poison()
+    flats[1].write_trailer([False, False], bytes(6))
+    exchange(flats)
+    for flat in flats:
+        quantize_reference.reduce_parts(flat)
+    gather(flats)
+    for flat, reduced in zip(flats, owned, strict=True):
+        targets = [torch.zeros(700), torch.zeros(20)]
+        quantize_reference.dequantize(flat, targets)
+        assert all(target.isnan().all() for target in targets)
+        assert torch.equal(flat.residuals.reduced, reduced)
+        assert flat.flags.tolist() == [1, 1]
+    assert torch.equal(flats[1].residuals.sent, before)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_parts_of_a_buffer_fill_the_same_message_as_the_whole(size):
+    shapes = [(3, 300), (5,), (1030, 257), (2, 128), (77,), (40, 41)]
+    quantized = [True, False, True, True, False, True]
+    like = [torch.empty(shape) for shape in shapes]
+    grads = [_values(each.numel(), 1.0, slot).view(each.shape) for slot, each in enumerate(like)]
+    grads[3] = None
+    used = [True, True, True, False, True, True]
+    whole = quantized_buffers(like, quantized, torch.int8, size)[0]
+    cut = quantized_buffers(like, quantized, torch.int8, size)[0]
+    ballots = bytes(range(1, 1 + whole.layout.ballots))
+    quantize_reference.quantize(whole, grads, used, 0.5, ballots)
+    for first, last in [(0, 2), (2, 3), (3, 6)]:
+        part = cut.part(first, last)
+        quantize_reference.quantize(part, grads[first:last], used[first:last], 0.5)
+    assert cut.outgoing.trailers.count_nonzero() == 0
+    cut.write_trailer(used, ballots)
+    assert torch.equal(whole.message, cut.message)
+    assert torch.equal(whole.residuals.sent, cut.residuals.sent)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_of_16_bits_in_any_memory_order_are_scaled_in_fp32(dtype):
+    grad = (_values(40 * 64, 1.0, 1).view(4, 10, 64) * 3e4).to(dtype).permute(2, 0, 1)
+    flats = quantized_buffers([grad], [True], torch.int8, 1)
+    quantize_reference.quantize(flats[0], [grad], [True], 4.0, bytes(3))  # overflows fp16
+    target = torch.empty_strided(grad.shape, grad.stride(), dtype=dtype)
+    exchange(flats)
+    quantize_reference.reduce_parts(flats[0])
+    gather(flats)
+    quantize_reference.dequantize(flats[0], [target], torch.tensor(0.25, dtype=torch.float64))
+    assert (target.double() - grad.double()).abs().max() <= 3e4 / 127
+
+
+@pytest.mark.parametrize("value", [-1e-40, -0.0, 1e-45])
+@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
+def test_what_is_too_small_for_a_scale_is_zero_and_stays_in_the_residual(value, numbers):
+    flats = quantized_buffers([torch.empty(BLOCK)], [True], numbers, 1)
+    ((result,),) = all_reduce(flats, [[torch.full((BLOCK,), value)]])
+    assert result.count_nonzero() == 0
+    assert torch.equal(flats[0].residuals.sent, torch.full((1, BLOCK), value))
+
+
+def test_all_fp8_numbers_are_decoded_as_torch_does():
+    codes = torch.arange(256).to(torch.uint8)
+    numbers = codes[(codes & 127) != 127].view(torch.float8_e4m3fn)  # the other two are NaN
+    flat = quantized_buffers([torch.empty(BLOCK)], [True], torch.float8_e4m3fn, 1)[0]
+    flat.result.numbers.view(-1)[:254] = numbers
+    flat.result.scales.fill_(0.75)
+    quantize_reference.put_together(flat)
+    assert torch.equal(flat.data[:254], numbers.float() * 0.75)
+    assert torch.equal(flat.data[:254].signbit(), numbers.float().signbit())
+
+
+@settings(max_examples=100, deadline=None)
+@given(slots=_slots, size=st.integers(1, 5), ballot=st.integers(0, 14))
+def test_the_size_of_a_message_is_that_of_the_docstring_and_every_element_has_one_place(
+    slots, size, ballot
+):
+    numels, quantized = [n for n, _ in slots], [flag for _, flag in slots]
+    layout = MessageLayout.of(numels, quantized, size, ballot * size)
+    blocks = sum(-(-n // 256) for n, flag in slots if flag)
+    exact = sum(-(-n // 16) * 16 for n, flag in slots if not flag)
+    part_blocks, part_exact = math.ceil(blocks / size), math.ceil(exact / size / 16) * 16
+    part = 256 * part_blocks + -(-4 * part_blocks // 16) * 16 + 4 * part_exact
+    trailer = -(-(len(slots) + ballot) // 16) * 16
+    assert layout.gathered_numel == size * part
+    assert layout.sent_numel == size * (part + trailer)
+    assert sum(map(layout.owned_blocks, range(size))) == blocks
+    pieces = list(layout.pieces(0, len(slots)))
+    for slot, numel in enumerate(numels):
+        mine = [piece for piece in pieces if piece.slot == slot]
+        assert [piece.start for piece in mine] == [
+            sum(piece.numel for piece in mine[:i]) for i in range(len(mine))
+        ]
+        assert sum(piece.numel for piece in mine) == numel
+    assert all(piece.start % (256 if quantized[piece.slot] else 16) == 0 for piece in pieces)
+    places = {
+        (quantized[piece.slot], piece.part, piece.place + i)
+        for piece in pieces
+        for i in range(-(-piece.numel // 256) if quantized[piece.slot] else piece.numel)
+    }
+    assert len(places) == blocks + sum(n for n, flag in slots if not flag)
+
+
+def test_a_buffer_of_another_dtype_than_fp32_is_refused():
+    flat = quantized_buffers([torch.empty(3)], [True], torch.int8, 1)[0]
+    with pytest.raises(ValueError, match=r"torch\.float32, not torch\.bfloat16"):
+        QuantizedBuffer(flat.layout, torch.bfloat16, torch.device("cpu"), [True], torch.int8, 0, 1)

@@ -1,0 +1,340 @@
+"""A flat buffer that travels quantised, in blocks, and the message that it travels as.
+
+A *block* is 256 consecutive elements, in memory order, of one gradient: as many numbers of 8 bits
+and one fp32 scale. Each gradient begins a block, so that what becomes of it does not depend on
+its bucket. Gradients that shall stay exact travel in fp32 in the same message.
+
+Of W ranks each owns one part of the blocks, and of the exact elements: it sums what all ranks send
+it of them, and sends the sum to all. So the message of a rank to all others has W equal parts::
+
+    part p      | numbers: 256 Bp bytes | scales: 4 Bp, pad to 16 | exact: 4 Ep | trailer, pad |
+    trailer     | flag 0 .. flag n-1 | this rank's ballot |                     (a byte each)
+
+    Bp = ceil(blocks / W)        Ep = ceil(exact elements / W), up to a multiple of 16
+
+and what each rank sends to all after that is such a part of sums, without the trailer. The trailer
+is the same in each part, so that every rank gets those of all. Padding has no meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonddp.kernels.buffer import FlatBuffer, Layout
+
+# Elements in a block.
+BLOCK = 256
+
+# In elements: exact gradients, and the parts that ranks own of them, begin at multiples of this, so
+# that the kernels can use 16-byte accesses for gradients of any dtype.
+EXACT_ALIGNMENT = 16
+
+# The largest number that a block of this dtype holds.
+LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+class Piece(NamedTuple):
+    """Consecutive elements of one gradient that lie in one part of the message.
+
+    Attributes:
+        slot: of the gradient.
+        start: first element within the gradient, in memory order. A multiple of 256 where it is
+            quantised, else of 16.
+        numel: number of elements, at least 1.
+        part: which one.
+        place: where in it: the first block, or the first of the exact elements.
+    """
+
+    slot: int
+    start: int
+    numel: int
+    part: int
+    place: int
+
+
+@dataclass(frozen=True)
+class MessageLayout:
+    """Where each gradient lies in the message.
+
+    Attributes:
+        world_size: number of ranks, and of parts.
+        numels: number of elements of each gradient.
+        quantized: which gradients are; the others are exact.
+        places: of a quantised gradient the number of its first block, of an exact one the number
+            of its first element among the exact ones.
+        blocks: number of blocks of all gradients.
+        exact: number of exact elements of all gradients, and of what aligns them.
+        ballot: bytes of the ballot of one rank.
+    """
+
+    world_size: int
+    numels: tuple[int, ...]
+    quantized: tuple[bool, ...]
+    places: tuple[int, ...]
+    blocks: int
+    exact: int
+    ballot: int
+
+    @classmethod
+    def of(
+        cls, numels: Sequence[int], quantized: Sequence[bool], world_size: int, ballots: int = 0
+    ) -> MessageLayout:
+        """Lay gradients of so many elements out; ``ballots`` are bytes, those of all ranks."""
+        places, blocks, exact = [], 0, 0
+        for numel, is_quantized in zip(numels, quantized, strict=True):
+            if is_quantized:
+                places.append(blocks)
+                blocks += -(-numel // BLOCK)
+            else:
+                places.append(exact)
+                exact += _round_up(numel, EXACT_ALIGNMENT)
+        return cls(
+            world_size=world_size,
+            numels=tuple(numels),
+            quantized=tuple(quantized),
+            places=tuple(places),
+            blocks=blocks,
+            exact=exact,
+            ballot=ballots // world_size,
+        )
+
+    @cached_property
+    def part_blocks(self) -> int:
+        """Blocks in a part (``Bp``)."""
+        return -(-self.blocks // self.world_size)
+
+    @cached_property
+    def part_exact(self) -> int:
+        """Exact elements in a part (``Ep``)."""
+        return _round_up(-(-self.exact // self.world_size), EXACT_ALIGNMENT)
+
+    @cached_property
+    def scales_offset(self) -> int:
+        """Byte of a part at which its scales begin."""
+        return self.part_blocks * BLOCK
+
+    @cached_property
+    def exact_offset(self) -> int:
+        """Byte of a part at which its exact elements begin."""
+        return self.scales_offset + _round_up(4 * self.part_blocks, 16)
+
+    @cached_property
+    def part_bytes(self) -> int:
+        """Bytes of a part without its trailer, and that at which the trailer begins."""
+        return self.exact_offset + 4 * self.part_exact
+
+    @cached_property
+    def trailer_bytes(self) -> int:
+        """Bytes of a trailer, what pads it included."""
+        return _round_up(len(self.numels) + self.ballot, 16)
+
+    @cached_property
+    def stride(self) -> int:
+        """Bytes from one part of the message to the next."""
+        return self.part_bytes + self.trailer_bytes
+
+    @property
+    def sent_numel(self) -> int:
+        """Bytes of the message to all ranks."""
+        return self.world_size * self.stride
+
+    @property
+    def gathered_numel(self) -> int:
+        """Bytes of the sums of all ranks."""
+        return self.world_size * self.part_bytes
+
+    def owned_blocks(self, rank: int) -> int:
+        """Blocks that ``rank`` owns: less than :attr:`part_blocks` where there are no more."""
+        return min(max(self.blocks - rank * self.part_blocks, 0), self.part_blocks)
+
+    def pieces(self, first: int, last: int) -> Iterator[Piece]:
+        """What slots ``[first, last)`` consist of, in slot order, then by element."""
+        for slot in range(first, last):
+            quantized, numel, place = self.quantized[slot], self.numels[slot], self.places[slot]
+            per_part = self.part_blocks if quantized else self.part_exact
+            size = BLOCK if quantized else 1  # elements to a unit of place
+            start = 0
+            while start < numel:
+                part, at = divmod(place + start // size, per_part)
+                piece = Piece(slot, start, min(numel - start, (per_part - at) * size), part, at)
+                yield piece
+                start += piece.numel
+
+
+class Sections(NamedTuple):
+    """Views of some parts of a message, one row a part.
+
+    Attributes:
+        numbers: ``(rows, Bp, 256)``, int8 or fp8.
+        scales: ``(rows, Bp)``, fp32. A NaN makes the block one; 0 a block of zeros.
+        exact: ``(rows, Ep)``, fp32.
+        trailers: ``(rows, n + bytes of a ballot)``, uint8; no columns in gathered sums.
+    """
+
+    numbers: Tensor
+    scales: Tensor
+    exact: Tensor
+    trailers: Tensor
+
+
+@dataclass
+class Residuals:
+    """What quantisation has left out so far, to be sent with later gradients (error feedback).
+
+    In the unit of what is sent: the scale of gradients is in it. Lives as long as its bucket, in
+    which buffers may come and go.
+
+    Attributes:
+        sent: fp32 ``(blocks, 256)``: of this rank's gradients.
+        reduced: fp32 ``(owned blocks, 256)``: of the sums that this rank sends to all.
+    """
+
+    sent: Tensor
+    reduced: Tensor
+
+    @classmethod
+    def zeros(cls, message: MessageLayout, rank: int, device: torch.device) -> Residuals:
+        """Nothing has been left out."""
+        return cls(
+            torch.zeros(message.blocks, BLOCK, device=device),
+            torch.zeros(message.owned_blocks(rank), BLOCK, device=device),
+        )
+
+
+class QuantizedBuffer(FlatBuffer):
+    """A flat buffer of fp32 whose gradients go out and come in by a quantised message.
+
+    ``quantize`` fills ``message``. An all-to-all brings ``received``, whose row r is what rank r
+    has sent of the part that this rank owns; ``reduce_parts`` sums the rows into the first of them
+    (``reduced``) and reads the trailers. An all-gather of that brings ``gathered``, and
+    ``dequantize`` the gradients.
+
+    Memory: on a GPU twice the message, about two bytes an element. On the CPU also ``data``, where
+    the mean is put together, and from which large gradients are ceded (:class:`Bucket`).
+
+    Args:
+        layout: shapes, strides and number of ballots (of all ranks); offsets are made anew.
+        dtype: has to be fp32.
+        device: of the gradients.
+        quantized: for each gradient, whether it is.
+        numbers: dtype on the wire: int8 or float8_e4m3fn.
+        rank, world_size: this rank, and how many there are.
+        residuals: of the bucket; ``None`` where errors are not fed back.
+
+    Attributes:
+        message: uint8, ``message_layout.sent_numel`` bytes: what goes to all ranks.
+        received: uint8, of the same size: what came from all.
+        gathered: uint8, the beginning of ``message``, which has gone then: the sums of all.
+        reduced: uint8, the beginning of ``received``: the sums that this rank owns.
+        outgoing, incoming, result: their sections. ``result`` is of ``gathered``.
+        first_slot: of this part of a buffer; 0 for the whole.
+        data: fp32, one gradient behind the other, quantised ones first, each from a multiple of
+            256 on. Elements between them have no meaning. On a GPU it is the message.
+        flags, ballots: fp32, after ``reduce_parts``; see :class:`FlatBuffer`.
+        views: on the CPU only.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantized: Sequence[bool],
+        numbers: torch.dtype,
+        rank: int,
+        world_size: int,
+        residuals: Residuals | None = None,
+    ) -> None:
+        if dtype is not torch.float32:
+            raise ValueError(f"a quantised buffer is of torch.float32, not {dtype}")
+        size, slots = world_size, len(layout.numels)
+        message = MessageLayout.of(layout.numels, quantized, size, layout.ballots)
+        self.message_layout = message
+        self.layout = _layout_of_data(layout, message)
+        self.rank = rank
+        self.numbers = numbers
+        self.residuals = residuals
+        self.message = torch.zeros(message.sent_numel, dtype=torch.uint8, device=device)
+        self.received = torch.zeros_like(self.message)
+        self.gathered = self.message[: message.gathered_numel]
+        self.reduced = self.received[: message.part_bytes]
+        self.outgoing = self._sections(self.message)
+        self.incoming = self._sections(self.received)
+        self.result = self._sections(self.gathered)
+        trailer = torch.zeros(slots + layout.ballots, device=device)
+        self.flags = trailer[:slots]
+        self.ballots = trailer[slots:]
+        self.views: list[Tensor] = []
+        self.data = self.message
+        if device.type == "cpu":
+            self.data = torch.zeros(self.layout.numel)
+            self.views = list(map(self.tensor_at, range(slots)))
+        self.payload = self.data
+        self.is_part = False
+        self.first_slot = 0
+        self.tables: Any = None
+
+    def _sections(self, parts: Tensor) -> Sections:
+        layout = self.message_layout
+        size, blocks = layout.world_size, layout.part_blocks
+        rows = parts.view(size, parts.numel() // size)
+        words = parts.view(torch.float32).view(size, rows.shape[1] // 4)
+        scales, exact = layout.scales_offset // 4, layout.exact_offset // 4
+        trailer = layout.part_bytes, layout.part_bytes + len(layout.numels) + layout.ballot
+        return Sections(
+            rows[:, : layout.scales_offset].view(self.numbers).view(size, blocks, BLOCK),
+            words[:, scales : scales + blocks],
+            words[:, exact : exact + layout.part_exact],
+            rows[:, trailer[0] : trailer[1]],
+        )
+
+    def part(self, first: int, last: int) -> QuantizedBuffer:
+        """See :meth:`FlatBuffer.part`."""
+        part = super().part(first, last)
+        assert isinstance(part, QuantizedBuffer)
+        part.first_slot = first
+        return part
+
+    def own_ballot(self, encoded: bytes) -> bytes:
+        """This rank's ballot, of those of all ranks as ``Layout.encode_ballots`` returns them."""
+        size = self.message_layout.ballot
+        return encoded[self.rank * size :][:size]
+
+    def write_trailer(self, used: Sequence[bool], ballots: Sequence[int]) -> None:
+        """See :meth:`FlatBuffer.write_trailer`. Of the ballots only this rank's is sent."""
+        own = self.own_ballot(self.layout.encode_ballots(ballots))
+        trailer = bytearray(map(bool, used)) + own
+        if trailer:
+            self.outgoing.trailers.copy_(torch.frombuffer(trailer, dtype=torch.uint8))
+
+    def poison(self) -> None:
+        """See :meth:`FlatBuffer.poison`. Residuals stay as they are."""
+        self.outgoing.scales.fill_(torch.nan)
+        self.outgoing.exact.fill_(torch.nan)
+
+
+def _layout_of_data(layout: Layout, message: MessageLayout) -> Layout:
+    quantized = message.blocks * BLOCK
+    end = quantized + message.exact
+    return Layout(
+        shapes=layout.shapes,
+        strides=layout.strides,
+        numels=layout.numels,
+        offsets=tuple(
+            place * BLOCK if is_quantized else quantized + place
+            for place, is_quantized in zip(message.places, message.quantized, strict=True)
+        ),
+        flags_offset=end,
+        ballots=layout.ballots,
+        numel=end,
+    )
