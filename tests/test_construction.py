@@ -46,7 +46,10 @@ def test_signature_is_that_of_torch() -> None:
     assert [name for name in ours if name in theirs] == list(theirs), "torch's names and order"
     # torch 2.13 and 2.15 have added these, at the end.
     added = ["batched_grad_copy", "forward_sync_buffers", "lazy_bucket_allocation"]
-    assert [*theirs, *(name for name in added if name not in theirs)] == list(ours)
+    by_name = [name for name, each in ours.items() if each.kind is inspect.Parameter.KEYWORD_ONLY]
+    added = [*(name for name in added if name not in theirs), *by_name]
+    assert [*theirs, *added] == list(ours)
+    assert not {*by_name} & {*theirs}, "what stock lacks, and nothing else, goes by name only"
     for name, parameter in theirs.items():
         assert ours[name].kind is parameter.kind, name
         # Automatic detection instead of stock's strict mode: that is the point. And None means
@@ -152,6 +155,18 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
         {"mixed_precision": _MixedPrecision(reduce_dtype=torch.int8)},
         ValueError,
         ["torch.int8", "reduce_dtype"],
+    ),
+    "reduce_dtype by name": (
+        small,
+        {"reduce_dtype": "bf16"},
+        TypeError,
+        ["reduce_dtype", "'bf16'"],
+    ),
+    "reduce_dtype of integers": (
+        small,
+        {"reduce_dtype": torch.int8},
+        ValueError,
+        ["torch.bfloat16, torch.float16, torch.float32", "torch.int8"],
     ),
     "not in the group": (
         small,

@@ -62,6 +62,7 @@ def test_launches_and_collectives_per_bucket_not_per_parameter(number: int, view
         unflattens=0 if view else 5,
         collectives=5,
         wire_bytes=5 * 4 * ((64 + 1) * number + 2 * BALLOT_BYTES),
+        sent_bytes=5 * 4 * ((64 + 1) * number + 2 * BALLOT_BYTES),  # 2 (W-1)/W of it
     )
 
 
@@ -93,6 +94,7 @@ def test_several_buckets_one_all_reduce_each_in_launch_order(view: bool) -> None
         unflattens=0 if view else 15,
         collectives=15,
         wire_bytes=3 * (4 * (64 + 1) * 100 + 8 * (32 + 1) * 50 + ballots),
+        sent_bytes=3 * (4 * (64 + 1) * 100 + 8 * (32 + 1) * 50 + ballots),
     )
     assert {tuple(tensor.dtype for _, tensor in calls)} == {
         tuple(bucket.params[0].dtype for bucket in buckets) * 3

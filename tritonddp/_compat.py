@@ -45,6 +45,16 @@ def foreach_zero_(tensors: Sequence[Tensor]) -> None:
     torch._foreach_zero_(tensors)  # type: ignore[arg-type]
 
 
+def foreach_mul(tensors: Sequence[Tensor], scale: float) -> list[Tensor]:
+    """New tensors, all scaled in one call, as torch's optimizers do."""
+    return list(torch._foreach_mul(tensors, scale))  # type: ignore[call-overload]
+
+
+def foreach_mul_(tensors: Sequence[Tensor], scale: float) -> None:
+    """Scale a list of tensors in one call, as torch's optimizers do."""
+    torch._foreach_mul_(tensors, scale)  # type: ignore[call-overload]
+
+
 def future_types() -> tuple[type, ...]:
     """What a communication hook may return: ``Work.get_future()`` gives the C++ class itself."""
     return (torch._C.Future,)

@@ -121,8 +121,7 @@ class Arrangement:
         order = torch.tensor([*arrived, *missing], device=self.placement.params[0].device)
         with self._roll_call.naming(where(), "broadcast of the order of gradients"):
             dist.broadcast(order, group=self._group, group_src=source_rank)
-        self._counters.collectives += 1
-        self._counters.wire_bytes += order.numel() * order.element_size()
+        self._counters.collective(order.nbytes, self._group.size())
         self._order = order.tolist()
         return missing
 

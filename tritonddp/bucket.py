@@ -86,7 +86,8 @@ class Bucket:
         self._before: dict[int, tuple[Tensor, int]] = {}
         layout = self._make_layout(ballots)
         self.cuts = kernels.segments(layout)
-        self._cedes = kernels.cedes(layout) and self._wire_dtype in self._dtypes
+        self._casts = self._wire_dtype not in self._dtypes
+        self._cedes = kernels.cedes(layout) and not self._casts
         self._allocate(layout)
 
     def _make_layout(self, ballots: int) -> Layout:
@@ -220,7 +221,8 @@ class Bucket:
         """
         grads, self._grads = self._grads, [None] * len(self._grads)
         before, self._before = self._before, {}  # or they would outlive zero_grad
-        if factor is not None and not self._kernels.by_address:
+        in_kernel = self._kernels.by_address or self._casts
+        if factor is not None and not in_kernel:
             # A pass of its own: what is ceded below is not copied, but has to be scaled too.
             if factor.item() != 1:
                 self.flat.payload.mul_(factor.item())
@@ -228,11 +230,10 @@ class Bucket:
         if NoneType in map(type, grads):
             for slot, flag in enumerate(self.flat.flags.tolist()):
                 if flag and grads[slot] is None:
-                    if self._kernels.by_address:
+                    if in_kernel:
                         grads[slot] = self.params[slot].grad = self._empty_gradient(slot)
                     else:  # no launch to save
-                        view, dtype = self.flat.views[slot], self.params[slot].dtype
-                        self.params[slot].grad = view.to(dtype, copy=True)
+                        self.params[slot].grad = self.flat.views[slot].clone()
         if self._cedes:
             for slot, param in enumerate(self.params):
                 if self._used[slot] and slot not in before and is_private(param, grads, slot):

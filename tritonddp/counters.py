@@ -16,6 +16,9 @@ class Counters:
         collectives: collectives on gradients: one all-reduce a bucket, and one broadcast when
             the bucket order is agreed.
         wire_bytes: payload and trailer bytes handed to these collectives by this rank.
+        sent_bytes: what of them this rank has to send, by an algorithm that sends as little as can
+            be (Chan et al., Collective communication, 2007): with ``W`` ranks ``2 (W-1)/W`` of the
+            bytes of an all-reduce, ``(W-1)/W`` of all others, rounded up.
         layout_copies: gradients whose strides were not their parameter's and that were copied
             once before they could be flattened.
     """
@@ -25,4 +28,17 @@ class Counters:
     unflattens: int = 0
     collectives: int = 0
     wire_bytes: int = 0
+    sent_bytes: int = 0
     layout_copies: int = 0
+
+    def collective(self, nbytes: int, world_size: int, passes: int = 1) -> None:
+        """Count a collective.
+
+        Args:
+            nbytes: of the message: what all ranks end with, or begin with, together.
+            world_size: number of ranks.
+            passes: 2 for an all-reduce, which is a reduce-scatter and an all-gather.
+        """
+        self.collectives += 1
+        self.wire_bytes += nbytes
+        self.sent_bytes += -(-passes * (world_size - 1) * nbytes // world_size)

@@ -43,6 +43,7 @@ from tritonddp.roster import Roster
 from tritonddp.stock_names import StockNames, warn_of_static_graph
 from tritonddp.verify import describe, describe_error, verify_same
 from tritonddp.weighting import Weight
+from tritonddp.wire import Wire
 
 
 class DistributedDataParallel(
@@ -55,7 +56,8 @@ class DistributedDataParallel(
     Parameters that a backward does not reach need no flag. ``torch.distributed`` must be
     initialised first.
 
-    The arguments are those of :class:`torch.nn.parallel.DistributedDataParallel`, in its order.
+    The arguments are those of :class:`torch.nn.parallel.DistributedDataParallel`, in its order, and
+    behind them, by name only, what stock lacks.
 
     Args:
         module: the module to train, available as ``.module``; at least one parameter requires
@@ -97,6 +99,11 @@ class DistributedDataParallel(
             synchronised one. On by default.
         lazy_bucket_allocation: (torch 2.15) buckets get their memory when their first gradients
             are there, and let it go after the backward.
+        reduce_dtype: the dtype in which gradients travel and are summed: ``torch.bfloat16`` or
+            ``torch.float16`` for half the bytes of fp32, ``torch.float32`` for full precision of
+            parameters in low precision. They are scaled before the cast, in fp32; ``.grad`` keeps
+            the dtype of its parameter, and is a copy, also with ``gradient_as_bucket_view``. By
+            default each gradient travels in its own dtype, as complex and sparse ones always do.
 
     Attributes:
         module: the wrapped module.
@@ -140,6 +147,8 @@ class DistributedDataParallel(
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
+        *,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
@@ -162,6 +171,7 @@ class DistributedDataParallel(
         try:
             if mixed_precision is not None:
                 check_mixed_precision(mixed_precision)
+            self._wire = Wire.of(reduce_dtype, mixed_precision)
             check_module(module, params, gradient_as_bucket_view, _alive)
             self.device_ids, self.output_device = device_ids_of(device_ids, output_device, devices)
             delay = Delay.of(delay_all_reduce_named_params, param_to_hook_all_reduce, params)
@@ -212,6 +222,8 @@ class DistributedDataParallel(
                 options["delayed"] = sorted(caps.delayed)
             if mixed_precision is not None:
                 options["mixed_precision"] = mixed_precision
+            if reduce_dtype is not None:
+                options["reduce_dtype"] = reduce_dtype
             verify_same(describe(params, buffers, options), self.process_group, self.device)
             self._broadcast([tensor.detach() for _, tensor in [*params, *buffers]])
         self.mixed_precision = mixed_precision
@@ -246,7 +258,7 @@ class DistributedDataParallel(
             strict=self.find_unused_parameters is False and not self.static_graph,
             skip_unused=self.skip_all_reduce_unused_params,
             delay_until=self._delay.until if self._delay else None,
-            wire_dtype=self._low.reduce_dtype if self._low else None,
+            wire=self._wire,
             lazy_buckets=self.lazy_bucket_allocation,
         )
         self.reducer.finalize_on_request(self._require_manual_backward_finalization)

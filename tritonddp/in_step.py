@@ -19,7 +19,7 @@ from tritonddp.ballot import (
     StructureMismatch,
     left_out_hash,
 )
-from tritonddp.bucket import GradientError
+from tritonddp.bucket import Bucket, GradientError
 from tritonddp.comm.reduction import Reduction
 from tritonddp.reducer_state import Phase, ReducerState, reducers
 from tritonddp.weighting import Weight
@@ -125,7 +125,8 @@ class InStep(ReducerState):
             # Mostly of values that are alike already: a graph that is kept may be used again.
             with preserve_version_counters(params):
                 broadcast([param.detach() for param in params])
-        placement = self.arrangement.place(self._roster.added)
+        buckets = self._wire.buckets(Bucket, Bucket)
+        placement = self.arrangement.place(self._roster.added, buckets)
         weight = _NOTHING if source.is_empty else self._window.weight
         reduction = self._reduction.plain
         self._begin_reduction(source, weight, self._roster.structure, reduction=reduction)

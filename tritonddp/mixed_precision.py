@@ -1,5 +1,7 @@
 """Forward and backward in low precision, parameters and gradients in full (``mixed_precision``).
 
+What gradients travel in is decided in ``wire.py``.
+
 While the module runs, casts of its parameters stand in their places. Autograd knows them as results
 of a cast: it casts gradients back and accumulates them in the parameters' own dtype. So parameters
 never change, ``.grad`` is in full precision from the start, also under ``no_sync`` and where a
@@ -13,15 +15,13 @@ places: hooks on all modules put casts there for that time.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from tritonddp._compat import MixedPrecision, cast_inputs, current_graph_task_id
-from tritonddp.bucket import Bucket
 from tritonddp.kernels.buffer import DTYPES
 from tritonddp.sparse_bucket import sparse_parameters
 
@@ -33,14 +33,10 @@ class LowPrecision:
         module: what the user has wrapped.
         config: see :class:`torch.nn.parallel.distributed._MixedPrecision`.
         ignored: names of parameters and buffers that keep their dtypes.
-
-    Attributes:
-        reduce_dtype: the dtype on the wire; ``None`` if each gradient travels in its own.
     """
 
     def __init__(self, module: nn.Module, config: MixedPrecision, ignored: Collection[str]) -> None:
         self._dtype = config.param_dtype
-        self.reduce_dtype = config.reduce_dtype or config.param_dtype
         self._ignored = set(ignored)
         self._kept: set[Tensor] = set()  # parameters that are ignored
         self._is_running = False
@@ -198,23 +194,3 @@ def check_mixed_precision(config: Any) -> None:
             f"mixed_precision reduces gradients in {wire_dtype}; tritonddp can do it in "
             f"{', '.join(map(str, DTYPES))}: set reduce_dtype"
         )
-
-
-def buckets_on_the_wire(
-    wire_dtype: torch.dtype, bucket_class: Callable[..., Bucket], copying: Callable[..., Bucket]
-) -> Callable[..., Bucket]:
-    """Makes buckets whose gradients travel in ``wire_dtype``.
-
-    Args:
-        wire_dtype: a floating-point dtype.
-        bucket_class: for gradients that have this dtype, or are not of floating point.
-        copying: for all others, which cannot live in the buffer.
-    """
-
-    def make(index: int, params: Sequence[Parameter], *args: Any, **kwargs: Any) -> Bucket:
-        dtype = params[0].dtype
-        if dtype == wire_dtype or not dtype.is_floating_point:
-            return bucket_class(index, params, *args, **kwargs)
-        return copying(index, params, *args, **(kwargs | {"wire_dtype": wire_dtype}))
-
-    return make

@@ -33,6 +33,7 @@ class OnRequest(BetweenBackwards):
         Args:
             named_params: the same on every rank.
             bucket_class: :class:`ViewBucket` replaces gradients, :class:`Bucket` writes to them.
+                (What travels in another dtype is copied by the former too.)
             weight: how much they count; ``None`` where all ranks count alike.
             sparse: those whose gradients may be sparse.
 
@@ -44,6 +45,9 @@ class OnRequest(BetweenBackwards):
         if weight is not None and weight.is_sum:
             for _, param in named_params:
                 param.grad = None if param.grad is None else param.grad / weight.scale
+        for _, param in named_params:
+            if param.grad is not None and self._wire.casts(param) and param not in sparse:
+                param.grad = param.grad.clone()  # which is written to
         names = [f"sparse {name}" for name, param in named_params if param in sparse]
         structure = structure_of(named_params, *names)
         self._reduce_at_once(named_params, bucket_class, weight, structure, sparse=sparse)
@@ -105,7 +109,8 @@ class OnRequest(BetweenBackwards):
         stale: Collection[Parameter] = (),
         sparse: Collection[Tensor] | None = None,
     ) -> None:
-        placement = self.arrangement.place(named_params, bucket_class, sparse=sparse)
+        buckets = self._wire.buckets(bucket_class, Bucket)
+        placement = self.arrangement.place(named_params, buckets, sparse=sparse)
         used = [param.grad is not None and param not in stale for param in placement.params]
         reduction = self._reduction.plain
         self._begin_reduction(Source.REQUEST, weight, structure, reduction=reduction)

@@ -23,7 +23,6 @@ from tritonddp.comm.reduction import AllReduce, Reduction, Work
 from tritonddp.counters import Counters
 from tritonddp.delayed import Gate
 from tritonddp.lazy_bucket import LazyBucket, LazyViewBucket
-from tritonddp.mixed_precision import buckets_on_the_wire
 from tritonddp.outputs import Forward, Outputs
 from tritonddp.participation import Constancy, Unannounced, as_trainable
 from tritonddp.placement import Placement
@@ -33,6 +32,7 @@ from tritonddp.roster import Roster
 from tritonddp.stock_reducer import StockReducerNames
 from tritonddp.view_bucket import ViewBucket
 from tritonddp.weighting import Weight, Window
+from tritonddp.wire import Wire
 
 # Those that are alive, by process group.
 reducers: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[ReducerState]] = (
@@ -67,7 +67,7 @@ class ReducerState(ABC, StockReducerNames):
         strict: an unused parameter is an error at the next forward.
         skip_unused: buckets without any used parameter are not sent.
         delay_until: the parameter whose gradient delayed ones (see :class:`BucketCaps`) wait for.
-        wire_dtype: in which gradients travel, ``None`` for their own dtypes.
+        wire: how gradients travel.
         lazy_buckets: buckets have memory during backwards only.
 
     Attributes:
@@ -93,7 +93,7 @@ class ReducerState(ABC, StockReducerNames):
         strict: bool = False,
         skip_unused: bool = False,
         delay_until: Tensor | None = None,
-        wire_dtype: torch.dtype | None = None,
+        wire: Wire | None = None,
         lazy_buckets: bool = False,
     ) -> None:
         self.counters = Counters()
@@ -141,11 +141,14 @@ class ReducerState(ABC, StockReducerNames):
         self._constancy = Constancy()
         copying: type[Bucket] = LazyBucket if lazy_buckets else Bucket
         views: type[Bucket] = LazyViewBucket if lazy_buckets else ViewBucket
-        bucket_class: Callable[..., Bucket] = views if gradient_as_bucket_view else copying
-        if wire_dtype is not None:
-            bucket_class = buckets_on_the_wire(wire_dtype, bucket_class, copying)
+        self._wire = wire or Wire()
         self.arrangement = Arrangement(
-            roster, process_group, caps, bucket_class, self.counters, self._roll_call
+            roster,
+            process_group,
+            caps,
+            self._wire.buckets(views if gradient_as_bucket_view else copying, copying),
+            self.counters,
+            self._roll_call,
         )
         self._count_anew()
 

@@ -73,6 +73,24 @@ def test_fp64_is_rounded_to_16_bits_by_way_of_fp32(wire):
     assert flat.views[0].tolist() == [1.0, -1.0]
 
 
+@pytest.mark.parametrize("wire", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_twin_casts_large_gradients_in_pieces_with_the_same_bits(monkeypatch, dtype, wire):
+    slots = [dense([5000]), dense([]), dense([8, 3, 5, 5], [0, 2, 3, 1]), dense([30, 40], [1, 0])]
+    grads = [values(math.prod(shape), dtype, n).view(shape) for n, (shape, _) in enumerate(slots)]
+    whole, _ = embedded_flat(slots, wire)
+    pieces, memory = embedded_flat(slots, wire)
+    reference.flatten(whole, grads, [True] * 4, 1 / 3)
+    monkeypatch.setattr(reference, "_SMALL", 0)
+    monkeypatch.setattr(reference, "_CAST", 384)
+    reference.flatten(pieces, grads, [True] * 4, 1 / 3)
+    for slot, (view, expected) in enumerate(zip(pieces.views, whole.views, strict=True)):
+        assert_same_bits(view, expected, f"slot {slot}")
+    memory.assert_guards_intact("the flat buffer")
+    with pytest.raises(RuntimeError):
+        reference.flatten(pieces, [values(4999, dtype, 0), None, None, None], [True] * 4, 1.0)
+
+
 def test_the_scale_is_applied_before_the_cast_to_the_wire():
     # 60000 * 8 overflows fp16, but 60000 * 8 * 0.125 does not.
     flat, _ = embedded_flat([dense([20])], torch.float16)

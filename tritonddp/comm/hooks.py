@@ -224,8 +224,7 @@ class HookReduction(AllReduce):
         return 1.0 / self._group.size() if isinstance(bucket, SparseBucket) else 1.0
 
     def _send(self, message: Tensor) -> Work:
-        self._counters.collectives += 1
-        self._counters.wire_bytes += message.numel() * message.element_size()
+        self._counters.collective(message.nbytes, self._group.size(), passes=2)
         try:
             work = dist.all_reduce(message, group=self._group, async_op=True)
         except RuntimeError as error:

@@ -143,8 +143,7 @@ class AllReduce:
         return self._places if bucket.index == 0 else b""
 
     def _issue(self, bucket: Bucket) -> Work:
-        self._counters.collectives += 1
-        self._counters.wire_bytes += bucket.nbytes
+        self._counters.collective(bucket.nbytes, self._group.size(), passes=2)
         try:
             work = dist.all_reduce(bucket.flat.data, group=self._group, async_op=True)
         except RuntimeError as error:

@@ -32,8 +32,7 @@ def exchange(bucket: SparseBucket, group: dist.ProcessGroup, counters: Counters)
     kinds = {each.kind for each in announced}
     if Kind.DENSE in kinds:
         total = bucket.take_dense()
-        counters.collectives += 1
-        counters.wire_bytes += total.nbytes
+        counters.collective(total.nbytes, group.size(), passes=2)
         dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total, group=group)
         receive = partial(bucket.receive_dense, total)
         numbers = total
@@ -58,8 +57,7 @@ def _gather(
     _write(message, 0, indices)
     _write(message, _values_at(len(indices)), values)
     gathered = message.new_empty(size * len(counts))
-    counters.collectives += 1
-    counters.wire_bytes += gathered.nbytes
+    counters.collective(gathered.nbytes, group.size())
     all_gather_single(gathered, message, group)
     all_indices, all_values = [], []
     for rank, count in enumerate(counts):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonddp._compat import foreach_copy_, foreach_zero_
+from tritonddp._compat import foreach_copy_, foreach_mul, foreach_mul_, foreach_zero_
 from tritonddp.kernels.buffer import FlatBuffer, Layout
 
 # No gaps in the buffer: on the CPU nothing is gained by aligned gradients.
@@ -25,6 +25,9 @@ _SMALL = 8_192
 # Elements that are flattened at once: 4 MiB in fp32, a share of the last-level cache. Measured:
 # smaller ones save on copies what their Python costs; from 16 MiB on copies take twice as long.
 _SEGMENT = 1_048_576
+# Elements that are cast at once: torch casts by way of a temporary, which so stays in the cache.
+# Measured: a tenth of the time of one call for 10 million elements; smaller ones cost more calls.
+_CAST = 262_144
 
 
 def compute_dtype(source: torch.dtype, wire: torch.dtype) -> torch.dtype:
@@ -134,12 +137,37 @@ def cedes(layout: Layout) -> bool:
 
 def _flatten_cast(flat: FlatBuffer, grads: Sequence[Tensor | None], scale: float) -> None:
     """Flatten gradients of another dtype than the wire's."""
-    for view, grad in zip(flat.views, grads, strict=True):
-        if grad is None:
-            view.zero_()
-        else:
-            wide = grad.to(compute_dtype(grad.dtype, view.dtype))
-            view.copy_(torch.mul(wide, scale))
+    if NoneType in map(type, grads):
+        foreach_zero_([view for view, g in zip(flat.views, grads, strict=True) if g is None])
+    pairs = [(view, grad) for view, grad in zip(flat.views, grads, strict=True) if grad is not None]
+    if not pairs:
+        return
+    views, present = [view for view, _ in pairs], [grad for _, grad in pairs]
+    wire, source = flat.data.dtype, present[0].dtype
+    compute = compute_dtype(source, wire)
+    if compute is wire:
+        foreach_copy_(views, present)
+        foreach_mul_(views, scale)
+    elif compute is not source:
+        foreach_copy_(views, foreach_mul([grad.to(compute) for grad in present], scale))
+    elif flat.layout.mean_numel < _SMALL:
+        foreach_copy_(views, foreach_mul(present, scale))
+    else:
+        for view, grad in pairs:
+            _scale_and_cast(view, grad, scale)
+
+
+def _scale_and_cast(view: Tensor, grad: Tensor, scale: float) -> None:
+    """A gradient that has the dtype in which it is scaled."""
+    if grad.shape != view.shape:  # torch would make room for it, or repeat it
+        raise RuntimeError("a gradient is not of the size that the buffer was made for")
+    if grad.numel() <= _CAST or grad.stride() != view.stride():
+        torch.mul(grad, scale, out=view)
+        return
+    flat_size = (grad.numel(),)
+    sources, targets = grad.as_strided(flat_size, (1,)), view.as_strided(flat_size, (1,))
+    for source, target in zip(sources.split(_CAST), targets.split(_CAST), strict=True):
+        torch.mul(source, scale, out=target)
 
 
 def _flatten_together(flat: FlatBuffer, grads: Sequence[Tensor | None], scale: float) -> None:
@@ -171,7 +199,11 @@ def _unflatten_scaled(grads: Sequence[Tensor], views: Sequence[Tensor], factor: 
     """Scale on the way out. The factor is a number, since a tensor would take part in promotion."""
     for grad, view in zip(grads, views, strict=True):
         if grad.dtype is not view.dtype:
-            grad.copy_(torch.mul(view.to(compute_dtype(grad.dtype, view.dtype)), factor))
+            compute = compute_dtype(grad.dtype, view.dtype)
+            if compute is grad.dtype:
+                grad.copy_(view).mul_(factor)
+            else:
+                grad.copy_(torch.mul(view.to(compute), factor))
         elif grad.shape == view.shape:
             torch.mul(view, factor, out=grad)
         else:  # torch would make room for it
