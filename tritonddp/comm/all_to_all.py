@@ -1,0 +1,40 @@
+"""An all-to-all over gloo that sends and receives at once.
+
+gloo writes what it has for a peer as soon as that peer has said that it is ready to receive, and
+says so itself on the same connection. Its own all-to-all sends first: the later of two ranks finds
+the other one ready, fills the connection with its message, and its own word that it is ready waits
+behind it. So the line is used in one direction after the other. Measured between two hosts at
+1 Gbit/s, 5.4 MB each way: gloo's all-to-all 89 ms, its all-gather 69 ms, this one 45 ms, which is
+what the line takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+def all_to_all(incoming: Tensor, outgoing: Tensor, group: dist.ProcessGroup, tag: int) -> list[Any]:
+    """Row ``r`` of ``outgoing`` goes to rank ``r``, and row ``r`` of ``incoming`` comes from it.
+
+    An all-gather is one whose rows are all the same memory (``part.expand(W, -1)``).
+
+    Messages between two ranks are matched by their tags, and by their order only among those of one
+    tag, so that several may be under way and other collectives of the group beside them.
+
+    Args:
+        incoming, outgoing: ``W`` rows of one shape and dtype each, contiguous by row, on the CPU.
+        group: ``W`` ranks, over gloo.
+        tag: the same on all ranks, not negative.
+
+    Returns:
+        What to wait for; until then the memory of both belongs to gloo.
+    """
+    rank, world_size = group.rank(), group.size()
+    others = [(rank + distance) % world_size for distance in range(1, world_size)]
+    works = [dist.irecv(incoming[r], group=group, tag=tag, group_src=r) for r in others]
+    works += [dist.isend(outgoing[r], group=group, tag=tag, group_dst=r) for r in others]
+    incoming[rank].copy_(outgoing[rank])
+    return works
