@@ -56,6 +56,7 @@ class Arrangement:
         # Numbers in the order of gradients in the first reduced backward, None when it is over.
         self._arrived: dict[int, None] | None = {}
         self._order: list[int] | None = None  # that the next placement shall have
+        self._is_restored = False  # the order is that of an earlier run
         self._structure = roster.structure  # that the last reduction had
         self._since_change = 0  # reductions since it changed
         self.has_moved = False
@@ -92,6 +93,16 @@ class Arrangement:
         """Whether the order of gradients is still to be observed."""
         return self._arrived is not None
 
+    @property
+    def order(self) -> list[str]:
+        """Names of the parameters as they were agreed on, empty where they have not been yet."""
+        return list(self.placement.names) if self._arrived is None or self._is_restored else []
+
+    @property
+    def since_change(self) -> int:
+        """Reductions since a parameter was frozen, unfrozen or added."""
+        return self._since_change
+
     def arrived(self, number: int) -> None:
         """The gradient of a parameter came in the first reduced backward."""
         assert self._arrived is not None
@@ -113,11 +124,15 @@ class Arrangement:
         """At the end of the first reduced backward: all ranks take one rank's order of gradients.
 
         What never arrived there goes last. Returns what never arrived here.
+
+        (A restored order is agreed on already.)
         """
         assert self._arrived is not None
         arrived, self._arrived = self._arrived, None
         self.ready_order = [self.placement.names[number] for number in arrived]
         missing = [n for n in range(len(self.placement.params)) if n not in arrived]
+        if self._is_restored:
+            return missing
         order = torch.tensor([*arrived, *missing], device=self.placement.params[0].device)
         with self._roll_call.naming(where(), "broadcast of the order of gradients"):
             dist.broadcast(order, group=self._group, group_src=source_rank)
@@ -145,11 +160,35 @@ class Arrangement:
         }
         kept = [(name, param) for name, param in named if param in held]
         kept += self._roster.added
-        if not kept or self.placement.fits(kept, self._caps, self._roster.sparse):
+        return self._place_instead(kept)
+
+    def restore(self, order: Sequence[int], since_change: int) -> list[int | None] | None:
+        """Place the parameters as an earlier run has. Alike on all ranks, between backwards.
+
+        The next backward is observed like a first one: for gradients that the engine does not
+        announce. The order in which they come counts for nothing.
+
+        Args:
+            order: numbers of the roster's parameters; trainable ones that are not there go last.
+            since_change: as it was in that run.
+
+        Returns:
+            As :meth:`renew`.
+        """
+        self._arrived, self._order, self._is_restored = {}, None, True
+        self._structure, self._since_change = self._roster.structure, since_change
+        named = [self._roster.params[number] for number in order]
+        placed = {param for _, param in named}
+        named += [each for each in self._roster.trainable[::-1] if each[1] not in placed]
+        return self._place_instead(named)
+
+    def _place_instead(self, named: Sequence[tuple[str, Parameter]]) -> list[int | None] | None:
+        """Place these instead of what is placed now; returns what :meth:`renew` does."""
+        if not named or self.placement.fits(named, self._caps, self._roster.sparse):
             return None
         self._flags = [(params, flags.clone()) for params, flags in self.flags()]
         self.has_moved = True
         number_of = {param: number for number, param in enumerate(self.placement.params)}
         with torch.no_grad():
-            self.placement = self.place(kept, self._bucket_class, self.placement)
+            self.placement = self.place(named, self._bucket_class, self.placement)
         return [number_of.get(param) for param in self.placement.params]

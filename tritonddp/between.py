@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -57,6 +58,53 @@ class BetweenBackwards(InStep):
         self._recover_all()
         self._settle()
         self._look()
+
+    # What the next run needs to know
+
+    def comm_state(self) -> dict[str, Any]:
+        """The order of the buckets, and what else the bits of the next reduction depend on."""
+        self.prepare_to_follow()
+        return {
+            "bucket_order": self.arrangement.order,
+            "reductions_since_change": self.arrangement.since_change,
+            "weight_unit": self._reduction.get_unit(),
+        }
+
+    def load_comm_state(self, state: dict[str, Any] | None) -> None:
+        """Go on as the run that had this state on rank 0, whatever it is on the others.
+
+        Raises:
+            RuntimeError: a backward is under way.
+        """
+        self.prepare_to_follow()
+        if self._phase is Phase.DETACHED:
+            return
+        if self._phase is not Phase.IDLE:
+            raise RuntimeError(
+                f"{self._where()}: load_comm_state_dict() was called while a backward runs: call "
+                "it between two steps"
+            )
+        self._roster.enroll()
+        params = self._roster.params
+        # Numbers, since all ranks have the same parameters: nothing is unpickled that another
+        # rank has sent. Small integers and powers of two are exact in fp64.
+        message = torch.full((2 + len(params),), -1.0, dtype=torch.float64)
+        if state is not None and state["bucket_order"]:
+            number_of = {name: number for number, (name, _) in enumerate(params)}
+            order = [number_of[name] for name in state["bucket_order"] if name in number_of]
+            said = [state["reductions_since_change"], state["weight_unit"], *order]
+            message[: len(said)] = torch.tensor(said, dtype=torch.float64)
+        message = message.to(params[0][1].device)
+        with self._roll_call.naming(self._where(), "broadcast of the state of communication"):
+            dist.broadcast(message, group=self._group, group_src=0)
+        self.counters.collectives += 1
+        self.counters.wire_bytes += message.numel() * message.element_size()
+        since_change, unit, *numbers = message.tolist()
+        if since_change < 0:
+            return  # saved before the first step
+        self._reduction.set_unit(unit)
+        order = [int(number) for number in numbers if number >= 0]
+        self._renumber(self.arrangement.restore(order, int(since_change)))
 
     def _look(self) -> None:
         """See what has become of the parameters."""

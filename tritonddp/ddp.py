@@ -23,6 +23,7 @@ from tritonddp._compat import (
 from tritonddp.assignment import MIB, BucketCaps
 from tritonddp.attendance import Attendance
 from tritonddp.beyond_stock import BeyondStock
+from tritonddp.comm_state import CommState
 from tritonddp.construction import (
     buffer_sync,
     check_module,
@@ -47,7 +48,7 @@ from tritonddp.wire import Wire
 
 
 class DistributedDataParallel(
-    SyncsBuffers, StockNames, BeyondStock, TakesHooks, Finalizes, Follower
+    SyncsBuffers, StockNames, BeyondStock, CommState, TakesHooks, Finalizes, Follower
 ):
     """Data parallelism by gradient averaging: a drop-in for torch's class of the same name.
 

@@ -105,16 +105,20 @@ class InStep(ReducerState):
                 self._take_up(source)
             except GradientError as error:  # of this rank alone: the others go on
                 failure = GradientError(f"{self._where()}: {error}")
-        former = self.arrangement.renew()
-        if former is not None:
-            self._unannounced.renumber(former)
-            self._constancy.renumber(former)
-            earlier = self._used_earlier
-            self._count_anew()
-            # (Where a backward was reduced, it ends the window.)
-            self._used_earlier = [old is not None and earlier[old] for old in former]
+        self._renumber(self.arrangement.renew())
         if failure is not None:
             raise failure
+
+    def _renumber(self, former: Sequence[int | None] | None) -> None:
+        """Parameter ``i`` was ``former[i]`` until now, or is new; ``None`` if all are as before."""
+        if former is None:
+            return
+        self._unannounced.renumber(former)
+        self._constancy.renumber(former)
+        earlier = self._used_earlier
+        self._count_anew()
+        # (Where a backward was reduced, it ends the window.)
+        self._used_earlier = [old is not None and earlier[old] for old in former]
 
     def _take_up(self, source: Source) -> None:
         """Reduce the gradients of parameters that were added, in buckets of their own."""

@@ -299,6 +299,12 @@ class _TracedReduction:
         plain = self._inner.plain
         return self if plain is self._inner else plain
 
+    def get_unit(self) -> float:
+        return self._inner.get_unit()
+
+    def set_unit(self, unit: float) -> None:
+        self._inner.set_unit(unit)
+
     def begin(self, ballot: Ballot, scale: float) -> None:
         self._inner.begin(ballot, scale)
 

@@ -86,3 +86,11 @@ class SteppingReduction:
     def settle(self) -> None:
         """See :meth:`Reduction.settle`."""
         self.inner.settle()
+
+    def get_unit(self) -> float:
+        """See :meth:`Reduction.get_unit`."""
+        return self.inner.get_unit()
+
+    def set_unit(self, unit: float) -> None:
+        """See :meth:`Reduction.set_unit`."""
+        self.inner.set_unit(unit)

@@ -86,6 +86,12 @@ class Reduction(Protocol):
     def settle(self) -> None:
         """Wait for what :meth:`finish` could not tell yet, and raise what it would have raised."""
 
+    def get_unit(self) -> float:
+        """In which the next weights are counted, alike on all ranks: it follows the last ones."""
+
+    def set_unit(self, unit: float) -> None:
+        """Go on where another reduction was."""
+
 
 class AllReduce:
     """Mean over ranks by one SUM all-reduce a bucket.
@@ -229,6 +235,14 @@ class AllReduce:
             (copy, event), self._unread = self._unread, None
             event.synchronize()
             self._check(copy)
+
+    def get_unit(self) -> float:
+        """See :meth:`Reduction.get_unit`."""
+        return self._unit
+
+    def set_unit(self, unit: float) -> None:
+        """See :meth:`Reduction.set_unit`."""
+        self._unit = unit
 
 
 def _unit_of(weights: Sequence[float]) -> float:

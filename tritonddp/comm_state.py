@@ -1,0 +1,65 @@
+"""What a wrapper knows that its module does not, for checkpoints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from tritonddp.reducer import Reducer
+
+
+class CommState:
+    """The part of ``DistributedDataParallel`` that lets a run go on with the same bits.
+
+    Which bits a sum over three and more ranks has depends on where in its bucket an element lies:
+    gloo's and NCCL's rings begin to add at another rank in each part of the message. A wrapper
+    that is new observes the order of gradients in its first step, with other buckets than it has
+    from the second on. So its first step is not the one that the run before it would have made.
+    """
+
+    if TYPE_CHECKING:
+        process_group: dist.ProcessGroup
+        reducer: Reducer
+
+    def comm_state_dict(self) -> dict[str, Any]:
+        """What to save beside the module, so that a new wrapper goes on with the same bits.
+
+        All ranks call it, between two steps, and each saves what it gets.
+
+        Returns:
+            ``rank`` and ``world_size`` of this run, and, alike on all ranks: ``bucket_order``,
+            names of parameters as buckets hold them, empty before the first reduced backward;
+            ``reductions_since_change``, since a parameter was frozen, unfrozen or added; and
+            ``weight_unit``, by which the next weights are divided.
+
+        Raises:
+            RuntimeError: a backward waits for ``finalize_backward()``.
+
+        Example::
+
+            torch.save({"model": model.module.state_dict(), "comm": model.comm_state_dict()}, path)
+        """
+        return {
+            "rank": self.process_group.rank(),
+            "world_size": self.process_group.size(),
+            **self.reducer.comm_state(),
+        }
+
+    def load_comm_state_dict(self, *states: dict[str, Any]) -> None:
+        """Go on as the run did whose state this is: the next step has the bits of its next step.
+
+        All ranks call it, between two steps, once the module has the parameters of that run, frozen
+        ones included. One small broadcast.
+
+        Args:
+            states: what :meth:`comm_state_dict` returned: on as many ranks as then, each rank's
+                own. On fewer or more ranks those of all saved ranks ``r`` for which
+                ``r % world_size`` is this rank, which may be none. Parameters that the module does
+                not have are passed over; trainable ones that a state does not name go last.
+
+        Raises:
+            RuntimeError: a backward is under way, or waits for ``finalize_backward()``.
+        """
+        self.reducer.load_comm_state(states[0] if states else None)
