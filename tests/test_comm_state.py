@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 import tritonddp
 from tritonddp import DistributedDataParallel
-from tritonddp._compat import MixedPrecision
 
 STEPS, SAVED = 13, 3  # parameters that are frozen leave their buckets after 8 steps
 
@@ -92,11 +91,7 @@ CASES = {
     "views": ({"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True}, nothing, False),
     "lazy": ({"lazy_bucket_allocation": True}, nothing, False),
     "frozen before": ({}, freeze, False),
-    "weighted fp16": (
-        {"mixed_precision": MixedPrecision(reduce_dtype=torch.float16)},
-        nothing,
-        True,
-    ),
+    "weighted fp16": ({"reduce_dtype": torch.float16}, nothing, True),
 }
 
 
