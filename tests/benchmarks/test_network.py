@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[1]))
 
 import line
 import namespaces
 import network as benchmark
+from hosts import hosts_or_skip
 from line import Limit, frame_bytes, step_limit
 
 BENCHMARKS = Path(benchmark.__file__).parent
@@ -34,15 +36,8 @@ def left_behind(owner: int) -> list[str]:
 @pytest.fixture
 def hosts() -> Iterator[list[namespaces.Host]]:
     """Two hosts without limit; skips where there cannot be any."""
-    try:
-        made = namespaces.network(2)
-        found = made.__enter__()
-    except namespaces.NetworkUnavailableError as error:
-        pytest.skip(str(error))
-    try:
-        yield found
-    finally:
-        made.__exit__(None, None, None)
+    with hosts_or_skip(2) as made:
+        yield made
 
 
 # The limit

@@ -1,0 +1,67 @@
+"""Ranks on hosts of their own, where this machine can make such (``benchmarks/namespaces.py``)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+import namespaces
+
+ROOT = Path(__file__).parents[1]
+
+
+@contextmanager
+def hosts_or_skip(count: int, rate: float | None = None) -> Iterator[list[namespaces.Host]]:
+    """So many hosts; skips the test where there cannot be any.
+
+    Args:
+        count: of hosts.
+        rate: bits per second that each may send.
+    """
+    with ExitStack() as stack:
+        try:
+            hosts = stack.enter_context(namespaces.network(count, rate))
+        except namespaces.NetworkUnavailableError as error:
+            pytest.skip(str(error))
+        yield hosts
+
+
+def outputs(
+    hosts: Sequence[namespaces.Host], *arguments: str | Path, timeout: float = 120
+) -> list[str]:
+    """Run a script as one rank on each host; what each printed, when all have succeeded."""
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "WORLD_SIZE": str(len(hosts)),
+        "MASTER_ADDR": hosts[0].address,
+        "MASTER_PORT": "29500",  # a host has all ports for itself
+        "GLOO_SOCKET_IFNAME": namespaces.INTERFACE,
+        "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # or it warns that the addresses have no names
+    }
+    processes = [
+        host.start(
+            [sys.executable, *map(str, arguments)],
+            env=environment | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, host in enumerate(hosts)
+    ]
+    deadline = time.monotonic() + timeout
+    found = []
+    for rank, process in enumerate(processes):
+        out, err = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+        assert process.returncode == 0, f"rank {rank}: {err}"
+        found.append(out)
+    return found
