@@ -197,6 +197,37 @@ def test_times_are_those_of_the_parts_of_a_step() -> None:
 
 
 @ranks(2)
+def test_with_manual_finalisation_communication_ends_when_that_does() -> None:
+    def times() -> dict[str, int]:
+        net(torch.randn(4, 3))  # the times of a step are there when the next one has begun
+        data = net._get_ddp_logging_data()
+        return {name: data[name] for name in sorted(TIMES)}
+
+    with clock():
+        net = DistributedDataParallel(Two())
+        net.require_manual_backward_finalization = True
+        step(net)
+        tritonddp.sampling.time.perf_counter_ns()  # communication goes on
+        net.finalize_backward()
+        assert times() == {
+            "backward_comm_time": 2,
+            "backward_compute_comm_overlap_time": 0,
+            "backward_compute_time": 1,
+            "forward_compute_time": 1,
+        }
+        x = torch.randn(4, 3, requires_grad=True)
+        middle = x * 1
+        middle.register_hook(lambda _: net.finalize_backward())
+        net(middle).sum().backward()
+        assert times() == {
+            "backward_comm_time": 1,
+            "backward_compute_comm_overlap_time": 2,
+            "backward_compute_time": 3,
+            "forward_compute_time": 1,
+        }
+
+
+@ranks(2)
 def test_only_sampled_steps_look_at_the_clock() -> None:
     with clock():
         net = DistributedDataParallel(Two())

@@ -19,6 +19,7 @@ class Finalizes:
     """
 
     reducer: Any
+    logger: Any
     _require_manual_backward_finalization = False
 
     @property
@@ -54,3 +55,4 @@ class Finalizes:
                 for gradients, or there is nothing to wait for, as under ``no_sync``.
         """
         self.reducer.finalize_backward()
+        self.logger.sampler.finalized()

@@ -124,6 +124,13 @@ class Sampler:
         if self._sample is not None and FORWARD_ENDED not in self._sample[1]:
             self._sample[1].mark(FORWARD_ENDED)
 
+    def finalized(self) -> None:
+        """The caller has waited for the buckets of the last backward."""
+        if self._sample is not None:
+            moments = self._sample[1]
+            if COMMUNICATION_BEGAN in moments and COMMUNICATION_ENDED not in moments:
+                moments.mark(COMMUNICATION_ENDED)
+
     def _backward_begins(self, end: Callable[[], None]) -> Callable[[], None]:
         """See :attr:`Reducer.on_backward`."""
         reducer = self._reducer()
