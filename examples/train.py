@@ -42,11 +42,13 @@ from tasks import TASKS, Task, UsageError
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as StockDDP
+from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 from tritonddp import DistributedDataParallel as TritonDDP
 
 WRAPPERS: dict[str, Callable[..., Any]] = {"stock": StockDDP, "triton": TritonDDP}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -71,13 +73,11 @@ def train(task: Task, name: str, args: argparse.Namespace, device: torch.device)
         device_ids=[device] if device.type == "cuda" else None,
         bucket_cap_mb=args.bucket_cap_mb,
         gradient_as_bucket_view=args.gradient_as_bucket_view,
+        **(wire_options(args) if name == "triton" else {}),
     )
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=args.lr)
+    schedule = warmup_and_cosine(optimizer, args.steps)
     warmup = max(1, args.steps // 10)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min((step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * step / args.steps)),
-    )
     batches = shards(len(task.inputs), args.batch_size, rank, world_size, args.seed)
     for step in progress(args.steps, f"{task.name}, {name}"):
         if step == warmup:
@@ -92,6 +92,20 @@ def train(task: Task, name: str, args: argparse.Namespace, device: torch.device)
         schedule.step()
     wait_for(device)
     return Run(ddp, (args.steps - warmup) / (time.perf_counter() - started))
+
+
+def wire_options(args: argparse.Namespace) -> dict[str, Any]:
+    """How gradients travel: arguments that stock DDP does not have."""
+    return {"reduce_dtype": DTYPES.get(args.reduce_dtype)}
+
+
+def warmup_and_cosine(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
+    """The rate rises during the first tenth of the steps, and falls to zero at their end."""
+    warmup = max(1, steps // 10)
+    return LambdaLR(
+        optimizer,
+        lambda step: min((step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * step / steps)),
+    )
 
 
 def batch_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
@@ -110,10 +124,12 @@ def shards(size: int, batch_size: int, rank: int, world_size: int, seed: int) ->
 
 
 @torch.no_grad()
-def evaluate(task: Task, run: Run, device: torch.device) -> None:
-    """Loss and accuracy over all held-out data: each rank sums over its share, then all add up."""
+def evaluate(task: Task, ddp: Any, device: torch.device) -> tuple[float, float]:
+    """Loss and accuracy over all held-out data: each rank sums over its share, then all add up.
+    The model is in evaluation mode then, with rank 0's buffers on all ranks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = run.ddp.module.eval()
+    model = ddp.eval().module
+    ddp(task.inputs[:1].to(device))  # DDP hands out rank 0's buffers at every forward
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, count
     for indices in torch.arange(rank, len(task.held_out_inputs), world_size).split(128):
         logits = model(task.held_out_inputs[indices].to(device))
@@ -123,7 +139,7 @@ def evaluate(task: Task, run: Run, device: torch.device) -> None:
         sums += torch.stack([loss.double(), correct.double(), sums.new_tensor(targets.numel())])
     dist.all_reduce(sums)
     loss_sum, correct_sum, count = sums.tolist()
-    run.loss, run.accuracy = loss_sum / count, correct_sum / count
+    return loss_sum / count, correct_sum / count
 
 
 def measure_sync(task: Task, runs: list[Run], batch_size: int, device: torch.device) -> None:
@@ -163,15 +179,6 @@ def first_difference(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     every: list[dict[str, bytes]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(every, mine)
     return next((name for name in mine if any(e[name] != mine[name] for e in every)), None)
-
-
-def check_ranks(task: Task, run: Run, device: torch.device) -> None:
-    """Do all ranks hold the same bits? Parameters as they are, buffers after one more forward."""
-    run.difference = first_difference(run.ddp.module.named_parameters())
-    run.ddp.eval()
-    with torch.no_grad():
-        run.ddp(task.inputs[:1].to(device))  # DDP hands out rank 0's buffers at every forward
-    run.difference = run.difference or first_difference(run.ddp.module.named_buffers())
 
 
 def report(task: Task, runs: dict[str, Run]) -> None:
@@ -255,6 +262,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=_at_least(int, 0), default=0)
     parser.add_argument("--bucket-cap-mb", type=_at_least(float, 1e-6), help="default: DDP's own")
     parser.add_argument("--gradient-as-bucket-view", action="store_true")
+    parser.add_argument("--reduce-dtype", choices=DTYPES, help="on the wire; tritonddp's alone")
     return parser.parse_args()
 
 
@@ -265,6 +273,8 @@ def set_up(args: argparse.Namespace) -> tuple[Task, torch.device]:
             "start it with torchrun: "
             "torchrun --standalone --nproc-per-node 2 examples/train.py --task " + args.task
         )
+    if args.ddp == "stock" and args.reduce_dtype:
+        raise UsageError("--reduce-dtype is tritonddp's: use --ddp triton, or both")
     local_rank, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cpu")
     if args.device == "cuda":
@@ -318,8 +328,9 @@ def main() -> int:
         runs: dict[str, Run] = {}
         for name in WRAPPERS if args.ddp == "both" else [args.ddp]:
             run = runs[name] = train(task, name, args, device)
-            check_ranks(task, run, device)
-            evaluate(task, run, device)
+            run.loss, run.accuracy = evaluate(task, run.ddp, device)
+            module = run.ddp.module
+            run.difference = first_difference([*module.named_parameters(), *module.named_buffers()])
         measure_sync(task, list(runs.values()), args.batch_size, device)
         if dist.get_rank() == 0:
             report(task, runs)

@@ -44,6 +44,14 @@ def test_digits_are_learnt_alike_with_stock_and_triton() -> None:
     assert done.stderr.count("step 60 of 60") == 2  # lines instead of a bar, from rank 0 alone
 
 
+def test_the_wire_that_was_asked_for_is_tritonddp_s() -> None:
+    done = run(EXAMPLE, "--steps", "4", "--ddp", "both", "--reduce-dtype", "bf16")
+    assert done.returncode == 0, done.stderr
+    assert row(done.stdout, "bit-identical on all 2 ranks") == ["yes", "yes"]
+    (largest,) = re.findall(r"stock to triton: (\S+)\n", done.stdout)
+    assert 0 < float(largest) < 0.1
+
+
 @pytest.mark.thorough
 def test_text_is_learnt_with_gradients_as_bucket_views() -> None:
     done = run(
@@ -106,8 +114,12 @@ ONE_RANK = {
         (["--batch-size", "1439"], ONE_RANK, "use fewer processes or a smaller --batch-size"),
         ([], {**ONE_RANK, "WORLD_SIZE": "45"}, "use fewer processes or a smaller --batch-size"),
         (["--steps", "1"], ONE_RANK, "argument --steps: 1 is not at least 2"),
+        (["--ddp", "stock", "--reduce-dtype", "bf16"], ONE_RANK, "use --ddp triton, or both"),
     ],
-    ids=["no torchrun", "no CUDA", "nccl on CPU", "batch too large", "too many ranks", "one step"],
+    ids=[
+        *("no torchrun", "no CUDA", "nccl on CPU", "batch too large", "too many ranks"),
+        *("one step", "stock's wire"),
+    ],
 )
 def test_bad_input_is_one_line_and_status_2(
     arguments: list[str], env: dict[str, str], message: str
