@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.parallel.distributed import _BufferCommHookLocation
@@ -290,6 +291,63 @@ def test_subclasses_may_have_a_forward_of_their_own(kind: Any, location: Any) ->
     assert net._check_sync_bufs_post_fwd() is is_last
     assert net._check_sync_bufs_pre_fwd() is not is_last
     assert (module.seen == gather(module.seen)[0]).item() is (is_last or dist.get_rank() == 0)
+
+
+class HasStocksForward(DistributedDataParallel):
+    """Copied from torch, of whatever version is installed."""
+
+    forward = Stock.forward
+
+
+class HasAllOfStocksForward(HasStocksForward):
+    """And what that calls."""
+
+    _pre_forward = Stock._pre_forward
+    _post_forward = Stock._post_forward
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+@pytest.mark.parametrize("kind", [HasStocksForward, HasAllOfStocksForward])
+@ranks(2)
+def test_subclasses_may_have_copied_stocks_forward(kind: Any, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    ours, theirs = DistributedDataParallel(copy.deepcopy(module)), kind(module, **options)
+    for _ in range(3):
+        x = batch()
+        for net in ours, theirs:
+            net.zero_grad()
+            with net.no_sync():
+                net(x).square().sum().backward()
+            net(x).square().sum().backward()
+        for mine, own in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert_same_bits(own.grad, mine.grad)
+        assert_same_bits(theirs.module[1].running_mean, ours.module[1].running_mean)
+
+
+@ranks(2)
+def test_a_copy_of_stocks_forward_can_be_joined() -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(3, 3)
+    nets = [DistributedDataParallel(copy.deepcopy(module)), HasStocksForward(module)]
+    for net in nets:
+        with net.join():
+            for _ in range(1 + dist.get_rank()):
+                net(torch.ones(2, 3)).sum().backward()
+    for mine, own in zip(*(net.parameters() for net in nets), strict=True):
+        assert_same_bits(own.grad, mine.grad)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@ranks(2)
+def test_a_copy_of_all_of_it_cannot_be_joined_and_is_told_what_to_call(is_first: bool) -> None:
+    net, other = HasAllOfStocksForward(nn.Linear(3, 3)), DistributedDataParallel(nn.Linear(3, 3))
+    joined = [net, other] if is_first else [other, net]
+    with Join(joined):
+        if not is_first:
+            other(torch.ones(2, 3)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"call self\._pre_forward"):
+            net(torch.ones(2, 3))
 
 
 # Unused parameters

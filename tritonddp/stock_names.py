@@ -46,6 +46,11 @@ class StockNames:
     # No clone is made of outputs, so that there is nothing to choose: see _set_ddp_sink_clone.
     _ddp_sink_clone = True
 
+    # By these stock's forward, or a subclass that has one like it, decides what to leave out.
+    _use_python_reducer = False
+    _delay_all_reduce_all_params = False  # delayed gradients have buckets too
+    _static_graph_delay_allreduce_enqueued = True  # no first backward needs it
+
     # Which parameters and buffers
 
     @staticmethod
@@ -178,6 +183,17 @@ class StockNames:
 
     def _lazy_init(self) -> None:
         """Nothing is put off."""
+
+    def _clear_grad_buffer(self) -> None:
+        """Nothing: the gradients that are delayed have buckets like all others."""
+
+    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> NoReturn:
+        """Ranks without inputs are told by :meth:`_pre_forward` what a forward brings.
+
+        Raises:
+            RuntimeError: always. Stock's forward calls this inside ``join()``.
+        """
+        self.reducer.refuse_to_be_told()
 
     @property
     def _distributed_rank(self) -> int:

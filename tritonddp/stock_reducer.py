@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -100,6 +100,25 @@ class StockReducerNames:
 
     def _delay_all_reduce(self) -> None:
         """Nothing: the first backward launches its buckets at its end in any case."""
+
+    def _set_forward_pass_work_handle(
+        self, work: dist.Work, use_static_world_size: bool
+    ) -> NoReturn:
+        """See :meth:`refuse_to_be_told`: what was issued is not all that ranks wait for."""
+        self.refuse_to_be_told()
+
+    def refuse_to_be_told(self) -> NoReturn:
+        """A forward that is not ours tells ranks without inputs, in stock's way, that it begins.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"{self._where()}: inside join() a forward tells the ranks that have no inputs left "
+            "which collectives it will bring, before all of them. A subclass with a forward of "
+            "its own must leave that to tritonddp: call self._pre_forward(*inputs, **kwargs) "
+            "before the module and self._post_forward(output) after it, not what stock does there"
+        )
 
     def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
         """Nothing: which rows a sparse gradient has is seen in the gradient."""
