@@ -5,8 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 
 import tritonddp
@@ -22,11 +25,13 @@ class Configuration:
         name: unique; the key of results.
         wrapper: the class that wraps the model, ``None`` for the bare model.
         options: its keyword arguments.
+        error: how far its gradients may be off stock's, of their norm, beyond rounding in fp32.
     """
 
     name: str
     wrapper: Wrapper | None
-    options: Mapping[str, bool] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    error: float = 0.0
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model as this configuration trains it; collective."""
@@ -77,6 +82,41 @@ def families(unused: bool = False) -> tuple[Family, Family]:
         _family("copies", "", {}, unused, strict=not unused),
         _family("views", " views", {"gradient_as_bucket_view": True}, unused),
     )
+
+
+def wires() -> tuple[Family, ...]:
+    """Ways to send fewer bytes, each against stock in fp32.
+
+    fp32 first, then those of tritonddp; stock's fp16 hook is measured beside. (Its bf16 hook
+    refuses the CPU.)
+    """
+    stock, again = Configuration("stock", StockDDP), Configuration("stock again", StockDDP)
+    hook = Configuration("stock fp16 hook", _stock_with_fp16_hook, error=1e-2)
+    ways = [ours_by_wire(name) for name in WIRES]
+    return tuple(
+        Family(way.name.removeprefix("ours "), way, (stock,), again, () if number else (hook,))
+        for number, way in enumerate(ways)
+    )
+
+
+def ours_by_wire(name: str) -> Configuration:
+    """tritonddp with one of :data:`WIRES`."""
+    options, error = WIRES[name]
+    return Configuration(f"ours {name}", tritonddp.DistributedDataParallel, options, error)
+
+
+# Options, and how far gradients may be off: half a step of the wire's numbers for each cast.
+WIRES: dict[str, tuple[dict[str, Any], float]] = {
+    "fp32": ({}, 0.0),
+    "bf16": ({"reduce_dtype": torch.bfloat16}, 1e-2),
+    "fp16": ({"reduce_dtype": torch.float16}, 1e-2),
+}
+
+
+def _stock_with_fp16_hook(model: nn.Module) -> nn.Module:
+    wrapped = StockDDP(model)
+    wrapped.register_comm_hook(None, fp16_compress_hook)
+    return wrapped
 
 
 def _family(

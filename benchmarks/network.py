@@ -1,10 +1,12 @@
 """Training steps on slow networks: hosts on this machine, behind lines of limited rate.
 
-    python benchmarks/network.py [--hosts 2 4] [--rates 100mbit 1gbit 10gbit none] [--out FILE]
+    python benchmarks/network.py [--by-wire] [--hosts 2 4] [--rates 100mbit 1gbit 10gbit none]
+        [--out FILE]
 
 Hosts are network namespaces (namespaces.py) with one rank each over gloo. What is timed is a whole
 step, forward, backward and the synchronisation of gradients, on the slowest rank, next to the
-shortest time that the line allows (line.py) and to a bare all-reduce of the same bytes. Needs root,
+shortest time that the line allows (line.py) and to a bare all-reduce of the same bytes; with
+`--by-wire`, with fewer bytes too, in bf16 and less, each against stock in fp32. Needs root,
 `ip` and `tc`; ends with status 2 and a word of advice where it cannot have them.
 """
 
@@ -81,7 +83,7 @@ def run(count: int, options: argparse.Namespace, report: Callable[[dict[str, Any
     with network(count, some_rate) as hosts:
         ranks = [_start(rank, hosts, options) for rank in range(count)]
         for _ in range(len(options.models) * len(options.rates)):
-            report(evaluate(_next_messages(ranks)))
+            report(evaluate(_next_messages(ranks), options.by_wire))
         _next_messages(ranks)  # all are done
 
 
@@ -111,6 +113,7 @@ def _start(rank: int, hosts: Sequence[Host], options: argparse.Namespace) -> Con
         address=host.address,
         rates=options.rates,
         models=options.models,
+        by_wire=options.by_wire,
         rounds=options.rounds,
         seconds=options.seconds,
     )
@@ -153,6 +156,7 @@ def _options() -> argparse.Namespace:
         help="of each host's line (default: 100mbit 1gbit 10gbit none)",
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["transformer_10m"])
+    parser.add_argument("--by-wire", action="store_true", help="compare ways to send fewer bytes")
     parser.add_argument("--rounds", type=int, default=6, help="at each rate, at most (default 6)")
     parser.add_argument(
         "--seconds",

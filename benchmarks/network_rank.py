@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parents[1]))  # unless tritonddp is installed
 
-from configurations import UNWRAPPED, Family, families
+from configurations import UNWRAPPED, Configuration, Family, families, wires
 from models import CASES, Case, loss
 from namespaces import Host, tx_bytes
 from ranks import Ranks, process_group
@@ -53,16 +53,25 @@ MODELS = {
 }
 
 
-def families_at(rate: float | None) -> tuple[Family, ...]:
+def families_at(rate: float | None, by_wire: bool) -> tuple[Family, ...]:
     """What is compared on a line of this rate.
 
-    Below 1 Gbit/s a step takes seconds, of which stock's ways to copy gradients, and views of
-    buckets, could save no more than a few milliseconds: there it is stock's default and ours.
+    By wire: ways to send fewer bytes. Otherwise copies and views, all in full precision: below
+    1 Gbit/s a step takes seconds, of which stock's ways to copy gradients, and views of buckets,
+    could save no more than a few milliseconds: there it is stock's default and ours.
     """
-    copies, views = (each for each in families() if each.name in ("copies", "views"))
+    if by_wire:
+        return wires()
+    copies, views = (replace(each, beside=()) for each in families())
     if rate is None or rate >= 1e9:
         return copies, views
     return (replace(copies, stock=copies.stock[:1]),)
+
+
+def contenders_of(groups: Sequence[Family]) -> list[Configuration]:
+    """Each configuration once."""
+    members = [each for group in groups for each in (*group.stock, group.ours, *group.beside)]
+    return list({each.name: each for each in members}.values())
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,7 @@ class Plan:
         namespace, address: of its host.
         rates: bits per second of every host's line, ``None`` for no limit.
         models: names in :data:`MODELS`.
+        by_wire: see :func:`families_at`.
         rounds: at each rate, at most.
         seconds: after which no further round begins, once there are two.
     """
@@ -81,6 +91,7 @@ class Plan:
     address: str
     rates: Sequence[float | None]
     models: Sequence[str]
+    by_wire: bool
     rounds: int
     seconds: float
 
@@ -114,15 +125,16 @@ class Contenders:
             unwrapped.
     """
 
-    def __init__(self, case: Case, ranks: Ranks) -> None:
-        configurations = [UNWRAPPED]
-        for family in families_at(None):
-            configurations += [*family.stock, family.ours]
+    def __init__(self, case: Case, ranks: Ranks, by_wire: bool) -> None:
+        groups = families_at(None, by_wire)
+        configurations = [UNWRAPPED, *contenders_of(groups)]
         self._models = {each.name: each.wrap(case.model(ranks.device)) for each in configurations}
         self._batch = case.batch(ranks.device, seed=1000 + ranks.rank)
         self._ranks = ranks
-        agreements = check(self._models, case, ranks, "stock", "stock views")
-        buckets = [bucket.params for bucket in self._models["ours"].reducer.buckets]
+        again = "ours fp32" if by_wire else "stock views"
+        errors = {each.name: each.error for each in configurations}
+        agreements = check(self._models, case, ranks, "stock", again, errors=errors)
+        buckets = [bucket.params for bucket in self._models[groups[0].ours.name].reducer.buckets]
         sent = [param for params in buckets for param in params]
         self.facts: dict[str, Any] = {
             "model": case.name,
@@ -152,6 +164,11 @@ class Contenders:
         self.ready = [each - start for each in self._clock.times]
         return end - start
 
+    def sent_bytes(self, name: str) -> int | None:
+        """What tritonddp has counted so far; ``None`` for others."""
+        counters = getattr(getattr(self._models.get(name), "reducer", None), "counters", None)
+        return None if counters is None else counters.sent_bytes
+
     def all_reduce(self, buckets: int | None = None) -> float:
         """Seconds of an all-reduce of as many bytes as the (first) buckets have, all at once."""
         self._ranks.barrier()
@@ -171,7 +188,7 @@ def main() -> None:
     with process_group("gloo") as ranks:
         for model in plan.models:
             host.limit(None)
-            contenders = Contenders(MODELS[model], ranks)
+            contenders = Contenders(MODELS[model], ranks, plan.by_wire)
             for rate in plan.rates:
                 host.limit(rate)
                 samples = measure(contenders, rate, host, ranks, plan)
@@ -186,14 +203,15 @@ def measure(
 
     Returns:
         Of this rank, by contender, in the order of rounds: ``seconds``, and ``tx_bytes``, what this
-        host has sent. ``ready_seconds`` of the gradients in each unwrapped step. ``line_bytes``,
-        ``dropped``, ``retransmitted``: of all rounds together, see :class:`LineCounters`.
+        host has sent. ``sent_bytes``, what tritonddp counts in a step. ``ready_seconds`` of the
+        gradients in each unwrapped step. ``line_bytes``, ``dropped``, ``retransmitted``: of all
+        rounds together, see :class:`LineCounters`.
     """
-    names = [UNWRAPPED.name, ALL_REDUCE]
-    for family in families_at(rate):
-        names += [each.name for each in (*family.stock, family.ours)]
+    compared = contenders_of(families_at(rate, plan.by_wire))
+    names = [UNWRAPPED.name, ALL_REDUCE, *(each.name for each in compared)]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     sent: dict[str, list[int]] = {name: [] for name in names}
+    counted: dict[str, int] = {}
     ready: list[list[float]] = []
     shuffle = random.Random(f"{rate}")  # the same on all ranks
     contenders.all_reduce(1)  # TCP gets to know the rate
@@ -202,7 +220,7 @@ def measure(
         shuffle.shuffle(names)
         for name in names:
             ranks.barrier()
-            tx_before = tx_bytes()
+            tx_before, counted_before = tx_bytes(), contenders.sent_bytes(name)
             if name == ALL_REDUCE:
                 seconds[name].append(contenders.all_reduce())
             else:
@@ -210,12 +228,15 @@ def measure(
             # What this rank has written to its sockets has left before the barrier's messages.
             ranks.barrier()
             sent[name].append(tx_bytes() - tx_before)
+            if counted_before is not None:
+                counted[name] = contenders.sent_bytes(name) - counted_before
             if name == UNWRAPPED.name:
                 ready.append(contenders.ready)
     after = host.counters()
     return {
         "seconds": seconds,
         "tx_bytes": sent,
+        "sent_bytes": counted,
         "ready_seconds": ready,
         "counters": [asdict(before), asdict(after)],
     }

@@ -21,7 +21,7 @@ _LIMITS = {
 }
 
 
-def evaluate(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def evaluate(ranks: Sequence[dict[str, Any]], by_wire: bool = False) -> dict[str, Any]:
     """An entry of the result file.
 
     Three limits, each less ideal than the one before: the line's own, with every gradient sent as
@@ -31,6 +31,7 @@ def evaluate(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     Args:
         ranks: of each rank what :func:`network_rank.measure` returned, and the model's facts.
+        by_wire: what they sent differs: the limits of each are those of as many bytes.
     """
     hosts, first = len(ranks), ranks[0]
     rate, sizes, counts = first["rate"], first["gradient_bytes"], first["bucket_counts"]
@@ -48,11 +49,17 @@ def evaluate(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     burst = 0 if rate is None else burst_bytes(rate)
     alone = statistics.median(slowest[ALL_REDUCE])
     reached = frame_bytes(ring_bytes(payload, hosts)) * 8 / alone
-    limits = {
-        "limit": step_limit(ready, sizes, hosts, rate, burst),
-        "bucket_limit": step_limit(full, buckets, hosts, rate, burst),
-        "gloo_limit": step_limit(full, buckets, hosts, reached, 0),
-    }
+
+    def limits_of(share: float = 1.0) -> dict[str, Limit]:
+        """Of steps that send this share of the gradients' bytes."""
+        gradients, full_buckets = ([share * size for size in each] for each in (sizes, buckets))
+        return {
+            "limit": step_limit(ready, gradients, hosts, rate, burst),
+            "bucket_limit": step_limit(full, full_buckets, hosts, rate, burst),
+            "gloo_limit": step_limit(full, full_buckets, hosts, reached, 0),
+        }
+
+    limits = limits_of()
     all_at_once = step_limit([0.0], [payload], hosts, rate, burst)
     of_all_reduce = {
         "limit": all_at_once,
@@ -62,7 +69,10 @@ def evaluate(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     def contender(name: str) -> dict[str, Any]:
         median = statistics.median(slowest[name])
+        sent = statistics.median(_largest([rank["tx_bytes"][name] for rank in ranks]))
         own_limits = of_all_reduce if name == ALL_REDUCE else limits
+        if by_wire and name not in (UNWRAPPED.name, ALL_REDUCE):
+            own_limits = limits_of(sent / ring_bytes(payload, hosts))
         return {
             "seconds": asdict(Spread.of(slowest[name])),
             "over": {
@@ -70,7 +80,8 @@ def evaluate(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 for which, each in own_limits.items()
             },
             "effective_bits_per_s": effective_rate(payload, hosts, median),
-            "tx_bytes": statistics.median(_largest([rank["tx_bytes"][name] for rank in ranks])),
+            "tx_bytes": sent,
+            "sent_bytes": first["sent_bytes"].get(name),
             "raw_seconds_per_rank": [rank["seconds"][name] for rank in ranks],
         }
 
@@ -89,7 +100,7 @@ def evaluate(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         **{f"{name}_seconds": each.seconds for name, each in limits.items()},
         "limit_parts": {name: asdict(each) for name, each in limits.items()},
         "contenders": {name: contender(name) for name in slowest},
-        "comparisons": _comparisons(rate, slowest),
+        "comparisons": _comparisons(rate, slowest, by_wire),
         "line": _line([rank["counters"] for rank in ranks]),
     }
 
@@ -99,17 +110,19 @@ def _largest(of_ranks: Sequence[Sequence[float]]) -> list[float]:
     return [max(each) for each in zip(*of_ranks, strict=True)]
 
 
-def _comparisons(rate: float | None, seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Ours against stock's configuration with the lowest median, copies and views by themselves."""
+def _comparisons(
+    rate: float | None, seconds: dict[str, list[float]], by_wire: bool
+) -> dict[str, Any]:
+    """Ours against stock's configuration with the lowest median, each family by itself."""
 
     def median(configuration: Configuration) -> float:
         return statistics.median(seconds[configuration.name])
 
     found = {}
-    for family in families_at(rate):
+    for family in families_at(rate, by_wire):
         best = min(family.stock, key=median).name
         ratio = paired_ratio(seconds[family.ours.name], seconds[best])
-        found[family.name] = {"best": best, "ours": asdict(ratio)}
+        found[family.name] = {"contender": family.ours.name, "best": best, "ours": asdict(ratio)}
     return found
 
 

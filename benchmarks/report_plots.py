@@ -67,6 +67,8 @@ def figures(results: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
         yield "overhead.png", overhead(results["step"])
     if "network" in results:
         yield "network.png", network(results["network"])
+    if "network_wire" in results:
+        yield "network_wire.png", network(results["network_wire"])
     if "memory" in results:
         yield "memory.png", memory(results["memory"])
     if "host" in results:

@@ -1,13 +1,15 @@
 """Backward time of stock DDP, tritonddp and the unwrapped model, in interleaved rounds.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/step.py [--models mlp ...] [--out FILE]
+    torchrun --standalone --nproc-per-node 2 benchmarks/step.py [--models mlp ...] [--by-wire]
+        [--out FILE]
 
 One process group and one process per rank hold all configurations of a model side by side. In
 each round every configuration runs once, in an order shuffled anew (the same on all ranks): the
 forward, then a barrier, then the backward, which is what is timed, device synchronised. A sample
 is the time of the slowest rank. Models are built several times, so that where memory happens to
 lie is sampled too. Before any timing, gradients of all configurations are compared; after it, what
-each backward sends and launches is counted.
+each backward sends and launches is counted. With `--by-wire` tritonddp's ways to send fewer bytes
+are measured beside.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # unless tritonddp is installed
 
 import machine
 from comparison import Bound, Comparison, overhead
-from configurations import UNWRAPPED, families
+from configurations import UNWRAPPED, families, wires
 from gradients import WrongGradients, check
 from models import Case
 from paired import Ratio, Spread
@@ -33,7 +35,9 @@ from traffic import Traffic
 
 
 def main() -> int:
-    options = parser(__doc__.split("\n", 1)[0], rounds=12).parse_args()
+    arguments = parser(__doc__.split("\n", 1)[0], rounds=12)
+    arguments.add_argument("--by-wire", action="store_true", help="measure fewer bytes beside")
+    options = arguments.parse_args()
     plan = Plan.of(options)
     results: dict[str, Any] = {}
     with process_group(options.backend) as ranks:
@@ -43,7 +47,7 @@ def main() -> int:
             print(plan.summary(ranks), flush=True)
         for case in plan.cases(ranks):
             try:
-                results[case.name] = measure(case, ranks, plan)
+                results[case.name] = measure(case, ranks, plan, options.by_wire)
             except WrongGradients as error:  # on all ranks: the next model can be measured
                 results[case.name] = {"error": str(error)}
             if ranks.rank == 0:
@@ -62,17 +66,21 @@ def main() -> int:
     return 1 if any("error" in result for result in results.values()) else 0
 
 
-def measure(case: Case, ranks: Ranks, plan: Plan) -> dict[str, Any]:
+def measure(case: Case, ranks: Ranks, plan: Plan, by_wire: bool) -> dict[str, Any]:
     """Check, time and count all configurations on one model; what JSON says about it."""
     groups = families(case.unused)
     configurations = [UNWRAPPED, *(member for family in groups for member in family.members)]
+    if by_wire:
+        configurations += [family.ours for family in wires()[1:]]
+    errors = {each.name: each.error for each in configurations}
     rounds = Rounds(case, configurations, ranks, plan)
     agreement: dict[str, Any] = {}
     traffic: dict[str, Traffic] = {}
     for build, models in enumerate(rounds.builds()):
         if build == 0:
             first = groups[0]
-            agreement = check(models, case, ranks, first.stock[0].name, first.again.name, plan.size)
+            reference, again = first.stock[0].name, first.again.name
+            agreement = check(models, case, ranks, reference, again, plan.size, errors)
         rounds.run(models)
         if build == plan.builds - 1:
             traffic = {
@@ -92,6 +100,7 @@ def measure(case: Case, ranks: Ranks, plan: Plan) -> dict[str, Any]:
         "step_seconds": {name: asdict(Spread.of(flat(steps[name]))) for name in names},
         "overhead_seconds": {name: overhead(steps, name) for name in names[1:]},
         "wire_bytes": {name: traffic[name].wire_bytes for name in names},
+        "sent_bytes": {name: traffic[name].sent_bytes for name in names},
         "collectives": {name: traffic[name].collectives for name in names},
         "launches": {name: traffic[name].launches for name in names},
         "comparisons": {
@@ -134,12 +143,12 @@ def table(name: str, result: dict[str, Any]) -> Iterator[str]:
     counted = any(launches is not None for launches in result["launches"].values())
     yield f"\n{name}: {gradients}, the same on all ranks"
     yield (
-        f"  {'':28}{'backward, ms':>16}{'':12}{'above':>11}{'on the':>9}{'collec-':>9}"
+        f"  {'':28}{'backward, ms':>16}{'':12}{'above':>11}{'on the':>9}{'':9}{'collec-':>9}"
         + (f"{'':>10}" if counted else "")
     )
     yield (
-        f"  {'':28}{'median':>9}{'quartiles':>19}{'unwrapped':>11}{'wire, MB':>9}{'tives':>9}"
-        + (f"{'launches':>10}" if counted else "")
+        f"  {'':28}{'median':>9}{'quartiles':>19}{'unwrapped':>11}{'wire, MB':>9}"
+        f"{'sent, MB':>9}{'tives':>9}" + (f"{'launches':>10}" if counted else "")
     )
     for label, spread in result["seconds"].items():
         extra = result["overhead_seconds"].get(label)
@@ -147,7 +156,8 @@ def table(name: str, result: dict[str, Any]) -> Iterator[str]:
         yield (
             f"  {label:28}{spread['median'] * 1e3:9.2f}{quartiles:>19}"
             + (f"{'':11}" if extra is None else f"{extra * 1e3:11.2f}")
-            + f"{result['wire_bytes'][label] / 1e6:9.2f}{result['collectives'][label]:9d}"
+            + f"{result['wire_bytes'][label] / 1e6:9.2f}{result['sent_bytes'][label] / 1e6:9.2f}"
+            + f"{result['collectives'][label]:9d}"
             + (f"{result['launches'][label]:10d}" if counted else "")
         )
     for family, one in result["comparisons"].items():

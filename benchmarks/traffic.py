@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.autograd import DeviceType
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 from torch.profiler import ProfilerActivity, profile
 
+from tritonddp.counters import Counters
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -20,25 +23,33 @@ class Traffic:
 
     Attributes:
         wire_bytes: handed to collectives: gradients, and whatever tells who used what.
+        sent_bytes: what of them this rank has to send, see :class:`tritonddp.counters.Counters`.
         collectives: as the process group counts them.
         launches: kernels, copies and fills on the device, those of the model's own backward
             included; ``None`` on the CPU, or where the profiler cannot look into the device.
     """
 
     wire_bytes: int
+    sent_bytes: int
     collectives: int
     launches: int | None
 
     @classmethod
     def of(cls, model: nn.Module, batch: Batch, ranks: Ranks) -> Traffic:
         """Run two backwards; collective. The first is to be at least the model's third."""
-        sent, collectives = _bytes_sent(model), _sequence_number()
+        before, collectives = _counted(model), _sequence_number()
         _step(model, batch, ranks)
-        wire_bytes = _bytes_sent(model) - sent
-        if type(model) is StockDDP:
-            wire_bytes = sum(bucket_bytes(model)) + _bitmap_bytes(model)
+        after = _counted(model)
         collectives = _sequence_number() - collectives
-        return cls(wire_bytes, collectives, _launches(model, batch, ranks))
+        if type(model) is StockDDP:
+            for nbytes in filter(None, (*bucket_bytes(model), _bitmap_bytes(model))):
+                after.collective(nbytes, ranks.world_size, passes=2)
+        return cls(
+            after.wire_bytes - before.wire_bytes,
+            after.sent_bytes - before.sent_bytes,
+            collectives,
+            _launches(model, batch, ranks),
+        )
 
 
 def bucket_bytes(model: nn.Module) -> list[int]:
@@ -60,10 +71,10 @@ def _bitmap_bytes(model: StockDDP) -> int:
     return 4 * sum(param.requires_grad for param in model.parameters())
 
 
-def _bytes_sent(model: nn.Module) -> int:
+def _counted(model: nn.Module) -> Counters:
     """tritonddp's own count so far; what others send is known by their buckets alone."""
     counters = getattr(getattr(model, "reducer", None), "counters", None)
-    return 0 if counters is None else counters.wire_bytes
+    return Counters() if counters is None else copy.copy(counters)
 
 
 def _step(model: nn.Module, batch: Batch, ranks: Ranks) -> None:

@@ -72,7 +72,8 @@ class DistributedDataParallel(
         init_sync: verify at construction that all ranks hold the same model, and broadcast
             parameters and buffers from rank 0.
         process_group: the ranks to average over; the default group if ``None``.
-        bucket_cap_mb: bucket size in MiB. By default 25, and 1 for the first bucket.
+        bucket_cap_mb: bucket size in MiB of gradients. By default 25, and 1 for the first bucket;
+            with ``reduce_dtype`` 1, 1, 2, 4, 8, 16, and 25 for all others.
         find_unused_parameters: ``None`` or ``True``: unused parameters are found automatically,
             at no cost. ``False``: an unused parameter is an error at the next forward.
         check_reduction: deprecated by torch, without effect.
@@ -177,7 +178,10 @@ class DistributedDataParallel(
             self.device_ids, self.output_device = device_ids_of(device_ids, output_device, devices)
             delay = Delay.of(delay_all_reduce_named_params, param_to_hook_all_reduce, params)
             caps = BucketCaps.of(
-                bucket_cap_mb, bucket_cap_mb_list, delay.names if delay else frozenset()
+                bucket_cap_mb,
+                bucket_cap_mb_list,
+                delay.names if delay else frozenset(),
+                sends_few_bytes=reduce_dtype is not None,
             )
         except (RuntimeError, TypeError, ValueError) as error:
             if init_sync:  # the other ranks must not wait for this one

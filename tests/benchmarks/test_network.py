@@ -24,8 +24,11 @@ import network as benchmark
 from hosts import hosts_or_skip
 from line import Limit, frame_bytes, step_limit
 
+from tritonddp.ballot import BYTES as BALLOT_BYTES
+
 BENCHMARKS = Path(benchmark.__file__).parent
 FRAMED = 1514 / 1448
+PARAMETERS = 12 * (512 * 512 + 512)  # of the model mlp
 
 
 def left_behind(owner: int) -> list[str]:
@@ -287,8 +290,28 @@ def test_the_benchmark_measures_and_leaves_nothing_behind(tmp_path: Path) -> Non
     assert "ours" in out
 
 
+@pytest.mark.usefixtures("hosts")
+def test_by_wire_it_measures_what_each_sends(tmp_path: Path) -> None:
+    out = tmp_path / "network_wire.json"
+    process = start_benchmark("--by-wire", "--rates", "none", "--out", str(out))
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    (result,) = json.loads(out.read_text())["results"]
+    contenders, gradients = result["contenders"], result["gradients"]
+    # Of two hosts each sends as many bytes as it hands to an all-reduce.
+    for wire, size in (("fp32", 4), ("bf16", 2), ("fp16", 2)):
+        one = contenders[f"ours {wire}"]
+        assert one["sent_bytes"] == size * (PARAMETERS + 24 + 2 * BALLOT_BYTES)
+        assert one["sent_bytes"] < one["tx_bytes"] < 1.2 * one["sent_bytes"], wire
+        assert gradients[f"ours {wire}"]["same_bits"] == (wire == "fp32")
+        assert result["comparisons"][wire]["best"] == "stock"
+        assert result["comparisons"][wire]["contender"] == f"ours {wire}"
+    assert contenders["stock fp16 hook"]["tx_bytes"] < 1.2 * 2 * PARAMETERS
+    assert all(each["same_on_all_ranks"] for each in gradients.values())
+
+
 def check_result(result: dict[str, Any]) -> None:
-    payload = 12 * (512 * 512 + 512) * 4
+    payload = PARAMETERS * 4
     assert result["payload_bytes"] == sum(result["bucket_bytes"]) == payload
     assert {"unwrapped", "all-reduce alone", "stock", "ours"} <= set(result["contenders"])
     assert set(result["comparisons"]) == {"copies", "views"}

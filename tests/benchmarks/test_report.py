@@ -92,10 +92,18 @@ def network_result(rate: float | None) -> dict[str, Any]:
         "limit_seconds": 0.0108,
         "contenders": dict.fromkeys(names, contender),
         "comparisons": {
-            "copies": {"best": "stock", "ours": ratio(0.99)},
-            "views": {"best": "stock views", "ours": ratio(0.98)},
+            "copies": {"contender": "ours", "best": "stock", "ours": ratio(0.99)},
+            "views": {"contender": "ours views", "best": "stock views", "ours": ratio(0.98)},
         },
     }
+
+
+def by_wire(rate: float | None) -> dict[str, Any]:
+    result = network_result(rate)
+    contender = {**result["contenders"]["stock"], "sent_bytes": 21_300_000}
+    one = {"contender": "ours bf16", "best": "stock", "ours": ratio(0.5)}
+    contenders = {"stock": contender, "ours bf16": contender}
+    return {**result, "contenders": contenders, "comparisons": {"bf16": one}}
 
 
 RESULTS: dict[str, dict[str, Any]] = {
@@ -146,6 +154,7 @@ RESULTS: dict[str, dict[str, Any]] = {
             **RANKS,
         },
         "network": {"results": [network_result(1e9), network_result(None)]},
+        "network_wire": {"results": [by_wire(1e9), by_wire(None)]},
         "host": {
             "benchmarks": pytest_rows(
                 *(
@@ -227,6 +236,8 @@ def test_figures_come_from_the_files_and_a_changed_one_is_noticed(
     assert "| branchy | views | stock views | 0.765 |" in text
     assert "| branchy | copies | backwards | ours told | 0.987 | 0.974 to 1.008 |" in text
     assert "| 2 | 1 Gbit/s | copies | 10.8 | 11.2 | 1.034 |" in text
+    assert "| 2 | 1 Gbit/s | bf16 | 21.30 | 11.2 | 11.2 | 1.034 | 2.00 |" in text
+    assert "1.80: met |" in text
     assert "| host time | ≤ 2 us | not run | 0 of 0 | host: not asked for |" in text
     assert "| mlp | 1.00 | 0.00 | 0.00 | - | - |" in text
     assert "holds in 1 of 1 cases" in text
