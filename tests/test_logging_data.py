@@ -63,7 +63,7 @@ def clock() -> Any:
         {},
         {"find_unused_parameters": True},
         {"bucket_cap_mb": 0.00003, "gradient_as_bucket_view": True},
-        {"forward_sync_buffers": False, "static_graph": True},
+        {"broadcast_buffers": False, "static_graph": True},
     ],
     ids=["default", "find unused", "small buckets", "static graph"],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,9 @@ from tritonddp.kernels import reference
 
 Played = dict[str, Trace]
 OURS, STOCK = "tritonddp", "stock DDP"
+
+# Of torch 2.13 or newer. Older ones lack options, and fail where two forwards see one buffer.
+_STOCK_DEFINES = "forward_sync_buffers" in inspect.signature(Stock.__init__).parameters
 
 COMMUNICATION_HOOKS: dict[str, Callable[[Any], None]] = {
     "allreduce_hook": lambda net: net.register_comm_hook(None, default_hooks.allreduce_hook),
@@ -64,7 +68,7 @@ def _play_both(scenario: Scenario) -> Played:
     played = {}
     with _thresholds(scenario.thresholds):
         played[OURS] = _play(scenario, OURS, DistributedDataParallel, scenario.options)
-    if scenario.stock is not None:
+    if scenario.stock is not None and _STOCK_DEFINES:
         played[STOCK] = _play(scenario, STOCK, Stock, scenario.stock)
     return played
 
