@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import gc
-import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_on_all_ranks, gather, ranks
+from hooked import FIVE_BUCKETS, OURS, STOCK, divide_later, net, power_sgd, train
 from torch import Tensor, nn
 from torch.distributed.algorithms import ddp_comm_hooks as hooks
 from torch.distributed.algorithms.ddp_comm_hooks import (
-    ddp_zero_hook,
     debugging_hooks,
     default_hooks,
     optimizer_overlap_hooks,
@@ -27,40 +25,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     powerSGD_hook,
     quantization_hooks,
 )
-from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 
-import tritonddp
 from tritonddp.comm.grad_bucket import GradBucket
-
-STOCK = torch.nn.parallel.DistributedDataParallel
-OURS = tritonddp.DistributedDataParallel
-FIVE_BUCKETS = {"bucket_cap_mb": 16 * 17 * 4 / 1024**2}
-
-
-def net(layers: int = 5, width: int = 16) -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(
-        *(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers))
-    )
-
-
-def train(
-    model: Any, steps: int = 6, optimizer: Any = None, before: Any = None, width: int = 16
-) -> list[float]:
-    """Losses of a regression, other data on each rank."""
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    losses = []
-    for step in range(steps):
-        if before is not None:
-            before(step)
-        x = torch.randn(8, width, generator=generator)
-        loss = (model(x) - x.flip(1)).square().mean()
-        loss.backward()
-        losses.append(loss.item())
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses
 
 
 def trained(
@@ -84,11 +50,6 @@ def post_local_sgd(model: Any, **options: Any) -> None:
     subgroup = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     state = post_localSGD_hook.PostLocalSGDState(None, subgroup, 3, **options)
     model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-
-
-def power_sgd(model: Any, hook: Any = powerSGD_hook.powerSGD_hook, **options: Any) -> None:
-    options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2} | options
-    model.register_comm_hook(powerSGD_hook.PowerSGDState(None, **options), hook)
 
 
 def plain(hook: Any) -> Callable[[Any], None]:
@@ -248,16 +209,6 @@ def test_hooks_of_one_collective_are_called_while_the_backward_goes_on() -> None
 
 
 # Whatever a backward can be like.
-
-
-def divide_later(state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Sees undivided gradients, works on views of them, and returns another tensor."""
-    total = bucket.buffer().clone()
-    bucket.buffer().fill_(7)
-    for gradient in bucket.gradients():
-        assert gradient.is_contiguous()
-    work = dist.all_reduce(total, async_op=True)
-    return work.get_future().then(lambda done: [done.value()[0] / dist.get_world_size()])
 
 
 class Branchy(nn.Module):
@@ -449,318 +400,6 @@ def test_power_sgd_begins_anew_where_a_bucket_holds_other_parameters() -> None:
     losses = train(model, 12, optimizer)
     assert_same_on_all_ranks(list(model.parameters()))
     assert losses[-1] < losses[0]
-
-
-# What goes wrong.
-
-
-@ranks(2)
-def test_errors_of_stock_when_a_hook_is_registered() -> None:
-    model = OURS(net())
-
-    def wrong_bucket(state: None, bucket: int) -> torch.futures.Future[Tensor]:
-        raise AssertionError
-
-    def wrong_result(state: None, bucket: dist.GradBucket) -> int:
-        raise AssertionError
-
-    with pytest.raises(TypeError, match=r"Communication hook must be callable\."):
-        model.register_comm_hook(None, 3)
-    with pytest.raises(ValueError, match=r"bucket annotation should be dist\.GradBucket\."):
-        model.register_comm_hook(None, wrong_bucket)
-    with pytest.raises(ValueError, match=r"should be torch\.futures\.Future\[torch\.Tensor\]\."):
-        model.register_comm_hook(None, wrong_result)
-    if not torch.cuda.is_available():
-        with pytest.raises(TypeError, match="BF16 all reduce communication hook required CUDA"):
-            model.register_comm_hook(None, default_hooks.bf16_compress_hook)
-    assert model._comm_hooks == []
-    model.register_comm_hook(None, default_hooks.allreduce_hook)
-    assert model._comm_hooks == [(default_hooks.allreduce_hook, None)]
-    once = r"register_comm_hook or register_builtin_comm_hook can only be called once\."
-    with pytest.raises(RuntimeError, match=once):
-        model.register_comm_hook(None, default_hooks.allreduce_hook)
-    with pytest.raises(RuntimeError, match=once):
-        model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-    model = OURS(net())
-    with (
-        pytest.raises(RuntimeError, match="does not support overlapped DDP"),
-        mock.patch.object(model, "register_comm_hook", side_effect=NotImplementedError),
-    ):
-        model._register_fused_optim(torch.optim.SGD, lr=0.1)
-
-
-def _no_future(bucket: GradBucket) -> Any:
-    return default_hooks.allreduce_hook(None, bucket).wait()
-
-
-def _raises(bucket: GradBucket) -> Any:
-    raise KeyError("what the user said")
-
-
-def _raises_too_late(bucket: GradBucket) -> Any:
-    default_hooks.allreduce_hook(None, bucket).wait()
-    raise KeyError("what the user said")
-
-
-def _raises_later(bucket: GradBucket) -> Any:
-    return default_hooks.allreduce_hook(None, bucket).then(lambda _: _raises(bucket))
-
-
-def _wrong_size(bucket: GradBucket) -> Any:
-    return default_hooks.allreduce_hook(None, bucket).then(lambda done: done.value()[1:])
-
-
-def _wrong_kind(bucket: GradBucket) -> Any:
-    return default_hooks.allreduce_hook(None, bucket).then(lambda done: "text")
-
-
-@pytest.mark.parametrize("at_once", [False, True])
-@pytest.mark.parametrize("step", [0, 2])
-@ranks(3)
-def test_a_hook_that_fails_on_one_rank_is_named_and_the_others_go_on(
-    at_once: bool, step: int
-) -> None:
-    phrases = {
-        _no_future: r"TypeError: .*callback must return a torch\.futures\.Future object, but got",
-        _raises: "KeyError: 'what the user said'",
-        _raises_too_late: "KeyError: 'what the user said'",
-        _raises_later: "what the user said",
-        _wrong_size: "tensor like the bucket's buffer",
-        _wrong_kind: "should hold a tensor",
-    }
-    for how, phrase in phrases.items():
-        now: list[int] = []
-
-        def hook(state: None, bucket: GradBucket) -> Any:
-            fails = dist.get_rank() == 1 and bucket.index() == 2 and bucket.buffer().any()
-            if now == [step] and fails:  # noqa: B023
-                return how(bucket)  # noqa: B023
-            return default_hooks.allreduce_hook(None, bucket)
-
-        hook.__annotations__.clear()
-        model, reference = OURS(net(), **FIVE_BUCKETS), OURS(net(), **FIVE_BUCKETS)
-        name = "tritonddp.comm.hooks.hooks_of_one_collective"
-        with mock.patch(name, return_value=(hook,) if at_once else ()):
-            model.register_comm_hook(None, hook)
-        for number in range(4):
-            now[:] = [number]
-            for each in (model, reference):
-                each.zero_grad()
-                context: Any = contextlib.nullcontext()
-                if each is model and number == step and dist.get_rank() == 1:
-                    where = rf"rank 1, step {step + 1}, bucket 2 \(.*hook failed: .*"
-                    context = pytest.raises(RuntimeError, match=where + phrase)
-                with context:
-                    each(torch.full((1, 16), number + dist.get_rank() + 1.0)).sum().backward()
-            if number != step:
-                for a, b in zip(model.parameters(), reference.parameters(), strict=True):
-                    torch.testing.assert_close(a.grad, b.grad)
-            elif dist.get_rank() != 1:
-                failed = set(model.reducer.buckets[2].params) if number else set()
-                nan = {p for p in model.parameters() if p.grad.isnan().all()}
-                assert nan
-                assert not failed or nan == failed
-
-
-@ranks(2)
-def test_a_rank_whose_backward_broke_off_leaves_no_nan_in_the_state_of_a_hook() -> None:
-    model = OURS(net(), **FIVE_BUCKETS)
-    power_sgd(model, min_compression_rate=0.01)
-    train(model, 4)
-    state = model._comm_hooks[0][1]
-    x = torch.randn(4, 16)
-    if dist.get_rank() == 0:
-        handle = model.module[2][0].weight.register_hook(lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            model(x).sum().backward()
-        handle.remove()
-    else:
-        model(x).sum().backward()
-        assert any(p.grad.isnan().any() for p in model.parameters())
-    model.zero_grad()
-    model(x).sum().backward()
-    for kept in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
-        assert len(kept) == 5
-        assert all(tensor.isfinite().all() for tensor in kept.values())
-    assert_same_on_all_ranks([p.grad for p in model.parameters()])
-    assert all(p.grad.isfinite().all() for p in model.parameters())
-
-
-@ranks(2)
-def test_ranks_that_disagree_find_out_before_anything_is_written() -> None:
-    model = OURS(net(), **FIVE_BUCKETS)
-    model.register_comm_hook(None, divide_later)
-    train(model, 2)
-    model.zero_grad()
-    rank = dist.get_rank()
-    with (
-        pytest.raises(RuntimeError, match="weighted on some ranks only"),
-        model.weighted(3) if rank else contextlib.nullcontext(),
-    ):
-        model(torch.ones(1, 16) * (rank + 1)).sum().backward()
-    grads = [p.grad for p in model.parameters()]
-    assert all(len({*map(str, each)}) > 1 for each in zip(*gather(grads), strict=True))
-    model.zero_grad()
-    model(torch.ones(1, 16) * (rank + 1)).sum().backward()
-    assert_same_on_all_ranks([p.grad for p in model.parameters()])
-
-
-class Backwards(nn.Sequential):
-    """Its gradients come in the order of its layers."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in reversed(self):
-            x = layer(x)
-        return x
-
-
-@ranks(2)
-def test_a_hook_and_its_reducer_outlive_no_wrapper_and_no_bucket() -> None:
-    module = Backwards(*net())
-    model = OURS(module, **FIVE_BUCKETS)
-    model.register_comm_hook(None, divide_later)
-    first = [weakref.ref(bucket) for bucket in model.reducer.buckets]
-    train(model, 1)
-    assert [bucket() for bucket in first] == [None] * 5  # they were arranged anew
-    reducer = weakref.ref(model.reducer)
-    del model
-    gc.collect()
-    assert reducer() is None
-
-
-# Optimizers in the backward.
-
-
-@contextlib.contextmanager
-def streams_of_the_cpu() -> Iterator[None]:
-    """torch's own hook runs on a stream of an accelerator, which a CPU has not.
-
-    (A torch for CUDA cannot even make one without a driver.)
-    """
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    with (
-        mock.patch.object(torch.accelerator, "current_stream", return_value=stream),
-        mock.patch.object(torch, "Stream", contextlib.nullcontext),
-    ):
-        yield
-
-
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
-@ranks(2)
-def test_optimizers_step_in_the_backward_with_the_mean(views: bool, kind: Any) -> None:
-    options = {"lr": 0.05}
-    for when in ("before", "after", "between", "with a hook"):
-        module, reference = net(), OURS(net(), **FIVE_BUCKETS)
-        if when == "before":
-            _apply_optimizer_in_backward(kind, module.parameters(), options)
-        model = OURS(module, gradient_as_bucket_view=views, **FIVE_BUCKETS)
-        ordinary = kind(reference.parameters(), **options)
-        if when == "between":
-            for each in (model, reference):
-                train(each, 2)
-                each.zero_grad()
-        if when != "before":
-            _apply_optimizer_in_backward(kind, module.parameters(), options)
-        if when == "with a hook":
-            model.register_comm_hook(None, divide_later)
-        losses = train(model, 4), train(reference, 4, ordinary)
-        assert losses[0] == pytest.approx(losses[1]), when
-        assert all(param.grad is None for param in module.parameters())
-        with model.no_sync(), reference.no_sync():
-            train(model, 1)
-            train(reference, 1)
-        assert all(param.grad is not None for param in module.parameters())
-        train(model, 1)
-        train(reference, 1, ordinary)
-        for a, b in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(a, b)
-            assert a.grad is None
-
-
-@ranks(2)
-def test_of_two_layers_only_one_steps_in_the_backward() -> None:
-    module = net(2)
-    model = OURS(module)
-    _apply_optimizer_in_backward(torch.optim.SGD, module[0].parameters(), {"lr": 0.1})
-    before = [param.clone() for param in module[0].parameters()]
-    train(model, 2)
-    for param, was in zip(module[0].parameters(), before, strict=True):
-        assert param.grad is None
-        assert not torch.equal(param, was)
-    assert all(param.grad is not None for param in module[1].parameters())
-    with model.no_sync():
-        train(model, 1)
-    model.reduce_gradients()
-    assert all(param.grad is not None for param in module.parameters())
-
-
-@ranks(2)
-def test_optimizers_that_hooks_of_torch_step_reach_the_loss_of_ordinary_ones() -> None:
-    reference = OURS(net())
-    ordinary = train(reference, 5, torch.optim.SGD(reference.parameters(), lr=0.3))
-    for ddp_class in (STOCK, OURS):
-        model = ddp_class(net())
-        model._register_fused_optim(torch.optim.SGD, 0.3)
-        assert train(model, 5, before=lambda _, m=model: m.zero_grad()) == pytest.approx(ordinary)
-
-        module = net()
-        some = [*module[0].parameters()]
-        model = ddp_class(module)
-        model._register_fused_optim(torch.optim.SGD, 0.3, optim_params=some)
-        rest = torch.optim.SGD([*module.parameters()][2:], 0.3)
-        losses = train(model, 5, rest, before=lambda _, m=model: m.zero_grad())
-        assert losses == pytest.approx(ordinary)
-
-        # What stock registers by itself for _apply_optimizer_in_backward.
-        for views in (False, True):
-            module = net()
-            _apply_optimizer_in_backward(
-                torch.optim.SGD, module.parameters(), {"lr": 0.3}, register_hook=False
-            )
-            model = ddp_class(module, gradient_as_bucket_view=views)
-            with streams_of_the_cpu():
-                if ddp_class is OURS:
-                    hook = optimizer_overlap_hooks._apply_optim_in_backward_hook(views)
-                    model.register_comm_hook(weakref.ref(model), hook)
-                losses = train(model, 5)
-            assert losses == pytest.approx(ordinary)
-            assert all(param.grad is None for param in module.parameters())
-
-
-@pytest.mark.parametrize(
-    "make", [ddp_zero_hook.hook_with_zero_step, ddp_zero_hook.hook_with_zero_step_interleaved]
-)
-@pytest.mark.parametrize("shard_buckets", [False, True])
-@ranks(2)
-def test_zero_steps_in_the_backward(make: Any, shard_buckets: bool) -> None:
-    """torch refuses gloo for it, since under stock it hangs there now and then. Here it does not.
-
-    The first steps tell ZeRO how buckets are made, and change no parameter.
-    """
-    options: dict[str, Any] = {"lr": 0.3, "momentum": 0.9}
-    module = net()
-    model = OURS(module, gradient_as_bucket_view=True, **FIVE_BUCKETS)
-    zero = ZeroRedundancyOptimizer(
-        module.parameters(), torch.optim.SGD, overlap_with_ddp=True, **options
-    )
-    with mock.patch.object(ddp_zero_hook.dist, "get_backend", return_value="nccl"):
-        hook = make(default_hooks.allreduce_hook, model, zero, shard_buckets)
-    model.register_comm_hook(None, hook)
-    idle = 0
-    before = [param.clone() for param in module.parameters()]
-    while all(map(torch.equal, before, module.parameters())):
-        idle += 1
-        assert idle < 5
-        train(model, 1, zero)
-    reference = OURS(net(), **FIVE_BUCKETS)
-    ordinary = torch.optim.SGD(reference.parameters(), **options)
-    train(reference, 1, ordinary)
-    for _ in range(4):
-        losses = train(model, 1, zero), train(reference, 1, ordinary)
-        assert losses[0] == pytest.approx(losses[1])
-    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
 
 
 # What torch's join and hooks ask of the reducer.

@@ -14,6 +14,7 @@ from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as Stock
+from two_layers import Two
 
 import tritonddp
 from tritonddp import DistributedDataParallel
@@ -32,19 +33,6 @@ STAMPS = {
     "backward_comm_time_end",
 }
 MEASURED = TIMES | {f"avg_{name}" for name in TIMES} | STAMPS
-
-
-class Two(nn.Module):
-    """Two layers; the second one is used on demand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 3, bias=False)
-        self.second = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor, both: bool = True) -> Tensor:
-        x = self.first(x)
-        return self.second(x) if both else x
 
 
 def step(net: nn.Module, both: bool = True) -> None:

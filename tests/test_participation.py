@@ -1,6 +1,6 @@
 """What a table of cases cannot hold: errors, stale gradients, random windows, odd parameters.
 
-The cases themselves are in ``cases.py``, run by ``test_nothing_to_know.py``.
+The cases themselves are in ``cases``, run by ``test_nothing_to_know.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Branches, batch, branch
+from cases.models import Branches, batch, branch
 from distributed import (
     assert_same_bits,
     assert_same_on_all_ranks,

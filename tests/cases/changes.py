@@ -1,0 +1,136 @@
+"""Parameters that are frozen, unfrozen, replaced or added after wrapping."""
+
+from __future__ import annotations
+
+import torch
+from oracle import Net
+from torch import nn
+
+from cases.models import Branches, batch, branch
+from cases.table import case
+
+
+@case()
+def frozen_in_turns(net: Net, rank: int, step: int) -> None:
+    branch(net, "a").requires_grad_(step % 2 == 0)
+    branch(net, "b").requires_grad_(step % 2 == 1)
+    net(batch(), "abcdef").sum().backward()
+
+
+@case()
+def frozen_in_turns_and_unused_on_one_rank(net: Net, rank: int, step: int) -> None:
+    branch(net, "a").requires_grad_(step % 2 == 0)
+    net(batch(), "abc" if rank else "de").sum().backward()
+
+
+@case(model=lambda: partly_frozen(Branches()), adds=[1])
+def frozen_when_wrapped_and_unfrozen_later(net: Net, rank: int, step: int) -> None:
+    branch(net, "a").requires_grad_(step > 0)
+    net(batch(), "abcdef").sum().backward()
+
+
+@case(model=lambda: partly_frozen(Branches()), adds=[1])
+def unfrozen_and_used_on_one_rank(net: Net, rank: int, step: int) -> None:
+    branch(net, "a").requires_grad_(step > 0)
+    net(batch(), "abc" if rank else "bcd").sum().backward()
+
+
+@case(Branches, Branches, reductions=(1, 2))
+def gan_with_the_judge_frozen_by_requires_grad(nets: list[Net], rank: int, step: int) -> None:
+    generator, judge = nets
+    fake = generator(batch(), "abcdef")
+    judge.requires_grad_(True)
+    (judge(fake.detach(), "abcdef").sum() - judge(batch(), "abcdef").pow(2).sum()).backward()
+    judge.requires_grad_(False)
+    judge(fake, "abcdef").pow(2).sum().backward()
+
+
+@case()
+def frozen_between_forward_and_backward(net: Net, rank: int, step: int) -> None:
+    net.requires_grad_(True)
+    loss = net(batch(), "abcdef").sum()
+    branch(net, "a").requires_grad_(False)
+    loss.backward()
+
+
+@case()
+def frozen_inside_a_window(net: Net, rank: int, step: int) -> None:
+    """What its microbatches accumulated before is reduced."""
+    net.requires_grad_(True)
+    with net.no_sync():
+        net(batch(), "abcdef").sum().backward()
+    branch(net, "a").requires_grad_(step == 0)
+    net(batch(), "abcdef").sum().backward()
+
+
+@case(
+    model=lambda: partly_frozen(Branches()),
+    adds=[0],
+)
+def unfrozen_and_frozen_again_inside_a_window(net: Net, rank: int, step: int) -> None:
+    with net.no_sync():
+        branch(net, "a").requires_grad_(True)
+        net(batch(), "abcdef").sum().backward()
+    branch(net, "a").requires_grad_(False)
+    net(batch(), "abcdef").sum().backward()
+
+
+@case(model=lambda: partly_frozen(Branches()), adds=[1])
+def unfrozen_inside_a_window(net: Net, rank: int, step: int) -> None:
+    branch(net, "a").requires_grad_(step > 1)
+    with net.no_sync():
+        net(batch(), "abcdef").sum().backward()
+        branch(net, "a").requires_grad_(step > 0)
+        net(batch(), "abcdef").sum().backward()
+    net(batch(), "bcdef").sum().backward()
+
+
+@case(adds=[1])
+def parameter_replaced(net: Net, rank: int, step: int) -> None:
+    if step == 1:
+        branch(net, "a")[0].weight = nn.Parameter(torch.full((4, 4), 0.3, dtype=torch.float64))
+    net(batch(), "abcdef").sum().backward()
+
+
+@case(adds=[1, 2])
+def layer_replaced_before_each_step(net: Net, rank: int, step: int) -> None:
+    if step:
+        branch(net, "f")[2] = constant(0.1 * step)
+    net(batch(), "abcdef").sum().backward()
+
+
+@case(adds=[0, 2])
+def layers_added(net: Net, rank: int, step: int) -> None:
+    """Before the first step too."""
+    if step != 1:
+        net.module.branches[f"added{step}"] = constant(0.2)
+    net(batch(), [*net.module.branches]).sum().backward()
+
+
+@case(adds=[1])
+def layer_added_that_one_rank_uses(net: Net, rank: int, step: int) -> None:
+    if step == 1:
+        net.module.branches["added"] = constant(0.2)
+    names = [*"abcdef"] + ["added"] * (step > 0 and rank == 1)
+    net(batch(), names).sum().backward()
+
+
+@case(adds=[1])
+def adapters_added_and_the_rest_frozen(net: Net, rank: int, step: int) -> None:
+    if step == 1:
+        net.requires_grad_(False)
+        for name in "abc":
+            branch(net, name).append(constant(0.1))
+    net(batch(), "abcdef").sum().backward()
+
+
+def partly_frozen(net: Branches) -> Branches:
+    net.branches["a"].requires_grad_(False)
+    return net
+
+
+def constant(value: float) -> nn.Linear:
+    layer = nn.Linear(4, 4).double()
+    nn.init.constant_(layer.weight, value)
+    nn.init.constant_(layer.bias, value)
+    return layer

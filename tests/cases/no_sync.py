@@ -1,0 +1,223 @@
+"""``no_sync`` around whatever part of a step, and what frameworks do in its place."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from oracle import Net
+from torch import Tensor, nn
+
+from cases.models import Branches, batch
+from cases.table import case
+
+
+@case()
+def no_sync_around_all_of_the_earlier_ones(net: Net, rank: int, step: int) -> None:
+    with net.no_sync():
+        for _ in range(2):
+            net(batch(), "abc").sum().backward()
+    net(batch(), "abc").sum().backward()
+
+
+@case()
+def no_sync_around_the_forward(net: Net, rank: int, step: int) -> None:
+    with net.no_sync():
+        loss = net(batch(), "abc").sum()
+    loss.backward()
+
+
+@case()
+def no_sync_around_the_backward(net: Net, rank: int, step: int) -> None:
+    loss = net(batch(), "abc").sum()
+    with net.no_sync():
+        loss.backward()
+    net(batch(), "bcd").sum().backward()
+
+
+@case(static_graph=True)
+def no_sync_with_static_graph(net: Net, rank: int, step: int) -> None:
+    with net.no_sync():
+        net(batch(), "abc").sum().backward()
+    net(batch(), "abc").sum().backward()
+
+
+@case(static_graph=True)
+def no_sync_around_the_forward_with_static_graph(net: Net, rank: int, step: int) -> None:
+    with net.no_sync():
+        losses = [net(batch(), "abc").sum() for _ in range(2)]
+        losses[0].backward()
+    losses[1].backward()
+
+
+@case(static_graph=True)
+def no_sync_around_the_backward_with_static_graph(net: Net, rank: int, step: int) -> None:
+    loss = net(batch(), "abc").sum()
+    with net.no_sync():
+        loss.backward()
+    net(batch(), "abc").sum().backward()
+
+
+@case()
+def used_in_an_earlier_microbatch_only(net: Net, rank: int, step: int) -> None:
+    with net.no_sync():
+        net(batch(), "abc").sum().backward()
+        net(batch(), "d").sum().backward()
+    net(batch(), "e").sum().backward()
+
+
+@case()
+def used_in_an_earlier_microbatch_of_one_rank(net: Net, rank: int, step: int) -> None:
+    with net.no_sync():
+        net(batch(), "abc" if rank else "d").sum().backward()
+    net(batch(), "e" if rank else "ea").sum().backward()
+
+
+@case(static_graph=True)
+def used_in_an_earlier_microbatch_with_static_graph(net: Net, rank: int, step: int) -> None:
+    with net.no_sync():
+        net(batch(), "abc" if rank else "d").sum().backward()
+    net(batch(), "e").sum().backward()
+
+
+@case()
+def nothing_in_the_last_microbatch(net: Net, rank: int, step: int) -> None:
+    with net.no_sync():
+        net(batch(), "abc" if rank else "ad").sum().backward()
+    net(batch(), "").sum().backward()
+
+
+@case()
+def no_sync_in_the_middle_of_a_graph(net: Net, rank: int, step: int) -> None:
+    loss = net(batch(), "abc").sum()
+    with net.no_sync():
+        loss.backward(retain_graph=True)
+    loss.backward()
+
+
+@case()
+def more_microbatches_on_one_rank(net: Net, rank: int, step: int) -> None:
+    with net.no_sync():
+        for _ in range(1 + 2 * rank):
+            net(batch(), "abd").sum().backward()
+    net(batch(), "ab").sum().backward()
+
+
+@case()
+def exception_inside_no_sync(net: Net, rank: int, step: int) -> None:
+    with contextlib.suppress(ZeroDivisionError), net.no_sync():
+        net(batch(), "abc").sum().backward()
+        raise ZeroDivisionError
+    net(batch(), "cd").sum().backward()
+
+
+@case()
+def flag_set_by_hand(net: Net, rank: int, step: int) -> None:
+    """As nanoGPT does: before the forward of each microbatch."""
+    for microbatch in range(3):
+        net.require_backward_grad_sync = microbatch == 2
+        net(batch(), "abc" if rank else "acd").sum().backward()
+
+
+@case()
+def flag_set_by_hand_between_forward_and_backward(net: Net, rank: int, step: int) -> None:
+    net.require_backward_grad_sync = False
+    net(batch(), "abc").sum().backward()
+    loss = net(batch(), "cd").sum()
+    net.require_backward_grad_sync = True
+    loss.backward()
+
+
+@case()
+def accelerate_accumulates(net: Net, rank: int, step: int) -> None:
+    """``accelerator.accumulate(model)``: forward, backward and step lie inside; the last one
+    enters a context that does nothing."""
+    for microbatch in range(3):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.nullcontext() if microbatch == 2 else net.no_sync())
+            net(batch(), "ab" if rank else "bc").sum().backward()
+
+
+class TrainsInside(Branches):
+    """Runs its own backward, as a LightningModule with manual optimization: Lightning makes the
+    wrapper's ``forward`` run ``training_step``, and that calls ``manual_backward``."""
+
+    def forward(self, x: Tensor, names: str, backward: bool = True) -> Any:
+        loss = super().forward(x, names).sum()
+        if backward:
+            self.manual_backward(loss)
+            return None
+        return loss
+
+    def manual_backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    @staticmethod
+    def microbatch(net: Net, rank: int) -> Tensor:
+        return net(batch(), "ace" if rank else "bd", backward=False)
+
+
+@case(model=TrainsInside)
+def lightning_runs_the_backward_inside_forward(net: Net, rank: int, step: int) -> None:
+    net(batch(), "ab" if rank else "bc")
+    net.require_backward_grad_sync = True  # as its strategy does after each training_step
+
+
+@case(model=TrainsInside)
+def lightning_blocks_the_synchronisation(net: Net, rank: int, step: int) -> None:
+    """``block_backward_sync()`` of the strategy, around a whole training_step."""
+    with net.no_sync():
+        net(batch(), "ab" if rank else "bc")
+    net(batch(), "cd" if rank else "b")
+
+
+class PreparesInside(TrainsInside):
+    """As above; before each ``manual_backward`` Lightning calls the reducer of the wrapper, and
+    after ``training_step`` it sees that the end of the wrapper's forward does not."""
+
+    wrapper: list[Net]
+
+    def manual_backward(self, loss: Tensor) -> None:
+        net: Any = self.wrapper[0]
+        if isinstance(net, nn.parallel.DistributedDataParallel):
+            net.require_forward_param_sync = net.require_backward_grad_sync
+            if net.require_backward_grad_sync:
+                net.reducer._rebuild_buckets()
+                net.reducer.prepare_for_backward([loss] if net.find_unused_parameters else [])
+        loss.backward()
+        net.require_backward_grad_sync = False
+
+
+@case(model=PreparesInside)
+def lightning_prepares_the_reducer(net: Net, rank: int, step: int) -> None:
+    net.module.wrapper = [net]  # in a list: it is no submodule
+    net(batch(), "abcdef")
+    net.require_backward_grad_sync = True
+
+
+@case()
+def accelerate_triggers_the_synchronisation(net: Net, rank: int, step: int) -> None:
+    """``accelerator.trigger_sync_in_backward(model)``, around the last of several backwards."""
+    with net.no_sync():
+        losses = [net(batch(), "abcdef").sum() for _ in range(3)]
+        for loss in losses[:2]:
+            loss.backward()
+    if not isinstance(net, nn.parallel.DistributedDataParallel):
+        losses[2].backward()
+        return
+    before = net.require_backward_grad_sync, net.require_forward_param_sync
+    net.require_backward_grad_sync = net.require_forward_param_sync = True
+    net.reducer.prepare_for_backward([])
+    losses[2].backward()
+    net.require_backward_grad_sync, net.require_forward_param_sync = before
+
+
+@case(reductions=2)
+def reducer_prepared_between_two_losses(net: Net, rank: int, step: int) -> None:
+    """As several losses of one graph are written for stock."""
+    output = net(batch(), "abcdef")
+    output.sum().backward(retain_graph=True)
+    if isinstance(net, nn.parallel.DistributedDataParallel):
+        net.reducer._rebuild_buckets()
+        net.reducer.prepare_for_backward([])
+    output.pow(2).sum().backward()

@@ -1,0 +1,163 @@
+"""Gradients on request: of ``autograd.grad``, and by ``reduce_gradients``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+import torch
+from oracle import Net
+from torch import Tensor
+
+from cases.models import batch, branch, samples
+from cases.table import case
+from tritonddp import DistributedDataParallel
+
+
+@case()
+def gradient_of_the_input(net: Net, rank: int, step: int) -> None:
+    x = batch()
+    loss = net(x, "abc").pow(2).sum()
+    assert torch.autograd.grad(loss, x, retain_graph=True)[0].shape == x.shape
+    loss.backward()
+
+
+@case()
+def gradient_of_parameters(net: Net, rank: int, step: int) -> None:
+    loss = net(batch(), "abc").pow(2).sum()
+    weights = list(branch(net, "b").parameters())
+    torch.autograd.grad(loss, weights, retain_graph=True)
+    torch.autograd.grad(net(batch(), "abc").sum(), list(net.parameters()), allow_unused=True)
+    loss.backward()
+
+
+@case()
+def gradient_of_another_output(net: Net, rank: int, step: int) -> None:
+    first, second = net(batch(), "abc").pow(2), net(batch(), "de")
+    torch.autograd.grad(second.sum(), first, retain_graph=True, allow_unused=True)
+    (first.sum() + second.sum()).backward()
+
+
+@case()
+def gradient_between_no_sync_and_backward(net: Net, rank: int, step: int) -> None:
+    with net.no_sync():
+        net(batch(), "ac").sum().backward()
+        x = batch()
+        torch.autograd.grad(net(x, "bd").sum(), x)
+    x = batch()
+    torch.autograd.grad(net(x, "ef").sum(), x)
+    net(batch(), "b").sum().backward()
+
+
+@case()
+def gradient_penalty(net: Net, rank: int, step: int) -> None:
+    x = batch()
+    output = net(x, "abc")
+    (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    (output.mean() + (gradient.norm() - 1).pow(2)).backward()
+
+
+@case()
+def gradient_penalty_alone(net: Net, rank: int, step: int) -> None:
+    x = batch()
+    (gradient,) = torch.autograd.grad(net(x, "abc").sum(), x, create_graph=True)
+    gradient.pow(2).sum().backward()
+
+
+@case()
+def backward_that_builds_a_graph(net: Net, rank: int, step: int) -> None:
+    with warnings.catch_warnings():  # of a reference cycle, which the test runner collects
+        warnings.simplefilter("ignore")
+        net(batch(), "abc").pow(2).sum().backward(create_graph=True)
+
+
+@case(reductions=0)
+def autograd_grad_alone(net: Net, rank: int, step: int) -> None:
+    x = batch()
+    torch.autograd.grad(net(x, "abc").sum(), x)
+    torch.autograd.grad(net(batch(False), "abc").sum(), list(branch(net, "a").parameters()))
+    if isinstance(net, DistributedDataParallel):
+        assert all(param.grad is None for param in net.parameters())
+
+
+def add_to_grads(params: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
+    for param, gradient in zip(params, gradients, strict=True):
+        if gradient is not None:
+            param.grad = gradient if param.grad is None else param.grad + gradient
+
+
+@case(reductions=0, requests=1)
+def gradients_of_autograd_grad(net: Net, rank: int, step: int) -> None:
+    params = list(net.parameters())
+    loss = net(batch(), "abc" if rank else "bcd").pow(2).sum()
+    gradients = torch.autograd.grad(loss, params, allow_unused=True)
+    add_to_grads(params, net.reduce_gradients(gradients))
+
+
+@case(reductions=0, requests=1, names_params=True)
+def gradients_of_second_order(net: Net, rank: int, step: int) -> None:
+    """Of a penalty on the gradients for some parameters."""
+    params = list(branch(net, "b").parameters())
+    loss = net(batch(), "abc").pow(2).sum()
+    first = torch.autograd.grad(loss, params, create_graph=True)
+    second = torch.autograd.grad(loss + sum(grad.square().sum() for grad in first), params)
+    add_to_grads(params, net.reduce_gradients(second, params))
+
+
+@case(reductions=0, requests=1)
+def gradients_by_name(net: Net, rank: int, step: int) -> None:
+    names = ["branches.a.0.weight", "branches.c.2.bias"][: 1 + rank]
+    params = dict(net.module.named_parameters())
+    made = {name: torch.full_like(params[name], 1.0 + rank + step) for name in names}
+    means = net.reduce_gradients(made)
+    add_to_grads(params.values(), means.values())
+
+
+@case(reductions=0, requests=1)
+def gradients_made_by_hand(net: Net, rank: int, step: int) -> None:
+    """As evolution strategies do: ``.grad`` is filled, then reduced in place."""
+    for number, param in enumerate(net.parameters()):
+        if number % 3 != rank:
+            noise = torch.randn_like(param)
+            param.grad = noise if param.grad is None else param.grad + noise
+    net.reduce_gradients()
+
+
+@case(reductions=0, requests=1)
+def backwards_under_no_sync_reduced_by_hand(net: Net, rank: int, step: int) -> None:
+    with net.no_sync():
+        for names in ("abc", "cd" if rank else "ce"):
+            net(batch(), names).sum().backward()
+        net.reduce_gradients()
+
+
+@case(requests=1, names_params=True)
+def gradients_on_request_between_forward_and_backward(net: Net, rank: int, step: int) -> None:
+    params = list(branch(net, "b").parameters())
+    loss = net(batch(), "abcdef").pow(2).sum()
+    gradients = torch.autograd.grad(loss, params, retain_graph=True)
+    means = net.reduce_gradients(gradients, params)
+    loss.backward()
+    add_to_grads(params, means)
+
+
+@case(requests=1, names_params=True)
+def gradients_on_request_inside_a_window(net: Net, rank: int, step: int) -> None:
+    """They leave what is accumulated as it is."""
+    with net.no_sync():
+        net(batch(), "abcdef").sum().backward()
+    params = list(branch(net, "b").parameters())
+    gradients = torch.autograd.grad(net(batch(), "abc").pow(2).sum(), params)
+    means = net.reduce_gradients(gradients, params)
+    net(batch(), "abcdef").sum().backward()
+    add_to_grads(params, means)
+
+
+@case(reductions=0, requests=1, names_params=True, weighted="mean")
+def weighted_gradients_on_request(net: Net, rank: int, step: int) -> None:
+    params = list(net.parameters())
+    n = 1 + rank + step
+    loss = net(samples(n), "abcdef").pow(2).mean()
+    with net.weighted(n):
+        gradients = net.reduce_gradients(torch.autograd.grad(loss, params), params)
+        add_to_grads(params, gradients)

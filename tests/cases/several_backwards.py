@@ -1,0 +1,117 @@
+"""Several forwards and backwards in a step, also where buffers change in between."""
+
+from __future__ import annotations
+
+import torch
+from oracle import Net
+
+from cases.models import Branches, Heads, Multiplied, Normalised, NormalisedAsInEval, batch, branch
+from cases.table import case
+
+# Several backwards.
+
+
+@case(reductions=2)
+def same_graph_twice(net: Net, rank: int, step: int) -> None:
+    loss = net(batch(), "abc").sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+@case(model=Heads, reductions=2)
+def two_losses_of_one_graph(net: Net, rank: int, step: int) -> None:
+    outputs = net(batch(), "abcd")
+    outputs["a"][0].sum().backward(retain_graph=True)
+    (outputs["a"][0].pow(2).sum() + outputs["c"][0].sum()).backward()
+
+
+@case(model=Heads, reductions=2)
+def two_losses_that_share_a_trunk(net: Net, rank: int, step: int) -> None:
+    trunk = branch(net, "f")(batch())
+    outputs = net(trunk, "ab")
+    outputs["a"][0].pow(2).sum().backward(retain_graph=True)
+    outputs["b"][0].pow(2).sum().backward()
+
+
+@case(reductions=2)
+def two_forwards_then_two_backwards(net: Net, rank: int, step: int) -> None:
+    losses = [net(batch(), "abc").sum(), net(batch(), "cde").sum()]
+    for loss in losses:
+        loss.backward()
+
+
+@case(reductions=2)
+def two_forwards_then_two_backwards_in_reverse(net: Net, rank: int, step: int) -> None:
+    losses = [net(batch(), "abc").sum(), net(batch(), "cde").sum()]
+    for loss in reversed(losses):
+        loss.backward()
+
+
+@case()
+def two_forwards_then_one_backward(net: Net, rank: int, step: int) -> None:
+    (net(batch(), "abc").sum() + net(batch(), "cde").sum()).backward()
+
+
+@case(reductions=3)
+def a_loss_per_microbatch(net: Net, rank: int, step: int) -> None:
+    for names in ("abc", "cd" if rank else "ce", "ab"):
+        net(batch(), names).pow(2).sum().backward()
+
+
+@case(Branches, Branches, reductions=(1, 2))
+def gan_alternation(nets: list[Net], rank: int, step: int) -> None:
+    generator, judge = nets
+    fake = generator(batch(), "ab")
+    (judge(fake.detach(), "ab").sum() - judge(batch(), "ab").pow(2).sum()).backward()
+    judge(fake, "ab").pow(2).sum().backward()
+
+
+@case(Branches, Branches, reductions=1)
+def gan_with_the_judge_frozen_for_the_generator(nets: list[Net], rank: int, step: int) -> None:
+    generator, judge = nets
+    fake = generator(batch(), "ab")
+    (judge(fake.detach(), "ab").sum() - judge(batch(), "ab").pow(2).sum()).backward()
+    with judge.no_sync():  # its own gradients of this loss are not wanted
+        judged = judge(fake, "ab").pow(2).sum()
+        judged.backward(inputs=list(generator.parameters()))
+
+
+@case()
+def forward_without_backward(net: Net, rank: int, step: int) -> None:
+    net(batch(), "abc")
+    with torch.no_grad():
+        net(batch(), "abc")
+    net(batch(), "ab").sum().backward()
+
+
+# Buffers while a graph is alive.
+
+
+@case(model=Normalised)
+def batch_norm_two_forwards_then_one_backward(net: Net, rank: int, step: int) -> None:
+    (net(batch()).pow(2).sum() + net(batch()).pow(3).sum()).backward()
+
+
+@case(model=Normalised, reductions=2)
+def batch_norm_two_forwards_then_two_backwards(net: Net, rank: int, step: int) -> None:
+    losses = [net(batch()).pow(2).sum(), net(batch()).pow(3).sum()]
+    for loss in losses:
+        loss.backward()
+
+
+@case(model=NormalisedAsInEval)
+def batch_norm_in_eval_two_forwards_then_one_backward(net: Net, rank: int, step: int) -> None:
+    assert not net.module.layers[1].training
+    (net(batch()).pow(2).sum() + net(batch()).pow(3).sum()).backward()
+
+
+@case(model=NormalisedAsInEval, reductions=2)
+def batch_norm_in_eval_two_forwards_then_two_backwards(net: Net, rank: int, step: int) -> None:
+    losses = [net(batch()).pow(2).sum(), net(batch()).pow(3).sum()]
+    for loss in losses:
+        loss.backward()
+
+
+@case(model=Multiplied)
+def buffer_as_a_factor_two_forwards_then_one_backward(net: Net, rank: int, step: int) -> None:
+    (net(batch()).pow(2).sum() + net(batch()).pow(3).sum()).backward()

@@ -1,0 +1,73 @@
+"""The table of cases, and how a function becomes one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from cases.models import Branches
+
+Step = Callable[[Any, int, int], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table.
+
+    Attributes:
+        step: one training step, without the optimizer.
+        models: make the modules to be wrapped, each by itself; ``step`` gets the one net, or the
+            list of nets if there are several.
+        reductions: how often a step reduces each of them.
+        options: for the wrapper.
+        weighted: the reduction that its backwards are weighted with, if they are.
+        requests: how often a step calls ``reduce_gradients``.
+        names_params: whether these calls say which parameters, which the ranks verify.
+        adds: the steps in which parameters are added or replaced.
+    """
+
+    step: Step
+    models: Callable[[], list[nn.Module]]
+    reductions: tuple[int, ...] = (1,)
+    options: dict[str, Any] = field(default_factory=dict)
+    weighted: str | None = None
+    requests: int = 0
+    names_params: bool = False
+    adds: Collection[int] = ()
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(
+    *models: Callable[[], nn.Module],
+    model: Callable[[], nn.Module] | None = None,
+    reductions: int | tuple[int, ...] = 1,
+    weighted: str | None = None,
+    requests: int = 0,
+    names_params: bool = False,
+    adds: Collection[int] = (),
+    **options: Any,
+) -> Callable[[Step], Step]:
+    """Decorator: the function is a case of the table."""
+    makers = models or (model or Branches,)
+    counts = reductions if isinstance(reductions, tuple) else (reductions,) * len(makers)
+
+    def decorate(step: Step) -> Step:
+        assert step.__name__ not in CASES, f"two cases are called {step.__name__}"
+        CASES[step.__name__] = Case(
+            step,
+            lambda: [make() for make in makers],
+            counts,
+            options,
+            weighted,
+            requests,
+            names_params,
+            adds,
+        )
+        return step
+
+    return decorate

@@ -1,0 +1,186 @@
+"""Unused parameters without any flag, outputs that the loss ignores, ranks that disagree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from oracle import Net
+from torch import Tensor
+
+from cases.models import DataclassOutput, Experts, Heads, StochasticDepth, Towers, batch, branch
+from cases.table import case
+
+# Unused parameters, no flag.
+
+
+@case()
+def unused_everywhere(net: Net, rank: int, step: int) -> None:
+    net(batch(), "abd").sum().backward()
+
+
+@case()
+def unused_on_one_rank(net: Net, rank: int, step: int) -> None:
+    net(batch(), "abc" if rank else "acdef").sum().backward()
+
+
+@case()
+def nothing_in_common(net: Net, rank: int, step: int) -> None:
+    net(batch(), ["def", "abc", ""][rank]).sum().backward()
+
+
+@case()
+def different_on_each_rank_and_step(net: Net, rank: int, step: int) -> None:
+    names = ["ba", "ef", "f", "bce", "ab", "cd", "ef", "ad"]
+    net(batch(), names[(step + 3 * rank) % 8]).sum().backward()
+
+
+@case(model=Experts)
+def mixture_of_experts(net: Net, rank: int, step: int) -> None:
+    net(batch()).pow(2).sum().backward()
+
+
+@case(model=StochasticDepth)
+def skipped_layers(net: Net, rank: int, step: int) -> None:
+    net(batch()).pow(2).sum().backward()
+
+
+@case(model=Towers)
+def whole_submodule_unused_on_some_ranks(net: Net, rank: int, step: int) -> None:
+    net(batch(), "image" if rank == step % 2 else "text").pow(2).sum().backward()
+
+
+@case(model=Towers)
+def whole_submodule_unused_for_some_steps(net: Net, rank: int, step: int) -> None:
+    net(batch(), "image" if step % 2 else "text").pow(2).sum().backward()
+
+
+@case(find_unused_parameters=True)
+def unused_with_the_flag_of_stock(net: Net, rank: int, step: int) -> None:
+    net(batch(), "abc" if rank else "acd").sum().backward()
+
+
+@case(static_graph=True)
+def unused_with_static_graph(net: Net, rank: int, step: int) -> None:
+    net(batch(), "abc" if rank else "acd").sum().backward()
+
+
+@case()
+def same_parameter_many_times(net: Net, rank: int, step: int) -> None:
+    net(batch(), "aabaa" if step % 2 else "bab").sum().backward()
+
+
+class NoGradient(torch.autograd.Function):
+    """A function of a parameter that has no gradient to give, on some ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gives: bool) -> Tensor:
+        ctx.gives = gives
+        return x + weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, grad.new_full((4, 4), grad.sum().item()) if ctx.gives else None, None
+
+
+@case()
+def custom_function_gives_none_on_one_rank(net: Net, rank: int, step: int) -> None:
+    weight = branch(net, "c")[0].weight
+    NoGradient.apply(net(batch(), "ab"), weight, rank == 1).sum().backward()
+
+
+@case()
+def custom_function_gives_none_on_all_ranks(net: Net, rank: int, step: int) -> None:
+    weight = branch(net, "c")[0].weight
+    NoGradient.apply(net(batch(), "ab"), weight, False).sum().backward()
+
+
+@case()
+def backward_with_respect_to_some(net: Net, rank: int, step: int) -> None:
+    weights = [branch(net, "a")[0].weight, branch(net, "c")[0].bias]
+    net(batch(), "abc").sum().backward(inputs=weights)
+
+
+# Outputs that the loss ignores, parameters used outside forward.
+
+
+@case(model=Heads)
+def outputs_ignored_by_the_loss(net: Net, rank: int, step: int) -> None:
+    outputs = net(batch(), "abcd")
+    sum(outputs[name][0].sum() for name in "bd").backward()
+
+
+@case(model=Heads)
+def different_outputs_ignored_on_each_rank(net: Net, rank: int, step: int) -> None:
+    outputs = net(batch(), "abcdef")
+    names = ["ab", "c", "ef", "abcdef"][(step + rank) % 4]
+    sum(outputs[name][0].sum() for name in names).backward()
+
+
+@case(model=DataclassOutput)
+def only_the_second_field_of_a_dataclass(net: Net, rank: int, step: int) -> None:
+    net(batch(), "ab").second[rank % 2].sum().backward()
+
+
+@case()
+def used_outside_forward_too(net: Net, rank: int, step: int) -> None:
+    x = batch()
+    loss = net(x, "ab").sum() + branch(net, "c")(x).sum() + branch(net, "a")(x).pow(2).sum()
+    loss.backward()
+
+
+@case()
+def used_outside_forward_on_one_rank(net: Net, rank: int, step: int) -> None:
+    loss = net(batch(), "ab").sum()
+    if rank:
+        loss = loss + branch(net, "c")[0].weight.pow(2).sum()
+    loss.backward()
+
+
+@case()
+def used_outside_forward_only(net: Net, rank: int, step: int) -> None:
+    net(batch(), "ab")
+    branch(net, "c")(batch()).sum().backward()
+
+
+@case()
+def loss_without_any_forward(net: Net, rank: int, step: int) -> None:
+    branch(net, "c")(batch()).sum().backward()
+
+
+@case()
+def penalty_on_all_weights(net: Net, rank: int, step: int) -> None:
+    penalty = sum(param.pow(2).sum() for param in net.parameters())
+    (net(batch(), "ab").pow(2).mean() + 0.1 * penalty).backward()
+
+
+@case()
+def forward_of_the_output(net: Net, rank: int, step: int) -> None:
+    net(net(net(batch(), "ab"), ""), "bc").sum().backward()
+
+
+# Ranks that disagree.
+
+
+@case()
+def loss_reaches_nothing_on_one_rank(net: Net, rank: int, step: int) -> None:
+    net(batch(), "" if rank == step % 2 else "abc").sum().backward()
+
+
+@case()
+def loss_reaches_nothing_on_any_rank(net: Net, rank: int, step: int) -> None:
+    net(batch(), "").sum().backward()
+
+
+@case(reductions=2)
+def different_control_flow(net: Net, rank: int, step: int) -> None:
+    """One rank sums two losses of one forward each; another runs one forward twice."""
+    if rank == 0:
+        losses = [net(batch(), "abc").sum(), net(batch(), "d").pow(2).sum()]
+    elif rank == 1:
+        output = net(batch(), "bca")
+        losses = [output.pow(2).sum(), net(output.detach(), "b").sum()]
+    else:
+        losses = [net(net(batch(), "e"), "a").sum(), net(batch(), "").sum()]
+    for loss in losses if step % 2 else reversed(losses):
+        loss.backward()

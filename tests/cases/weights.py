@@ -1,0 +1,107 @@
+"""Batches of different size: ``weighted``."""
+
+from __future__ import annotations
+
+import contextlib
+
+from oracle import Net
+
+from cases.models import samples
+from cases.table import case
+
+
+@case(weighted="mean")
+def weighted_by_samples(net: Net, rank: int, step: int) -> None:
+    n = [3, 1, 6][rank] + step
+    with net.weighted(n):
+        net(samples(n), "abcdef").pow(2).mean().backward()
+
+
+@case(weighted="sum")
+def weighted_sum_of_samples(net: Net, rank: int, step: int) -> None:
+    n = [3, 1, 6][rank] + step
+    with net.weighted(n, reduction="sum"):
+        net(samples(n), "abcdef").pow(2).sum().backward()
+
+
+@case(weighted="mean")
+def weighted_and_unused_parameters(net: Net, rank: int, step: int) -> None:
+    n = 1 + rank + step
+    with net.weighted(n):
+        net(samples(n), "abd" if rank else "bce").pow(2).mean().backward()
+
+
+@case(weighted="mean")
+def weighted_by_fractions(net: Net, rank: int, step: int) -> None:
+    loss = net(samples(2), "abcdef").pow(2).mean()
+    with net.weighted([0.25, 1.5, 0.001][rank]):
+        loss.backward()
+
+
+@case(weighted="mean")
+def weight_of_zero_with_a_loss_of_nan(net: Net, rank: int, step: int) -> None:
+    """What the mean over no samples gives."""
+    n = 0 if rank == step % 2 else 3
+    with net.weighted(n):
+        net(samples(3) if n else samples(3) / 0, "abcdef").mean().backward()
+
+
+@case(weighted="sum")
+def weight_of_zero_with_a_sum_over_nothing(net: Net, rank: int, step: int) -> None:
+    n = 0 if rank == step % 2 else 3
+    with net.weighted(n, reduction="sum"):
+        net(samples(n), "abcdef").pow(2).sum().backward()
+
+
+@case(weighted="mean")
+def all_weights_zero_in_the_first_step(net: Net, rank: int, step: int) -> None:
+    n = step * (rank + 1)
+    with net.weighted(n):
+        (net(samples(3), "abcdef").pow(2).mean() * (1 if n else float("nan"))).backward()
+
+
+def weighted_window(net: Net, rank: int, step: int, reduction: str) -> None:
+    """Each rank has another number of microbatches, each microbatch another size."""
+    count = 1 + (rank + step) % 3
+    for number in range(count):
+        n = (rank + 2 * number + step) % 4
+        loss = net(samples(n or 1), "abcdef" if number else "abc").pow(2)
+        loss = loss.sum() if reduction == "sum" else loss.mean()
+        last = number == count - 1
+        with contextlib.nullcontext() if last else net.no_sync(), net.weighted(n, reduction):
+            (loss * 0 if reduction == "sum" and n == 0 else loss).backward()
+
+
+@case(weighted="mean")
+def weighted_windows_of_different_length(net: Net, rank: int, step: int) -> None:
+    weighted_window(net, rank, step, "mean")
+
+
+@case(weighted="sum")
+def weighted_windows_of_sums_of_different_length(net: Net, rank: int, step: int) -> None:
+    weighted_window(net, rank, step, "sum")
+
+
+@case(weighted="mean")
+def weighted_after_a_microbatch_without_weight(net: Net, rank: int, step: int) -> None:
+    with net.no_sync():
+        net(samples(2), "abc").pow(2).mean().backward()
+    for number, n in enumerate((1 + rank, 4)):
+        loss = net(samples(n), "abcdef").pow(2).mean()
+        with contextlib.nullcontext() if number else net.no_sync(), net.weighted(n):
+            loss.backward()
+
+
+@case(weighted="sum", reductions=2)
+def weighted_sums_twice(net: Net, rank: int, step: int) -> None:
+    for n in (1 + rank, 4 - rank):
+        with net.weighted(n, reduction="sum"):
+            net(samples(n), "abcdef").pow(2).sum().backward()
+
+
+@case(weighted="mean", reductions=2)
+def weighted_twice(net: Net, rank: int, step: int) -> None:
+    """The second mean is added to the first."""
+    for n in (1 + rank, 4 - rank):
+        with net.weighted(n):
+            net(samples(n), "abcdef").pow(2).mean().backward()

@@ -1,0 +1,206 @@
+"""The parts of a forward, and subclasses that have one of their own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as Stock
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+from two_layers import Two, batch
+
+from tritonddp import DistributedDataParallel
+
+
+@ranks(2)
+def test_dynamo_finds_the_wrapper_that_is_at_work() -> None:
+    seen: list[Any] = []
+
+    class Looks(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(Stock._get_active_ddp_module())
+            x = self.inner(x)
+            seen.append(DistributedDataParallel._get_active_ddp_module())
+            return x
+
+    inner = DistributedDataParallel(Looks(nn.Linear(3, 3)))
+    outer = DistributedDataParallel(Looks(inner))
+    outer(batch())
+    assert list(map(id, seen)) == [id(outer), id(inner), id(inner), id(outer)]
+    assert Stock._active_ddp_module is None
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        inner(torch.ones(2, 7))
+    assert Stock._active_ddp_module is None
+
+
+@ranks(2)
+def test_a_module_in_tiny_buckets_can_be_compiled() -> None:
+    """dynamo splits graphs by the size of buckets, and asserts that it is a MiB at least."""
+    model = torch.compile(Two(), backend="eager")
+    net: Any = DistributedDataParallel(model, bucket_cap_mb=0.5)
+    net(batch()).sum().backward()
+    assert_same_on_all_ranks([param.grad for param in net.parameters()])
+    torch.compiler.reset()
+    with pytest.raises(AssertionError, match="First bucket should be smaller"):
+        Stock(model, bucket_cap_mb=0.5)(batch())
+    assert Stock._active_ddp_module is None
+
+
+@ranks(2)
+def test_the_parts_of_a_forward_may_be_called_one_by_one() -> None:
+    """As torch's `replicate` does around the forward of the module itself."""
+    net = DistributedDataParallel(Two())
+    inputs, kwargs = net._pre_forward(batch(), both=True)
+    with net._inside_ddp_forward():
+        output = net.module(*inputs, **kwargs)
+    assert net._post_forward(output) is output
+    output.sum().backward()
+    assert_same_on_all_ranks([param.grad for param in net.parameters()])
+    assert net._lazy_init_ran
+    assert net._distributed_rank == dist.get_rank()
+    x = batch()
+    (moved,), (keywords,) = net.to_kwargs((x,), {"a": [x]}, 0)
+    assert_same_bits(moved[0], x)
+    assert_same_bits(keywords["a"][0], x)
+    assert net.train(False) is net
+
+
+class Trains(Two):
+    """With a method of its own for training, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def train_step(self, x: Tensor) -> Tensor:
+        self.began = self.seen.clone()
+        self.seen += x.sum()
+        return super().forward(x).sum()
+
+
+class RunsAnotherMethod(DistributedDataParallel):
+    """As OpenMMLab's wrapper for calls of the module itself."""
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with self._inside_ddp_forward():
+            return self.module.train_step(*inputs, **kwargs)
+
+
+class HasAnotherForward(DistributedDataParallel):
+    """As OpenMMLab's for train_step(), and what others have copied from torch."""
+
+    def train_step(self, x: Tensor) -> Tensor:
+        if not self._lazy_init_ran:
+            self._lazy_init()
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.logger.set_runtime_stats_and_log()
+            self.reducer.prepare_for_forward()
+        if self.reducer._rebuild_buckets():
+            raise AssertionError("buckets are rebuilt elsewhere")
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
+        loss = self.module.train_step(x)
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.require_forward_param_sync = True
+            self.reducer.prepare_for_backward([])
+        else:
+            self.require_forward_param_sync = False
+        return loss
+
+    __call__ = train_step
+
+
+@pytest.mark.parametrize("location", [None, *_BufferCommHookLocation])
+@pytest.mark.parametrize("kind", [RunsAnotherMethod, HasAnotherForward])
+@ranks(2)
+def test_subclasses_may_have_a_forward_of_their_own(kind: Any, location: Any) -> None:
+    torch.manual_seed(0)
+    module = Trains()
+    alone = copy.deepcopy(module)
+    net = kind(module)
+    if location is not None:
+        net._register_buffer_comm_hook(
+            None, lambda state, buffers: net._default_broadcast_coalesced(), location
+        )
+    for _ in range(3):
+        x = batch()
+        net.zero_grad()
+        alone.zero_grad()
+        net(x).backward()
+        alone.train_step(x).backward()
+        for ours, own in zip(net.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, torch.stack(gather(own.grad)).mean(0))
+        assert_same_on_all_ranks([module.began])
+    is_last = location is _BufferCommHookLocation.POST_FORWARD
+    assert net._check_sync_bufs_post_fwd() is is_last
+    assert net._check_sync_bufs_pre_fwd() is not is_last
+    assert (module.seen == gather(module.seen)[0]).item() is (is_last or dist.get_rank() == 0)
+
+
+class HasStocksForward(DistributedDataParallel):
+    """Copied from torch, of whatever version is installed."""
+
+    forward = Stock.forward
+
+
+class HasAllOfStocksForward(HasStocksForward):
+    """And what that calls."""
+
+    _pre_forward = Stock._pre_forward
+    _post_forward = Stock._post_forward
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+@pytest.mark.parametrize("kind", [HasStocksForward, HasAllOfStocksForward])
+@ranks(2)
+def test_subclasses_may_have_copied_stocks_forward(kind: Any, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    ours, theirs = DistributedDataParallel(copy.deepcopy(module)), kind(module, **options)
+    for _ in range(3):
+        x = batch()
+        for net in ours, theirs:
+            net.zero_grad()
+            with net.no_sync():
+                net(x).square().sum().backward()
+            net(x).square().sum().backward()
+        for mine, own in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert_same_bits(own.grad, mine.grad)
+        assert_same_bits(theirs.module[1].running_mean, ours.module[1].running_mean)
+
+
+@ranks(2)
+def test_a_copy_of_stocks_forward_can_be_joined() -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(3, 3)
+    nets = [DistributedDataParallel(copy.deepcopy(module)), HasStocksForward(module)]
+    for net in nets:
+        with net.join():
+            for _ in range(1 + dist.get_rank()):
+                net(torch.ones(2, 3)).sum().backward()
+    for mine, own in zip(*(net.parameters() for net in nets), strict=True):
+        assert_same_bits(own.grad, mine.grad)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@ranks(2)
+def test_a_copy_of_all_of_it_cannot_be_joined_and_is_told_what_to_call(is_first: bool) -> None:
+    net, other = HasAllOfStocksForward(nn.Linear(3, 3)), DistributedDataParallel(nn.Linear(3, 3))
+    joined = [net, other] if is_first else [other, net]
+    with Join(joined):
+        if not is_first:
+            other(torch.ones(2, 3)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"call self\._pre_forward"):
+            net(torch.ones(2, 3))

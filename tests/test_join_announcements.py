@@ -1,0 +1,125 @@
+"""Inside join() a forward tells what its backward will do: backwards that do something else."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
+from torch import nn
+from uneven import VIEW, assert_close, draw, loss_of, net
+
+from tritonddp import DistributedDataParallel
+
+
+@VIEW
+@ranks(2)
+def test_forwards_without_a_backward_are_made_up_for(view: bool) -> None:
+    """Before the first reduction, between two, and at the end; gradients stay as they are."""
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(net(), bucket_cap_mb=1e-4, gradient_as_bucket_view=view)
+    kept = None
+    with ddp.join():
+        for step in range(5 if rank else 2):
+            if step != 1:
+                loss_of(ddp, rank, step)
+            ddp.zero_grad()
+            loss_of(ddp, rank, step).backward()
+            kept = [
+                None if param.grad is None else param.grad.clone() for param in ddp.parameters()
+            ]
+            if step == 3:
+                loss_of(ddp, rank, step)
+        loss_of(ddp, rank, step)
+    for param, grad in zip(ddp.parameters(), kept, strict=True):
+        assert_same_bits(param.grad, grad)
+    assert ddp.reducer.counters.reductions == 11, ddp.reducer.counters
+
+
+@ranks(2)
+def test_a_window_goes_on_over_a_forward_without_a_backward() -> None:
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(net(), bucket_cap_mb=1e-4, forward_sync_buffers=False)
+    alone = [net() for _ in range(2)]
+    with ddp.join():
+        with ddp.no_sync():
+            ddp(draw(rank, 0)[0], [rank]).sum().backward()
+        ddp(draw(rank, 1)[0], [])
+        ddp(draw(rank, 2)[0], []).sum().backward()
+        for r, each in enumerate(alone):
+            each(draw(r, 0)[0], [r]).sum().backward()
+            each(draw(r, 1)[0], [])
+            each(draw(r, 2)[0], []).sum().backward()
+        for name, param in ddp.module.named_parameters():
+            terms = [each.get_parameter(name).grad for each in alone]
+            terms = [term / 2 for term in terms if term is not None]
+            assert_close(param.grad, sum(terms) if terms else None, f"rank {rank}, {name}")
+
+
+@ranks(2)
+def test_backwards_that_no_forward_has_announced_are_refused() -> None:
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(net())
+    error = "rank ., step 1: a backward inside join.. that no forward has announced"
+    with ddp.join():
+        loss = loss_of(ddp, rank, 0)
+        with ddp.no_sync():  # as in stock, what counts is where the forward was
+            loss.backward(retain_graph=True)
+        assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+        with pytest.raises(RuntimeError, match=error):
+            loss.backward(retain_graph=True)
+        with ddp.no_sync():
+            loss.backward()
+            loss = loss_of(ddp, rank, 1)
+        with pytest.raises(RuntimeError, match=error):
+            loss.backward()
+        with pytest.raises(RuntimeError, match=r"reduce_gradients\(\) inside join\(\)"):
+            ddp.reduce_gradients()
+        ddp.zero_grad()
+        loss_of(ddp, rank, 0).backward()
+    assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+    assert ddp.reduce_gradients() is None
+
+
+@ranks(3)
+def test_forwards_that_differ_are_an_error_on_every_rank() -> None:
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(net())
+    error = (
+        "inside join.. ranks must agree on which forwards have a backward that is reduced. "
+        "This one: rank 0: has no inputs left; rank 1: yes; rank 2: no"
+    )
+    with pytest.raises(RuntimeError, match=error), ddp.join():  # noqa: PT012
+        for step in range(2 if rank else 1):
+            with ddp.no_sync() if (rank, step) == (2, 1) else contextlib.nullcontext():
+                loss_of(ddp, rank, step).backward()
+
+
+@ranks(2)
+def test_a_backward_that_one_rank_skips_is_an_error_on_every_rank() -> None:
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(net())
+    error = (
+        "rank 0: nothing, as no backward has followed a forward inside join.*; "
+        "rank 1: the first backward"
+    )
+    with pytest.raises(RuntimeError, match=error), ddp.join():  # noqa: PT012
+        for step in range(3):
+            loss = loss_of(ddp, rank, step)
+            if (rank, step) != (0, 1):
+                loss.backward()
+
+
+@ranks(2)
+def test_parameters_added_after_a_rank_has_left_are_an_error_on_every_rank() -> None:
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(net())
+    error = "(?s)DDP expects same model.*layers.0.scale.*none of this name"
+    with pytest.raises(RuntimeError, match=error), ddp.join():  # noqa: PT012
+        for step in range(3 if rank else 1):
+            if step == 1:
+                scale = nn.Parameter(torch.ones(4).double())
+                ddp.module.layers[0].register_parameter("scale", scale)
+            loss_of(ddp, rank, step).backward()

@@ -1,0 +1,196 @@
+"""join() with hooks, optimizers in the backward, and options of the wrapper."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_on_all_ranks, ranks
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    powerSGD_hook,
+)
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn.parallel import DistributedDataParallel as Stock
+from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecision
+from uneven import LR, STOCK, VIEW, Alone, assert_close, draw, loss_of, net, train
+
+from tritonddp import DistributedDataParallel
+
+
+@pytest.mark.parametrize("location", list(_BufferCommHookLocation), ids=lambda each: each.name)
+@ranks(2)
+def test_hooks_for_buffers_run_on_ranks_that_have_left_too(location: Any) -> None:
+    def hook(_: None, named_buffers: dict[str, Tensor]) -> list[Any]:
+        works = [dist.all_reduce(each, async_op=True) for each in named_buffers.values()]
+        return [work.get_future() for work in works]
+
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(net(), bucket_cap_mb=1e-4)
+    ddp._register_buffer_comm_hook(None, hook, location)
+    train(ddp, 1 + 2 * rank, ddp.join())
+    assert_same_on_all_ranks(list(ddp.module.state_dict().values()))
+    assert ddp.module.norm.num_batches_tracked > 3
+
+
+@ranks(2)
+def test_unused_buckets_are_sent_to_ranks_that_have_left() -> None:
+    ddp = DistributedDataParallel(
+        net(), bucket_cap_mb=1e-4, find_unused_parameters=True, skip_all_reduce_unused_params=True
+    )
+    rank = dist.get_rank()
+    with ddp.join():
+        for step in range(4 if rank else 1):
+            ddp.zero_grad()
+            ddp(draw(rank, step)[0], [step % 3]).sum().backward()
+            grads = [layer.weight.grad is not None for layer in ddp.module.layers]
+            assert grads == [number == step % 3 for number in range(3)]
+    assert_same_on_all_ranks(list(ddp.module.state_dict().values()))
+
+
+@ranks(3)
+def test_groups_of_some_ranks_join_and_so_do_copies() -> None:
+    group = dist.new_group([1, 2])
+    if dist.get_rank() > 0:
+        ddp = DistributedDataParallel(net(), process_group=group, bucket_cap_mb=1e-4)
+        train(ddp, 3 - dist.get_rank(), ddp.join())
+        assert ddp._authoritative_rank == 0
+    ddp = copy.deepcopy(DistributedDataParallel(net(), bucket_cap_mb=1e-4))
+    counts = (2, 3, 0)
+    grads = train(ddp, counts[dist.get_rank()], ddp.join())
+    alone = Alone(counts)
+    assert_close(grads, alone.means[: counts[dist.get_rank()]], "copy")
+    assert_close(ddp.module.state_dict(), alone.final, "copy")
+
+
+@VIEW
+@ranks(2)
+def test_delayed_parameters_are_reduced_with_ranks_that_have_left(view: bool) -> None:
+    module = net()
+    ddp = DistributedDataParallel(
+        module,
+        bucket_cap_mb=1e-4,
+        gradient_as_bucket_view=view,
+        delay_all_reduce_named_params=[("last.weight", module.last.weight)],
+        param_to_hook_all_reduce=module.norm.weight,
+    )
+    counts = (1, 4)
+    grads = train(ddp, counts[dist.get_rank()], ddp.join())
+    alone = Alone(counts)
+    assert_close(grads, alone.means[: counts[dist.get_rank()]], "delayed")
+    assert_close(module.state_dict(), alone.final, "delayed")
+
+
+HOOKS = {
+    "allreduce": lambda: (None, default_hooks.allreduce_hook),
+    "fp16": lambda: (None, default_hooks.fp16_compress_hook),
+    # Of full rank, which is exact: otherwise it depends on the order of the parameters.
+    "powerSGD": lambda: (
+        powerSGD_hook.PowerSGDState(
+            None,
+            matrix_approximation_rank=4,
+            start_powerSGD_iter=2,
+            min_compression_rate=0.1,
+            warm_start=False,
+            orthogonalization_epsilon=1e-30,  # for gradients of zero
+        ),
+        powerSGD_hook.powerSGD_hook,
+    ),
+    "noop": lambda: (None, debugging_hooks.noop_hook),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+@ranks(3)
+def test_hooks_run_on_ranks_that_have_left_as_in_stock(name: str) -> None:
+    """Also in that they divide themselves, whatever ``divide_by_initial_world_size`` says."""
+    rank = dist.get_rank()
+    tolerance = {"fp16": 1e-3, "powerSGD": 1e-9}.get(name, 1e-11)
+    for counts, over_all in itertools.product([(1, 4, 2), (2, 0, 3)], [True, False]):
+
+        def train_with_hook(cls: Any, **options: Any) -> dict[str, Tensor]:
+            ddp = cls(net(), bucket_cap_mb=1e-4, **options)
+            ddp.register_comm_hook(*HOOKS[name]())
+            train(ddp, counts[rank], ddp.join(divide_by_initial_world_size=over_all))  # noqa: B023
+            return ddp.module.state_dict()
+
+        ours = train_with_hook(DistributedDataParallel)
+        # In stock the collectives of PowerSGD get mixed up.
+        expected = Alone(counts).final if name == "powerSGD" else train_with_hook(Stock, **STOCK)
+        torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+        assert_same_on_all_ranks(list(ours.values()))
+
+
+@ranks(2)
+def test_optimizers_in_the_backward_step_on_ranks_that_have_left_too() -> None:
+    rank, counts = dist.get_rank(), (1, 3)
+    module = net()
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": LR})
+    ddp = DistributedDataParallel(module, bucket_cap_mb=1e-4)
+    with ddp.join():
+        for step in range(counts[rank]):
+            loss_of(ddp, rank, step).backward()
+        before = [param.detach().clone() for param in ddp.parameters()]
+        if rank == 1:  # no step for what is not reduced, nor for a forward without a backward
+            with ddp.no_sync():
+                ddp(draw(rank, 0)[0]).sum().backward()
+            ddp(draw(rank, 0)[0])
+    alone = Alone(counts)
+    for param, trained in zip(ddp.parameters(), alone.nets[1].parameters(), strict=True):
+        assert_close(param.detach(), trained.detach(), f"rank {rank}")
+    for param, own in zip(ddp.parameters(), before, strict=True):
+        assert rank == 0 or torch.equal(param, own)
+
+
+@VIEW
+@ranks(2)
+def test_buckets_without_memory_and_backwards_finalised_by_hand_join_too(view: bool) -> None:
+    rank, counts = dist.get_rank(), (1, 4)
+    for by_hand in (False, True):
+        ddp = DistributedDataParallel(
+            net(), bucket_cap_mb=1e-4, gradient_as_bucket_view=view, lazy_bucket_allocation=True
+        )
+        ddp.require_manual_backward_finalization = by_hand
+        grads = []
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+        with ddp.join():
+            for step in range(counts[rank]):
+                ddp.zero_grad()
+                loss_of(ddp, rank, step).backward()
+                if by_hand:
+                    ddp.finalize_backward()
+                grads.append([None if p.grad is None else p.grad.clone() for p in ddp.parameters()])
+                optimizer.step()
+        assert all(bucket._flat is None for bucket in ddp.reducer.buckets)
+        alone = Alone(counts)
+        assert_close(grads, alone.means[: counts[rank]], f"rank {rank}, {by_hand=}")
+        assert_close(ddp.module.state_dict(), alone.final, f"rank {rank}, {by_hand=}")
+
+
+@VIEW
+@ranks(2)
+def test_mixed_precision_joins(view: bool) -> None:
+    rank, counts = dist.get_rank(), (1, 4)
+    half = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    models = []
+    for mixed_precision in (half, None):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+        ddp = DistributedDataParallel(
+            module, mixed_precision=mixed_precision, gradient_as_bucket_view=view
+        )
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+        with ddp.join(divide_by_initial_world_size=False):
+            for step in range(counts[rank]):
+                optimizer.zero_grad()
+                ddp(draw(rank, step)[0].float()).float().square().sum().backward()
+                optimizer.step()
+        models.append(module.state_dict())
+        assert_same_on_all_ranks(list(module.state_dict().values()))
+    torch.testing.assert_close(*models, rtol=1e-2, atol=1e-2)

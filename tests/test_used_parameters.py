@@ -1,0 +1,145 @@
+"""What is told of parameters that backwards reach, and strict mode, where all must be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import gather, ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as Stock
+from two_layers import Two, batch
+
+from tritonddp import DistributedDataParallel
+
+
+class Backwards(Two):
+    """Registered in another order than used, so that buckets are rebuilt after the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self._modules.pop("first")
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("kind", [Two, Backwards])
+@ranks(2, 3)
+def test_the_map_of_used_parameters_counts_ranks(kind: type[Two], lazy: bool) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    net = DistributedDataParallel(kind(), lazy_bucket_allocation=lazy)
+    assert net.reducer._get_local_used_map().tolist() == [0, 0, 0]
+    for both, counts in [
+        ([True] * world_size, [world_size] * 3),
+        ([True, *[False] * (world_size - 1)], [world_size, 1, 1]),
+        ([False] * world_size, [world_size, 0, 0]),
+        ([False, *[True] * (world_size - 1)], [world_size, world_size - 1, world_size - 1]),
+    ]:
+        net(batch(), both[rank]).sum().backward()
+        used = net.reducer._get_local_used_map()
+        assert used.dtype is torch.int32
+        assert used.tolist() == (counts if kind is Two else [*counts[1:], counts[0]])
+
+
+@ranks(2)
+def test_a_graph_counts_as_static_while_a_rank_reaches_the_same_parameters() -> None:
+    net = DistributedDataParallel(Two())
+    for _ in range(4):
+        net(batch(), both=dist.get_rank() == 0).sum().backward()
+        assert net.reducer._ddp_graph_static()
+    with net.no_sync():
+        net(batch()).sum().backward()
+    net(batch()).sum().backward()
+    assert gather(net.reducer._ddp_graph_static()) == [True, False]
+
+
+@contextmanager
+def debug_level(level: str) -> Iterator[None]:
+    before = dist.get_debug_level()
+    dist.set_debug_level(getattr(dist.DebugLevel, level))
+    try:
+        yield
+    finally:
+        dist.set_debug_level(before)
+
+
+def many() -> nn.Module:
+    model = Two()
+    model.frozen = nn.Linear(2, 2).requires_grad_(False)
+    model.extra = nn.ModuleList(nn.Linear(2, 2) for _ in range(6))
+    return model
+
+
+@pytest.mark.parametrize("level", ["OFF", "INFO", "DETAIL"])
+@ranks(2)
+def test_the_error_of_strict_mode_has_stocks_phrases_and_numbers(level: str) -> None:
+    rank = dist.get_rank()
+    errors = []
+    with debug_level(level):
+        for kind in (DistributedDataParallel, Stock):
+            net: Any = kind(many(), find_unused_parameters=False)
+            net(batch()).sum().backward()
+            with pytest.raises(RuntimeError) as caught:
+                net(batch())
+            errors.append(str(caught.value))
+    unused = [f"extra.{i}.{kind}" for i in range(6) for kind in ("weight", "bias")]
+    phrases = [
+        "Expected to have finished reduction in the prior iteration before starting a new one",
+        "passing the keyword argument `find_unused_parameters=True`",
+        "`forward` function outputs participate in calculating loss",
+        f"Parameter indices which did not receive grad for rank {rank}: "
+        + " ".join(map(str, range(3, 15))),
+    ]
+    if level == "OFF":
+        phrases.append(
+            "set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL"
+        )
+        assert f"for rank {rank}: {', '.join(unused[:10])}, and 2 more" in errors[0]
+    else:
+        names = ", ".join(unused)
+        assert f"Parameters which did not receive grad for rank {rank}: {names}" in errors[0]
+    for phrase in phrases:
+        for error in errors:
+            assert phrase in error, error
+    assert "Since `find_unused_parameters=True` is enabled" not in errors[0]
+
+
+@ranks(2)
+def test_strict_mode_raises_when_stock_does() -> None:
+    for kind in (DistributedDataParallel, Stock):
+        net: Any = kind(Two(), find_unused_parameters=False)
+        net._check_reducer_finalized()
+        net(batch(), both=False).sum().backward()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+                net._check_reducer_finalized()
+        with torch.no_grad():
+            net(batch())
+        with net.no_sync(), pytest.raises(RuntimeError, match="Expected to have finished"):
+            net(batch())
+
+
+@ranks(2)
+def test_an_unfinished_backward_is_seen_without_waiting() -> None:
+    net = DistributedDataParallel(Two())
+    seen: list[str] = []
+
+    def look(_: Tensor) -> None:
+        with pytest.raises(RuntimeError, match="Expected to have finished reduction") as caught:
+            net._check_reducer_finalized()
+        seen.append(str(caught.value))
+        raise KeyError("a hook of the user's")
+
+    handle = net.module.first.weight.register_hook(look)
+    with pytest.raises(KeyError):
+        net(batch()).sum().backward()
+    assert "still runs" in seen[0]
+    handle.remove()
+    with pytest.raises(RuntimeError, match="broke off"):
+        net._check_reducer_finalized()
+    net.zero_grad()
+    net(batch()).sum().backward()
+    net._check_reducer_finalized()
