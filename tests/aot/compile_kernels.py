@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import triton
@@ -19,9 +20,10 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tritonddp.kernels.flatten import FLAG_BLOCK, compute_dtype, flatten_kernel
+from tritonddp.kernels import flatten, unflatten
+from tritonddp.kernels.flatten import FLAG_BLOCK, compute_dtype
+from tritonddp.kernels.launch import Launcher
 from tritonddp.kernels.table import BLOCK
-from tritonddp.kernels.unflatten import unflatten_kernel
 
 SPELLING = {tl.float16: "fp16", tl.bfloat16: "bf16", tl.float32: "fp32", tl.float64: "fp64"}
 ALL_PAIRS = [(grad, wire) for grad in SPELLING for wire in SPELLING]
@@ -39,23 +41,38 @@ TARGETS = {
     "sm_100": (GPUTarget("cuda", 100, 32), SOME_PAIRS),
     "gfx942": (GPUTarget("hip", "gfx942", 64), SOME_PAIRS),
 }
-KERNELS = {
-    "flatten": (flatten_kernel, "SOURCE", ("slots", "trailer", "num_chunks", "flags_offset")),
-    "unflatten": (unflatten_kernel, "TARGET", ("flags_offset",)),
-}
+KERNELS = {"flatten": (flatten._launch, "SOURCE"), "unflatten": (unflatten._launch, "TARGET")}
 
 
-def compile_variant(name: str, target: GPUTarget, grad: tl.dtype, wire: tl.dtype, aligned: bool):
-    """Compile as ``Launcher`` would: base pointers divisible by 16, integers unspecialised."""
-    kernel, grad_name, integers = KERNELS[name]
-    signature = {"chunks": "*i64", "dynamic": "*i64", "bucket": f"*{SPELLING[wire]}"}
+def compile_as_launched(
+    launcher: Launcher,
+    target: GPUTarget,
+    pointers: dict[str, str],
+    constexprs: dict,
+    anywhere: Sequence[str] = (),
+):
+    """Compile as ``Launcher`` would: integers unspecialised, base pointers divisible by 16.
+
+    Except those to what may lie ``anywhere``.
+    """
+    kernel = launcher.kernel
     divisible = [["tt.divisibility", 16]]
     if target.backend == "hip":  # a storage below 2 GiB, as nearly every bucket is
         divisible = [*divisible, ["tt.pointer_range", 32]]
-    if name == "unflatten":
-        signature["factor"] = "*fp64"
-    attrs = {(kernel.arg_names.index(pointer),): divisible for pointer in signature}
-    signature |= dict.fromkeys(integers, "i32")
+    names = kernel.arg_names
+    signature = dict.fromkeys(names, "i32") | pointers | dict.fromkeys(constexprs, "constexpr")
+    source = ASTSource(
+        kernel,
+        signature={argument: signature[argument] for argument in names},
+        constexprs={(names.index(k),): v for k, v in constexprs.items()},
+        attrs={(names.index(each),): divisible for each in pointers if each not in anywhere},
+    )
+    return triton.compile(source, target=target, options=launcher.options)
+
+
+def compile_variant(name: str, target: GPUTarget, grad: tl.dtype, wire: tl.dtype, aligned: bool):
+    launcher, grad_name = KERNELS[name]
+    pointers = {"chunks": "*i64", "dynamic": "*i64", "bucket": f"*{SPELLING[wire]}"}
     constexprs = {
         grad_name: grad,
         "COMPUTE": compute_dtype(grad, wire),
@@ -65,14 +82,9 @@ def compile_variant(name: str, target: GPUTarget, grad: tl.dtype, wire: tl.dtype
     }
     if name == "flatten":
         constexprs["FLAG_BLOCK"] = FLAG_BLOCK
-    signature |= dict.fromkeys(constexprs, "constexpr")
-    source = ASTSource(
-        kernel,
-        signature={argument: signature[argument] for argument in kernel.arg_names},
-        constexprs={(kernel.arg_names.index(k),): v for k, v in constexprs.items()},
-        attrs=attrs,
-    )
-    return triton.compile(source, target=target, options={"num_warps": 4})
+    else:
+        pointers["factor"] = "*fp64"
+    return compile_as_launched(launcher, target, pointers, constexprs)
 
 
 def nvidia_facts(compiled) -> dict:
@@ -99,6 +111,7 @@ def nvidia_facts(compiled) -> dict:
         "spilled": numbers["STACK"] + numbers["LOCAL"],
         "loads": widths("ld"),
         "stores": widths("st"),
+        "fused": len(re.findall(r"\bfma\.\S*f32\b", ptx)),
     }
 
 
@@ -127,6 +140,11 @@ def amd_facts(compiled) -> dict:
     }
 
 
+def facts_of(compiled, target: GPUTarget) -> dict:
+    """What the code looks like."""
+    return (nvidia_facts if target.backend == "cuda" else amd_facts)(compiled)
+
+
 def main() -> None:
     variants = []
     for architecture, (target, pairs) in TARGETS.items():
@@ -134,7 +152,6 @@ def main() -> None:
             for grad, wire in pairs:
                 for aligned in (True, False):
                     compiled = compile_variant(name, target, grad, wire, aligned)
-                    facts = (nvidia_facts if target.backend == "cuda" else amd_facts)(compiled)
                     variants.append(
                         {
                             "architecture": architecture,
@@ -143,7 +160,7 @@ def main() -> None:
                             "wire": SPELLING[wire],
                             "aligned": aligned,
                             "shared": compiled.metadata.shared,
-                            **facts,
+                            **facts_of(compiled, target),
                         }
                     )
     json.dump(variants, sys.stdout)

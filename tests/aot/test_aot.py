@@ -30,10 +30,15 @@ REGISTERS = {(True, False): 32, (True, True): 48, (False, False): 40, (False, Tr
 
 @pytest.fixture(scope="module")
 def compiled() -> list[dict]:
+    return run("compile_kernels.py")
+
+
+def run(script: str) -> list[dict]:
+    """What a script of this folder has to say of the code."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("compile_kernels.py"))],
+        [sys.executable, str(Path(__file__).with_name(script))],
         capture_output=True,
         text=True,
         env=environment,

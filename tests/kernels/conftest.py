@@ -16,7 +16,10 @@ def pytest_configure(config: pytest.Config) -> None:
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
+        import tritonddp.kernels.dequantize
         import tritonddp.kernels.flatten
+        import tritonddp.kernels.quantize
+        import tritonddp.kernels.reduce_parts
         import tritonddp.kernels.unflatten  # noqa: F401
     except ImportError as error:
         if error.name != "triton":

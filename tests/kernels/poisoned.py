@@ -15,8 +15,8 @@ from torch import Tensor
 from tritonddp.kernels.buffer import FlatBuffer, Layout
 
 GUARD = 64  # elements; a multiple of 16 bytes in every dtype
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-POISON = {2: 0x5A5A, 4: 0x5A5A5A5A, 8: 0x5A5A5A5A5A5A5A5A}
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+POISON = {1: 0x5A, 2: 0x5A5A, 4: 0x5A5A5A5A, 8: 0x5A5A5A5A5A5A5A5A}
 
 
 class Arena:

@@ -23,6 +23,7 @@ def quantized_buffers(
     world_size: int,
     feedback: bool = True,
     ballot: int = 3,
+    device: torch.device = CPU,
 ) -> list[QuantizedBuffer]:
     """The buffer of each rank for gradients like these, with ``ballot`` bytes for each rank's."""
     layout = Layout.of(
@@ -36,12 +37,12 @@ def quantized_buffers(
         QuantizedBuffer(
             layout,
             torch.float32,
-            CPU,
+            device,
             quantized,
             numbers,
             rank,
             world_size,
-            Residuals.zeros(message, rank, CPU) if feedback else None,
+            Residuals.zeros(message, rank, device) if feedback else None,
         )
         for rank in range(world_size)
     ]
@@ -85,7 +86,7 @@ def all_reduce(
     for flat in flats:
         # NaN where nothing is written: nobody has used the parameter.
         targets = [
-            torch.empty_strided(shape, strides).fill_(torch.nan)
+            torch.empty_strided(shape, strides, device=flat.flags.device).fill_(torch.nan)
             for shape, strides in zip(flat.layout.shapes, flat.layout.strides, strict=True)
         ]
         kernels.dequantize(flat, targets)

@@ -28,9 +28,10 @@ class Launcher:
     ``do_not_specialize``, or their values would be compiled in), then its constexprs.
     """
 
-    def __init__(self, kernel: Any, num_warps: int = 4) -> None:
+    def __init__(self, kernel: Any, num_warps: int = 4, **options: Any) -> None:
+        """``options`` are the compiler's, such as ``enable_fp_fusion``."""
         self.kernel = kernel
-        self.num_warps = num_warps
+        self.options = {"num_warps": num_warps, **options}
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def __call__(
@@ -55,13 +56,13 @@ class Launcher:
             shape, arguments = (grid, 1, 1), (*tensors, *integers, *constexprs)
             compiled = self._compiled.get(key)
             if compiled is None:
-                compiled = self.kernel.warmup(*arguments, grid=shape, num_warps=self.num_warps)
+                compiled = self.kernel.warmup(*arguments, grid=shape, **self.options)
                 if compiled is not None:
                     if hasattr(compiled, "result"):  # Triton compiles in the background if asked to
                         compiled = compiled.result()
                     self._compiled[key] = compiled
             if compiled is None:  # the interpreter compiles nothing
-                self.kernel[shape](*arguments, num_warps=self.num_warps)
+                self.kernel[shape](*arguments, **self.options)
             else:
                 compiled[shape](*arguments)
         launches += 1

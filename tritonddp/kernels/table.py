@@ -13,11 +13,15 @@ from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 from struct import Struct
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tritonddp.kernels.buffer import FlatBuffer, Layout
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # In elements of the wire dtype: the bucket side of every 16-byte access is then aligned for any
 # wire dtype, and the compiler may be told so without a check per launch.
@@ -64,7 +68,7 @@ class DeviceTables:
                     f"of {ALIGNMENT}: make the layout with alignment={ALIGNMENT}"
                 )
         self.block = block
-        self.chunks = _chunk_rows(layout, block).to(device)
+        self.chunks = self._rows(flat, block).to(device)
         self.num_chunks = self.chunks.shape[0]
         words = 2 * len(layout.numels) + layout.ballots + 1
         self.dynamic = torch.zeros(words, dtype=torch.int64, device=device)
@@ -79,8 +83,12 @@ class DeviceTables:
         self._ballots = bytes(layout.ballots)
         self._scale_bits = 0
 
+    def _rows(self, flat: FlatBuffer, block: int) -> Tensor:
+        """The rows of :attr:`chunks`, on the CPU."""
+        return _chunk_rows(flat.layout, block)
+
     @classmethod
-    def of(cls, flat: FlatBuffer) -> DeviceTables:
+    def of(cls, flat: FlatBuffer) -> Self:
         """The tables of ``flat``, built when they are first asked for."""
         if flat.tables is None:
             flat.tables = cls(flat)

@@ -1,0 +1,102 @@
+"""As ``compile_kernels.py``, for the three kernels of the quantised all-reduce."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+
+import triton.language as tl
+from compile_kernels import SPELLING, TARGETS, compile_as_launched, facts_of
+
+from tritonddp.kernels import dequantize, quantize, reduce_parts
+from tritonddp.kernels.flatten import FLAG_BLOCK
+from tritonddp.kernels.table import BLOCK
+
+# Gradients, number of bits, aligned, error feedback; and for sums, ranks instead of gradients.
+GRADIENTS = {
+    "sm_80": [(tl.float32, "int8", True, True), (tl.bfloat16, "int8", False, True)],
+    "sm_90": [
+        *((dtype, "int8", aligned, True) for dtype in SPELLING for aligned in (True, False)),
+        *((dtype, "fp8", True, True) for dtype in (tl.float32, tl.bfloat16)),
+        *((dtype, "int8", True, False) for dtype in (tl.float32, tl.bfloat16)),
+    ],
+    "sm_100": [(tl.float32, "int8", True, True), (tl.bfloat16, "fp8", True, True)],
+    "gfx942": [(tl.float32, "int8", True, True), (tl.bfloat16, "int8", False, True)],
+}
+SUMS = {
+    "sm_80": [(8, "int8", True)],
+    "sm_90": [
+        *((ranks, "int8", True) for ranks in (1, 3, 8, 64)),
+        *((8, numbers, feedback) for numbers, feedback in (("fp8", True), ("int8", False))),
+    ],
+    "sm_100": [(8, "int8", True), (8, "fp8", True)],
+    "gfx942": [(1, "int8", True), (8, "int8", True)],
+}
+
+
+def variants(architecture: str) -> Iterator[dict]:
+    target, _ = TARGETS[architecture]
+    common = {"BLOCK": BLOCK, "BY_BITS": target.backend == "hip"}
+    for dtype, numbers, aligned, feedback in GRADIENTS[architecture]:
+        if dtype == tl.float64:
+            continue
+        shared = {**common, "FP8": numbers == "fp8", "ALIGNED": aligned, "EMULATE": False}
+        facts = {
+            "architecture": architecture,
+            "grad": SPELLING[dtype],
+            "numbers": numbers,
+            "aligned": aligned,
+            "feedback": feedback,
+        }
+        compiled = compile_as_launched(
+            quantize._launch,
+            target,
+            {"chunks": "*i64", "dynamic": "*i64", "message": "*u8", "residuals": "*fp32"},
+            {**shared, "SOURCE": dtype, "FLAG_BLOCK": FLAG_BLOCK, "FEEDBACK": feedback},
+        )
+        yield {**facts, "kernel": "quantize", **facts_of(compiled, target)}
+        if feedback:
+            compiled = compile_as_launched(
+                dequantize._launch,
+                target,
+                {
+                    "chunks": "*i64",
+                    "dynamic": "*i64",
+                    "message": "*u8",
+                    "flags": "*fp32",
+                    "factor": "*fp64",
+                },
+                {**shared, "TARGET": dtype},
+                anywhere=["factor"],
+            )
+            yield {**facts, "kernel": "dequantize", **facts_of(compiled, target)}
+    for ranks, numbers, feedback in SUMS[architecture]:
+        compiled = compile_as_launched(
+            reduce_parts._launch,
+            target,
+            {"received": "*u8", "residuals": "*fp32", "flags": "*fp32", "ballots": "*fp32"},
+            {
+                **common,
+                "FP8": numbers == "fp8",
+                "RANKS": ranks,
+                "FLAG_BLOCK": FLAG_BLOCK,
+                "FEEDBACK": feedback,
+            },
+            anywhere=["ballots"],
+        )
+        yield {
+            "architecture": architecture,
+            "kernel": "reduce_parts",
+            "ranks": ranks,
+            "numbers": numbers,
+            "feedback": feedback,
+            **facts_of(compiled, target),
+        }
+
+
+if __name__ == "__main__":
+    if os.environ.get("TRITON_INTERPRET"):
+        sys.exit("unset TRITON_INTERPRET: the interpreter compiles nothing")
+    json.dump([variant for each in TARGETS for variant in variants(each)], sys.stdout)

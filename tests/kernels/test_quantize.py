@@ -1,0 +1,291 @@
+"""The three quantising kernels, in Triton's interpreter, against their plain-torch twins."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from guarded_ranks import Guarded, assert_same_messages, assert_same_residuals
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from poisoned import POISON, assert_same_bits, dense, embedded_gradients, raw, values
+from quantized_ranks import all_reduce, exchange, gather, quantized_buffers
+
+from tritonddp.kernels import dequantize as dequantize_module
+from tritonddp.kernels import launch
+from tritonddp.kernels import quantize as quantize_module
+from tritonddp.kernels import quantize_reference as reference
+from tritonddp.kernels.quantize import QuantizedTables, quantize
+from tritonddp.kernels.reduce_parts import reduce_parts
+
+dequantize = dequantize_module.dequantize
+TRITON = SimpleNamespace(quantize=quantize, reduce_parts=reduce_parts, dequantize=dequantize)
+
+# The interpreter is numpy, which warns of the infinities and NaNs that are the point here.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+NUMBERS = pytest.mark.parametrize("numbers", [torch.int8, torch.float8_e4m3fn], ids=str)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+# Quantised and exact, around the edges of blocks, of chunks of 512 and of the 16-wide tail.
+SLOTS = [dense([1000]), dense([0]), dense([5]), dense([17, 9], [1, 0]), dense([]), dense([256])]
+QUANTIZED = [True, True, False, True, False, True]
+
+
+def like(slots):
+    return [torch.empty_strided(shape, stride) for shape, stride in slots]
+
+
+def buffers(numbers, world_size, feedback=True, slots=SLOTS, quantized=QUANTIZED):
+    """Those of the kernels, and those of the twins."""
+    mine = Guarded(like(slots), quantized, numbers, world_size, feedback)
+    twins = Guarded(like(slots), quantized, numbers, world_size, feedback)
+    for flat in mine.flats:
+        flat.tables = QuantizedTables(flat, block=512)
+    return mine, twins
+
+
+def gradients(rank, special, slots=SLOTS):
+    """Of one rank: numbers of one magnitude, or all that there are."""
+    generator = torch.Generator().manual_seed(rank)
+    result = []
+    for slot, (shape, stride) in enumerate(slots):
+        numel = math.prod(shape)
+        content = values(numel, torch.float32, 100 * rank + slot)
+        if not special:
+            content = torch.randn(numel, generator=generator)
+        result.append(content.as_strided(shape, stride))
+    return result
+
+
+@pytest.mark.parametrize(
+    ("world_size", "feedback"), [(1, True), (2, True), (2, False), (3, True), (4, True)]
+)
+@NUMBERS
+def test_all_ranks_have_the_bits_of_the_reference(numbers, world_size, feedback):
+    mine, twins = buffers(numbers, world_size, feedback)
+    # The second step with NaN, infinities and what is too small, and what the first has left out.
+    for special in (False, True):
+        grads = [gradients(rank, special) for rank in range(world_size)]
+        grads[0][5] = None  # it has none, and does not use it
+        used = [[slot != 5 and (rank + slot) % 3 != 1 for slot in range(6)] for rank in range(4)]
+        results = all_reduce(mine.flats, grads, used, 1 / 3, TRITON)
+        expected = all_reduce(twins.flats, grads, used, 1 / 3, reference)
+        for flat, twin in zip(mine.flats, twins.flats, strict=True):
+            assert_same_residuals(flat, twin)
+            assert torch.equal(flat.flags, twin.flags)
+            assert torch.equal(flat.ballots, twin.ballots)
+            assert_same_bits(flat.result.scales, twin.result.scales, "scales")
+        for rank in range(world_size):
+            for slot in range(len(SLOTS)):
+                assert_same_bits(results[rank][slot], expected[rank][slot], f"slot {slot}")
+                assert_same_bits(results[rank][slot], results[0][slot], f"rank {rank}")
+        mine.assert_guards_intact()
+        twins.assert_guards_intact()
+    assert any(result.isfinite().any() for result in results[0])
+    assert any(result.isnan().any() for result in results[0])
+
+
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@NUMBERS
+def test_gradients_of_any_dtype_are_quantised_as_by_the_reference(numbers, dtype, aligned):
+    mine, twins = buffers(numbers, 2)
+    flat, twin = mine.flats[1], twins.flats[1]
+    grads, arenas = embedded_gradients(SLOTS, dtype, aligned)
+    grads[0].copy_(torch.randn(1000) * 3e4)  # one that stays finite
+    before = [raw(arena.memory).clone() for arena in arenas]
+    used, ballots = [True, False, True, True, False, True], bytes([0, 0, 0, 7, 8, 255])
+    quantize(flat, grads, used, 1 / 3, ballots)
+    reference.quantize(twin, grads, used, 1 / 3, ballots)
+    assert flat.tables.aligned is aligned
+    assert_same_messages(flat.message, twin.message, flat)
+    assert_same_residuals(flat, twin)
+    assert flat.outgoing.trailers.tolist() == [[1, 0, 1, 1, 0, 1, 7, 8, 255]] * 2
+    mine.assert_guards_intact()
+    for arena, bits in zip(arenas, before, strict=True):
+        assert torch.equal(raw(arena.memory), bits), "a gradient was written"
+
+
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@NUMBERS
+def test_sums_come_into_gradients_of_any_dtype_as_by_the_reference(numbers, dtype, aligned):
+    mine, twins = buffers(numbers, 2, feedback=False)
+    flat, twin = mine.flats[0], twins.flats[0]
+    for each in (flat, twin):
+        generator = torch.Generator().manual_seed(1)
+        codes = torch.randint(0, 255, each.gathered.shape, generator=generator)
+        each.gathered.copy_(codes & 0xF7)  # no NaN among those of fp8
+        each.result.scales.uniform_(0, 1, generator=generator)
+        each.result.scales[0, 2] = math.nan
+        each.result.exact.normal_(generator=generator)
+        each.flags.copy_(torch.tensor([1.0, 0.0, 2.0, 1.0, 1.0, 0.0]))
+    sums = flat.message.clone()
+    for value in (None, 1 / 3, -1e-40, math.inf):
+        factor = None if value is None else torch.tensor([value], dtype=torch.float64)
+        grads, arenas = embedded_gradients(SLOTS, dtype, aligned)
+        expected, _ = embedded_gradients(SLOTS, dtype, aligned)
+        raw(arenas[5].memory).fill_(POISON[dtype.itemsize])
+        grads[4] = expected[4] = None
+        dequantize(flat, grads, factor)
+        reference.dequantize(twin, expected, factor)
+        for slot in (0, 1, 2, 3):
+            assert_same_bits(grads[slot], expected[slot], f"factor {value}, slot {slot}")
+            arenas[slot].assert_guards_intact(f"gradient {slot}")
+        assert (raw(arenas[5].memory) == POISON[dtype.itemsize]).all(), "an unused one was written"
+    assert torch.equal(flat.message, sums), "the message was written"
+
+
+def test_every_number_of_fp8_is_rounded_as_torch_does():
+    # Of blocks whose largest element is 448 the scale is 1. Between neighbours lies a tie.
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = (codes[1:] + codes[:-1]) / 2
+    below, above = ties.nextafter(torch.zeros(())), ties.nextafter(torch.tensor(math.inf))
+    rows = [torch.cat([v, torch.full((256 - len(v),), 448.0)]) for v in (codes, ties, below, above)]
+    grad = torch.cat([*rows, *[-row for row in rows]])
+    flat = quantized_buffers([grad], [True], torch.float8_e4m3fn, 1, feedback=False)[0]
+    quantize(flat, [grad], [True], 1.0, bytes(3))
+    assert (flat.outgoing.scales == 1).all()
+    expected = grad.to(torch.float8_e4m3fn).view(torch.uint8)
+    assert torch.equal(flat.outgoing.numbers.view(torch.uint8).flatten(), expected)
+    exchange([flat])
+    reduce_parts(flat)
+    gather([flat])
+    target = torch.zeros_like(grad)
+    dequantize(flat, [target])
+    assert_same_bits(target, grad.to(torch.float8_e4m3fn).float())
+
+
+def test_halves_go_to_the_even_number_of_int8():
+    grad = torch.arange(-128, 128) + 0.5
+    grad[0] = grad[-1] = 127.0
+    flat = quantized_buffers([grad], [True], torch.int8, 1)[0]
+    quantize(flat, [grad], [True], 1.0, bytes(3))
+    assert flat.outgoing.numbers.flatten().tolist() == grad.round().tolist()
+
+
+@NUMBERS
+def test_magnitudes_from_subnormal_to_the_largest_have_the_bits_of_the_reference(numbers):
+    largest, tiny = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+    limit = 127 if numbers is torch.int8 else 448
+    magnitudes = [0.0, 1e-45, tiny * limit * 0.999, tiny * limit, tiny * limit * 1.001, largest]
+    grad = torch.cat([torch.linspace(-1, 1, 256) * magnitude for magnitude in magnitudes])
+    flat, twin = (quantized_buffers([grad], [True], numbers, 1)[0] for _ in range(2))
+    for _ in range(2):  # with what the first time has left out
+        quantize(flat, [grad], [True], 1.0, bytes(3))
+        reference.quantize(twin, [grad], [True], 1.0, bytes(3))
+        assert_same_messages(flat.message, twin.message, flat)
+        assert_same_residuals(flat, twin)
+
+
+@NUMBERS
+def test_a_part_of_many_ranks_is_summed_in_rank_order(numbers):
+    ranks, slots = 70, [dense([70 * 256]), dense([70 * 16])]
+    both = [quantized_buffers(like(slots), [True, False], numbers, ranks)[69] for _ in range(2)]
+    for flat in both:
+        generator = torch.Generator().manual_seed(0)
+        flat.incoming.numbers.copy_(torch.randn(ranks, 1, 256, generator=generator) * 40)
+        flat.incoming.scales.uniform_(0, 1, generator=generator)
+        flat.incoming.exact.normal_(generator=generator)
+        flat.incoming.trailers.copy_(torch.arange(ranks)[:, None] % 2)
+        flat.residuals.reduced.normal_(generator=generator)
+    reduce_parts(both[0])
+    reference.reduce_parts(both[1])
+    assert_same_messages(both[0].received, both[1].received, both[0])
+    assert_same_residuals(*both)
+    assert both[0].flags.tolist() == [35, 35]
+    assert both[0].ballots.tolist() == [rank % 2 for rank in range(ranks) for _ in range(3)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    slots=st.lists(st.tuples(st.integers(0, 2600), st.booleans()), min_size=1, max_size=6),
+    world_size=st.integers(1, 5),
+)
+def test_no_chunk_crosses_the_border_of_a_part_and_each_element_is_in_one(slots, world_size):
+    quantized = [flag for _, flag in slots]
+    flat = quantized_buffers([torch.empty(n) for n, _ in slots], quantized, torch.int8, world_size)[
+        0
+    ]
+    tables, layout = QuantizedTables(flat, block=512), flat.message_layout
+    seen = [torch.zeros(n, dtype=torch.int64) for n, _ in slots]
+    for row, (slot, start, part, place, count) in enumerate(tables.chunks.tolist()):
+        assert 1 <= count <= 512
+        assert quantized[slot] == (row < tables.quantized_chunks)
+        seen[slot][start : start + count] += 1
+        if quantized[slot]:
+            assert start % 256 == 0
+            assert part * layout.part_blocks + place == layout.places[slot] + start // 256
+            assert place - (-count // 256) <= layout.part_blocks
+        else:
+            assert start % 16 == place % 16 == 0
+            assert part * layout.part_exact + place == layout.places[slot] + start
+            assert place + count <= layout.part_exact
+    assert all((each == 1).all() for each in seen)
+
+
+def test_any_number_of_gradients_is_one_launch_each_and_one_upload():
+    shapes = [(5 + slot,) for slot in range(12)]
+    grads = [torch.ones(shape) for shape in shapes]
+    flat = quantized_buffers(grads, [True] * 12, torch.int8, 1)[0]
+    before = launch.launches
+    quantize(flat, grads, [True] * 12, 1.0, bytes(3))
+    assert launch.launches - before == 1
+    exchange([flat])
+    reduce_parts(flat)
+    assert launch.launches - before == 2
+    gather([flat])
+    dequantize(flat, grads)
+    assert launch.launches - before == 3
+    assert flat.tables.uploads == 1
+    dequantize(flat, [None] * 12)
+    assert launch.launches - before == 3
+
+
+def test_a_missing_gradient_is_zeros_whatever_the_scale():
+    slots = [dense([300]), dense([40])]
+    for quantized in ([True, False], [False, True]):
+        flat = quantized_buffers(like(slots), quantized, torch.int8, 1)[0]
+        quantize(flat, [None, None], [False, False], math.nan, bytes(3))
+        assert flat.outgoing.exact.count_nonzero() == 0
+        assert flat.outgoing.scales.count_nonzero() == 0
+
+
+def test_parts_of_a_buffer_fill_the_same_message_as_the_whole():
+    grads = gradients(0, False)
+    whole, cut = (quantized_buffers(like(SLOTS), QUANTIZED, torch.int8, 2)[0] for _ in range(2))
+    ballots = bytes([1, 2, 3, 0, 0, 0])
+    quantize(whole, grads, [True] * 6, 0.5, ballots)
+    for first, last in [(0, 3), (3, 6)]:
+        quantize(cut.part(first, last), grads[first:last], [True] * 3, 0.5)
+    assert cut.outgoing.trailers.count_nonzero() == 0
+    cut.write_trailer([True] * 6, ballots)
+    assert torch.equal(whole.message, cut.message)
+    assert_same_residuals(whole, cut)
+
+
+def test_arguments_that_do_not_fit_are_errors_and_nothing_is_written():
+    flat = quantized_buffers(like(SLOTS), QUANTIZED, torch.int8, 2)[0]
+    grads = gradients(0, False)
+    with pytest.raises(ValueError, match="6 slots, but 5 gradients"):
+        quantize(flat, grads[:5], [True] * 6, 1.0, bytes(6))
+    with pytest.raises(ValueError, match="room for 6 ballots, but 3 came"):
+        quantize(flat, grads, [True] * 6, 1.0, bytes(3))
+    mixed = [*grads[:2], grads[2].half(), *grads[3:]]
+    with pytest.raises(TypeError, match=r"slot 2 is torch\.float16"):
+        quantize(flat, mixed, [True] * 6, 1.0, bytes(6))
+    with pytest.raises(TypeError, match=r"one torch\.float64 element"):
+        dequantize(flat, grads, torch.ones(1))
+    with pytest.raises(ValueError, match="at least 256, but is 128"):
+        QuantizedTables(flat, block=128)
+    assert flat.message.count_nonzero() == 0
+
+
+def test_each_operation_is_rounded_by_itself():
+    from tritonddp.kernels import reduce_parts as reduce_parts_module
+
+    for module in (quantize_module, reduce_parts_module, dequantize_module):
+        assert module._launch.options["enable_fp_fusion"] is False
