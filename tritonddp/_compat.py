@@ -314,10 +314,12 @@ def tree_leaves(tree: Any) -> list[Any]:
     return _pytree.tree_leaves(tree)
 
 
-def all_gather_single(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
+def all_gather_single(
+    output: Tensor, tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> Any:
     """Every rank's ``tensor``, one behind the other, in ``output``.
 
     ``all_gather_into_tensor`` until torch 2.13, which warns of the old name.
     """
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(output, tensor, group=group)
+    return gather(output, tensor, group=group, async_op=async_op)

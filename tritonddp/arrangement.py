@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from tritonddp.assignment import BucketCaps
 from tritonddp.bucket import Bucket
+from tritonddp.comm.feedback import Feedback
 from tritonddp.counters import Counters
 from tritonddp.placement import Placement
 from tritonddp.roll_call import RollCall
@@ -31,6 +32,7 @@ class Arrangement:
         bucket_class: of the buckets that backwards fill.
         counters: count what the buckets launch, and the agreement on their order.
         roll_call: names who is missing in that.
+        feedback: carries over what quantisation has left out.
 
     Attributes:
         placement: the buckets, and where in them each parameter is.
@@ -46,6 +48,7 @@ class Arrangement:
         bucket_class: Callable[..., Bucket],
         counters: Counters,
         roll_call: RollCall,
+        feedback: Feedback,
     ) -> None:
         self._roster = roster
         self._group = process_group
@@ -53,6 +56,7 @@ class Arrangement:
         self._bucket_class = bucket_class
         self._counters = counters
         self._roll_call = roll_call
+        self._feedback = feedback
         # Numbers in the order of gradients in the first reduced backward, None when it is over.
         self._arrived: dict[int, None] | None = {}
         self._order: list[int] | None = None  # that the next placement shall have
@@ -190,5 +194,6 @@ class Arrangement:
         self.has_moved = True
         number_of = {param: number for number, param in enumerate(self.placement.params)}
         with torch.no_grad():
+            self._feedback.keep(self.placement.buckets)
             self.placement = self.place(named, self._bucket_class, self.placement)
         return [number_of.get(param) for param in self.placement.params]

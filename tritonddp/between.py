@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tritonddp._compat import register_post_accumulate_grad_hook, steps_optimizers
+from tritonddp.comm.feedback import load_state, state_of
 from tritonddp.comm.hooks import Hook, HookReduction
 from tritonddp.comm.optimizers import SteppingReduction, take_over
 from tritonddp.in_step import InStep
@@ -64,18 +65,25 @@ class BetweenBackwards(InStep):
     def comm_state(self) -> dict[str, Any]:
         """The order of the buckets, and what else the bits of the next reduction depend on."""
         self.prepare_to_follow()
+        unit = self._reduction.get_unit()
         return {
             "bucket_order": self.arrangement.order,
             "reductions_since_change": self.arrangement.since_change,
-            "weight_unit": self._reduction.get_unit(),
+            "weight_unit": unit,
+            **state_of(self.buckets, unit),
         }
 
-    def load_comm_state(self, state: dict[str, Any] | None) -> None:
-        """Go on as the run that had this state on rank 0, whatever it is on the others.
+    @torch.no_grad()
+    def load_comm_state(self, states: Sequence[dict[str, Any]]) -> None:
+        """Go on as the run that had the first of these states on rank 0.
+
+        What was left out of gradients is that of all states of all ranks together.
 
         Raises:
             RuntimeError: a backward is under way.
+            ValueError: what was left out is not that of these parameters.
         """
+        state = states[0] if states else None
         self.prepare_to_follow()
         if self._phase is Phase.DETACHED:
             return
@@ -105,6 +113,7 @@ class BetweenBackwards(InStep):
         self._reduction.set_unit(unit)
         order = [int(number) for number in numbers if number >= 0]
         self._renumber(self.arrangement.restore(order, int(since_change)))
+        load_state(self.buckets, states, unit)
 
     def _look(self) -> None:
         """See what has become of the parameters."""
@@ -175,9 +184,14 @@ class BetweenBackwards(InStep):
             hook: see :class:`~tritonddp.comm.hooks.HookReduction`.
 
         Raises:
-            RuntimeError: there is one already, a backward or a trace is under way, or a backward
-                waits for ``finalize_backward()``.
+            RuntimeError: there is one already, gradients are quantised, a backward or a trace is
+                under way, or a backward waits for ``finalize_backward()``.
         """
+        if self._wire.compression is not None:
+            raise RuntimeError(
+                f"compression={self._wire.compression!r} and a communication hook both decide "
+                "how gradients travel: leave one of them out"
+            )
         if self._run_hook is not None:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once."

@@ -22,6 +22,7 @@ from tritonddp.counters import Counters
 from tritonddp.gradient_layout import dims_by_stride, gradient_strides
 from tritonddp.kernels import Kernels
 from tritonddp.kernels.buffer import FlatBuffer, Layout
+from tritonddp.kernels.quantized_buffer import Quantization
 from tritonddp.ownership import is_private
 
 _dtype_of = attrgetter("dtype")
@@ -55,7 +56,10 @@ class Bucket:
         flat: the buffer that the collective sends.
         segments: what is flattened at once, see :class:`Segment`.
         cuts: the slots ``[first, last)`` of each segment.
+        quantization: of gradients that travel quantised, else ``None``.
     """
+
+    quantization: Quantization | None = None
 
     def __init__(
         self,
@@ -121,7 +125,7 @@ class Bucket:
     @property
     def nbytes(self) -> int:
         """Bytes on the wire: payload and trailer."""
-        return self.flat.data.numel() * self.flat.data.element_size()
+        return self.flat.nbytes
 
     @property
     def flags(self) -> Tensor:

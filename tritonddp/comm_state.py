@@ -32,7 +32,9 @@ class CommState:
             ``rank`` and ``world_size`` of this run, and, alike on all ranks: ``bucket_order``,
             names of parameters as buckets hold them, empty before the first reduced backward;
             ``reductions_since_change``, since a parameter was frozen, unfrozen or added; and
-            ``weight_unit``, by which the next weights are divided.
+            ``weight_unit``, by which the next weights are divided. And of this rank, with
+            ``compression``: ``sent`` and ``reduced``, what quantisation has left out of its
+            gradients, and of those sums that it owns, by parameter, fp32, in its shape.
 
         Raises:
             RuntimeError: a backward waits for ``finalize_backward()``.
@@ -56,10 +58,12 @@ class CommState:
         Args:
             states: what :meth:`comm_state_dict` returned: on as many ranks as then, each rank's
                 own. On fewer or more ranks those of all saved ranks ``r`` for which
-                ``r % world_size`` is this rank, which may be none. Parameters that the module does
-                not have are passed over; trainable ones that a state does not name go last.
+                ``r % world_size`` is this rank, which may be none: what was left out of their
+                gradients is added up. Parameters that the module does not have are passed over;
+                trainable ones that a state does not name go last.
 
         Raises:
             RuntimeError: a backward is under way, or waits for ``finalize_backward()``.
+            ValueError: a parameter had another shape, and something was left out of its gradients.
         """
-        self.reducer.load_comm_state(states[0] if states else None)
+        self.reducer.load_comm_state(states)

@@ -18,7 +18,9 @@ from tritonddp.arrangement import Arrangement
 from tritonddp.assignment import BucketCaps
 from tritonddp.attendance import Attendance
 from tritonddp.bucket import Bucket
+from tritonddp.comm.feedback import Feedback
 from tritonddp.comm.grad_bucket import GradBucket
+from tritonddp.comm.quantized import QuantizedAllReduce
 from tritonddp.comm.reduction import AllReduce, Reduction, Work
 from tritonddp.counters import Counters
 from tritonddp.delayed import Gate
@@ -114,7 +116,9 @@ class ReducerState(ABC, StockReducerNames):
         self._caps = caps
         self._gate = None if delay_until is None else Gate(delay_until, self)
         self._roll_call = RollCall(process_group)
-        self._reduction: Reduction = AllReduce(process_group, self.counters, self._roll_call)
+        self._wire = wire or Wire()
+        reduce = AllReduce if self._wire.compression is None else QuantizedAllReduce
+        self._reduction: Reduction = reduce(process_group, self.counters, self._roll_call)
         self._run_hook: Callable[[GradBucket], Any] | None = None
         self._steps = False  # are there optimizers that step in the backward?
         self._steps_in_hook = False
@@ -141,14 +145,16 @@ class ReducerState(ABC, StockReducerNames):
         self._constancy = Constancy()
         copying: type[Bucket] = LazyBucket if lazy_buckets else Bucket
         views: type[Bucket] = LazyViewBucket if lazy_buckets else ViewBucket
-        self._wire = wire or Wire()
+        feedback = Feedback()
+        plain = self._wire.buckets(views if gradient_as_bucket_view else copying, copying)
         self.arrangement = Arrangement(
             roster,
             process_group,
             caps,
-            self._wire.buckets(views if gradient_as_bucket_view else copying, copying),
+            self._wire.quantized_buckets(plain, copying, process_group, feedback),
             self.counters,
             self._roll_call,
+            feedback,
         )
         self._count_anew()
 

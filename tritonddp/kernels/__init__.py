@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import import_module
 from typing import Protocol
 
 import torch
@@ -15,8 +16,16 @@ from torch import Tensor
 
 from tritonddp.kernels.buffer import DTYPES, FlatBuffer, Layout
 from tritonddp.kernels.complex import REAL, ComplexBuffer, on_real_parts
+from tritonddp.kernels.quantized_buffer import Quantization, QuantizedBuffer
 
-__all__ = ["GRADIENT_DTYPES", "Kernels", "select"]
+__all__ = [
+    "GRADIENT_DTYPES",
+    "Kernels",
+    "QuantizedKernels",
+    "quantizing",
+    "select",
+    "select_quantized",
+]
 
 # What gradients may be.
 GRADIENT_DTYPES = (*DTYPES, *REAL)
@@ -67,6 +76,24 @@ class Kernels:
     buffer: Callable[[Layout, torch.dtype, torch.device], FlatBuffer] = FlatBuffer
 
 
+@dataclass(frozen=True)
+class QuantizedKernels:
+    """The kernels of one kind of device for buckets whose gradients are quantised.
+
+    Attributes:
+        quantize: takes the place of ``flatten``, see ``quantize_reference.quantize``.
+        reduce_parts: ``reduce_parts(flat)``, see ``quantize_reference.reduce_parts``.
+        receive: ``receive(flat, factor)``: what there is to do before ``unflatten`` when the sums
+            of all ranks have come; returns the factor that is left for that.
+        unflatten: see ``reference.unflatten``.
+    """
+
+    quantize: Flatten
+    reduce_parts: Callable[[QuantizedBuffer], None]
+    receive: Callable[[QuantizedBuffer, Tensor | None], Tensor | None]
+    unflatten: Unflatten
+
+
 def select(device: torch.device, dtype: torch.dtype = torch.float32) -> Kernels:
     """The kernels for gradients on ``device``: Triton on GPUs, plain torch on the CPU.
 
@@ -78,6 +105,72 @@ def select(device: torch.device, dtype: torch.dtype = torch.float32) -> Kernels:
     """
     kernels = _for_device_type(device.type)
     return _for_complex(kernels) if dtype.is_complex else kernels
+
+
+def quantizing(kernels: Kernels, device: torch.device, quantization: Quantization) -> Kernels:
+    """``kernels`` of ``device`` for a bucket whose gradients are quantised.
+
+    Raises:
+        RuntimeError: see :func:`select_quantized`.
+    """
+    quantized = select_quantized(device, quantization.numbers)
+    return replace(
+        kernels,
+        flatten=quantized.quantize,
+        unflatten=quantized.unflatten,
+        by_address=True,  # blocks follow the memory order
+        buffer=quantization.buffer,
+    )
+
+
+def select_quantized(device: torch.device, numbers: torch.dtype) -> QuantizedKernels:
+    """The kernels that quantise gradients on ``device`` to ``numbers``: int8 or float8_e4m3fn.
+
+    Raises:
+        RuntimeError: the device has no such numbers; or see :func:`select`.
+    """
+    if device.type == "cuda" and numbers is torch.float8_e4m3fn:
+        _check_fp8(device)
+    return _quantized_for(device.type)
+
+
+@cache
+def _check_fp8(device: torch.device) -> None:
+    if torch.version.hip is not None:
+        architecture = torch.cuda.get_device_properties(device).gcnArchName
+        if not architecture.startswith("gfx95"):
+            raise RuntimeError(
+                f"fp8 (e4m3) needs gfx950, but {device} is {architecture}, whose numbers of 8 bits "
+                "are others: use int8"
+            )
+    elif (capability := torch.cuda.get_device_capability(device)) < (8, 9):
+        raise RuntimeError(
+            f"fp8 (e4m3) needs compute capability 8.9, but {device} has "
+            f"{'.'.join(map(str, capability))}: use int8"
+        )
+
+
+@cache
+def _quantized_for(device_type: str) -> QuantizedKernels:
+    _for_device_type(device_type)  # raises where there are none
+    if device_type == "cpu":
+        from tritonddp.kernels import quantize_reference, reference
+
+        return QuantizedKernels(
+            quantize_reference.quantize,  # type: ignore[arg-type]
+            quantize_reference.reduce_parts,
+            quantize_reference.put_together,
+            reference.unflatten,
+        )
+    quantize = import_module("tritonddp.kernels.quantize")
+    return QuantizedKernels(
+        quantize.quantize, quantize.reduce_parts, _leave_factor, quantize.dequantize
+    )
+
+
+def _leave_factor(flat: QuantizedBuffer, factor: Tensor | None) -> Tensor | None:
+    """On a GPU ``unflatten`` reads the message."""
+    return factor
 
 
 @cache

@@ -206,6 +206,11 @@ class FlatBuffer:
                 torch.frombuffer(trailer, dtype=torch.uint8)
             )
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a reduction hands to collectives: payload and trailer."""
+        return self.data.numel() * self.data.element_size()
+
     def poison(self) -> None:
         """Make NaN of all gradients."""
         self.payload.fill_(torch.nan)

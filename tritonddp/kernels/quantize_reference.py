@@ -204,7 +204,7 @@ def dequantize(
 def put_together(flat: QuantizedBuffer, factor: Tensor | None = None) -> None:
     """The first step of :func:`dequantize`: the mean of all gradients in ``flat.data``.
 
-    On the CPU only, where large gradients stay there.
+    On the CPU only, where large gradients stay there. Nothing is left of the factor then.
     """
     multiplier = 1.0
     if factor is not None:

@@ -211,6 +211,45 @@ class Residuals:
         )
 
 
+@dataclass
+class Quantization:
+    """How the gradients of one bucket are quantised, as long as it lives.
+
+    Attributes:
+        message: where they lie in the message.
+        numbers: the dtype on the wire: int8 or float8_e4m3fn.
+        rank: this one.
+        residuals: ``None`` where errors are not fed back.
+        unit: of weights, in which the residuals are, once it is known; see :meth:`rescale`.
+    """
+
+    message: MessageLayout
+    numbers: torch.dtype
+    rank: int
+    residuals: Residuals | None
+    unit: float | None = None
+
+    def buffer(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> QuantizedBuffer:
+        """A buffer for gradients of this layout; see :class:`QuantizedBuffer`."""
+        return QuantizedBuffer(
+            layout,
+            dtype,
+            device,
+            self.message.quantized,
+            self.numbers,
+            self.rank,
+            self.message.world_size,
+            self.residuals,
+        )
+
+    def rescale(self, unit: float) -> None:
+        """Weights are divided by another unit from now on: so is what was left out of them."""
+        before, self.unit = self.unit, unit
+        if before not in (unit, None) and self.residuals is not None:
+            self.residuals.sent.mul_(before / unit)
+            self.residuals.reduced.mul_(before / unit)
+
+
 class QuantizedBuffer(FlatBuffer):
     """A flat buffer of fp32 whose gradients go out and come in by a quantised message.
 
@@ -316,6 +355,11 @@ class QuantizedBuffer(FlatBuffer):
         trailer = bytearray(map(bool, used)) + own
         if trailer:
             self.outgoing.trailers.copy_(torch.frombuffer(trailer, dtype=torch.uint8))
+
+    @property
+    def nbytes(self) -> int:
+        """See :attr:`FlatBuffer.nbytes`: of both collectives."""
+        return self.message.numel() + self.gathered.numel()
 
     def poison(self) -> None:
         """See :meth:`FlatBuffer.poison`. Residuals stay as they are."""
