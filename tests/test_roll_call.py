@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from launched import ROOT
 
 from tritonddp import roll_call
 from tritonddp.roll_call import RollCall
+from tritonddp.whereabouts import Process, announce
 
 PLACE = "step 4, bucket 1 ('a.weight', 'b.bias', ...)"
 # A process may take long to start on a busy machine; a test that hangs ends here.
@@ -316,6 +318,72 @@ def test_only_the_first_line_of_a_long_error_is_repeated(store: dist.Store) -> N
 def test_many_ranks_are_counted(store: dist.Store) -> None:
     text = explain(calls(store, 500)[3])
     assert "ranks 0, 1, 2, 4, 5, 6, 7, 8, 9, 10 and 489 more have not reported" in text
+
+
+# Processes
+
+
+def process_of(state: str) -> Process:
+    """A process of this host in some state."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    process = dataclasses.replace(Process.own(), pid=child.pid, started=started)
+    try:
+        if state == "runs":
+            assert process.state == "runs"
+        elif state == "stopped":
+            child.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+            assert process.state == "stopped"
+    finally:
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert process.state == "died", "a zombie"
+        child.wait()
+    assert process.state == "died", "gone"
+    return process
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
+@pytest.mark.parametrize("state", ["runs", "stopped"])
+def test_a_process_of_this_host_is_told_from_one_that_died(state: str) -> None:
+    process = process_of(state)
+    assert Process.parse(process.post().encode()) == process
+    successor = dataclasses.replace(Process.own(), started="1")
+    assert successor.state == "died", "its number belongs to another process now"
+
+
+def test_nothing_is_said_of_a_process_that_is_elsewhere(store: dist.Store) -> None:
+    elsewhere = dataclasses.replace(Process.own(), pid=77, scope="another/kernel", host="node7")
+    store.set("tritonddp/process/1", elsewhere.post())
+    text = explain(calls(store)[0])
+    assert "rank 1 (process 77 on node7) has not reported: it has died, is stuck elsewhere" in text
+
+
+def test_a_rank_that_has_not_wrapped_its_module_is_told_from_one_that_has(
+    store: dist.Store,
+) -> None:
+    call = calls(store)[0]
+    assert "nor begun to wrap" not in explain(call), "this rank has not, either"
+    announce(call._group)
+    assert "rank 1 has not reported, nor begun to wrap a module: it has died" in explain(call)
+    announce(calls(store)[1]._group)
+    assert "rank 1 (process" in explain(call)
+    assert "runs but has not reported" in explain(call)
+
+
+@pytest.mark.parametrize(
+    "post",
+    [b"", b"x", b"1 2 3", b"-1 2 3 host", b"9" * 10_000, b"1 2 3 \xff\x1b[31m\n" + b"h" * 9999],
+)
+def test_whatever_is_posted_as_a_process_makes_a_bounded_line(
+    store: dist.Store, post: bytes
+) -> None:
+    store.set("tritonddp/process/1", post)  # type: ignore[arg-type]
+    text = explain(calls(store)[0])
+    assert len(text) < 1500
+    assert all(line.isprintable() for line in text.splitlines())
+    assert len(text.splitlines()) == 3
 
 
 if __name__ == "__main__":

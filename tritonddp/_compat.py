@@ -8,13 +8,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
-from torch.distributed.algorithms.join import Joinable
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn.parallel.distributed import (
     DistributedDataParallel,
@@ -253,6 +254,22 @@ def joins(joinable: Joinable) -> bool:
 def throws_on_early_termination(joinable: Joinable) -> bool:
     """Whether that ``Join`` ends on all ranks as soon as one has no inputs left."""
     return joinable._join_config.throw_on_early_termination
+
+
+class CountingJoin(Join):
+    """torch's ``Join``, whose wait for the ranks that have inputs runs inside :meth:`counting`.
+
+    Overrides a private method, which torch has no public name for: without a name of who is missing
+    its all-reduce would raise what the backend says, and no more.
+    """
+
+    def counting(self) -> AbstractContextManager[None]:
+        """Context of one collective."""
+        raise NotImplementedError
+
+    def _get_num_nonjoined_procs(self) -> float:
+        with self.counting():
+            return super()._get_num_nonjoined_procs()
 
 
 def leave_join(joinable: Joinable) -> None:

@@ -79,14 +79,17 @@ class Attendance:
 
     def agree_on_last(self, where: str, is_last: bool) -> None:
         """All ranks have run out of inputs: those that did so last are the source."""
-        self._exchange(where, _PRESENT * is_last, b"")
+        what = "agreement on whose model all take over"
+        self._exchange(where, _PRESENT * is_last, b"", what)
 
-    def _exchange(self, where: str, mine: int, structure: bytes) -> bool:
+    def _exchange(
+        self, where: str, mine: int, structure: bytes, what: str = "announcement of a forward"
+    ) -> bool:
         rank = self._group.rank()
         message = torch.zeros(self._group.size(), 2, dtype=torch.int32)
         message[rank, 0], message[rank, 1] = mine, int.from_bytes(structure, "little")
         message = message.to(self._device)
-        with RollCall(self._group).naming(where, "announcement of a forward inside join()"):
+        with RollCall(self._group).naming(where, f"{what} inside join()"):
             dist.all_reduce(message, group=self._group)
         said, structures = message.T.tolist()
         present = [number for number, each in enumerate(said) if each]

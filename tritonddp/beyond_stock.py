@@ -122,7 +122,9 @@ class BeyondStock:
         named = self._named(params)
         if params is not None:  # or sizes that differ would end a process
             options = {"gradients": "of reduce_gradients()"}
-            verify_same(describe(named, [], options), self.process_group, self.device)
+            step = self.reducer.counters.reductions
+            where = f"rank {self.process_group.rank()}, step {step}, reduce_gradients()"
+            verify_same(describe(named, [], options), self.process_group, self.device, where)
         if isinstance(gradients, Mapping):
             unknown = sorted(set(gradients) - {name for name, _ in named})
             if unknown:

@@ -24,6 +24,7 @@ from tritonddp.kernels import Kernels
 from tritonddp.kernels.buffer import FlatBuffer, Layout
 from tritonddp.kernels.quantized_buffer import Quantization
 from tritonddp.ownership import is_private
+from tritonddp.roll_call import listed
 
 _dtype_of = attrgetter("dtype")
 _grad_of = attrgetter("grad")
@@ -135,8 +136,7 @@ class Bucket:
     @property
     def title(self) -> str:
         """Number and parameters, for errors."""
-        more = f", and {len(self.names) - 3} more" if len(self.names) > 3 else ""
-        return f"bucket {self.index} ({', '.join(map(repr, self.names[:3]))}{more})"
+        return f"bucket {self.index} ({listed(self.names)})"
 
     def begin(self) -> None:
         """A backward begins: see which gradients are there, and whether the buffer is free.

@@ -45,6 +45,7 @@ from tritonddp.roster import Roster
 from tritonddp.stock_names import StockNames, warn_of_static_graph
 from tritonddp.verify import describe, describe_error, verify_same
 from tritonddp.weighting import Weight
+from tritonddp.whereabouts import announce
 from tritonddp.wire import Wire
 
 
@@ -173,6 +174,7 @@ class DistributedDataParallel(
         super().__init__()
         Follower.__init__(self)
         self.process_group = process_group_of(process_group, device_mesh)
+        announce(self.process_group)  # before the first collective
         self._is_sliced = False
         if device_mesh is not None:
             self.device_mesh = device_mesh
@@ -249,7 +251,11 @@ class DistributedDataParallel(
                 options["reduce_dtype"] = reduce_dtype
             options |= self._wire.description(params)
             verify_same(describe(params, buffers, options), self.process_group, self.device)
-            self._broadcast([tensor.detach() for _, tensor in [*params, *buffers]])
+            self._broadcast(
+                [tensor.detach() for _, tensor in [*params, *buffers]],
+                "wrapping",
+                "parameters and buffers",
+            )
         self.mixed_precision = mixed_precision
         self._low: LowPrecision | None = None
         if mixed_precision is not None:
@@ -260,6 +266,7 @@ class DistributedDataParallel(
 
     def _enter_group(self) -> None:
         """Make what this rank knows of its process group, and of the module. No collective."""
+        announce(self.process_group)
         self._weight: Weight | None = None
         self._attendance = Attendance(self.process_group, self.device)
         self._roster = Roster(

@@ -22,6 +22,7 @@ from tritonddp.ballot import (
 from tritonddp.bucket import Bucket, GradientError
 from tritonddp.comm.reduction import Reduction
 from tritonddp.reducer_state import Phase, ReducerState, reducers
+from tritonddp.roll_call import listed
 from tritonddp.weighting import Weight
 
 logger = logging.getLogger(__name__)
@@ -128,7 +129,12 @@ class InStep(ReducerState):
         if broadcast is not None:
             # Mostly of values that are alike already: a graph that is kept may be used again.
             with preserve_version_counters(params):
-                broadcast([param.detach() for param in params])
+                names = [name for name, _ in self._roster.added]
+                broadcast(
+                    [param.detach() for param in params],
+                    f"step {self.counters.reductions}",
+                    f"parameters that were added ({listed(names)})",
+                )
         buckets = self._wire.buckets(Bucket, Bucket)
         placement = self.arrangement.place(self._roster.added, buckets)
         weight = _NOTHING if source.is_empty else self._window.weight

@@ -15,6 +15,7 @@ collective of its own. When none has inputs any more, all get the model of one t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn import Parameter
 
-from tritonddp._compat import joins, leave_join, throws_on_early_termination
+from tritonddp._compat import CountingJoin, joins, leave_join, throws_on_early_termination
 from tritonddp.ballot import Source
 from tritonddp.roll_call import RollCall
 from tritonddp.verify import describe, verify_same
@@ -119,8 +120,12 @@ class Follower(Joinable):
         return self.process_group
 
 
-class UnevenInputs(Join):
+class UnevenInputs(CountingJoin):
     """torch's ``Join`` of one wrapped module, which first brings what is under way to its end."""
+
+    def counting(self) -> AbstractContextManager[None]:
+        """Names who is missing when this rank waits for those that have inputs."""
+        return _counting(cast("DistributedDataParallel", self._joinables[0]))
 
     def __exit__(
         self,
@@ -161,7 +166,7 @@ class FollowingHook(JoinHook):
         ddp = self._ddp
         ddp.reducer.prepare_to_follow()
         ddp._attendance.mean_over_present = not ddp._divide_by_initial_world_size
-        reduces = ddp._attendance.listen(_where(ddp), ddp.reducer.structure)
+        reduces = ddp._attendance.listen(_coming(ddp), ddp.reducer.structure)
         if ddp._attendance.differs:
             _train_the_same(ddp, is_present=False)
         self._set_gradients_aside()
@@ -189,13 +194,17 @@ class FollowingHook(JoinHook):
         ddp.reducer.prepare_to_follow()
         for param, grad in self._own.items():
             param.grad = grad
-        ddp._attendance.agree_on_last(_where(ddp), is_last_joiner)
+        ddp._attendance.agree_on_last(f"{_where(ddp)}, end of join()", is_last_joiner)
         ddp._authoritative_rank = ddp._attendance.source_rank
         params, buffers = ddp.reducer.held()
         if not ddp.forward_sync_buffers:
             buffers = []
-        _verify_held(ddp, [*params, *buffers])
-        ddp._broadcast([tensor.detach() for _, tensor in [*params, *buffers]])
+        _verify_held(ddp, [*params, *buffers], f"{_where(ddp)}, end of join()")
+        ddp._broadcast(
+            [tensor.detach() for _, tensor in [*params, *buffers]],
+            f"step {ddp.reducer.counters.reductions}, end of join()",
+            "parameters and buffers",
+        )
         _leave(ddp)
 
 
@@ -213,16 +222,19 @@ def announce_forward(ddp: DistributedDataParallel) -> None:
     """
     _make_up(ddp)
     attendance = ddp._attendance
-    notified = Join.notify_join_context(ddp)
+    # Where a rank without inputs ends the loop, that is an error of its own.
+    with nullcontext() if throws_on_early_termination(ddp) else _counting(ddp):
+        notified = Join.notify_join_context(ddp)
     attendance.mean_over_present = not ddp._divide_by_initial_world_size
     attendance.tell(
-        _where(ddp),
+        _coming(ddp),
         ddp.reducer.structure,
         reduces=torch.is_grad_enabled() and ddp.require_backward_grad_sync,
         syncs_buffers=ddp.will_sync_module_buffers(),
     )
     if notified is not None:
-        notified.wait()
+        with _counting(ddp):
+            notified.wait()
     if attendance.differs:
         _train_the_same(ddp, is_present=True)
     if ddp.forward_sync_buffers and ddp.reducer.held()[1]:
@@ -271,12 +283,12 @@ def _train_the_same(ddp: DistributedDataParallel, is_present: bool) -> None:
         RuntimeError: on every rank, if they do not hold the same parameters.
     """
     params = ddp.reducer.held()[0]
-    _verify_held(ddp, params)
+    _verify_held(ddp, params, _coming(ddp))
     required = torch.tensor(
         [param.requires_grad for _, param in params], dtype=torch.uint8, device=ddp.device
     )
     source_rank = ddp._attendance.source_rank
-    with RollCall(ddp.process_group).naming(_where(ddp), "broadcast of what is frozen"):
+    with RollCall(ddp.process_group).naming(_coming(ddp), "broadcast of what is frozen"):
         dist.broadcast(required, group=ddp.process_group, group_src=source_rank)
     if not is_present:
         for (_, param), trains in zip(params, required.tolist(), strict=True):
@@ -284,15 +296,27 @@ def _train_the_same(ddp: DistributedDataParallel, is_present: bool) -> None:
         ddp.reducer.prepare_to_follow()
 
 
-def _verify_held(ddp: DistributedDataParallel, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+def _verify_held(
+    ddp: DistributedDataParallel, named_tensors: Iterable[tuple[str, Tensor]], where: str
+) -> None:
     """Do all ranks hold the same tensors, trainable or not?"""
     held = [(name, tensor.detach()) for name, tensor in named_tensors]
-    verify_same(describe(held, [], {}), ddp.process_group, ddp.device)
+    verify_same(describe(held, [], {}), ddp.process_group, ddp.device, where)
 
 
 def _leave(ddp: DistributedDataParallel) -> None:
     ddp._attendance.leave()
     leave_join(ddp)
+
+
+def _counting(ddp: DistributedDataParallel) -> AbstractContextManager[None]:
+    what = "count of the ranks that have inputs, inside join()"
+    return RollCall(ddp.process_group).naming(_coming(ddp), what)
+
+
+def _coming(ddp: DistributedDataParallel) -> str:
+    """Before the collectives of a forward, on the ranks that follow too."""
+    return f"rank {ddp.process_group.rank()}, step {ddp.reducer.counters.reductions + 1}, forward"
 
 
 def _where(ddp: DistributedDataParallel) -> str:

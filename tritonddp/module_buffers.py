@@ -11,7 +11,7 @@ from torch import Tensor
 from tritonddp._compat import BufferCommHookLocation, preserve_version_counters
 from tritonddp.attendance import Attendance
 from tritonddp.comm.buffers import BufferHook, broadcast_coalesced
-from tritonddp.roll_call import RollCall
+from tritonddp.roll_call import RollCall, listed
 
 if TYPE_CHECKING:
     from tritonddp.reducer import Reducer
@@ -72,7 +72,11 @@ class SyncsBuffers:
         buffers = list(named_buffers.values())
         with preserve_version_counters(buffers):
             if self._buffer_hook is None:
-                self._broadcast(buffers)
+                self._broadcast(
+                    buffers,
+                    f"step {self.reducer.counters.reductions + 1}, forward",
+                    f"buffers ({listed(list(named_buffers))})",
+                )
             else:
                 self.reducer._install_post_backward_futures(self._buffer_hook(named_buffers))
 
@@ -125,13 +129,16 @@ class SyncsBuffers:
             bucket_size or self.broadcast_bucket_size,
         )
 
-    def _broadcast(self, tensors: list[Tensor]) -> None:
-        """Overwrite these, parameters or buffers, with those of one rank."""
-        reducer: Reducer | None = getattr(self, "reducer", None)
-        step = "wrapping" if reducer is None else f"step {reducer.counters.reductions}, forward"
+    def _broadcast(self, tensors: list[Tensor], place: str, what: str) -> None:
+        """Overwrite tensors with those of one rank.
+
+        Args:
+            tensors: parameters or buffers.
+            place: where in its program this rank is, for errors.
+            what: what they are, for errors.
+        """
         with RollCall(self.process_group).naming(
-            f"rank {self.process_group.rank()}, {step}",
-            f"broadcast of {len(tensors)} parameters or buffers",
+            f"rank {self.process_group.rank()}, {place}", f"broadcast of {len(tensors)} {what}"
         ):
             broadcast_coalesced(
                 tensors,

@@ -90,7 +90,7 @@ class ReducerState(ABC, StockReducerNames):
         attendance: Attendance,
         should_sync: Callable[[], bool],
         weight: Callable[[], Weight | None] = lambda: None,
-        broadcast: Callable[[], Callable[[list[Tensor]], None] | None] = lambda: None,
+        broadcast: Callable[[], Callable[[list[Tensor], str, str], None] | None] = lambda: None,
         gradient_as_bucket_view: bool = False,
         strict: bool = False,
         skip_unused: bool = False,

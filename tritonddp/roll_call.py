@@ -2,7 +2,7 @@
 
 The backend knows only that a connection broke or that time ran out. So each rank whose collective
 failed posts where it is in the process group's store, waits a little, and reads what the others
-posted. Who posted nothing is the one to look for. Nothing is posted or read before a failure; the
+posted. Who posted nothing is the one to look for. Nothing of this happens before a failure; the
 group is of no use after it.
 """
 
@@ -13,12 +13,14 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+
+from tritonddp.whereabouts import Process, is_announced, look_up
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +103,7 @@ class RollCall:
             posts.trouble = f"it did not answer in {_LIMIT:g} s"
         _failures[self._group] = posts.number
         # A thread left behind may still write into the original.
-        return dataclasses.replace(posts, read=dict(posts.read))
+        return dataclasses.replace(posts, read=dict(posts.read), processes=dict(posts.processes))
 
     def _exchange(self, posts: _Posts, place: str) -> None:
         others = [rank for rank in range(self._group.size()) if rank != self._group.rank()]
@@ -120,6 +122,8 @@ class RollCall:
                 if looks == 0:
                     _close_connections(self._group, others)
                     time.sleep(_PATIENCE)
+            for rank in [rank for rank in others if rank not in posts.read][:_SHOWN]:
+                posts.processes[rank] = look_up(store, rank)
             posts.asked = True
             if self._group.rank() == 0:
                 time.sleep(_HOST_STAYS)
@@ -153,7 +157,6 @@ class RollCall:
                 elsewhere.setdefault(theirs, []).append(rank)
             else:
                 same.append(rank)
-        unknown = "died, is stuck elsewhere, or made fewer backwards"
         lines = []
         if posts.trouble:
             lines.append(
@@ -161,8 +164,7 @@ class RollCall:
                 "rank 0 or the launcher, may have died."
             )
         if silent and posts.asked:
-            has, it = ("has", "it has") if len(silent) == 1 else ("have", "each has")
-            lines.append(f"{self._ranks(silent)} {has} not reported: {it} {unknown}.")
+            lines += self._missing(silent, posts.processes)
         elif silent:
             lines.append(f"Nothing is known of {self._ranks(silent)}.")
         for theirs, ranks in earlier.items():
@@ -175,6 +177,27 @@ class RollCall:
             lines.append(f"{self._ranks(ranks)} failed elsewhere: at {theirs}.")
         if same:
             lines.append(f"{self._ranks(same)} failed at the same place.")
+        return lines
+
+    def _missing(self, ranks: list[int], processes: dict[int, Process | None]) -> list[str]:
+        """What can be said of ranks that have not reported, those to blame first."""
+        together: dict[str, list[int]] = {}
+        alone: list[tuple[str, int]] = []
+        for rank in ranks:
+            process = processes.get(rank)
+            if process is not None:
+                alone.append((process.state, rank))
+            elif rank in processes and is_announced(self._group):
+                together.setdefault("not reported, nor begun to wrap a module", []).append(rank)
+            else:
+                together.setdefault("not reported", []).append(rank)
+        alone.sort(key=lambda each: (list(_STATES).index(each[0]), each[1]))
+        lines = [
+            f"{self._ranks([rank])} ({processes[rank]}) {_STATES[state]}." for state, rank in alone
+        ]
+        for what, those in together.items():
+            have, each = ("has", "it has") if len(those) == 1 else ("have", "each has")
+            lines.append(f"{self._ranks(those)} {have} {what}: {each} {_UNKNOWN}.")
         return lines
 
     def _ranks(self, ranks: list[int]) -> str:
@@ -194,6 +217,12 @@ class RollCall:
         return f"ranks {', '.join(named[:-1])} and {named[-1]}"
 
 
+def listed(names: Sequence[str]) -> str:
+    """The first of these names, and how many there are beside them."""
+    more = f", and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(map(repr, names[:3]))}{more}"
+
+
 def _close_connections(group: dist.ProcessGroup, others: Iterable[int]) -> None:
     """Have the other ranks' collectives fail now as well, over gloo.
 
@@ -208,8 +237,16 @@ def _close_connections(group: dist.ProcessGroup, others: Iterable[int]) -> None:
             group.recv([torch.empty(1)], rank, _TAG).wait(timedelta(milliseconds=1))
 
 
+_UNKNOWN = "died, is stuck elsewhere, or made fewer backwards"
+# What is said of a process in each state, those to blame first.
+_STATES = {
+    "died": "has died",
+    "stopped": "is stopped, by a signal or a debugger",
+    "": f"has not reported: it has {_UNKNOWN}",
+    "runs": "runs but has not reported: it computes, is stuck elsewhere, or made fewer backwards",
+}
 _REMEDY = (
-    "Look first at the log of the rank that failed first or has not reported; "
+    "Look first at the log of the rank that died, failed first or has not reported; "
     "TORCH_DISTRIBUTED_DEBUG=DETAIL finds collectives that differ between ranks, and if a rank was "
     "only slow, give init_process_group or new_group a longer timeout."
 )
@@ -222,12 +259,14 @@ class _Posts:
     Attributes:
         number: of this failure.
         read: number and place that each rank has posted.
+        processes: of ranks that have posted no failure, as far as they are known.
         asked: every rank was asked to the end.
         trouble: why not, or an empty string.
     """
 
     number: int
     read: dict[int, tuple[int, str]] = dataclasses.field(default_factory=dict)
+    processes: dict[int, Process | None] = dataclasses.field(default_factory=dict)
     asked: bool = False
     trouble: str = ""
 

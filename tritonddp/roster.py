@@ -247,7 +247,8 @@ class Roster:
         params = self.params if requested is None else requested
         # Nothing of this is taken up; at the next forward each rank looks anew.
         self.added, self._held = [], []
-        verify_same(describe(params, self.buffers(), options), self._group, params[0][1].device)
+        description = describe(params, self.buffers(), options)
+        verify_same(description, self._group, params[0][1].device, where)
         raise RuntimeError(
             f"{where}: another rank has reduced something else in this place: do all ranks call "
             "their wrapped modules in the same order?"

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tritonddp.roll_call import RollCall
+
 # Names in one error message; the rest is counted.
 _SHOWN = 10
 
@@ -38,22 +40,34 @@ def describe_error(error: Exception) -> dict[str, dict[str, str]]:
 
 
 def verify_same(
-    description: dict[str, dict[str, str]], group: dist.ProcessGroup, device: torch.device
+    description: dict[str, dict[str, str]],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    where: str | None = None,
 ) -> None:
     """Compare descriptions over all ranks of ``group``: one small all-gather if they agree.
 
     Nothing that comes from another rank is unpickled: descriptions travel as JSON.
 
+    Args:
+        description: see :func:`describe`.
+        group: the ranks.
+        device: of what is sent.
+        where: this rank and its place, for errors; by default where modules are wrapped.
+
     Raises:
-        RuntimeError: on EVERY rank if any two differ, naming what differs and both sides.
+        RuntimeError: on EVERY rank if any two differ, naming what differs and both sides; or a
+            rank is missing.
     """
     message = json.dumps(description).encode()
     digest = hashlib.sha256(message).digest() + len(message).to_bytes(8, "little")
-    digests = _all_gather_bytes(digest, len(digest), group, device)
-    if all(other == digests[0] for other in digests):
-        return
-    longest = max(int.from_bytes(other[-8:], "little") for other in digests)
-    messages = _all_gather_bytes(message, longest, group, device)
+    where = where or f"rank {group.rank()}, wrapping"
+    with RollCall(group).naming(where, "comparison of what the ranks hold"):
+        digests = _all_gather_bytes(digest, len(digest), group, device)
+        if all(other == digests[0] for other in digests):
+            return
+        longest = max(int.from_bytes(other[-8:], "little") for other in digests)
+        messages = _all_gather_bytes(message, longest, group, device)
     descriptions = [json.loads(other.rstrip(b"\0")) for other in messages]
     raise RuntimeError(_difference(descriptions))
 

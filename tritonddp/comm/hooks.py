@@ -234,14 +234,14 @@ class HookReduction(AllReduce):
 
     def _explained_trailers(self, error: RuntimeError) -> RuntimeError:
         return self._roll_call.explain(
-            f"rank {self._group.rank()}, step {self._counters.reductions}",
-            "all-reduce of the flags, behind the communication hooks",
+            f"{self._where()}, buckets up to {self._calls[-1].bucket.title}",
+            "all-reduce of their flags, behind the communication hooks",
             self._failure or error,
         )
 
     def _named(self, bucket: Bucket, error: Exception) -> HookError:
         failure = HookError(
-            f"rank {self._group.rank()}, step {self._counters.reductions}, {bucket.title}: the "
+            f"{self._where()}, {bucket.title}: the "
             f"communication hook failed: {type(error).__name__}: {error}"
         )
         failure.__cause__ = error

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tritonddp.ballot import BYTES, Ballot, check, ranks_with_inputs, read, total_weight
+from tritonddp.ballot import BYTES, Ballot, Source, check, ranks_with_inputs, read, total_weight
 from tritonddp.bucket import Bucket, Segment
 from tritonddp.comm.sparse import exchange
 from tritonddp.counters import Counters
@@ -191,10 +191,15 @@ class AllReduce:
         self, bucket: Bucket, error: RuntimeError, what: str | None = None
     ) -> RuntimeError:
         return self._roll_call.explain(
-            f"rank {self._group.rank()}, step {self._counters.reductions}, {bucket.title}",
+            f"{self._where()}, {bucket.title}",
             what or f"all-reduce of {bucket.nbytes} bytes",
             error,
         )
+
+    def _where(self) -> str:
+        assert self._ballot is not None
+        requested = ", reduce_gradients()" if self._ballot.source is Source.REQUEST else ""
+        return f"rank {self._group.rank()}, step {self._counters.reductions}{requested}"
 
     def _look_at(self, ballots: Tensor) -> None:
         """Find out the sum of the weights, and whether the ranks reduce the same."""

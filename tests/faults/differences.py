@@ -1,0 +1,127 @@
+"""What one rank does otherwise than the others: faults of the kind ``"differ"``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from tritonddp import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from faults.program import Program
+
+# The module that it wraps.
+
+
+def wider(program: Program) -> nn.Module:
+    return program.make(width=8)
+
+
+def frozen(program: Program) -> nn.Module:
+    return program.make().requires_grad_(False)
+
+
+MODULES: dict[str, Callable[[Program], nn.Module]] = {
+    "wider module": wider,
+    "nothing to train": frozen,
+}
+
+# The options of its wrapper.
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "other bucket sizes": {"bucket_cap_mb": 1},
+}
+
+# What it does when it has wrapped its module.
+
+
+def a_hook(program: Program, ddp: DistributedDataParallel) -> None:
+    ddp.register_comm_hook(None, program.hook)
+
+
+WRAPPED: dict[str, Callable[[Program, DistributedDataParallel], None]] = {
+    "hook on one rank": a_hook,
+}
+
+# What it does in the struck step instead of forward and backward.
+
+
+def one_more_backward(program: Program, ddp: DistributedDataParallel, step: int) -> None:
+    """It meets the next step of the others, which this rank leaves out then."""
+    loss = program.loss(ddp, program.rank, step)
+    loss.backward(retain_graph=True)
+    means = [param.grad.clone() for param in ddp.parameters() if param.grad is not None]
+    program.skip()
+    try:
+        loss.backward()
+    finally:
+        for param, mean in zip(ddp.parameters(), means, strict=True):
+            param.grad = mean
+        program.optimizer.step()
+
+
+def no_sync_and_away(program: Program, ddp: DistributedDataParallel, step: int) -> None:
+    with ddp.no_sync():
+        program.loss(ddp, program.rank, step).backward()
+    while True:  # to a long evaluation, say
+        time.sleep(1)
+
+
+def a_weight(program: Program, ddp: DistributedDataParallel, step: int) -> None:
+    loss = program.loss(ddp, program.rank, step)
+    with ddp.weighted(3):
+        loss.backward()
+
+
+def a_request(program: Program, ddp: DistributedDataParallel, step: int) -> None:
+    with ddp.no_sync():
+        program.loss(ddp, program.rank, step).backward()
+    ddp.reduce_gradients()
+
+
+def a_frozen_layer(program: Program, ddp: DistributedDataParallel, step: int) -> None:
+    ddp.module.layers[0].requires_grad_(False)
+    try:
+        program.loss(ddp, program.rank, step).backward()
+    finally:
+        ddp.module.layers[0].requires_grad_(True)
+
+
+def an_added_layer(program: Program, ddp: DistributedDataParallel, step: int) -> None:
+    ddp.module.grow()
+    try:
+        program.loss(ddp, program.rank, step).backward()
+    finally:
+        del ddp.module.layers[-1]
+
+
+def other_buckets_left_out(program: Program, ddp: DistributedDataParallel, step: int) -> None:
+    """Once is not enough: parameters that are missing for the first time may still come."""
+    ddp.module.first = 2
+    program.loss(ddp, program.rank, step).backward()
+
+
+def no_sync_inside_join(program: Program, ddp: DistributedDataParallel, step: int) -> None:
+    with ddp.no_sync():
+        program.loss(ddp, program.rank, step).backward()
+
+
+def the_other_wrapper(program: Program, ddp: DistributedDataParallel, step: int) -> None:
+    program.loss(program.other, program.rank, step).backward()
+
+
+STEPS: dict[str, Callable[[Program, DistributedDataParallel, int], None]] = {
+    "one more backward": one_more_backward,
+    "no_sync on one rank": no_sync_and_away,
+    "weight on one rank": a_weight,
+    "reduce_gradients on one rank": a_request,
+    "frozen on one rank": a_frozen_layer,
+    "added on one rank": an_added_layer,
+    "other buckets left out": other_buckets_left_out,
+    "no_sync inside join on one rank": no_sync_inside_join,
+    "other wrapper first": the_other_wrapper,
+    "smaller wrapper first": the_other_wrapper,
+}

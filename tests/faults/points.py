@@ -1,0 +1,103 @@
+"""Where a fault strikes, and in which kind of training loop.
+
+A fault strikes right before a call of the library, in a hook that a user could have put there, or
+between the lines of the loop. The first two are patched into the process of each rank, which plays
+one fault and ends.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Point:
+    """A place in the life of a rank.
+
+    Attributes:
+        loop: the kind of training loop, see ``program.py``.
+        before: ``"module:Class.method"``: right before this is called; or the name of a line of
+            the loop.
+        call: which call of a step it is, the first is 0.
+        step: in which step it strikes, -1 when the module is wrapped; ``None`` in any.
+    """
+
+    loop: str
+    before: str
+    call: int = 0
+    step: int | None = 2  # STRUCK_AT
+
+
+STRUCK_AT = 2  # the step of most faults, counted from 0
+REDUCTION = "tritonddp.comm.reduction:AllReduce"
+
+POINTS = {
+    "before wrapping": Point("plain", "wrap", step=-1),
+    "between comparison and initial broadcast": Point(
+        "plain", "tritonddp.ddp:DistributedDataParallel._broadcast", step=-1
+    ),
+    "before the forward": Point("plain", "forward"),
+    "inside the forward": Point("plain", "module forward"),
+    "buffer broadcast": Point("buffers", "tritonddp.ddp:DistributedDataParallel._sync_buffers"),
+    "loss": Point("plain", "loss"),
+    "first gradient": Point("plain", "gradient of the last layer"),
+    "between buckets": Point("plain", "gradient of a layer in the middle"),
+    "last gradient": Point("plain", "gradient of the first layer"),
+    "flatten": Point("plain", f"{REDUCTION}.fill", call=2),
+    "launch": Point("plain", f"{REDUCTION}._issue", call=1),
+    "end of backward": Point("plain", f"{REDUCTION}.finish"),
+    "between two results": Point("plain", f"{REDUCTION}.finish", call=2),
+    "order of gradients": Point(
+        "plain", "tritonddp.arrangement:Arrangement.agree_on_order", step=0
+    ),
+    "after the order of gradients": Point(
+        "plain", "tritonddp.arrangement:Arrangement.renew", step=0
+    ),
+    "optimizer step": Point("plain", "optimizer"),
+    "no_sync": Point("no_sync", "microbatch"),
+    "weighted": Point("weighted", "gradient of a layer in the middle"),
+    "reduce_gradients": Point("request", "request"),
+    "inside reduce_gradients": Point("request", f"{REDUCTION}._issue", call=1),
+    "communication hook": Point("hook", "hook", call=1),
+    "flags behind the hooks": Point("hook", "tritonddp.comm.hooks:HookReduction._send"),
+    "broadcast of added parameters": Point(
+        "added", "tritonddp.ddp:DistributedDataParallel._broadcast"
+    ),
+    "bucket of added parameters": Point("added", "tritonddp.in_step:reduce_at_once"),
+    "rows of sparse gradients": Point("sparse", "tritonddp.comm.reduction:exchange"),
+    "finalize_backward": Point("finalize", "finalize"),
+    "inside finalize_backward": Point("finalize", f"{REDUCTION}.finish", call=1),
+    "forward inside join": Point("join", "tritonddp.ddp:announce_forward"),
+    "announcement inside join": Point("join", "tritonddp.attendance:Attendance.tell"),
+    "backward inside join": Point("join", "gradient of a layer in the middle"),
+    "follower": Point("join", "tritonddp.attendance:Attendance.listen", step=None),
+    "follower's backward": Point("join", "tritonddp.in_step:InStep.follow", step=None),
+    "end of join": Point("join", "tritonddp.attendance:Attendance.agree_on_last", step=None),
+}
+
+# Where a rank that does something else than the others is told apart by the loop alone.
+_NOWHERE = {"no_sync inside join on one rank": Point("join", "")}
+
+
+def point_of(at: str) -> Point:
+    """Where a fault strikes."""
+    return POINTS.get(at) or _NOWHERE.get(at) or Point("plain", "")
+
+
+def strike_before(target: str, strike: Callable[[], None]) -> None:
+    """Have ``strike`` called before each call of ``"module:name"`` or ``"module:Class.name"``."""
+    module, _, path = target.partition(":")
+    *classes, name = path.split(".")
+    owner: Any = importlib.import_module(module)
+    for each in classes:
+        owner = getattr(owner, each)
+    function = getattr(owner, name)
+
+    def struck(*args: Any, **kwargs: Any) -> Any:
+        strike()
+        return function(*args, **kwargs)
+
+    setattr(owner, name, struck)

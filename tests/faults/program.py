@@ -1,0 +1,365 @@
+"""What each rank runs: some steps of training, in which a fault strikes one rank.
+
+After each step a rank compares its gradients with the mean of what an unwrapped model computes for
+every rank. Whatever happens, it writes down what it saw.
+"""
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from faults import differences
+from faults.points import STRUCK_AT, strike_before
+from faults.table import Fault
+from tritonddp import DistributedDataParallel
+
+STEPS = 5
+WIDTH = 6
+_LAYERS = 4
+
+
+class Struck(Exception):
+    """The fault of a rank that raises."""
+
+
+class Ended(Exception):
+    """Training does not go on."""
+
+
+class Behind(Exception):
+    """The rank leaves out the rest of its step."""
+
+
+@dataclass
+class Seen:
+    """What a rank saw.
+
+    Attributes:
+        errors: step and text of each.
+        wrong: what was wrong with gradients that no error had been raised for.
+        nan: names of parameters whose gradients were NaN, by step.
+        right: steps whose gradients were right.
+        ended: the rank came to the end of its program.
+    """
+
+    errors: list[tuple[int, str]] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    nan: dict[int, list[str]] = field(default_factory=dict)
+    right: list[int] = field(default_factory=list)
+    ended: bool = False
+
+
+class Net(nn.Module):
+    """Layers of one width, of which the last may have been added, or be an embedding."""
+
+    def __init__(self, loop: str, width: int = WIDTH) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        kind = torch.float64
+        self.layers = nn.ModuleList(nn.Linear(width, width, dtype=kind) for _ in range(_LAYERS))
+        if loop == "sparse":
+            self.rows = nn.Embedding(9, width, sparse=True, dtype=kind)
+        if loop == "buffers":
+            self.register_buffer("seen", torch.zeros(3, dtype=kind))
+        self.first = 0  # layers before it are left out
+        self.within: Callable[[], None] = lambda: None
+
+    def grow(self) -> None:
+        self.layers.append(nn.Linear(WIDTH, WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if hasattr(self, "rows"):
+            x = x + self.rows((x.sum(1).abs() * 10).long() % 9)
+        for number, layer in enumerate(self.layers[self.first :]):
+            if number == 1:
+                self.within()
+            x = torch.tanh(layer(x))
+        if hasattr(self, "seen"):
+            self.seen += 1.0
+        return x
+
+
+class Program:
+    """One rank of a fault.
+
+    Args:
+        fault: what strikes.
+        rank, world_size: of this process.
+        struck: called on the victim right before it is struck.
+    """
+
+    def __init__(
+        self, fault: Fault, rank: int, world_size: int, struck: Callable[[], None]
+    ) -> None:
+        self.fault, self.rank, self.world_size = fault, rank, world_size
+        self.point = fault.point
+        self.seen = Seen()
+        self.step = -1
+        self.steps = iter(range(self.inputs_of(rank)))
+        self._struck = struck
+        self._calls = 0
+        if ":" in self.point.before:
+            strike_before(self.point.before, lambda: self.line(self.point.before))
+
+    @property
+    def is_victim(self) -> bool:
+        return self.rank == self.fault.victim
+
+    # How a fault strikes
+
+    def line(self, name: str) -> bool:
+        """The program is at this place; whether a gradient that comes here is to be NaN."""
+        if name != self.point.before or self.point.step not in (None, self.step):
+            return False
+        self._calls += 1
+        if self._calls == self.point.call + 1 and self.is_victim:
+            self._struck()
+            self.strike()
+            return True
+        return False
+
+    def strike(self) -> None:
+        match self.fault.kind:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "loop":
+                while True:  # (as endless as any, and cheaper)
+                    time.sleep(1)
+            case "leave":
+                dist.destroy_process_group()
+                os._exit(0)
+            case "raise":
+                raise Struck("struck")
+            case "interrupt":
+                raise KeyboardInterrupt
+            case "behind":
+                raise Behind
+            case "nan":
+                pass
+            case kind:
+                raise ValueError(kind)
+
+    # Training
+
+    def run(self) -> dict[str, Any]:
+        """Train until the end or until a fatal error; returns :class:`Seen` as a dictionary."""
+        try:
+            self.line("wrap")
+            ddp = self.wrap()
+            self.optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        except RuntimeError as error:
+            self.seen.errors.append((-1, str(error)))
+            return asdict(self.seen)
+        loop = getattr(self, f"{self.point.loop}_loop", self.simple_loop)
+        loop(ddp)
+        return asdict(self.seen)
+
+    def wrap(self) -> DistributedDataParallel:
+        options = {"bucket_cap_mb": 3e-4, **dict(self.fault.options)}
+        make = self.make
+        if self.differs:
+            self._struck()
+            options |= differences.OPTIONS.get(self.fault.at, {})
+            if self.fault.at in differences.MODULES:
+                make = partial(differences.MODULES[self.fault.at], self)
+        ddp = DistributedDataParallel(make(), **options)
+        if "wrapper" in self.fault.at:
+            width = WIDTH // 2 if "smaller" in self.fault.at else WIDTH
+            self.other = DistributedDataParallel(self.make(width), **options)
+        if self.differs and self.fault.at in differences.WRAPPED:
+            differences.WRAPPED[self.fault.at](self, ddp)
+        net = ddp.module
+        net.within = lambda: self.line("module forward")
+        for name, number in (
+            ("the last layer", -1),
+            ("a layer in the middle", 1),
+            ("the first layer", 0),
+        ):
+            weight = net.layers[number].weight
+            weight.register_hook(partial(self.gradient, name))
+        if self.point.loop == "hook":
+            ddp.register_comm_hook(None, self.hook)
+        if self.point.loop == "finalize":
+            ddp.require_manual_backward_finalization = True
+        return ddp
+
+    def make(self, width: int = WIDTH) -> Net:
+        """The unwrapped module."""
+        return Net(self.point.loop, width)
+
+    @property
+    def differs(self) -> bool:
+        """Whether this rank does something else than the others."""
+        return self.fault.kind == "differ" and self.is_victim
+
+    def gradient(self, name: str, grad: Tensor) -> Tensor | None:
+        """A gradient has come."""
+        if self.line(f"gradient of {name}"):
+            return torch.full_like(grad, torch.nan)
+        return None
+
+    def hook(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        self.line("hook")
+        buffer = bucket.buffer().div_(self.world_size)
+        work = dist.all_reduce(buffer, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    def simple_loop(self, ddp: DistributedDataParallel) -> None:
+        for step in self.steps:
+            if not self.one_step(ddp, step):
+                return
+        self.end()
+
+    def skip(self) -> None:
+        """Leave out the next step."""
+        next(self.steps)
+
+    def end(self) -> None:
+        self.seen.ended = True
+        if self.is_victim and self.fault.kind == "behind":
+            time.sleep(3600)  # the others wait for it; it would not be waiting for them
+
+    def one_step(self, ddp: DistributedDataParallel, step: int) -> bool:
+        """Whether training goes on."""
+        self.step, self._calls = step, 0 if self.point.step is not None else self._calls
+        self.optimizer.zero_grad()
+        if self.point.loop == "added" and step == STRUCK_AT:
+            ddp.module.grow()
+            self.optimizer.add_param_group({"params": ddp.module.layers[-1].parameters()})
+        try:
+            self.backward(ddp, step)
+            self.line("optimizer")
+        except (Struck, KeyboardInterrupt) as error:
+            self.seen.errors.append((step, f"{type(error).__name__}: {error}"))
+            return True
+        except Behind:
+            return True
+        except RuntimeError as error:
+            self.seen.errors.append((step, str(error)))
+            return self.fault.goes_on
+        if self.is_right(ddp, step):
+            self.optimizer.step()
+        return True
+
+    def backward(self, ddp: DistributedDataParallel, step: int) -> None:
+        """The gradients of a step."""
+        if self.differs and step == STRUCK_AT and self.fault.at in differences.STEPS:
+            self._struck()
+            differences.STEPS[self.fault.at](self, ddp, step)
+            return
+        match self.point.loop:
+            case "no_sync":
+                with ddp.no_sync():
+                    self.loss(ddp, self.rank, step, micro=1).backward()
+                self.line("microbatch")
+                self.loss(ddp, self.rank, step).backward()
+            case "weighted":
+                loss = self.loss(ddp, self.rank, step)
+                with ddp.weighted(self.rank + 1):
+                    loss.backward()
+            case "request":
+                with ddp.no_sync():
+                    self.loss(ddp, self.rank, step).backward()
+                self.line("request")
+                ddp.reduce_gradients()
+            case "finalize":
+                self.loss(ddp, self.rank, step).backward()
+                self.line("finalize")
+                ddp.finalize_backward()
+            case _:
+                self.line("forward")
+                loss = self.loss(ddp, self.rank, step)
+                self.line("loss")
+                loss.backward()
+
+    def loss(self, net: nn.Module, rank: int, step: int, micro: int = 0) -> Tensor:
+        torch.default_generator.manual_seed(1000 * step + 10 * rank + micro)
+        width = net.module.layers[0].in_features if hasattr(net, "module") else WIDTH
+        return net(torch.randn(5, width, dtype=torch.float64)).square().mean()
+
+    def join_loop(self, ddp: DistributedDataParallel) -> None:
+        try:
+            with ddp.join():
+                for step in self.steps:
+                    if not self.one_step(ddp, step):
+                        raise Ended
+        except Ended:
+            return
+        except RuntimeError as error:  # while it follows the others
+            self.seen.errors.append((self.step, str(error)))
+            return
+        self.end()
+
+    def inputs_of(self, rank: int) -> int:
+        """Steps of a rank: inside ``join`` one has fewer than the others."""
+        if self.point.loop != "join":
+            return STEPS
+        if self.fault.kind == "differ":
+            return STEPS
+        follows = self.fault.victim if self.point.step is None else self.fault.victim + 1
+        return STEPS - 2 if rank == follows % self.world_size else STEPS
+
+    # The oracle
+
+    def is_right(self, ddp: DistributedDataParallel, step: int) -> bool:
+        """Whether no gradient is NaN. What is wrong otherwise is noted."""
+        is_behind = self.fault.kind == "behind" and self.is_victim and step > STRUCK_AT
+        expected = self.expected(ddp.module, step - is_behind)
+        tolerance = 0.1 if "compression" in dict(self.fault.options) else 1e-12
+        wrong = []
+        for name, param in ddp.module.named_parameters():
+            grad = torch.zeros_like(param) if param.grad is None else param.grad.to_dense()
+            if grad.isnan().any():
+                self.seen.nan.setdefault(step, []).append(name)
+            elif (grad - expected[name]).norm() > tolerance * max(expected[name].norm(), 1e-3):
+                wrong.append(f"step {step}: gradient of {name} is wrong on rank {self.rank}")
+        self.seen.wrong += wrong
+        if step in self.seen.nan:
+            return False
+        if not wrong:
+            self.seen.right.append(step)
+        return True
+
+    def expected(self, net: Net, step: int) -> dict[str, Tensor]:
+        """The mean over ranks of what an unwrapped model computes."""
+        total: dict[str, Tensor] = {}
+        for rank in range(self.world_size):
+            if step >= self.inputs_of(rank):
+                continue
+            weight = 1.0 / self.world_size
+            if self.point.loop == "weighted":
+                weight = (rank + 1) / math.comb(self.world_size + 1, 2)
+            alone = self.alone(net)
+            if self.fault.at == "other buckets left out" and step >= STRUCK_AT:
+                alone.first = 2 if rank == self.fault.victim else 0
+            for micro in range(2 if self.point.loop == "no_sync" else 1):
+                self.loss(alone, rank, self.batch_of(rank, step), micro).backward()
+            for name, param in alone.named_parameters():
+                if param.grad is not None:
+                    term = weight * param.grad.to_dense()
+                    total[name] = total[name] + term if name in total else term
+        return total
+
+    def batch_of(self, rank: int, step: int) -> int:
+        """A rank that has left out a step is ahead of the others in its data."""
+        is_behind = self.fault.kind == "behind" and rank == self.fault.victim
+        return step + 1 if is_behind and step >= STRUCK_AT else step
+
+    def alone(self, net: Net) -> Net:
+        """An unwrapped copy, in which nothing strikes."""
+        copied = self.make()
+        for _ in range(len(net.layers) - len(copied.layers)):
+            copied.grow()
+        copied.load_state_dict(net.state_dict())
+        return copied

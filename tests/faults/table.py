@@ -1,0 +1,240 @@
+"""The faults: kind x point x ranks."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from faults.points import Point, point_of
+
+# What happens to the victim, and how the others speak of it if it does not answer any more.
+LOST = {
+    "kill": "has died",
+    "leave": "has died",
+    "stop": "is stopped",
+    "loop": "runs but has not reported",
+    "behind": "runs but has not reported",
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        kind: one of :data:`LOST`, of which the others hear no more; ``"raise"``, ``"interrupt"``
+            (an exception that the victim's loop catches), ``"nan"`` (in its gradient) or
+            ``"differ"`` (it does something else than the others).
+        at: where, one of :data:`~faults.points.POINTS`; for ``"differ"`` one of
+            ``differences.py``.
+        ranks: how many.
+        victim: which of them.
+        options: of the wrapper.
+        says: what each error must hold, as a regular expression, beside what all must.
+        goes_on: after its error training goes on and is right; else it ends.
+        is_stall: it takes the group's timeout to notice.
+        hosts_store: the victim hosts the group's store.
+        aborts: gloo ends a process, which may be another one than the victim.
+    """
+
+    kind: str
+    at: str
+    ranks: int
+    victim: int
+    options: tuple[tuple[str, Any], ...] = ()
+    says: str = ""
+    goes_on: bool = False
+    is_stall: bool = False
+    hosts_store: bool = False
+    aborts: bool = False
+
+    @property
+    def point(self) -> Point:
+        return point_of(self.at)
+
+    @property
+    def name(self) -> str:
+        options = [name for name, value in self.options if value is True]
+        parts = [self.kind, self.at, f"{self.victim}-of-{self.ranks}", *options]
+        parts += ["host"] * self.hosts_store
+        return "-".join(part.replace(" ", "-").replace("'", "") for part in parts)
+
+    @property
+    def is_fatal(self) -> bool:
+        return self.kind in LOST or (self.kind == "differ" and not self.goes_on)
+
+    @property
+    def lost(self) -> set[int]:
+        """Ranks that do not come to their end by themselves."""
+        return {self.victim} if self.kind in LOST or self.is_stall else set()
+
+
+VIEWS = (("gradient_as_bucket_view", True),)
+
+
+def _lost(kind: str, *rows: tuple[Any, ...]) -> list[Fault]:
+    stalls = LOST[kind] != "has died"
+    return [
+        Fault(kind, at, ranks, victim, *rest, is_stall=stalls) for at, ranks, victim, *rest in rows
+    ]
+
+
+def _caught(kind: str, *rows: tuple[Any, ...]) -> list[Fault]:
+    return [
+        Fault(kind, at, ranks, victim, *rest, goes_on=True) for at, ranks, victim, *rest in rows
+    ]
+
+
+def _differ(*rows: tuple[str, int, int, bool, str]) -> list[Fault]:
+    return [
+        Fault("differ", at, ranks, victim, says=says, goes_on=goes_on)
+        for at, ranks, victim, goes_on, says in rows
+    ]
+
+
+FAULTS = {
+    fault.name: fault
+    for fault in [
+        *_lost(
+            "kill",
+            ("before wrapping", 3, 1),
+            ("between comparison and initial broadcast", 4, 2),
+            ("before the forward", 2, 1),
+            ("inside the forward", 3, 0),
+            ("buffer broadcast", 3, 2),
+            ("loss", 2, 0),
+            ("first gradient", 4, 3),
+            ("between buckets", 3, 1),
+            ("last gradient", 2, 1, VIEWS),
+            ("flatten", 3, 2),
+            ("launch", 4, 0),
+            ("end of backward", 3, 1, VIEWS),
+            ("between two results", 2, 0),
+            ("order of gradients", 3, 1),
+            ("after the order of gradients", 2, 1),
+            ("optimizer step", 3, 0),
+            ("no_sync", 3, 2),
+            ("weighted", 2, 1),
+            ("reduce_gradients", 3, 0),
+            ("inside reduce_gradients", 2, 1),
+            ("communication hook", 3, 1),
+            ("flags behind the hooks", 2, 0),
+            ("broadcast of added parameters", 3, 0),
+            ("bucket of added parameters", 2, 1),
+            ("rows of sparse gradients", 3, 2),
+            ("finalize_backward", 2, 1),
+            ("inside finalize_backward", 3, 0),
+            ("forward inside join", 3, 1),
+            ("backward inside join", 3, 0),
+            ("follower", 3, 2),
+            ("follower's backward", 2, 1),
+            ("end of join", 3, 0),
+        ),
+        Fault("kill", "between buckets", 3, 0, hosts_store=True),
+        *_lost(
+            "stop",
+            ("before wrapping", 2, 1),
+            ("buffer broadcast", 3, 0),
+            ("between buckets", 3, 2, VIEWS),
+            ("launch", 2, 0),
+            ("end of backward", 4, 1),
+            ("order of gradients", 2, 0),
+            ("optimizer step", 2, 1),
+            ("no_sync", 2, 0),
+            ("weighted", 3, 0),
+            ("reduce_gradients", 3, 1),
+            ("communication hook", 2, 1),
+            ("broadcast of added parameters", 3, 0),
+            ("rows of sparse gradients", 2, 1),
+            ("forward inside join", 2, 0),
+            ("follower", 3, 1),
+        ),
+        *_lost(
+            "loop",
+            ("between comparison and initial broadcast", 2, 0),
+            ("inside the forward", 2, 0),
+            ("first gradient", 3, 1),
+            ("communication hook", 3, 0),
+            ("optimizer step", 3, 2),
+        ),
+        *_lost(
+            "behind",
+            ("before the forward", 3, 1),
+            ("inside the forward", 2, 0),
+            ("loss", 3, 2),
+            ("reduce_gradients", 2, 0),
+        ),
+        *_lost("leave", ("before the forward", 3, 2), ("optimizer step", 2, 0)),
+        *_caught(
+            "raise",
+            ("first gradient", 2, 0),
+            ("between buckets", 3, 1, VIEWS),
+            ("last gradient", 2, 1),
+            ("communication hook", 3, 0),
+            ("weighted", 2, 0),
+            ("backward inside join", 3, 0),
+        ),
+        *_differ(
+            ("wider module", 3, 1, False, "rank 0 has .6, 6. .*rank 1 has .8, 8."),
+            (
+                "nothing to train",
+                3,
+                2,
+                False,
+                "doesn't have any parameter that requires a gradient",
+            ),
+            ("other bucket sizes", 2, 1, False, "option 'bucket sizes': rank 0 has .*, rank 1 has"),
+            ("one more backward", 3, 1, True, "rank 1: one more backward"),
+            ("weight on one rank", 3, 0, True, "rank 0: weight 3; rank 1: no weight"),
+            (
+                "reduce_gradients on one rank",
+                2,
+                0,
+                True,
+                "rank 0: reduce_gradients; rank 1: the fi",
+            ),
+            ("frozen on one rank", 3, 2, True, "parameter 'layers.0.weight'.*rank 2 has .* frozen"),
+            ("added on one rank", 2, 1, True, "rank 1 has .*layers.4.weight"),
+            ("other wrapper first", 3, 1, True, "rank 0 has 'number 0 .*rank 1 has 'number 1"),
+            ("no_sync inside join on one rank", 3, 1, True, "rank 1: no"),
+        ),
+        Fault("differ", "hook on one rank", 2, 1, aborts=True),
+        Fault("differ", "smaller wrapper first", 2, 1, aborts=True),
+        Fault("differ", "no_sync on one rank", 2, 1, is_stall=True),
+        Fault(
+            "differ",
+            "other buckets left out",
+            3,
+            1,
+            (("skip_all_reduce_unused_params", True),),
+            "the ranks leave out different buckets",
+        ),
+        *_caught("interrupt", ("between buckets", 2, 0), ("launch", 3, 2)),
+        *_caught(
+            "nan",
+            ("between buckets", 3, 1),
+            ("first gradient", 2, 0, VIEWS),
+            ("weighted", 2, 1),
+            ("backward inside join", 2, 0),
+        ),
+    ]
+}
+
+SEED = "TRITONDDP_FAULTS"
+
+
+def seed() -> str:
+    """Which quarter of the faults is played: ``all``, or a number; by default that of the day.
+
+    Processes that this one starts play the same.
+    """
+    today = datetime.datetime.now(datetime.timezone.utc).date()
+    return os.environ.setdefault(SEED, str(today.toordinal()))
+
+
+def chosen() -> list[Fault]:
+    """All faults, or every fourth of them."""
+    faults = list(FAULTS.values())
+    return faults if seed() == "all" else faults[int(seed()) % 4 :: 4]

@@ -1,0 +1,49 @@
+"""Each fault ends in bounded time, with errors that name rank and place, and no wrong gradient."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from faults.table import Fault, chosen
+from faults.verdict import Result, complaints
+
+PLAYER = Path(__file__).with_name("player.py")
+# Seconds for all faults of a run; each has a limit of its own.
+LIMIT = 280
+
+
+@pytest.fixture(scope="module")
+def played(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A folder with the results of all faults that this run has selected, played side by side."""
+    items = [item for item in request.session.items if item.path == request.path]
+    names = [item.callspec.params["fault"].name for item in items]
+    folder = Path(os.path.realpath(request.getfixturevalue("tmp_path_factory").mktemp("faults")))
+    process = subprocess.Popen(
+        [sys.executable, str(PLAYER), str(folder), *names],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    try:
+        process.wait(LIMIT)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it has ended, as it should
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.parametrize("fault", chosen(), ids=lambda fault: fault.name)
+def test_fault(fault: Fault, played: Path) -> None:
+    result = Result.read(played / fault.name, fault)
+    for complaint in complaints(fault, result):
+        pytest.fail(complaint, pytrace=False)

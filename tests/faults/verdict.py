@@ -1,0 +1,169 @@
+"""Is what the ranks saw what they should have seen?"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from faults.points import STRUCK_AT
+from faults.table import LOST, Fault
+
+_BUCKET = r"bucket \d+ \('[\w.]+'(, '[\w.]+')*(, and \d+ more)?\)"
+# What a rank was doing when its collective failed: always with its step, and with names.
+_PLACES = re.compile(
+    r"rank (?P<rank>\d), ("
+    r"wrapping, (comparison of what the ranks hold|broadcast of 8 parameters and buffers)"
+    r"|step (?P<step>\d)("
+    rf"(, reduce_gradients\(\))?, {_BUCKET}, (all-reduce of \d+ bytes|exchange of sparse gradients)"
+    rf"|, buckets up to {_BUCKET}, all-reduce of their flags, behind the communication hooks"
+    r"|, broadcast of the order of gradients"
+    r"|, broadcast of 2 parameters that were added \('layers.4.weight', 'layers.4.bias'\)"
+    r"|, forward, broadcast of 1 buffers \('seen'\)"
+    r"|, forward, count of the ranks that have inputs, inside join\(\)"
+    r"|, forward, announcement of a forward inside join\(\)"
+    r"|, end of join\(\), agreement on whose model all take over inside join\(\)"
+    r"|, end of join\(\), (comparison of what the ranks hold|broadcast of .*)"
+    r")) failed: "
+)
+_REMEDY = "Look first at the log of the rank that died, failed first or has not reported"
+
+
+@dataclass
+class Result:
+    """What came of a fault.
+
+    Attributes:
+        seen: by each rank that came to its end, see ``program.Seen``.
+        struck: the fault has struck.
+        aborted: ranks that were ended by SIGABRT.
+        hanging: ranks that should have come to their end, and did not.
+        logs: the ends of what the ranks printed.
+    """
+
+    seen: dict[int, dict[str, Any]]
+    struck: bool
+    aborted: set[int]
+    hanging: list[int]
+    logs: str
+
+    @classmethod
+    def read(cls, folder: Path, fault: Fault) -> Result:
+        """What the player has written."""
+        logs = ""
+        for log in sorted(folder.glob("*.log")):
+            logs += f"--- {log.name}\n{log.read_text(errors='replace')[-4000:]}\n"
+        if not (folder / "result.json").exists():
+            return cls({}, False, set(), list(range(fault.ranks)), logs)
+        seen = {
+            rank: json.loads(path.read_text())
+            for rank in range(fault.ranks)
+            if (path := folder / f"seen{rank}.json").exists()
+        }
+        result = json.loads((folder / "result.json").read_text())
+        aborted = {int(rank) for rank, code in result["ended"].items() if code == -signal.SIGABRT}
+        return cls(seen, (folder / "struck").exists(), aborted, result["hanging"], logs)
+
+    @property
+    def errors(self) -> list[str]:
+        """All that were raised, on all ranks."""
+        return [text for seen in self.seen.values() for _, text in seen["errors"]]
+
+
+def complaints(fault: Fault, result: Result) -> list[str]:
+    """What is not as it should be; nothing, if all is."""
+    if result.hanging:
+        return [f"ranks {result.hanging} did not come to their end\n{result.logs}"]
+    if not result.struck:
+        return [f"the fault has not struck\n{result.logs}"]
+    if fault.aborts:
+        return _after_an_abort(result)
+    found = []
+    for rank in set(range(fault.ranks)) - fault.lost:
+        if rank not in result.seen:
+            found.append(f"rank {rank} ended without a word\n{result.logs}")
+            continue
+        seen = result.seen[rank]
+        found += [f"rank {rank}: {each}" for each in seen["wrong"]]
+        judge = _after_a_fatal_fault if fault.is_fatal else _after_others
+        found += [f"rank {rank}: {each}" for each in judge(fault, rank, seen)]
+    if fault.kind == "nan" and len({str(seen["nan"]) for seen in result.seen.values()}) > 1:
+        found.append("NaN at different places")
+    return found
+
+
+def _after_an_abort(result: Result) -> list[str]:
+    if not result.aborted or "Received data size doesn't match" not in result.logs:
+        return [f"no rank was ended by gloo\n{result.logs}"]
+    dead = min(result.aborted)
+    return [
+        f"the error does not say that rank {dead} has died:\n{text}"
+        for text in result.errors
+        if not _PLACES.match(text) or not re.search(rf"rank {dead} \(.*\) has died", text)
+    ]
+
+
+def _after_a_fatal_fault(fault: Fault, rank: int, seen: dict[str, Any]) -> list[str]:
+    if len(seen["errors"]) != 1:
+        return [f"not one error, but {seen['errors']}"]
+    found = []
+    text = seen["errors"][0][1]
+    if fault.says:
+        return [] if re.search(fault.says, text) else [f"no {fault.says!r} in:\n{text}"]
+    place = _PLACES.match(text)
+    if place is None:
+        found.append(f"the error does not say what was under way:\n{text}")
+    elif int(place["rank"]) != rank:
+        found.append(f"the error names another rank as its own:\n{text}")
+    elif not _is_its_step(fault, place):
+        found.append(f"the error names a wrong step:\n{text}")
+    state = LOST.get(fault.kind, "runs but has not reported")
+    if fault.at == "before wrapping":
+        state = "has not reported, nor begun to wrap a module"
+    blamed = re.findall(
+        r"ranks? (\d)(?: \(process \d+ on [^)]+\))? (has died|is stopped|has not)", text
+    )
+    if fault.hosts_store:
+        if "store could not be asked" not in text:
+            found.append(f"the error does not say that the store is gone:\n{text}")
+    elif not re.search(rf"rank {fault.victim}( \(process \d+ on [\w.-]+\))? {state}", text):
+        found.append(f"the error does not say that rank {fault.victim} {state}:\n{text}")
+    elif any(int(other) != fault.victim for other, _ in blamed):
+        found.append(f"the error blames {blamed}:\n{text}")
+    if _REMEDY not in text:
+        found.append(f"the error does not say what to do:\n{text}")
+    return found
+
+
+def _is_its_step(fault: Fault, place: re.Match[str]) -> bool:
+    """Ranks that wait for nobody may be one step further than the fault."""
+    struck = fault.point.step
+    if struck is None or fault.kind == "behind" or not place["step"]:
+        return True
+    # Requests are no steps.
+    return "reduce_gradients()" in place[0] or int(place["step"]) in (struck + 1, struck + 2)
+
+
+def _after_others(fault: Fault, rank: int, seen: dict[str, Any]) -> list[str]:
+    """All goes on."""
+    found = []
+    if not seen["ended"]:
+        found.append(f"training ended early: {seen['errors']}")
+    for step, text in seen["errors"]:
+        if fault.says and not re.search(fault.says, text):
+            found.append(f"no {fault.says!r} in:\n{text}")
+        if rank != fault.victim and not fault.says:
+            found.append(f"an error at step {step} on a rank that was not struck:\n{text}")
+    if fault.kind in ("raise", "interrupt") and rank == fault.victim and len(seen["errors"]) != 1:
+        found.append(f"not its own error, but {seen['errors']}")
+    if fault.says and not seen["errors"]:
+        found.append("no error")
+    steps = set(seen["right"]) | {step for step, _ in seen["errors"]} | set(map(int, seen["nan"]))
+    found += [f"step {step} is missing" for step in range(len(steps)) if step not in steps]
+    found += [f"NaN at step {step}" for step in seen["nan"] if int(step) != STRUCK_AT]
+    if fault.kind == "nan" and len(seen["nan"].get(str(STRUCK_AT), ())) != 1:
+        found.append(f"NaN in {seen['nan']}, not in one parameter")
+    return found
