@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tritonddp.assignment import BucketCaps
+from tritonddp.auto import Auto
 from tritonddp.bucket import Bucket
 from tritonddp.comm.feedback import Feedback
 from tritonddp.counters import Counters
-from tritonddp.placement import Placement
+from tritonddp.placement import Placement, assign
 from tritonddp.roll_call import RollCall
 from tritonddp.roster import Roster
 
@@ -33,6 +34,7 @@ class Arrangement:
         counters: count what the buckets launch, and the agreement on their order.
         roll_call: names who is missing in that.
         feedback: carries over what quantisation has left out.
+        auto: chooses how the gradients of each bucket travel, ``None`` if that is settled.
 
     Attributes:
         placement: the buckets, and where in them each parameter is.
@@ -49,6 +51,7 @@ class Arrangement:
         counters: Counters,
         roll_call: RollCall,
         feedback: Feedback,
+        auto: Auto | None = None,
     ) -> None:
         self._roster = roster
         self._group = process_group
@@ -57,6 +60,7 @@ class Arrangement:
         self._counters = counters
         self._roll_call = roll_call
         self._feedback = feedback
+        self._auto = auto
         # Numbers in the order of gradients in the first reduced backward, None when it is over.
         self._arrived: dict[int, None] | None = {}
         self._order: list[int] | None = None  # that the next placement shall have
@@ -188,7 +192,10 @@ class Arrangement:
 
     def _place_instead(self, named: Sequence[tuple[str, Parameter]]) -> list[int | None] | None:
         """Place these instead of what is placed now; returns what :meth:`renew` does."""
-        if not named or self.placement.fits(named, self._caps, self._roster.sparse):
+        if not named:
+            return None
+        is_rewired = self._auto is not None and self._choose_wires(self._auto, named)
+        if not is_rewired and self.placement.fits(named, self._caps, self._roster.sparse):
             return None
         self._flags = [(params, flags.clone()) for params, flags in self.flags()]
         self.has_moved = True
@@ -197,3 +204,9 @@ class Arrangement:
             self._feedback.keep(self.placement.buckets)
             self.placement = self.place(named, self._bucket_class, self.placement)
         return [number_of.get(param) for param in self.placement.params]
+
+    def _choose_wires(self, auto: Auto, named_params: Sequence[tuple[str, Parameter]]) -> bool:
+        """For the buckets that these parameters would have; whether the choice is another one."""
+        sparse = self._roster.sparse
+        assignment = assign(named_params, self._caps, sparse)
+        return auto.choose([[named_params[n] for n in bucket] for bucket in assignment], sparse)

@@ -70,6 +70,7 @@ class BetweenBackwards(InStep):
             "bucket_order": self.arrangement.order,
             "reductions_since_change": self.arrangement.since_change,
             "weight_unit": unit,
+            "wires": [] if self.auto is None else self.auto.state,
             **state_of(self.buckets, unit),
         }
 
@@ -96,22 +97,28 @@ class BetweenBackwards(InStep):
         params = self._roster.params
         # Numbers, since all ranks have the same parameters: nothing is unpickled that another
         # rank has sent. Small integers and powers of two are exact in fp64.
-        message = torch.full((2 + len(params),), -1.0, dtype=torch.float64)
+        message = torch.full((2, 1 + len(params)), -1.0, dtype=torch.float64)
         if state is not None and state["bucket_order"]:
             number_of = {name: number for number, (name, _) in enumerate(params)}
             order = [number_of[name] for name in state["bucket_order"] if name in number_of]
-            said = [state["reductions_since_change"], state["weight_unit"], *order]
-            message[: len(said)] = torch.tensor(said, dtype=torch.float64)
+            said = (
+                [state["reductions_since_change"], *order],
+                [state["weight_unit"], *state["wires"]],
+            )
+            for row, numbers in zip(message, said, strict=True):
+                row[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
         message = message.to(params[0][1].device)
         with self._roll_call.naming(self._where(), "broadcast of the state of communication"):
             dist.broadcast(message, group=self._group, group_src=0)
         self.counters.collectives += 1
         self.counters.wire_bytes += message.numel() * message.element_size()
-        since_change, unit, *numbers = message.tolist()
+        (since_change, *order), (unit, *wires) = message.tolist()
         if since_change < 0:
             return  # saved before the first step
         self._reduction.set_unit(unit)
-        order = [int(number) for number in numbers if number >= 0]
+        order = [int(number) for number in order if number >= 0]
+        if self.auto is not None:
+            self.auto.load([int(number) for number in wires if number >= 0])
         self._renumber(self.arrangement.restore(order, int(since_change)))
         load_state(self.buckets, states, unit)
 

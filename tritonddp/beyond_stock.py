@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class BeyondStock:
-    """Means by weight, and of gradients that no ``backward()`` made."""
+    """Means by weight, and of gradients that no ``backward()`` made; reports."""
 
     if TYPE_CHECKING:
         module: nn.Module
@@ -135,6 +135,18 @@ class BeyondStock:
             means = self._reduce(named, [gradients.get(name) for name, _ in named])
             return {name: mean for (name, _), mean in zip(named, means, strict=True)}
         return tuple(self._reduce(named, list(gradients)))
+
+    def wire_report(self) -> str:
+        """How gradients travel with ``compression="auto"``, and why, in some lines.
+
+        What was measured at construction, on the slowest rank; how long a backward is predicted to
+        take if all buckets travel in their own dtype, in bf16 and in int8; and the choice for each.
+        It is made after the first reduced backward, whose compute it depends on, and again when
+        buckets change and when the first backwards are over. Rank 0 logs it each time that it is
+        another one, at level INFO, in the logger ``tritonddp.auto``.
+        """
+        auto = self.reducer.auto
+        return 'there was no choice: compression is not "auto"' if auto is None else auto.report
 
     def _named(self, params: Iterable[Tensor] | None) -> list[tuple[str, Tensor]]:
         """These parameters with their names, by default all that require gradients."""

@@ -31,8 +31,9 @@ class CommState:
         Returns:
             ``rank`` and ``world_size`` of this run, and, alike on all ranks: ``bucket_order``,
             names of parameters as buckets hold them, empty before the first reduced backward;
-            ``reductions_since_change``, since a parameter was frozen, unfrozen or added; and
-            ``weight_unit``, by which the next weights are divided. And of this rank, with
+            ``reductions_since_change``, since a parameter was frozen, unfrozen or added;
+            ``weight_unit``, by which the next weights are divided; and ``wires``, what
+            ``compression="auto"`` has chosen for each bucket, as numbers. And of this rank, with
             ``compression``: ``sent`` and ``reduced``, what quantisation has left out of its
             gradients, and of those sums that it owns, by parameter, fp32, in its shape.
 

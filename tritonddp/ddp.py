@@ -22,6 +22,7 @@ from tritonddp._compat import (
 )
 from tritonddp.assignment import MIB, BucketCaps
 from tritonddp.attendance import Attendance
+from tritonddp.auto import measured
 from tritonddp.beyond_stock import BeyondStock
 from tritonddp.comm_state import CommState
 from tritonddp.construction import (
@@ -46,7 +47,7 @@ from tritonddp.stock_names import StockNames, warn_of_static_graph
 from tritonddp.verify import describe, describe_error, verify_same
 from tritonddp.weighting import Weight
 from tritonddp.whereabouts import announce
-from tritonddp.wire import Wire
+from tritonddp.wire import AUTO, Wire
 
 
 class DistributedDataParallel(
@@ -112,7 +113,9 @@ class DistributedDataParallel(
             fp32 scale for 256, about a quarter of the bytes of fp32, over gloo or NCCL. All ranks
             end with the same bits. Those of fp64, complex and sparse ones travel as without it. A
             block of 256 elements with a NaN or an infinity is NaN afterwards. Messages take about
-            two bytes an element.
+            two bytes an element. ``"auto"``: for each bucket what it would take without
+            compression, bf16 or ``"int8"``, by what is measured at construction, which takes a
+            second or two: see :meth:`wire_report`.
         error_feedback: what quantisation leaves out of a gradient is kept in fp32, and added to the
             next one: ``4 + 4 / world_size`` bytes an element. Without it errors pile up. Belongs
             into checkpoints: see :meth:`comm_state_dict`.
@@ -261,6 +264,9 @@ class DistributedDataParallel(
         if mixed_precision is not None:
             self._low = LowPrecision(module, mixed_precision, self.parameters_to_ignore)
             self._low.remove_hooks_with(self)
+        if compression == AUTO and self.process_group.size() > 1:
+            dtypes = dict.fromkeys(param.dtype for _, param in params)
+            self._wire = measured(self._wire, self.process_group, self.device, dtypes)
         self._build_reducer()
         self._roster.enroll()  # all ranks hold the same module
 

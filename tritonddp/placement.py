@@ -62,7 +62,7 @@ class Placement:
         former: Placement | None = None,
         sparse: Collection[Tensor] = (),
     ) -> None:
-        assignment = _assign(named_params, caps, sparse)
+        assignment = assign(named_params, caps, sparse)
         self.names = [named_params[index][0] for indices in assignment for index in indices]
         self.params = [named_params[index][1] for indices in assignment for index in indices]
         self.buckets: list[Bucket] = []
@@ -99,7 +99,7 @@ class Placement:
         sparse: Collection[Tensor] = (),
     ) -> bool:
         """Whether another placement of these parameters would be like this one."""
-        assignment = _assign(named_params, caps, sparse)
+        assignment = assign(named_params, caps, sparse)
         order = [named_params[index][1] for indices in assignment for index in indices]
         return list(map(id, order)) == list(map(id, self.params)) and list(
             map(len, assignment)
@@ -120,9 +120,10 @@ class Placement:
         return placed
 
 
-def _assign(
+def assign(
     named_params: Sequence[tuple[str, Tensor]], caps: BucketCaps, sparse: Collection[Tensor]
 ) -> list[list[int]]:
+    """The indices of the parameters that share a bucket, in launch order."""
     params = [param for _, param in named_params]
     is_delayed = [name in caps.delayed for name, _ in named_params]
     first = [index for index, delayed in enumerate(is_delayed) if not delayed]

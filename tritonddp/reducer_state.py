@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from tritonddp.arrangement import Arrangement
 from tritonddp.assignment import BucketCaps
 from tritonddp.attendance import Attendance
+from tritonddp.auto import Auto
 from tritonddp.bucket import Bucket
 from tritonddp.comm.feedback import Feedback
 from tritonddp.comm.grad_bucket import GradBucket
@@ -147,14 +148,24 @@ class ReducerState(ABC, StockReducerNames):
         views: type[Bucket] = LazyViewBucket if lazy_buckets else ViewBucket
         feedback = Feedback()
         plain = self._wire.buckets(views if gradient_as_bucket_view else copying, copying)
+        make = self._wire.quantized_buckets(plain, copying, process_group, feedback)
+        self.auto: Auto | None = None
+        if self._wire.figures is not None:
+            device = roster.params[0][1].device
+            self.auto = Auto(
+                self._wire, process_group, device, plain, copying, feedback, self.counters
+            )
+            self.auto.watch(self)
+            make = self.auto.make
         self.arrangement = Arrangement(
             roster,
             process_group,
             caps,
-            self._wire.quantized_buckets(plain, copying, process_group, feedback),
+            make,
             self.counters,
             self._roll_call,
             feedback,
+            self.auto,
         )
         self._count_anew()
 

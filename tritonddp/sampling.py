@@ -72,6 +72,11 @@ class Moments:
         """Whether the device has come to all of them. Waits for nothing."""
         return all(event.query() for event in self._events.values())
 
+    def wait(self) -> None:
+        """Until the device has come to all of them."""
+        for event in self._events.values():
+            event.synchronize()
+
     def between(self, start: str, end: str) -> int:
         """Nanoseconds from one to the other, zero where it came before."""
         if self._events:

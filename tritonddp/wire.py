@@ -18,12 +18,15 @@ from tritonddp.counters import Counters
 from tritonddp.exact import Exact
 from tritonddp.kernels import Kernels, quantizing, select_quantized
 from tritonddp.kernels.quantized_buffer import MessageLayout, Quantization, Residuals
+from tritonddp.probe import Figures
 
 # What the constructor's ``reduce_dtype`` may be.
 REDUCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# What its ``compression`` may be, and the dtypes of quantised numbers.
-COMPRESSIONS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+# What its ``compression`` may be, and the dtypes of quantised numbers. What ``"auto"`` takes for
+# buckets that it quantises (:mod:`tritonddp.auto`) is kept to what all hardware has.
+AUTO = "auto"
+COMPRESSIONS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, AUTO: torch.int8}
 # What quantised gradients are, before and after.
 _QUANTIZED = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -40,12 +43,14 @@ class Wire:
             as without it.
         error_feedback: what quantisation leaves out is added to later gradients.
         exact: which parameters' gradients are not quantised.
+        figures: by which :data:`AUTO` chooses, once they are measured.
     """
 
     reduce_dtype: torch.dtype | None = None
     compression: str | None = None
     error_feedback: bool = True
     exact: Exact | None = None
+    figures: Figures | None = None
 
     @classmethod
     def of(
@@ -146,7 +151,7 @@ class Wire:
         group: dist.ProcessGroup,
         feedback: Feedback,
     ) -> Callable[..., Bucket]:
-        """What makes the buckets of backwards.
+        """What makes the buckets of backwards, but for :data:`AUTO`, which chooses what does.
 
         Args:
             plain: of gradients that are not quantised.
@@ -155,7 +160,7 @@ class Wire:
             feedback: has what was left out of gradients in former buckets.
         """
         rank, size = group.rank(), group.size()
-        if self.compression is None or size == 1:
+        if self.compression in (None, AUTO) or size == 1:
             return plain
         numbers = COMPRESSIONS[self.compression]
 
