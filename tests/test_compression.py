@@ -520,6 +520,7 @@ def test_what_is_quantised_and_what_is_not() -> None:
         others - {"body.weight"},
     ]
     for exact, names in zip(wanted, quantised, strict=True):
+        torch.manual_seed(0)
         module = Kinds()
         alone = one_per_rank(module)
         ddp = DistributedDataParallel(module, compression="int8", exact=exact)
