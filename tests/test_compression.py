@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import pickle
 import sys
 import threading
@@ -83,13 +85,7 @@ def _is_quantized(param: Tensor) -> bool:
 
 def left(ddp: Any) -> dict[str, Tensor]:
     """What was left out so far, of all ranks together, by the names of the parameters."""
-    mine = ddp.comm_state_dict()
-    total: dict[str, Tensor] = {}
-    for state in gather({kind: mine[kind] for kind in ("sent", "reduced")}):
-        for kind in ("sent", "reduced"):
-            for name, tensor in state[kind].items():
-                total[name] = total.get(name, 0) + tensor.double()
-    return total
+    return _total(gather(ddp.comm_state_dict() | {"weight_unit": 1}))  # there are no weights
 
 
 class Ledger:
@@ -592,6 +588,99 @@ def test_copies_and_pickles_train_and_no_thread_outlives_its_reducer() -> None:
 
 def _threads() -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each.name == "tritonddp-quantized"]
+
+
+def trained(weighted: bool = False, renews: bool = False, loads: bool = False) -> list[Tensor]:
+    """Parameters after each of six steps. After three of them another wrapper may go on."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Net(), compression="int8", bucket_cap_mb=0.01)
+    result = []
+    for step in range(6):
+        if step == 3 and renews:
+            memory = io.BytesIO()
+            torch.save([ddp.module.state_dict(), ddp.comm_state_dict()], memory)
+            memory.seek(0)
+            saved, state = torch.load(memory, weights_only=True)
+            module = Net()
+            module.load_state_dict(saved)
+            ddp = DistributedDataParallel(module, compression="int8", bucket_cap_mb=0.01)
+            if loads:
+                ddp.load_comm_state_dict(state)
+        ddp.zero_grad()
+        seed(dist.get_rank(), step)
+        with ddp.weighted(100 + dist.get_rank()) if weighted else contextlib.nullcontext():
+            ddp(dist.get_rank(), step).backward()
+        with torch.no_grad():
+            for param in ddp.parameters():
+                if param.grad is not None:
+                    param -= 0.1 * param.grad
+        result.append(torch.cat([param.detach().flatten() for param in ddp.parameters()]))
+    return result
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
+@ranks(3)
+def test_a_run_that_is_saved_and_loaded_goes_on_with_the_same_bits(weighted: bool) -> None:
+    expected = trained(weighted)
+    for step, (ours, theirs) in enumerate(
+        zip(trained(weighted, renews=True, loads=True), expected, strict=True)
+    ):
+        assert_same_bits(ours, theirs, f"step {step}")
+    without = trained(weighted, renews=True)
+    assert not torch.equal(without[3], expected[3]), "nothing to prove"
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3)])
+@ranks(3)
+def test_on_another_number_of_ranks_all_that_was_left_out_is_still_to_come(
+    before: int, after: int
+) -> None:
+    groups = {size: dist.new_group(range(size)) for size in (2, 3)}
+    rank, states = dist.get_rank(), {}
+    module = Net()
+    if rank < before:
+        ddp = DistributedDataParallel(
+            module, compression="int8", process_group=groups[before], bucket_cap_mb=0.01
+        )
+        for step in range(3):
+            seed(rank, step)
+            with ddp.weighted(5.0):
+                ddp(rank, step).backward()
+        states = ddp.comm_state_dict()
+    saved = [state for state in gather(states) if state]
+    expected = _total(saved)
+    assert any(tensor.abs().max() > 1e-5 for tensor in expected.values())
+    if rank < after:
+        ddp = DistributedDataParallel(Net(), compression="int8", process_group=groups[after])
+        ddp.load_comm_state_dict(*(saved[r] for r in range(before) if r % after == rank))
+        states = ddp.comm_state_dict()
+        assert states["world_size"] == after
+    now = _total([state for state in gather(states) if state and state["world_size"] == after])
+    assert expected.keys() == now.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(now[name], tensor, rtol=0, atol=1e-7, msg=name)
+
+
+def _total(states: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """What all ranks have left out, in fp64."""
+    total: dict[str, Tensor] = {}
+    for state in states:
+        for kind in ("sent", "reduced"):
+            for name, tensor in state[kind].items():
+                total[name] = total.get(name, 0) + tensor.double() * state["weight_unit"]
+    return total
+
+
+@ranks(2)
+def test_residuals_of_another_shape_are_refused_by_name() -> None:
+    ddp = DistributedDataParallel(nn.Linear(64, 64), compression="int8")
+    ddp(torch.randn(4, 64)).sum().backward()
+    state = ddp.comm_state_dict()
+    assert state["sent"]["weight"].shape == (64, 64)
+    assert list(state["sent"]) == ["weight"]
+    state["sent"]["weight"] = torch.zeros(64, 32)
+    with pytest.raises(ValueError, match=r"of shape \(64, 32\) for 'weight', which is of shape"):
+        ddp.load_comm_state_dict(state)
 
 
 _SCRIPT = """

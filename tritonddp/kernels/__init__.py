@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import import_module
 from typing import Protocol
 
 import torch
@@ -162,9 +161,13 @@ def _quantized_for(device_type: str) -> QuantizedKernels:
             quantize_reference.put_together,
             reference.unflatten,
         )
-    quantize = import_module("tritonddp.kernels.quantize")
+    from tritonddp.kernels import dequantize, quantize, reduce_parts
+
     return QuantizedKernels(
-        quantize.quantize, quantize.reduce_parts, _leave_factor, quantize.dequantize
+        quantize.quantize,  # type: ignore[arg-type]
+        reduce_parts.reduce_parts,
+        _leave_factor,
+        dequantize.dequantize,  # type: ignore[arg-type]
     )
 
 

@@ -44,6 +44,8 @@ class _Chunk:
         part, first, last: the blocks ``[first, last)`` of this part.
         block: the number of the first of them among all.
         pieces: of which they consist; their slots are those of the whole buffer.
+        sizes: elements of the pieces and of what pads their last blocks, in order.
+        gaps: which of these pad.
     """
 
     part: int
@@ -51,6 +53,19 @@ class _Chunk:
     last: int
     block: int
     pieces: list[Piece]
+    sizes: list[int]
+    gaps: list[bool]
+
+    @classmethod
+    def of(cls, pieces: list[Piece], part_blocks: int) -> _Chunk:
+        part, first = pieces[0].part, pieces[0].place
+        sizes, gaps = [], []
+        for piece in pieces:
+            pad = -piece.numel % BLOCK
+            sizes += [piece.numel, pad] if pad else [piece.numel]
+            gaps += [False, True] if pad else [False]
+        last = first + sum(sizes) // BLOCK
+        return cls(part, first, last, part * part_blocks + first, pieces, sizes, gaps)
 
 
 @dataclass
@@ -81,9 +96,7 @@ class _Plan:
 
         def close() -> None:
             if run:
-                part, place = run[0].part, run[0].place
-                block = part * layout.part_blocks + place
-                chunks.append(_Chunk(part, place, place + size, block, list(run)))
+                chunks.append(_Chunk.of(list(run), layout.part_blocks))
                 run.clear()
 
         for piece in layout.pieces(flat.first_slot, flat.first_slot + len(flat.layout.numels)):
@@ -234,18 +247,11 @@ def _quantize_chunk(
 ) -> None:
     values, other = _scratch(chunk.last - chunk.first)
     line = values.view(-1)
-    targets, gaps, end = [], [], 0
-    for piece in chunk.pieces:
-        begin = (piece.place - chunk.first) * BLOCK
-        if begin > end:
-            gaps.append(line[end:begin])
-        end = begin + piece.numel
-        targets.append(line[begin:end])
-    if end < len(line):
-        gaps.append(line[end:])
-    if gaps:
-        foreach_zero_(gaps)
-    _gather(line, targets, chunk.pieces, sources, flat.first_slot, scale)
+    fragments = line.split(chunk.sizes)
+    if len(fragments) > len(chunk.pieces):
+        foreach_zero_([each for each, gap in zip(fragments, chunk.gaps, strict=True) if gap])
+        fragments = [each for each, gap in zip(fragments, chunk.gaps, strict=True) if not gap]
+    _gather(line, fragments, chunk.pieces, sources, flat.first_slot, scale)
     rows = slice(chunk.first, chunk.last)
     residual = kept = None
     if flat.residuals is not None:
@@ -264,7 +270,7 @@ def _quantize_chunk(
 
 def _gather(
     line: Tensor,
-    targets: list[Tensor],
+    targets: Sequence[Tensor],
     pieces: Sequence[Piece],
     sources: Sequence[Tensor | None],
     first_slot: int,
