@@ -83,6 +83,43 @@ def test_cuda_tensors_get_the_triton_kernels():
     assert printed == "tritonddp.kernels.flatten tritonddp.kernels.unflatten 16"
 
 
+def test_cuda_tensors_are_quantised_by_the_triton_kernels():
+    printed = run(
+        """
+        import torch
+        from tritonddp.kernels import select_quantized
+        kernels = select_quantized(torch.device("cuda", 0), torch.int8)
+        for each in (kernels.quantize, kernels.reduce_parts, kernels.unflatten):
+            print(each.__module__, each.__name__)
+        factor = torch.ones(1)
+        assert kernels.receive(None, factor) is factor
+        """
+    )
+    assert printed.splitlines() == [
+        "tritonddp.kernels.quantize quantize",
+        "tritonddp.kernels.reduce_parts reduce_parts",
+        "tritonddp.kernels.dequantize dequantize",
+    ]
+
+
+@pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 9), False)])
+def test_fp8_needs_capability_8_9_and_says_so_before_anything_is_compiled(capability, refused):
+    printed = run(
+        f"""
+        import torch
+        from tritonddp.kernels import select_quantized
+        torch.cuda.get_device_capability = lambda device: {capability}
+        try:
+            select_quantized(torch.device("cuda", 1), torch.float8_e4m3fn)
+        except RuntimeError as error:
+            print(error)
+        select_quantized(torch.device("cuda", 1), torch.int8)
+        """
+    )
+    needs = "fp8 (e4m3) needs compute capability 8.9, but cuda:1 has 8.0: use int8"
+    assert printed == (needs if refused else "")
+
+
 def test_without_triton_the_cpu_still_works():
     printed = run(
         WITHOUT_TRITON
