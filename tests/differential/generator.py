@@ -58,16 +58,20 @@ class _Generator:
             not (self._for_stock or self._is_strict or self._is_alike)
         )
         reentrant = self._network.checkpoint == "reentrant"
-        # Whether forwards may leave blocks out.
+        self._is_sparse = "sparse embedding" in self._network.blocks
+        # Whether forwards may leave blocks out. Stock wants a gradient of each sparse parameter.
         self._skips = (
-            not self._is_strict and not (self._for_stock and reentrant) and self._chance(0.6)
+            not self._is_strict
+            and not (self._for_stock and (reentrant or self._is_sparse))
+            and self._chance(0.6)
         )
         self._reentrant = reentrant
         self._autocast = self._chance(0.15)
         self._is_complex = "complex" in self._network.blocks
-        self._scaler = self._chance(0.15) and not self._is_complex
+        self._scaler = self._chance(0.15) and not (self._is_complex or self._is_sparse)
         hooks = ["allreduce_hook", "ALLREDUCE", "fp16_compress_hook", "noop_hook"]
-        may_hook = not self._options.skip_all_reduce_unused_params
+        # (Here sparse gradients do not go through hooks.)
+        may_hook = not (self._options.skip_all_reduce_unused_params or self._is_sparse)
         self._communication_hook = self._one_of(hooks) if may_hook and self._chance(0.2) else ""
         self._delays = not (
             # Stock neither waits for these gradients nor finds those that zero_grad has dropped.
@@ -81,8 +85,8 @@ class _Generator:
             self._communication_hook
             or self._delays
             or self._is_strict
-            # There stock gives what nobody used a gradient of zeros.
-            or (self._for_stock and self._skips)
+            # There stock gives what nobody used a gradient of zeros, and none that is sparse.
+            or (self._for_stock and (self._skips or self._is_sparse))
             or self._options.static_graph
             or self._options.skip_all_reduce_unused_params
             or not self._chance(0.15)
@@ -102,6 +106,8 @@ class _Generator:
         counts = [self._one_of(ends) for _ in range(self._world_size)]
         counts[self._random.randrange(self._world_size)] = ends[-1]
         optimizers = ["SGD", "SGD with momentum", "Adam", "AdamW without foreach"]
+        if self._is_sparse:
+            del optimizers[1:]  # the others take no sparse gradients
         thresholds = self._one_of([1, 20, 200]), self._one_of([1, 50, 1_048_576])
         # Stock sends stale gradients that nobody used in half precision too, where they are views.
         in_half = self._communication_hook == "fp16_compress_hook"
@@ -127,8 +133,9 @@ class _Generator:
 
     def _draw_network(self, may_withhold: bool) -> NetworkSpec:
         kinds = [kind for kind in BLOCKS if kind != "withholding" or may_withhold]
-        if self._chance(0.6):
-            kinds.remove("complex")  # rules out too much else
+        for kind, chance in {"complex": 0.6, "sparse embedding": 0.3}.items():
+            if self._chance(chance):
+                kinds.remove(kind)  # rules out too much else
         blocks = self._random.choices(kinds, k=self._random.randint(2, 4))
         tied = self._chance(0.2)
         if tied:
@@ -196,7 +203,7 @@ class _Generator:
                 replace(self._draw_forward(9), grad=False, training=self._chance(0.5), local=False)
             )
         actions += self._draw_reduction(number, weighted)
-        if self._chance(0.2):
+        if self._chance(0.2) and not self._is_sparse:
             actions.append(Clip("norm" if self._is_complex else self._one_of(["norm", "value"])))
         actions.append(Step())
         if weighted:
@@ -223,6 +230,8 @@ class _Generator:
             return []
         block = self._one_of(names)
         if self._for_stock:
+            if self._is_sparse:
+                return []
             # Stock takes a parameter that is frozen later for one that is not used.
             finds = self._stock_options().find_unused_parameters
             return self._freeze_or_not(block) if finds and block not in self._network.frozen else []
@@ -230,7 +239,8 @@ class _Generator:
             case 0:
                 return self._freeze_or_not(block)
             case 1:
-                kind = self._one_of([kind for kind in BLOCKS if kind != "complex"])
+                ruled_out = {"complex"} if self._is_sparse else {"complex", "sparse embedding"}
+                kind = self._one_of([kind for kind in BLOCKS if kind not in ruled_out])
                 self._trains[block], self._kinds[block] = True, kind
                 self._adds = True
                 return [Replace(block, kind)]

@@ -14,6 +14,7 @@ from tritonddp import DistributedDataParallel, bucket, reducer, roster
 from tritonddp.bucket import Bucket
 from tritonddp.comm.reduction import AllReduce
 from tritonddp.reducer import Reducer
+from tritonddp.sparse_bucket import SparseBucket
 from tritonddp.view_bucket import ViewBucket
 
 Mutation = Callable[[], contextlib.AbstractContextManager[None]]
@@ -167,6 +168,18 @@ def forgotten_microbatches() -> Iterator[None]:
         original(*args)
 
     with _around(Reducer, "begin", begin):
+        yield
+
+
+@mutation
+def rows_of_one_rank() -> Iterator[None]:
+    """Of a sparse gradient, rows of the last rank are forgotten."""
+
+    def receive(original: Any, self: SparseBucket, indices: Tensor, values: Tensor) -> None:
+        values[len(values) - self.announced()[-1].rows :] = 0
+        original(indices, values)
+
+    with _around(SparseBucket, "receive_rows", receive):
         yield
 
 

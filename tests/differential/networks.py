@@ -101,6 +101,20 @@ class Embedding(nn.Module):
         return x * self.table(numbers[:, 0] % 11) + self.bag(numbers[:, 1:4] % 5)
 
 
+class SparseEmbedding(nn.Module):
+    """Gradients of the rows that a batch names, of some of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, WIDTH, sparse=True)
+        self.bag = nn.EmbeddingBag(5, WIDTH, mode="sum", sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = (x.detach().abs() * 100).long()
+        y = x * self.table(numbers[:, 0] % 11) + self.bag(numbers[:, 1:4] % 5)
+        return torch.tanh(y)
+
+
 class OddShapes(nn.Module):
     """Parameters without dimensions, without elements, transposed, sliced, of one element."""
 
@@ -235,6 +249,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "convolution": Convolution,
     "convolution, channels last": lambda: Convolution(torch.channels_last),
     "embedding": Embedding,
+    "sparse embedding": SparseEmbedding,
     "odd shapes": OddShapes,
     "expanded gradients": ExpandedGradients,
     "stacked": Stacked,

@@ -17,7 +17,7 @@ from torch import Tensor
 from differential.networks import Network
 from differential.player import Player
 from differential.scenario import Backward, BreakOff, Forward, ReduceGradients, Scenario
-from differential.trace import Entry
+from differential.trace import Entry, dense
 
 # Half roundings of each term on the way to a mean over three ranks: of the factor, of the product,
 # of the sums, of the mean itself; twice that. Weights bring factors and sums of their own.
@@ -33,7 +33,7 @@ class Expected:
         place: of the entry in the trace.
         value: the tensor, ``None`` where there is none.
         bound: how far each element may be from it; ``None``: not at all.
-        strides: of the tensor; ``None`` where any will do.
+        strides: of the tensor; ``None`` where any will do, or it is sparse.
     """
 
     place: tuple[int, str, str]
@@ -131,8 +131,9 @@ class Oracle:
     def adopt(self, entries: Sequence[Sequence[Entry]]) -> None:
         """Go on with what each rank has seen of the last action."""
         for player, seen in zip(self._everyone, entries, strict=True):
+            params = dict(player.network.named_parameters())
             tensors = {
-                "parameter": dict(player.network.named_parameters()),
+                "parameter": params,
                 "buffer": dict(player.network.named_buffers()),
                 "gradient": _gradients_by_name(player.network),
             }
@@ -140,7 +141,9 @@ class Oracle:
                 mine = tensors.get(entry.kind, {}).get(entry.name)
                 if mine is not None and entry.seen is not None:
                     value = entry.seen.tensor()
-                    if not torch.equal(mine, value):
+                    if value.is_sparse:
+                        params[entry.name].grad = value
+                    elif not torch.equal(mine, value):
                         with torch.no_grad():
                             mine.copy_(value)
 
@@ -176,6 +179,10 @@ class Oracle:
             self._bounds[name] = None if exact else bound
             if self._scenario.communication_hook == "fp16_compress_hook":
                 self._bounds[name] = _bound_in_fp16(params)
+            if any(map(_is_sparse, params, windows)):
+                for param in params:
+                    param.grad = mean.to_sparse(1)
+                continue
             own = self._scenario.communication_hook == "noop_hook"
             if own:
                 self._bounds[name] = None
@@ -204,7 +211,7 @@ class Oracle:
             if entry.kind == "gradient":
                 value = gradients[entry.name]
                 bound = self._bounds.get(entry.name)
-                strides = None if value is None else value.stride()
+                strides = None if value is None or value.is_sparse else value.stride()
             else:
                 value = None if entry.seen is None else entry.seen.tensor()
                 bound = None
@@ -229,8 +236,10 @@ def _mean(params: Sequence[Tensor], windows: Sequence[Window], size: int) -> tup
         size: what the sum is divided by where there are no weights.
     """
     zero = torch.zeros_like(params[0].detach())
-    grads = [zero if param.grad is None else param.grad.detach() for param in params]
-    sums = [window.sums.get(param, zero) for param, window in zip(params, windows, strict=True)]
+    grads = [zero if param.grad is None else dense(param.grad.detach()) for param in params]
+    sums = [
+        dense(window.sums.get(param, zero)) for param, window in zip(params, windows, strict=True)
+    ]
     items = [window.items for window in windows]
     if not any(window.sums for window in windows):
         terms, roundings = [grad / size for grad in _wide(grads)], _ROUNDINGS
@@ -262,6 +271,12 @@ def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [
         tensor.to(torch.complex128 if tensor.is_complex() else torch.float64) for tensor in tensors
     ]
+
+
+def _is_sparse(param: Tensor, window: Window) -> bool:
+    """Whether a rank has a sparse gradient of this parameter."""
+    grads = param.grad, window.sums.get(param)
+    return any(grad is not None and grad.is_sparse for grad in grads)
 
 
 def _window(net: Alone) -> Window:

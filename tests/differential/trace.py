@@ -13,25 +13,32 @@ class Snapshot:
     """A tensor as it was.
 
     Attributes:
-        dtype, shape, strides: of the tensor.
-        content: its elements, row by row.
+        dtype, shape, strides: of the tensor; a sparse one has no strides.
+        content: its elements, row by row, those that a sparse one leaves out too.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    strides: tuple[int, ...] | None
     content: bytes
 
     @staticmethod
     def of(tensor: Tensor) -> Snapshot:
-        rows = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        return Snapshot(tensor.dtype, tuple(tensor.shape), tensor.stride(), rows.numpy().tobytes())
+        rows = dense(tensor.detach()).contiguous().view(-1).view(torch.uint8)
+        strides = None if tensor.is_sparse else tensor.stride()
+        return Snapshot(tensor.dtype, tuple(tensor.shape), strides, rows.numpy().tobytes())
 
     def tensor(self) -> Tensor:
-        """Another one with the same content, row-major."""
+        """Another one with the same content, row-major or sparse."""
         if not self.content:
             return torch.empty(self.shape, dtype=self.dtype)
-        return torch.frombuffer(bytearray(self.content), dtype=self.dtype).view(self.shape)
+        rows = torch.frombuffer(bytearray(self.content), dtype=self.dtype).view(self.shape)
+        return rows.to_sparse(1) if self.strides is None else rows
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The same elements, those that a sparse one leaves out too."""
+    return tensor.to_dense() if tensor.is_sparse else tensor
 
 
 @dataclass(frozen=True)
