@@ -19,6 +19,7 @@ except ImportError as error:
         "plots are drawn with matplotlib, which is not installed: pip install matplotlib"
     ) from error
 
+import convergence_plots
 from gpu_table import CEILING
 from report_tables import number, rate, source
 
@@ -75,6 +76,8 @@ def figures(results: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
         yield "host.png", host(results["host"])
     if "kernels" in results:
         yield "kernels.png", kernels(results["kernels"])
+    if "convergence" in results:
+        yield from convergence(results["convergence"])
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -280,6 +283,13 @@ def kernels(content: Any) -> Figure:
         "One thread, caches cold; unscaled: less to do.",
     )
     return figure
+
+
+def convergence(content: Any) -> Iterator[tuple[str, Figure]]:
+    """Loss curves, a picture a task."""
+    for name, title, figure in convergence_plots.figures(content):
+        _finish(figure, title, content, "All wires of a seed: same start, same batches.")
+        yield f"convergence-{name}.png", figure
 
 
 def bars(panels: Sequence[Panel]) -> Figure:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import convergence_table
 import gpu_table
 
 # Of a machine's folder, by file name without ending.
@@ -220,6 +221,13 @@ def _mib(size: float) -> str:
     return f"{size / 2**20:.2f}"
 
 
+def convergence(content: Any) -> Iterator[str]:
+    """Final held-out losses of each wire against those of fp32."""
+    yield from markdown(convergence_table.HEADER, convergence_table.rows(content["tasks"]))
+    yield ""
+    yield from (f"- {note}" for note in convergence_table.notes(content["tasks"]))
+
+
 def network(content: Any) -> Iterator[str]:
     """Ours and stock's best against the line's limit."""
     header = ("hosts", "line", "gradients", "least time, ms", "ours, ms", "ours / least time")
@@ -371,6 +379,11 @@ _SECTIONS: dict[str, tuple[str, Sequence[str], Sequence[Table]]] = {
     ),
     "network": ("Slow lines", ("network",), (network,)),
     "network_wire": ("Fewer bytes on slow lines", ("network_wire",), (network_wire,)),
+    "convergence": (
+        "Convergence",
+        [f"convergence-{name}" for name in ("text", "digits", "opposed")],
+        (convergence,),
+    ),
     "memory": ("Peak memory above the unwrapped model", ("memory",), (memory,)),
     "host": ("Host cost", ("host",), (host,)),
     "kernels": ("Flatten and unflatten", ("kernels",), (kernels,)),
@@ -415,6 +428,7 @@ def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
         "memory": of("memory", steady_memory),
         "network": of("network", network),
         "network_wire": of("network_wire", network_wire),
+        "convergence": of("convergence", convergence),
         "gpu": on_gpus[1:] or [_NOT_MEASURED],
     }
 

@@ -13,6 +13,7 @@ import bench
 import pytest
 import report
 import report_tables
+from convergence_table import compared
 
 FACTS = {
     "date": "2026-11-21T09:00:00+00:00",
@@ -106,6 +107,23 @@ def by_wire(rate: float | None) -> dict[str, Any]:
     return {**result, "contenders": contenders, "comparisons": {"bf16": one}}
 
 
+def trained(*wires: tuple[str, list[float]]) -> dict[str, Any]:
+    losses = {wire: [[9 * final, 2 * final, final] for final in finals] for wire, finals in wires}
+    return {
+        "target": "character",
+        "parameters": 636_128,
+        "steps": 30,
+        "batch_size": 4,
+        "optimizer": "AdamW, 0.003",
+        "held_out_targets": 32_000,
+        "same_bits_after_steps": 90,
+        "sent_bytes": dict.fromkeys(losses, 2_544_512),
+        "comparisons": compared(losses),
+        "evaluated_after": [10, 20, 30],
+        "losses": losses,
+    }
+
+
 RESULTS: dict[str, dict[str, Any]] = {
     "cpu": {
         "step": {
@@ -155,6 +173,18 @@ RESULTS: dict[str, dict[str, Any]] = {
         },
         "network": {"results": [network_result(1e9), network_result(None)]},
         "network_wire": {"results": [by_wire(1e9), by_wire(None)]},
+        "convergence": {
+            "seeds": [0, 1, 2],
+            "tasks": {
+                "text": trained(
+                    ("fp32", [1.5, 1.52, 1.51]),
+                    ("bf16", [1.51, 1.52, 1.5]),
+                    ("int8", [1.5, 1.51, 1.51]),
+                    ("int8 without feedback", [1.6, 1.61, 1.59]),
+                )
+            },
+            **RANKS,
+        },
         "host": {
             "benchmarks": pytest_rows(
                 *(
@@ -243,6 +273,8 @@ def test_figures_come_from_the_files_and_a_changed_one_is_noticed(
     assert "holds in 1 of 1 cases" in text
     assert "bad: not timed: wrong gradients" in text
     assert "tritonddp 0123456789" in text
+    assert "| text | int8 | 2545 | 1.5067 | 1.5000 to 1.5100 |" in text
+    assert "| +0.0900 (+0.0800 to +0.1000) | **above the spread** |" in text
     assert "Not measured." not in text
     readme.write_text(text.replace("| 0.987 |", "| 0.587 |"))
     assert run(monkeypatch, "--check", *options) == 1
@@ -275,7 +307,8 @@ def test_plots_are_drawn_and_no_label_lies_over_another(tmp_path: Path) -> None:
     from matplotlib.text import Text
 
     drawn = dict(report_plots.figures(RESULTS["cpu"]))
-    plots = {*RESULTS["cpu"], "overhead"} - {"detection"}  # of which there are tables only
+    plots = {*RESULTS["cpu"], "overhead", "convergence-text"}
+    plots -= {"detection", "convergence"}  # tables only, and a picture a task
     assert set(drawn) == {f"{name}.png" for name in plots}
     for name, figure in drawn.items():
         figure.canvas.draw()
