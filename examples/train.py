@@ -96,7 +96,11 @@ def train(task: Task, name: str, args: argparse.Namespace, device: torch.device)
 
 def wire_options(args: argparse.Namespace) -> dict[str, Any]:
     """How gradients travel: arguments that stock DDP does not have."""
-    return {"reduce_dtype": DTYPES.get(args.reduce_dtype)}
+    return {
+        "reduce_dtype": DTYPES.get(args.reduce_dtype),
+        "compression": args.compression,
+        "error_feedback": args.error_feedback,
+    }
 
 
 def warmup_and_cosine(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
@@ -263,6 +267,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--bucket-cap-mb", type=_at_least(float, 1e-6), help="default: DDP's own")
     parser.add_argument("--gradient-as-bucket-view", action="store_true")
     parser.add_argument("--reduce-dtype", choices=DTYPES, help="on the wire; tritonddp's alone")
+    parser.add_argument("--compression", choices=["int8", "fp8", "auto"], help="likewise")
+    parser.add_argument("--no-error-feedback", dest="error_feedback", action="store_false")
     return parser.parse_args()
 
 
@@ -273,8 +279,8 @@ def set_up(args: argparse.Namespace) -> tuple[Task, torch.device]:
             "start it with torchrun: "
             "torchrun --standalone --nproc-per-node 2 examples/train.py --task " + args.task
         )
-    if args.ddp == "stock" and args.reduce_dtype:
-        raise UsageError("--reduce-dtype is tritonddp's: use --ddp triton, or both")
+    if args.ddp == "stock" and (args.reduce_dtype or args.compression):
+        raise UsageError("--reduce-dtype and --compression need --ddp triton, or both")
     local_rank, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cpu")
     if args.device == "cuda":

@@ -44,8 +44,18 @@ def test_digits_are_learnt_alike_with_stock_and_triton() -> None:
     assert done.stderr.count("step 60 of 60") == 2  # lines instead of a bar, from rank 0 alone
 
 
-def test_the_wire_that_was_asked_for_is_tritonddp_s() -> None:
-    done = run(EXAMPLE, "--steps", "4", "--ddp", "both", "--reduce-dtype", "bf16")
+@pytest.mark.parametrize(
+    "wire",
+    [
+        ["--reduce-dtype", "bf16"],
+        ["--compression", "int8"],
+        pytest.param(["--compression", "int8", "--no-error-feedback"], marks=pytest.mark.thorough),
+        pytest.param(["--compression", "fp8"], marks=pytest.mark.thorough),
+    ],
+    ids=" ".join,
+)
+def test_the_wire_that_was_asked_for_is_tritonddp_s(wire: list[str]) -> None:
+    done = run(EXAMPLE, "--steps", "4", "--ddp", "both", *wire)
     assert done.returncode == 0, done.stderr
     assert row(done.stdout, "bit-identical on all 2 ranks") == ["yes", "yes"]
     (largest,) = re.findall(r"stock to triton: (\S+)\n", done.stdout)
@@ -114,7 +124,7 @@ ONE_RANK = {
         (["--batch-size", "1439"], ONE_RANK, "use fewer processes or a smaller --batch-size"),
         ([], {**ONE_RANK, "WORLD_SIZE": "45"}, "use fewer processes or a smaller --batch-size"),
         (["--steps", "1"], ONE_RANK, "argument --steps: 1 is not at least 2"),
-        (["--ddp", "stock", "--reduce-dtype", "bf16"], ONE_RANK, "use --ddp triton, or both"),
+        (["--ddp", "stock", "--compression", "int8"], ONE_RANK, "need --ddp triton, or both"),
     ],
     ids=[
         *("no torchrun", "no CUDA", "nccl on CPU", "batch too large", "too many ranks"),
