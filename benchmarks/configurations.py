@@ -110,6 +110,7 @@ WIRES: dict[str, tuple[dict[str, Any], float]] = {
     "fp32": ({}, 0.0),
     "bf16": ({"reduce_dtype": torch.bfloat16}, 1e-2),
     "fp16": ({"reduce_dtype": torch.float16}, 1e-2),
+    "int8": ({"compression": "int8"}, 5e-2),
 }
 
 

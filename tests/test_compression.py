@@ -388,7 +388,7 @@ def test_all_gathers_are_issued_while_the_backward_goes_on() -> None:
     model = nn.Sequential(layers[0], layers[1], layers[2])
     ddp = DistributedDataParallel(model, compression="int8", bucket_cap_mb=0.01)
     layers[1].register_forward_pre_hook(lambda _, args: (Waits.apply(args[0]),))
-    original = quantized.all_to_all
+    original = quantized.send
 
     def recorded(*args: Any) -> Any:
         works = original(*args)
@@ -396,13 +396,13 @@ def test_all_gathers_are_issued_while_the_backward_goes_on() -> None:
             issued.set()
         return works
 
-    quantized.all_to_all = recorded
+    quantized.send = recorded
     try:
         for _ in range(3):
             issued.clear()
             ddp(torch.randn(4, 64)).sum().backward()
     finally:
-        quantized.all_to_all = original
+        quantized.send = original
     with tritonddp.trace(ddp) as timeline:
         ddp(torch.randn(4, 64)).sum().backward()
     (backward,) = timeline.backwards
@@ -538,7 +538,7 @@ def test_what_is_quantised_and_what_is_not() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"compression": "int4"}, ValueError, r"one of 'int8', 'fp8' or None, got 'int4'"),
+        ({"compression": "int4"}, ValueError, r"one of 'int8', 'fp8', 'auto' or None, got 'int4'"),
         ({"compression": "int8", "exact": "wheight"}, ValueError, r"no parameter 'wheight'"),
         ({"compression": "int8", "exact": 3}, TypeError, r"exact should be a name.*got 3"),
     ],

@@ -76,7 +76,8 @@ class DistributedDataParallel(
             parameters and buffers from rank 0.
         process_group: the ranks to average over; the default group if ``None``.
         bucket_cap_mb: bucket size in MiB of gradients. By default 25, and 1 for the first bucket;
-            with ``reduce_dtype`` 1, 1, 2, 4, 8, 16, and 25 for all others.
+            with ``reduce_dtype`` or ``compression`` 1, 1, 2, 4, 8, 16, and 25 for all others, on
+            the CPU 8.
         find_unused_parameters: ``None`` or ``True``: unused parameters are found automatically,
             at no cost. ``False``: an unused parameter is an error at the next forward.
         check_reduction: deprecated by torch, without effect.
@@ -113,9 +114,9 @@ class DistributedDataParallel(
             fp32 scale for 256, about a quarter of the bytes of fp32, over gloo or NCCL. All ranks
             end with the same bits. Those of fp64, complex and sparse ones travel as without it. A
             block of 256 elements with a NaN or an infinity is NaN afterwards. Messages take about
-            two bytes an element. ``"auto"``: for each bucket what it would take without
-            compression, bf16 or ``"int8"``, by what is measured at construction, which takes a
-            second or two: see :meth:`wire_report`.
+            two bytes an element, on the CPU three. ``"auto"``: for each bucket what it would take
+            without compression, bf16 or ``"int8"``, by what is measured at construction, which
+            takes a second or two: see :meth:`wire_report`.
         error_feedback: what quantisation leaves out of a gradient is kept in fp32, and added to the
             next one: ``4 + 4 / world_size`` bytes an element. Without it errors pile up. Belongs
             into checkpoints: see :meth:`comm_state_dict`.
@@ -204,7 +205,7 @@ class DistributedDataParallel(
                 bucket_cap_mb,
                 bucket_cap_mb_list,
                 delay.names if delay else frozenset(),
-                sends_few_bytes=reduce_dtype is not None,
+                few_bytes_on=self.device_type if reduce_dtype or compression else None,
             )
         except (RuntimeError, TypeError, ValueError) as error:
             if init_sync:  # the other ranks must not wait for this one

@@ -306,6 +306,11 @@ def test_by_wire_it_measures_what_each_sends(tmp_path: Path) -> None:
         assert gradients[f"ours {wire}"]["same_bits"] == (wire == "fp32")
         assert result["comparisons"][wire]["best"] == "stock"
         assert result["comparisons"][wire]["contender"] == f"ours {wire}"
+    numbers = 12 * 512 * 512  # in blocks of 256 and a scale; the others in fp32
+    least = numbers * 260 // 256 + 4 * (PARAMETERS - numbers)
+    one = contenders["ours int8"]
+    assert least < one["sent_bytes"] < 1.02 * least
+    assert one["sent_bytes"] < one["tx_bytes"] < 1.2 * one["sent_bytes"]
     assert contenders["stock fp16 hook"]["tx_bytes"] < 1.2 * 2 * PARAMETERS
     assert all(each["same_on_all_ranks"] for each in gradients.values())
 

@@ -32,9 +32,26 @@ def all_to_all(incoming: Tensor, outgoing: Tensor, group: dist.ProcessGroup, tag
     Returns:
         What to wait for; until then the memory of both belongs to gloo.
     """
-    rank, world_size = group.rank(), group.size()
-    others = [(rank + distance) % world_size for distance in range(1, world_size)]
-    works = [dist.irecv(incoming[r], group=group, tag=tag, group_src=r) for r in others]
-    works += [dist.isend(outgoing[r], group=group, tag=tag, group_dst=r) for r in others]
+    rank = group.rank()
+    works = [*receive(incoming, group, tag), *send(outgoing, group, tag)]
     incoming[rank].copy_(outgoing[rank])
     return works
+
+
+def receive(incoming: Tensor, group: dist.ProcessGroup, tag: int) -> list[Any]:
+    """The first half of :func:`all_to_all`, but for this rank's own row.
+
+    The earlier the better: what other ranks send waits for it.
+    """
+    return [dist.irecv(incoming[r], group=group, tag=tag, group_src=r) for r in _others(group)]
+
+
+def send(outgoing: Tensor, group: dist.ProcessGroup, tag: int) -> list[Any]:
+    """The second half of :func:`all_to_all`."""
+    return [dist.isend(outgoing[r], group=group, tag=tag, group_dst=r) for r in _others(group)]
+
+
+def _others(group: dist.ProcessGroup) -> list[int]:
+    """Not all beginning with the same one."""
+    rank, world_size = group.rank(), group.size()
+    return [(rank + distance) % world_size for distance in range(1, world_size)]

@@ -9,13 +9,13 @@ taken for one that the backward issues on another rank (SyncBatchNorm).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from itertools import count
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from tritonddp._compat import all_gather_single
 from tritonddp.bucket import Bucket, Segment
-from tritonddp.comm.all_to_all import all_to_all
+from tritonddp.comm.all_to_all import receive, send
 from tritonddp.comm.reduction import AllReduce, Work
 from tritonddp.counters import Counters
 from tritonddp.kernels import select_quantized
@@ -102,10 +102,12 @@ class QuantizedAllReduce(AllReduce):
         if self._queue is None:
             self._queue = SimpleQueue()
             # A daemon: a rank that fails must not wait there for others when it ends.
-            threading.Thread(
+            thread = threading.Thread(
                 target=_go_on, args=(self._queue,), name="tritonddp-quantized", daemon=True
-            ).start()
-            weakref.finalize(self, self._queue.put, None)
+            )
+            thread.start()
+            _threads[thread] = self._queue
+            weakref.finalize(self, self._queue.put, None).atexit = False  # see _end_threads
         self._queue.put(exchange)
         return exchange
 
@@ -137,6 +139,25 @@ def _go_on(queue: SimpleQueue[_Exchange | None]) -> None:
             del exchange
 
 
+# Those that have not ended.
+_threads: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[_Exchange | None]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Before the interpreter goes: a thread that it stops in the midst of C++ aborts the process.
+
+    Not for long where one waits for a rank that is gone.
+    """
+    threads = list(_threads.items())
+    for _, queue in threads:
+        queue.put(None)
+    for thread, _ in threads:
+        thread.join(1.0)
+
+
 # Numbers of the exchanges that this rank has made in a group: as on all of its ranks.
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
@@ -154,14 +175,21 @@ class _Exchange:
         self._group = group
         number = next(_numbers.setdefault(group, count())) % _IN_FLIGHT
         self._tag = _FIRST_TAG + 2 * number
-        self._works = self._send(flat.received, flat.message.view(group.size(), -1))
+        self._received = flat.received.view(group.size(), -1)
+        self._gathered = flat.gathered.view(group.size(), -1)
+        self._works = receive(self._received, group, self._tag)
+        # Not only when the sums are there: on a slow line the word that this rank is ready would
+        # wait behind what it sends, and the others wait for it.
+        self._sums = receive(self._gathered, group, self._tag + 1)
+        self._send(flat.message.view(group.size(), -1), self._received, self._tag)
         self._error: BaseException | None = None
         self._is_reduced = threading.Event()  # and the all-gather issued; or it has failed
         self._waiting = threading.Lock()
 
-    def _send(self, incoming: Tensor, outgoing: Tensor, tag: int = 0) -> list[Any]:
-        size = self._group.size()
-        return all_to_all(incoming.view(size, -1), outgoing, self._group, self._tag + tag)
+    def _send(self, outgoing: Tensor, incoming: Tensor, tag: int) -> None:
+        self._works += send(outgoing, self._group, tag)
+        rank = self._group.rank()
+        incoming[rank].copy_(outgoing[rank])
 
     def go_on(self) -> None:
         """Wait for the all-to-all, sum, issue the all-gather. In the thread."""
@@ -170,7 +198,8 @@ class _Exchange:
             self._wait_for_works()
             select_quantized(flat.data.device, flat.numbers).reduce_parts(flat)
             row = flat.reduced.view(1, -1)
-            self._works = self._send(flat.gathered, row.expand(self._group.size(), -1), tag=1)
+            self._works = self._sums
+            self._send(row.expand(self._group.size(), -1), self._gathered, self._tag + 1)
         except BaseException as error:  # for whoever waits
             self._error = error
         self._is_reduced.set()

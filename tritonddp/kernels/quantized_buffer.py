@@ -258,8 +258,9 @@ class QuantizedBuffer(FlatBuffer):
     (``reduced``) and reads the trailers. An all-gather of that brings ``gathered``, and
     ``dequantize`` the gradients.
 
-    Memory: on a GPU twice the message, about two bytes an element. On the CPU also ``data``, where
-    the mean is put together, and from which large gradients are ceded (:class:`Bucket`).
+    Memory: on a GPU twice the message, about two bytes an element. On the CPU three times, and
+    ``data``, where the mean is put together, and from which large gradients are ceded
+    (:class:`Bucket`).
 
     Args:
         layout: shapes, strides and number of ballots (of all ranks); offsets are made anew.
@@ -273,7 +274,8 @@ class QuantizedBuffer(FlatBuffer):
     Attributes:
         message: uint8, ``message_layout.sent_numel`` bytes: what goes to all ranks.
         received: uint8, of the same size: what came from all.
-        gathered: uint8, the beginning of ``message``, which has gone then: the sums of all.
+        gathered: uint8, the sums of all. On a GPU the beginning of ``message``, which has gone
+            then; on the CPU others may send it before.
         reduced: uint8, the beginning of ``received``: the sums that this rank owns.
         outgoing, incoming, result: their sections. ``result`` is of ``gathered``.
         first_slot: of this part of a buffer; 0 for the whole.
@@ -306,6 +308,8 @@ class QuantizedBuffer(FlatBuffer):
         self.message = torch.zeros(message.sent_numel, dtype=torch.uint8, device=device)
         self.received = torch.zeros_like(self.message)
         self.gathered = self.message[: message.gathered_numel]
+        if device.type == "cpu":
+            self.gathered = torch.zeros_like(self.gathered)
         self.reduced = self.received[: message.part_bytes]
         self.outgoing = self._sections(self.message)
         self.incoming = self._sections(self.received)
