@@ -13,8 +13,8 @@ class Counters:
         reductions: backward passes that were reduced.
         flattens: kernel launches that flattened: one a bucket, on the CPU one a segment of it.
         unflattens: kernel launches that unflattened, one a bucket; none where ``.grad`` is a view.
-        collectives: collectives on gradients: one all-reduce a bucket, and one broadcast when
-            the bucket order is agreed.
+        collectives: collectives on gradients: one all-reduce a bucket, or for one that is quantised
+            an all-to-all and an all-gather; and one broadcast when the bucket order is agreed.
         wire_bytes: payload and trailer bytes handed to these collectives by this rank.
         sent_bytes: what of them this rank has to send, by an algorithm that sends as little as can
             be (Chan et al., Collective communication, 2007): with ``W`` ranks ``2 (W-1)/W`` of the

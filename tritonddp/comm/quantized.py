@@ -128,6 +128,8 @@ class QuantizedAllReduce(AllReduce):
         # They may be let go before the stream is through, by a reducer that is.
         for memory in (flat.message, flat.received, flat.flags):
             memory.record_stream(stream)
+        if flat.residuals is not None:
+            flat.residuals.reduced.record_stream(stream)
         return second
 
 
