@@ -1,0 +1,229 @@
+"""Checkpoints that survive whatever happens while they are written.
+
+    folder/
+      step-00000040/     what torch.distributed.checkpoint has written, and manifest.json
+      step-00000060/
+      latest             "step-00000060"
+
+A checkpoint is written to ``step-00000060.tmp``, and has its name only when every byte of it is on
+the disk. ``latest`` is replaced after that. So there is no moment at which a process, all of them,
+or the machine may stop and leave a checkpoint that looks complete and is not, or none at all. The
+manifest has the size and the hash of every file, because disks and copies fail too: a checkpoint
+that does not match its manifest is passed over for the one before it.
+
+All ranks must see the same folder. What is in it is unpickled when it is loaded: it belongs to one
+user alone, and so do the files (0700, 0600).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d{8,})")
+_NOTHING, _NOTHING_COMPLETE = -1, -2  # instead of a step
+
+
+class CheckpointError(Exception):
+    """No checkpoint can be used; the message is one line that says what to do."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that is complete.
+
+    Attributes:
+        path: its folder.
+        step: after which it was saved.
+        world_size: number of ranks that saved it.
+    """
+
+    path: Path
+    step: int
+    world_size: int
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Fill ``state`` in, tensors in place. All ranks call it, each with the keys it wants."""
+        dcp.load(state, storage_reader=dcp.FileSystemReader(self.path))
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        folder: made if it is not there.
+        keep: so many are there at least, once there have been so many; older ones are removed.
+
+    Raises:
+        CheckpointError: other users may write to the folder.
+    """
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder = folder
+        self.keep = keep
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_mode & 0o022 or folder.stat().st_uid != os.getuid():
+            raise CheckpointError(
+                f"{folder} is open to other users, and what they put there would be run as code: "
+                "give it to yourself alone (chown, chmod 700), or use another one"
+            )
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Save ``state``. All ranks call it.
+
+        What ranks have under the same key is alike, and one of them writes it; what is of one rank
+        alone needs a key of its own. When rank 0 returns, the checkpoint is there.
+        """
+        name = f"step-{step:08d}"
+        temporary = self.folder / f"{name}.tmp"
+        with _private():
+            if dist.get_rank() == 0:
+                shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
+                temporary.mkdir()
+            dist.barrier()
+            # Each rank syncs its files; after that rank 0 writes the index, syncs it, and returns.
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(temporary, sync_files=True))
+            if dist.get_rank() == 0:
+                self._publish(temporary, step)
+
+    def _publish(self, temporary: Path, step: int) -> None:
+        """Everything has been written: give it its name. The order of the lines is the point."""
+        files = {file.name: _fingerprint(file) for file in sorted(temporary.iterdir())}
+        manifest = {"world_size": dist.get_world_size(), "files": files}
+        _write(temporary / MANIFEST, json.dumps(manifest, indent=1))
+        _sync(temporary)
+        final = temporary.with_suffix("")
+        if final.exists():  # torn, or of a run that went back further than this one
+            self._remove(final)
+        temporary.rename(final)
+        _sync(self.folder)
+        _write(self.folder / "latest.tmp", final.name + "\n")
+        (self.folder / "latest.tmp").replace(self.folder / "latest")
+        _sync(self.folder)
+        steps = self._steps()
+        # Later ones were left behind when the run went back: they are no part of its past.
+        for old in [n for n in steps if n > step] + [n for n in steps if n <= step][self.keep :]:
+            self._remove(self.folder / f"step-{old:08d}")
+        for leftover in self.folder.glob("step-*.tmp"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def _remove(self, path: Path) -> None:
+        """(First the name: what is half removed must not look like a checkpoint.)"""
+        doomed = path.with_suffix(".old.tmp")
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    def last_good(self) -> Checkpoint | None:
+        """The newest complete checkpoint, ``None`` if nothing has been saved. All ranks call it.
+
+        Raises:
+            CheckpointError: something has been saved, and none of it is complete.
+        """
+        step = self.find() if dist.get_rank() == 0 else _NOTHING
+        # A number: nothing that would have to be unpickled.
+        device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+        found = torch.tensor([step], device=device)
+        dist.broadcast(found, src=0)
+        step = int(found)
+        if step == _NOTHING_COMPLETE:
+            raise CheckpointError(
+                f"no checkpoint in {self.folder} is complete: restore one, or begin anew in "
+                "another folder"
+            )
+        if step == _NOTHING:
+            return None
+        path = self.folder / f"step-{step:08d}"
+        return Checkpoint(path, step, _manifest(path)["world_size"])
+
+    def find(self) -> int:
+        """The step of the newest complete checkpoint; says on stderr what is passed over."""
+        candidates = self._candidates()
+        for path in candidates:
+            problem = _problem(path)
+            if problem is None:
+                return int(path.name.removeprefix("step-"))
+            print(f"passed over: {problem}", file=sys.stderr, flush=True)
+        return _NOTHING_COMPLETE if candidates else _NOTHING
+
+    def _candidates(self) -> list[Path]:
+        """What ``latest`` names, then all others from the newest on."""
+        names = [f"step-{step:08d}" for step in self._steps()]
+        try:
+            latest = (self.folder / "latest").read_text().strip()
+        except (OSError, UnicodeDecodeError):
+            latest = ""
+        names.sort(key=lambda name: name != latest)
+        return [self.folder / name for name in names]
+
+    def _steps(self) -> list[int]:
+        """Of all checkpoints, complete or not, from the newest on."""
+        matches = [_NAME.fullmatch(path.name) for path in self.folder.iterdir()]
+        return sorted((int(match[1]) for match in matches if match), reverse=True)
+
+
+def _problem(path: Path) -> str | None:
+    """Why the checkpoint at ``path`` cannot be used, ``None`` if it can."""
+    try:
+        manifest = _manifest(path)
+        if not isinstance(manifest["world_size"], int):
+            return f"{path / MANIFEST} says nothing of use"
+        for name, expected in manifest["files"].items():
+            if _fingerprint(path / name) != expected:
+                return f"{path / name} is not what was written"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{path}: {type(error).__name__}: {error}"
+    return None
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    return json.loads((path / MANIFEST).read_text())
+
+
+def _fingerprint(file: Path) -> list[Any]:
+    """Size in bytes and SHA-256 of what is in ``file``."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return [file.stat().st_size, digest.hexdigest()]
+
+
+def _write(file: Path, text: str) -> None:
+    with file.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Names are part of their folder: they are on the disk when that is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _private() -> Iterator[None]:
+    """Context: what this process makes belongs to its user alone, whoever makes it."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
