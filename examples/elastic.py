@@ -11,7 +11,8 @@ of a run that nothing happened to: rank 0 prints their hash. For that a checkpoi
   - of all ranks: parameters, the optimizer, the schedule, the place in the data, the step;
   - of each rank: the state of its random numbers, its buffers (batch statistics differ between
     ranks after a forward), and ``ddp.comm_state_dict()``: the order of the buckets, on which the
-    bits of a sum over three and more ranks depend.
+    bits of a sum over three and more ranks depend, and with ``--compression`` what quantisation
+    has left out of the gradients so far.
 
 It goes on with fewer ranks too, or with more: when a node is gone (``--nnodes 1:4``), or in another
 run on the same folder. The batch is that of all ranks together and is split among those that there
@@ -88,6 +89,7 @@ class Training:
             task.make_model().to(device),
             device_ids=[device] if device.type == "cuda" else None,
             bucket_cap_mb=args.bucket_cap_mb,
+            compression=args.compression,
         )
         self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=task.lr)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, args.steps)
@@ -223,6 +225,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=64, help="of all ranks together")
     parser.add_argument("--noise", type=float, default=0.1, help="added to the inputs")
     parser.add_argument("--bucket-cap-mb", type=float, help="default: DDP's own")
+    parser.add_argument("--compression", choices=["int8", "fp8"], help="of gradients")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=300, help="of a collective, in seconds")

@@ -9,7 +9,8 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,23 +32,40 @@ from tasks import Task
 STEPS = 12
 
 
+class Model(nn.Module):
+    """Gradients come in another order than that in which the layers were made."""
+
+    def __init__(self, plain: bool) -> None:
+        super().__init__()
+        self.last = nn.Linear(180, 2)
+        self.first = nn.Linear(6, 180)
+        random_parts = nn.BatchNorm1d(180), nn.ReLU(), nn.Dropout(0.2)
+        self.middle = nn.Tanh() if plain else nn.Sequential(*random_parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x)))
+
+
 def tiny(plain: bool = False) -> Task:
     """A task of milliseconds. What is random in its model belongs to ranks, unless it is plain."""
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randn(72, 6, generator=generator)
     targets = (inputs.sum(1) > 0).long()
-
-    def model() -> nn.Module:
-        middle = [nn.Tanh()] if plain else [nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2)]
-        return nn.Sequential(nn.Linear(6, 16), *middle, nn.Linear(16, 2))
-
     data = inputs[:60], targets[:60], inputs[60:], targets[60:]
-    return Task("tiny", "sample", model, *data, {}, STEPS, 8, 0.01)
+    return Task("tiny", "sample", lambda: Model(plain), *data, {}, STEPS, 8, 0.01)
 
 
 def arguments(folder: Path, *more: str) -> Any:
-    always = "--steps", str(STEPS), "--every", "3", "--batch-size", "8", "--bucket-cap-mb", "0.0003"
+    always = "--steps", str(STEPS), "--every", "3", "--batch-size", "8", "--bucket-cap-mb", "0.003"
     return elastic.parse_arguments(["--checkpoints", str(folder), *always, *more])
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder in memory, where there is one: disks of busy machines take long to sync."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        yield Path(folder)
 
 
 class Stopped(Exception):
@@ -86,6 +104,9 @@ def everything(training: Any) -> dict[str, Any]:
     state = {f"module {name}": t for name, t in training.ddp.module.state_dict().items()}
     for number, each in training.optimizer.state_dict()["state"].items():
         state |= {f"optimizer {number} {name}": value for name, value in each.items()}
+    communication = training.ddp.comm_state_dict()
+    for kind in ("sent", "reduced"):
+        state |= {f"left out {kind} {n}": left for n, left in communication[kind].items()}
     state["random numbers"] = torch.get_rng_state()
     rates = [group["lr"] for group in training.optimizer.param_groups]
     progress = [training.step, training.batches.epoch, training.batches.position]
@@ -93,17 +114,22 @@ def everything(training: Any) -> dict[str, Any]:
     return state
 
 
+@pytest.mark.parametrize("compression", [None, "int8"])
 @ranks(2, 3)
-def test_a_run_that_was_interrupted_ends_with_the_bits_of_one_that_was_not(tmp_path: Path) -> None:
-    expected = everything(live(tmp_path / "unharmed")[0])
-    folder = tmp_path / "interrupted"
-    for stop_at in (2, 4, 5, 11):  # before the first checkpoint, twice behind it, behind the last
-        assert live(folder, stop_at=stop_at)[0] is None
-    found = everything(live(folder)[0])
+def test_a_run_that_was_interrupted_ends_with_the_bits_of_one_that_was_not(
+    compression: str | None, place: Path
+) -> None:
+    options = [] if compression is None else ["--compression", compression]
+    expected = everything(live(place / "unharmed", *options)[0])
+    folder = place / "interrupted"
+    for stop_at in (2, 5, 11):  # before the first checkpoint, behind it, behind the last
+        assert live(folder, *options, stop_at=stop_at)[0] is None
+    found = everything(live(folder, *options)[0])
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert_same_bits(found[name], value, name)
     assert len(set(gather(expected["random numbers"].sum().item()))) > 1, "each rank has its own"
+    assert any(name.startswith("left out") for name in expected) == (compression is not None)
 
 
 def steps_of(folder: Path, stop_at: int | None) -> tuple[Any, list[Any]]:
@@ -113,13 +139,13 @@ def steps_of(folder: Path, stop_at: int | None) -> tuple[Any, list[Any]]:
     return [parameter.detach().clone() for parameter in training.ddp.parameters()], seen
 
 
-def test_other_numbers_of_ranks_go_on_with_the_same_training(tmp_path: Path) -> None:
-    expected = run_ranks(steps_of, 3, tmp_path / "unharmed", None)
+def test_other_numbers_of_ranks_go_on_with_the_same_training(place: Path) -> None:
+    expected = run_ranks(steps_of, 3, place / "unharmed", None)
     batches = elastic.Batches(60, 8, seed=0)
     order = [sorted(batches.next(0, 1).tolist()) for _ in range(STEPS)]
     begins = 0
     for world_size, stop_at in ((3, 5), (2, 7), (1, 10), (3, None)):
-        found = run_ranks(steps_of, world_size, tmp_path / "elastic", stop_at)
+        found = run_ranks(steps_of, world_size, place / "elastic", stop_at)
         parts = zip(*(seen for _, seen in found), strict=True)
         seen = [sorted(index for part in step for index in part) for step in parts]
         assert seen == order[begins : stop_at or STEPS], f"{world_size} ranks"
@@ -179,18 +205,18 @@ TEARS: list[tuple[str, Callable[[Path], None]]] = [
 
 
 @ranks(2)
-def test_torn_checkpoints_are_passed_over(tmp_path: Path) -> None:
+def test_torn_checkpoints_are_passed_over(place: Path) -> None:
     for number, (name, tear) in enumerate(TEARS):
-        folder = tmp_path / str(number)
+        folder = place / str(number)
         checkpoints = Checkpoints(folder, keep=3)
         if number == 0:
             put(checkpoints, 1, 2, 3)
         elif dist.get_rank() == 0:
-            shutil.copytree(tmp_path / "whole", folder, dirs_exist_ok=True)
+            shutil.copytree(place / "whole", folder, dirs_exist_ok=True)
         dist.barrier()
         if dist.get_rank() == 0:
             if number == 0:
-                shutil.copytree(folder, tmp_path / "whole")
+                shutil.copytree(folder, place / "whole")
             tear(folder / "step-00000003" / name)
         dist.barrier()
         assert tensor_of(checkpoints) == (2, [2.0]), f"{tear.__name__} {name}"
@@ -206,11 +232,11 @@ def test_torn_checkpoints_are_passed_over(tmp_path: Path) -> None:
 
 
 @ranks(1)
-def test_a_pointer_that_points_nowhere_is_no_harm(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=3)
+def test_a_pointer_that_points_nowhere_is_no_harm(place: Path) -> None:
+    checkpoints = Checkpoints(place, keep=3)
     assert checkpoints.last_good() is None
     put(checkpoints, 1, 2)
-    pointer = tmp_path / "latest"
+    pointer = place / "latest"
     assert pointer.read_text() == "step-00000002\n"
     for content in (b"", b"step-00000009\n", b"../elsewhere", b"\xff\xfe", None):
         pointer.unlink(missing_ok=True)
@@ -224,38 +250,75 @@ def test_a_pointer_that_points_nowhere_is_no_harm(tmp_path: Path) -> None:
 
 
 @ranks(2)
-def test_old_checkpoints_go_and_later_ones_of_another_past(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
+def test_old_checkpoints_go_and_later_ones_of_another_past(place: Path) -> None:
+    checkpoints = Checkpoints(place, keep=2)
     put(checkpoints, 1, 2, 3, 4)
     dist.barrier()
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000003", "step-00000004"]
+    assert sorted(os.listdir(place)) == ["latest", "step-00000003", "step-00000004"]
     dist.barrier()
     if dist.get_rank() == 0:
-        (tmp_path / "step-00000009.tmp" / "deep").mkdir(parents=True)
-        (tmp_path / "mine").write_text("of the user")
-        shutil.copytree(tmp_path / "step-00000004", tmp_path / "step-00000020")
+        (place / "step-00000009.tmp" / "deep").mkdir(parents=True)
+        (place / "mine").write_text("of the user")
+        shutil.copytree(place / "step-00000004", place / "step-00000020")
     put(checkpoints, 5)
     dist.barrier()
-    assert sorted(os.listdir(tmp_path)) == ["latest", "mine", "step-00000004", "step-00000005"]
+    assert sorted(os.listdir(place)) == ["latest", "mine", "step-00000004", "step-00000005"]
     assert tensor_of(checkpoints) == (5, [5.0])
 
 
 @ranks(2)
-def test_nobody_else_can_read_or_change_a_checkpoint(tmp_path: Path) -> None:
+def test_nobody_else_can_read_or_change_a_checkpoint(place: Path) -> None:
     before = os.umask(0)
     try:
-        put(Checkpoints(tmp_path / "run"), 1)
+        put(Checkpoints(place / "run"), 1)
         dist.barrier()
-        for path in [tmp_path / "run", *(tmp_path / "run").rglob("*")]:
+        for path in [place / "run", *(place / "run").rglob("*")]:
             expected = 0o700 if path.is_dir() else 0o600
             assert stat.S_IMODE(path.stat().st_mode) == expected, path
         assert os.umask(0) == 0, "it is put back"
-        open_to_all = tmp_path / "open"
+        open_to_all = place / "open"
         open_to_all.mkdir(exist_ok=True)
         with pytest.raises(CheckpointError, match="would be run as code"):
             Checkpoints(open_to_all)
     finally:
         os.umask(before)
+
+
+@ranks(2)
+def test_a_checkpoint_has_its_name_when_all_of_it_is_on_the_disk(place: Path) -> None:
+    calls: list[tuple[str, str]] = []
+    sync, rename, replace = os.fsync, os.rename, os.replace
+
+    def note_sync(descriptor: int) -> None:
+        calls.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
+        sync(descriptor)
+
+    def note_move(source: Path, target: Path) -> None:
+        calls.append(("move", Path(target).name))
+        (replace if Path(target).name == "latest" else rename)(source, target)
+
+    checkpoints = Checkpoints(place / "run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", note_sync)
+        patch.setattr(os, "rename", note_move)
+        patch.setattr(os, "replace", note_move)
+        put(checkpoints, 7)
+    written = [call for call in calls if call[1] not in (".metadata.tmp", ".metadata")]
+    mine = ("sync", f"__{dist.get_rank()}_0.distcp")
+    assert mine in written
+    if dist.get_rank() == 0:
+        assert ("sync", ".metadata.tmp") in calls
+        written.remove(mine)
+        assert written == [
+            ("sync", MANIFEST),
+            ("sync", "step-00000007.tmp"),
+            ("move", "step-00000007"),
+            ("sync", "run"),
+            ("sync", "latest.tmp"),
+            ("move", "latest"),
+            ("sync", "run"),
+        ]
+        assert calls.index(mine) < calls.index(("sync", MANIFEST))
 
 
 # Saves a second checkpoint again and again, in a process that is killed at its first, second, ...
@@ -317,10 +380,10 @@ while ended:
 """
 
 
-def test_killed_at_any_moment_of_saving_the_last_good_one_loads(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
+def test_killed_at_any_moment_of_saving_the_last_good_one_loads(place: Path) -> None:
+    script = place / "script.py"
     script.write_text(KILLED_WHILE_SAVING)
-    paths = [str(ROOT / "tests"), str(ROOT), str(tmp_path)]
+    paths = [str(ROOT / "tests"), str(ROOT), str(place)]
     done = subprocess.run(
         [sys.executable, script, *paths], capture_output=True, text=True, timeout=120
     )
@@ -390,15 +453,15 @@ def unharmed(folder: Path) -> str:
     return live(folder)[0].report()
 
 
-def test_torchrun_brings_a_run_through_two_deaths(tmp_path: Path) -> None:
-    (expected, _) = run_ranks(unharmed, 2, tmp_path / "unharmed")
+def test_torchrun_brings_a_run_through_two_deaths(place: Path) -> None:
+    (expected, _) = run_ranks(unharmed, 2, place / "unharmed")
     kill_at, victim = random.randrange(3, STEPS), random.randrange(2)
     print(f"rank {victim} dies in step {kill_at}")
-    common = vars(arguments(tmp_path))
+    common = vars(arguments(place))
     options = [f"--{name}={common[name.replace('-', '_')]}" for name in ("steps", "every")]
-    options += ["--batch-size=8", "--bucket-cap-mb=0.0003"]
+    options += ["--batch-size=8", "--bucket-cap-mb=0.003"]
     kills = [f"--kill-at={kill_at}", f"--kill-rank={victim}"]
-    done = launch(tmp_path, DIES_WHILE_SAVING, 2, 2, *options, *kills)
+    done = launch(place, DIES_WHILE_SAVING, 2, 2, *options, *kills)
     assert done.returncode == 0, done.stderr
     before = kill_at // 3 * 3
     lines = done.stdout.splitlines()
@@ -412,16 +475,16 @@ def test_torchrun_brings_a_run_through_two_deaths(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_the_digits_are_learnt_with_the_same_bits_through_deaths_at_any_time(
-    tmp_path: Path,
+    place: Path,
 ) -> None:
     pytest.importorskip("sklearn", reason="needs the extra [examples]")
     seed, options = random.randrange(1000), ("--steps", "80", "--every", "7")
     print(f"seed {seed}")
     last = []
     for lives in (0, 4):
-        (tmp_path / str(lives)).mkdir()
+        (place / str(lives)).mkdir()
         body = DIES_AT_ANY_TIME.format(seed=seed, ranks=3, lives=lives)
-        done = launch(tmp_path / str(lives), body, 3, lives, *options)
+        done = launch(place / str(lives), body, 3, lives, *options)
         assert done.returncode == 0, done.stderr
         assert len(re.findall("exitcode: -14", done.stderr)) == lives, done.stderr
         last.append(done.stdout.splitlines()[-1])
@@ -430,11 +493,11 @@ def test_the_digits_are_learnt_with_the_same_bits_through_deaths_at_any_time(
 
 
 def test_without_torchrun_the_example_says_how_to_start_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-    monkeypatch.setattr(sys, "argv", ["elastic.py", "--checkpoints", str(tmp_path / "run")])
+    monkeypatch.setattr(sys, "argv", ["elastic.py", "--checkpoints", str(place / "run")])
     assert elastic.main() == 2
     assert capsys.readouterr().err.startswith("elastic.py: error: start it with torchrun: ")
-    assert not (tmp_path / "run").exists()
+    assert not (place / "run").exists()
