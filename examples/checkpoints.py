@@ -108,25 +108,19 @@ class Checkpoints:
         _sync(temporary)
         final = temporary.with_suffix("")
         if final.exists():  # torn, or of a run that went back further than this one
-            self._remove(final)
+            shutil.rmtree(final)
         temporary.rename(final)
         _sync(self.folder)
         _write(self.folder / "latest.tmp", final.name + "\n")
         (self.folder / "latest.tmp").replace(self.folder / "latest")
         _sync(self.folder)
         steps = self._steps()
+        # (What is half removed does not match its manifest.)
         # Later ones were left behind when the run went back: they are no part of its past.
         for old in [n for n in steps if n > step] + [n for n in steps if n <= step][self.keep :]:
-            self._remove(self.folder / f"step-{old:08d}")
+            shutil.rmtree(self.folder / f"step-{old:08d}")
         for leftover in self.folder.glob("step-*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
-
-    def _remove(self, path: Path) -> None:
-        """(First the name: what is half removed must not look like a checkpoint.)"""
-        doomed = path.with_suffix(".old.tmp")
-        shutil.rmtree(doomed, ignore_errors=True)
-        path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
 
     def last_good(self) -> Checkpoint | None:
         """The newest complete checkpoint, ``None`` if nothing has been saved. All ranks call it.
