@@ -99,6 +99,17 @@ def wires() -> tuple[Family, ...]:
     )
 
 
+def chosen_wire() -> Family:
+    """What ``compression="auto"`` chooses, against stock in fp32.
+
+    It chooses by the line that it finds when it wraps the model.
+    """
+    stock, again = Configuration("stock", StockDDP), Configuration("stock again", StockDDP)
+    options = {"compression": "auto"}
+    ours = Configuration("ours auto", tritonddp.DistributedDataParallel, options, error=5e-2)
+    return Family("auto", ours, (stock,), again, ())
+
+
 def ours_by_wire(name: str) -> Configuration:
     """tritonddp with one of :data:`WIRES`."""
     options, error = WIRES[name]

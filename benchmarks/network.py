@@ -135,7 +135,7 @@ def _next_messages(ranks: Sequence[Connection]) -> list[Any]:
     return [messages[rank] for rank in range(len(ranks))]
 
 
-def _rate(text: str) -> float | None:
+def rate_of(text: str) -> float | None:
     """Bits per second of a rate as ``tc`` writes it, ``None`` for ``none``."""
     if text == "none":
         return None
@@ -151,7 +151,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--rates",
         nargs="+",
-        type=_rate,
+        type=rate_of,
         default=[1e8, 1e9, 1e10, None],
         help="of each host's line (default: 100mbit 1gbit 10gbit none)",
     )

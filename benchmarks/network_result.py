@@ -102,6 +102,7 @@ def evaluate(ranks: Sequence[dict[str, Any]], by_wire: bool = False) -> dict[str
         "contenders": {name: contender(name) for name in slowest},
         "comparisons": _comparisons(rate, slowest, by_wire),
         "line": _line([rank["counters"] for rank in ranks]),
+        "choice": first["choice"],
     }
 
 

@@ -70,6 +70,10 @@ def figures(results: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
         yield "network.png", network(results["network"])
     if "network_wire" in results:
         yield "network_wire.png", network(results["network_wire"])
+    if "scale" in results:
+        from scale_plot import scale  # draws with what is here
+
+        yield "scale.png", scale(results["scale"])
     if "memory" in results:
         yield "memory.png", memory(results["memory"])
     if "host" in results:
@@ -135,7 +139,7 @@ def ratios(step: Any) -> Figure:
     )
     unused = any(one["of"] == "whole steps" for _, _, one in rows)
     note = "* whole steps, others the backward. " if unused else "The backward. "
-    _finish(figure, "Backward: tritonddp against stock DDP", step, note + _ranks(step))
+    finish(figure, "Backward: tritonddp against stock DDP", step, note + _ranks(step))
     return figure
 
 
@@ -151,7 +155,7 @@ def overhead(step: Any) -> Figure:
         if "error" not in model
     ]
     figure = bars(panels)
-    _finish(figure, "What DDP adds to a step of the unwrapped model", step, _ranks(step))
+    finish(figure, "What DDP adds to a step of the unwrapped model", step, _ranks(step))
     return figure
 
 
@@ -170,9 +174,7 @@ def network(content: Any) -> Figure:
     figure = bars(panels)
     first = content["results"][0]
     note = f"{first['model']}, {first['payload_bytes'] / 1e6:.1f} MB of gradients, a rank a host."
-    _finish(
-        figure, "Steps on slow lines; red: the least that line and compute allow", content, note
-    )
+    finish(figure, "Steps on slow lines; red: the least that line and compute allow", content, note)
     return figure
 
 
@@ -188,7 +190,7 @@ def memory(content: Any) -> Figure:
         for name, model in content["models"].items()
     ]
     figure = bars(panels)
-    _finish(figure, "Peak memory; red: the size of all buckets", content, _ranks(content))
+    finish(figure, "Peak memory; red: the size of all buckets", content, _ranks(content))
     return figure
 
 
@@ -218,7 +220,7 @@ def host(content: Any) -> Figure:
     ]
     figure = bars([panel for panel in panels if panel.bars])
     note = "One rank, nothing sent; the row 'unwrapped', a second bare model, is the resolution."
-    _finish(figure, "What DDP costs the host, beyond a bare model", content, note)
+    finish(figure, "What DDP costs the host, beyond a bare model", content, note)
     return figure
 
 
@@ -276,7 +278,7 @@ def kernels(content: Any) -> Figure:
     labels = [f"{' '.join(group)}, {number(sizes[group])} MB" for group in groups]
     panels[0][0].set_yticks(range(len(groups)), labels, fontsize=9)
     panels[0][0].invert_yaxis()
-    _finish(
+    finish(
         figure,
         "Gradients into a bucket and out of it",
         content,
@@ -336,7 +338,7 @@ def _ranks(content: Mapping[str, Any]) -> str:
     return f"{content['world_size']} ranks over {content['backend']}."
 
 
-def _finish(figure: Figure, title: str, content: Mapping[str, Any], note: str) -> None:
+def finish(figure: Figure, title: str, content: Mapping[str, Any], note: str) -> None:
     """Title, and below everything in small print what was measured where."""
     figure.suptitle(title, fontsize=13)
     figure.supxlabel(f"{note}\n{source(content)}", fontsize=8, color="#444444")

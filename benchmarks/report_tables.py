@@ -294,6 +294,38 @@ def network_wire(content: Any) -> Iterator[str]:
     )
 
 
+def scale(content: Any) -> Iterator[str]:
+    """What the cost model predicts of measured steps, and of hosts that nobody has."""
+    yield from markdown(
+        ("hosts", "line", "what", "measured, ms", "predicted, ms", "off by"),
+        (
+            (
+                str(each["hosts"]),
+                rate(each["rate_bits_per_s"]),
+                each["contender"],
+                *(number(each[f"{which}_seconds"] * 1e3) for which in ("measured", "predicted")),
+                f"{each['error']:+.1%}",
+            )
+            for each in content["checked"]
+        ),
+    )
+    worst = max((abs(each["error"]) for each in content["checked"]), default=0.0)
+    verdict = "met" if worst <= content["tolerance"] else "**missed**"
+    yield f"\nThe largest error is {worst:.1%}, {content['tolerance']:.0%} allowed: {verdict}.\n"
+    curves = content["curves"]
+    yield (
+        f"Predicted ms a step on lines of {rate(curves['rate_bits_per_s'])}, "
+        f"{content['latency_seconds'] * 1e6:g} us a message, algorithms of {content['library']}:\n"
+    )
+    yield from markdown(
+        ("hosts", *curves["seconds"]),
+        (
+            (str(hosts), *(number(seconds[place] * 1e3) for seconds in curves["seconds"].values()))
+            for place, hosts in enumerate(curves["hosts"])
+        ),
+    )
+
+
 def rate(bits_per_s: float | None) -> str:
     if bits_per_s is None:
         return "no limit"
@@ -384,6 +416,7 @@ _SECTIONS: dict[str, tuple[str, Sequence[str], Sequence[Table]]] = {
         [f"convergence-{name}" for name in ("text", "digits", "opposed")],
         (convergence,),
     ),
+    "scale": ("Where fewer bytes pay", ("scale",), (scale,)),
     "memory": ("Peak memory above the unwrapped model", ("memory",), (memory,)),
     "host": ("Host cost", ("host",), (host,)),
     "kernels": ("Flatten and unflatten", ("kernels",), (kernels,)),

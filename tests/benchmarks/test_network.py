@@ -92,13 +92,13 @@ def test_a_line_without_limit_takes_no_time() -> None:
     ("text", "rate"), [("100mbit", 1e8), ("1gbit", 1e9), ("2.5Gbit", 2.5e9), ("none", None)]
 )
 def test_rates_are_written_as_tc_writes_them(text: str, rate: float | None) -> None:
-    assert benchmark._rate(text) == rate
+    assert benchmark.rate_of(text) == rate
 
 
 @pytest.mark.parametrize("text", ["fast", "1", "0gbit", "-1gbit", "1gb"])
 def test_other_rates_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="such as 1gbit"):
-        benchmark._rate(text)
+        benchmark.rate_of(text)
 
 
 # Where there can be no hosts
