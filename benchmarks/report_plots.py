@@ -290,7 +290,7 @@ def kernels(content: Any) -> Figure:
 def convergence(content: Any) -> Iterator[tuple[str, Figure]]:
     """Loss curves, a picture a task."""
     for name, title, figure in convergence_plots.figures(content):
-        _finish(figure, title, content, "All wires of a seed: same start, same batches.")
+        finish(figure, title, content, "All wires of a seed: same start, same batches.")
         yield f"convergence-{name}.png", figure
 
 

@@ -33,6 +33,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements of a few milliseconds, whose figures mean nothing."""
     monkeypatch.setattr(probe, "_LAST_SIZE", 256 << 10)
     monkeypatch.setattr(probe, "_MANY", 4 << 10)
+    monkeypatch.setattr(probe, "_CACHES", 1 << 10)
     monkeypatch.setattr(probe, "_PATIENCE", 1e-9)  # one round
 
 
