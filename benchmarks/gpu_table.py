@@ -150,6 +150,13 @@ BOUNDS = (
     ),
     Bound("bandwidth over _foreach_copy_ + div_", ("kernels",), over_foreach, 1.5, at_least=True),
     Bound("time of 1,000 x 64 over one copy of its bytes", ("kernels",), small_over_copy, 2.0),
+    Bound(
+        "share of the copy ceiling, quantising 25 MB and more",
+        ("quantize",),
+        of_ceiling,
+        0.8,
+        at_least=True,
+    ),
     Bound("host time added per parameter", ("host",), host_us, US_PER_PARAMETER, unit="us"),
     Bound("step overhead over that of stock's best", ("step-small", "step-large"), overhead, 0.5),
 )
