@@ -148,7 +148,10 @@ class Training:
         self.step = state["progress"]["step"]
         self.batches.epoch = state["progress"]["epoch"]
         self.batches.position = state["progress"]["position"]
-        ranks = [torch.load(io.BytesIO(state[name]), weights_only=True) for name in names]
+        ranks = [
+            torch.load(io.BytesIO(state[name]), map_location="cpu", weights_only=True)
+            for name in names
+        ]
         for name, buffer in self.ddp.module.named_buffers():
             buffer.copy_(ranks[0]["buffers"][name])
         self.ddp.load_comm_state_dict(*(ranks[n]["communication"] for n in range(len(mine))))
