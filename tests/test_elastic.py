@@ -447,7 +447,7 @@ def launch(
         *("--max-restarts", str(restarts), script, "--checkpoints", place / "run", *more),
         nproc=nproc,
         env={"PYTHONPATH": str(ROOT)},
-        timeout=250,
+        timeout=400,
     )
 
 
@@ -478,7 +478,7 @@ def test_torchrun_brings_a_run_through_deaths(deaths: int, place: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(520)
+@pytest.mark.timeout(900)
 def test_the_digits_are_learnt_with_the_same_bits_through_deaths_at_any_time(
     place: Path,
 ) -> None:
