@@ -37,6 +37,7 @@ class Fault:
         is_stall: it takes the group's timeout to notice.
         hosts_store: the victim hosts the group's store.
         aborts: gloo ends a process, which may be another one than the victim.
+        detail: under ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
     """
 
     kind: str
@@ -49,6 +50,7 @@ class Fault:
     is_stall: bool = False
     hosts_store: bool = False
     aborts: bool = False
+    detail: bool = False
 
     @property
     def point(self) -> Point:
@@ -58,7 +60,7 @@ class Fault:
     def name(self) -> str:
         options = [name for name, value in self.options if value is True]
         parts = [self.kind, self.at, f"{self.victim}-of-{self.ranks}", *options]
-        parts += ["host"] * self.hosts_store
+        parts += ["host"] * self.hosts_store + ["detail"] * self.detail
         return "-".join(part.replace(" ", "-").replace("'", "") for part in parts)
 
     @property
@@ -133,6 +135,7 @@ FAULTS = {
             ("end of join", 3, 0),
         ),
         Fault("kill", "between buckets", 3, 0, hosts_store=True),
+        Fault("kill", "end of backward", 2, 0, detail=True),
         *_lost(
             "stop",
             ("before wrapping", 2, 1),
@@ -202,6 +205,14 @@ FAULTS = {
         ),
         Fault("differ", "hook on one rank", 2, 1, aborts=True),
         Fault("differ", "smaller wrapper first", 2, 1, aborts=True),
+        Fault(
+            "differ",
+            "smaller wrapper first",
+            2,
+            1,
+            says=r"bucket 0 \('layers.*Detected mismatch between collectives on ranks",
+            detail=True,
+        ),
         Fault("differ", "no_sync on one rank", 2, 1, is_stall=True),
         Fault(
             "differ",
