@@ -95,7 +95,7 @@ class Attendance:
         present = [number for number, each in enumerate(said) if each]
         if len({said[number] & _OVER_PRESENT for number in present}) > 1:
             raise RuntimeError(
-                f"rank {rank}: join(divide_by_initial_world_size=...) is not the same on all ranks"
+                f"{where}: join(divide_by_initial_world_size=...) is not the same on all ranks"
             )
         self.source_rank = max(present, default=0)
         self.syncs_buffers = any(each & _SYNCS_BUFFERS for each in said)
@@ -103,7 +103,7 @@ class Attendance:
         reduces = {said[number] & _REDUCES for number in present}
         if len(reduces) > 1:
             raise RuntimeError(
-                f"rank {rank}: inside join() ranks must agree on which forwards have a backward "
+                f"{where}: inside join() ranks must agree on which forwards have a backward "
                 f"that is reduced. This one: {_in_words(said)}. Run the same forwards under "
                 "no_sync() or torch.no_grad() on every rank"
             )

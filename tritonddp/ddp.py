@@ -46,7 +46,7 @@ from tritonddp.roster import Roster
 from tritonddp.stock_names import StockNames, warn_of_static_graph
 from tritonddp.verify import describe, describe_error, verify_same
 from tritonddp.weighting import Weight
-from tritonddp.whereabouts import announce
+from tritonddp.whereabouts import announce, remember_first
 from tritonddp.wire import AUTO, Wire
 
 
@@ -255,6 +255,7 @@ class DistributedDataParallel(
                 options["reduce_dtype"] = reduce_dtype
             options |= self._wire.description(params)
             verify_same(describe(params, buffers, options), self.process_group, self.device)
+            remember_first(self.process_group)
             self._broadcast(
                 [tensor.detach() for _, tensor in [*params, *buffers]],
                 "wrapping",

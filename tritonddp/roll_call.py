@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from tritonddp.whereabouts import Process, is_announced, look_up
+from tritonddp.whereabouts import Process, is_announced, look_up, remembered
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +166,10 @@ class RollCall:
         if silent and posts.asked:
             lines += self._missing(silent, posts.processes)
         elif silent:
-            lines.append(f"Nothing is known of {self._ranks(silent)}.")
+            first = {rank: p for rank, p in remembered(self._group).items() if rank in silent}
+            lines += self._missing(list(first), first)
+            if rest := [rank for rank in silent if rank not in first]:
+                lines.append(f"Nothing is known of {self._ranks(rest)}.")
         for theirs, ranks in earlier.items():
             has = "has" if len(ranks) == 1 else "have"
             lines.append(
@@ -188,16 +191,16 @@ class RollCall:
             if process is not None:
                 alone.append((process.state, rank))
             elif rank in processes and is_announced(self._group):
-                together.setdefault("not reported, nor begun to wrap a module", []).append(rank)
+                together.setdefault(_NOT_BEGUN, []).append(rank)
             else:
-                together.setdefault("not reported", []).append(rank)
+                together.setdefault(_UNKNOWN, []).append(rank)
         alone.sort(key=lambda each: (list(_STATES).index(each[0]), each[1]))
         lines = [
             f"{self._ranks([rank])} ({processes[rank]}) {_STATES[state]}." for state, rank in alone
         ]
         for what, those in together.items():
             have, each = ("has", "it has") if len(those) == 1 else ("have", "each has")
-            lines.append(f"{self._ranks(those)} {have} {what}: {each} {_UNKNOWN}.")
+            lines.append(f"{self._ranks(those)} {have} {what.format(each)}.")
         return lines
 
     def _ranks(self, ranks: list[int]) -> str:
@@ -237,12 +240,13 @@ def _close_connections(group: dist.ProcessGroup, others: Iterable[int]) -> None:
             group.recv([torch.empty(1)], rank, _TAG).wait(timedelta(milliseconds=1))
 
 
-_UNKNOWN = "died, is stuck elsewhere, or made fewer backwards"
+_UNKNOWN = "not reported: {} died, is stuck elsewhere, or made fewer backwards"
+_NOT_BEGUN = "not reported, nor begun to wrap a module: {} died, or is stuck before"
 # What is said of a process in each state, those to blame first.
 _STATES = {
     "died": "has died",
     "stopped": "is stopped, by a signal or a debugger",
-    "": f"has not reported: it has {_UNKNOWN}",
+    "": f"has {_UNKNOWN.format('it has')}",
     "runs": "runs but has not reported: it computes, is stuck elsewhere, or made fewer backwards",
 }
 _REMEDY = (

@@ -61,15 +61,18 @@ def verify_same(
     """
     message = json.dumps(description).encode()
     digest = hashlib.sha256(message).digest() + len(message).to_bytes(8, "little")
-    where = where or f"rank {group.rank()}, wrapping"
-    with RollCall(group).naming(where, "comparison of what the ranks hold"):
+    place = where or f"rank {group.rank()}, wrapping"
+    with RollCall(group).naming(place, "comparison of what the ranks hold"):
         digests = _all_gather_bytes(digest, len(digest), group, device)
         if all(other == digests[0] for other in digests):
             return
         longest = max(int.from_bytes(other[-8:], "little") for other in digests)
         messages = _all_gather_bytes(message, longest, group, device)
     descriptions = [json.loads(other.rstrip(b"\0")) for other in messages]
-    raise RuntimeError(_difference(descriptions))
+    difference, remedy = _difference(descriptions), _AT_FIRST
+    if where is not None:
+        difference, remedy = f"{where}: {difference}", _LATER
+    raise RuntimeError(f"{difference}\n{remedy}")
 
 
 def _describe_tensor(tensor: Tensor) -> str:
@@ -87,8 +90,12 @@ def _all_gather_bytes(
     return [bytes(other.cpu().tolist()) for other in gathered]
 
 
+_AT_FIRST = "Build the same module with the same options on every rank."
+_LATER = "Train the same parameters on every rank, and call wrapped modules in the same order."
+
+
 def _difference(descriptions: Sequence[dict[str, dict[str, str]]]) -> str:
-    """The error message: what each rank has otherwise than rank 0."""
+    """What each rank has otherwise than rank 0."""
     first = descriptions[0]
     counts = [len(description["parameter"]) for description in descriptions]
     lines = []
@@ -104,6 +111,7 @@ def _difference(descriptions: Sequence[dict[str, dict[str, str]]]) -> str:
                         f"  {kind} {name!r}: rank 0 has {items.get(name, 'none of this name')}, "
                         f"rank {rank} has {theirs.get(name, 'none of this name')}"
                     )
+    lines.sort(key=lambda line: "  option 'error'" not in line)  # it explains all the others
     if len(lines) > _SHOWN:
         lines[_SHOWN:] = [f"  ... and {len(lines) - _SHOWN} more"]
     odd = next((rank for rank, number in enumerate(counts) if number != counts[0]), None)
@@ -115,6 +123,4 @@ def _difference(descriptions: Sequence[dict[str, dict[str, str]]]) -> str:
             f"Rank 0 has {counts[0]} params, while rank {odd} has inconsistent {counts[odd]} "
             "params:"
         )
-    return "\n".join(
-        [heading, *lines, "Build the same module with the same options on every rank."]
-    )
+    return "\n".join([heading, *lines])

@@ -12,11 +12,13 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 
 _announced: WeakSet[dist.ProcessGroup] = WeakSet()
+# Rank 0 of each group, which may host the store: when it has died nobody can be asked.
+_first: WeakKeyDictionary[dist.ProcessGroup, Process] = WeakKeyDictionary()
 
 # Characters of a host's name in a message.
 _LONGEST = 64
@@ -78,6 +80,20 @@ def announce(group: dist.ProcessGroup) -> None:
     with contextlib.suppress(Exception):
         group.get_group_store().set(_key(group.rank()), Process.own().post())
         _announced.add(group)
+
+
+def remember_first(group: dist.ProcessGroup) -> None:
+    """Keep which process rank 0 is, once all ranks have announced theirs. Never fails."""
+    if group not in _first:
+        with contextlib.suppress(Exception):
+            process = look_up(group.get_group_store(), 0)
+            if process is not None:
+                _first[group] = process
+
+
+def remembered(group: dist.ProcessGroup) -> dict[int, Process | None]:
+    """What is known without the store."""
+    return {0: _first[group]} if group in _first else {}
 
 
 def is_announced(group: dist.ProcessGroup) -> bool:

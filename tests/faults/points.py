@@ -67,6 +67,10 @@ POINTS = {
         "added", "tritonddp.ddp:DistributedDataParallel._broadcast"
     ),
     "bucket of added parameters": Point("added", "tritonddp.in_step:reduce_at_once"),
+    "exchange of compressed gradients": Point(
+        "plain", "tritonddp.comm.quantized:_Exchange._send", call=2
+    ),
+    "sum of compressed gradients": Point("plain", "tritonddp.comm.quantized:_Exchange.go_on"),
     "rows of sparse gradients": Point("sparse", "tritonddp.comm.reduction:exchange"),
     "finalize_backward": Point("finalize", "finalize"),
     "inside finalize_backward": Point("finalize", f"{REDUCTION}.finish", call=1),

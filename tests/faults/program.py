@@ -61,10 +61,9 @@ class Seen:
 class Net(nn.Module):
     """Layers of one width, of which the last may have been added, or be an embedding."""
 
-    def __init__(self, loop: str, width: int = WIDTH) -> None:
+    def __init__(self, loop: str, width: int, kind: torch.dtype = torch.float64) -> None:
         super().__init__()
         torch.manual_seed(0)
-        kind = torch.float64
         self.layers = nn.ModuleList(nn.Linear(width, width, dtype=kind) for _ in range(_LAYERS))
         if loop == "sparse":
             self.rows = nn.Embedding(9, width, sparse=True, dtype=kind)
@@ -74,7 +73,8 @@ class Net(nn.Module):
         self.within: Callable[[], None] = lambda: None
 
     def grow(self) -> None:
-        self.layers.append(nn.Linear(WIDTH, WIDTH, dtype=torch.float64))
+        like = self.layers[0].weight
+        self.layers.append(nn.Linear(*like.shape, dtype=like.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         if hasattr(self, "rows"):
@@ -196,7 +196,13 @@ class Program:
 
     def make(self, width: int = WIDTH) -> Net:
         """The unwrapped module."""
+        if self.is_compressed:  # what is smaller, or of doubles, travels as it is
+            return Net(self.point.loop, 32, torch.float32)
         return Net(self.point.loop, width)
+
+    @property
+    def is_compressed(self) -> bool:
+        return "compression" in dict(self.fault.options)
 
     @property
     def differs(self) -> bool:
@@ -285,8 +291,8 @@ class Program:
 
     def loss(self, net: nn.Module, rank: int, step: int, micro: int = 0) -> Tensor:
         torch.default_generator.manual_seed(1000 * step + 10 * rank + micro)
-        width = net.module.layers[0].in_features if hasattr(net, "module") else WIDTH
-        return net(torch.randn(5, width, dtype=torch.float64)).square().mean()
+        weight = getattr(net, "module", net).layers[0].weight
+        return net(torch.randn(5, weight.shape[1], dtype=weight.dtype)).square().mean()
 
     def join_loop(self, ddp: DistributedDataParallel) -> None:
         try:
@@ -316,7 +322,7 @@ class Program:
         """Whether no gradient is NaN. What is wrong otherwise is noted."""
         is_behind = self.fault.kind == "behind" and self.is_victim and step > STRUCK_AT
         expected = self.expected(ddp.module, step - is_behind)
-        tolerance = 0.1 if "compression" in dict(self.fault.options) else 1e-12
+        tolerance = 0.1 if self.is_compressed else 1e-12
         wrong = []
         for name, param in ddp.module.named_parameters():
             grad = torch.zeros_like(param) if param.grad is None else param.grad.to_dense()

@@ -58,7 +58,7 @@ class Fault:
 
     @property
     def name(self) -> str:
-        options = [name for name, value in self.options if value is True]
+        options = [name if value is True else str(value) for name, value in self.options]
         parts = [self.kind, self.at, f"{self.victim}-of-{self.ranks}", *options]
         parts += ["host"] * self.hosts_store + ["detail"] * self.detail
         return "-".join(part.replace(" ", "-").replace("'", "") for part in parts)
@@ -74,6 +74,7 @@ class Fault:
 
 
 VIEWS = (("gradient_as_bucket_view", True),)
+INT8 = (("compression", "int8"),)
 
 
 def _lost(kind: str, *rows: tuple[Any, ...]) -> list[Fault]:
@@ -126,6 +127,9 @@ FAULTS = {
             ("broadcast of added parameters", 3, 0),
             ("bucket of added parameters", 2, 1),
             ("rows of sparse gradients", 3, 2),
+            ("between buckets", 3, 0, INT8),
+            ("exchange of compressed gradients", 3, 1, INT8),
+            ("sum of compressed gradients", 2, 0, INT8),
             ("finalize_backward", 2, 1),
             ("inside finalize_backward", 3, 0),
             ("forward inside join", 3, 1),
@@ -150,6 +154,8 @@ FAULTS = {
             ("reduce_gradients", 3, 1),
             ("communication hook", 2, 1),
             ("broadcast of added parameters", 3, 0),
+            ("first gradient", 3, 2, INT8),
+            ("sum of compressed gradients", 2, 1, INT8),
             ("rows of sparse gradients", 2, 1),
             ("forward inside join", 2, 0),
             ("follower", 3, 1),
@@ -178,6 +184,7 @@ FAULTS = {
             ("communication hook", 3, 0),
             ("weighted", 2, 0),
             ("backward inside join", 3, 0),
+            ("between buckets", 2, 1, INT8),
         ),
         *_differ(
             ("wider module", 3, 1, False, "rank 0 has .6, 6. .*rank 1 has .8, 8."),
@@ -189,6 +196,7 @@ FAULTS = {
                 "doesn't have any parameter that requires a gradient",
             ),
             ("other bucket sizes", 2, 1, False, "option 'bucket sizes': rank 0 has .*, rank 1 has"),
+            ("compressed on one rank", 2, 1, False, "rank 0 has .*, rank 1 has .*int8"),
             ("one more backward", 3, 1, True, "rank 1: one more backward"),
             ("weight on one rank", 3, 0, True, "rank 0: weight 3; rank 1: no weight"),
             (
@@ -229,6 +237,7 @@ FAULTS = {
             ("first gradient", 2, 0, VIEWS),
             ("weighted", 2, 1),
             ("backward inside join", 2, 0),
+            ("between buckets", 3, 1, INT8),
         ),
     ]
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Protocol
@@ -16,6 +17,8 @@ from tritonddp.comm.sparse import exchange
 from tritonddp.counters import Counters
 from tritonddp.roll_call import RollCall
 from tritonddp.sparse_bucket import SparseBucket
+
+logger = logging.getLogger(__name__)
 
 # Unit of weights in the first weighted reduction, before any is known to all ranks: some samples or
 # some thousands of tokens are both within a hundredfold of it, for which fp16 has room.
@@ -232,6 +235,13 @@ class AllReduce:
         if self._ballot.weight is not None or not torch.equal(ballots, self._unanimous):
             said = read(ballots)
             check(said)
+            broken = [rank for rank, each in enumerate(said) if each.source is Source.BROKEN]
+            if broken and self._ballot.source is not Source.BROKEN:
+                logger.warning(
+                    "%s: the backward of %s broke off: gradients are NaN in this step",
+                    self._where(),
+                    " and ".join(f"rank {rank}" for rank in broken),
+                )
             self._unit = _unit_of([each.weight for each in said if each.weight])
 
     def settle(self) -> None:
