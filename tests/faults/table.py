@@ -138,7 +138,7 @@ FAULTS = {
             ("follower's backward", 2, 1),
             ("end of join", 3, 0),
         ),
-        Fault("kill", "between buckets", 3, 0, hosts_store=True),
+        Fault("kill", "inside the forward", 3, 0, hosts_store=True),
         Fault("kill", "end of backward", 2, 0, detail=True),
         *_lost(
             "stop",

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from faults.table import Fault, chosen
+from faults.page import is_in, messages
+from faults.table import FAULTS, Fault, chosen
 from faults.verdict import Result, complaints
 
 PLAYER = Path(__file__).with_name("player.py")
@@ -25,7 +26,7 @@ LIMIT = 280
 def played(request: pytest.FixtureRequest) -> Iterator[Path]:
     """A folder with the results of all faults that this run has selected, played side by side."""
     items = [item for item in request.session.items if item.path == request.path]
-    names = [item.callspec.params["fault"].name for item in items]
+    names = {item.callspec.params["fault"].name for item in items if hasattr(item, "callspec")}
     folder = Path(os.path.realpath(request.getfixturevalue("tmp_path_factory").mktemp("faults")))
     process = subprocess.Popen(
         [sys.executable, str(PLAYER), str(folder), *names],
@@ -47,3 +48,17 @@ def test_fault(fault: Fault, played: Path) -> None:
     result = Result.read(played / fault.name, fault)
     for complaint in complaints(fault, result):
         pytest.fail(complaint, pytrace=False)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [pytest.param(FAULTS[name], message, id=name) for name, message in messages()],
+)
+def test_the_page_shows_what_a_fault_says(fault: Fault, message: str, played: Path) -> None:
+    result = Result.read(played / fault.name, fault)
+    said = "\n".join([*result.errors, result.logs])
+    assert is_in(message, said), f"docs/failures.md shows\n{message}\nbut {fault.name} says\n{said}"
+
+
+def test_the_page_shows_messages() -> None:
+    assert len(messages()) > 12

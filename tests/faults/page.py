@@ -1,0 +1,31 @@
+"""The messages that ``docs/failures.md`` shows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_PAGE = Path(__file__).parents[2] / "docs" / "failures.md"
+_BLOCK = re.compile(r"<!-- fault: (\S+) -->\n```text\n(.*?)\n```", re.DOTALL)
+
+
+def messages() -> list[tuple[str, str]]:
+    """The name of the fault that has produced it, and each message."""
+    return _BLOCK.findall(_PAGE.read_text())
+
+
+def is_in(message: str, said: str) -> bool:
+    """Whether the lines of ``message`` are in ``said``, one after the other.
+
+    Those that are ``...`` stand for any number of lines, and in a line for any text.
+    """
+    lines = iter(said.splitlines())
+    return all(
+        any(re.fullmatch(_pattern(line), each.strip()) for each in lines)
+        for line in message.splitlines()
+        if line.strip() != "..."
+    )
+
+
+def _pattern(line: str) -> str:
+    return ".*".join(map(re.escape, line.strip().split("...")))
