@@ -21,7 +21,7 @@ from distributed import ranks
 from launched import ROOT
 
 from tritonddp import roll_call
-from tritonddp.roll_call import RollCall
+from tritonddp.roll_call import RollCall, enter
 from tritonddp.whereabouts import Process, announce
 
 PLACE = "step 4, bucket 1 ('a.weight', 'b.bias', ...)"
@@ -275,6 +275,15 @@ def calls(store: dist.Store, size: int = 2) -> list[RollCall]:
 def explain(call: RollCall, place: str = PLACE, error: str = "broken") -> str:
     rank = call._group.rank()
     return str(call.explain(f"rank {rank}, {place}", "all-reduce", RuntimeError(error)))
+
+
+def test_a_post_of_a_group_that_was_destroyed_is_not_taken_for_a_new_one(
+    store: dist.Store,
+) -> None:
+    explain(calls(store)[1])
+    first, second = calls(store)  # groups of the same name in the same store
+    enter(second._group)  # type: ignore[arg-type]
+    assert "failed at the same place" not in explain(first)
 
 
 def test_an_old_post_is_not_taken_for_a_new_one(store: dist.Store) -> None:

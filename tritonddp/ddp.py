@@ -42,11 +42,12 @@ from tritonddp.mixed_precision import LowPrecision, check_mixed_precision
 from tritonddp.module_buffers import SyncsBuffers
 from tritonddp.outputs import tensors_in
 from tritonddp.reducer import Reducer
+from tritonddp.roll_call import enter
 from tritonddp.roster import Roster
 from tritonddp.stock_names import StockNames, warn_of_static_graph
 from tritonddp.verify import describe, describe_error, verify_same
 from tritonddp.weighting import Weight
-from tritonddp.whereabouts import announce, remember_first
+from tritonddp.whereabouts import remember_first
 from tritonddp.wire import AUTO, Wire
 
 
@@ -178,7 +179,7 @@ class DistributedDataParallel(
         super().__init__()
         Follower.__init__(self)
         self.process_group = process_group_of(process_group, device_mesh)
-        announce(self.process_group)  # before the first collective
+        enter(self.process_group)  # before the first collective
         self._is_sliced = False
         if device_mesh is not None:
             self.device_mesh = device_mesh
@@ -274,7 +275,7 @@ class DistributedDataParallel(
 
     def _enter_group(self) -> None:
         """Make what this rank knows of its process group, and of the module. No collective."""
-        announce(self.process_group)
+        enter(self.process_group)
         self._weight: Weight | None = None
         self._attendance = Attendance(self.process_group, self.device)
         self._roster = Roster(

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from tritonddp.whereabouts import Process, is_announced, look_up, remembered
+from tritonddp.whereabouts import Process, announce, is_announced, look_up, remembered
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,8 @@ _TAG = 0x7D0C  # of a message that nobody sends
 _SHOWN = 10
 
 
+_FAILED = "tritonddp/failed"  # keys of the store begin with it
+
 # Number of the last failure by group: a post with a smaller one is old.
 _failures: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
@@ -56,7 +58,6 @@ class RollCall:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._key = "tritonddp/failed"
 
     @contextlib.contextmanager
     def naming(self, where: str, what: str) -> Iterator[None]:
@@ -118,7 +119,7 @@ class RollCall:
                 self._read(store, others, posts)
                 posts.number = max([posts.number, *(number for number, _ in posts.read.values())])
                 if looks == 0 or posts.number > before:
-                    store.set(f"{self._key}/{self._group.rank()}", f"{posts.number} {place}")
+                    store.set(f"{_FAILED}/{self._group.rank()}", f"{posts.number} {place}")
                 if looks == 0:
                     _close_connections(self._group, others)
                     time.sleep(_PATIENCE)
@@ -134,7 +135,7 @@ class RollCall:
 
     def _read(self, store: dist.Store, others: Iterable[int], posts: _Posts) -> None:
         for rank in others:
-            key = f"{self._key}/{rank}"
+            key = f"{_FAILED}/{rank}"
             if store.check([key]):  # get() would wait for a key that is not there
                 number, _, place = store.get(key).partition(b" ")
                 if number.isdigit():
@@ -218,6 +219,15 @@ class RollCall:
         if len(named) == 1:
             return f"rank {named[0]}"
         return f"ranks {', '.join(named[:-1])} and {named[-1]}"
+
+
+def enter(group: dist.ProcessGroup) -> None:
+    """A module is wrapped in ``group``, of which nothing is posted yet. Never fails."""
+    if not is_announced(group):
+        with contextlib.suppress(Exception):
+            # A group that was destroyed may have had the same name in the same store.
+            group.get_group_store().delete_key(f"{_FAILED}/{group.rank()}")
+        announce(group)
 
 
 def listed(names: Sequence[str]) -> str:

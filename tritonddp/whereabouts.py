@@ -74,9 +74,7 @@ class Process:
 
 
 def announce(group: dist.ProcessGroup) -> None:
-    """Post which process this rank is, once. Never fails: it is for errors only."""
-    if group in _announced:
-        return
+    """Post which process this rank is. Never fails: it is for errors only."""
     with contextlib.suppress(Exception):
         group.get_group_store().set(_key(group.rank()), Process.own().post())
         _announced.add(group)
