@@ -77,8 +77,12 @@ class InStep(ReducerState):
                 "no use any more: leave skip_all_reduce_unused_params off"
             ) from None
         except (Disagreement, StructureMismatch) as error:
-            for _, work in self._in_flight:
-                work.wait()
+            for bucket, work in self._in_flight:
+                # Where the ranks have not sent as many buckets, that takes the group's timeout.
+                said = str(error) or "the ranks reduce different parameters"
+                what = f"all-reduce of {bucket.nbytes} bytes ({said})"
+                with self._roll_call.naming(f"{self._where()}, {bucket.title}", what):
+                    work.wait()
             if isinstance(error, Disagreement):
                 raise RuntimeError(f"{self._where()}, bucket 0: {error}") from None
             self._roster.verify(self._where(), named_params)

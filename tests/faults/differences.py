@@ -124,5 +124,6 @@ STEPS: dict[str, Callable[[Program, DistributedDataParallel, int], None]] = {
     "other buckets left out": other_buckets_left_out,
     "no_sync inside join on one rank": no_sync_inside_join,
     "other wrapper first": the_other_wrapper,
+    "shorter wrapper first": the_other_wrapper,
     "smaller wrapper first": the_other_wrapper,
 }

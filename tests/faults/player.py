@@ -128,7 +128,7 @@ def store_of(listening: socket.socket, is_host: bool) -> dist.TCPStore:
 
 def be(fault: Fault, rank: int, listening: socket.socket, place: Path) -> None:
     """One rank of a fault."""
-    limit = timedelta(seconds=STALLS if fault.is_stall else ENDS)
+    limit = timedelta(seconds=STALLS if fault.is_stall or fault.times_out else ENDS)
     if fault.detail:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
     store = store_of(listening, is_host=fault.hosts_store and rank == fault.victim)

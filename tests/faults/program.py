@@ -175,8 +175,10 @@ class Program:
                 make = partial(differences.MODULES[self.fault.at], self)
         ddp = DistributedDataParallel(make(), **options)
         if "wrapper" in self.fault.at:
-            width = WIDTH // 2 if "smaller" in self.fault.at else WIDTH
-            self.other = DistributedDataParallel(self.make(width), **options)
+            other = self.make(WIDTH // 2 if "smaller" in self.fault.at else WIDTH)
+            if "shorter" in self.fault.at:
+                del other.layers[:2]
+            self.other = DistributedDataParallel(other, **options)
         if self.differs and self.fault.at in differences.WRAPPED:
             differences.WRAPPED[self.fault.at](self, ddp)
         net = ddp.module

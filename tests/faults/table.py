@@ -34,7 +34,8 @@ class Fault:
         options: of the wrapper.
         says: what each error must hold, as a regular expression, beside what all must.
         goes_on: after its error training goes on and is right; else it ends.
-        is_stall: it takes the group's timeout to notice.
+        is_stall: the victim does not come to its end; it takes the group's timeout to notice.
+        times_out: it takes the group's timeout to notice.
         hosts_store: the victim hosts the group's store.
         aborts: gloo ends a process, which may be another one than the victim.
         detail: under ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
@@ -48,6 +49,7 @@ class Fault:
     says: str = ""
     goes_on: bool = False
     is_stall: bool = False
+    times_out: bool = False
     hosts_store: bool = False
     aborts: bool = False
     detail: bool = False
@@ -210,6 +212,14 @@ FAULTS = {
             ("added on one rank", 2, 1, True, "rank 1 has .*layers.4.weight"),
             ("other wrapper first", 3, 1, True, "rank 0 has 'number 0 .*rank 1 has 'number 1"),
             ("no_sync inside join on one rank", 3, 1, True, "rank 1: no"),
+        ),
+        Fault(
+            "differ",
+            "shorter wrapper first",
+            3,
+            1,
+            says=r"step \d, .*(the ranks reduce different|comparison of what the ranks hold)",
+            times_out=True,
         ),
         Fault("differ", "hook on one rank", 2, 1, aborts=True),
         Fault("differ", "smaller wrapper first", 2, 1, aborts=True),
