@@ -257,7 +257,8 @@ _STATES = {
     "died": "has died",
     "stopped": "is stopped, by a signal or a debugger",
     "": f"has {_UNKNOWN.format('it has')}",
-    "runs": "runs but has not reported: it computes, is stuck elsewhere, or made fewer backwards",
+    "runs": "runs but has not reported: it computes, is stuck elsewhere, just ends, or made fewer "
+    "backwards",
 }
 _REMEDY = (
     "Look first at the log of the rank that died, failed first or has not reported; "
