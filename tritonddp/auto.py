@@ -27,6 +27,7 @@ from tritonddp.counters import Counters
 from tritonddp.kernels import select_quantized
 from tritonddp.kernels.quantized_buffer import QuantizedBuffer
 from tritonddp.probe import Figures, Way, measure, name_of
+from tritonddp.roll_call import RollCall
 from tritonddp.sampling import Moments
 from tritonddp.wire import Wire
 
@@ -111,7 +112,8 @@ def measured(
         for dtype in dtypes
         if dtype in _DTYPES
     }
-    return replace(wire, figures=measure(group, device, ways))
+    with RollCall(group).naming(f"rank {group.rank()}, wrapping", 'timing for compression="auto"'):
+        return replace(wire, figures=measure(group, device, ways))
 
 
 def _others(
@@ -274,7 +276,9 @@ class Auto:
         self._moments.clear()
         mine = 0.0 if self._shortest == math.inf else self._shortest
         seconds = torch.tensor(mine, dtype=torch.float32, device=self._device)
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self._group)
+        where = f"rank {self._group.rank()}, step {self._counters.reductions}"
+        with RollCall(self._group).naming(where, 'choice of wires for compression="auto"'):
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self._group)
         self._counters.collective(seconds.nbytes, self._group.size(), passes=2)
         return seconds.item() or None
 

@@ -71,6 +71,8 @@ POINTS = {
         "plain", "tritonddp.comm.quantized:_Exchange._send", call=2
     ),
     "sum of compressed gradients": Point("plain", "tritonddp.comm.quantized:_Exchange.go_on"),
+    "timing of collectives": Point("plain", "tritonddp.probe:_Lines.slowest", call=1, step=-1),
+    "choice of wires": Point("plain", "tritonddp.auto:Auto._slowest_backward", step=0),
     "rows of sparse gradients": Point("sparse", "tritonddp.comm.reduction:exchange"),
     "finalize_backward": Point("finalize", "finalize"),
     "inside finalize_backward": Point("finalize", f"{REDUCTION}.finish", call=1),

@@ -77,6 +77,7 @@ class Fault:
 
 VIEWS = (("gradient_as_bucket_view", True),)
 INT8 = (("compression", "int8"),)
+AUTO = (("compression", "auto"),)
 
 
 def _lost(kind: str, *rows: tuple[Any, ...]) -> list[Fault]:
@@ -132,6 +133,8 @@ FAULTS = {
             ("between buckets", 3, 0, INT8),
             ("exchange of compressed gradients", 3, 1, INT8),
             ("sum of compressed gradients", 2, 0, INT8),
+            ("timing of collectives", 3, 1, AUTO),
+            ("choice of wires", 2, 0, AUTO),
             ("finalize_backward", 2, 1),
             ("inside finalize_backward", 3, 0),
             ("forward inside join", 3, 1),
@@ -158,6 +161,7 @@ FAULTS = {
             ("broadcast of added parameters", 3, 0),
             ("first gradient", 3, 2, INT8),
             ("sum of compressed gradients", 2, 1, INT8),
+            ("choice of wires", 3, 1, AUTO),
             ("rows of sparse gradients", 2, 1),
             ("forward inside join", 2, 0),
             ("follower", 3, 1),
