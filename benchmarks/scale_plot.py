@@ -76,7 +76,7 @@ def _draw_map(figure: Any, axes: Any, content: Mapping[str, Any]) -> None:
         [],
         color=LIMIT,
         linewidth=2.5,
-        label=f"{least:.2f}: below it (faster lines) auto keeps {own}",
+        label=f"{least:.2f} x: on faster lines auto keeps {own}",
     )
     axes.legend(loc="upper right", fontsize=8)
     bar = figure.colorbar(filled, ax=axes, ticks=_LEVELS)
