@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
 import pickle
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 
 import tritonddp
 from tritonddp import DistributedDataParallel
+from tritonddp.arrangement import SETTLED
 from tritonddp.ballot import BYTES as BALLOT_BYTES
 from tritonddp.comm import quantized
 from tritonddp.comm.feedback import residuals_of
@@ -427,6 +430,47 @@ def test_ranks_without_inputs_follow_inside_join() -> None:
 
 
 @ranks(2)
+def test_what_was_left_out_of_frozen_parameters_takes_no_memory_when_they_have_gone() -> None:
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    ddp = DistributedDataParallel(module, compression="int8")
+    module[0].requires_grad_(False)
+    ddp(torch.randn(4, 64)).sum().backward()
+    residuals = [weakref.ref(bucket.quantization.residuals.sent) for bucket in ddp.reducer.buckets]
+    for _ in range(SETTLED):
+        ddp(torch.randn(4, 64)).sum().backward()
+    assert len(ddp.reducer.placement.params) == 2
+    gc.collect()
+    storages = [each() for each in residuals]
+    assert storages == [None] * len(residuals)
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+@ranks(2)
+def test_the_default_dtype_makes_no_difference(default: torch.dtype) -> None:
+    def trained() -> list[Tensor]:
+        torch.manual_seed(0)
+        module = nn.Linear(100, 100, dtype=torch.float32)  # large enough to be ceded
+        torch.set_default_dtype(default if tells else torch.float32)
+        ddp = DistributedDataParallel(module, compression="int8")
+        for step in range(3):
+            ddp.zero_grad()
+            seed(dist.get_rank(), step)
+            ddp(torch.randn(4, 100, dtype=torch.float32)).square().mean().backward()
+        return [param.grad for param in module.parameters()]
+
+    tells = False
+    expected = trained()
+    tells = True
+    try:
+        ours = trained()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for grad, other in zip(ours, expected, strict=True):
+        assert grad.dtype is torch.float32
+        assert_same_bits(grad, other)
+
+
+@ranks(2)
 def test_frozen_and_added_parameters_come_and_go() -> None:
     module = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40), nn.Linear(40, 40))
     ddp = DistributedDataParallel(module, compression="int8", bucket_cap_mb=0.006)
@@ -686,17 +730,20 @@ def test_residuals_of_another_shape_are_refused_by_name() -> None:
 _SCRIPT = """
 import sys, torch, torch.distributed as dist
 from tritonddp import DistributedDataParallel
+from tritonddp.comm import quantized
 dist.init_process_group("gloo")
 ddp = DistributedDataParallel(torch.nn.Linear(64, 64), compression="int8")
 ddp(torch.randn(4, 64)).sum().backward()
-if sys.argv[1] == "in flight":
+if sys.argv[1] != "idle":
+    if sys.argv[1] == "in vain" and dist.get_rank() == 0:
+        next(quantized._numbers[ddp.process_group])  # as if it had made one more
     ddp.require_manual_backward_finalization = True
     ddp(torch.randn(4, 64)).sum().backward()  # nobody waits for it
 print("ended", flush=True)
 """
 
 
-@pytest.mark.parametrize("how", ["idle", "in flight"])
+@pytest.mark.parametrize("how", ["idle", "in flight", "in vain"])
 def test_a_process_ends_with_its_thread(how: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)

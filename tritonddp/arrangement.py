@@ -203,6 +203,7 @@ class Arrangement:
         with torch.no_grad():
             self._feedback.keep(self.placement.buckets)
             self.placement = self.place(named, self._bucket_class, self.placement)
+            self._feedback.drop()
         return [number_of.get(param) for param in self.placement.params]
 
     def _choose_wires(self, auto: Auto, named_params: Sequence[tuple[str, Parameter]]) -> bool:

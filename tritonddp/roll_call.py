@@ -121,7 +121,7 @@ class RollCall:
                 if looks == 0 or posts.number > before:
                     store.set(f"{_FAILED}/{self._group.rank()}", f"{posts.number} {place}")
                 if looks == 0:
-                    _close_connections(self._group, others)
+                    close_connections(self._group)
                     time.sleep(_PATIENCE)
             for rank in [rank for rank in others if rank not in posts.read][:_SHOWN]:
                 posts.processes[rank] = look_up(store, rank)
@@ -131,7 +131,7 @@ class RollCall:
         except Exception as error:
             # The first error ends it: a TCPStore prints a stack for each call to a dead host.
             posts.trouble = _first_line(error)
-            _close_connections(self._group, others)
+            close_connections(self._group)
 
     def _read(self, store: dist.Store, others: Iterable[int], posts: _Posts) -> None:
         for rank in others:
@@ -236,8 +236,8 @@ def listed(names: Sequence[str]) -> str:
     return f"{', '.join(map(repr, names[:3]))}{more}"
 
 
-def _close_connections(group: dist.ProcessGroup, others: Iterable[int]) -> None:
-    """Have the other ranks' collectives fail now as well, over gloo.
+def close_connections(group: dist.ProcessGroup) -> None:
+    """Have the collectives of all ranks fail now, over gloo.
 
     When a rank dies, gloo tells those that exchange data with it, its neighbours in a ring. The
     rest would wait for these, who will not go on: until they end, or until the timeout. Once a
@@ -245,9 +245,10 @@ def _close_connections(group: dist.ProcessGroup, others: Iterable[int]) -> None:
     """
     if group.name() != "gloo":
         return
-    for rank in others:
-        with contextlib.suppress(RuntimeError):  # it is meant to fail
-            group.recv([torch.empty(1)], rank, _TAG).wait(timedelta(milliseconds=1))
+    for rank in range(group.size()):
+        if rank != group.rank():
+            with contextlib.suppress(RuntimeError):  # it is meant to fail
+                group.recv([torch.empty(1)], rank, _TAG).wait(timedelta(milliseconds=1))
 
 
 _UNKNOWN = "not reported: {} died, is stuck elsewhere, or made fewer backwards"

@@ -53,6 +53,13 @@ class Feedback:
             if left is not None:
                 add_to(bucket, param, left)
 
+    def drop(self) -> None:
+        """All new buckets are made: what is left is of gradients that are quantised no longer.
+
+        (Each of them would keep the residuals of its whole former bucket alive.)
+        """
+        self._kept.clear()
+
 
 def residuals_of(buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor, Left]]:
     """Names, parameters and what was left out of them: views of the residuals."""
@@ -172,6 +179,6 @@ def _in_blocks(name: str, tensor: Tensor, param: Tensor) -> Tensor:
             f"shape {tuple(param.shape)}: load the state of a run with the same model"
         )
     blocks = -(-param.numel() // BLOCK)
-    memory = torch.zeros(blocks, BLOCK, device=param.device)
+    memory = torch.zeros(blocks, BLOCK, dtype=torch.float32, device=param.device)
     memory.as_strided(param.shape, gradient_strides(param)).copy_(tensor)
     return memory

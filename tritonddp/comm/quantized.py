@@ -29,7 +29,7 @@ from tritonddp.comm.reduction import AllReduce, Work
 from tritonddp.counters import Counters
 from tritonddp.kernels import select_quantized
 from tritonddp.kernels.quantized_buffer import QuantizedBuffer
-from tritonddp.roll_call import RollCall
+from tritonddp.roll_call import RollCall, close_connections
 
 # Tags of messages: two for each bucket, from here on. So many buckets may be under way.
 _FIRST_TAG = 0x7D100000
@@ -100,14 +100,15 @@ class QuantizedAllReduce(AllReduce):
     def _start_in_thread(self, flat: QuantizedBuffer) -> Work:
         exchange = _Exchange(flat, self._group)
         if self._queue is None:
-            self._queue = SimpleQueue()
+            queue: SimpleQueue[_Exchange | None] = SimpleQueue()
             # A daemon: a rank that fails must not wait there for others when it ends.
             thread = threading.Thread(
-                target=_go_on, args=(self._queue,), name="tritonddp-quantized", daemon=True
+                target=_go_on, args=(queue,), name="tritonddp-quantized", daemon=True
             )
             thread.start()
-            _threads[thread] = self._queue
-            weakref.finalize(self, self._queue.put, None).atexit = False  # see _end_threads
+            _threads[thread] = queue, self._group
+            weakref.finalize(self, queue.put, None).atexit = False  # see _end_threads
+            self._queue = queue
         self._queue.put(exchange)
         return exchange
 
@@ -142,22 +143,26 @@ def _go_on(queue: SimpleQueue[_Exchange | None]) -> None:
 
 
 # Those that have not ended.
-_threads: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[_Exchange | None]] = (
-    weakref.WeakKeyDictionary()
-)
+_threads: weakref.WeakKeyDictionary[
+    threading.Thread, tuple[SimpleQueue[_Exchange | None], dist.ProcessGroup]
+] = weakref.WeakKeyDictionary()
 
 
 @atexit.register
 def _end_threads() -> None:
     """Before the interpreter goes: a thread that it stops in the midst of C++ aborts the process.
 
-    Not for long where one waits for a rank that is gone.
+    A rank that fails while messages are on their way would seem to have crashed. Where a thread
+    waits for a rank that is gone, or went on with something else, it is told not to.
     """
     threads = list(_threads.items())
-    for _, queue in threads:
+    for _, (queue, _) in threads:
         queue.put(None)
-    for thread, _ in threads:
+    for thread, (_, group) in threads:
         thread.join(1.0)
+        if thread.is_alive():
+            close_connections(group)
+            thread.join(1.0)
 
 
 # Numbers of the exchanges that this rank has made in a group: as on all of its ranks.
@@ -207,9 +212,8 @@ class _Exchange:
         self._is_reduced.set()
 
     def _wait_for_works(self) -> None:
-        works, self._works = self._works, []  # each can be waited for but once
-        for work in works:
-            work.wait()
+        while self._works:  # each can be waited for but once, also after a KeyboardInterrupt
+            self._works.pop(0).wait()
 
     def wait(self) -> None:
         """See :meth:`Work.wait`."""

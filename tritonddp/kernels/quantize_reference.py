@@ -31,7 +31,10 @@ _BLOCKS = 1_024
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 # One below the largest whose product with the limit is finite.
 _LARGEST_SCALE = {
-    dtype: torch.nextafter(torch.tensor(torch.finfo(torch.float32).max / limit), torch.zeros(()))
+    dtype: torch.nextafter(
+        torch.tensor(torch.finfo(torch.float32).max / limit, dtype=torch.float32),
+        torch.zeros((), dtype=torch.float32),
+    )
     for dtype, limit in LIMITS.items()
 }
 
@@ -379,5 +382,5 @@ def _scratch(blocks: int) -> tuple[Tensor, Tensor]:
     try:
         memory = _thread.memory
     except AttributeError:
-        memory = _thread.memory = torch.empty(2, _BLOCKS, BLOCK)
+        memory = _thread.memory = torch.empty(2, _BLOCKS, BLOCK, dtype=torch.float32)
     return memory[0, :blocks], memory[1, :blocks]

@@ -206,8 +206,8 @@ class Residuals:
     def zeros(cls, message: MessageLayout, rank: int, device: torch.device) -> Residuals:
         """Nothing has been left out."""
         return cls(
-            torch.zeros(message.blocks, BLOCK, device=device),
-            torch.zeros(message.owned_blocks(rank), BLOCK, device=device),
+            torch.zeros(message.blocks, BLOCK, dtype=torch.float32, device=device),
+            torch.zeros(message.owned_blocks(rank), BLOCK, dtype=torch.float32, device=device),
         )
 
 
@@ -314,13 +314,13 @@ class QuantizedBuffer(FlatBuffer):
         self.outgoing = self._sections(self.message)
         self.incoming = self._sections(self.received)
         self.result = self._sections(self.gathered)
-        trailer = torch.zeros(slots + layout.ballots, device=device)
+        trailer = torch.zeros(slots + layout.ballots, dtype=dtype, device=device)
         self.flags = trailer[:slots]
         self.ballots = trailer[slots:]
         self.views: list[Tensor] = []
         self.data = self.message
         if device.type == "cpu":
-            self.data = torch.zeros(self.layout.numel)
+            self.data = torch.zeros(self.layout.numel, dtype=dtype, device=device)
             self.views = list(map(self.tensor_at, range(slots)))
         self.payload = self.data
         self.is_part = False
