@@ -1,8 +1,12 @@
-"""What the head of each run says."""
+"""Which faults a run plays, and what its head says of that."""
 
 from __future__ import annotations
 
 from faults.table import FAULTS, SEED, chosen, seed
+
+
+def pytest_configure() -> None:
+    seed()  # before other processes are started, on which the day may be another one
 
 
 def pytest_report_header() -> str:
