@@ -144,6 +144,20 @@ def test_ranks_whose_backwards_differ_choose_alike() -> None:
         assert taken(ddp) == [wire] * 2
 
 
+@ranks(3)
+def test_ranks_that_have_measured_other_groups_travel_alike_in_a_new_one() -> None:
+    pair, alone = dist.new_group([0, 1]), dist.new_group([2])
+    with line(SLOW):
+        ddp = wrap(process_group=alone if dist.get_rank() == 2 else pair)  # one has no figures
+    step(ddp)
+    assert taken(ddp) == ["float32" if dist.get_rank() == 2 else "int8"] * 2
+    ddp._update_process_group(dist.group.WORLD)
+    for _ in range(2):
+        step(ddp)
+        assert taken(ddp) == ["float32"] * 2
+        assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+
+
 @ranks(2)
 def test_the_first_backwards_may_be_slow_once_all_are_timed_it_is_chosen_anew() -> None:
     with line(1e-6), backwards(60.0, *[1e-3] * 7):

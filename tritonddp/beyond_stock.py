@@ -146,7 +146,12 @@ class BeyondStock:
         another one, at level INFO, in the logger ``tritonddp.auto``.
         """
         auto = self.reducer.auto
-        return 'there was no choice: compression is not "auto"' if auto is None else auto.report
+        if auto is None:
+            return (
+                'there was no choice: compression is not "auto", or its process group has one rank '
+                "or was replaced"
+            )
+        return auto.report
 
     def _named(self, params: Iterable[Tensor] | None) -> list[tuple[str, Tensor]]:
         """These parameters with their names, by default all that require gradients."""

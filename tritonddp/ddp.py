@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -402,7 +403,9 @@ class DistributedDataParallel(
         """Average over other ranks from now on, for training whose ranks come and go.
 
         No rank is waited for. What was accumulated under :meth:`no_sync` stays in ``.grad``, and
-        the order of gradients is observed anew.
+        the order of gradients is observed anew. What quantisation has left out is dropped. With
+        ``compression="auto"`` gradients travel in their own dtypes from then on: nobody has
+        measured the new group.
 
         Args:
             new_process_group: as on all of its ranks. A rank that is not in it gives what
@@ -411,6 +414,8 @@ class DistributedDataParallel(
         self.reducer._remove_autograd_hooks()
         if isinstance(new_process_group, dist.ProcessGroup):
             self.process_group = new_process_group
+        # A choice by other figures, or by none, would be another one than that of other ranks.
+        self._wire = replace(self._wire, figures=None)
         self._enter_group()
         self._build_reducer()
 
