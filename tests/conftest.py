@@ -1,15 +1,46 @@
-"""Which faults a run plays, and what its head says of that."""
+"""What holds for all tests: kernels that are interpreted, and which faults a run plays."""
 
 from __future__ import annotations
 
+import os
+
+import pytest
 from faults.table import FAULTS, SEED, chosen, seed
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     seed()  # before other processes are started, on which the day may be another one
+    # `pytest -m gpu` runs none of the tests of interpreted kernels.
+    if config.getoption("markexpr") != "gpu":
+        _import_interpreted_kernels()
 
 
 def pytest_report_header() -> str:
     return (
         f"faults: {len(chosen())} of {len(FAULTS)}, {SEED}={seed()} (all of them: make test-faults)"
     )
+
+
+def _import_interpreted_kernels() -> None:
+    """The Triton kernels of this pytest process run in Triton's interpreter, on CPU tensors.
+
+    The variable counts when @triton.jit runs, for Triton's own functions too. So both are imported
+    under it, before any test module is, and it is taken back: processes that other tests start
+    want compiled kernels.
+    """
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        import tritonddp.kernels.dequantize
+        import tritonddp.kernels.flatten
+        import tritonddp.kernels.quantize
+        import tritonddp.kernels.reduce_parts
+        import tritonddp.kernels.unflatten  # noqa: F401
+    except ImportError as error:
+        if error.name != "triton":
+            raise
+    finally:
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
+        else:
+            os.environ["TRITON_INTERPRET"] = before

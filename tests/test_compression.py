@@ -617,17 +617,19 @@ def test_a_communication_hook_beside_it_is_refused_by_name() -> None:
 
 @ranks(2)
 def test_copies_and_pickles_train_and_no_thread_outlives_its_reducer() -> None:
+    before = set(_threads())  # of what earlier tests in this process have left to be collected
     ddp = DistributedDataParallel(nn.Linear(64, 64), compression="int8", exact="bias")
     ddp(torch.randn(4, 64)).sum().backward()
     copied = copy.deepcopy(ddp) if dist.get_rank() else pickle.loads(pickle.dumps(ddp))
     for _ in range(2):
         copied(torch.randn(4, 64)).sum().backward()
     assert_same_on_all_ranks([param.grad for param in copied.parameters()])
-    assert len(_threads()) == 2
+    started = set(_threads()) - before
+    assert len(started) == 2
     del ddp, copied
-    for thread in _threads():
+    for thread in started:
         thread.join(10)
-    assert not _threads()
+    assert not any(thread.is_alive() for thread in started)
 
 
 def _threads() -> list[threading.Thread]:
