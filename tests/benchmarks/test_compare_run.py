@@ -33,6 +33,7 @@ def repository(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 def test_a_planted_slowdown_is_found(repository: Path, tmp_path: Path) -> None:
     content, printed = measured(
         repository / "benchmarks" / "compare.py",

@@ -114,6 +114,7 @@ def test_sides_that_do_not_keep_to_their_part_are_refused() -> None:
         count_queries({"told": told}, [batch(1)])
 
 
+@pytest.mark.thorough
 def test_a_run_measures_all_sides_and_stock(tmp_path: Path) -> None:
     content, printed = measured(
         SCRIPT, tmp_path / "detection.json", "--rounds", "2", "--builds", "1"
