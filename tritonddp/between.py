@@ -136,7 +136,7 @@ class BetweenBackwards(InStep):
         if take_over(param for _, param in self._roster.params) and not self._steps:
             self._steps = True
             if not self._steps_in_hook:
-                self._reduction = SteppingReduction(self._reduction)
+                self._reduction = SteppingReduction(self._reduction, self._where)
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
         """A forward has returned ``outputs``."""
@@ -223,7 +223,7 @@ class BetweenBackwards(InStep):
         self._run_hook = lambda bucket: hook(state, bucket)
         self._steps_in_hook = steps_optimizers(hook)
         steps = self._steps and not self._steps_in_hook
-        self._reduction = SteppingReduction(reduction) if steps else reduction
+        self._reduction = SteppingReduction(reduction, self._where) if steps else reduction
 
     def _remove_autograd_hooks(self) -> None:
         """Let go of the parameters for good, without waiting for any other rank."""

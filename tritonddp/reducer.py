@@ -28,6 +28,7 @@ from tritonddp.ballot import (
 )
 from tritonddp.bucket import Bucket, GradientError
 from tritonddp.comm.hooks import HookError
+from tritonddp.comm.optimizers import StepError
 from tritonddp.on_request import OnRequest
 from tritonddp.outputs import Forward
 from tritonddp.participation import accumulates
@@ -308,12 +309,11 @@ class Reducer(OnRequest):
                 self._roster.agreed()
                 # Nothing of the frames above may still hold a bucket: some are let go here.
                 self._rearrange()
-        except HookError as error:
-            self._note(error)
-            raise  # the other ranks go on: see _recover
         except RuntimeError as error:
             self._note(error)
-            self._reset()
+            goes_on = isinstance(error, (HookError, StepError)) and self._in_flight
+            if not goes_on:  # or the other ranks do: see _recover
+                self._reset()
             raise
         # (After anything else, a KeyboardInterrupt say, buckets may be on their way: see _recover.)
         self._reset()
@@ -323,9 +323,9 @@ class Reducer(OnRequest):
         if not self._in_flight:
             return  # a hook has done so already, see finalize_backward()
         self.num_buckets_reduced = len(self._in_flight)
-        for bucket, work in self._in_flight:
-            self._reduction.finish(bucket, work)
-        self._in_flight.clear()
+        while self._in_flight:
+            self._reduction.finish(*self._in_flight[0])
+            del self._in_flight[0]
 
     # End of backward, when the caller says so
 

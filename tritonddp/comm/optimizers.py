@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
@@ -30,28 +30,39 @@ def take_over(params: Iterable[Tensor]) -> bool:
     return found
 
 
+class StepError(RuntimeError):
+    """An optimizer in the backward failed on this rank. The other ranks go on."""
+
+
 class SteppingReduction:
     """Reduces as ``inner`` does; then the optimizers of a bucket's parameters step.
 
     As in stock DDP ``.grad`` is ``None`` afterwards, and what is accumulated under ``no_sync``, or
     reduced on request, is not stepped. Parameters without such an optimizer keep their gradient.
 
+    Args:
+        inner: see below.
+        where: this rank and its step, for errors.
+
     Attributes:
         inner: may be replaced between two backwards.
     """
 
-    def __init__(self, inner: Reduction) -> None:
+    def __init__(self, inner: Reduction, where: Callable[[], str]) -> None:
         self.inner = inner
+        self._where = where
         self._steps = True
+        self._failed: Bucket | None = None  # whose optimizer did, when all else was done
 
     @property
     def plain(self) -> Reduction:
         """See :attr:`Reduction.plain`."""
         plain = self.inner.plain
-        return self if plain is self.inner else SteppingReduction(plain)
+        return self if plain is self.inner else SteppingReduction(plain, self._where)
 
     def begin(self, ballot: Ballot, scale: float) -> None:
         """See :meth:`Reduction.begin`."""
+        self._failed = None
         self._steps = ballot.source not in (Source.REQUEST, Source.SKIPPED)
         self.inner.begin(ballot, scale)
 
@@ -68,20 +79,32 @@ class SteppingReduction:
         return self.inner.start_poisoned(bucket)
 
     def finish(self, bucket: Bucket, work: Work) -> None:
-        """See :meth:`Reduction.finish`."""
+        """See :meth:`Reduction.finish`.
+
+        Raises:
+            StepError: an optimizer failed; those of later parameters have not stepped.
+        """
         self.inner.finish(bucket, work)
         if not self._steps:
             return
-        for param in bucket.params:
+        for name, param in zip(bucket.names, bucket.params, strict=True):
             optimizers = optimizers_in_backward(param)
             for optimizer in optimizers:
-                optimizer.step()
+                try:
+                    optimizer.step()
+                except Exception as error:
+                    self._failed = bucket
+                    raise StepError(
+                        f"{self._where()}, {bucket.title}: the optimizer of {name!r} failed in the "
+                        f"backward: {type(error).__name__}: {error}"
+                    ) from error
             if optimizers:
                 param.grad = None
 
     def discard(self, bucket: Bucket, work: Work) -> None:
         """See :meth:`Reduction.discard`."""
-        self.inner.discard(bucket, work)
+        if bucket is not self._failed:
+            self.inner.discard(bucket, work)
 
     def settle(self) -> None:
         """See :meth:`Reduction.settle`."""
