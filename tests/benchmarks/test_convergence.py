@@ -20,6 +20,7 @@ BENCHMARK = ROOT / "benchmarks" / "convergence.py"
 ENV = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
 
 
+@pytest.mark.thorough
 def test_all_wires_of_a_seed_train_side_by_side(tmp_path: Path) -> None:
     out = tmp_path / "convergence.json"
     arguments = ("--tasks", "opposed", "--steps", "40", "--seeds", "3", "4", "--out", out)
