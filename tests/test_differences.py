@@ -231,8 +231,8 @@ HAS_FORWARD_SYNC_BUFFERS = (
 @pytest.mark.parametrize("name", list(STOCK))
 @ranks(2)
 def test_stock_does_what_the_page_says(name: str) -> None:
-    if name == "batch_norm_two_forwards_then_one_backward" and not HAS_FORWARD_SYNC_BUFFERS:
-        return  # in torch 2.11 the backward fails: buffers have another version
+    if name.startswith(("batch_norm", "buffer")) and not HAS_FORWARD_SYNC_BUFFERS:
+        return  # torch 2.11 writes into buffers that a backward needs: another outcome
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the flag is not needed, or that a graph is kept
         results = [outcome(name, flag) for flag in (False, True)]
