@@ -22,10 +22,10 @@ from torch.nn import Parameter
 from tritonddp.bucket import Bucket
 from tritonddp.choice import OWN, Candidates, choose, report
 from tritonddp.comm.feedback import Feedback
-from tritonddp.cost_model import BLOCK, SCALE_BYTES, Kernel, Kind, Load, Speed, WireCost
+from tritonddp.cost_model import Kernel, Kind, Load, Speed, WireCost
 from tritonddp.counters import Counters
 from tritonddp.kernels import select_quantized
-from tritonddp.kernels.quantized_buffer import QuantizedBuffer
+from tritonddp.kernels.quantized_buffer import BLOCK, QuantizedBuffer
 from tritonddp.probe import Figures, Way, measure, name_of
 from tritonddp.roll_call import RollCall
 from tritonddp.sampling import Moments
@@ -76,7 +76,9 @@ def wires(
         WireCost(
             name=wire,
             element_bytes=(
-                1 + SCALE_BYTES / BLOCK if wire == QUANTISED else getattr(torch, wire).itemsize
+                1 + torch.float32.itemsize / BLOCK  # a number, and its share of the block's scale
+                if wire == QUANTISED
+                else getattr(torch, wire).itemsize
             ),
             speeds={kind: figures.speed(kind, carried) for kind, carried in collectives(wire)},
             fill=figures.kernel(dtype, wire, "fill"),

@@ -21,8 +21,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-# A quantised block: so many elements in a byte each, and one scale in fp32.
-BLOCK, SCALE_BYTES = 256, 4
 EXACT_BYTES = 4
 
 

@@ -27,8 +27,7 @@ from tritonddp.ballot import (
     Source,
 )
 from tritonddp.bucket import Bucket, GradientError
-from tritonddp.comm.hooks import HookError
-from tritonddp.comm.optimizers import StepError
+from tritonddp.comm.reduction import LocalError
 from tritonddp.on_request import OnRequest
 from tritonddp.outputs import Forward
 from tritonddp.participation import accumulates
@@ -311,8 +310,8 @@ class Reducer(OnRequest):
                 self._rearrange()
         except RuntimeError as error:
             self._note(error)
-            goes_on = isinstance(error, (HookError, StepError)) and self._in_flight
-            if not goes_on:  # or the other ranks do: see _recover
+            # After a local error the other ranks go on: _recover does with what is in flight.
+            if not (isinstance(error, LocalError) and self._in_flight):
                 self._reset()
             raise
         # (After anything else, a KeyboardInterrupt say, buckets may be on their way: see _recover.)

@@ -32,10 +32,7 @@ def all_to_all(incoming: Tensor, outgoing: Tensor, group: dist.ProcessGroup, tag
     Returns:
         What to wait for; until then the memory of both belongs to gloo.
     """
-    rank = group.rank()
-    works = [*receive(incoming, group, tag), *send(outgoing, group, tag)]
-    incoming[rank].copy_(outgoing[rank])
-    return works
+    return [*receive(incoming, group, tag), *send(outgoing, incoming, group, tag)]
 
 
 def receive(incoming: Tensor, group: dist.ProcessGroup, tag: int) -> list[Any]:
@@ -46,9 +43,11 @@ def receive(incoming: Tensor, group: dist.ProcessGroup, tag: int) -> list[Any]:
     return [dist.irecv(incoming[r], group=group, tag=tag, group_src=r) for r in _others(group)]
 
 
-def send(outgoing: Tensor, group: dist.ProcessGroup, tag: int) -> list[Any]:
-    """The second half of :func:`all_to_all`."""
-    return [dist.isend(outgoing[r], group=group, tag=tag, group_dst=r) for r in _others(group)]
+def send(outgoing: Tensor, incoming: Tensor, group: dist.ProcessGroup, tag: int) -> list[Any]:
+    """The second half of :func:`all_to_all`, with this rank's own row."""
+    works = [dist.isend(outgoing[r], group=group, tag=tag, group_dst=r) for r in _others(group)]
+    incoming[group.rank()].copy_(outgoing[group.rank()])
+    return works
 
 
 def _others(group: dist.ProcessGroup) -> list[int]:

@@ -31,7 +31,7 @@ from tritonddp.comm.grad_bucket import (
     result_of,
     those_of_hooks,
 )
-from tritonddp.comm.reduction import AllReduce, Work
+from tritonddp.comm.reduction import AllReduce, LocalError, Work
 from tritonddp.counters import Counters
 from tritonddp.roll_call import RollCall
 from tritonddp.sparse_bucket import SparseBucket
@@ -42,7 +42,7 @@ _TRAILERS = torch.float32
 Hook = Callable[[Any, GradBucket], Any]
 
 
-class HookError(RuntimeError):
+class HookError(LocalError):
     """A communication hook failed on this rank. All collectives of the backward were made."""
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from tritonddp._compat import optimizer_hooks, optimizers_in_backward
 from tritonddp.ballot import Ballot, Source
 from tritonddp.bucket import Bucket, Segment
-from tritonddp.comm.reduction import Reduction, Work
+from tritonddp.comm.reduction import LocalError, Reduction, Work
 
 
 def take_over(params: Iterable[Tensor]) -> bool:
@@ -30,8 +30,8 @@ def take_over(params: Iterable[Tensor]) -> bool:
     return found
 
 
-class StepError(RuntimeError):
-    """An optimizer in the backward failed on this rank. The other ranks go on."""
+class StepError(LocalError):
+    """An optimizer in the backward failed on this rank."""
 
 
 class SteppingReduction:

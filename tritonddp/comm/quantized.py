@@ -19,7 +19,6 @@ from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.futures import Future
 
 from tritonddp._compat import all_gather_single
@@ -188,15 +187,11 @@ class _Exchange:
         # Not only when the sums are there: on a slow line the word that this rank is ready would
         # wait behind what it sends, and the others wait for it.
         self._sums = receive(self._gathered, group, self._tag + 1)
-        self._send(flat.message.view(group.size(), -1), self._received, self._tag)
+        outgoing = flat.message.view(group.size(), -1)
+        self._works += send(outgoing, self._received, group, self._tag)
         self._error: BaseException | None = None
         self._is_reduced = threading.Event()  # and the all-gather issued; or it has failed
         self._waiting = threading.Lock()
-
-    def _send(self, outgoing: Tensor, incoming: Tensor, tag: int) -> None:
-        self._works += send(outgoing, self._group, tag)
-        rank = self._group.rank()
-        incoming[rank].copy_(outgoing[rank])
 
     def go_on(self) -> None:
         """Wait for the all-to-all, sum, issue the all-gather. In the thread."""
@@ -204,9 +199,9 @@ class _Exchange:
         try:
             self._wait_for_works()
             select_quantized(flat.data.device, flat.numbers).reduce_parts(flat)
-            row = flat.reduced.view(1, -1)
+            outgoing = flat.reduced.view(1, -1).expand(self._group.size(), -1)
             self._works = self._sums
-            self._send(row.expand(self._group.size(), -1), self._gathered, self._tag + 1)
+            self._works += send(outgoing, self._gathered, self._group, self._tag + 1)
         except BaseException as error:  # for whoever waits
             self._error = error
         self._is_reduced.set()

@@ -25,6 +25,10 @@ logger = logging.getLogger(__name__)
 _FIRST_UNIT = 16.0
 
 
+class LocalError(RuntimeError):
+    """What a user has registered failed on this rank. The other ranks go on with the backward."""
+
+
 class Work(Protocol):
     """What a reduction under way can be asked: ``torch.distributed.Work`` is one."""
 

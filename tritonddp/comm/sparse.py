@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tritonddp._compat import all_gather_single
 from tritonddp.counters import Counters
+from tritonddp.kernels.buffer import round_up
 from tritonddp.sparse_bucket import Kind, SparseBucket
 
 # Bytes to which the parts of a message are aligned: at least the largest element.
@@ -52,7 +53,7 @@ def _gather(
     if not any(counts):
         return indices, values
     width = values[0:0].new_empty((1, *values.shape[1:])).nbytes  # bytes of a row
-    size = _values_at(max(counts)) + _round_up(max(counts) * width)
+    size = _values_at(max(counts)) + round_up(max(counts) * width, _ALIGNMENT)
     message = indices.new_zeros(size, dtype=torch.uint8)
     _write(message, 0, indices)
     _write(message, _values_at(len(indices)), values)
@@ -75,8 +76,4 @@ def _write(message: Tensor, place: int, content: Tensor) -> None:
 
 def _values_at(count: int) -> int:
     """Where the values begin behind ``count`` indices."""
-    return _round_up(8 * count)
-
-
-def _round_up(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return round_up(8 * count, _ALIGNMENT)

@@ -29,7 +29,8 @@ from torch import Tensor
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple that is not smaller than ``value``."""
     return -(-value // multiple) * multiple
 
 
@@ -73,7 +74,7 @@ class Layout:
         for shape in shapes:
             numels.append(prod(shape))
             offsets.append(end)
-            end = _round_up(end + numels[-1], alignment)
+            end = round_up(end + numels[-1], alignment)
         return cls(
             shapes=tuple(map(tuple, shapes)),
             strides=tuple(map(tuple, strides)),
@@ -81,7 +82,7 @@ class Layout:
             offsets=tuple(offsets),
             flags_offset=end,
             ballots=ballots,
-            numel=_round_up(end + len(numels) + ballots, alignment),
+            numel=round_up(end + len(numels) + ballots, alignment),
         )
 
     def part(self, first: int, last: int) -> Layout:

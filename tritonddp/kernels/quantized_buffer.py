@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonddp.kernels.buffer import FlatBuffer, Layout
+from tritonddp.kernels.buffer import FlatBuffer, Layout, round_up
 
 # Elements in a block.
 BLOCK = 256
@@ -37,10 +37,6 @@ EXACT_ALIGNMENT = 16
 
 # The largest number that a block of this dtype holds.
 LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 class Piece(NamedTuple):
@@ -97,7 +93,7 @@ class MessageLayout:
                 blocks += -(-numel // BLOCK)
             else:
                 places.append(exact)
-                exact += _round_up(numel, EXACT_ALIGNMENT)
+                exact += round_up(numel, EXACT_ALIGNMENT)
         return cls(
             world_size=world_size,
             numels=tuple(numels),
@@ -116,7 +112,7 @@ class MessageLayout:
     @cached_property
     def part_exact(self) -> int:
         """Exact elements in a part (``Ep``)."""
-        return _round_up(-(-self.exact // self.world_size), EXACT_ALIGNMENT)
+        return round_up(-(-self.exact // self.world_size), EXACT_ALIGNMENT)
 
     @cached_property
     def scales_offset(self) -> int:
@@ -126,7 +122,7 @@ class MessageLayout:
     @cached_property
     def exact_offset(self) -> int:
         """Byte of a part at which its exact elements begin."""
-        return self.scales_offset + _round_up(4 * self.part_blocks, 16)
+        return self.scales_offset + round_up(4 * self.part_blocks, 16)
 
     @cached_property
     def part_bytes(self) -> int:
@@ -136,7 +132,7 @@ class MessageLayout:
     @cached_property
     def trailer_bytes(self) -> int:
         """Bytes of a trailer, what pads it included."""
-        return _round_up(len(self.numels) + self.ballot, 16)
+        return round_up(len(self.numels) + self.ballot, 16)
 
     @cached_property
     def stride(self) -> int:
