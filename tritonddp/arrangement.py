@@ -35,6 +35,7 @@ class Arrangement:
         roll_call: names who is missing in that.
         feedback: carries over what quantisation has left out.
         auto: chooses how the gradients of each bucket travel, ``None`` if that is settled.
+        check_finite: see :class:`Placement`.
 
     Attributes:
         placement: the buckets, and where in them each parameter is.
@@ -52,6 +53,7 @@ class Arrangement:
         roll_call: RollCall,
         feedback: Feedback,
         auto: Auto | None = None,
+        check_finite: bool = False,
     ) -> None:
         self._roster = roster
         self._group = process_group
@@ -61,6 +63,7 @@ class Arrangement:
         self._roll_call = roll_call
         self._feedback = feedback
         self._auto = auto
+        self._check_finite = check_finite
         # Numbers in the order of gradients in the first reduced backward, None when it is over.
         self._arrived: dict[int, None] | None = {}
         self._order: list[int] | None = None  # that the next placement shall have
@@ -94,6 +97,7 @@ class Arrangement:
             self._counters,
             former,
             self._roster.sparse if sparse is None else sparse,
+            self._check_finite,
         )
 
     @property

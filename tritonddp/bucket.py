@@ -101,6 +101,7 @@ class Bucket:
             [gradient_strides(param) for param in self.params],
             self._kernels.alignment,
             ballots,
+            self._kernels.marks,
         )
 
     def _allocate(self, layout: Layout) -> None:

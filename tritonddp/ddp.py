@@ -36,6 +36,7 @@ from tritonddp.construction import (
 from tritonddp.delayed import Delay
 from tritonddp.exact import Exact
 from tritonddp.finalization import Finalizes
+from tritonddp.finite import check_mode
 from tritonddp.hook_registration import TakesHooks
 from tritonddp.join import Follower, announce_forward, is_joining, reduces_backward
 from tritonddp.logging_data import Logger
@@ -126,6 +127,12 @@ class DistributedDataParallel(
             (``"head.*"``), or a function of name and parameter. Those of one dimension or of fewer
             than 1,024 elements and the weights of embeddings never are. They travel in fp32 in the
             same messages.
+        check_finite: ``"raise"`` or ``"warn"``: gradients that are NaN or infinite on a rank, or
+            beyond the dtype in which they travel, are a ``FloatingPointError`` or a
+            ``RuntimeWarning`` at the end of the backward, on every rank alike, with the names of
+            the parameters and the ranks. ``.grad`` holds the means by then, and training may go on.
+            On a GPU the host waits there for the reduction. Optimizers in the backward have made
+            their steps.
 
     Attributes:
         module: the wrapped module.
@@ -174,6 +181,7 @@ class DistributedDataParallel(
         compression: str | None = None,
         error_feedback: bool = True,
         exact: Any = None,
+        check_finite: str | None = None,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
@@ -195,6 +203,7 @@ class DistributedDataParallel(
         self.device = params[0][1].device if params else torch.device("cpu")
         self.device_type = self.device.type
         try:
+            check_mode(check_finite)
             if mixed_precision is not None:
                 check_mixed_precision(mixed_precision)
             exact = None if compression is None else Exact(module, exact)
@@ -222,6 +231,7 @@ class DistributedDataParallel(
         self.static_graph = static_graph
         self.batched_grad_copy = batched_grad_copy
         self.lazy_bucket_allocation = lazy_bucket_allocation
+        self.check_finite = check_finite
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.forward_sync_buffers, init_sync_buffers = buffer_sync(
             broadcast_buffers, forward_sync_buffers
@@ -255,6 +265,8 @@ class DistributedDataParallel(
                 options["mixed_precision"] = mixed_precision
             if reduce_dtype is not None:
                 options["reduce_dtype"] = reduce_dtype
+            if check_finite is not None:
+                options["check_finite"] = check_finite
             options |= self._wire.description(params)
             verify_same(describe(params, buffers, options), self.process_group, self.device)
             remember_first(self.process_group)
@@ -301,6 +313,7 @@ class DistributedDataParallel(
             delay_until=self._delay.until if self._delay else None,
             wire=self._wire,
             lazy_buckets=self.lazy_bucket_allocation,
+            check_finite=self.check_finite,
         )
         self.reducer.finalize_on_request(self._require_manual_backward_finalization)
         self.logger = Logger(self)

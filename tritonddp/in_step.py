@@ -148,11 +148,13 @@ class InStep(ReducerState):
             take_part(placement, reduction)
         elif source.is_empty:
             reduce_at_once(placement, reduction, [False] * len(params))
+            self._finite.look_at(placement.buckets)
         else:
             self._window.merge(params)
             used = [self._roster.has_new_gradient(param) for param in params]
             self._window.divide(params, used)
             reduce_at_once(placement, reduction, used)
+            self._finite.look_at(placement.buckets)
 
     # After a backward that broke off
 
@@ -211,11 +213,13 @@ class InStep(ReducerState):
         self.counters.reductions += 1
         self.arrangement.reduction_begins()
         self._begin_reduction(source, _NOTHING, self._roster.structure)
-        with torch.no_grad(), self._naming_disagreements():
-            unused = [False] * len(self.placement.params)
-            reduce_at_once(self.placement, self._reduction, unused)
-            self._reduction.settle()
-            self._roster.agreed()
-            self._rearrange(source)
-        for bucket in self.buckets:
-            bucket.release()
+        with self._finite.telling(self._where):
+            with torch.no_grad(), self._naming_disagreements():
+                unused = [False] * len(self.placement.params)
+                reduce_at_once(self.placement, self._reduction, unused)
+                self._reduction.settle()
+                self._finite.look_at(self.buckets)
+                self._roster.agreed()
+                self._rearrange(source)
+            for bucket in self.buckets:
+                bucket.release()

@@ -50,7 +50,8 @@ class OnRequest(BetweenBackwards):
                 param.grad = param.grad.clone()  # which is written to
         names = [f"sparse {name}" for name, param in named_params if param in sparse]
         structure = structure_of(named_params, *names)
-        self._reduce_at_once(named_params, bucket_class, weight, structure, sparse=sparse)
+        with self._finite.telling(self._where_requested):
+            self._reduce_at_once(named_params, bucket_class, weight, structure, sparse=sparse)
 
     def reduce_window(self, weight: Weight | None) -> None:
         """Average ``.grad`` of all trainable parameters, and so end what was accumulated.
@@ -83,12 +84,16 @@ class OnRequest(BetweenBackwards):
         # First what is in buckets, which is alike on all ranks: their ballots tell whether what
         # was added since is, too.
         placed = list(zip(self.placement.names, self.placement.params, strict=True))
-        for named_params in filter(None, (placed, self._roster.added)):
-            self._reduce_at_once(
-                named_params, Bucket, self._window.weight, self._roster.structure, stale
-            )
-        self._window.clear()
-        self._used_earlier = [False] * len(self._used_earlier)
+        with self._finite.telling(self._where_requested):
+            for named_params in filter(None, (placed, self._roster.added)):
+                self._reduce_at_once(
+                    named_params, Bucket, self._window.weight, self._roster.structure, stale
+                )
+            self._window.clear()
+            self._used_earlier = [False] * len(self._used_earlier)
+
+    def _where_requested(self) -> str:
+        return f"{self._where()}, reduce_gradients()"
 
     def _prepare_for_request(self) -> None:
         if self._phase is not Phase.IDLE and self._end_is_queued() is not None:
@@ -117,3 +122,4 @@ class OnRequest(BetweenBackwards):
         with self._naming_disagreements(named_params):
             reduce_at_once(placement, reduction, used)
             reduction.settle()
+            self._finite.look_at(placement.buckets)

@@ -14,6 +14,7 @@ from tritonddp.ballot import BYTES
 from tritonddp.bucket import Bucket
 from tritonddp.counters import Counters
 from tritonddp.kernels import select
+from tritonddp.kernels.buffer import Marks
 from tritonddp.sparse_bucket import SparseBucket
 
 
@@ -43,6 +44,7 @@ class Placement:
         former: its buckets are let go before new ones are made, so that both never exist at
             once; gradients that live in them move.
         sparse: those of the parameters whose gradients are sparse, each in a bucket of its own.
+        check_finite: the buckets tell which gradients are not finite, and on which ranks.
 
     Attributes:
         names, params: by number.
@@ -61,7 +63,9 @@ class Placement:
         counters: Counters,
         former: Placement | None = None,
         sparse: Collection[Tensor] = (),
+        check_finite: bool = False,
     ) -> None:
+        marks = Marks(rank, world_size) if check_finite else None
         assignment = assign(named_params, caps, sparse)
         self.names = [named_params[index][0] for indices in assignment for index in indices]
         self.params = [named_params[index][1] for indices in assignment for index in indices]
@@ -78,7 +82,7 @@ class Placement:
                 index,
                 self.params[first:last],
                 self.names[first:last],
-                select(self.params[first].device, self.params[first].dtype),
+                select(self.params[first].device, self.params[first].dtype, marks),
                 counters,
                 ballots=BYTES * world_size if index == 0 else 0,
             )

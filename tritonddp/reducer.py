@@ -302,9 +302,14 @@ class Reducer(OnRequest):
 
     def _bring_home(self) -> None:
         """All buckets have been launched."""
+        with self._finite.telling(self._where):
+            self._conclude()
+
+    def _conclude(self) -> None:
         try:
             with self._naming_disagreements():
                 self._finish()
+                self._finite.look_at(self.buckets, self._left_out)
                 self._roster.agreed()
                 # Nothing of the frames above may still hold a bucket: some are let go here.
                 self._rearrange()

@@ -25,6 +25,7 @@ from tritonddp.comm.quantized import QuantizedAllReduce
 from tritonddp.comm.reduction import AllReduce, Reduction, Work
 from tritonddp.counters import Counters
 from tritonddp.delayed import Gate
+from tritonddp.finite import FiniteCheck
 from tritonddp.lazy_bucket import LazyBucket, LazyViewBucket
 from tritonddp.outputs import Forward, Outputs
 from tritonddp.participation import Constancy, Unannounced, as_trainable
@@ -72,6 +73,7 @@ class ReducerState(ABC, StockReducerNames):
         delay_until: the parameter whose gradient delayed ones (see :class:`BucketCaps`) wait for.
         wire: how gradients travel.
         lazy_buckets: buckets have memory during backwards only.
+        check_finite: see :class:`FiniteCheck`.
 
     Attributes:
         counters: what was launched and sent so far.
@@ -98,6 +100,7 @@ class ReducerState(ABC, StockReducerNames):
         delay_until: Tensor | None = None,
         wire: Wire | None = None,
         lazy_buckets: bool = False,
+        check_finite: str | None = None,
     ) -> None:
         self.counters = Counters()
         self.forwards = 0
@@ -117,6 +120,7 @@ class ReducerState(ABC, StockReducerNames):
         self._caps = caps
         self._gate = None if delay_until is None else Gate(delay_until, self)
         self._roll_call = RollCall(process_group)
+        self._finite = FiniteCheck(check_finite, self._roll_call)
         self._wire = wire or Wire()
         reduce = AllReduce if self._wire.compression is None else QuantizedAllReduce
         self._reduction: Reduction = reduce(process_group, self.counters, self._roll_call)
@@ -166,6 +170,7 @@ class ReducerState(ABC, StockReducerNames):
             self._roll_call,
             feedback,
             self.auto,
+            check_finite is not None,
         )
         self._count_anew()
 

@@ -170,17 +170,17 @@ class RollCall:
             first = {rank: p for rank, p in remembered(self._group).items() if rank in silent}
             lines += self._missing(list(first), first)
             if rest := [rank for rank in silent if rank not in first]:
-                lines.append(f"Nothing is known of {self._ranks(rest)}.")
+                lines.append(f"Nothing is known of {self.named(rest)}.")
         for theirs, ranks in earlier.items():
             has = "has" if len(ranks) == 1 else "have"
             lines.append(
-                f"{self._ranks(ranks)} {has} not reported this failure, only an earlier one at "
+                f"{self.named(ranks)} {has} not reported this failure, only an earlier one at "
                 f"{theirs}."
             )
         for theirs, ranks in elsewhere.items():
-            lines.append(f"{self._ranks(ranks)} failed elsewhere: at {theirs}.")
+            lines.append(f"{self.named(ranks)} failed elsewhere: at {theirs}.")
         if same:
-            lines.append(f"{self._ranks(same)} failed at the same place.")
+            lines.append(f"{self.named(same)} failed at the same place.")
         return lines
 
     def _missing(self, ranks: list[int], processes: dict[int, Process | None]) -> list[str]:
@@ -197,14 +197,14 @@ class RollCall:
                 together.setdefault(_UNKNOWN, []).append(rank)
         alone.sort(key=lambda each: (list(_STATES).index(each[0]), each[1]))
         lines = [
-            f"{self._ranks([rank])} ({processes[rank]}) {_STATES[state]}." for state, rank in alone
+            f"{self.named([rank])} ({processes[rank]}) {_STATES[state]}." for state, rank in alone
         ]
         for what, those in together.items():
             have, each = ("has", "it has") if len(those) == 1 else ("have", "each has")
-            lines.append(f"{self._ranks(those)} {have} {what.format(each)}.")
+            lines.append(f"{self.named(those)} {have} {what.format(each)}.")
         return lines
 
-    def _ranks(self, ranks: list[int]) -> str:
+    def named(self, ranks: list[int]) -> str:
         """``rank 1``, ``ranks 1 and 2``; with global ranks where they differ."""
         try:
             world = dist.get_process_group_ranks(self._group)

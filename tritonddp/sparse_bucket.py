@@ -81,7 +81,7 @@ class SparseBucket(Bucket):
 
     def _make_layout(self, ballots: int) -> Layout:
         size = ballots + _ANNOUNCEMENT * self._world_size
-        return Layout.of([(0,)], [(1,)], self._kernels.alignment, size)
+        return Layout.of([(0,)], [(1,)], self._kernels.alignment, size, self._kernels.marks)
 
     def _allocate(self, layout: Layout) -> None:
         super()._allocate(layout)
@@ -118,6 +118,10 @@ class SparseBucket(Bucket):
         self._counters.flattens += 1
         trailer = bytes(ballots) + self._places(mine)
         self._kernels.flatten(segment.flat, [None], self._used, 1.0, trailer)
+        marks = self._kernels.marks
+        values = self._dense if self._rows is None else self._rows[1]
+        if marks is not None and values is not None:  # in a pass of its own
+            self.flat.marks[0, marks.word] = ~values.isfinite().all() * marks.bit
 
     def poison(self, ballots: Sequence[int] = ()) -> None:
         """See :meth:`Bucket.poison`."""

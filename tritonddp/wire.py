@@ -179,7 +179,9 @@ class Wire:
                 return plain(index, params, names, kernels, counters, ballots=ballots)
             device = params[0].device
             numels = [param.numel() for param in params]
-            message = MessageLayout.of(numels, [not each for each in exact], size, ballots)
+            quantized = [not each for each in exact]
+            has_marks = kernels.marks is not None
+            message = MessageLayout.of(numels, quantized, size, ballots, has_marks)
             residuals = Residuals.zeros(message, rank, device) if self.error_feedback else None
             quantization = Quantization(message, numbers, rank, residuals)
             bucket = copying(

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tritonddp.kernels.buffer import DTYPES, FlatBuffer, Layout
+from tritonddp.kernels.buffer import DTYPES, FlatBuffer, Layout, Marks
 from tritonddp.kernels.complex import REAL, ComplexBuffer, on_real_parts
 from tritonddp.kernels.quantized_buffer import Quantization, QuantizedBuffer
 
@@ -64,6 +64,7 @@ class Kernels:
         cedes: whether gradients of a bucket with this layout are better handed over in its buffer
             than copied out of it.
         buffer: makes the flat buffer of a layout, for gradients of a dtype, on a device.
+        marks: what ``flatten`` says of gradients that are not finite; ``None``: it does not look.
     """
 
     flatten: Flatten
@@ -73,6 +74,7 @@ class Kernels:
     segments: Callable[[Layout], list[tuple[int, int]]]
     cedes: Callable[[Layout], bool]
     buffer: Callable[[Layout, torch.dtype, torch.device], FlatBuffer] = FlatBuffer
+    marks: Marks | None = None
 
 
 @dataclass(frozen=True)
@@ -93,17 +95,22 @@ class QuantizedKernels:
     unflatten: Unflatten
 
 
-def select(device: torch.device, dtype: torch.dtype = torch.float32) -> Kernels:
+def select(
+    device: torch.device, dtype: torch.dtype = torch.float32, marks: Marks | None = None
+) -> Kernels:
     """The kernels for gradients on ``device``: Triton on GPUs, plain torch on the CPU.
 
-    ``dtype`` is one of :data:`GRADIENT_DTYPES`.
+    ``dtype`` is one of :data:`GRADIENT_DTYPES`. With ``marks`` they look for gradients that are not
+    finite.
 
     Raises:
         RuntimeError: there are no kernels for this kind of device, Triton is not installed, or
             it is in interpreter mode.
     """
     kernels = _for_device_type(device.type)
-    return _for_complex(kernels) if dtype.is_complex else kernels
+    if dtype.is_complex:
+        kernels = _for_complex(kernels)
+    return kernels if marks is None else replace(kernels, marks=marks)
 
 
 def quantizing(kernels: Kernels, device: torch.device, quantization: Quantization) -> Kernels:

@@ -2,11 +2,12 @@
 
 ::
 
-    | grad 0 | grad 1 .. | pad | .. | grad n-1 | pad | flag 0 .. flag n-1 | ballot 0 .. m-1 | pad |
-    |<----------------- payload ------------------->|<---------------- trailer ---------------->|
+    | grad 0 | grad 1 .. | pad | .. | grad n-1 | pad | flags | ballots | marks | pad |
+    |<----------------- payload ------------------->|<----------- trailer ---------->|
 
 A *ballot* is a whole number from 0 to 255. Each rank fills places of its own and leaves zeros in
 those of others, so that a sum over ranks hands everybody all ballots, exactly in every wire dtype.
+A *mark* says of one gradient on which ranks it is not finite: see :class:`Marks`.
 
 Offsets and sizes are in elements of the buffer's dtype, the *wire* dtype.
 """
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,36 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+class Marks(NamedTuple):
+    """Where a rank says that a gradient of its own is not finite: in a bit of its own.
+
+    For each gradient there is one word for 8 ranks, a whole number from 0 to 255. No two ranks have
+    the same bit, so that a sum over ranks is exact, like that of ballots.
+
+    Attributes:
+        rank: this one.
+        world_size: number of ranks.
+    """
+
+    rank: int
+    world_size: int
+
+    @property
+    def words(self) -> int:
+        """Of each gradient."""
+        return -(-self.world_size // 8)
+
+    @property
+    def word(self) -> int:
+        """The one that has the bit of this rank."""
+        return self.rank // 8
+
+    @property
+    def bit(self) -> int:
+        """This rank's."""
+        return 1 << self.rank % 8
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where each gradient lies in the flat buffer, and where the trailer begins.
@@ -46,7 +77,9 @@ class Layout:
         offsets: first element of each gradient, multiples of ``alignment``.
         flags_offset: first element of the trailer; flag ``i`` is element ``flags_offset + i``.
         ballots: number of ballots, which follow the last flag; all ranks' together.
+        marks_offset: first element behind the ballots: that of the first mark.
         numel: length of the whole buffer, trailer included.
+        marks: ``None`` if nobody looks whether gradients are finite: then there are no marks.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -55,7 +88,9 @@ class Layout:
     offsets: tuple[int, ...]
     flags_offset: int
     ballots: int
+    marks_offset: int
     numel: int
+    marks: Marks | None = None
 
     @classmethod
     def of(
@@ -64,6 +99,7 @@ class Layout:
         strides: Sequence[Sequence[int]],
         alignment: int,
         ballots: int = 0,
+        marks: Marks | None = None,
     ) -> Layout:
         """Lay gradients of these shapes and dense strides out one behind the other.
 
@@ -75,6 +111,8 @@ class Layout:
             numels.append(prod(shape))
             offsets.append(end)
             end = round_up(end + numels[-1], alignment)
+        marks_offset = end + len(numels) + ballots
+        words = 0 if marks is None else len(numels) * marks.words
         return cls(
             shapes=tuple(map(tuple, shapes)),
             strides=tuple(map(tuple, strides)),
@@ -82,7 +120,9 @@ class Layout:
             offsets=tuple(offsets),
             flags_offset=end,
             ballots=ballots,
-            numel=round_up(end + len(numels) + ballots, alignment),
+            marks_offset=marks_offset,
+            numel=round_up(marks_offset + words, alignment),
+            marks=marks,
         )
 
     def part(self, first: int, last: int) -> Layout:
@@ -97,7 +137,9 @@ class Layout:
             offsets=self.offsets[first:last],
             flags_offset=self.flags_offset + first,
             ballots=0,
+            marks_offset=self.marks_offset + first * (self.marks.words if self.marks else 0),
             numel=self.numel,
+            marks=self.marks,
         )
 
     def encode_ballots(self, ballots: Sequence[int]) -> bytes:
@@ -148,6 +190,7 @@ class FlatBuffer:
             sum of many ones saturates in fp16 and bf16, but never becomes zero).
         ballots: view of the ballots, one element each: before the collective this rank's and
             zeros, afterwards all ranks'. Empty in a part.
+        marks: view of the marks, ``(n, words)``; without columns if there are none.
         views: one tensor per gradient in its place, with the gradient's own shape and strides.
         is_part: made by :meth:`part`; its flags are written with those of the whole.
         tables: device-side tables of the Triton kernels, made by them at their first launch.
@@ -160,6 +203,9 @@ class FlatBuffer:
         trailer = self.data[layout.flags_offset :]
         self.flags = trailer[: len(layout.numels)]
         self.ballots = trailer[len(layout.numels) :][: layout.ballots]
+        words = 0 if layout.marks is None else layout.marks.words
+        marks = self.data[layout.marks_offset :][: len(layout.numels) * words]
+        self.marks = marks.view(len(layout.numels), words)
         self.views: list[Tensor] = list(map(self.tensor_at, range(len(layout.numels))))
         self.is_part = False
         self.tables: Any = None
@@ -186,6 +232,7 @@ class FlatBuffer:
         part.layout = self.layout.part(first, last)
         part.flags = self.flags[first:last]
         part.ballots = self.ballots[:0]
+        part.marks = self.marks[first:last]
         part.views = self.views[first:last]
         part.is_part = True
         part.tables = None
@@ -215,6 +262,31 @@ class FlatBuffer:
     def poison(self) -> None:
         """Make NaN of all gradients."""
         self.payload.fill_(torch.nan)
+        self.mark(slice(None))
+
+    def mark(self, slots: int | slice) -> None:
+        """Say that the gradients of these slots are not finite on this rank, if anybody asks."""
+        if self.layout.marks is not None:
+            self.marks[slots, self.layout.marks.word] = self.layout.marks.bit
+
+    def marked(self) -> dict[int, list[int]]:
+        """Once reduced: the slots whose gradients are not finite, and on which ranks.
+
+        The host waits for the answer.
+        """
+        if not self.marks.any():
+            return {}
+        words = self.marks.to(torch.int64).tolist()
+        return {
+            slot: [
+                8 * place + bit
+                for place, word in enumerate(row)
+                for bit in range(8)
+                if word >> bit & 1
+            ]
+            for slot, row in enumerate(words)
+            if any(row)
+        }
 
     def check_factor(self, factor: Tensor) -> None:
         """Look at all of ``unflatten``'s factor but its value, which the host need not know.

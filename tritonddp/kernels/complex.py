@@ -27,6 +27,7 @@ class ComplexBuffer(FlatBuffer):
         self.payload = self.real.payload
         self.flags = self.real.flags
         self.ballots = self.real.ballots
+        self.marks = self.real.marks
         self._dtype = dtype
         self.views = list(map(self.tensor_at, range(len(layout.numels))))
         self.is_part = False
@@ -70,12 +71,15 @@ def on_real_parts(kernel: Callable[..., None]) -> Callable[..., None]:
 
 
 def _real_layout(layout: Layout) -> Layout:
+    flags_offset = 2 * layout.flags_offset
     return Layout(
         shapes=tuple((*shape, 2) for shape in layout.shapes),
         strides=tuple((*(2 * stride for stride in each), 1) for each in layout.strides),
         numels=tuple(2 * numel for numel in layout.numels),
         offsets=tuple(2 * offset for offset in layout.offsets),
-        flags_offset=2 * layout.flags_offset,
+        flags_offset=flags_offset,
         ballots=layout.ballots,
+        marks_offset=flags_offset + len(layout.numels) + layout.ballots,
         numel=2 * layout.numel,
+        marks=layout.marks,
     )

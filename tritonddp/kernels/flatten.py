@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tritonddp.kernels.buffer import FlatBuffer
+from tritonddp.kernels.buffer import FlatBuffer, Marks
 from tritonddp.kernels.launch import Launcher
 from tritonddp.kernels.table import DeviceTables
 
@@ -65,7 +65,17 @@ def narrow(x, TO: tl.constexpr, EMULATE: tl.constexpr):  # type: ignore[no-untyp
         return x.to(tl.float32).to(TO)
 
 
-@triton.jit(do_not_specialize=["slots", "trailer", "num_chunks", "flags_offset"])
+@triton.jit
+def are_finite(x):  # type: ignore[no-untyped-def]
+    """Whether all of the block ``x`` are: 1 or 0."""
+    return tl.min((tl.abs(x) < float("inf")).to(tl.int32), axis=0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("slots", "trailer", "num_chunks", "flags_offset", "marks_offset", "mark_words", "bit")
+    ]
+)
 def flatten_kernel(  # type: ignore[no-untyped-def]
     chunks,
     dynamic,
@@ -74,14 +84,21 @@ def flatten_kernel(  # type: ignore[no-untyped-def]
     trailer,
     num_chunks,
     flags_offset,
+    marks_offset,
+    mark_words,
+    bit,
     SOURCE: tl.constexpr,
     COMPUTE: tl.constexpr,
     BLOCK: tl.constexpr,
     FLAG_BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
+    MARK: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
     """One program a chunk, then one for each ``FLAG_BLOCK`` of the ``trailer`` flags and ballots.
+
+    With ``MARK`` a program whose numbers are not all finite, as it writes them, writes ``bit`` into
+    the mark of its gradient, which has ``mark_words`` words.
 
     The chunk's length is rounded down to 16 in the mask, or the compiler would not prove that 16
     bytes at a time are safe; the rest is a 16-wide tail. ``multiple_of`` is the only hint it
@@ -96,7 +113,8 @@ def flatten_kernel(  # type: ignore[no-untyped-def]
         tl.store(bucket + flags_offset + place, value, mask=place < trailer)
         return
     row = chunks + program.to(tl.int64) * 4
-    address = tl.load(dynamic + tl.load(row))
+    slot = tl.load(row)
+    address = tl.load(dynamic + slot)
     source = address.to(tl.pointer_type(SOURCE))
     if ALIGNED:
         source = tl.multiple_of(source, 16)
@@ -114,13 +132,22 @@ def flatten_kernel(  # type: ignore[no-untyped-def]
     inside = offsets < body
     x = tl.load(source + offsets, mask=offsets < (readable // 16) * 16, other=0.0)
     x = tl.where(present, widen(x, COMPUTE, EMULATE) * scale, 0.0)  # even if scale is inf or NaN
-    tl.store(target + offsets, narrow(x, wire, EMULATE), mask=inside)
+    x_out = narrow(x, wire, EMULATE)
+    tl.store(target + offsets, x_out, mask=inside)
+    if MARK:
+        finite = are_finite(widen(x_out, COMPUTE, EMULATE))
     if body < count:
         # New names: the compiler refuses to rebind one to another shape.
         rest = body + tl.arange(0, 16)
         y = tl.load(source + rest, mask=rest < readable, other=0.0)
         y = tl.where(present, widen(y, COMPUTE, EMULATE) * scale, 0.0)
-        tl.store(target + rest, narrow(y, wire, EMULATE), mask=rest < count)
+        y_out = narrow(y, wire, EMULATE)
+        tl.store(target + rest, y_out, mask=rest < count)
+        if MARK:
+            finite = tl.minimum(finite, are_finite(widen(y_out, COMPUTE, EMULATE)))
+    if MARK:
+        mark = narrow(bit.to(tl.float32).to(COMPUTE), wire, EMULATE)
+        tl.store(bucket + marks_offset + slot * mark_words, mark, mask=finite == 0)
 
 
 # Decided when @triton.jit runs, once for the process.
@@ -138,10 +165,12 @@ def flatten(
 ) -> None:
     """Write ``cast(scale * grad)`` of every gradient, used flags and ballots into ``flat``.
 
-    One launch on the current stream, which should be the one that produced the gradients.
+    One launch on the current stream, which should be the one that produced the gradients. Where the
+    layout has marks, they say which of the numbers that are written are not finite; they are
+    cleared before, in a small launch of their own.
 
     Args:
-        flat: the destination; gaps and everything behind the ballots stay as they are.
+        flat: the destination; gaps and what pads the trailer stay as they are.
         grads: one per slot, of one dtype, with the slot's shape and strides. ``None`` counts
             as zero. A gradient may be ``flat.views[i]`` itself: it is then scaled in place.
         used: one per slot; written to the trailer as 1 or 0.
@@ -161,19 +190,35 @@ def flatten(
     if trailer == 0:
         return
     source = wire if dtype is None else TRITON_DTYPES[dtype]
+    marks = flat.layout.marks
+    if marks is not None:
+        # No program can: others may have marked before it runs.
+        flat.marks.zero_()
     _launch(
         tables.num_chunks + -(-trailer // FLAG_BLOCK),
         (tables.chunks, tables.dynamic, flat.data),
-        (slots, trailer, tables.num_chunks, flat.layout.flags_offset),
+        (
+            slots,
+            trailer,
+            tables.num_chunks,
+            flat.layout.flags_offset,
+            *places_of(marks, flat.layout.marks_offset),
+        ),
         (
             source,
             compute_dtype(source, wire),
             tables.block,
             FLAG_BLOCK,
             tables.aligned,
+            marks is not None,
             INTERPRETED,
         ),
     )
+
+
+def places_of(marks: Marks | None, offset: int) -> tuple[int, int, int]:
+    """Where the word of this rank for the first gradient is, words to the next, this rank's bit."""
+    return (0, 0, 0) if marks is None else (offset + marks.word, marks.words, marks.bit)
 
 
 def compute_dtype(source: tl.dtype, wire: tl.dtype) -> tl.dtype:

@@ -16,16 +16,24 @@ from torch import Tensor
 
 from tritonddp.kernels.blocks import BY_BITS, UNFUSED, encode, error_of
 from tritonddp.kernels.buffer import FlatBuffer
-from tritonddp.kernels.flatten import FLAG_BLOCK, INTERPRETED, TRITON_DTYPES, widen
+from tritonddp.kernels.flatten import FLAG_BLOCK, INTERPRETED, TRITON_DTYPES, are_finite, widen
 from tritonddp.kernels.launch import Launcher
 from tritonddp.kernels.quantized_buffer import BLOCK, QuantizedBuffer
 from tritonddp.kernels.table import DeviceTables
 
 
+@triton.jit
+def mark_unless(finite, marks, parts, stride):  # type: ignore[no-untyped-def]
+    """Write 1 to ``marks``, which is a mark in the first part, and into all other parts."""
+    if finite == 0:
+        for part in tl.range(0, parts):
+            tl.store(marks + tl.cast(part, tl.int64) * stride, 1)
+
+
 @triton.jit(
     do_not_specialize=[
         *("slots", "trailer", "own_ballot", "scale_place", "quantized_chunks", "num_chunks"),
-        *("part_blocks", "exact_offset", "part_bytes", "stride"),
+        *("part_blocks", "exact_offset", "part_bytes", "stride", "marks_offset", "parts"),
     ]
 )
 def quantize_kernel(  # type: ignore[no-untyped-def]
@@ -43,12 +51,15 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     exact_offset,
     part_bytes,
     stride,
+    marks_offset,
+    parts,
     SOURCE: tl.constexpr,
     BLOCK: tl.constexpr,
     FLAG_BLOCK: tl.constexpr,
     FP8: tl.constexpr,
     FEEDBACK: tl.constexpr,
     ALIGNED: tl.constexpr,
+    MARK: tl.constexpr,
     BY_BITS: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
@@ -92,12 +103,18 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
         y = widen(tl.load(source + line, mask=line < body, other=0.0), tl.float32, EMULATE)
         y = tl.where(present, y * scale, 0.0)  # even if scale is inf or NaN
         tl.store(target + line, y, mask=line < (count // 16) * 16)
+        if MARK:
+            finite = are_finite(y)
         if (count // 16) * 16 < count:
             # New names: the compiler refuses to rebind one to another shape.
             rest = (count // 16) * 16 + tl.arange(0, 16)
             z = tl.load(source + rest, mask=rest < readable, other=0.0)
             z = tl.where(present, widen(z, tl.float32, EMULATE) * scale, 0.0)
             tl.store(target + rest, z, mask=rest < count)
+            if MARK:
+                finite = tl.minimum(finite, are_finite(z))
+        if MARK:
+            mark_unless(finite, message + marks_offset + slot, parts, stride)
         return
 
     blocks = tl.arange(0, BLOCK // 256)
@@ -121,6 +138,8 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     tl.store(numbers + places, code, mask=there[:, None])
     scales = (begin + part_blocks.to(tl.int64) * 256).to(tl.pointer_type(tl.float32))
     tl.store(scales + place + blocks, block_scale, mask=there)
+    if MARK:
+        mark_unless(are_finite(block_scale), message + marks_offset + slot, parts, stride)
 
 
 _launch = Launcher(quantize_kernel, **UNFUSED)
@@ -179,6 +198,9 @@ def quantize(
     if programs == 0:
         return
     residuals = flat.residuals
+    has_marks = layout.has_marks
+    if has_marks:
+        flat.clear_marks()  # no program can: others may have marked before it runs
     _launch(
         programs,
         (
@@ -198,6 +220,8 @@ def quantize(
             layout.exact_offset,
             layout.part_bytes,
             layout.stride,
+            layout.marks_offset + flat.first_slot,
+            layout.world_size,
         ),
         (
             tl.float32 if dtype is None else TRITON_DTYPES[dtype],
@@ -206,6 +230,7 @@ def quantize(
             flat.numbers is not torch.int8,
             residuals is not None,
             tables.aligned,
+            has_marks,
             BY_BITS,
             INTERPRETED,
         ),

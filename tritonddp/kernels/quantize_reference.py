@@ -131,7 +131,8 @@ def quantize(
 
     Quantised gradients with what quantisation has left out of them before, ``residuals.sent``,
     which becomes what it leaves out now. The residual of a slot that is not ``used`` is not sent
-    and stays as it is, and so is that of a block which becomes NaN.
+    and stays as it is, and so is that of a block which becomes NaN. Where the layout has marks,
+    they say which gradients have such a block, or an exact number that is not finite.
 
     Args:
         flat: the destination. A part of a buffer writes no trailer.
@@ -157,6 +158,8 @@ def quantize(
     for piece in plan.exact:
         target = flat.outgoing.exact[piece.part, piece.place :][: piece.numel]
         _gather(target, [target], [piece], sources, flat.first_slot, scale)
+    if flat.layout.marks is not None:
+        _mark(flat, plan)
     if not flat.is_part:
         flat.write_trailer(used, encoded)
 
@@ -172,7 +175,7 @@ def reduce_parts(flat: QuantizedBuffer) -> None:
     Args:
         flat: a whole buffer, ``received`` from all ranks. On a GPU one launch.
     """
-    numbers, scales, exact, trailers = flat.incoming
+    numbers, scales, exact, trailers, _ = flat.incoming
     residuals = flat.residuals
     owned = flat.message_layout.owned_blocks(flat.rank)
     for first in range(0, owned, _BLOCKS):
@@ -227,7 +230,7 @@ def put_together(flat: QuantizedBuffer, factor: Tensor | None = None) -> None:
         flat.check_factor(factor)
         multiplier = factor.item()
     layout = flat.message_layout
-    numbers, scales, exact, _ = flat.result
+    numbers, scales, exact, _, _ = flat.result
     for part in range(layout.world_size):
         begin = part * layout.part_blocks
         for first in range(0, layout.owned_blocks(part), _BLOCKS):
@@ -269,6 +272,21 @@ def _quantize_chunk(
         flat.outgoing.scales[chunk.part, rows],
     )
     _encode(values, other, numbers, scales, residual, kept)
+
+
+def _mark(flat: QuantizedBuffer, plan: _Plan) -> None:
+    """Mark gradients that are not finite."""
+    flat.clear_marks()
+    for chunk in plan.chunks:
+        broken = flat.outgoing.scales[chunk.part, chunk.first : chunk.last].isnan()
+        if broken.any():
+            for piece in chunk.pieces:
+                first = piece.place - chunk.first
+                if broken[first : first - (-piece.numel // BLOCK)].any():
+                    flat.mark(piece.slot - flat.first_slot)
+    for piece in plan.exact:
+        if not flat.outgoing.exact[piece.part, piece.place :][: piece.numel].isfinite().all():
+            flat.mark(piece.slot - flat.first_slot)
 
 
 def _gather(

@@ -8,12 +8,13 @@ Of W ranks each owns one part of the blocks, and of the exact elements: it sums 
 it of them, and sends the sum to all. So the message of a rank to all others has W equal parts::
 
     part p      | numbers: 256 Bp bytes | scales: 4 Bp, pad to 16 | exact: 4 Ep | trailer, pad |
-    trailer     | flag 0 .. flag n-1 | this rank's ballot |                     (a byte each)
+    trailer     | flag 0 .. flag n-1 | this rank's ballot | mark 0 .. mark n-1 |  (a byte each)
 
     Bp = ceil(blocks / W)        Ep = ceil(exact elements / W), up to a multiple of 16
 
 and what each rank sends to all after that is such a part of sums, without the trailer. The trailer
-is the same in each part, so that every rank gets those of all. Padding has no meaning.
+is the same in each part, so that every rank gets those of all. A mark is 1 where the gradient is
+not finite on this rank; there are none if nobody looks. Padding has no meaning.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class MessageLayout:
         blocks: number of blocks of all gradients.
         exact: number of exact elements of all gradients, and of what aligns them.
         ballot: bytes of the ballot of one rank.
+        has_marks: whether the trailer has marks.
     """
 
     world_size: int
@@ -80,10 +82,16 @@ class MessageLayout:
     blocks: int
     exact: int
     ballot: int
+    has_marks: bool = False
 
     @classmethod
     def of(
-        cls, numels: Sequence[int], quantized: Sequence[bool], world_size: int, ballots: int = 0
+        cls,
+        numels: Sequence[int],
+        quantized: Sequence[bool],
+        world_size: int,
+        ballots: int = 0,
+        has_marks: bool = False,
     ) -> MessageLayout:
         """Lay gradients of so many elements out; ``ballots`` are bytes, those of all ranks."""
         places, blocks, exact = [], 0, 0
@@ -102,6 +110,7 @@ class MessageLayout:
             blocks=blocks,
             exact=exact,
             ballot=ballots // world_size,
+            has_marks=has_marks,
         )
 
     @cached_property
@@ -132,7 +141,12 @@ class MessageLayout:
     @cached_property
     def trailer_bytes(self) -> int:
         """Bytes of a trailer, what pads it included."""
-        return round_up(len(self.numels) + self.ballot, 16)
+        return round_up(self.marks_offset + len(self.numels) * self.has_marks - self.part_bytes, 16)
+
+    @property
+    def marks_offset(self) -> int:
+        """Byte of a part at which its marks begin."""
+        return self.part_bytes + len(self.numels) + self.ballot
 
     @cached_property
     def stride(self) -> int:
@@ -175,12 +189,14 @@ class Sections(NamedTuple):
         scales: ``(rows, Bp)``, fp32. A NaN makes the block one; 0 a block of zeros.
         exact: ``(rows, Ep)``, fp32.
         trailers: ``(rows, n + bytes of a ballot)``, uint8; no columns in gathered sums.
+        marks: ``(rows, n)``, uint8; no columns in gathered sums, or where there are none.
     """
 
     numbers: Tensor
     scales: Tensor
     exact: Tensor
     trailers: Tensor
+    marks: Tensor
 
 
 @dataclass
@@ -278,6 +294,7 @@ class QuantizedBuffer(FlatBuffer):
         data: fp32, one gradient behind the other, quantised ones first, each from a multiple of
             256 on. Elements between them have no meaning. On a GPU it is the message.
         flags, ballots: fp32, after ``reduce_parts``; see :class:`FlatBuffer`.
+        marks: uint8 ``(n, W)``, once received: of each rank.
         views: on the CPU only.
     """
 
@@ -295,7 +312,8 @@ class QuantizedBuffer(FlatBuffer):
         if dtype is not torch.float32:
             raise ValueError(f"a quantised buffer is of torch.float32, not {dtype}")
         size, slots = world_size, len(layout.numels)
-        message = MessageLayout.of(layout.numels, quantized, size, layout.ballots)
+        has_marks = layout.marks is not None
+        message = MessageLayout.of(layout.numels, quantized, size, layout.ballots, has_marks)
         self.message_layout = message
         self.layout = _layout_of_data(layout, message)
         self.rank = rank
@@ -313,6 +331,7 @@ class QuantizedBuffer(FlatBuffer):
         trailer = torch.zeros(slots + layout.ballots, dtype=dtype, device=device)
         self.flags = trailer[:slots]
         self.ballots = trailer[slots:]
+        self.marks = self.incoming.marks.T
         self.views: list[Tensor] = []
         self.data = self.message
         if device.type == "cpu":
@@ -329,12 +348,13 @@ class QuantizedBuffer(FlatBuffer):
         rows = parts.view(size, parts.numel() // size)
         words = parts.view(torch.float32).view(size, rows.shape[1] // 4)
         scales, exact = layout.scales_offset // 4, layout.exact_offset // 4
-        trailer = layout.part_bytes, layout.part_bytes + len(layout.numels) + layout.ballot
+        marks = rows[:, layout.marks_offset :]
         return Sections(
             rows[:, : layout.scales_offset].view(self.numbers).view(size, blocks, BLOCK),
             words[:, scales : scales + blocks],
             words[:, exact : exact + layout.part_exact],
-            rows[:, trailer[0] : trailer[1]],
+            rows[:, layout.part_bytes : layout.marks_offset],
+            marks[:, : len(layout.numels) * layout.has_marks],
         )
 
     def part(self, first: int, last: int) -> QuantizedBuffer:
@@ -365,6 +385,27 @@ class QuantizedBuffer(FlatBuffer):
         """See :meth:`FlatBuffer.poison`. Residuals stay as they are."""
         self.outgoing.scales.fill_(torch.nan)
         self.outgoing.exact.fill_(torch.nan)
+        self.mark(slice(None))
+
+    def mark(self, slots: int | slice) -> None:
+        """See :meth:`FlatBuffer.mark`."""
+        if isinstance(slots, int):
+            slots = slice(self.first_slot + slots, self.first_slot + slots + 1)
+        self.outgoing.marks[:, slots] = 1
+
+    def clear_marks(self) -> None:
+        """No gradient, of this part of a buffer, is known not to be finite."""
+        self.outgoing.marks[:, self.first_slot :][:, : len(self.layout.numels)] = 0
+
+    def marked(self) -> dict[int, list[int]]:
+        """See :meth:`FlatBuffer.marked`."""
+        if not self.marks.any():
+            return {}
+        return {
+            slot: [rank for rank, mark in enumerate(row) if mark]
+            for slot, row in enumerate(self.marks.tolist())
+            if any(row)
+        }
 
 
 def _layout_of_data(layout: Layout, message: MessageLayout) -> Layout:
@@ -380,5 +421,7 @@ def _layout_of_data(layout: Layout, message: MessageLayout) -> Layout:
         ),
         flags_offset=end,
         ballots=layout.ballots,
+        marks_offset=end,
         numel=end,
+        marks=layout.marks,
     )

@@ -5,6 +5,7 @@ Same names, same signatures and the same bits as ``flatten.py`` and ``unflatten.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from operator import is_
 from types import NoneType
@@ -52,6 +53,8 @@ def flatten(
         scale: factor, applied in :func:`compute_dtype` before the cast to the wire dtype.
         ballots: as many as the layout has, in 0..255; none for a part of a buffer.
 
+    Where the layout has marks, they say which of the numbers that are written are not finite.
+
     Raises:
         ValueError: the ballots are not as many as the layout's, or not in 0..255.
     """
@@ -74,8 +77,25 @@ def flatten(
                 torch.mul(grad, scale, out=view)
             else:  # torch would make room for it
                 raise RuntimeError("a gradient is not of the size that the buffer was made for")
+    if flat.layout.marks is not None:
+        _mark(flat)
     if not flat.is_part:
         flat.write_trailer(used, encoded)
+
+
+def _mark(flat: FlatBuffer) -> None:
+    """Mark gradients that are not finite, while they are in the cache."""
+    flat.marks.zero_()
+    layout = flat.layout
+    if not layout.numels:
+        return
+    # A sum is not finite if a term is not. The opposite is not true: then each is looked at.
+    if not math.isfinite(
+        flat.data[layout.offsets[0] : layout.offsets[-1] + layout.numels[-1]].sum()
+    ):
+        for slot, view in enumerate(flat.views):
+            if not view.isfinite().all():
+                flat.mark(slot)
 
 
 def unflatten(
