@@ -50,13 +50,20 @@ def variants(architecture: str) -> Iterator[dict]:
             "aligned": aligned,
             "feedback": feedback,
         }
-        compiled = compile_as_launched(
-            quantize._launch,
-            target,
-            {"chunks": "*i64", "dynamic": "*i64", "message": "*u8", "residuals": "*fp32"},
-            {**shared, "SOURCE": dtype, "FLAG_BLOCK": FLAG_BLOCK, "FEEDBACK": feedback},
-        )
-        yield {**facts, "kernel": "quantize", **facts_of(compiled, target)}
+        for marks in (False, True) if aligned and feedback else (False,):
+            compiled = compile_as_launched(
+                quantize._launch,
+                target,
+                {"chunks": "*i64", "dynamic": "*i64", "message": "*u8", "residuals": "*fp32"},
+                {
+                    **shared,
+                    "SOURCE": dtype,
+                    "FLAG_BLOCK": FLAG_BLOCK,
+                    "FEEDBACK": feedback,
+                    "MARK": marks,
+                },
+            )
+            yield {**facts, "kernel": "quantize", "marks": marks, **facts_of(compiled, target)}
         if feedback:
             compiled = compile_as_launched(
                 dequantize._launch,

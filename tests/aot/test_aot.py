@@ -24,7 +24,8 @@ BLOCK = 2048
 
 # Most registers a thread may take, by (aligned, fp64 on either side). Measured with Triton 3.6.0,
 # 3.7.1 and 3.9.0, most of all four architectures: 32, 48, 40 and 54. NVIDIA allots 8 at a time, so
-# that anything above the next multiple of 8 costs occupancy.
+# that anything above the next multiple of 8 costs occupancy. (With marks it may be what misaligned
+# gradients take: with 3.7.1 it is 37 for bf16 that becomes fp32, 32 for most others.)
 REGISTERS = {(True, False): 32, (True, True): 48, (False, False): 40, (False, True): 56}
 
 
@@ -88,11 +89,12 @@ def test_aligned_kernels_move_16_bytes_at_a_time(compiled, architecture):
     wrong = []
     for variant in of(compiled, architecture):
         loaded, stored = sides(variant)
-        # Loads of the tables may be wide as well; stores are the body, the tail and the flags.
+        # Loads of the tables may be wide as well; stores are the body, the tail and the flags,
+        # and a mark.
         if variant["aligned"] and (
             variant["loads"].count(16) < wide(loaded, architecture)
             or variant["stores"].count(16) != wide(stored, architecture)
-            or len(variant["stores"]) > wide(stored, architecture) + 2
+            or len(variant["stores"]) > wide(stored, architecture) + 2 + variant["marks"]
         ):
             wrong.append(variant)
     assert not wrong, report(wrong)
@@ -124,7 +126,8 @@ def test_nothing_is_spilled_and_registers_stay_under_the_cap(compiled, architect
         variant
         for variant in of(compiled, architecture)
         if variant["spilled"]
-        or variant["registers"] > REGISTERS[variant["aligned"], "fp64" in sides(variant)]
+        or variant["registers"]
+        > REGISTERS[variant["aligned"] and not variant["marks"], "fp64" in sides(variant)]
     ]
     assert not wrong, report(wrong)
 
@@ -132,3 +135,11 @@ def test_nothing_is_spilled_and_registers_stay_under_the_cap(compiled, architect
 def test_all_pairs_of_dtypes_compile_for_sm_90(compiled):
     pairs = {(v["kernel"], v["grad"], v["wire"], v["aligned"]) for v in of(compiled, "sm_90")}
     assert len(pairs) == 2 * 16 * 2
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_only_a_kernel_that_marks_looks_whether_numbers_are_finite(compiled, architecture):
+    flattens = [v for v in of(compiled, architecture) if v["kernel"] == "flatten"]
+    assert {v["marks"] for v in flattens} == {True, False}
+    wrong = [v for v in flattens if v["reduces"] != (2 if v["marks"] else 0)]
+    assert not wrong, report(wrong)

@@ -44,9 +44,12 @@ def test_quantize_moves_16_bytes_at_a_time(compiled, architecture):
         residuals = fp32 if variant["feedback"] else 0
         stores = sorted(variant["stores"])
         expected = [16] * (residuals + fp32) + [bytes_of_numbers(architecture)]
-        # And a byte of the trailer, a scale, and the tail of exact gradients.
-        if variant["loads"].count(16) < gradients + residuals or stores != sorted(
-            [1, 4, 4, *expected]
+        # And a byte of the trailer, a scale, and the tail of exact gradients; and a mark of either.
+        marks = [byte for byte in stores if byte == 1][1:]
+        if (
+            variant["loads"].count(16) < gradients + residuals
+            or stores != sorted([1, 4, 4, *expected, *marks])
+            or bool(marks) != variant["marks"]
         ):
             wrong.append(variant)
     assert not wrong, shown(wrong)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tritonddp.kernels.buffer import FlatBuffer, Layout
+from tritonddp.kernels.buffer import FlatBuffer, Layout, Marks
 
 GUARD = 64  # elements; a multiple of 16 bytes in every dtype
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -127,9 +127,11 @@ def embedded_flat(
     wire: torch.dtype,
     device: str = "cpu",
     ballots: int = 0,
+    marks: Marks | None = None,
 ) -> tuple[FlatBuffer, Arena]:
     """A flat buffer full of poison, gaps and trailer too, in an arena."""
-    layout = Layout.of([shape for shape, _ in slots], [stride for _, stride in slots], 16, ballots)
+    shapes, strides = [shape for shape, _ in slots], [stride for _, stride in slots]
+    layout = Layout.of(shapes, strides, 16, ballots, marks)
     flat = FlatBuffer(layout, wire, torch.device(device))
     arena = Arena(layout.numel, wire, device=device)
     flat.data = arena.inside()
@@ -137,6 +139,8 @@ def embedded_flat(
     ballots_offset = layout.flags_offset + len(slots)
     flat.flags = flat.data[layout.flags_offset : ballots_offset]
     flat.ballots = flat.data[ballots_offset : ballots_offset + ballots]
+    words = 0 if marks is None else marks.words
+    flat.marks = flat.data[layout.marks_offset :][: len(slots) * words].view(len(slots), words)
     flat.views = [
         flat.data.as_strided(shape, stride, arena.start + offset)
         for shape, stride, offset in zip(layout.shapes, layout.strides, layout.offsets, strict=True)
@@ -145,10 +149,10 @@ def embedded_flat(
 
 
 def assert_gaps_intact(flat: FlatBuffer) -> None:
-    """Nothing but slots, flags and ballots was written."""
+    """Nothing but slots, flags, ballots and marks was written."""
     layout, poison = flat.layout, POISON[flat.data.element_size()]
     gap = torch.ones(layout.numel, dtype=torch.bool)
     for offset, numel in zip(layout.offsets, layout.numels, strict=True):
         gap[offset : offset + numel] = False
-    gap[layout.flags_offset :][: len(layout.numels) + layout.ballots] = False
+    gap[layout.flags_offset : layout.marks_offset + flat.marks.numel()] = False
     assert (raw(flat.data).cpu()[gap] == poison).all(), "a gap of the flat buffer was written"

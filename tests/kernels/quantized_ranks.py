@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tritonddp.gradient_layout import gradient_strides
 from tritonddp.kernels import quantize_reference
-from tritonddp.kernels.buffer import Layout
+from tritonddp.kernels.buffer import Layout, Marks
 from tritonddp.kernels.quantized_buffer import MessageLayout, QuantizedBuffer, Residuals
 
 CPU = torch.device("cpu")
@@ -24,15 +24,21 @@ def quantized_buffers(
     feedback: bool = True,
     ballot: int = 3,
     device: torch.device = CPU,
+    has_marks: bool = False,
 ) -> list[QuantizedBuffer]:
     """The buffer of each rank for gradients like these, with ``ballot`` bytes for each rank's."""
-    layout = Layout.of(
-        [tensor.shape for tensor in like],
-        [gradient_strides(tensor) for tensor in like],
-        1,
-        ballot * world_size,
-    )
-    message = MessageLayout.of(layout.numels, quantized, world_size, layout.ballots)
+    layouts = [
+        Layout.of(
+            [tensor.shape for tensor in like],
+            [gradient_strides(tensor) for tensor in like],
+            1,
+            ballot * world_size,
+            Marks(rank, world_size) if has_marks else None,
+        )
+        for rank in range(world_size)
+    ]
+    numels, ballots = layouts[0].numels, layouts[0].ballots
+    message = MessageLayout.of(numels, quantized, world_size, ballots, has_marks)
     return [
         QuantizedBuffer(
             layout,
@@ -44,7 +50,7 @@ def quantized_buffers(
             world_size,
             Residuals.zeros(message, rank, device) if feedback else None,
         )
-        for rank in range(world_size)
+        for rank, layout in enumerate(layouts)
     ]
 
 

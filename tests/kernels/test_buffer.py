@@ -7,7 +7,9 @@ import torch
 from poisoned import assert_gaps_intact, dense, embedded_flat, raw
 
 from tritonddp.kernels import reference
-from tritonddp.kernels.buffer import DTYPES, FlatBuffer, Layout
+from tritonddp.kernels.buffer import DTYPES, FlatBuffer, Layout, Marks
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("alignment", [1, 16])
@@ -76,3 +78,34 @@ def test_the_reference_leaves_the_trailer_to_the_whole_of_which_it_flattens_a_pa
     assert torch.equal(raw(flat.data[flat.layout.flags_offset :]), before)
     flat.write_trailer([True, True], [1, 2, 3])
     assert flat.data[flat.layout.flags_offset :][:5].tolist() == [1, 1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("wire", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 2, 8, 9, 20])
+def test_marks_of_all_ranks_are_in_their_sum(size, wire):
+    found = {0: [0], 2: list(range(size)), 3: [size - 1]}
+    shapes, strides = [(3,), (4,), (5,), ()], [(1,), (1,), (1,), ()]
+    total = None
+    for rank in range(size):
+        layout = Layout.of(shapes, strides, 16, 7, Marks(rank, size))
+        flat = FlatBuffer(layout, wire, torch.device("cpu"))
+        flat.write_trailer([True] * 4, [255] * 7)
+        assert flat.marked() == {}
+        for slot, ranks in found.items():
+            if rank in ranks:
+                flat.mark(slot)
+        total = flat.data if total is None else total.add_(flat.data)
+    flat.data.copy_(total)
+    assert flat.marked() == found
+    part = flat.part(2, 4)
+    assert part.marked() == {0: found[2], 1: found[3]}
+    assert part.layout.marks_offset == layout.marks_offset + 2 * Marks(0, size).words
+
+
+def test_a_poisoned_buffer_is_marked():
+    flat = FlatBuffer(Layout.of([(3,)] * 2, [(1,)] * 2, 1, 0, Marks(9, 12)), torch.float32, CPU)
+    flat.poison()
+    assert flat.marked() == {0: [9], 1: [9]}
+    unmarked = FlatBuffer(Layout.of([(3,)], [(1,)], 1), torch.float32, CPU)
+    unmarked.poison()
+    assert unmarked.marked() == {}
