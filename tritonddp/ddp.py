@@ -132,7 +132,7 @@ class DistributedDataParallel(
             ``RuntimeWarning`` at the end of the backward, on every rank alike, with the names of
             the parameters and the ranks. ``.grad`` holds the means by then, and training may go on.
             On a GPU the host waits there for the reduction. Optimizers in the backward have made
-            their steps.
+            their steps, and a rank that has run out of inputs inside :meth:`join` only warns.
 
     Attributes:
         module: the wrapped module.

@@ -61,11 +61,12 @@ class FiniteCheck:
                 self._travels_in_fp16 |= bucket.flat.data.dtype is torch.float16
 
     @contextmanager
-    def telling(self, where: Callable[[], str]) -> Iterator[None]:
+    def telling(self, where: Callable[[], str], raises: bool = True) -> Iterator[None]:
         """Context: a reduction. What :meth:`look_at` finds inside is told at the end.
 
         Args:
             where: this rank and step.
+            raises: as ``mode`` says; otherwise it warns at most.
 
         Raises:
             FloatingPointError: something is not finite, on every rank, and ``mode`` is ``"raise"``.
@@ -75,7 +76,7 @@ class FiniteCheck:
         if not self._found:
             return
         message = self._message(where())
-        if self.mode == "raise":
+        if self.mode == "raise" and raises:
             raise FloatingPointError(message)
         warnings.warn(message, RuntimeWarning, stacklevel=2)
 

@@ -213,7 +213,8 @@ class InStep(ReducerState):
         self.counters.reductions += 1
         self.arrangement.reduction_begins()
         self._begin_reduction(source, _NOTHING, self._roster.structure)
-        with self._finite.telling(self._where):
+        # A rank that follows goes on: there is no backward here that a user could repeat.
+        with self._finite.telling(self._where, raises=False):
             with torch.no_grad(), self._naming_disagreements():
                 unused = [False] * len(self.placement.params)
                 reduce_at_once(self.placement, self._reduction, unused)

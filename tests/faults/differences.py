@@ -34,6 +34,7 @@ MODULES: dict[str, Callable[[Program], nn.Module]] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "other bucket sizes": {"bucket_cap_mb": 1},
     "compressed on one rank": {"compression": "int8"},
+    "checked on one rank": {"check_finite": "warn"},
 }
 
 # What it does when it has wrapped its module.

@@ -223,7 +223,7 @@ class Program:
             return True
         except Behind:
             return True
-        except RuntimeError as error:
+        except (RuntimeError, FloatingPointError) as error:
             self.seen.errors.append((step, str(error)))
             return self.fault.goes_on
         if self.is_right(ddp, step):

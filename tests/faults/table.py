@@ -78,6 +78,7 @@ class Fault:
 VIEWS = (("gradient_as_bucket_view", True),)
 INT8 = (("compression", "int8"),)
 AUTO = (("compression", "auto"),)
+CHECKED = (("check_finite", "raise"),)
 
 
 def _lost(kind: str, *rows: tuple[Any, ...]) -> list[Fault]:
@@ -98,6 +99,10 @@ def _differ(*rows: tuple[str, int, int, bool, str]) -> list[Fault]:
         Fault("differ", at, ranks, victim, says=says, goes_on=goes_on)
         for at, ranks, victim, goes_on, says in rows
     ]
+
+
+def _not_finite(name: str, rank: int) -> str:
+    return rf"NaN or Inf in the gradients of '{name}' \(bucket \d\) on rank {rank}\. So"
 
 
 FAULTS = {
@@ -252,6 +257,17 @@ FAULTS = {
             ("weighted", 2, 1),
             ("backward inside join", 2, 0),
             ("between buckets", 3, 1, INT8),
+            ("between buckets", 3, 1, CHECKED, _not_finite("layers.1.weight", 1)),
+            ("last gradient", 2, 0, CHECKED + VIEWS, _not_finite("layers.0.weight", 0)),
+            ("between buckets", 4, 3, CHECKED + INT8, _not_finite("layers.1.weight", 3)),
+            ("weighted", 2, 1, CHECKED, _not_finite("layers.1.weight", 1)),
+        ),
+        Fault(
+            "differ",
+            "checked on one rank",
+            2,
+            1,
+            says="option 'check_finite': rank 0 has none of this name, rank 1 has 'warn'",
         ),
     ]
 }

@@ -166,6 +166,6 @@ def _after_others(fault: Fault, rank: int, seen: dict[str, Any]) -> list[str]:
     if not (fault.at == "one more backward" and rank == fault.victim):  # which leaves one out
         found += [f"step {step} is missing" for step in range(len(steps)) if step not in steps]
     found += [f"NaN at step {step}" for step in seen["nan"] if int(step) != STRUCK_AT]
-    if fault.kind == "nan" and len(seen["nan"].get(str(STRUCK_AT), ())) != 1:
+    if fault.kind == "nan" and not fault.says and len(seen["nan"].get(str(STRUCK_AT), ())) != 1:
         found.append(f"NaN in {seen['nan']}, not in one parameter")
     return found
