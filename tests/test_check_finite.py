@@ -1,0 +1,296 @@
+"""``check_finite``: every rank hears of NaN and Inf in anybody's gradients, by name."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_on_all_ranks, gather, ranks
+from distributed import recorded_collectives as recorded
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from tritonddp import DistributedDataParallel
+
+WAYS: dict[str, dict[str, Any]] = {
+    "copies": {},
+    "views": {"gradient_as_bucket_view": True},
+    "lazy": {"lazy_bucket_allocation": True},
+    "bf16": {"reduce_dtype": torch.bfloat16},
+    "int8": {"compression": "int8"},
+    "fp8": {"compression": "fp8"},
+}
+SMALL = {"bucket_cap_mb": 0.01}  # several buckets
+
+
+def net(**options: Any) -> tuple[nn.Sequential, DistributedDataParallel]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 40), nn.Linear(40, 3))
+    return module, DistributedDataParallel(module, **{"check_finite": "raise", **SMALL, **options})
+
+
+def spoiled(loss: Tensor, gradients: dict[Tensor, float]) -> Tensor:
+    """A loss whose backward adds these numbers to the gradients of these parameters."""
+    for param, number in gradients.items():
+        # In one element: the gradient of this is 1 there, and of what it is multiplied with.
+        loss = loss + param.view(-1)[-1] * number
+    return loss
+
+
+def outcome(loss: Tensor) -> str:
+    try:
+        loss.backward()
+    except FloatingPointError as error:
+        return str(error)
+    return "nothing"
+
+
+def found(text: str) -> dict[str, str]:
+    """The first name of each group, and the ranks."""
+    return dict(re.findall(r"'([\w.]+)'[^(]*\(bucket \d+\) on (ranks? [^.;]+)", text))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@ranks(3)
+def test_every_rank_names_the_parameters_and_the_ranks(way: str) -> None:
+    module, ddp = net(**WAYS[way])
+    rank = dist.get_rank()
+    first, last = module[0].weight, module[2].bias
+    plans: list[dict[int, dict[Tensor, float]]] = [
+        {},
+        {1: {first: math.nan}},
+        {0: {last: math.inf}, 2: {last: -math.inf, first: math.inf}},
+        {},
+    ]
+    for step, plan in enumerate(plans, start=1):
+        ddp.zero_grad()
+        torch.manual_seed(10 * step + rank)
+        loss = ddp(torch.randn(4, 40)).square().mean()
+        said = outcome(spoiled(loss, plan.get(rank, {})))
+        texts = gather(said)
+        if not plan:
+            assert texts == ["nothing"] * 3
+        else:
+            assert said.startswith(f"rank {rank}, step {step}: NaN or Inf in the gradients of ")
+            assert len({text.partition(", ")[2] for text in texts}) == 1
+        expected = {
+            1: {},
+            2: {"0.weight": "rank 1"},
+            3: {"0.weight": "rank 2", "2.bias": "ranks 0 and 2"},
+            4: {},
+        }
+        assert found(said) == expected[step]
+        spoilt = {param for each in plan.values() for param in each}
+        for param in module.parameters():
+            assert param.grad is not None
+            assert param.grad.isfinite().all() == (param not in spoilt)
+        assert_same_on_all_ranks([param.grad for param in module.parameters()])
+
+
+@ranks(2)
+def test_a_warning_leaves_the_backward_alone() -> None:
+    module, ddp = net(check_finite="warn")
+    loss = ddp(torch.randn(4, 40)).sum()
+    with pytest.warns(RuntimeWarning, match=r"rank \d, step 1: NaN or Inf .*'1.bias'.* on rank 1"):
+        spoiled(loss, {module[1].bias: math.nan} if dist.get_rank() == 1 else {}).backward()
+    assert module[1].bias.grad is not None
+    assert module[1].bias.grad.isnan().any()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ddp.zero_grad()
+        ddp(torch.randn(4, 40)).sum().backward()
+
+
+@ranks(2)
+def test_it_takes_neither_a_launch_nor_a_collective_more() -> None:
+    def counted(**options: Any) -> tuple[int, int, int, int]:
+        module, ddp = net(check_finite=None)
+        if options:
+            module, ddp = net(**options)
+        loss = spoiled(ddp(torch.randn(4, 40)).sum(), {module[0].weight: math.inf})
+        with recorded() as calls:
+            outcome(loss)
+        counters = ddp.reducer.counters
+        trailers = sum(len(bucket.params) for bucket in ddp.reducer.buckets)
+        sizes = sum(bucket.nbytes for bucket in ddp.reducer.buckets)
+        return (
+            len(calls),
+            counters.flattens,
+            counters.unflattens,
+            sizes - 4 * bool(options) * (trailers),
+        )
+
+    assert counted() == counted(check_finite="raise")
+
+
+@ranks(2)
+def test_a_grad_scaler_skips_the_same_steps_on_all_ranks() -> None:
+    module, ddp = net(check_finite="warn")
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=2)
+    skipped = []
+    for step in range(6):
+        optimizer.zero_grad()
+        before = module[0].weight.detach().clone()
+        loss = scaler.scale(ddp(torch.randn(4, 40)).square().mean())
+        is_bad = step in (1, 4) and dist.get_rank() == step % 2
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            spoiled(loss, {module[2].weight: math.inf} if is_bad else {}).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert ["NaN or Inf" in str(each.message) for each in caught] == [True] * (step in (1, 4))
+        skipped.append(torch.equal(before, module[0].weight))
+        assert len(set(gather(scaler.get_scale()))) == 1
+        assert_same_on_all_ranks(list(module.parameters()))
+    assert skipped == [step in (1, 4) for step in range(6)]
+
+
+@ranks(2)
+def test_behind_a_communication_hook() -> None:
+    module, ddp = net()
+    ddp.register_comm_hook(None, allreduce_hook)
+    for step in range(3):
+        ddp.zero_grad()
+        loss = ddp(torch.randn(4, 40)).sum()
+        bad = {module[1].weight: math.nan} if step == 1 and dist.get_rank() == 0 else {}
+        assert found(outcome(spoiled(loss, bad))) == ({"1.weight": "rank 0"} if step == 1 else {})
+
+
+class Kinds(nn.Module):
+    """A sparse, a complex, an fp64 and an fp32 parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4, sparse=True)
+        self.wave = nn.Parameter(torch.ones(5, dtype=torch.complex64))
+        self.wide = nn.Parameter(torch.ones(5, dtype=torch.float64))
+        self.narrow = nn.Parameter(torch.ones(5))
+
+    def forward(self, factors: dict[str, float]) -> Tensor:
+        wave = self.wave.real * factors.get("real", 1.0) + self.wave.imag * factors.get("imag", 1.0)
+        return (
+            self.table(torch.tensor([1, 7])).sum() * factors.get("table", 1.0)
+            + wave.sum()
+            + (self.wide * factors.get("wide", 1.0)).sum()
+            + (self.narrow * factors.get("narrow", 1.0)).sum()
+        )
+
+
+@ranks(2)
+def test_sparse_complex_and_fp64_gradients() -> None:
+    names = {"table": "table.weight", "real": "wave", "imag": "wave", "wide": "wide"}
+    for options in ({}, {"reduce_dtype": torch.float16}, {"compression": "int8"}):
+        ddp = DistributedDataParallel(Kinds(), check_finite="raise", **options)
+        for step, (factor, name) in enumerate(names.items()):
+            ddp.zero_grad()
+            loss = ddp({factor: math.nan} if dist.get_rank() == step % 2 else {})
+            assert found(outcome(loss)) == {name: f"rank {step % 2}"}
+            ddp.zero_grad()
+            assert outcome(ddp({})) == "nothing"
+
+
+@ranks(2)
+def test_what_overflows_on_the_wire_is_named_and_explained() -> None:
+    ddp = DistributedDataParallel(Kinds(), check_finite="raise", reduce_dtype=torch.float16)
+    said = outcome(ddp({"narrow": 140_000.0 if dist.get_rank() else 120_000.0}))
+    assert found(said) == {"narrow": "rank 1"}
+    assert "(Beyond 65504 is Inf in fp16.)" in said
+
+
+@ranks(2)
+def test_gradients_that_are_reduced_on_request_and_those_of_added_parameters() -> None:
+    module, ddp = net()
+    is_bad = dist.get_rank() == 1
+    gradients = [torch.ones_like(param) for param in module.parameters()]
+    if is_bad:
+        gradients[2][0] = math.nan
+    with pytest.raises(FloatingPointError, match=r"reduce_gradients\(\): .*'1.weight'.* on rank 1"):
+        ddp.reduce_gradients(gradients)
+    with ddp.no_sync():
+        ddp(torch.ones(4, 40)).sum().backward()
+    if is_bad:
+        module[0].bias.grad.fill_(math.inf)
+    with pytest.raises(FloatingPointError, match=r"reduce_gradients\(\): .*'0.bias'.* on rank 1"):
+        ddp.reduce_gradients()
+    ddp.zero_grad()
+    module.append(nn.Linear(3, 3))
+    loss = ddp(torch.ones(4, 40)).sum()
+    assert found(outcome(spoiled(loss, {module[3].bias: math.nan} if is_bad else {}))) == {
+        "3.bias": "rank 1"
+    }
+    ddp.zero_grad()
+    assert outcome(ddp(torch.ones(4, 40)).sum()) == "nothing"
+
+
+@ranks(2)
+def test_what_does_not_count_is_not_looked_at() -> None:
+    module, ddp = net()
+    weight = 0 if dist.get_rank() == 1 else 5
+    loss = spoiled(
+        ddp(torch.ones(4, 40)).sum(), {module[0].weight: math.nan} if weight == 0 else {}
+    )
+    with ddp.weighted(weight):
+        assert outcome(loss) == "nothing"
+    assert all(param.grad.isfinite().all() for param in module.parameters())
+
+
+@ranks(2)
+def test_a_rank_without_inputs_warns_and_goes_on() -> None:
+    module, ddp = net()
+    rank = dist.get_rank()
+    said = []
+    with warnings.catch_warnings(record=True) as caught, ddp.join():
+        warnings.simplefilter("always")
+        for step in range(3 if rank == 0 else 1):
+            ddp.zero_grad()
+            loss = ddp(torch.randn(4, 40)).sum()
+            said.append(
+                found(outcome(spoiled(loss, {module[0].bias: math.nan} if step == 1 else {})))
+            )
+    warned = [str(each.message) for each in caught if each.category is RuntimeWarning]
+    if rank == 0:
+        assert said == [{}, {"0.bias": "rank 0"}, {}]
+        assert not warned
+    else:
+        assert [found(each) for each in warned] == [{"0.bias": "rank 0"}]
+
+
+@ranks(2)
+def test_a_backward_that_breaks_off_is_laid_at_its_rank() -> None:
+    module, ddp = net()
+    for step in range(4):
+        ddp.zero_grad()
+        loss = ddp(torch.randn(4, 40)).square().mean()
+        if step == 2 and dist.get_rank() == 1:
+            handle = module[1].weight.register_hook(_raises)
+            with pytest.raises(ZeroDivisionError):
+                loss.backward()
+            handle.remove()
+            continue
+        said = outcome(loss)
+        if step == 2:  # what was sent before is whole
+            assert set(found(said).values()) == {"rank 1"}
+            assert "'1.weight'" in said
+            assert "'0.weight'" in said
+            assert "'2.weight'" not in said
+        else:
+            assert said == "nothing"
+
+
+def _raises(_: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+@ranks(2)
+def test_another_mode_is_an_error_on_every_rank() -> None:
+    with pytest.raises(ValueError, match="check_finite should be 'raise', 'warn' or None, got Tru"):
+        DistributedDataParallel(nn.Linear(2, 2), check_finite=True, init_sync=False)
+    mode = "raise" if dist.get_rank() else "log"
+    with pytest.raises((ValueError, RuntimeError), match=r"check_finite should be .* got 'log'"):
+        DistributedDataParallel(nn.Linear(2, 2), check_finite=mode)
