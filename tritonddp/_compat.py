@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel.distributed import (
     DistributedDataParallel,
     _BufferCommHookLocation,
@@ -324,6 +325,17 @@ def localize_if_sliced(module: torch.nn.Module, mesh: Any) -> bool:
 
     _pre_dp_module_transform(module)
     return True
+
+
+def running_statistics(layer: torch.nn.Module) -> list[str]:
+    """Names of the buffers in which a layer keeps statistics of its batches: BatchNorm and such.
+
+    The class behind all of torch's layers that do so has a private name.
+    """
+    if not isinstance(layer, _NormBase):
+        return []
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    return [name for name in names if layer._buffers.get(name) is not None]
 
 
 def tree_leaves(tree: Any) -> list[Any]:

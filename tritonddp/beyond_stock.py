@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tritonddp.check_sync import check_sync
 from tritonddp.join import refuse_inside
 from tritonddp.verify import describe, verify_same
 from tritonddp.view_bucket import ViewBucket
@@ -135,6 +136,39 @@ class BeyondStock:
             means = self._reduce(named, [gradients.get(name) for name, _ in named])
             return {name: mean for (name, _), mean in zip(named, means, strict=True)}
         return tuple(self._reduce(named, list(gradients)))
+
+    def check_sync(self, *, buffers: bool | None = None, gradients: bool | None = None) -> None:
+        """Verify that all ranks hold the same parameters, buffers and gradients, bit for bit.
+
+        All ranks must call it, between two steps or wherever they suspect each other: it changes
+        nothing, and after its error training may go on. Two small collectives, and some passes over
+        the memory of all that is compared. Checksums of 64 bits are compared, which for different
+        tensors are alike in one of 2^64 cases. A NaN equals the same NaN, 0.0 differs from -0.0.
+
+        Parameters and buffers of ``_ddp_params_and_buffers_to_ignore`` are left out.
+
+        Args:
+            buffers: ``None`` for all but those that differ by design: the running statistics of
+                BatchNorm and InstanceNorm, which each rank's forwards change by its own batches;
+                those of SyncBatchNorm are compared. ``True`` for all, ``False`` for none.
+            gradients: ``None`` for all that are alike by design: those that the last reduced
+                backward has left to parameters that require gradients. Nothing has been added to
+                them under :meth:`no_sync` since, on any rank, nor has :meth:`join` given them back.
+                ``True`` for all, ``False`` for none. A missing one differs from any other.
+
+        Raises:
+            RuntimeError: on every rank, if any two differ, naming the first tensors that do, which
+                ranks hold what, and what to do; or if names, shapes or dtypes differ. Also: called
+                during a backward or inside :meth:`join`, or a rank does not take part.
+            TypeError: an argument is none of these.
+
+        Example::
+
+            optimizer.step()
+            if step % 1000 == 0:
+                model.check_sync()
+        """
+        check_sync(cast("DistributedDataParallel", self), buffers, gradients)
 
     def wire_report(self) -> str:
         """How gradients travel with ``compression="auto"``, and why, in some lines.

@@ -194,6 +194,7 @@ class FollowingHook(JoinHook):
         ddp.reducer.prepare_to_follow()
         for param, grad in self._own.items():
             param.grad = grad
+            ddp.reducer.own_gradients_at = ddp.reducer.counters.reductions
         ddp._attendance.agree_on_last(f"{_where(ddp)}, end of join()", is_last_joiner)
         ddp._authoritative_rank = ddp._attendance.source_rank
         params, buffers = ddp.reducer.held()

@@ -95,11 +95,25 @@ class OnRequest(BetweenBackwards):
     def _where_requested(self) -> str:
         return f"{self._where()}, reduce_gradients()"
 
-    def _prepare_for_request(self) -> None:
+    def prepare_to_compare(self) -> set[Tensor]:
+        """Whose ``.grad`` is what the last reduction left: alike on all ranks.
+
+        Raises:
+            RuntimeError: a backward is under way, or waits for ``finalize_backward()``; or see
+                :meth:`prepare_for_forward`.
+        """
+        self._prepare_for_request("compared")
+        self._wait_post_backward()
+        if self._phase is Phase.DETACHED or self.counters.reductions == self.own_gradients_at:
+            return set()
+        pairs = zip(self.placement.params, self._used_earlier, strict=True)
+        return {param for param, is_accumulated in pairs if not is_accumulated}
+
+    def _prepare_for_request(self, what: str = "reduced on request") -> None:
         if self._phase is not Phase.IDLE and self._end_is_queued() is not None:
             raise RuntimeError(
-                f"{self._where()}: gradients cannot be reduced on request while a backward runs: "
-                "wait for its end"
+                f"{self._where()}: gradients cannot be {what} while a backward runs: wait for its "
+                "end"
             )
         self._check_finalized()
         self._recover_all()

@@ -80,6 +80,7 @@ class ReducerState(ABC, StockReducerNames):
         forwards: how many began so far, with gradients.
         arrangement: which buckets there are.
         num_buckets_reduced: in the last backward.
+        own_gradients_at: reductions when ``.grad`` was last set to what this rank alone has.
         is_traced: inside ``trace()``.
         on_backward: for measurements: called when a backward begins, with what is to run at its
             end; each returns what runs instead.
@@ -105,6 +106,7 @@ class ReducerState(ABC, StockReducerNames):
         self.counters = Counters()
         self.forwards = 0
         self.num_buckets_reduced = 0
+        self.own_gradients_at = 0
         self.is_traced = False
         self.on_backward: list[Callable[[Callable[[], None]], Callable[[], None]]] = []
         self._roster = roster

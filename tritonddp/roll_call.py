@@ -204,7 +204,7 @@ class RollCall:
             lines.append(f"{self.named(those)} {have} {what.format(each)}.")
         return lines
 
-    def named(self, ranks: list[int]) -> str:
+    def named(self, ranks: Sequence[int]) -> str:
         """``rank 1``, ``ranks 1 and 2``; with global ranks where they differ."""
         try:
             world = dist.get_process_group_ranks(self._group)

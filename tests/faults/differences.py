@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -111,6 +112,19 @@ def no_sync_inside_join(program: Program, ddp: DistributedDataParallel, step: in
         program.loss(ddp, program.rank, step).backward()
 
 
+def another(what: str, program: Program, ddp: DistributedDataParallel, step: int) -> None:
+    """Only a check finds it: no backward does."""
+    program.loss(ddp, program.rank, step).backward()
+    weight = ddp.module.layers[1].weight
+    tensor = {"parameter": weight, "buffer": ddp.module.seen, "gradient": weight.grad}[what]
+    before = tensor.detach().clone()
+    tensor.detach().add_(1)
+    try:
+        ddp.check_sync()
+    finally:
+        tensor.detach().copy_(before)
+
+
 def the_other_wrapper(program: Program, ddp: DistributedDataParallel, step: int) -> None:
     program.loss(program.other, program.rank, step).backward()
 
@@ -124,6 +138,7 @@ STEPS: dict[str, Callable[[Program, DistributedDataParallel, int], None]] = {
     "added on one rank": an_added_layer,
     "other buckets left out": other_buckets_left_out,
     "no_sync inside join on one rank": no_sync_inside_join,
+    **{f"another {what}": partial(another, what) for what in ("parameter", "buffer", "gradient")},
     "other wrapper first": the_other_wrapper,
     "shorter wrapper first": the_other_wrapper,
     "smaller wrapper first": the_other_wrapper,

@@ -76,6 +76,8 @@ POINTS = {
     "rows of sparse gradients": Point("sparse", "tritonddp.comm.reduction:exchange"),
     "finalize_backward": Point("finalize", "finalize"),
     "inside finalize_backward": Point("finalize", f"{REDUCTION}.finish", call=1),
+    "check_sync": Point("check", "check"),
+    "checksums": Point("check", "tritonddp.check_sync:checksums"),
     "forward inside join": Point("join", "tritonddp.ddp:announce_forward"),
     "announcement inside join": Point("join", "tritonddp.attendance:Attendance.tell"),
     "backward inside join": Point("join", "gradient of a layer in the middle"),
@@ -85,7 +87,10 @@ POINTS = {
 }
 
 # Where a rank that does something else than the others is told apart by the loop alone.
-_NOWHERE = {"no_sync inside join on one rank": Point("join", "")}
+_NOWHERE = {
+    "no_sync inside join on one rank": Point("join", ""),
+    **{f"another {what}": Point("check", "") for what in ("parameter", "buffer", "gradient")},
+}
 
 
 def point_of(at: str) -> Point:

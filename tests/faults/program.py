@@ -255,6 +255,10 @@ class Program:
                 self.loss(ddp, self.rank, step).backward()
                 self.line("finalize")
                 ddp.finalize_backward()
+            case "check":
+                self.loss(ddp, self.rank, step).backward()
+                self.line("check")
+                ddp.check_sync()
             case _:
                 self.line("forward")
                 loss = self.loss(ddp, self.rank, step)

@@ -147,6 +147,8 @@ FAULTS = {
             ("follower", 3, 2),
             ("follower's backward", 2, 1),
             ("end of join", 3, 0),
+            ("check_sync", 3, 1),
+            ("checksums", 2, 0),
         ),
         Fault("kill", "inside the forward", 3, 0, hosts_store=True),
         Fault("kill", "end of backward", 2, 0, detail=True),
@@ -170,6 +172,7 @@ FAULTS = {
             ("rows of sparse gradients", 2, 1),
             ("forward inside join", 2, 0),
             ("follower", 3, 1),
+            ("check_sync", 2, 1),
         ),
         *_lost(
             "loop",
@@ -221,6 +224,9 @@ FAULTS = {
             ("added on one rank", 2, 1, True, "rank 1 has .*layers.4.weight"),
             ("other wrapper first", 3, 1, True, "rank 0 has 'number 0 .*rank 1 has 'number 1"),
             ("no_sync inside join on one rank", 3, 1, True, "rank 1: no"),
+            ("another parameter", 3, 1, True, "parameter 'layers.1.weight' .*: rank 1 has norm"),
+            ("another buffer", 3, 0, True, "buffer 'seen' .*: rank 0 has norm"),
+            ("another gradient", 2, 1, True, "gradient 'layers.1.weight' .*; rank 1 has norm"),
         ),
         Fault(
             "differ",

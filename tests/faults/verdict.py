@@ -23,6 +23,7 @@ _PLACES = re.compile(
     rf"|, buckets up to {_BUCKET}, all-reduce of their flags, behind the communication hooks"
     r"|, (broadcast of the order of gradients|choice of wires for compression=\"auto\")"
     r"|, broadcast of 2 parameters that were added \('layers.4.weight', 'layers.4.bias'\)"
+    r"|, check_sync\(\), comparison of (what the ranks hold|\d+ checksums)"
     r"|, forward, broadcast of 1 buffers \('seen'\)"
     r"|, forward, count of the ranks that have inputs, inside join\(\)"
     r"|, forward, announcement of a forward inside join\(\)"

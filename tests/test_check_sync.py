@@ -1,0 +1,342 @@
+"""check_sync(): what differs is named on every rank alike, and what may differ is no alarm."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import gather, ranks, recorded_collectives
+from torch import Tensor, nn
+
+from tritonddp import DistributedDataParallel
+
+
+class Net(nn.Module):
+    """Has running statistics, other buffers of several dtypes, and a layer that may be unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.BatchNorm1d(4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("small", torch.ones(3).to(torch.float8_e4m3fn))
+        self.register_buffer("nothing", torch.empty(0))
+
+    def forward(self, x: Tensor, both: bool = True) -> Tensor:
+        x = self.layers[0](self.norm(x) * self.scale)
+        return self.layers[1](x) if both else x
+
+
+def wrapped(**options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(Net(), **options)
+
+
+def step(ddp: nn.Module, both: bool = True) -> None:
+    inputs = torch.randn(5, 4) + dist.get_rank()
+    ddp(inputs, both).square().mean().backward()
+
+
+def error_of(check: Callable[[], object]) -> str:
+    """What a check says: alike on all ranks, but for their own number."""
+    with pytest.raises(RuntimeError) as raised:
+        check()
+    text = str(raised.value)
+    rank = dist.get_rank()
+    assert text.startswith(f"rank {rank}, step ")
+    said = gather(text.removeprefix(f"rank {rank}, "))
+    assert len(set(said)) == 1
+    return text
+
+
+# What differs.
+
+
+@ranks(2, 3)
+def test_a_parameter_that_differs_on_one_rank_is_named() -> None:
+    ddp = wrapped()
+    step(ddp)
+    ddp.check_sync()
+    victim = dist.get_world_size() - 1
+    if dist.get_rank() == victim:
+        with torch.no_grad():
+            ddp.module.layers[1].weight[2, 3] += 1e-6
+    text = error_of(ddp.check_sync)
+    others = "rank 0 has" if victim == 1 else "ranks 0 and 1 have"
+    heading = "1 of 8 parameters, 0 of 5 buffers, 0 of 8 gradients"
+    assert text.startswith(f"rank {dist.get_rank()}, step 1, check_sync(): these differ between ")
+    assert f"({heading}):" in text
+    pattern = r"parameter 'layers.1.weight' \(4, 4\) torch.float32: (.*)"
+    said = re.search(pattern, text)
+    assert said is not None
+    assert f"rank {victim} has norm" in said[1]
+    assert others in said[1]
+    assert "Parameters stay alike" in text
+    assert "Buffers" not in text
+    step(ddp)  # training goes on
+
+
+@ranks(2)
+def test_buffers_gradients_and_signs_of_zero_are_named_and_the_rest_counted() -> None:
+    ddp = wrapped()
+    ddp.zero_grad()
+    step(ddp)
+    if dist.get_rank() == 1:
+        ddp.module.mask.logical_not_()
+        ddp.module.small[1] = torch.tensor(-1.0).to(torch.float8_e4m3fn)
+        ddp.module.count += 1
+        ddp.module.layers[0].weight.grad[0, 0] = torch.nan
+        ddp.module.layers[0].bias.grad = None
+        ddp.module.layers[2].weight.grad = torch.zeros(4, 4)
+    text = error_of(ddp.check_sync)
+    assert "(0 of 8 parameters, 3 of 5 buffers, 3 of 8 gradients):" in text
+    for line in (
+        r"buffer 'mask' \(2,\) torch.bool: rank 0 has norm 1 .*; rank 1 has norm 1 ",
+        r"buffer 'small' \(3,\) torch.float8_e4m3fn: rank 0 ",
+        r"buffer 'count' \(\) torch.int64: rank 0 has norm 3 .*; rank 1 has norm 4 ",
+        r"gradient 'layers.0.weight' .*rank 1 has norm nan",
+        r"gradient 'layers.0.bias' .*rank 1 has none",
+        r"gradient 'layers.2.weight' .*rank 0 has none; rank 1 has norm 0 ",
+    ):
+        assert re.search(line, text), (line, text)
+    with torch.no_grad():
+        for param in ddp.parameters():
+            param.zero_()
+            if dist.get_rank() == 0:
+                param.neg_()
+    text = error_of(lambda: ddp.check_sync(gradients=False, buffers=False))
+    assert "(8 of 8 parameters):" in text
+
+
+@ranks(2)
+def test_more_than_ten_are_counted() -> None:
+    ddp = DistributedDataParallel(nn.Sequential(*(nn.Linear(2, 2) for _ in range(7))))
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            for param in ddp.parameters():
+                param.add_(1)
+    text = error_of(ddp.check_sync)
+    assert text.count("\n  parameter ") == 10
+    assert "... and 4 more" in text
+
+
+@ranks(2)
+def test_other_names_shapes_dtypes_and_requests_are_named() -> None:
+    ddp = wrapped()
+    if dist.get_rank() == 1:
+        ddp.module.scale = torch.ones(5)
+    text = error_of(ddp.check_sync)
+    assert "check_sync(): DDP expects same model" in text
+    assert "buffer 'scale': rank 0 has (4,)" in text
+    ddp.module.scale = torch.ones(4)
+    text = error_of(lambda: ddp.check_sync(gradients=dist.get_rank() == 1))
+    assert "option 'gradients': rank 0 has False, rank 1 has True" in text
+    if dist.get_rank() == 1:
+        ddp.module.layers[0].requires_grad_(False)
+    assert "'layers.0.weight': rank 0 has" in error_of(ddp.check_sync)
+
+
+# What may differ.
+
+
+@ranks(3)
+def test_nothing_that_differs_by_design_is_an_alarm() -> None:
+    rank = dist.get_rank()
+    net = Net()
+    net._ddp_params_and_buffers_to_ignore = ["layers.2.weight", "count"]
+    ddp = DistributedDataParallel(net)
+    net.layers[0].weight.grad = torch.full((4, 4), float(rank))  # whoever has put it there
+    with torch.no_grad():
+        net.layers[2].weight.fill_(rank)
+    net.count.fill_(rank)
+    ddp.check_sync()  # no gradient was reduced yet
+    net.zero_grad()
+    for _ in range(2):  # running statistics are those of each rank's batch until the next forward
+        step(ddp)
+        ddp.check_sync()
+        with torch.no_grad():
+            ddp.check_sync()
+    assert len({str(each) for each in gather(net.norm.running_mean.tolist())}) == 3
+    assert "buffer 'norm.running_mean'" in error_of(lambda: ddp.check_sync(buffers=True))
+    with ddp.no_sync():  # some ranks accumulate more than others
+        loss = ddp(torch.randn(5, 4), both=False).square().mean()
+        if rank == 1:
+            loss.backward()
+    ddp.check_sync()
+    text = error_of(lambda: ddp.check_sync(gradients=True))
+    assert "gradient 'layers.0.weight'" in text
+    assert "layers.1" not in text
+    assert "rank 1 has norm" in text
+    step(ddp)
+    ddp.check_sync(gradients=True)
+    net.layers[0].requires_grad_(False)
+    net.layers[0].weight.grad.fill_(rank)
+    ddp.check_sync()
+    net.zero_grad()
+    ddp.check_sync(gradients=True)  # None on all ranks
+    net.requires_grad_(False)
+    ddp.check_sync()
+
+
+@ranks(2)
+def test_a_gradient_that_no_backward_has_touched_is_compared_beside_accumulated_ones() -> None:
+    """What one rank accumulates hides no other gradient, on any rank."""
+    ddp = wrapped()
+    step(ddp)
+    with ddp.no_sync():
+        loss = ddp(torch.randn(5, 4), both=False).square().mean()
+    if dist.get_rank() == 1:
+        with ddp.no_sync():
+            loss.backward()
+        ddp.module.layers[1].bias.grad.add_(1)
+    text = error_of(ddp.check_sync)
+    assert "1 of 8 gradients" in text
+    assert "gradient 'layers.1.bias'" in text
+
+
+@ranks(2)
+def test_after_join_gradients_are_each_ranks_own_until_the_next_reduction() -> None:
+    ddp = wrapped()
+    with ddp.join():
+        for _ in range(2 + dist.get_rank()):
+            ddp.zero_grad()
+            step(ddp)
+            if ddp.reducer.counters.reductions == 1:
+                with pytest.raises(RuntimeError, match=r"step 1: check_sync\(\) inside join"):
+                    ddp.check_sync()
+    ddp.check_sync(buffers=True)
+    assert "gradient" in error_of(lambda: ddp.check_sync(gradients=True))
+    ddp.zero_grad()
+    step(ddp)
+    ddp.check_sync(gradients=True)
+
+
+@ranks(2)
+def test_synchronised_statistics_are_compared_where_the_layer_spans_the_group() -> None:
+    """(SyncBatchNorm has no forward on the CPU.)"""
+    ddp = wrapped()
+    ddp.module.norm = nn.SyncBatchNorm(4)
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    if dist.get_rank() == 1:
+        ddp.module.norm.running_var.add_(1)
+    assert "buffer 'norm.running_var'" in error_of(ddp.check_sync)
+    ddp.module.norm.process_group = alone
+    ddp.check_sync()
+
+
+@ranks(2)
+def test_mixed_precision_bucket_views_sparse_and_complex_gradients_are_alike() -> None:
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    low = _MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    for options in (
+        {"mixed_precision": low},
+        {"gradient_as_bucket_view": True, "lazy_bucket_allocation": True},
+        {"compression": "int8"},
+    ):
+        ddp = wrapped(**options)
+        for _ in range(2):
+            step(ddp)
+            ddp.check_sync(gradients=True)
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.rows = nn.Embedding(9, 4, sparse=True)
+            self.phase = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+
+        def forward(self, numbers: Tensor) -> Tensor:
+            return (self.rows(numbers) * self.phase).abs()
+
+    net = Rows()
+    ddp = DistributedDataParallel(net)
+    for _ in range(2):
+        ddp(torch.randint(9, (6,)) // (1 + dist.get_rank())).sum().backward()
+        ddp.check_sync(gradients=True)
+    if dist.get_rank() == 1:
+        net.rows.weight.grad = net.rows.weight.grad * 2
+        net.phase.grad = net.phase.grad.conj()
+    text = error_of(ddp.check_sync)
+    assert "gradient 'rows.weight' (9, 4)" in text
+    assert "gradient 'phase' (4,) torch.complex64" in text
+
+
+# When it may be called.
+
+
+@ranks(2)
+def test_it_is_refused_during_a_backward_and_makes_up_for_one_that_broke_off() -> None:
+    ddp = wrapped()
+    step(ddp)
+    said = []
+
+    def check(_: Tensor) -> None:
+        with pytest.raises(RuntimeError) as raised:
+            ddp.check_sync()
+        said.append(str(raised.value))
+
+    handle = ddp.module.layers[1].weight.register_hook(check)
+    step(ddp)
+    handle.remove()
+    assert re.fullmatch(r"rank \d, step 2: gradients cannot be compared while .*", said[0])
+
+    def fail(_: Tensor) -> None:
+        raise KeyError("struck")
+
+    if dist.get_rank() == 1:
+        handle = ddp.module.layers[0].weight.register_hook(fail)
+        with pytest.raises(KeyError):
+            step(ddp)
+        handle.remove()
+    else:
+        step(ddp)
+    ddp.check_sync(gradients=False)
+    with pytest.raises(TypeError, match="buffers should be True, False or None, got 'all'"):
+        ddp.check_sync(buffers="all")
+
+
+@ranks(3)
+def test_it_compares_the_ranks_of_the_process_group_in_force() -> None:
+    rank = dist.get_rank()
+    ddp = wrapped()
+    step(ddp)
+    with ddp.no_sync():
+        step(ddp)
+    pair = dist.new_group([0, 2])
+    ddp._update_process_group(pair)
+    if rank == 1:
+        with torch.no_grad():
+            ddp.module.layers[0].weight.add_(1)
+        return
+    ddp.check_sync()
+    if rank == 2:
+        with torch.no_grad():
+            ddp.module.layers[0].bias.add_(1)
+    text = error_of_pair(ddp, pair)
+    assert "rank 0 has" in text
+    assert "rank 1 (global rank 2) has" in text
+
+
+def error_of_pair(ddp: DistributedDataParallel, pair: dist.ProcessGroup) -> str:
+    with pytest.raises(RuntimeError, match="differ between ranks") as raised:
+        ddp.check_sync()
+    dist.barrier(pair)
+    return str(raised.value)
+
+
+@ranks(2, 3)
+def test_it_takes_two_collectives_whose_size_does_not_depend_on_the_number_of_ranks() -> None:
+    ddp = wrapped()
+    step(ddp)
+    with recorded_collectives() as calls:
+        ddp.check_sync()
+    assert calls.names == ["all_gather", "all_reduce"]
+    params, buffers = len(list(ddp.parameters())), 5
+    assert calls[1][1].nbytes == 16 * (params + buffers) + 24 * params

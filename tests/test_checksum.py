@@ -1,0 +1,143 @@
+"""Checksums of bits: what is alike, what differs, and in how many launches."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tritonddp import checksum
+from tritonddp.checksum import checksums
+
+FLOATS = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+OTHERS = [torch.complex64, torch.complex128, torch.bool, torch.uint8, torch.int16, torch.int64]
+
+
+def one(tensor: Tensor | None) -> int:
+    return checksums([tensor])[0]
+
+
+def numbers(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Each differs from the next."""
+    count = torch.Size(shape).numel()
+    return (
+        (torch.arange(count) % 2 if dtype is torch.bool else torch.arange(count))
+        .to(dtype)
+        .view(shape)
+    )
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *OTHERS], ids=str)
+def test_each_element_and_its_place_count(dtype: torch.dtype) -> None:
+    tensor = numbers(dtype, 3, 4)
+    seen = {one(tensor)}
+    assert one(tensor.clone()) in seen
+    for number in range(12):
+        flat = tensor.clone().view(-1)
+        flat[number] = torch.tensor(1 if dtype is torch.bool and not flat[number] else 0).to(dtype)
+        if number or dtype is torch.bool:  # the first is zero already
+            seen.add(one(flat.view(3, 4)))
+    swapped = tensor.clone()
+    swapped[1] = torch.stack([tensor[1, 1], tensor[1, 0], tensor[1, 2], tensor[1, 3]])
+    seen.add(one(swapped))
+    assert len(seen) == (14 if dtype is torch.bool else 13)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_bits_count(dtype: torch.dtype) -> None:
+    zeros = torch.zeros(5, dtype=torch.float64).to(dtype)
+    minus = torch.tensor([0.0, 0.0, -0.0, 0.0, 0.0]).to(dtype)
+    nan = torch.tensor([0.0, 0.0, torch.nan, 0.0, 0.0]).to(dtype)
+    assert one(nan) == one(nan.clone())
+    assert len({one(each) for each in (zeros, minus, nan, nan.roll(1))}) == 4
+
+
+def test_no_arrangement_of_signs_or_of_powers_of_two_has_the_checksum_of_another() -> None:
+    """Numbers with few bits, of which a sum of products would know little."""
+    signs = [torch.tensor(each) for each in itertools.product([0.0, -0.0], repeat=10)]
+    assert len(set(checksums(signs))) == len(signs)
+    powers = itertools.permutations([1.0, 2.0, 4.0, 8.0, 0.0, -1.0])
+    orders = [torch.tensor(each, dtype=torch.float64) for each in powers]
+    assert len(set(checksums(orders))) == len(orders)
+
+
+def test_shape_dtype_layout_and_none_count_and_memory_order_does_not() -> None:
+    tensor = torch.zeros(2, 3)
+    different = [
+        None,
+        tensor,
+        tensor.view(3, 2),
+        tensor.view(6),
+        tensor.to_sparse(),
+        tensor.view(torch.int32),
+        torch.zeros(()),
+        torch.zeros(0),
+        torch.zeros(0, 3),
+    ]
+    assert len(set(checksums(different))) == len(different)
+    turned = numbers(torch.float32, 4, 5)
+    assert one(turned.t().contiguous().t()) == one(turned)
+    assert one(turned[:, 1:3]) == one(turned[:, 1:3].clone())
+    number = torch.tensor(1 + 2j)
+    assert one(number.conj()) == one(torch.tensor(1 - 2j))
+    assert one(number.conj().imag) == one(torch.tensor(-2.0))
+
+
+def test_sparse_gradients_are_compared_by_their_rows() -> None:
+    rows = torch.sparse_coo_tensor(
+        torch.tensor([[1, 3]]), torch.ones(2, 2), (5, 2), check_invariants=True
+    )
+    twice = torch.sparse_coo_tensor(
+        torch.tensor([[3, 1, 1]]),
+        torch.tensor([[1.0, 1], [0.5, 0], [0.5, 1]]),
+        (5, 2),
+        check_invariants=True,
+    )
+    moved = torch.sparse_coo_tensor(
+        torch.tensor([[1, 4]]), torch.ones(2, 2), (5, 2), check_invariants=True
+    )
+    assert one(rows) == one(twice)
+    assert one(rows) != one(moved)
+
+
+def test_a_checksum_does_not_depend_on_what_is_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor is cut at the same places on a rank that lacks the one before it."""
+    monkeypatch.setattr(checksum, "_WORDS", 4)
+    tensors = [torch.randn(7), torch.randn(65), None, torch.randn(3, dtype=torch.float64)]
+    alone = list(map(one, tensors))
+    assert checksums(tensors) == alone
+    assert checksums(tensors[1:]) == alone[1:]
+    long = tensors[1].clone()
+    long[:8], long[8:16] = tensors[1][8:16], tensors[1][:8]  # whole pieces change places
+    assert one(long) != alone[1]
+
+
+def test_launches_do_not_grow_with_the_number_of_small_tensors() -> None:
+    def launches(count: int) -> int:
+        tensors: list[Tensor | None] = [torch.randn(64) for _ in range(count)]
+        with _Launches() as mode:
+            checksums(tensors)
+        return mode.count
+
+    assert launches(400) == launches(4) < 40
+
+
+class _Launches(TorchDispatchMode):
+    """Counts operators that launch something."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view and func is not torch.ops.aten.detach.default
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,130 @@
+"""Checksums of the bits of tensors, made on their device in a few launches for all of them.
+
+Each word of 8 bytes is mixed with its place, by the finaliser of SplitMix64 (Steele, Lea and Flood,
+"Fast splittable pseudorandom number generators", OOPSLA 2014), and the results are summed modulo
+2^64: whatever order a device sums in, the bits are the same. As each word's mixing is one to one, a
+change in one word is always seen; others, swapped elements among them, but for one case in 2^64.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+# Words that are mixed at once: 8 MiB, of which some copies are made.
+_WORDS = 2**20
+_WORD = 8  # bytes
+
+# The constants of SplitMix64, as signed numbers.
+_GAMMA = 0x9E3779B97F4A7C15 - 2**64
+_FIRST = 0xBF58476D1CE4E5B9 - 2**64
+_SECOND = 0x94D049BB133111EB - 2**64
+
+Piece = tuple[int, int, Tensor]  # number of the tensor, of its first word, and bytes of it
+
+
+@torch.no_grad()
+def checksums(tensors: Sequence[Tensor | None]) -> list[int]:
+    """One for each tensor: of its content, shape, dtype and layout, signed, of 64 bits.
+
+    Bits count: a NaN is equal to the same NaN, and 0.0 is not equal to -0.0. The order in memory
+    does not. ``None`` has a checksum too. The host waits for the device once.
+
+    Memory: some times 8 MiB; and a copy of a tensor that is not row-major, one at a time where it
+    is large.
+    """
+    totals = [0 if tensor is None else _described(tensor) for tensor in tensors]
+    by_device: dict[torch.device, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        if tensor is not None:
+            by_device.setdefault(tensor.device, []).append(number)
+    for device, numbers in by_device.items():
+        ramp = torch.arange(_WORDS, device=device).mul_(_GAMMA)
+        owners: list[tuple[int, int]] = []
+        sums = []
+        for batch in _batches(_pieces(tensors, numbers)):
+            sums.append(_sums([piece for _, _, piece in batch], ramp))
+            owners += [(number, first) for number, first, _ in batch]
+        found = torch.cat(sums).tolist() if sums else []
+        for (number, first), total in zip(owners, found, strict=True):
+            # (A large tensor is always cut at the same places.)
+            totals[number] += _mixed(total + first * _GAMMA) if first else total
+    return [(total + 2**63) % 2**64 - 2**63 for total in totals]
+
+
+def _described(tensor: Tensor) -> int:
+    kind = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.layout}"
+    return int.from_bytes(hashlib.sha256(kind.encode()).digest()[:8], "little")
+
+
+def _pieces(tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> Iterator[Piece]:
+    for number in numbers:
+        tensor = tensors[number]
+        assert tensor is not None
+        first = 0
+        for part in _parts(tensor.detach()):
+            row = part.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+            for piece in row.split(_WORDS * _WORD):
+                yield number, first, piece
+                first += _WORDS
+            del row
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """Dense tensors with all that is in this one."""
+    if tensor.layout is torch.sparse_coo:
+        rows = tensor.coalesce()
+        return [part for part in (rows.indices(), rows.values()) if part.numel()]
+    return [tensor] if tensor.numel() else []
+
+
+def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """What is mixed at once: of as many words as the ramp has, at most."""
+    batch: list[Piece] = []
+    words = 0
+    for piece in pieces:
+        more = -(-piece[2].numel() // _WORD)
+        if words + more > _WORDS:
+            yield batch
+            batch, words = [], 0
+        batch.append(piece)
+        words += more
+    if batch:
+        yield batch
+
+
+def _sums(pieces: Sequence[Tensor], ramp: Tensor) -> Tensor:
+    """For each piece, the sum of its words mixed with their places.
+
+    Args:
+        pieces: bytes; what lacks to a whole word counts as zeros.
+        ramp: the places 0, 1, 2, ..., times a constant.
+    """
+    padding = torch.zeros(_WORD, dtype=torch.uint8, device=ramp.device)
+    padded = [part for piece in pieces for part in (piece, padding[: -piece.numel() % _WORD])]
+    words = torch.cat(padded).view(torch.int64)
+    sizes = [-(-piece.numel() // _WORD) for piece in pieces]
+    words += torch.cat([ramp[:size] for size in sizes])
+    words ^= _shifted(words, 30)
+    words *= _FIRST
+    words ^= _shifted(words, 27)
+    words *= _SECOND
+    words ^= _shifted(words, 31)
+    ends = torch.tensor(sizes).cumsum(0).sub_(1).to(words.device)
+    up_to = words.cumsum_(0)[ends]
+    return torch.cat([up_to[:1], up_to.diff()])
+
+
+def _shifted(words: Tensor, bits: int) -> Tensor:
+    """To the right, filled with zeros, whatever the sign."""
+    return (words >> bits).bitwise_and_(2 ** (64 - bits) - 1)
+
+
+def _mixed(word: int) -> int:
+    word %= 2**64
+    word = (word ^ (word >> 30)) * _FIRST % 2**64
+    word = (word ^ (word >> 27)) * _SECOND % 2**64
+    return word ^ (word >> 31)
