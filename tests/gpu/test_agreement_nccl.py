@@ -135,3 +135,26 @@ def test_ranks_that_disagree_know_it_at_the_next_forward_at_the_latest(
         backward_and_forward()
     assert all("bucket 0" in text for text in gather(str(raised.value)))
     assert_step(ddp, 3, None)
+
+
+@pytest.mark.parametrize("way", [{}, {"reduce_dtype": torch.bfloat16}, {"compression": "int8"}])
+@VIEW
+@in_worlds(CPU, *CARDS)
+def test_gradients_that_are_not_finite(device: torch.device, view: bool, way: dict) -> None:
+    ddp = DistributedDataParallel(
+        Mixed(torch.float16).to(device), gradient_as_bucket_view=view, check_finite="raise", **way
+    )
+    last = dist.get_world_size() - 1
+    for step in range(4):
+        ddp.zero_grad()
+        loss = ddp(batch(dist.get_rank(), step, device)).mean()
+        if step == 2:
+            if dist.get_rank() == last:
+                loss = loss + ddp.module.first.weight[3, 4] * torch.nan
+            with pytest.raises(FloatingPointError, match=f"'first.weight' .* on rank {last}"):
+                loss.backward()
+        else:
+            loss.backward()
+            assert all(
+                param.grad.isfinite().all() for param in ddp.parameters() if param.grad is not None
+            )

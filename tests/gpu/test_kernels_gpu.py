@@ -26,7 +26,7 @@ from poisoned import (
 )
 
 from tritonddp.kernels import launch, reference, select
-from tritonddp.kernels.buffer import DTYPES, FlatBuffer
+from tritonddp.kernels.buffer import DTYPES, FlatBuffer, Marks
 from tritonddp.kernels.table import DeviceTables
 
 pytestmark = [
@@ -112,6 +112,28 @@ def test_ballots_are_written_behind_the_flags(kernels, wire, count):
         assert flat.flags.tolist() == [1, 0]
         assert flat.ballots.tolist() == list(given)
     assert launch.launches - before == 2
+    assert_gaps_intact(flat)
+    memory.assert_guards_intact("the flat buffer")
+
+
+@pytest.mark.parametrize("value", [inf, -inf, nan], ids=str)
+@pytest.mark.parametrize("wire", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_that_are_not_finite_are_marked(kernels, dtype, wire, value):
+    slots = [dense([5000]), dense([0]), dense([17]), dense([300, 257], [1, 300])]
+    flat, memory = embedded_flat(slots, wire, "cuda", ballots=3, marks=Marks(9, 12))
+    for slot, place in ((0, 0), (0, 2047), (0, 2048), (0, 4999), (2, 16), (3, 77_099)):
+        for broken in (True, False):
+            grads = [
+                torch.ones(shape, dtype=dtype, device="cuda").as_strided(shape, stride)
+                for shape, stride in slots
+            ]
+            if broken:
+                grads[slot].as_strided((grads[slot].numel(),), (1,))[place] = value
+            kernels.flatten(flat, grads, [True] * 4, 0.5, [1, 2, 3])
+            assert flat.marked() == ({slot: [9]} if broken else {}), (slot, place)
+    assert flat.flags.tolist() == [1] * 4
+    assert flat.ballots.tolist() == [1, 2, 3]
     assert_gaps_intact(flat)
     memory.assert_guards_intact("the flat buffer")
 

@@ -56,6 +56,31 @@ def kernels():
     )
 
 
+@NUMBERS
+def test_gradients_that_are_not_finite_are_marked_for_all_ranks(kernels, numbers):
+    flats = quantized_buffers(
+        [each.cuda() for each in like()],
+        QUANTIZED,
+        numbers,
+        3,
+        device=torch.device("cuda"),
+        has_marks=True,
+    )
+    for step in range(3):
+        for rank, flat in enumerate(flats):
+            grads = [torch.ones_like(each, device="cuda") for each in like()]
+            if step == 1 and rank > 0:
+                grads[9][100_000], grads[12][19_999] = torch.inf, torch.nan
+            ballots = bytes(3 * rank) + bytes([7] * 3) + bytes(3 * (2 - rank))
+            kernels.quantize(flat, grads, [True] * len(SLOTS), 1 / 3, ballots)
+        exchange(flats)
+        for flat in flats:
+            assert flat.marked() == ({9: [1, 2], 12: [1, 2]} if step == 1 else {})
+            kernels.reduce_parts(flat)
+            assert flat.flags.tolist() == [3] * len(SLOTS)
+            assert flat.ballots.tolist() == [7] * 9
+
+
 def like():
     return [torch.empty_strided(shape, stride) for shape, stride in SLOTS]
 
