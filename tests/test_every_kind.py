@@ -67,6 +67,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "small buckets": {"bucket_cap_mb": 1e-5},
     "static graph": {"static_graph": True},
     "half on the wire": {"reduce_dtype": torch.bfloat16, "bucket_cap_mb": 1e-5},
+    "checked": {"check_finite": "raise", "bucket_cap_mb": 1e-5},
     "memory on demand": {"lazy_bucket_allocation": True, "bucket_cap_mb": 1e-5},
 }
 

@@ -69,7 +69,9 @@ class _Generator:
         self._autocast = self._chance(0.15)
         self._is_complex = "complex" in self._network.blocks
         self._scaler = self._chance(0.15) and not (self._is_complex or self._is_sparse)
-        hooks = ["allreduce_hook", "ALLREDUCE", "fp16_compress_hook", "noop_hook"]
+        hooks = ["allreduce_hook", "ALLREDUCE", "fp16_compress_hook"]
+        if not self._network.frozen:  # first gradients of what is unfrozen do not go through hooks
+            hooks.append("noop_hook")
         # (Here sparse gradients do not go through hooks.)
         may_hook = not (self._options.skip_all_reduce_unused_params or self._is_sparse)
         self._communication_hook = self._one_of(hooks) if may_hook and self._chance(0.2) else ""
@@ -166,6 +168,7 @@ class _Generator:
             skip_all_reduce_unused_params=self._maybe(0.08, True),
             process_group="new" if group < 0.1 else None,
             device_mesh=True if group > 0.9 else None,
+            check_finite=None if self._for_stock else self._maybe(0.15, "warn"),
         )
 
     def _stock_options(self) -> Options:

@@ -31,6 +31,7 @@ class Options:
     skip_all_reduce_unused_params: bool | None = None
     process_group: str | None = None
     device_mesh: bool | None = None
+    check_finite: str | None = None
 
     @property
     def given(self) -> dict[str, object]:
