@@ -1,6 +1,7 @@
 # make demo    train the digits on 2 processes, stock DDP beside tritonddp
 # make test    the tests (make test TORCH=2.11.0: against another torch, in a venv of its own)
 # make test-faults    each rank in turn dies, stops or errs: all faults (make test plays a quarter)
+# make soak    10,000 random steps beside an oracle: does anything pile up or drift? (some minutes)
 # make lint    formatter, linter, type checker
 # make bench   what a machine measures without a GPU, in under 10 minutes; tables, plots, README's figures
 # make figures the tables, plots and README's figures anew from the result files
@@ -31,7 +32,7 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 
-.PHONY: demo test test-faults lint bench figures bench-compare gpu clean
+.PHONY: demo test test-faults soak lint bench figures bench-compare gpu clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-installed
@@ -45,6 +46,9 @@ test: $(VENV)/.test-installed
 test-faults: $(VENV)/.test-installed
 	@echo "Playing all faults (two minutes) ..."
 	@TRITONDDP_FAULTS=all $(BIN)/python -m pytest tests/faults $(ARGS)
+
+soak: $(VENV)/.test-installed
+	@$(BIN)/python tests/soak/run.py $(ARGS)
 
 lint: $(VENV)/.test-installed
 	$(BIN)/ruff format --check .

@@ -83,6 +83,38 @@ def assert_in_order(backward: Backward) -> None:
     assert backward.exposed == backward.ended - backward.compute_ended >= 0
 
 
+@ranks(2)
+def test_buckets_that_the_caller_finalises_have_all_their_times() -> None:
+    ddp = wrap(Chain())
+    ddp.require_manual_backward_finalization = True
+    with tritonddp.trace(ddp) as timeline:
+        for seed in range(3):
+            step(ddp, seed)
+            ddp.finalize_backward()
+    for backward in timeline.backwards:
+        assert len(backward.buckets) == 4
+        assert_in_order(backward)
+        assert backward.exposed > 0
+    with tritonddp.trace(ddp) as timeline:
+        step(ddp, 3)
+    ddp.finalize_backward()
+    assert [len(backward.buckets) for backward in timeline.backwards] == [0]
+
+
+@ranks(2)
+def test_buckets_that_stay_at_home_are_not_in_the_trace() -> None:
+    module = Chain()
+    ddp = DistributedDataParallel(module, bucket_cap_mb=1e-3, skip_all_reduce_unused_params=True)
+    for seed in range(2):
+        step(ddp, seed)
+    module.names = "acd"
+    step(ddp, 2)  # the first time it is waited for: it might come from a reentrant checkpoint
+    with tritonddp.trace(ddp) as timeline:
+        step(ddp, 2)
+    sent = [name for bucket in timeline.backwards[0].buckets for name in bucket.parameters]
+    assert sorted({name.split(".")[1] for name in sent}) == ["a", "c", "d"]
+
+
 @VIEW
 @ranks(2)
 def test_every_gradient_and_bucket_is_there_once_and_in_order(view: bool) -> None:

@@ -78,7 +78,7 @@ class Backward:
             with the last of them.
         gradients: in the order in which they became ready. Inner backwards of reentrant
             checkpoints may bring one gradient several times.
-        buckets: in launch order.
+        buckets: in launch order, those that were sent and came home inside the trace.
     """
 
     began: float

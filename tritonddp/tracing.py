@@ -23,6 +23,7 @@ from tritonddp.comm.optimizers import SteppingReduction
 from tritonddp.comm.reduction import Reduction, Work
 from tritonddp.ddp import DistributedDataParallel
 from tritonddp.reducer import Reducer
+from tritonddp.reducer_state import Phase
 from tritonddp.timeline import Backward, BucketPass, Gradient, Interval, Timeline
 
 
@@ -162,6 +163,7 @@ class _Recorder:
         self._handles: list[Any] = []
         self._records: list[_Record] = []
         self._running: _Record | None = None
+        self._unfinished: _Record | None = None  # over, but for finalize_backward()
         self._early: list[tuple[str, Any]] = []  # gradients of a backward that has not begun
 
     def attach(self) -> None:
@@ -215,7 +217,7 @@ class _Recorder:
             record.compute_ended = self._clock.stamp()
             end()
             record.ended = self._clock.stamp()
-            self._running = None
+            self._running, self._unfinished = None, record
 
         return traced_end
 
@@ -235,9 +237,12 @@ class _Recorder:
 
     def _stamps_of(self, bucket: Bucket) -> _BucketStamps:
         # A backward that began before the trace, or a bucket made for one reduction on request.
-        if self._running is None or bucket not in self._reducer.buckets:
+        record = self._running
+        if record is None and self._reducer._phase is Phase.REDUCING:  # in finalize_backward()
+            record = self._unfinished
+        if record is None or bucket not in self._reducer.buckets:
             return _BucketStamps()
-        return self._running.buckets[bucket.index]
+        return record.buckets[bucket.index]
 
     def _backward(self, record: _Record) -> Backward:
         # Counted from the backward's own start: the clock of CUDA events gets coarse with time.
@@ -257,6 +262,8 @@ class _Recorder:
             )
         buckets = []
         for index, stamps in enumerate(record.buckets if record.reduced else ()):
+            if stamps.unflattened is None:
+                continue  # it was left out, or finalize_backward() comes after the trace
             waited = at(stamps.waited)
             # Whoever stamps the completion may come a moment after whoever waited for it.
             completed = waited if stamps.completed is None else min(at(stamps.completed), waited)
@@ -272,10 +279,11 @@ class _Recorder:
                 )
             )
         compute_ended = at(record.compute_ended)
+        ended = max([at(record.ended), *(each.unflatten.ended for each in buckets)])
         return Backward(
             began,
             compute_ended,
-            at(record.ended) if record.reduced else compute_ended,
+            ended if record.reduced else compute_ended,
             record.reduced,
             record.first,
             False,
