@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from numbers import Real
@@ -55,10 +55,14 @@ class BucketCaps:
                 there buckets grow from 1 to 25 MiB by default, on the CPU to 8.
 
         Raises:
-            TypeError: a size is not a number.
+            TypeError: a size is not a number, or the list is none.
             ValueError: a size is not positive, or the list is empty.
         """
         if bucket_cap_mb_list is not None:
+            if not isinstance(bucket_cap_mb_list, Iterable):
+                raise TypeError(
+                    f"bucket_cap_mb_list should be a list of sizes, got {bucket_cap_mb_list!r}"
+                )
             sizes = list(bucket_cap_mb_list)
             if not sizes:
                 raise ValueError("bucket_cap_mb_list is empty: give one size in MiB or None")

@@ -106,7 +106,7 @@ class BeyondStock:
         Raises:
             RuntimeError: called during a backward or inside :meth:`join`, or the ranks reduce
                 different parameters.
-            TypeError: a gradient is no tensor.
+            TypeError: a gradient or a parameter is no tensor.
             ValueError: the gradients do not fit the parameters in number, name, shape or dtype.
 
         Example::
@@ -120,6 +120,11 @@ class BeyondStock:
                 raise ValueError("params without gradients: give the gradients too")
             self.reducer.reduce_window(self._weight)
             return None
+        if not isinstance(gradients, Mapping | Sequence) or isinstance(gradients, str | bytes):
+            raise TypeError(
+                "gradients should be a tuple or a list of tensors, or tensors by name, got "
+                f"{gradients!r}"
+            )
         named = self._named(params)
         if params is not None:  # or sizes that differ would end a process
             options = {"gradients": "of reduce_gradients()"}
@@ -127,7 +132,7 @@ class BeyondStock:
             where = f"rank {self.process_group.rank()}, step {step}, reduce_gradients()"
             verify_same(describe(named, [], options), self.process_group, self.device, where)
         if isinstance(gradients, Mapping):
-            unknown = sorted(set(gradients) - {name for name, _ in named})
+            unknown = sorted(map(str, set(gradients) - {name for name, _ in named}))
             if unknown:
                 raise ValueError(
                     f"gradients for {', '.join(unknown[:10])}, which are no parameters of the "
@@ -191,7 +196,10 @@ class BeyondStock:
         """These parameters with their names, by default all that require gradients."""
         names: dict[Tensor, str] = {param: name for name, param in self.module.named_parameters()}
         if params is not None:
-            return [(names.get(p, f"parameter {i}"), p) for i, p in enumerate(params)]
+            wanted = [*params] if isinstance(params, Iterable) else [params]
+            if isinstance(params, Tensor) or not all(isinstance(p, Tensor) for p in wanted):
+                raise TypeError(f"params should be parameters, one or more, got {params!r}")
+            return [(names.get(p, f"parameter {i}"), p) for i, p in enumerate(wanted)]
         return [
             (name, param)
             for param, name in names.items()

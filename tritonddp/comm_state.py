@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 if TYPE_CHECKING:
     from tritonddp.reducer import Reducer
@@ -65,6 +68,39 @@ class CommState:
 
         Raises:
             RuntimeError: a backward is under way, or waits for ``finalize_backward()``.
-            ValueError: a parameter had another shape, and something was left out of its gradients.
+            TypeError: a state is no dictionary, or an entry is of another type than it was.
+            ValueError: an entry is missing or out of range; or a parameter had another shape, and
+                something was left out of its gradients.
         """
+        for state in states:
+            _check(state)
         self.reducer.load_comm_state(states)
+
+
+def _check(state: Any) -> None:
+    """Is this what ``comm_state_dict()`` returns? Before anything is changed or sent.
+
+    Raises:
+        TypeError, ValueError: it is not.
+    """
+    what = "load_comm_state_dict() takes what comm_state_dict() returned"
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{what}, got {state!r}")
+    order, wires = state.get("bucket_order"), state.get("wires")
+    for name, entry, kind in (("bucket_order", order, str), ("wires", wires, int)):
+        if not isinstance(entry, list) or not all(isinstance(each, kind) for each in entry):
+            raise TypeError(f"{what}, but {name!r} is no list of {kind.__name__}: {entry!r}")
+    if len({*(order or ())}) < len(order or ()):
+        raise ValueError(f"{what}, but 'bucket_order' names a parameter twice: {order!r}")
+    for name, least in (("reductions_since_change", 0.0), ("weight_unit", math.ulp(0.0))):
+        number = state.get(name)
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise TypeError(f"{what}, but {name!r} is no number: {number!r}")
+        if not least <= number < 2.0**53:  # an integer that fp64 tells from the next
+            raise ValueError(f"{what}, but {name!r} is {number!r}")
+    for name in ("sent", "reduced"):
+        kept = state.get(name, {})
+        if not isinstance(kept, Mapping) or not all(
+            isinstance(each, Tensor) and each.is_floating_point() for each in kept.values()
+        ):
+            raise TypeError(f"{what}, but {name!r} is no dictionary of floating-point tensors")

@@ -3,15 +3,45 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
 from tritonddp.kernels import GRADIENT_DTYPES, select
+
+
+# Options of the constructor that are on or off.
+FLAGS = frozenset(
+    {
+        "batched_grad_copy",
+        "broadcast_buffers",
+        "check_reduction",
+        "error_feedback",
+        "find_unused_parameters",
+        "forward_sync_buffers",
+        "gradient_as_bucket_view",
+        "init_sync",
+        "lazy_bucket_allocation",
+        "skip_all_reduce_unused_params",
+        "static_graph",
+    }
+)
+
+
+def check_flags(flags: Mapping[str, Any]) -> None:
+    """Options that are on or off, by name. (``None`` is off, or the default.)
+
+    Raises:
+        TypeError: one is something else: ``"False"`` would be on, and some objects are neither.
+    """
+    for name, flag in flags.items():
+        if flag is not None and not isinstance(flag, int):
+            raise TypeError(f"{name} should be True or False, got {flag!r}")
 
 
 def process_group_of(
@@ -21,6 +51,7 @@ def process_group_of(
 
     Raises:
         RuntimeError: both are given, or the mesh has several dimensions.
+        TypeError: the mesh is none.
         ValueError: there is no process group, or this rank is not in it.
     """
     if process_group is not None and device_mesh is not None:
@@ -34,6 +65,8 @@ def process_group_of(
             "'nccl' for CUDA"
         )
     if device_mesh is not None:
+        if not isinstance(device_mesh, DeviceMesh):
+            raise TypeError(f"device_mesh should be a DeviceMesh, got {device_mesh!r}")
         if device_mesh.ndim != 1:
             raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
         return device_mesh.get_group(mesh_dim=0)
@@ -51,9 +84,25 @@ def names_to_ignore(module: nn.Module) -> set[str]:
 
     By the names that ``named_parameters`` gives them. Torch's recipe for the list joins the names
     of module and parameter, which puts a dot before those of the outermost module.
+
+    Raises:
+        TypeError: they are no names.
     """
-    names = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    return {name.removeprefix(".") for name in names}
+    return plain_names(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def plain_names(wanted: Any) -> set[str]:
+    """The names in such a list as ``named_parameters`` gives them.
+
+    Raises:
+        TypeError: it is no list of names.
+    """
+    is_list = isinstance(wanted, Collection) and not isinstance(wanted, str | Tensor)
+    if is_list and all(isinstance(name, str) for name in wanted):
+        return {name.removeprefix(".") for name in wanted}
+    raise TypeError(
+        f"_ddp_params_and_buffers_to_ignore of a module should be a list of names, got {wanted!r}"
+    )
 
 
 def check_module(
@@ -150,8 +199,11 @@ def device_ids_of(
     """The indices of ``device_ids`` and ``output_device``, ``None`` where they mean nothing.
 
     Raises:
+        TypeError: ``device_ids`` is no list.
         ValueError: they do not go with ``devices``, on which the parameters are.
     """
+    if device_ids is not None and not isinstance(device_ids, Sequence):
+        raise TypeError(f"device_ids should be None or a list of one device, got {device_ids!r}")
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(
             f"device_ids can only be None or contain a single element, got {list(device_ids)}"

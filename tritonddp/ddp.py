@@ -27,7 +27,9 @@ from tritonddp.auto import measured
 from tritonddp.beyond_stock import BeyondStock
 from tritonddp.comm_state import CommState
 from tritonddp.construction import (
+    FLAGS,
     buffer_sync,
+    check_flags,
     check_module,
     device_ids_of,
     names_to_ignore,
@@ -144,7 +146,8 @@ class DistributedDataParallel(
         NotImplementedError: a dtype or kind of parameter that is not supported.
         RuntimeError: no parameter requires gradients, parameters are uninitialised, or ranks hold
             different models (raised on every rank, naming what differs).
-        TypeError: ``module`` is no module, or a size is no number.
+        TypeError: ``module`` is no module, a size no number, a flag not on or off, or another
+            argument of another type than it says.
         ValueError: no process group, or arguments that contradict each other or the module.
 
     Example::
@@ -203,7 +206,8 @@ class DistributedDataParallel(
         self.device = params[0][1].device if params else torch.device("cpu")
         self.device_type = self.device.type
         try:
-            check_mode(check_finite)
+check_mode(check_finite)
+            check_flags({name: value for name, value in locals().items() if name in FLAGS})
             if mixed_precision is not None:
                 check_mixed_precision(mixed_precision)
             exact = None if compression is None else Exact(module, exact)
@@ -219,7 +223,9 @@ class DistributedDataParallel(
                 few_bytes_on=self.device_type if reduce_dtype or compression else None,
             )
         except (RuntimeError, TypeError, ValueError) as error:
-            if init_sync:  # the other ranks must not wait for this one
+            if (
+                isinstance(init_sync, int) and init_sync
+            ):  # the other ranks must not wait for this one
                 sendable = self.device if self.device_type == "cuda" else torch.device("cpu")
                 verify_same(describe_error(error), self.process_group, sendable)
             raise
@@ -322,7 +328,14 @@ class DistributedDataParallel(
         _alive.add(self)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module, with inputs moved to its device if ``device_ids`` was given."""
+        """Run the module, with inputs moved to its device if ``device_ids`` was given.
+
+        Raises:
+            NotImplementedError: a parameter was added that cannot be reduced.
+            RuntimeError: in strict mode, with gradients, the last backward left parameters unused,
+                or it waits for :meth:`finalize_backward`; the ranks did not reduce the same, or one
+                of them is gone; or inside ``torch.distributed.autograd``.
+        """
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))

@@ -51,6 +51,7 @@ class Delay:
             named_params: all parameters that are to be synchronised.
 
         Raises:
+            TypeError: they are no parameters with their names, or no parameter.
             ValueError: only one of the arguments is given, or a parameter is not one of the module.
         """
         if (delayed is None) != (until is None):
@@ -61,8 +62,16 @@ class Delay:
         if delayed is None or until is None:
             return None
         names: dict[Tensor, str] = {param: name for name, param in named_params}
-        wanted = list(delayed)
-        strange = [name for name, param in wanted if param not in names]
+        wanted = [*delayed] if isinstance(delayed, Iterable) else [delayed]
+        pairs = [each for each in wanted if isinstance(each, tuple | list) and len(each) == 2]
+        if len(pairs) < len(wanted) or not all(isinstance(param, Tensor) for _, param in pairs):
+            raise TypeError(
+                "delay_all_reduce_named_params should be a list of names and parameters, got "
+                f"{delayed!r}"
+            )
+        if not isinstance(until, Tensor):
+            raise TypeError(f"param_to_hook_all_reduce should be a parameter, got {until!r}")
+        strange = [str(name) for name, param in wanted if param not in names]
         if strange:
             raise ValueError(
                 "delay_all_reduce_named_params names parameters that are none of the wrapped "

@@ -42,7 +42,7 @@ class Exact:
                 if not any(fnmatchcase(name, pattern) for name in names):
                     raise ValueError(
                         f"exact: the module has no parameter {pattern!r}. Give names as its "
-                        f"named_parameters() has them ({names[0]!r}), or patterns"
+                        f"named_parameters() has them ({(names or ['none'])[0]!r}), or patterns"
                     )
 
     def find(self, names: Sequence[str], params: Sequence[Tensor]) -> list[bool]:

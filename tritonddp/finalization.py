@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tritonddp.construction import check_flags
+
 
 class Finalizes:
     """The part of ``DistributedDataParallel`` that lets a caller end reductions itself.
@@ -26,12 +28,17 @@ class Finalizes:
     def require_manual_backward_finalization(self) -> bool:
         """Whether reduced backwards leave ``.grad`` to :meth:`finalize_backward`. Off by default.
 
-        May be set whenever no backward waits for its end; else that is a RuntimeError.
+        May be set whenever no backward waits for its end.
+
+        Raises:
+            RuntimeError: when set, if one does.
+            TypeError: when set to something that is not on or off.
         """
         return self._require_manual_backward_finalization
 
     @require_manual_backward_finalization.setter
     def require_manual_backward_finalization(self, required: bool) -> None:
+        check_flags({"require_manual_backward_finalization": required})
         self.reducer.finalize_on_request(required)
         self._require_manual_backward_finalization = required
 

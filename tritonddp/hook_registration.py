@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -55,7 +56,12 @@ class TakesHooks(nn.Module):
         self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        """Register ``ALLREDUCE`` or ``FP16_COMPRESS``; see :meth:`register_comm_hook`."""
+        """Register ``ALLREDUCE`` or ``FP16_COMPRESS``; see :meth:`register_comm_hook`.
+
+        Raises:
+            RuntimeError: as there.
+            TypeError: it is none of the two.
+        """
         self._use_builtin_hook(comm_hook_type)
         self._builtin_hook = comm_hook_type
 
@@ -66,6 +72,11 @@ class TakesHooks(nn.Module):
             dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
             dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
         }
+        if not isinstance(comm_hook_type, dist.BuiltinCommHookType):
+            raise TypeError(
+                "comm_hook_type should be dist.BuiltinCommHookType.ALLREDUCE or FP16_COMPRESS, got "
+                f"{comm_hook_type!r}"
+            )
         self.reducer.register_comm_hook(self.process_group, hooks[comm_hook_type])
 
     def _register_fused_optim(
@@ -80,7 +91,10 @@ class TakesHooks(nn.Module):
 
         Raises:
             RuntimeError: torch has no such twin, or a hook is registered already.
+            TypeError: ``optim`` is no class.
         """
+        if not isinstance(optim, type):
+            raise TypeError(f"optim should be a class of torch.optim, got {optim!r}")
         optimizer = overlapped_optimizer(optim, optim_params, args, kwargs)
         try:
             optimizer.register_ddp(self)
@@ -115,10 +129,11 @@ def check_hook(hook: Any) -> None:
     """
     if not callable(hook):
         raise TypeError(f"Communication hook must be callable. Got {hook!r}.")
-    try:
-        signature = inspect.signature(hook, eval_str=True)
-    except NameError:  # an annotation that only type checkers can read
+    signature = inspect.Signature()  # of what is written in C, and has none
+    with suppress(ValueError, TypeError):
         signature = inspect.signature(hook)
+    with suppress(Exception):  # an annotation that only type checkers can read
+        signature = inspect.signature(hook, eval_str=True)
     bucket = signature.parameters.get("bucket")
     if bucket is not None and bucket.annotation not in (bucket.empty, dist.GradBucket, GradBucket):
         raise ValueError(

@@ -27,6 +27,7 @@ from torch.nn import Parameter
 
 from tritonddp._compat import CountingJoin, joins, leave_join, throws_on_early_termination
 from tritonddp.ballot import Source
+from tritonddp.construction import check_flags
 from tritonddp.roll_call import RollCall
 from tritonddp.verify import describe, verify_same
 
@@ -78,6 +79,7 @@ class Follower(Joinable):
                 ``throw_on_early_termination`` is set; in a forward, if ranks do not agree on
                 whether its backward is reduced; in a backward, if its forward did not tell that it
                 is reduced; or the ranks hold different parameters.
+            TypeError: an argument is not on or off.
 
         Example::
 
@@ -92,6 +94,7 @@ class Follower(Joinable):
         the others, so that its share of the optimizer does the right step; afterwards they are its
         own again.
         """
+        check_flags({"enable": enable, "throw_on_early_termination": throw_on_early_termination})
         return UnevenInputs(
             [self],
             enable,
@@ -104,10 +107,15 @@ class Follower(Joinable):
 
         Args:
             kwargs: ``divide_by_initial_world_size``, see :meth:`join`.
+
+        Raises:
+            TypeError: it is not on or off.
         """
         ddp = cast("DistributedDataParallel", self)
+        divides = kwargs.get("divide_by_initial_world_size", True)
+        check_flags({"divide_by_initial_world_size": divides})
         ddp.logger._set_uneven_input_join()
-        return FollowingHook(ddp, kwargs.get("divide_by_initial_world_size", True))
+        return FollowingHook(ddp, divides)
 
     @property
     def join_device(self) -> torch.device:

@@ -121,7 +121,14 @@ class SyncsBuffers:
             bufs: all buffers of the module by default.
             bucket_size: most bytes of one message.
             authoritative_rank: whose values all get, by its rank in the process group.
+
+        Raises:
+            TypeError: ``bufs`` are no tensors.
         """
+        if bufs is not None and not (
+            isinstance(bufs, Sequence) and all(isinstance(each, Tensor) for each in bufs)
+        ):
+            raise TypeError(f"bufs should be a list of tensors, got {bufs!r}")
         broadcast_coalesced(
             [buffer for _, buffer in self._roster.buffers()] if bufs is None else bufs,
             self.process_group,

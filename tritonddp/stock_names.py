@@ -18,6 +18,7 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from tritonddp._compat import active_wrapper, move_inputs, set_active_wrapper
 from tritonddp.assignment import MIB, BucketCaps
+from tritonddp.construction import plain_names
 from tritonddp.logging_data import Logger
 from tritonddp.sparse_bucket import sparse_parameters
 
@@ -62,9 +63,14 @@ class StockNames:
         Args:
             module: not wrapped yet.
             params_and_buffers_to_ignore: their full names.
+
+        Raises:
+            TypeError: they are no list of names, or ``module`` is no module.
         """
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+        ignored = plain_names(params_and_buffers_to_ignore)
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
-        ignored = {name.removeprefix(".") for name in params_and_buffers_to_ignore}
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if name in ignored:
                 tensor._ddp_ignored = True  # type: ignore[attr-defined]
@@ -98,8 +104,11 @@ class StockNames:
         """The names of what :meth:`_build_params_for_reducer` returned, by index.
 
         Raises:
-            ValueError: ``parameters`` are others.
+            TypeError: ``parameters`` are none.
+            ValueError: they are others.
         """
+        if not isinstance(parameters, Sequence):
+            raise TypeError(f"parameters should be a list of parameters, got {parameters!r}")
         index_of = {param: index for index, param in enumerate(parameters)}
         names = {}
         for name, param in self._trainable():
@@ -259,8 +268,12 @@ class StockNames:
         """Take times in one step of so many, after the first ten.
 
         Raises:
-            ValueError: ``sample_rate`` is less than one.
+            TypeError: ``sample_rate`` is no integer.
+            ValueError: it is less than one.
         """
+        if not isinstance(sample_rate, int):
+            message = "DDP runtime logging sample rate should be an integer"
+            self._log_and_throw(TypeError, f"{message}, got {sample_rate!r}")
         if sample_rate < 1:
             message = "DDP runtime logging sample rate should be equal or greater than 1"
             self._log_and_throw(ValueError, f"{message}, got {sample_rate}")

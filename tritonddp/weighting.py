@@ -49,7 +49,7 @@ class Weight:
             TypeError: ``n`` is no number.
             ValueError: ``n`` is negative or not finite, or ``reduction`` is unknown.
         """
-        if reduction not in ("mean", "sum"):
+        if not isinstance(reduction, str) or reduction not in ("mean", "sum"):
             raise ValueError(f"reduction should be 'mean' or 'sum', got {reduction!r}")
         if isinstance(n, Tensor) and n.numel() == 1 and not n.is_complex():
             n = n.item()

@@ -68,7 +68,9 @@ class Wire:
             ValueError: gradients cannot be reduced in it, the two contradict each other, or
                 ``compression`` is unknown.
         """
-        if compression is not None and compression not in COMPRESSIONS:
+        if compression is not None and not (
+            isinstance(compression, str) and compression in COMPRESSIONS
+        ):
             raise ValueError(
                 f"compression should be one of {', '.join(map(repr, COMPRESSIONS))} or None, got "
                 f"{compression!r}"
