@@ -196,8 +196,9 @@ class BeyondStock:
         """These parameters with their names, by default all that require gradients."""
         names: dict[Tensor, str] = {param: name for name, param in self.module.named_parameters()}
         if params is not None:
-            wanted = [*params] if isinstance(params, Iterable) else [params]
-            if isinstance(params, Tensor) or not all(isinstance(p, Tensor) for p in wanted):
+            is_list = isinstance(params, Iterable) and not isinstance(params, Tensor)
+            wanted = [*params] if is_list else []
+            if not is_list or not all(isinstance(p, Tensor) for p in wanted):
                 raise TypeError(f"params should be parameters, one or more, got {params!r}")
             return [(names.get(p, f"parameter {i}"), p) for i, p in enumerate(wanted)]
         return [

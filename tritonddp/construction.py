@@ -14,7 +14,6 @@ from torch.nn.parameter import UninitializedParameter
 
 from tritonddp.kernels import GRADIENT_DTYPES, select
 
-
 # Options of the constructor that are on or off.
 FLAGS = frozenset(
     {

@@ -206,7 +206,7 @@ class DistributedDataParallel(
         self.device = params[0][1].device if params else torch.device("cpu")
         self.device_type = self.device.type
         try:
-check_mode(check_finite)
+            check_mode(check_finite)
             check_flags({name: value for name, value in locals().items() if name in FLAGS})
             if mixed_precision is not None:
                 check_mixed_precision(mixed_precision)

@@ -29,7 +29,7 @@ def check_mode(mode: Any) -> None:
     Raises:
         ValueError: it is none.
     """
-    if mode not in MODES:
+    if not (mode is None or isinstance(mode, str)) or mode not in MODES:
         raise ValueError(f"check_finite should be 'raise', 'warn' or None, got {mode!r}")
 
 
