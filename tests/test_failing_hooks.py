@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -79,6 +80,21 @@ def _wrong_kind(bucket: GradBucket) -> Any:
     return default_hooks.allreduce_hook(None, bucket).then(lambda done: "text")
 
 
+def _whole_numbers(bucket: GradBucket) -> Any:
+    return default_hooks.allreduce_hook(None, bucket).then(lambda done: done.value().int())
+
+
+def _no_data(bucket: GradBucket) -> Any:
+    return default_hooks.allreduce_hook(None, bucket).then(lambda done: done.value().to("meta"))
+
+
+def _failed(bucket: GradBucket) -> Any:
+    default_hooks.allreduce_hook(None, bucket).wait()
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_exception(KeyError("what the user said"))
+    return future
+
+
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("step", [0, 2])
 @ranks(3)
@@ -92,6 +108,9 @@ def test_a_hook_that_fails_on_one_rank_is_named_and_the_others_go_on(
         _raises_later: "what the user said",
         _wrong_size: "tensor like the bucket's buffer",
         _wrong_kind: "should hold a tensor",
+        _whole_numbers: "should hold a tensor of floating point",
+        _no_data: "Cannot copy out of meta tensor",
+        _failed: "KeyError: 'what the user said'",
     }
     for how, phrase in phrases.items():
         now: list[int] = []
@@ -191,3 +210,61 @@ def test_a_hook_and_its_reducer_outlive_no_wrapper_and_no_bucket() -> None:
     del model
     gc.collect()
     assert reducer() is None
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@ranks(2)
+def test_an_interrupt_in_a_hook_goes_on_when_the_collectives_are_made(at_once: bool) -> None:
+    for number, error in enumerate([KeyboardInterrupt, SystemExit, KeyboardInterrupt]):
+        now: list[int] = []
+
+        def hook(state: None, bucket: GradBucket) -> Any:
+            if now == [number] and dist.get_rank() == 1 and bucket.index() == 1:  # noqa: B023
+                now.clear()  # noqa: B023
+                raise error("what the user said")  # noqa: B023
+            return default_hooks.allreduce_hook(None, bucket)
+
+        hook.__annotations__.clear()
+        model, reference = OURS(net(), **FIVE_BUCKETS), OURS(net(), **FIVE_BUCKETS)
+        name = "tritonddp.comm.hooks.hooks_of_one_collective"
+        with mock.patch(name, return_value=(hook,) if at_once else ()):
+            model.register_comm_hook(None, hook)
+        for step in range(4):
+            now[:] = [step]
+            for each in (model, reference):
+                each.zero_grad()
+                context: Any = contextlib.nullcontext()
+                if each is model and step == number and dist.get_rank() == 1:
+                    context = pytest.raises(error, match="what the user said")
+                with context:
+                    each(torch.full((1, 16), step + dist.get_rank() + 1.0)).sum().backward()
+            if step != number:
+                for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+                    torch.testing.assert_close(a.grad, b.grad)
+
+
+@ranks(2)
+def test_a_future_that_is_never_completed_is_an_error_at_the_timeout() -> None:
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    model = OURS(net(), **FIVE_BUCKETS, process_group=group)
+    forgets: list[bool] = []
+
+    def hook(state: None, bucket: GradBucket) -> Any:
+        future = default_hooks.allreduce_hook(group, bucket)
+        if forgets and dist.get_rank() == 1 and bucket.index() == 4:
+            future.wait()
+            return torch.futures.Future()
+        return future
+
+    hook.__annotations__.clear()
+    model.register_comm_hook(None, hook)
+    train(model, 2)
+    forgets.append(True)
+    with pytest.raises(RuntimeError, match=r"rank \d, step 3, bucket") as caught:
+        model(torch.ones(1, 16)).sum().backward()
+    said = str(caught.value)
+    if dist.get_rank() == 1:
+        assert "bucket 4 (" in said
+        assert "was not completed within the process group's timeout of 1 s" in said
+    else:
+        assert "rank 1" in said.partition("failed:")[2], said

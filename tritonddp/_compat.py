@@ -5,10 +5,12 @@ Checked with torch 2.11, 2.13 and 2.15. When a name moves, this is the only file
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -68,6 +70,27 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     The public ``get_backend`` knows a group by one name, also where it has several backends.
     """
     return group._get_backend(device).name()
+
+
+def signal_handler(number: int) -> Any:
+    """As ``signal.getsignal``, see :func:`set_signal_handler`."""
+    return _signal.getsignal(number)
+
+
+def set_signal_handler(number: int, handler: Callable[[int, Any], object]) -> None:
+    """As ``signal.signal``, which takes ten times as long, as it makes enums of what are none."""
+    _signal.signal(number, handler)
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """All that torch knows in this process, also those in which no module has been wrapped."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long a collective of ``group`` may take: backends tell, a group does not."""
+    options: Any = group._get_backend(device).options
+    return options._timeout
 
 
 def collectives_issued(group: dist.ProcessGroup) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from tritonddp._compat import register_post_accumulate_grad_hook, steps_optimize
 from tritonddp.comm.feedback import load_state, state_of
 from tritonddp.comm.hooks import Hook, HookReduction
 from tritonddp.comm.optimizers import SteppingReduction, take_over
+from tritonddp.forks import refuse_inherited, when_forked
 from tritonddp.in_step import InStep
 from tritonddp.participation import as_trainable
 from tritonddp.reducer_state import Phase, reducers
@@ -32,9 +34,10 @@ class BetweenBackwards(InStep):
             NotImplementedError: a parameter was added that cannot be reduced.
             RuntimeError: in strict mode, with gradients, the last backward left parameters unused;
                 or the ranks did not reduce the same (on a GPU, where the backward itself does not
-                wait for the answer).
+                wait for the answer); or this process was forked from a rank.
         """
         if self._phase is Phase.DETACHED:
+            refuse_inherited(self._group)
             return
         if torch.is_grad_enabled():
             self._check_finalized()
@@ -232,6 +235,16 @@ class BetweenBackwards(InStep):
         self._forget_added()
         self._in_flight.clear()
         reducers[self._group].discard(self)
+
+
+@when_forked
+def _detach_all() -> list[dist.ProcessGroup]:
+    """This process is no rank: no backward here is reduced."""
+    groups = list(reducers)
+    for reducer in chain.from_iterable([*reducers[group]] for group in groups):
+        assert isinstance(reducer, BetweenBackwards)
+        reducer._remove_autograd_hooks()
+    return groups
 
 
 def _gradient_hook(reducer: weakref.ref[BetweenBackwards]) -> Callable[[Tensor], None]:

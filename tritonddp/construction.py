@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
+from tritonddp.forks import refuse_inherited
 from tritonddp.kernels import GRADIENT_DTYPES, select
 
 # Options of the constructor that are on or off.
@@ -49,7 +50,8 @@ def process_group_of(
     """The ranks that hold the same module.
 
     Raises:
-        RuntimeError: both are given, or the mesh has several dimensions.
+        RuntimeError: both are given, or the mesh has several dimensions; or this process was forked
+            from a rank.
         TypeError: the mesh is none.
         ValueError: there is no process group, or this rank is not in it.
     """
@@ -68,13 +70,15 @@ def process_group_of(
             raise TypeError(f"device_mesh should be a DeviceMesh, got {device_mesh!r}")
         if device_mesh.ndim != 1:
             raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
-        return device_mesh.get_group(mesh_dim=0)
-    group = dist.group.WORLD if process_group is None else process_group
+        group = device_mesh.get_group(mesh_dim=0)
+    else:
+        group = dist.group.WORLD if process_group is None else process_group
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
             f"rank {dist.get_rank()} does not belong to process_group, which is {group!r}: wrap "
             "the module on the ranks of the group only"
         )
+    refuse_inherited(group)
     return group
 
 

@@ -21,6 +21,8 @@ from tritonddp.ballot import (
 )
 from tritonddp.bucket import Bucket, GradientError
 from tritonddp.comm.reduction import Reduction
+from tritonddp.forks import refuse_inherited
+from tritonddp.interrupts import Uninterrupted
 from tritonddp.reducer_state import Phase, ReducerState, reducers
 from tritonddp.roll_call import listed
 from tritonddp.weighting import Weight
@@ -162,7 +164,11 @@ class InStep(ReducerState):
         """If a backward broke off, of this reducer or another one of the group, make up for it.
 
         Of another one too, since collectives of a group are matched by their order.
+
+        Raises:
+            RuntimeError: this process is no rank of the group, but was forked from one.
         """
+        refuse_inherited(self._group)
         for reducer in sorted(reducers[self._group], key=lambda each: each._roster.number):
             reducer._recover()
 
@@ -180,6 +186,10 @@ class InStep(ReducerState):
             self._phase = Phase.IDLE
             return
         logger.warning("%s: the last backward did not come to its end", self._where())
+        with Uninterrupted():
+            self._make_up()
+
+    def _make_up(self) -> None:
         try:
             if self._next == 0:
                 self._begin_reduction(Source.BROKEN, None, self._roster.structure, self._left_out)
@@ -215,7 +225,7 @@ class InStep(ReducerState):
         self._begin_reduction(source, _NOTHING, self._roster.structure)
         # A rank that follows goes on: there is no backward here that a user could repeat.
         with self._finite.telling(self._where, raises=False):
-            with torch.no_grad(), self._naming_disagreements():
+            with Uninterrupted(), torch.no_grad(), self._naming_disagreements():
                 unused = [False] * len(self.placement.params)
                 reduce_at_once(self.placement, self._reduction, unused)
                 self._reduction.settle()

@@ -28,6 +28,7 @@ from torch.nn import Parameter
 from tritonddp._compat import CountingJoin, joins, leave_join, throws_on_early_termination
 from tritonddp.ballot import Source
 from tritonddp.construction import check_flags
+from tritonddp.forks import refuse_inherited
 from tritonddp.roll_call import RollCall
 from tritonddp.verify import describe, verify_same
 
@@ -114,6 +115,7 @@ class Follower(Joinable):
         ddp = cast("DistributedDataParallel", self)
         divides = kwargs.get("divide_by_initial_world_size", True)
         check_flags({"divide_by_initial_world_size": divides})
+        refuse_inherited(ddp.process_group)
         ddp.logger._set_uneven_input_join()
         return FollowingHook(ddp, divides)
 

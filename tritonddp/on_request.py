@@ -13,6 +13,7 @@ from tritonddp.ballot import (
 )
 from tritonddp.between import BetweenBackwards
 from tritonddp.bucket import Bucket
+from tritonddp.interrupts import Uninterrupted
 from tritonddp.reducer_state import Phase
 from tritonddp.roster import structure_of
 from tritonddp.weighting import Weight
@@ -133,7 +134,7 @@ class OnRequest(BetweenBackwards):
         used = [param.grad is not None and param not in stale for param in placement.params]
         reduction = self._reduction.plain
         self._begin_reduction(Source.REQUEST, weight, structure, reduction=reduction)
-        with self._naming_disagreements(named_params):
+        with Uninterrupted(), self._naming_disagreements(named_params):
             reduce_at_once(placement, reduction, used)
             reduction.settle()
             self._finite.look_at(placement.buckets)

@@ -28,6 +28,8 @@ from tritonddp.ballot import (
 )
 from tritonddp.bucket import Bucket, GradientError
 from tritonddp.comm.reduction import LocalError
+from tritonddp.forks import refuse_inherited
+from tritonddp.interrupts import Uninterrupted
 from tritonddp.on_request import OnRequest
 from tritonddp.outputs import Forward
 from tritonddp.participation import accumulates
@@ -53,6 +55,7 @@ class Reducer(OnRequest):
                 forward.reached = True
             return
         if self._phase is Phase.DETACHED:
+            refuse_inherited(self._group)
             return
         self._recover_all()
         reached = self._readiness.participation.query()
@@ -90,6 +93,13 @@ class Reducer(OnRequest):
                 self.counters.reductions += 1
                 self._next, self._phase = 0, Phase.REDUCING
             raise
+        with Uninterrupted():
+            self._open(forward, reached, missing, reduced)
+
+    def _open(
+        self, forward: Forward | None, reached: Sequence[bool], missing: set[int], reduced: bool
+    ) -> None:
+        """This backward has begun."""
         self._queue_end()
         self._graph_task = current_graph_task_id()
         self._creates_graph = torch.is_grad_enabled()
@@ -260,8 +270,10 @@ class Reducer(OnRequest):
             for number in self.placement.places_of[bucket.index]:
                 if not self._filled[number]:
                     self._fill(number)
-            self._in_flight.append((bucket, self._reduction.start(bucket)))
-        self._next += 1
+        with Uninterrupted():
+            if bucket.index not in self._left_out:
+                self._in_flight.append((bucket, self._reduction.start(bucket)))
+            self._next += 1
 
     # End of backward
 
@@ -283,7 +295,8 @@ class Reducer(OnRequest):
         if self._finalizes_on_request and self._in_flight:
             self._phase = Phase.UNFINISHED
         else:
-            self._bring_home()
+            with Uninterrupted():
+                self._bring_home()
 
     def _note_unused(self) -> None:
         trainable = {param for _, param in self._roster.trainable}
@@ -366,7 +379,8 @@ class Reducer(OnRequest):
             )
         if self._phase is Phase.UNFINISHED:
             self._phase = Phase.REDUCING  # if it fails, the next forward makes up for it
-            self._bring_home()
+            with Uninterrupted():
+                self._bring_home()
             return
         is_running = self._end_is_queued() is not None
         if is_running and self._phase in (Phase.OBSERVING, Phase.REDUCING):
@@ -377,7 +391,7 @@ class Reducer(OnRequest):
                     "DDP-managed parameters have computed gradients."
                 )
             if self._in_flight:
-                with self._naming_disagreements():
+                with Uninterrupted(), self._naming_disagreements():
                     self._finish()  # the rest comes at the end: hooks may change then
                 return
         raise RuntimeError(

@@ -74,7 +74,7 @@ class RollCall:
         except RuntimeError as error:
             raise self.explain(where, what, error) from error
 
-    def explain(self, where: str, what: str, error: Exception) -> RuntimeError:
+    def explain(self, where: str, what: str, error: BaseException) -> RuntimeError:
         """The error to raise from ``error``; made in 2 to 3 s, and in 5 s at most.
 
         Whatever the store does, this returns: what goes wrong there is a sentence of the message.
@@ -296,6 +296,6 @@ def _plain(text: str | bytes) -> str:
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 4]} ..."
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return _plain(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)

@@ -93,13 +93,18 @@ def result_of(value: Any, buffer: Tensor) -> Tensor:
     """The tensor in a future's value.
 
     Raises:
-        TypeError, ValueError: there is none of as many elements as the buffer.
+        TypeError, ValueError: there is none of floating point, with as many elements as the buffer.
     """
     result = value[0] if isinstance(value, list | tuple) and value else value
     if not isinstance(result, Tensor):
         raise TypeError(
             "the future that a communication hook returns should hold a tensor, or a list with "
             f"one, but holds {type(value).__name__}"
+        )
+    if not result.is_floating_point():  # a complex or a whole number would lose its other part
+        raise TypeError(
+            "the future that a communication hook returns should hold a tensor of floating point, "
+            f"like the bucket's buffer, which is {buffer.dtype}, but holds one of {result.dtype}"
         )
     if result.numel() != buffer.numel():
         raise ValueError(

@@ -8,6 +8,7 @@ buckets travel together, in one small all-reduce behind the last hook.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from tritonddp._compat import (
     collectives_issued,
     future_types,
     hooks_of_one_collective,
+    timeout_of,
 )
 from tritonddp.ballot import Ballot
 from tritonddp.bucket import Bucket
@@ -59,7 +61,9 @@ class HookReduction(AllReduce):
 
     An error in a hook is raised when all hooks have been called, so that the ranks stay in step. A
     rank that fails, or whose backward broke off, takes part with zeros, since NaN would stay in the
-    state of hooks that feed errors back; but it tells the others, who see NaN in ``.grad``.
+    state of hooks that feed errors back; but it tells the others, who see NaN in ``.grad``. What is
+    no error (KeyboardInterrupt, SystemExit) goes on from there as it is. A future that is not
+    completed within the timeout of the process group is an error of the hook.
 
     Args:
         hook: called with the state and a :class:`GradBucket`; returns a future of one tensor with
@@ -95,7 +99,7 @@ class HookReduction(AllReduce):
         self._trailers: tuple[Tensor, Work] | None = None  # of all buckets, on their way
         # By the index of the bucket, once all is known.
         self._factors: dict[int, Tensor | None] | None = None
-        self._failure: HookError | None = None  # the first on this rank
+        self._failure: BaseException | None = None  # the first on this rank
 
     @property
     def plain(self) -> AllReduce:
@@ -127,7 +131,8 @@ class HookReduction(AllReduce):
         """See :meth:`Reduction.finish`.
 
         Raises:
-            HookError: a hook failed on this rank; nothing has been written to ``.grad``.
+            HookError: a hook failed on this rank; nothing has been written to ``.grad``. Or what it
+            has raised, if that is no Exception.
         """
         self.discard(bucket, work)
         if self._failure is not None:
@@ -151,7 +156,7 @@ class HookReduction(AllReduce):
         if self._held.setdefault(bucket.index, holds) != holds:
             self._held[bucket.index] = holds
             _forget(self._state, bucket.index)
-        call = _Call(bucket, is_broken, self._run, self._wait_for, self._issued)
+        call = _Call(bucket, is_broken, self._run, self._result, self._wait_for, self._issued)
         self._calls.append(call)
         if self._issues_one or backend_name(self._group, bucket.flat.data.device) == "nccl":
             call.begin()
@@ -170,6 +175,19 @@ class HookReduction(AllReduce):
                 f"but got {type(future).__module__}.{type(future).__qualname__}"
             )
         return future
+
+    def _result(self, future: Any, buffer: Tensor) -> Tensor:
+        """What the hook's future holds, in the end."""
+        if not future.done():
+            ended = threading.Event()
+            future.add_done_callback(lambda _: ended.set())
+            limit = timeout_of(self._group, buffer.device).total_seconds()
+            if not ended.wait(limit):
+                raise TimeoutError(
+                    "the future that it returned was not completed within the process group's "
+                    f"timeout of {limit:g} s"
+                )
+        return result_of(future.wait(), buffer)
 
     def _issued(self) -> int:
         return collectives_issued(self._group)
@@ -239,7 +257,9 @@ class HookReduction(AllReduce):
             self._failure or error,
         )
 
-    def _named(self, bucket: Bucket, error: Exception) -> HookError:
+    def _named(self, bucket: Bucket, error: BaseException) -> BaseException:
+        if not isinstance(error, Exception):
+            return error
         failure = HookError(
             f"{self._where()}, {bucket.title}: the "
             f"communication hook failed: {type(error).__name__}: {error}"
@@ -255,6 +275,7 @@ class _Call:
         bucket: filled.
         is_broken: its gradients do not count.
         run: calls the hook with a bucket and its buffer.
+        result: waits for what it returned, which is for this buffer.
         wait_for: brings this call to its end after those before it.
         issued: counts the collectives that this rank has issued.
 
@@ -269,14 +290,16 @@ class _Call:
         bucket: Bucket,
         is_broken: bool,
         run: Callable[[Bucket, Tensor], Any],
+        result: Callable[[Any, Tensor], Tensor],
         wait_for: Callable[[_Call], None],
         issued: Callable[[], int],
     ) -> None:
         self.bucket = bucket
         self.is_broken = is_broken
         self.trailer = _trailer(bucket).to(_TRAILERS, copy=True)
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._run = run
+        self._result = result
         self._wait_for = wait_for
         self._issued = issued
         self._has_begun = False
@@ -311,7 +334,7 @@ class _Call:
         try:
             self._buffer = buffer_of(self.bucket)
             self._future = self._run(self.bucket, self._buffer)
-        except Exception as error:
+        except BaseException as error:
             self._failed(error)
 
     def end(self) -> None:
@@ -319,15 +342,15 @@ class _Call:
         self.begin()
         if self._buffer is not None:
             try:
-                bring_home(result_of(self._future.wait(), self._buffer), self._buffer, self.bucket)
-            except Exception as error:
+                bring_home(self._result(self._future, self._buffer), self._buffer, self.bucket)
+            except BaseException as error:
                 self._failed(error)
             # Whatever still holds the bucket's memory when a backward begins keeps it.
             self._buffer = self._future = None
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: BaseException) -> None:
         self.error = self.error or error
         self.is_broken = True
         self._buffer = self._future = None

@@ -1,0 +1,233 @@
+"""Processes that a rank forks, threads that it starts, and several wrapped modules in one."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import select
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_on_all_ranks, gather, ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tritonddp import DistributedDataParallel
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 64), nn.BatchNorm1d(64), nn.Linear(64, 32), nn.Linear(32, 4))
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * seed + dist.get_rank()))
+
+
+def step(net: nn.Module, seed: int) -> None:
+    net.zero_grad()
+    net(batch(seed)).pow(2).sum().backward()
+
+
+def assert_mean(ddp: nn.Module, alone: nn.Module) -> None:
+    for param, own in zip(ddp.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, sum(gather(own.grad)) / dist.get_world_size())
+
+
+# Forked processes
+
+
+def in_child(call: Callable[[], Any]) -> str:
+    """What ``call`` comes to in a forked process: its error, or that it ended."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            call()
+            said = "ended"
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(theirs, said.encode())
+        os._exit(0)
+    os.close(theirs)
+    readable, _, _ = select.select([ours], [], [], 20)
+    if not readable:
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    answer = os.read(ours, 10_000).decode()
+    os.close(ours)
+    return answer or "hung or died"
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": "int8"}], ids=["plain", "int8"])
+@ranks(2)
+def test_a_forked_process_sends_nothing_and_disturbs_nobody(options: Any) -> None:
+    """What it sent through the connections it shares would be taken for messages of the rank."""
+    ddp = DistributedDataParallel(layers(), **options)
+    for seed in range(2):
+        step(ddp, seed)
+    loss = ddp(batch(2)).sum()
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            ddp.eval()(batch(3))
+
+    def accumulate() -> None:
+        with ddp.no_sync():
+            step(ddp, 3)
+
+    def join() -> None:
+        with ddp.join():
+            pass
+
+    refused = [
+        evaluate,
+        accumulate,
+        join,
+        lambda: step(ddp, 3),
+        loss.backward,
+        ddp.reduce_gradients,
+        ddp.load_comm_state_dict,
+        lambda: DistributedDataParallel(layers()),
+    ]
+    said = (
+        rf"RuntimeError: process \d+ was forked from rank {dist.get_rank()} of a process group, and"
+        r" is no rank of it: .*bare module \(ddp\.module\)"
+    )
+    for call in refused:
+        answer = in_child(call)
+        assert re.match(said, answer), answer
+
+    def train_alone() -> None:
+        alone = layers()
+        alone.load_state_dict(ddp.module.state_dict())
+        step(ddp.module, 5)
+        step(alone, 5)
+        for param, own in zip(ddp.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(param.grad, own.grad)
+        ddp.state_dict()
+        ddp.wire_report()
+
+    assert in_child(train_alone) == "ended"
+    loss.backward()
+    step(ddp, 3)
+    assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+    assert all(param.grad.isfinite().all() for param in ddp.parameters())
+
+
+@ranks(2)
+def test_workers_of_a_data_loader_may_be_forked_while_gradients_are_on_their_way() -> None:
+    ddp = DistributedDataParallel(layers(), compression="int8")
+    ddp.require_manual_backward_finalization = True
+    step(ddp, 0)
+    loader = DataLoader(
+        TensorDataset(torch.randn(6, 4)),
+        batch_size=3,
+        num_workers=1,
+        multiprocessing_context="fork",
+    )
+    for (inputs,) in loader:
+        ddp.finalize_backward()
+        ddp(inputs).pow(2).sum().backward()
+    ddp.finalize_backward()
+    assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+
+
+# Threads
+
+
+def in_threads(*calls: Callable[[], Any]) -> None:
+    errors: list[BaseException] = []
+
+    def run(call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,), daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive(), "a thread hangs"
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@ranks(2)
+def test_forward_and_backward_may_run_on_different_threads(view: bool) -> None:
+    ddp = DistributedDataParallel(layers(), gradient_as_bucket_view=view, bucket_cap_mb=1e-4)
+    alone = copy.deepcopy(ddp.module)
+    for seed in range(3):
+        step(alone, seed)
+        ddp.zero_grad()
+        loss = ddp(batch(seed)).pow(2).sum()
+        in_threads(loss.backward)
+        assert_mean(ddp, alone)
+        in_threads(lambda seed=seed: step(ddp, seed))  # type: ignore[misc]
+        assert_mean(ddp, alone)
+
+
+@ranks(2)
+def test_two_threads_train_a_module_each_in_groups_of_their_own() -> None:
+    nets = [
+        DistributedDataParallel(layers(), process_group=dist.new_group(), bucket_cap_mb=1e-4)
+        for _ in range(2)
+    ]
+    alone = [copy.deepcopy(net.module) for net in nets]
+
+    def train(number: int) -> None:
+        for seed in range(12):
+            step(nets[number], seed + 50 * number)
+
+    in_threads(lambda: train(0), lambda: train(1))
+    for number in (0, 1):
+        step(alone[number], 11 + 50 * number)
+        assert_mean(nets[number], alone[number])
+
+
+# Several wrapped modules
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@ranks(2)
+def test_two_wrapped_modules_in_one_step(groups: int) -> None:
+    """Forwards and backwards interleaved, one loss over both, and one module behind the other."""
+    nets = [
+        DistributedDataParallel(
+            layers(),
+            gradient_as_bucket_view=bool(number),
+            process_group=dist.new_group() if groups == 2 else None,
+            bucket_cap_mb=1e-4,
+        )
+        for number in range(2)
+    ]
+    alone = [copy.deepcopy(net.module) for net in nets]
+
+    def interleaved(first: nn.Module, second: nn.Module, seed: int) -> None:
+        outputs = first(batch(seed)), second(batch(seed + 20))
+        outputs[0].pow(2).sum().backward()
+        outputs[1].pow(2).sum().backward()
+
+    def one_loss(first: nn.Module, second: nn.Module, seed: int) -> None:
+        (first(batch(seed)) * second(batch(seed + 20))).sum().backward()
+
+    def chained(first: nn.Module, second: nn.Module, seed: int) -> None:
+        second(first(batch(seed))).pow(2).sum().backward()
+
+    for seed in range(3):
+        for loop in (interleaved, one_loss, chained):
+            for each in (nets, alone):
+                for net in each:
+                    net.zero_grad()
+                loop(each[0], each[1], seed)
+            for ddp, own in zip(nets, alone, strict=True):
+                assert_mean(ddp, own)
