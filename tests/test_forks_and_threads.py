@@ -94,6 +94,7 @@ def test_a_forked_process_sends_nothing_and_disturbs_nobody(options: Any) -> Non
         loss.backward,
         ddp.reduce_gradients,
         ddp.load_comm_state_dict,
+        ddp.check_sync,
         lambda: DistributedDataParallel(layers()),
     ]
     said = (
