@@ -70,9 +70,8 @@ def process_group_of(
             raise TypeError(f"device_mesh should be a DeviceMesh, got {device_mesh!r}")
         if device_mesh.ndim != 1:
             raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
-        group = device_mesh.get_group(mesh_dim=0)
-    else:
-        group = dist.group.WORLD if process_group is None else process_group
+        process_group = device_mesh.get_group(mesh_dim=0)
+    group = dist.group.WORLD if process_group is None else process_group
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
             f"rank {dist.get_rank()} does not belong to process_group, which is {group!r}: wrap "
