@@ -223,6 +223,10 @@ class Auto:
         """What the buckets take, as small numbers, for :meth:`load`."""
         return [_STATES.index(wire) for wire in self._wires]
 
+    def knows(self, state: Sequence[int]) -> bool:
+        """Whether :meth:`load` can make something of these numbers."""
+        return {*state} <= {*range(len(_STATES))}
+
     def load(self, state: Sequence[int]) -> None:
         """The next buckets take what those took that had this :attr:`state`; alike on all ranks."""
         self._loaded = tuple(_STATES[number] for number in state)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tritonddp._compat import register_post_accumulate_grad_hook, steps_optimizers
-from tritonddp.comm.feedback import load_state, state_of
+from tritonddp.comm.feedback import check_state, load_state, state_of
 from tritonddp.comm.hooks import Hook, HookReduction
 from tritonddp.comm.optimizers import SteppingReduction, take_over
 from tritonddp.forks import refuse_inherited, when_forked
@@ -78,16 +78,22 @@ class BetweenBackwards(InStep):
         }
 
     @torch.no_grad()
-    def load_comm_state(self, states: Sequence[dict[str, Any]]) -> None:
+    def load_comm_state(
+        self, states: Sequence[dict[str, Any]], failure: Exception | None = None
+    ) -> None:
         """Go on as the run that had the first of these states on rank 0.
 
         What was left out of gradients is that of all states of all ranks together.
 
+        Args:
+            states: what the user has given on this rank.
+            failure: why they cannot be read.
+
         Raises:
-            RuntimeError: a backward is under way.
+            Exception: ``failure``, when the other ranks know of it.
+            RuntimeError: a backward is under way, or another rank cannot load its states.
             ValueError: what was left out is not that of these parameters.
         """
-        state = states[0] if states else None
         self.prepare_to_follow()
         if self._phase is Phase.DETACHED:
             return
@@ -98,32 +104,79 @@ class BetweenBackwards(InStep):
             )
         self._roster.enroll()
         params = self._roster.params
-        # Numbers, since all ranks have the same parameters: nothing is unpickled that another
-        # rank has sent. Small integers and powers of two are exact in fp64.
-        message = torch.full((2, 1 + len(params)), -1.0, dtype=torch.float64)
-        if state is not None and state["bucket_order"]:
-            number_of = {name: number for number, (name, _) in enumerate(params)}
-            order = [number_of[name] for name in state["bucket_order"] if name in number_of]
-            said = (
-                [state["reductions_since_change"], *order],
-                [state["weight_unit"], *state["wires"]],
-            )
-            for row, numbers in zip(message, said, strict=True):
-                row[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
-        message = message.to(params[0][1].device)
-        with self._roll_call.naming(self._where(), "broadcast of the state of communication"):
-            dist.broadcast(message, group=self._group, group_src=0)
-        self.counters.collectives += 1
-        self.counters.wire_bytes += message.numel() * message.element_size()
-        (since_change, *order), (unit, *wires) = message.tolist()
+        said: tuple[Sequence[float], Sequence[float]] = [-1.0], []
+        if failure is None:
+            try:
+                check_state(params, states)
+                said = self._numbers_of(states[0]) if states else said
+            except ValueError as error:
+                failure = error
+        since_change, order, unit, wires = self._agree_on_state(*said, failure)
         if since_change < 0:
             return  # saved before the first step
         self._reduction.set_unit(unit)
-        order = [int(number) for number in order if number >= 0]
         if self.auto is not None:
-            self.auto.load([int(number) for number in wires if number >= 0])
-        self._renumber(self.arrangement.restore(order, int(since_change)))
+            self.auto.load(wires)
+        self._renumber(self.arrangement.restore(order, since_change))
         load_state(self.buckets, states, unit)
+
+    def _numbers_of(self, state: dict[str, Any]) -> tuple[list[float], list[float]]:
+        """What rank 0 tells the others of this state: the order of buckets, and the rest.
+
+        Numbers, since all ranks have the same parameters: nothing is unpickled that another rank
+        has sent.
+
+        Raises:
+            ValueError: the state is of another run.
+        """
+        if not state["bucket_order"]:
+            return [-1.0], []
+        number_of = {name: number for number, (name, _) in enumerate(self._roster.params)}
+        order = [number_of[name] for name in state["bucket_order"] if name in number_of]
+        wires = [] if self.auto is None else state["wires"]
+        if self.auto is not None and (len(wires) > len(number_of) or not self.auto.knows(wires)):
+            raise ValueError(
+                f"the state has {wires!r} as 'wires', which a run with these parameters cannot "
+                "have had: load the state of a run with the same model"
+            )
+        return [state["reductions_since_change"], *order], [state["weight_unit"], *wires]
+
+    def _agree_on_state(
+        self, order: Sequence[float], rest: Sequence[float], failure: Exception | None
+    ) -> tuple[int, list[int], float, list[int]]:
+        """What rank 0 says of its state, if no rank has failed to read its own.
+
+        Raises:
+            RuntimeError: another rank has.
+        """
+        # Rank 0's numbers, less than none for what is missing, and which ranks have failed. Small
+        # integers and powers of two are exact in fp64.
+        rank, params = self._group.rank(), self._roster.params
+        message = torch.zeros(3, max(1 + len(params), self._group.size()), dtype=torch.float64)
+        if rank == 0:
+            message[:2] = -1
+            for row, numbers in zip(message, (order, rest), strict=False):
+                row[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+        message[2, rank] = failure is not None
+        message = message.to(params[0][1].device)
+        with self._roll_call.naming(self._where(), "all-reduce of the state of communication"):
+            dist.all_reduce(message, group=self._group)
+        self.counters.collective(message.nbytes, self._group.size(), passes=2)
+        (since_change, *numbers), (unit, *wires), failed = message.tolist()
+        if failure is not None:
+            raise failure
+        if any(failed):
+            ranks = [str(rank) for rank, has_failed in enumerate(failed) if has_failed]
+            raise RuntimeError(
+                f"{self._where()}: load_comm_state_dict() failed on rank {', '.join(ranks)}, and "
+                "nothing was loaded on any rank: see the error there"
+            )
+        return (
+            int(since_change),
+            [int(number) for number in numbers if number >= 0],
+            unit,
+            [int(number) for number in wires if number >= 0],
+        )
 
     def _look(self) -> None:
         """See what has become of the parameters."""

@@ -57,7 +57,7 @@ class CommState:
         """Go on as the run did whose state this is: the next step has the bits of its next step.
 
         All ranks call it, between two steps, once the module has the parameters of that run, frozen
-        ones included. One small broadcast.
+        ones included. One small all-reduce.
 
         Args:
             states: what :meth:`comm_state_dict` returned: on as many ranks as then, each rank's
@@ -67,18 +67,23 @@ class CommState:
                 trainable ones that a state does not name go last.
 
         Raises:
-            RuntimeError: a backward is under way, or waits for ``finalize_backward()``.
+            RuntimeError: a backward is under way, or waits for ``finalize_backward()``; or a state
+                of another rank is none. Whichever rank it is, nothing is loaded on any.
             TypeError: a state is no dictionary, or an entry is of another type than it was.
             ValueError: an entry is missing or out of range; or a parameter had another shape, and
                 something was left out of its gradients.
         """
-        for state in states:
-            _check(state)
-        self.reducer.load_comm_state(states)
+        failure: Exception | None = None
+        try:
+            for state in states:
+                _check(state)
+        except (TypeError, ValueError) as error:
+            failure = error
+        self.reducer.load_comm_state(states, failure)
 
 
 def _check(state: Any) -> None:
-    """Is this what ``comm_state_dict()`` returns? Before anything is changed or sent.
+    """Is this what ``comm_state_dict()`` returns? Before anything is changed.
 
     Raises:
         TypeError, ValueError: it is not.

@@ -213,6 +213,7 @@ class DistributedDataParallel(
             exact = None if compression is None else Exact(module, exact)
             self._wire = Wire.of(reduce_dtype, mixed_precision, compression, error_feedback, exact)
             self._wire.check(self.process_group, devices)
+            wire_options = self._wire.description(params)  # asks functions of the user
             check_module(module, params, gradient_as_bucket_view, _alive)
             self.device_ids, self.output_device = device_ids_of(device_ids, output_device, devices)
             delay = Delay.of(delay_all_reduce_named_params, param_to_hook_all_reduce, params)
@@ -222,10 +223,9 @@ class DistributedDataParallel(
                 delay.names if delay else frozenset(),
                 few_bytes_on=self.device_type if reduce_dtype or compression else None,
             )
-        except (RuntimeError, TypeError, ValueError) as error:
-            if (
-                isinstance(init_sync, int) and init_sync
-            ):  # the other ranks must not wait for this one
+        except Exception as error:
+            # The other ranks must not wait for this one.
+            if isinstance(init_sync, int) and init_sync:
                 sendable = self.device if self.device_type == "cuda" else torch.device("cpu")
                 verify_same(describe_error(error), self.process_group, sendable)
             raise
@@ -273,7 +273,7 @@ class DistributedDataParallel(
                 options["reduce_dtype"] = reduce_dtype
             if check_finite is not None:
                 options["check_finite"] = check_finite
-            options |= self._wire.description(params)
+            options |= wire_options
             verify_same(describe(params, buffers, options), self.process_group, self.device)
             remember_first(self.process_group)
             self._broadcast(

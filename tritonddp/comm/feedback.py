@@ -143,12 +143,32 @@ def state_of(buckets: Iterable[Bucket], unit: float) -> dict[str, dict[str, Tens
     return state
 
 
-def load_state(buckets: Iterable[Bucket], states: Sequence[Mapping[str, Any]], unit: float) -> None:
-    """Make the residuals the sum of these, which are in this unit of weights.
+def check_state(params: Iterable[tuple[str, Tensor]], states: Sequence[Mapping[str, Any]]) -> None:
+    """Can :func:`load_state` add these to gradients of these parameters?
 
     Raises:
-        ValueError: one has another shape than its parameter.
+        ValueError: a residual has another shape than its parameter, or is not finite.
     """
+    for name, param in params:
+        for state in states:
+            for left in (state.get(kind, {}).get(name) for kind in ("sent", "reduced")):
+                if left is None:
+                    continue
+                if left.shape != param.shape:
+                    raise ValueError(
+                        f"the state has residuals of shape {tuple(left.shape)} for {name!r}, which "
+                        f"is of shape {tuple(param.shape)}: load the state of a run with the same "
+                        "model"
+                    )
+                if not left.isfinite().all():
+                    raise ValueError(
+                        f"the state has residuals for {name!r} that are not finite, and would stay "
+                        "in its gradients: load one without them"
+                    )
+
+
+def load_state(buckets: Iterable[Bucket], states: Sequence[Mapping[str, Any]], unit: float) -> None:
+    """Make the residuals the sum of these, which are in this unit of weights, and checked."""
     for bucket in buckets:
         for name, param, left in residuals_of([bucket]):
             left.sent.zero_()
@@ -156,10 +176,10 @@ def load_state(buckets: Iterable[Bucket], states: Sequence[Mapping[str, Any]], u
             for state in states:
                 sent, reduced = (state.get(kind, {}).get(name) for kind in ("sent", "reduced"))
                 if sent is not None:
-                    rows = _in_blocks(name, sent, param)
+                    rows = _in_blocks(sent, param)
                     add_to(bucket, param, Left(rows, rows[:0], 0, unit))
                 if reduced is not None:
-                    rows = _in_blocks(name, reduced, param)
+                    rows = _in_blocks(reduced, param)
                     add_to(bucket, param, Left(torch.zeros_like(rows), rows, 0, unit))
 
 
@@ -171,13 +191,8 @@ def _in_shape(rows: Tensor, first: int, param: Tensor) -> Tensor:
     return memory.as_strided(param.shape, gradient_strides(param)).clone()
 
 
-def _in_blocks(name: str, tensor: Tensor, param: Tensor) -> Tensor:
+def _in_blocks(tensor: Tensor, param: Tensor) -> Tensor:
     """The inverse of :func:`_in_shape`."""
-    if tensor.shape != param.shape:
-        raise ValueError(
-            f"the state has residuals of shape {tuple(tensor.shape)} for {name!r}, which is of "
-            f"shape {tuple(param.shape)}: load the state of a run with the same model"
-        )
     blocks = -(-param.numel() // BLOCK)
     memory = torch.zeros(blocks, BLOCK, dtype=torch.float32, device=param.device)
     memory.as_strided(param.shape, gradient_strides(param)).copy_(tensor)
