@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -17,6 +18,8 @@ from tritonddp.counters import Counters
 from tritonddp.placement import Placement, assign
 from tritonddp.roll_call import RollCall
 from tritonddp.roster import Roster
+
+logger = logging.getLogger(__name__)
 
 # Reductions after which parameters that are frozen leave their buckets. Until then they count as
 # unused: many training loops freeze and unfreeze the same parameters in turns.
@@ -88,7 +91,7 @@ class Arrangement:
 
         ``sparse`` are those whose gradients are sparse, by default as the roster says.
         """
-        return Placement(
+        placement = Placement(
             named_params,
             self._caps,
             bucket_class,
@@ -99,6 +102,26 @@ class Arrangement:
             self._roster.sparse if sparse is None else sparse,
             self._check_finite,
         )
+        if logger.isEnabledFor(logging.DEBUG):
+            self._log(placement.buckets)
+        return placement
+
+    def _log(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            logger.debug(
+                "rank %d, step %d: bucket %d of %d: %d parameters, %d elements, %d bytes, travels "
+                "in %s, on %s: %s",
+                self._group.rank(),
+                self._counters.reductions,
+                bucket.index,
+                len(buckets),
+                len(bucket.params),
+                sum(param.numel() for param in bucket.params),
+                sum(param.nbytes for param in bucket.params),
+                bucket.wire_dtype,
+                bucket.params[0].device,
+                ", ".join(bucket.names),
+            )
 
     @property
     def is_provisional(self) -> bool:

@@ -38,6 +38,11 @@ class Source(enum.IntEnum):
         """Whether no backward runs, and all gradients of this rank count as zero."""
         return self in (Source.JOINED, Source.SKIPPED)
 
+    @property
+    def words(self) -> str:
+        """For errors and logs."""
+        return _WORDS[self]
+
 
 _WORDS = {
     Source.FORWARD: "the first backward through a forward",
@@ -160,7 +165,7 @@ def check(ballots: Sequence[Ballot]) -> None:
     ):
         raise Disagreement(
             "the ranks are at different places of their programs: "
-            f"{_by_rank({rank: _WORDS[each.source] for rank, each in whole.items()})}. Every rank "
+            f"{_by_rank({rank: each.source.words for rank, each in whole.items()})}. Every rank "
             "must make the same reduced backwards: put those that only some ranks make under "
             "no_sync()"
         )

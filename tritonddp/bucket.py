@@ -130,6 +130,11 @@ class Bucket:
         return self.flat.nbytes
 
     @property
+    def wire_dtype(self) -> torch.dtype:
+        """In which most of the gradients travel."""
+        return self._wire_dtype if self.quantization is None else self.quantization.numbers
+
+    @property
     def flags(self) -> Tensor:
         """After a reduction: on how many ranks it used each parameter."""
         return self.flat.flags

@@ -35,6 +35,7 @@ from tritonddp.construction import (
     names_to_ignore,
     process_group_of,
 )
+from tritonddp.debug_log import heed_debug_level
 from tritonddp.delayed import Delay
 from tritonddp.exact import Exact
 from tritonddp.finalization import Finalizes
@@ -294,6 +295,7 @@ class DistributedDataParallel(
 
     def _enter_group(self) -> None:
         """Make what this rank knows of its process group, and of the module. No collective."""
+        heed_debug_level()
         enter(self.process_group)
         self._weight: Weight | None = None
         self._attendance = Attendance(self.process_group, self.device)

@@ -52,6 +52,15 @@ class InStep(ReducerState):
         ballot = Ballot(
             structure, source, items, left_out_hash(left_out), self._attendance.mean_over_present
         )
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "%s: a reduction begins: %s, %s, hash of what is trained %s, buckets left out: %s",
+                self._where(),
+                source.words,
+                "no weight" if items is None else f"weight {items:g}",
+                structure.hex(),
+                list(left_out) or "none",
+            )
         reduction = reduction or self._reduction
         reduction.begin(ballot, 1.0 if weight is None else weight.scale)
 

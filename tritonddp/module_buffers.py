@@ -144,12 +144,17 @@ class SyncsBuffers:
             place: where in its program this rank is, for errors.
             what: what they are, for errors.
         """
-        with RollCall(self.process_group).naming(
-            f"rank {self.process_group.rank()}, {place}", f"broadcast of {len(tensors)} {what}"
-        ):
+        try:
             broadcast_coalesced(
                 tensors,
                 self.process_group,
                 self._attendance.source_rank,
                 self.broadcast_bucket_size,
             )
+        except RuntimeError as error:
+            nbytes = sum(tensor.nbytes for tensor in tensors)
+            raise RollCall(self.process_group).explain(
+                f"rank {self.process_group.rank()}, {place}",
+                f"broadcast of {len(tensors)} {what}, {nbytes} bytes",
+                error,
+            ) from error

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from tritonddp import mismatch
 from tritonddp.whereabouts import Process, announce, is_announced, look_up, remembered
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,8 @@ class RollCall:
         # At once: torchrun ends the other processes soon after one has died.
         logger.error("%s", failed)
         posts = self._ask(place)
-        return RuntimeError("\n  ".join([failed, *self._answers(posts, place), _REMEDY]))
+        remedy = mismatch.REMEDY if mismatch.is_mismatch(str(error)) else _REMEDY
+        return RuntimeError("\n  ".join([failed, *self._answers(posts, place), remedy]))
 
     def _ask(self, place: str) -> _Posts:
         """Post and read. In a thread that is left behind if the store never answers."""
@@ -297,5 +299,5 @@ def _plain(text: str | bytes) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
+    lines = mismatch.in_short(str(error).strip()).splitlines()
     return _plain(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)

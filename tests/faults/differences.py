@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from tritonddp import DistributedDataParallel
@@ -25,9 +26,16 @@ def frozen(program: Program) -> nn.Module:
     return program.make().requires_grad_(False)
 
 
+def longer_buffer(program: Program) -> nn.Module:
+    net = program.make()
+    net.seen = torch.zeros(5, dtype=net.seen.dtype)
+    return net
+
+
 MODULES: dict[str, Callable[[Program], nn.Module]] = {
     "wider module": wider,
     "nothing to train": frozen,
+    "longer buffer": longer_buffer,
 }
 
 # The options of its wrapper.
@@ -112,6 +120,17 @@ def no_sync_inside_join(program: Program, ddp: DistributedDataParallel, step: in
         program.loss(ddp, program.rank, step).backward()
 
 
+def a_request_of_some(program: Program, ddp: DistributedDataParallel, step: int) -> None:
+    some = list(ddp.parameters())[:2]
+    with ddp.no_sync():
+        program.loss(ddp, program.rank, step).backward()
+    ddp.reduce_gradients([param.grad for param in some], some)
+
+
+def a_check(program: Program, ddp: DistributedDataParallel, step: int) -> None:
+    ddp.check_sync()
+
+
 def another(what: str, program: Program, ddp: DistributedDataParallel, step: int) -> None:
     """Only a check finds it: no backward does."""
     program.loss(ddp, program.rank, step).backward()
@@ -134,6 +153,8 @@ STEPS: dict[str, Callable[[Program, DistributedDataParallel, int], None]] = {
     "no_sync on one rank": no_sync_and_away,
     "weight on one rank": a_weight,
     "reduce_gradients on one rank": a_request,
+    "reduce_gradients of some parameters": a_request_of_some,
+    "check_sync on one rank": a_check,
     "frozen on one rank": a_frozen_layer,
     "added on one rank": an_added_layer,
     "other buckets left out": other_buckets_left_out,

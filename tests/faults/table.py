@@ -60,7 +60,10 @@ class Fault:
 
     @property
     def name(self) -> str:
-        options = [name if value is True else str(value) for name, value in self.options]
+        said = {True: "", False: "no "}
+        options = [
+            f"{said[value]}{name}" if value in said else str(value) for name, value in self.options
+        ]
         parts = [self.kind, self.at, f"{self.victim}-of-{self.ranks}", *options]
         parts += ["host"] * self.hosts_store + ["detail"] * self.detail
         return "-".join(part.replace(" ", "-").replace("'", "") for part in parts)
@@ -78,6 +81,7 @@ class Fault:
 VIEWS = (("gradient_as_bucket_view", True),)
 INT8 = (("compression", "int8"),)
 AUTO = (("compression", "auto"),)
+UNCHECKED = (("init_sync", False),)
 CHECKED = (("check_finite", "raise"),)
 
 
@@ -91,6 +95,16 @@ def _lost(kind: str, *rows: tuple[Any, ...]) -> list[Fault]:
 def _caught(kind: str, *rows: tuple[Any, ...]) -> list[Fault]:
     return [
         Fault(kind, at, ranks, victim, *rest, goes_on=True) for at, ranks, victim, *rest in rows
+    ]
+
+
+def _differ_in_detail(
+    *rows: tuple[str, int, int, tuple[tuple[str, Any], ...], str],
+) -> list[Fault]:
+    """What gloo would end a process for, or get wrong, were it not for torch's debug level."""
+    return [
+        Fault("differ", at, ranks, victim, options, says, detail=True)
+        for at, ranks, victim, options, says in rows
     ]
 
 
@@ -245,6 +259,34 @@ FAULTS = {
             1,
             says=r"bucket 0 \('layers.*Detected mismatch between collectives on ranks",
             detail=True,
+        ),
+        *_differ_in_detail(
+            (
+                "wider module",
+                3,
+                1,
+                UNCHECKED,
+                r"(?s)step 1, bucket 0 \('layers.*all-reduce of \d+ bytes failed: .*: ALLREDUCE of "
+                r"\[\d+\] Double, #\d+, but .*: ALLREDUCE of \[\d+\] Double.* failed elsewhere: at "
+                r"step 1, bucket 0 \('layers.*all-reduce of \d+ bytes\.\n",
+            ),
+            (
+                "other bucket sizes",
+                2,
+                1,
+                UNCHECKED,
+                r"(?s)step 1, bucket 0 \(.*rank \d failed elsewhere: at step 1, bucket 0 \(",
+            ),
+            (
+                "longer buffer",
+                2,
+                0,
+                UNCHECKED,
+                r"(?s)step 1, forward, broadcast of 1 buffers \('seen'\), (24|40) bytes failed.*: "
+                r"BROADCAST of \[(24|40)\] Byte.*, (24|40) bytes\.\n",
+            ),
+            ("reduce_gradients of some parameters", 2, 1, (), r"ALLGATHER of \[40\] Byte"),
+            ("check_sync on one rank", 3, 2, (), r"ALLGATHER of \[40\] Byte"),
         ),
         Fault("differ", "no_sync on one rank", 2, 1, is_stall=True),
         Fault(

@@ -143,6 +143,8 @@ class HookReduction(AllReduce):
     def discard(self, bucket: Bucket, work: Work) -> None:
         """See :meth:`Reduction.discard`."""
         work.wait()
+        if self._is_logged:
+            self._log(bucket, "is back from the communication hook")
         if self._factors is None:
             self._agree()
 
@@ -156,6 +158,9 @@ class HookReduction(AllReduce):
         if self._held.setdefault(bucket.index, holds) != holds:
             self._held[bucket.index] = holds
             _forget(self._state, bucket.index)
+        if self._is_logged:
+            what = "goes to the communication hook"
+            self._log(bucket, f"{what} with zeros" if is_broken else what)
         call = _Call(bucket, is_broken, self._run, self._result, self._wait_for, self._issued)
         self._calls.append(call)
         if self._issues_one or backend_name(self._group, bucket.flat.data.device) == "nccl":

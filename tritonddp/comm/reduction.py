@@ -123,6 +123,7 @@ class AllReduce:
         self._factor: Tensor | None = None
         self._unit = _FIRST_UNIT  # of weights, alike on all ranks: about the last ones
         self._unread: tuple[Tensor, torch.cuda.Event] | None = None
+        self._is_logged = False  # each bucket is, in this reduction
 
     @property
     def plain(self) -> Reduction:
@@ -135,6 +136,7 @@ class AllReduce:
         if ballot.weight is not None:
             self._scale /= self._unit
         self._factor = None
+        self._is_logged = logger.isEnabledFor(logging.DEBUG)
         if ballot != self._ballot:
             self._ballot = ballot
             self._places = ballot.places(self._group.rank(), self._group.size())
@@ -150,6 +152,8 @@ class AllReduce:
     def start(self, bucket: Bucket) -> Work:
         """See :meth:`Reduction.start`."""
         bucket.seal(self._ballots_of(bucket))
+        if self._is_logged:
+            self._log(bucket, "is sent")
         return self._issue(bucket)
 
     def _ballots_of(self, bucket: Bucket) -> bytes:
@@ -167,6 +171,8 @@ class AllReduce:
     def start_poisoned(self, bucket: Bucket) -> Work:
         """See :meth:`Reduction.start_poisoned`."""
         bucket.poison(self._ballots_of(bucket))
+        if self._is_logged:
+            self._log(bucket, "is sent with NaN")
         return self._issue(bucket)
 
     def finish(self, bucket: Bucket, work: Work) -> None:
@@ -180,9 +186,14 @@ class AllReduce:
             work.wait()
         except RuntimeError as error:
             raise self._explained(bucket, error) from error
+        if self._is_logged:
+            self._log(bucket, "is there")
         if bucket.index == 0:
             self._look_at(bucket.flat.ballots)
         self._exchange(bucket)
+
+    def _log(self, bucket: Bucket, what: str) -> None:
+        logger.debug("%s, %s: %s, %d bytes", self._where(), bucket.title, what, bucket.nbytes)
 
     def _exchange(self, bucket: Bucket) -> None:
         """The second step of sparse gradients."""

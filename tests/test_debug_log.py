@@ -1,0 +1,222 @@
+"""Records at level DEBUG: what they tell, where they come out, and that nobody pays for them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import ranks
+from torch import nn
+
+from tritonddp import DistributedDataParallel, mismatch
+from tritonddp.debug_log import heed_debug_level
+
+LOGGER = logging.getLogger("tritonddp")
+
+
+class Kept(logging.Handler):
+    """Keeps what it is handed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    def lines(self, name: str = "") -> list[str]:
+        return [each.getMessage() for each in self.records if each.name.endswith(name)]
+
+
+@contextmanager
+def logged(level: int) -> Iterator[Kept]:
+    handler, before = Kept(), LOGGER.level
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(level)
+    try:
+        yield handler
+    finally:
+        LOGGER.removeHandler(handler)
+        LOGGER.setLevel(before)
+
+
+class Net(nn.Module):
+    """Has a layer that nobody uses."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(layers))
+        self.unused = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def step(ddp: nn.Module) -> None:
+    ddp(torch.randn(3, 6)).square().mean().backward()
+
+
+@ranks(2)
+def test_records_tell_buckets_reductions_weights_and_what_is_left_out() -> None:
+    rank = dist.get_rank()
+    with logged(logging.DEBUG) as kept:
+        ddp = DistributedDataParallel(
+            Net(),
+            bucket_cap_mb=1e-4,
+            skip_all_reduce_unused_params=True,
+            reduce_dtype=torch.bfloat16,
+        )
+        placed = kept.lines("arrangement")
+        assert len(placed) == len(ddp.reducer.buckets)
+        assert placed[0] == (
+            f"rank {rank}, step 0: bucket 0 of {len(placed)}: 2 parameters, 42 elements, "
+            "168 bytes, travels in torch.bfloat16, on cpu: unused.bias, unused.weight"
+        )
+        for _ in range(3):
+            kept.records.clear()
+            step(ddp)
+        begins = kept.lines("in_step")
+        unused = [
+            bucket.index for bucket in ddp.reducer.buckets if bucket.names[0].startswith("unused")
+        ]
+        assert len(begins) == 1
+        assert unused
+        assert begins[0].startswith(
+            f"rank {rank}, step 3: a reduction begins: the first backward through a forward, no wei"
+        )
+        assert begins[0].endswith(f"buckets left out: {unused}")
+        of_buckets = kept.lines("comm.reduction")
+        sent = [bucket for bucket in ddp.reducer.buckets if bucket.index not in unused]
+        for what in ("is sent", "is there"):
+            assert [line for line in of_buckets if what in line] == [
+                f"rank {rank}, step 3, {bucket.title}: {what}, {bucket.nbytes} bytes"
+                for bucket in sent
+            ]
+        kept.records.clear()
+        with ddp.weighted(rank + 2):
+            step(ddp)
+        assert f"weight {rank + 2}, hash" in kept.lines("in_step")[0]
+        kept.records.clear()
+        ddp.reduce_gradients()
+        assert "reduce_gradients, no weight" in kept.lines("in_step")[0]
+        assert kept.lines("comm.reduction")
+
+
+@ranks(2)
+def test_communication_hooks_and_rearrangements_are_told() -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=3e-4)
+    ddp.register_comm_hook(None, allreduce_hook)
+    with logged(logging.DEBUG) as kept:
+        step(ddp)
+        assert kept.lines("arrangement")[-1].startswith(f"rank {dist.get_rank()}, step 1: bucket ")
+        lines = kept.lines("comm.reduction")
+        count = len(kept.lines("arrangement"))
+        assert sum("goes to the communication hook" in line for line in lines) == count
+        assert sum("is back from the communication hook" in line for line in lines) == count
+
+
+@ranks(2)
+def test_nobody_asks_for_the_level_once_a_bucket_or_a_parameter() -> None:
+    asked: list[str] = []
+    original = logging.Logger.isEnabledFor
+
+    def counting(self: logging.Logger, level: int) -> bool:
+        asked.append(self.name)
+        return original(self, level)
+
+    def in_a_step(layers: int) -> int:
+        ddp = DistributedDataParallel(Net(layers), bucket_cap_mb=1e-4)
+        step(ddp)
+        assert len(ddp.reducer.buckets) > layers
+        asked.clear()
+        step(ddp)
+        return sum(name.startswith("tritonddp") for name in asked)
+
+    logging.Logger.isEnabledFor = counting  # type: ignore[method-assign]
+    try:
+        with logged(logging.NOTSET) as kept:
+            assert in_a_step(2) == in_a_step(9) == 2
+            assert not kept.records
+    finally:
+        logging.Logger.isEnabledFor = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def unconfigured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a program that has not configured its logging."""
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(LOGGER, "handlers", [])
+    level = LOGGER.level
+    try:
+        yield
+    finally:
+        LOGGER.setLevel(level)
+
+
+def test_nothing_is_configured_unless_torch_is_asked_for_detail(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist, "get_debug_level", lambda: dist.DebugLevel.INFO)
+    with unconfigured(monkeypatch):
+        heed_debug_level()
+        assert LOGGER.level == logging.NOTSET
+        assert not LOGGER.handlers
+
+
+def test_detail_comes_out_on_stderr_where_nobody_has_configured_anything(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dist, "get_debug_level", lambda: dist.DebugLevel.DETAIL)
+    with unconfigured(monkeypatch):
+        heed_debug_level()
+        heed_debug_level()
+        assert len(LOGGER.handlers) == 1
+        logging.getLogger("tritonddp.arrangement").debug("told")
+        assert capsys.readouterr().err.endswith("tritonddp.arrangement DEBUG: told\n")
+
+
+def test_detail_respects_the_handlers_and_the_level_that_a_program_has_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist, "get_debug_level", lambda: dist.DebugLevel.DETAIL)
+    with unconfigured(monkeypatch):
+        kept = Kept()
+        monkeypatch.setattr(logging.getLogger(), "handlers", [kept])
+        heed_debug_level()
+        assert not LOGGER.handlers
+        logging.getLogger("tritonddp.arrangement").debug("told")
+        assert kept.lines() == ["told"]
+        LOGGER.setLevel(logging.ERROR)
+        heed_debug_level()
+        assert LOGGER.level == logging.ERROR
+
+
+def test_fingerprints_of_collectives_are_shortened() -> None:
+    options = (
+        "TensorDeviceTypes=TensorOptions(dtype=float (default), device=cpu, layout=Strided "
+        "(default), requires_grad=false (default), pinned_memory=false (default), "
+        "memory_format=(nullopt))"
+    )
+    text = (
+        "Detected mismatch between collectives on ranks. Rank 0 is running collective: "
+        "CollectiveFingerPrint(SequenceNumber=7, OpType=ALLREDUCE, TensorShape=[116], "
+        f"TensorDtypes=Float, {options}), but Rank 1 is running collective: "
+        "CollectiveFingerPrint(SequenceNumber=8, OpType=BARRIER).Collectives differ in the "
+        "following aspects: \t Op type: ALLREDUCEvs BARRIER"
+    )
+    assert mismatch.in_short(text) == (
+        "Detected mismatch between collectives on ranks. Rank 0 is running collective: ALLREDUCE of"
+        " [116] Float, #7, but Rank 1 is running collective: BARRIER, #8. Collectives differ in "
+        "the following aspects: \t Op type: ALLREDUCEvs BARRIER"
+    )
+    assert mismatch.in_short("CollectiveFingerPrint(") == "CollectiveFingerPrint("
