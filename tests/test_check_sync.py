@@ -340,3 +340,19 @@ def test_it_takes_two_collectives_whose_size_does_not_depend_on_the_number_of_ra
     assert calls.names == ["all_gather", "all_reduce"]
     params, buffers = len(list(ddp.parameters())), 5
     assert calls[1][1].nbytes == 16 * (params + buffers) + 24 * params
+
+
+@ranks(2)
+def test_modes_of_the_caller_do_not_matter() -> None:
+    ddp = wrapped()
+    step(ddp)
+    if dist.get_rank() == 1:
+        ddp.module.scale[1] = 2
+    before = torch.get_default_device()
+    torch.set_default_device("meta")
+    try:
+        with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+            text = error_of(ddp.check_sync)
+    finally:
+        torch.set_default_device(before)
+    assert "1 of 5 buffers" in text

@@ -113,7 +113,7 @@ def _sums(pieces: Sequence[Tensor], ramp: Tensor) -> Tensor:
     words ^= _shifted(words, 27)
     words *= _SECOND
     words ^= _shifted(words, 31)
-    ends = torch.tensor(sizes).cumsum(0).sub_(1).to(words.device)
+    ends = torch.tensor(sizes, device=words.device).cumsum(0).sub_(1)
     up_to = words.cumsum_(0)[ends]
     return torch.cat([up_to[:1], up_to.diff()])
 

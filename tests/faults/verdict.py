@@ -162,8 +162,8 @@ def _after_others(fault: Fault, rank: int, seen: dict[str, Any]) -> list[str]:
             found.append(f"an error at step {step} on a rank that was not struck:\n{text}")
     if fault.kind in ("raise", "interrupt") and rank == fault.victim and len(seen["errors"]) != 1:
         found.append(f"not its own error, but {seen['errors']}")
-    if fault.says and not seen["errors"]:
-        found.append("no error")
+    if fault.says and len(seen["errors"]) != 1:
+        found.append(f"not one error, but {seen['errors']}")
     steps = set(seen["right"]) | {step for step, _ in seen["errors"]} | set(map(int, seen["nan"]))
     if not (fault.at == "one more backward" and rank == fault.victim):  # which leaves one out
         found += [f"step {step} is missing" for step in range(len(steps)) if step not in steps]

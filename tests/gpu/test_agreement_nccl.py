@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 
 import pytest
 import torch
@@ -66,6 +67,22 @@ def assert_step(ddp: DistributedDataParallel, step: int, weights: list[float] | 
                 param.grad.double(), means[name], rtol=2e-2 if coarse else 1e-5, atol=1e-4
             )
     assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+
+
+@in_worlds(CPU, *CARDS)
+def test_check_sync_finds_what_differs_and_only_that(device: torch.device) -> None:
+    ddp = DistributedDataParallel(Mixed(torch.bfloat16).to(device))
+    assert_step(ddp, 0, None)
+    ddp.check_sync(gradients=True)
+    if dist.get_world_size() == 1:
+        return
+    if dist.get_rank() == 1:
+        ddp.module.last.weight.detach()[3, 4] *= -1
+        ddp.module.first.bias.grad = None
+    with pytest.raises(RuntimeError, match=r"1 of 6 parameters, 1 of 6 gradients") as raised:
+        ddp.check_sync()
+    assert "parameter 'last.weight' (8, 8) torch.bfloat16: rank 0 has norm" in str(raised.value)
+    assert re.search("gradient 'first.bias' .*; rank 1 has none", str(raised.value))
 
 
 @VIEW
