@@ -90,12 +90,16 @@ class TakesHooks(nn.Module):
             optim_params: which parameters it steps, by default all.
 
         Raises:
-            RuntimeError: torch has no such twin, or a hook is registered already.
+            RuntimeError: torch has no such twin that steps here, or a hook is registered already.
             TypeError: ``optim`` is no class.
+            ValueError: torch has no such twin at all.
         """
         if not isinstance(optim, type):
             raise TypeError(f"optim should be a class of torch.optim, got {optim!r}")
-        optimizer = overlapped_optimizer(optim, optim_params, args, kwargs)
+        try:
+            optimizer = overlapped_optimizer(optim, optim_params, args, kwargs)
+        except ValueError as error:
+            raise ValueError(f"{error} Step it after the backward.") from error
         try:
             optimizer.register_ddp(self)
         except NotImplementedError as error:

@@ -1,0 +1,83 @@
+"""Arguments for public calls: valid, nearly valid, absurd."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+
+class Plain:
+    """An object of no use."""
+
+    def __repr__(self) -> str:
+        return "Plain()"
+
+
+class Falls:
+    """An object that cannot be asked anything."""
+
+    def __bool__(self) -> bool:
+        raise TypeError("Falls has no truth value")
+
+    def __len__(self) -> int:
+        raise TypeError("Falls has no length")
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("Falls cannot be compared")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def tensors() -> st.SearchStrategy[Tensor]:
+    """Of all dtypes, layouts and some devices."""
+    shapes = st.sampled_from([(), (1,), (3,), (0,), (4, 3), (3, 4), (2, 0, 3)])
+    dtypes = st.sampled_from(
+        [torch.float32, torch.float64, torch.float16, torch.int64, torch.bool, torch.complex64]
+    )
+    makers = st.sampled_from(
+        [
+            torch.ones,
+            torch.zeros,
+            lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta"),
+            lambda shape, dtype: torch.ones(shape, dtype=dtype).to_sparse(),
+            lambda shape, dtype: torch.full(shape, math.nan, dtype=torch.float32).to(dtype),
+        ]
+    )
+    return st.builds(lambda make, shape, dtype: make(shape, dtype=dtype), makers, shapes, dtypes)
+
+
+def numbers() -> st.SearchStrategy[Any]:
+    others: list[Any] = [0.5, -0.5, -0.0, 1e-300, 1e300, math.inf, -math.inf, math.nan, 1j, True]
+    return st.sampled_from([0, 1, -1, 2, 2**31, 2**70, -(2**70), 10**400, *others])
+
+
+def absurd() -> st.SearchStrategy[Any]:
+    """Anything but what is wanted, mostly."""
+    return st.one_of(
+        st.none(),
+        numbers(),
+        st.sampled_from(["", "int8", "mean", "weight", "*", "é\0", b"", b"x"]),
+        st.sampled_from([torch.float16, torch.int8, torch.device("meta"), torch.strided]),
+        st.sampled_from([int, nn.Linear, len, print, Plain, nn.Module]),
+        st.builds(list),
+        st.builds(dict),
+        st.builds(lambda: [None]),
+        st.builds(lambda: {"a": 1, 2: "b"}),
+        st.builds(lambda: {("a",): torch.ones(1)}),
+        st.builds(lambda: (each for each in range(3))),
+        st.builds(lambda: iter([("a", 1)])),
+        st.builds(Plain),
+        st.builds(Falls),
+        st.builds(lambda: nn.Linear(3, 3)),
+        st.builds(lambda: nn.Parameter(torch.ones(2))),
+        st.builds(lambda: lambda *_: None),
+        tensors(),
+    )
+
+
+def flags() -> st.SearchStrategy[Any]:
+    return st.one_of(st.booleans(), st.booleans(), st.none(), absurd())

@@ -1,0 +1,365 @@
+"""Public calls with any arguments. Each lets pass only what its docstring announces."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import math
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.optim import SGD
+
+import tritonddp
+from fuzz.arguments import absurd, flags, numbers, tensors
+from fuzz.contract import Users, only_documented
+from fuzz.models import batch
+from tritonddp import DistributedDataParallel as DDP
+
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+
+OPTIONS = st.fixed_dictionaries(
+    {},
+    optional={
+        "gradient_as_bucket_view": st.booleans(),
+        "bucket_cap_mb": st.sampled_from([1e-5, 1e-4, 25]),
+        "lazy_bucket_allocation": st.booleans(),
+        "find_unused_parameters": st.sampled_from([None, True]),
+        "skip_all_reduce_unused_params": st.booleans(),
+        "check_finite": st.sampled_from([None, "raise", "warn"]),
+    },
+)
+
+_VALID = {
+    "bucket_cap_mb": st.sampled_from([25, 1e-6, 0.5]),
+    "bucket_cap_mb_list": st.sampled_from([[1], [1e-6, 2], (3,), []]),
+    "reduce_dtype": st.sampled_from([torch.bfloat16, torch.float16]),
+    "compression": st.sampled_from(["int8", "fp8", "auto"]),
+    "check_finite": st.sampled_from(["raise", "warn"]),
+    "exact": st.sampled_from(["body.weight", "*", ["head.*"], lambda name, _: "h" in name]),
+    "device_ids": st.sampled_from([[], [0], [0, 1], ["cpu"]]),
+}
+_NAMES = [name for name in inspect.signature(DDP).parameters if name != "module"]
+
+
+def constructor_options() -> st.SearchStrategy[dict[str, Any]]:
+    """Up to three, mostly absurd."""
+
+    def values(names: list[str]) -> st.SearchStrategy[dict[str, Any]]:
+        return st.fixed_dictionaries(
+            {
+                name: st.one_of(_VALID[name], absurd()) if name in _VALID else absurd()
+                for name in names
+            }
+        )
+
+    return st.lists(st.sampled_from(_NAMES), max_size=3, unique=True).flatmap(values)
+
+
+def forward(ddp: DDP, draw: Draw) -> None:
+    args = draw(st.lists(absurd(), max_size=2))
+    named = draw(st.dictionaries(st.sampled_from(["a", "b"]), absurd(), max_size=2))
+    with only_documented(DDP.forward):
+        out = ddp(batch(), *args, **named)
+        (out[0] if isinstance(out, tuple) else out).sum().backward()
+
+
+def weighted(ddp: DDP, draw: Draw) -> None:
+    n = draw(st.one_of(numbers(), tensors(), absurd()))
+    reduction = draw(st.one_of(st.sampled_from(["mean", "sum"]), absurd()))
+    with only_documented(DDP.weighted), ddp.weighted(n, reduction):
+        ddp(batch()).sum().backward()
+
+
+def no_sync(ddp: DDP, draw: Draw) -> None:
+    with only_documented(DDP.weighted), ddp.no_sync():
+        for _ in range(draw(st.integers(0, 2))):
+            ddp(batch()).sum().backward()
+
+
+def reduce_gradients(ddp: DDP, draw: Draw) -> None:
+    own = list(ddp.module.parameters())
+    names = [name for name, _ in ddp.module.named_parameters()]
+    gradients = draw(
+        st.one_of(
+            st.none(),
+            absurd(),
+            st.just([torch.ones_like(param) for param in own]),
+            st.lists(st.one_of(absurd(), tensors()), max_size=len(own) + 1),
+            st.dictionaries(
+                st.sampled_from([*names, "x", 3]), st.one_of(absurd(), tensors()), max_size=3
+            ),
+        )
+    )
+    params = draw(
+        st.one_of(
+            st.none(),
+            absurd(),
+            st.just(own),
+            st.just(iter(own)),
+            st.lists(st.one_of(absurd(), tensors()), max_size=3),
+        )
+    )
+    with only_documented(DDP.reduce_gradients):
+        ddp.reduce_gradients(gradients, params)
+
+
+def join(ddp: DDP, draw: Draw) -> None:
+    with (
+        only_documented(DDP.join, DDP.join_hook),
+        ddp.join(draw(flags()), draw(flags()), draw(flags())),
+    ):
+        for _ in range(draw(st.integers(0, 2))):
+            ddp(batch()).sum().backward()
+
+
+def _returning(value: Any) -> Any:
+    return lambda *_: value
+
+
+def _completed(value: Any) -> Any:
+    def hook(*_: Any) -> Any:
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(value)
+        return future
+
+    return hook
+
+
+def _raising(*_: Any) -> Any:
+    raise Users
+
+
+def _odd_names(a: Any, b: Any = None, *, c: Any = 1) -> Any:
+    return None
+
+
+def _annotated(state: Any, bucket: int) -> Any:
+    return None
+
+
+def hooks() -> st.SearchStrategy[Any]:
+    """Communication hooks: right ones, wrong ones, and what is none."""
+    return st.one_of(
+        absurd(),
+        absurd().map(_returning),
+        absurd().map(_completed),
+        st.sampled_from(
+            [
+                default_hooks.allreduce_hook,
+                default_hooks.fp16_compress_hook,
+                default_hooks.bf16_compress_hook,
+                functools.partial(default_hooks.allreduce_hook, None),
+                _raising,
+                _odd_names,
+                _annotated,
+                len,
+                lambda: None,
+            ]
+        ),
+    )
+
+
+def register_comm_hook(ddp: DDP, draw: Draw) -> None:
+    with only_documented(DDP.register_comm_hook):
+        ddp.register_comm_hook(draw(st.one_of(st.none(), absurd())), draw(hooks()))
+        ddp(batch()).sum().backward()
+
+
+def builtin_comm_hook(ddp: DDP, draw: Draw) -> None:
+    with only_documented(DDP._register_builtin_comm_hook):
+        ddp._register_builtin_comm_hook(draw(absurd()))
+
+
+def fused_optimizer(ddp: DDP, draw: Draw) -> None:
+    with only_documented(DDP._register_fused_optim):
+        ddp._register_fused_optim(draw(absurd()))
+
+
+def buffer_hook(ddp: DDP, draw: Draw) -> None:
+    with only_documented(DDP._register_buffer_comm_hook):
+        ddp._register_buffer_comm_hook(draw(absurd()), draw(absurd().filter(_is_no_call)))
+
+
+def _is_no_call(each: Any) -> bool:
+    return not callable(each)
+
+
+def _states() -> st.SearchStrategy[Any]:
+    names = ["head.bias", "head.weight", "body.bias", "body.weight"]
+    good: dict[str, Any] = {
+        "rank": 0,
+        "world_size": 1,
+        "bucket_order": names,
+        "reductions_since_change": 3,
+        "weight_unit": 16.0,
+        "wires": [],
+        "sent": {},
+        "reduced": {},
+    }
+    entries = st.one_of(
+        absurd(), st.lists(st.sampled_from([*names, "zz", 3, None, -1, math.nan]), max_size=6)
+    )
+    changed = st.dictionaries(st.sampled_from([*good]), entries, max_size=2)
+    return st.one_of(
+        changed.map(lambda entries: {**good, **entries}),
+        st.sampled_from([*good]).map(lambda key: {k: v for k, v in good.items() if k != key}),
+        absurd(),
+    )
+
+
+def load_comm_state(ddp: DDP, draw: Draw) -> None:
+    with only_documented(DDP.load_comm_state_dict):
+        ddp.load_comm_state_dict(*draw(st.lists(_states(), max_size=2)))
+    with only_documented(DDP.comm_state_dict):
+        ddp.load_comm_state_dict(ddp.comm_state_dict())
+
+
+def manual_finalization(ddp: DDP, draw: Draw) -> None:
+    wanted = draw(st.one_of(st.booleans(), numbers(), st.sampled_from(["", "no", b""])))
+    with only_documented(DDP.require_manual_backward_finalization):
+        ddp.require_manual_backward_finalization = wanted
+    with only_documented(DDP.finalize_backward, DDP.forward):
+        for _ in range(draw(st.integers(0, 2))):
+            ddp(batch()).sum().backward()
+        ddp.finalize_backward()
+    with only_documented(DDP.finalize_backward):
+        ddp.finalize_backward()
+    with only_documented(DDP.require_manual_backward_finalization):
+        ddp.require_manual_backward_finalization = False
+
+
+def trace(ddp: DDP, draw: Draw) -> None:
+    with only_documented(tritonddp.trace), tritonddp.trace(draw(absurd())):
+        pass
+    with only_documented(tritonddp.trace), tritonddp.trace(ddp) as timeline:
+        for _ in range(draw(st.integers(0, 2))):
+            ddp(batch()).sum().backward()
+        if draw(st.booleans()):
+            with tritonddp.trace(ddp):
+                pass
+    with tempfile.TemporaryDirectory() as folder:
+        timeline.save_chrome_trace(os.path.join(folder, "trace.json"))
+
+
+def copies(ddp: DDP, draw: Draw) -> None:
+    with only_documented(DDP.__getstate__):
+        (copy.deepcopy if draw(st.booleans()) else copy.copy)(ddp)
+
+
+def other_group(ddp: DDP, draw: Draw) -> None:
+    ddp._update_process_group(draw(absurd()))
+
+
+def logging_rate(ddp: DDP, draw: Draw) -> None:
+    with only_documented(DDP._set_ddp_runtime_logging_sample_rate):
+        ddp._set_ddp_runtime_logging_sample_rate(draw(absurd()))
+    assert ddp._get_ddp_logging_data()
+    assert isinstance(ddp.wire_report(), str)
+
+
+def static_graph(ddp: DDP, _: Draw) -> None:
+    with only_documented(DDP._set_static_graph):
+        ddp._set_static_graph()
+
+
+def ignored_names(ddp: DDP, draw: Draw) -> None:
+    ignore = DDP._set_params_and_buffers_to_ignore_for_model
+    with only_documented(ignore):
+        ignore(copy.deepcopy(ddp.module), draw(absurd()))
+
+
+def broadcast_buffers(ddp: DDP, draw: Draw) -> None:
+    with only_documented(DDP._default_broadcast_coalesced):
+        ddp._default_broadcast_coalesced(draw(st.one_of(absurd(), st.lists(absurd(), max_size=2))))
+
+
+def frozen_and_back(ddp: DDP, draw: Draw) -> None:
+    params = list(ddp.module.parameters())
+    chosen = draw(st.sampled_from(params))
+    chosen.requires_grad_(False)
+    with only_documented(DDP.forward):
+        ddp(batch()).sum().backward()
+    chosen.requires_grad_(True)
+
+
+def added(ddp: DDP, draw: Draw) -> None:
+    """Parameters of which some cannot be reduced."""
+    dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.complex64]))
+    eighth = draw(st.booleans())
+    new = torch.ones(2, dtype=dtype)
+    ddp.module.more = torch.nn.Parameter(new.to(torch.float8_e5m2) if eighth else new)
+    with only_documented(DDP.forward):
+        ddp(batch()).sum().backward()
+    del ddp.module.more
+
+
+def broken_forward(ddp: DDP, _: Draw) -> None:
+    handle = ddp.module.head.register_forward_pre_hook(_raising)
+    with only_documented(DDP.forward):
+        ddp(batch())
+    handle.remove()
+
+
+def broken_backward(ddp: DDP, draw: Draw) -> None:
+    """A user's exception in a backward, which may be one that only accumulates."""
+    ddp.require_backward_grad_sync = draw(st.booleans())
+    layer = draw(st.sampled_from([ddp.module.body, ddp.module.head]))
+    handle = layer.weight.register_hook(_raising)
+    with only_documented(DDP.forward, DDP.weighted):
+        ddp(batch()).sum().backward()
+    handle.remove()
+    ddp.require_backward_grad_sync = True
+
+
+def gradient_only(ddp: DDP, draw: Draw) -> None:
+    """``torch.autograd.grad``, also of second order, which reduces nothing."""
+    params = list(ddp.module.parameters())
+    chosen = draw(st.lists(st.sampled_from(params), min_size=1, unique_by=id))
+    out = ddp(batch()).square().sum()
+    first = torch.autograd.grad(out, chosen, create_graph=draw(st.booleans()))
+    if first[0].requires_grad:
+        first[0].square().sum().backward()
+
+
+def optimizer_step(ddp: DDP, draw: Draw) -> None:
+    optimizer = SGD(ddp.parameters(), lr=0.1)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=draw(st.booleans()))
+
+
+CALLS: dict[str, Callable[[DDP, Draw], None]] = {
+    call.__name__: call
+    for call in (
+        forward,
+        weighted,
+        no_sync,
+        reduce_gradients,
+        join,
+        register_comm_hook,
+        builtin_comm_hook,
+        fused_optimizer,
+        buffer_hook,
+        load_comm_state,
+        manual_finalization,
+        trace,
+        copies,
+        other_group,
+        logging_rate,
+        static_graph,
+        ignored_names,
+        broadcast_buffers,
+        frozen_and_back,
+        added,
+        broken_forward,
+        broken_backward,
+        gradient_only,
+        optimizer_step,
+    )
+}
