@@ -51,7 +51,7 @@ class Weight:
         """
         if not isinstance(reduction, str) or reduction not in ("mean", "sum"):
             raise ValueError(f"reduction should be 'mean' or 'sum', got {reduction!r}")
-        if isinstance(n, Tensor) and n.numel() == 1 and not n.is_complex():
+        if isinstance(n, Tensor) and n.numel() == 1 and not (n.is_complex() or n.is_meta):
             n = n.item()
         if isinstance(n, bool) or not isinstance(n, Real):
             raise TypeError(

@@ -78,7 +78,7 @@ def weighted(ddp: DDP, draw: Draw) -> None:
 
 
 def no_sync(ddp: DDP, draw: Draw) -> None:
-    with only_documented(DDP.weighted), ddp.no_sync():
+    with only_documented(DDP.forward, DDP.weighted), ddp.no_sync():
         for _ in range(draw(st.integers(0, 2))):
             ddp(batch()).sum().backward()
 
@@ -221,6 +221,13 @@ def load_comm_state(ddp: DDP, draw: Draw) -> None:
         ddp.load_comm_state_dict(ddp.comm_state_dict())
 
 
+def unfinished(ddp: DDP, _: Draw) -> None:
+    """A backward waits for ``finalize_backward()``."""
+    with only_documented(DDP.require_manual_backward_finalization, DDP.forward):
+        ddp.require_manual_backward_finalization = True
+        ddp(batch()).sum().backward()
+
+
 def manual_finalization(ddp: DDP, draw: Draw) -> None:
     wanted = draw(st.one_of(st.booleans(), numbers(), st.sampled_from(["", "no", b""])))
     with only_documented(DDP.require_manual_backward_finalization):
@@ -347,6 +354,7 @@ CALLS: dict[str, Callable[[DDP, Draw], None]] = {
         fused_optimizer,
         buffer_hook,
         load_comm_state,
+        unfinished,
         manual_finalization,
         trace,
         copies,

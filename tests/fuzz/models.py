@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
+
+from fuzz.contract import only_documented
 
 WIDTH = 4
 
@@ -105,14 +108,30 @@ def modules() -> st.SearchStrategy[nn.Module]:
     return st.sampled_from(makers).map(lambda make: make())
 
 
-def assert_right(ddp: Any, dtype: torch.dtype = torch.float64) -> None:
-    """The next correct step gives the gradients of an unwrapped module. (There is one rank.)"""
+def assert_right(ddp: Any, how: str = "plain") -> None:
+    """The next correct step gives the gradients of an unwrapped module. (There is one rank.)
+
+    Args:
+        ddp: wraps a module in fp64. What waits for ``finalize_backward()`` is finalised first.
+        how: ``"plain"``, ``"accumulated"``, ``"weighted"`` or ``"requested"``.
+    """
+    if ddp.require_manual_backward_finalization:
+        with only_documented(type(ddp).finalize_backward):
+            ddp.finalize_backward()
+        ddp.require_manual_backward_finalization = False
     alone = copy.deepcopy(ddp.module)
     for net in (ddp, alone):
         net.zero_grad(set_to_none=True)
-    ddp(batch(dtype)).square().sum().backward()
-    if ddp.require_manual_backward_finalization:
-        ddp.finalize_backward()
-    alone(batch(dtype)).square().sum().backward()
+    microbatches = 1 if how == "plain" else 2
+    for number in range(microbatches):
+        is_last = number == microbatches - 1 and how != "requested"
+        weighted = ddp.weighted(2.0, "sum") if how == "weighted" else contextlib.nullcontext()
+        with contextlib.nullcontext() if is_last else ddp.no_sync(), weighted:
+            ddp(batch()).square().sum().backward()
+        alone(batch()).square().sum().backward()
+    if how == "requested":
+        ddp.reduce_gradients()
+    items = 4 if how == "weighted" else 1
     for (name, param), own in zip(ddp.module.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(param.grad, own.grad, msg=lambda text, n=name: f"{n}: {text}")
+        expected = None if own.grad is None else own.grad / items
+        torch.testing.assert_close(param.grad, expected, msg=lambda text, n=name: f"{n}: {text}")
