@@ -343,11 +343,15 @@ def test_it_takes_two_collectives_whose_size_does_not_depend_on_the_number_of_ra
 
 
 @ranks(2)
-def test_modes_of_the_caller_do_not_matter() -> None:
-    ddp = wrapped()
+def test_modes_of_the_caller_and_numbers_of_four_bits_do_not_matter() -> None:
+    net = Net()
+    packed = torch.zeros(4, dtype=torch.uint8)
+    net.register_buffer("packed", packed.view(torch.float4_e2m1fn_x2))
+    ddp = DistributedDataParallel(net)
     step(ddp)
     if dist.get_rank() == 1:
-        ddp.module.scale[1] = 2
+        net.scale[1] = 2
+        packed[2] = 7
     before = torch.get_default_device()
     torch.set_default_device("meta")
     try:
@@ -355,4 +359,5 @@ def test_modes_of_the_caller_do_not_matter() -> None:
             text = error_of(ddp.check_sync)
     finally:
         torch.set_default_device(before)
-    assert "1 of 5 buffers" in text
+    assert "2 of 6 buffers" in text
+    assert "buffer 'packed' (4,) torch.float4_e2m1fn_x2: rank 0 has norm 0" in text

@@ -133,18 +133,17 @@ def _differing(
     items: Sequence[_Item], sums: Sequence[int], group: dist.ProcessGroup, device: torch.device
 ) -> list[int]:
     """The numbers of those that are not the same on all ranks and should be."""
-    local = [int(item.is_local) for item in items if item.kind == "gradient"]
+    gradients = [number for number, item in enumerate(items) if item.kind == "gradient"]
+    local = [int(items[number].is_local) for number in gradients]
     message = torch.tensor([*sums, *(~each for each in sums), *local], device=device)
     dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
-    found = message.tolist()
-    size = len(items)
-    greatest, least, local = (
-        found[:size],
-        [~each for each in found[size : 2 * size]],
-        found[2 * size :],
-    )
-    local = [0] * (size - len(local)) + local
-    return [n for n in range(size) if greatest[n] != least[n] and not local[n]]
+    *found, local = (part.tolist() for part in message.split([len(items)] * 2 + [len(gradients)]))
+    may_differ = {number for number, said in zip(gradients, local, strict=True) if said}
+    return [
+        number
+        for number, (greatest, complement) in enumerate(zip(*found, strict=True))
+        if greatest != ~complement and number not in may_differ
+    ]
 
 
 @dataclass(frozen=True)
@@ -179,6 +178,8 @@ def _contents(
 def _norm(tensor: Tensor | None) -> float:
     if tensor is None or not tensor.numel():
         return 0.0
+    if tensor.dtype is torch.float4_e2m1fn_x2:  # which nothing converts
+        tensor = tensor.view(torch.uint8)
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     with torch.no_grad():
         return torch.linalg.vector_norm(tensor.to_dense().to(wide)).item()
