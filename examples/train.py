@@ -176,13 +176,15 @@ def measure_sync(task: Task, runs: list[Run], batch_size: int, device: torch.dev
 
 def first_difference(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     """Name of the first tensor whose bytes differ between ranks; every rank gets this answer."""
-    mine = {
-        name: hashlib.sha256(tensor.detach().cpu().numpy().tobytes()).digest()
-        for name, tensor in tensors
-    }
-    every: list[dict[str, bytes]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(every, mine)
-    return next((name for name in mine if any(e[name] != mine[name] for e in every)), None)
+    named = list(tensors)
+    digests = [hashlib.sha256(each.detach().cpu().numpy().tobytes()).digest() for _, each in named]
+    # Bytes, not objects, which would have to be unpickled.
+    mine = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
+    mine = mine.view(len(named), -1).to(named[0][1].device)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    differ = torch.stack(every).ne(mine).any(2).any(0).tolist()
+    return next((name for (name, _), it in zip(named, differ, strict=True) if it), None)
 
 
 def report(task: Task, runs: dict[str, Run]) -> None:

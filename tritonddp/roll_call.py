@@ -88,7 +88,7 @@ class RollCall:
             error: what the backend raised.
         """
         rank = self._group.rank()
-        place = _plain(f"{where.removeprefix(f'rank {rank}, ')}, {what}")
+        place = plain(f"{where.removeprefix(f'rank {rank}, ')}, {what}")
         failed = f"rank {rank}, {place} failed: {_first_line(error)}"
         # At once: torchrun ends the other processes soon after one has died.
         logger.error("%s", failed)
@@ -141,7 +141,7 @@ class RollCall:
             if store.check([key]):  # get() would wait for a key that is not there
                 number, _, place = store.get(key).partition(b" ")
                 if number.isdigit():
-                    posts.read[rank] = (int(number[:_DIGITS]), _plain(place))
+                    posts.read[rank] = (int(number[:_DIGITS]), plain(place))
 
     def _answers(self, posts: _Posts, place: str) -> list[str]:
         """What the others say, one line each, the most telling first."""
@@ -289,15 +289,15 @@ class _Posts:
     trouble: str = ""
 
 
-def _plain(text: str | bytes) -> str:
+def plain(text: str | bytes, longest: int = _LONGEST) -> str:
     """One line of printable text, of bounded length, whatever was posted."""
     if isinstance(text, str):
         text = text.encode(errors="replace")
-    characters = text[: 4 * _LONGEST].decode(errors="replace")
+    characters = text[: 4 * longest].decode(errors="replace")
     line = "".join(c if c.isprintable() else " " for c in characters)
-    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 4]} ..."
+    return line if len(line) <= longest else f"{line[: longest - 4]} ..."
 
 
 def _first_line(error: BaseException) -> str:
     lines = mismatch.in_short(str(error).strip()).splitlines()
-    return _plain(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)
+    return plain(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)

@@ -11,10 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tritonddp.roll_call import RollCall
+from tritonddp.roll_call import RollCall, plain
 
 # Names in one error message; the rest is counted.
 _SHOWN = 10
+# Characters of a line in it, which has what another rank has sent.
+_LONGEST = 1_000
+# Bytes of a description: some million parameters. More are no description.
+_LARGEST = 2**30
 
 
 def describe(
@@ -67,6 +71,8 @@ def verify_same(
         if all(other == digests[0] for other in digests):
             return
         longest = max(int.from_bytes(other[-8:], "little") for other in digests)
+        if longest > _LARGEST:  # on every rank alike
+            raise RuntimeError(f"a rank announces a description of {longest} bytes")
         messages = _all_gather_bytes(message, longest, group, device)
     descriptions = [json.loads(other.rstrip(b"\0")) for other in messages]
     difference, remedy = _difference(descriptions), _AT_FIRST
@@ -114,6 +120,7 @@ def _difference(descriptions: Sequence[dict[str, dict[str, str]]]) -> str:
     lines.sort(key=lambda line: "  option 'error'" not in line)  # it explains all the others
     if len(lines) > _SHOWN:
         lines[_SHOWN:] = [f"  ... and {len(lines) - _SHOWN} more"]
+    lines = [f"  {plain(line.strip(), _LONGEST)}" for line in lines]
     odd = next((rank for rank, number in enumerate(counts) if number != counts[0]), None)
     heading = "DDP expects same model across all ranks, but "
     if odd is None:
