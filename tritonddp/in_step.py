@@ -194,7 +194,13 @@ class InStep(ReducerState):
         if self._phase is Phase.LOCAL:
             self._phase = Phase.IDLE
             return
-        logger.warning("%s: the last backward did not come to its end", self._where())
+        logger.warning(
+            "%s: the last backward did not come to its end. On the other ranks gradients are NaN in "
+            "this step in %d of %d buckets, which had not been sent",
+            self._where(),
+            len(self.buckets) - self._next,
+            len(self.buckets),
+        )
         with Uninterrupted():
             self._make_up()
 
