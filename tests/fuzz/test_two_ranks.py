@@ -1,0 +1,194 @@
+"""Two ranks, of which one or both call something wrongly: an error by name, and nobody hangs."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_on_all_ranks, ranks
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+import tritonddp
+from fuzz.contract import only_documented
+from tritonddp import DistributedDataParallel as DDP
+
+# Seconds that a collective may take where ranks do not make the same ones.
+_LIMIT = 3
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def loss(net: nn.Module, seed: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * seed + rank)
+    return net(torch.randn(3, 4, generator=generator, dtype=torch.float64)).square().sum()
+
+
+def assert_right(ddp: DDP, seed: int) -> None:
+    """A step gives the mean over the ranks, which each rank computes alone."""
+    ddp.zero_grad()
+    loss(ddp, seed, dist.get_rank()).backward()
+    for param in ddp.module.parameters():
+        param.mean = torch.zeros_like(param)
+    for rank in range(2):
+        alone = copy.deepcopy(ddp.module)
+        alone.zero_grad()
+        loss(alone, seed, rank).backward()
+        for param, own in zip(ddp.module.parameters(), alone.parameters(), strict=True):
+            param.mean += own.grad / 2
+    for param in ddp.module.parameters():
+        torch.testing.assert_close(param.grad, param.mean, rtol=1e-12, atol=1e-12)
+    assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+
+
+# Wrong by themselves: refused before anything is sent, whatever the other rank does.
+
+
+def _trace(what: Any) -> None:
+    with tritonddp.trace(what):
+        pass
+
+
+def _join(ddp: DDP, **arguments: Any) -> None:
+    with ddp.join(**arguments):
+        pass
+
+
+def _weighted(ddp: DDP, *arguments: Any) -> None:
+    with ddp.weighted(*arguments):
+        loss(ddp, 0, 0).backward()
+
+
+REFUSED: dict[str, tuple[Any, Callable[[DDP], Any]]] = {
+    "weight NaN": (DDP.weighted, lambda ddp: _weighted(ddp, math.nan)),
+    "weight negative": (DDP.weighted, lambda ddp: _weighted(ddp, -1)),
+    "weight a word": (DDP.weighted, lambda ddp: _weighted(ddp, "all")),
+    "reduction unknown": (DDP.weighted, lambda ddp: _weighted(ddp, 1, "max")),
+    "gradients a number": (DDP.reduce_gradients, lambda ddp: ddp.reduce_gradients(3)),
+    "gradients too few": (DDP.reduce_gradients, lambda ddp: ddp.reduce_gradients([None])),
+    "gradient of no name": (DDP.reduce_gradients, lambda ddp: ddp.reduce_gradients({"x": None})),
+    "gradient of another shape": (
+        DDP.reduce_gradients,
+        lambda ddp: ddp.reduce_gradients({"0.weight": torch.ones(3)}),
+    ),
+    "params alone": (DDP.reduce_gradients, lambda ddp: ddp.reduce_gradients(None, [])),
+    "params no tensors": (DDP.reduce_gradients, lambda ddp: ddp.reduce_gradients([None], [3])),
+    "hook a number": (DDP.register_comm_hook, lambda ddp: ddp.register_comm_hook(None, 3)),
+    "hook of no kind": (
+        DDP._register_builtin_comm_hook,
+        lambda ddp: ddp._register_builtin_comm_hook("ALLREDUCE"),
+    ),
+    "join or not": (DDP.join, lambda ddp: _join(ddp, enable="no")),
+    "nothing to finalise": (DDP.finalize_backward, lambda ddp: ddp.finalize_backward()),
+    "trace of a module": (tritonddp.trace, lambda ddp: _trace(ddp.module)),
+    "rate zero": (
+        DDP._set_ddp_runtime_logging_sample_rate,
+        lambda ddp: ddp._set_ddp_runtime_logging_sample_rate(0),
+    ),
+}
+
+# The same, but all ranks are told.
+REFUSED_BY_ALL: dict[str, tuple[Any, Callable[[DDP], Any]]] = {
+    "state empty": (DDP.load_comm_state_dict, lambda ddp: ddp.load_comm_state_dict({})),
+    "state a number on rank 1": (
+        DDP.load_comm_state_dict,
+        lambda ddp: ddp.load_comm_state_dict(*[3] * ddp.process_group.rank()),
+    ),
+}
+
+
+def _misuse(seed: int, steps: int, view: bool) -> None:
+    draw = Random(seed)
+    ddp = DDP(layers(), gradient_as_bucket_view=view, bucket_cap_mb=1e-4)
+    for step in range(steps):
+        name = draw.choice([*REFUSED, *REFUSED_BY_ALL])
+        who = draw.choice(((0,), (1,), (0, 1)))
+        if dist.get_rank() in who or name in REFUSED_BY_ALL:
+            documented, call = {**REFUSED, **REFUSED_BY_ALL}[name]
+            refused = True
+            with only_documented(documented):
+                call(ddp)
+                refused = False
+            assert refused, f"{name} was not refused"
+        assert_right(ddp, step)
+
+
+@ranks(2, timeout=30)
+def test_what_is_refused_on_some_ranks_leaves_the_next_step_right() -> None:
+    for view in (False, True):
+        _misuse(seed=int(view), steps=25, view=view)
+
+
+@pytest.mark.thorough
+@ranks(2, timeout=200)
+def test_much_that_is_refused_on_some_ranks_leaves_the_next_steps_right() -> None:
+    for seed in range(20):
+        _misuse(seed, steps=100, view=seed % 2 == 1)
+
+
+# Right by itself, but another rank does something else. (Where the messages of two all-reduces have
+# different sizes gloo may end a process: of that only the other rank can tell, see tests/faults.)
+
+
+def _new_parameter(ddp: DDP) -> None:
+    ddp.module.more = nn.Linear(2, 2).double()
+    loss(ddp, 0, 0).backward()
+
+
+def _hooked(ddp: DDP) -> None:
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    loss(ddp, 0, 0).backward()
+
+
+DIFFERENT: dict[str, Callable[[DDP], Any]] = {
+    "reduces on request": lambda ddp: ddp.reduce_gradients(),
+    "reduces a list": lambda ddp: ddp.reduce_gradients(
+        [torch.ones_like(param) for param in ddp.module.parameters()]
+    ),
+    "reduces some": lambda ddp: ddp.reduce_gradients(
+        [torch.ones_like(ddp.module[0].weight)], [ddp.module[0].weight]
+    ),
+    "has a weight": lambda ddp: _weighted(ddp, 3),
+    "has one more parameter": _new_parameter,
+    "has a hook": _hooked,
+    "wraps": lambda ddp: DDP(layers(), process_group=ddp.process_group),
+    "does nothing": lambda _: time.sleep(2 * _LIMIT),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("name", DIFFERENT)
+@ranks(2, timeout=60)
+def test_a_rank_that_does_something_else_ends_by_name_on_both(name: str, who: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=_LIMIT))
+    ddp = DDP(layers(), process_group=group)
+    for seed in range(2):
+        assert_right(ddp, seed)
+    said = None
+    began = time.monotonic()
+    try:
+        if dist.get_rank() == who:
+            DIFFERENT[name](ddp)
+        else:
+            loss(ddp, 5, dist.get_rank()).backward()
+    except RuntimeError as error:
+        said = str(error)
+    assert time.monotonic() - began < 4 * _LIMIT
+    if dist.get_rank() != who:
+        assert said is not None, "the rank that trained was told nothing"
+        assert "rank" in said, said
+        assert "step" in said, said
+    elif name != "does nothing":
+        assert said is not None, "the rank that did something else was told nothing"
+        assert "rank" in said, said
