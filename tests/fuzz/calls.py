@@ -255,6 +255,11 @@ def trace(ddp: DDP, draw: Draw) -> None:
         timeline.save_chrome_trace(os.path.join(folder, "trace.json"))
 
 
+def check_sync(ddp: DDP, draw: Draw) -> None:
+    with only_documented(DDP.check_sync):
+        ddp.check_sync(buffers=draw(flags()), gradients=draw(flags()))
+
+
 def copies(ddp: DDP, draw: Draw) -> None:
     with only_documented(DDP.__getstate__):
         (copy.deepcopy if draw(st.booleans()) else copy.copy)(ddp)
@@ -357,6 +362,7 @@ CALLS: dict[str, Callable[[DDP, Draw], None]] = {
         unfinished,
         manual_finalization,
         trace,
+        check_sync,
         copies,
         other_group,
         logging_rate,
