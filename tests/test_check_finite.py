@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from tritonddp import DistributedDataParallel
+from tritonddp.comm.reduction import AllReduce
 
 WAYS: dict[str, dict[str, Any]] = {
     "copies": {},
@@ -96,8 +99,10 @@ def test_every_rank_names_the_parameters_and_the_ranks(way: str) -> None:
 def test_a_warning_leaves_the_backward_alone() -> None:
     module, ddp = net(check_finite="warn")
     loss = ddp(torch.randn(4, 40)).sum()
-    with pytest.warns(RuntimeWarning, match=r"rank \d, step 1: NaN or Inf .*'1.bias'.* on rank 1"):
+    said = r"rank \d, step 1: NaN or Inf .*'1.bias'.* on rank 1"
+    with pytest.warns(RuntimeWarning, match=said) as caught:
         spoiled(loss, {module[1].bias: math.nan} if dist.get_rank() == 1 else {}).backward()
+    assert "tritonddp" in caught[0].filename  # which filters by module go by
     assert module[1].bias.grad is not None
     assert module[1].bias.grad.isnan().any()
     with warnings.catch_warnings():
@@ -160,6 +165,34 @@ def test_behind_a_communication_hook() -> None:
         loss = ddp(torch.randn(4, 40)).sum()
         bad = {module[1].weight: math.nan} if step == 1 and dist.get_rank() == 0 else {}
         assert found(outcome(spoiled(loss, bad))) == ({"1.weight": "rank 0"} if step == 1 else {})
+
+
+@pytest.mark.parametrize("is_too_late", [False, True])
+@ranks(2)
+def test_a_communication_hook_that_fails_is_laid_at_its_rank(is_too_late: bool) -> None:
+    _, ddp = net()
+    step = 0
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        fails = step in (1, 2) and dist.get_rank() == 1 and bucket.buffer().any()
+        if fails and not is_too_late:
+            raise ZeroDivisionError
+        future = allreduce_hook(None, bucket)
+        if fails:
+            raise ZeroDivisionError
+        return future
+
+    ddp.register_comm_hook(None, hook)
+    for step in range(4):
+        ddp.zero_grad()
+        loss = ddp(torch.randn(4, 40)).sum()
+        if step in (1, 2) and dist.get_rank() == 1:
+            with pytest.raises(RuntimeError, match="hook failed: ZeroDivisionError"):
+                loss.backward()
+            continue
+        names = [bucket.names[0] for bucket in ddp.reducer.buckets]
+        on_rank_1 = dict.fromkeys(names, "rank 1")
+        assert found(outcome(loss)) == (on_rank_1 if step in (1, 2) else {})
 
 
 class Kinds(nn.Module):
@@ -283,6 +316,30 @@ def test_a_backward_that_breaks_off_is_laid_at_its_rank() -> None:
 
 def _raises(_: Tensor) -> None:
     raise ZeroDivisionError
+
+
+class _Event:
+    def synchronize(self) -> None:
+        pass
+
+
+@ranks(2)
+def test_ranks_that_do_not_reduce_the_same_are_told_that() -> None:
+    # As on a GPU, where finish() does not wait for what the ranks say.
+    def look_at(self: AllReduce, ballots: Tensor) -> None:
+        self._unread = ballots.clone(), _Event()  # type: ignore[assignment]
+
+    module, ddp = net()
+    loss = spoiled(ddp(torch.randn(4, 40)).sum(), {module[0].bias: math.nan})
+    weight = ddp.weighted(3) if dist.get_rank() else contextlib.nullcontext()
+    with (
+        mock.patch.object(AllReduce, "_look_at", look_at),
+        weight,
+        pytest.raises(RuntimeError, match=r"step 1, bucket 0: .*weight"),
+    ):
+        loss.backward()
+    ddp.zero_grad()
+    assert outcome(ddp(torch.randn(4, 40)).sum()) == "nothing"
 
 
 @ranks(2)

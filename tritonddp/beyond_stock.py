@@ -108,6 +108,7 @@ class BeyondStock:
                 different parameters.
             TypeError: a gradient or a parameter is no tensor.
             ValueError: the gradients do not fit the parameters in number, name, shape or dtype.
+            FloatingPointError: with ``check_finite="raise"``, a gradient is not finite on a rank.
 
         Example::
 

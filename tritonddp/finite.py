@@ -78,7 +78,7 @@ class FiniteCheck:
         message = self._message(where())
         if self.mode == "raise" and raises:
             raise FloatingPointError(message)
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        warnings.warn(message, RuntimeWarning, stacklevel=3)  # behind contextlib
 
     def _message(self, where: str) -> str:
         found = [

@@ -322,7 +322,11 @@ class Reducer(OnRequest):
         try:
             with self._naming_disagreements():
                 self._finish()
-                self._finite.look_at(self.buckets, self._left_out)
+                if self._finite.mode is not None:
+                    # Marks of ranks that do not reduce the same mean nothing, and the host waits
+                    # for the device anyway.
+                    self._reduction.settle()
+                    self._finite.look_at(self.buckets, self._left_out)
                 self._roster.agreed()
                 # Nothing of the frames above may still hold a bucket: some are let go here.
                 self._rearrange()

@@ -107,6 +107,13 @@ def test_both_parts_of_complex_numbers_are_looked_at(kernels, number):
     assert flat.ballots.tolist() == [1, 2]
 
 
+def test_a_poisoned_buffer_keeps_no_marks_of_the_reduction_before():
+    flat, _ = embedded_flat(SLOTS, torch.bfloat16, marks=Marks(rank=9, world_size=19))
+    flat.marks.fill_(255)  # those of all ranks, once reduced
+    flat.poison()
+    assert flat.marked() == {slot: [9] for slot in range(6)}
+
+
 def test_the_twin_marks_the_parts_of_a_buffer_one_by_one():
     flat, _ = embedded_flat(SLOTS, torch.float32, ballots=1, marks=Marks(0, 1))
     grads = ones()

@@ -359,6 +359,11 @@ class _Call:
         self.error = self.error or error
         self.is_broken = True
         self._buffer = self._future = None
+        if self.bucket.flat.layout.marks is not None:  # NaN is what all ranks get for it
+            trailer = _trailer(self.bucket)
+            trailer.copy_(self.trailer)
+            self.bucket.flat.mark(slice(None))
+            self.trailer = trailer.to(_TRAILERS, copy=True)
 
 
 def _trailer(bucket: Bucket) -> Tensor:

@@ -187,7 +187,9 @@ class AllReduce:
         except RuntimeError as error:
             raise self._explained(bucket, error) from error
         if self._is_logged:
-            self._log(bucket, "is there")
+            # On a GPU the host goes on before it is there.
+            is_there = bucket.flat.data.device.type == "cpu"
+            self._log(bucket, "is there" if is_there else "is waited for by the device")
         if bucket.index == 0:
             self._look_at(bucket.flat.ballots)
         self._exchange(bucket)

@@ -262,6 +262,7 @@ class FlatBuffer:
     def poison(self) -> None:
         """Make NaN of all gradients."""
         self.payload.fill_(torch.nan)
+        self.marks.zero_()  # those of other ranks are of the last reduction
         self.mark(slice(None))
 
     def mark(self, slots: int | slice) -> None:
