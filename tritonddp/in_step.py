@@ -195,8 +195,8 @@ class InStep(ReducerState):
             self._phase = Phase.IDLE
             return
         logger.warning(
-            "%s: the last backward did not come to its end. On the other ranks gradients are NaN in "
-            "this step in %d of %d buckets, which had not been sent",
+            "%s: the last backward did not come to its end. On the other ranks gradients are NaN "
+            "in this step in %d of %d buckets, which had not been sent",
             self._where(),
             len(self.buckets) - self._next,
             len(self.buckets),
