@@ -6,8 +6,10 @@ import contextlib
 import copy
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -120,11 +122,36 @@ def test_an_interrupt_waits_for_the_end_and_a_second_one_does_not() -> None:
                 interrupt()
             ended.append(times)
 
+    def twice_inside(times: int) -> None:
+        with Uninterrupted():
+            inside(times)
+
     with handled():
-        for call in (lambda: inside(1), lambda: inside(2), interrupt):
-            with pytest.raises(KeyboardInterrupt):
-                call()
-    assert ended == [1]
+        for call in (inside, twice_inside):
+            for times in (1, 2):
+                with pytest.raises(KeyboardInterrupt):
+                    call(times)
+                assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert ended == [1, 1]
+
+
+def test_a_second_interrupt_at_the_very_end_leaves_the_handler_of_the_user() -> None:
+    former = sys.gettrace()
+
+    def at_the_end(frame: FrameType, *_: object) -> None:
+        if frame.f_code is Uninterrupted.__exit__.__code__:
+            sys.settrace(former)
+            interrupt()
+
+    def inside() -> None:
+        with Uninterrupted():
+            interrupt()
+            sys.settrace(at_the_end)
+
+    with handled():
+        with pytest.raises(KeyboardInterrupt):
+            inside()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_the_handler_of_the_user_is_called_and_stays() -> None:
@@ -139,6 +166,13 @@ def test_the_handler_of_the_user_is_called_and_stays() -> None:
     with handled(signal.SIG_IGN):
         with Uninterrupted():
             interrupt()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_a_handler_that_is_set_inside_stays() -> None:
+    with handled():
+        with Uninterrupted():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 

@@ -31,6 +31,10 @@ from torch.utils import _pytree
 BufferCommHookLocation = _BufferCommHookLocation
 MixedPrecision = _MixedPrecision
 
+# The module signal's own take ten times as long, as they make enums of what are none.
+signal_handler = _signal.getsignal
+set_signal_handler = _signal.signal
+
 # The class that dynamo asks, also where somebody has put another one in its place.
 _STOCK: Any = DistributedDataParallel
 
@@ -70,16 +74,6 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     The public ``get_backend`` knows a group by one name, also where it has several backends.
     """
     return group._get_backend(device).name()
-
-
-def signal_handler(number: int) -> Any:
-    """As ``signal.getsignal``, see :func:`set_signal_handler`."""
-    return _signal.getsignal(number)
-
-
-def set_signal_handler(number: int, handler: Callable[[int, Any], object]) -> None:
-    """As ``signal.signal``, which takes ten times as long, as it makes enums of what are none."""
-    _signal.signal(number, handler)
 
 
 def process_groups() -> list[dist.ProcessGroup]:
