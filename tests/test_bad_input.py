@@ -82,7 +82,12 @@ WRONG_STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], 
     ),
     "of another shape": (residuals(lambda each: each[1:]), ValueError, "residuals of shape (63,"),
     "NaN": (residuals(lambda each: each * float("nan")), ValueError, "that are not finite"),
-    "of whole numbers": (residuals(torch.Tensor.int), TypeError, "no dictionary of floating-point"),
+    "without values": (
+        residuals(lambda each: each.to("meta")),
+        TypeError,
+        "no dictionary of dense tensors",
+    ),
+    "of whole numbers": (residuals(torch.Tensor.int), TypeError, "tensors of floating point"),
 }
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -105,7 +106,17 @@ def _check(state: Any) -> None:
             raise ValueError(f"{what}, but {name!r} is {number!r}")
     for name in ("sent", "reduced"):
         kept = state.get(name, {})
-        if not isinstance(kept, Mapping) or not all(
-            isinstance(each, Tensor) and each.is_floating_point() for each in kept.values()
-        ):
-            raise TypeError(f"{what}, but {name!r} is no dictionary of floating-point tensors")
+        if not isinstance(kept, Mapping) or not all(map(_is_dense, kept.values())):
+            raise TypeError(
+                f"{what}, but {name!r} is no dictionary of dense tensors of floating point"
+            )
+
+
+def _is_dense(left: Any) -> bool:
+    """Whether this is what is left out of a gradient: others raise where they are added."""
+    return (
+        isinstance(left, Tensor)
+        and left.is_floating_point()
+        and left.layout is torch.strided
+        and not left.is_meta
+    )
