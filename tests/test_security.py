@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import stat
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,12 +116,6 @@ def test_what_should_not_be_done_is_found(code: str) -> None:
     assert len(list(found_in(code))) == 1
     fine = "model.eval(); torch.load(path, weights_only=True); run(['/bin/true'])\n'''/tmp'''"
     assert list(found_in(fine)) == []
-
-
-def test_temporary_files_are_of_one_user_alone() -> None:
-    with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile() as file:
-        assert stat.S_IMODE(Path(folder).stat().st_mode) == 0o700
-        assert stat.S_IMODE(Path(file.name).stat().st_mode) == 0o600
 
 
 @ranks(2)
