@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tritonddp._compat import register_post_accumulate_grad_hook, steps_optimizers
-from tritonddp.comm.feedback import check_state, load_state, state_of
 from tritonddp.comm.hooks import Hook, HookReduction
 from tritonddp.comm.optimizers import SteppingReduction, take_over
 from tritonddp.forks import refuse_inherited, when_forked
 from tritonddp.in_step import InStep
 from tritonddp.participation import as_trainable
 from tritonddp.reducer_state import Phase, reducers
+from tritonddp.unused import unused_error
 
 
 class BetweenBackwards(InStep):
@@ -63,121 +63,6 @@ class BetweenBackwards(InStep):
         self._settle()
         self._look()
 
-    # What the next run needs to know
-
-    def comm_state(self) -> dict[str, Any]:
-        """The order of the buckets, and what else the bits of the next reduction depend on."""
-        self.prepare_to_follow()
-        unit = self._reduction.get_unit()
-        return {
-            "bucket_order": self.arrangement.order,
-            "reductions_since_change": self.arrangement.since_change,
-            "weight_unit": unit,
-            "wires": [] if self.auto is None else self.auto.state,
-            **state_of(self.buckets, unit),
-        }
-
-    @torch.no_grad()
-    def load_comm_state(
-        self, states: Sequence[dict[str, Any]], failure: Exception | None = None
-    ) -> None:
-        """Go on as the run that had the first of these states on rank 0.
-
-        What was left out of gradients is that of all states of all ranks together.
-
-        Args:
-            states: what the user has given on this rank.
-            failure: why they cannot be read.
-
-        Raises:
-            Exception: ``failure``, when the other ranks know of it.
-            RuntimeError: a backward is under way, or another rank cannot load its states.
-            ValueError: what was left out is not that of these parameters.
-        """
-        self.prepare_to_follow()
-        if self._phase is Phase.DETACHED:
-            return
-        if self._phase is not Phase.IDLE:
-            raise RuntimeError(
-                f"{self._where()}: load_comm_state_dict() was called while a backward runs: call "
-                "it between two steps"
-            )
-        self._roster.enroll()
-        params = self._roster.params
-        said: tuple[Sequence[float], Sequence[float]] = [-1.0], []
-        if failure is None:
-            try:
-                check_state(params, states)
-                said = self._numbers_of(states[0]) if states else said
-            except ValueError as error:
-                failure = error
-        since_change, order, unit, wires = self._agree_on_state(*said, failure)
-        if since_change < 0:
-            return  # saved before the first step
-        self._reduction.set_unit(unit)
-        if self.auto is not None:
-            self.auto.load(wires)
-        self._renumber(self.arrangement.restore(order, since_change))
-        load_state(self.buckets, states, unit)
-
-    def _numbers_of(self, state: dict[str, Any]) -> tuple[list[float], list[float]]:
-        """What rank 0 tells the others of this state: the order of buckets, and the rest.
-
-        Numbers, since all ranks have the same parameters: nothing is unpickled that another rank
-        has sent.
-
-        Raises:
-            ValueError: the state is of another run.
-        """
-        if not state["bucket_order"]:
-            return [-1.0], []
-        number_of = {name: number for number, (name, _) in enumerate(self._roster.params)}
-        order = [number_of[name] for name in state["bucket_order"] if name in number_of]
-        wires = [] if self.auto is None else state["wires"]
-        if self.auto is not None and (len(wires) > len(number_of) or not self.auto.knows(wires)):
-            raise ValueError(
-                f"the state has {wires!r} as 'wires', which a run with these parameters cannot "
-                "have had: load the state of a run with the same model"
-            )
-        return [state["reductions_since_change"], *order], [state["weight_unit"], *wires]
-
-    def _agree_on_state(
-        self, order: Sequence[float], rest: Sequence[float], failure: Exception | None
-    ) -> tuple[int, list[int], float, list[int]]:
-        """What rank 0 says of its state, if no rank has failed to read its own.
-
-        Raises:
-            RuntimeError: another rank has.
-        """
-        # Rank 0's numbers, less than none for what is missing, and which ranks have failed. Small
-        # integers and powers of two are exact in fp64.
-        rank, params = self._group.rank(), self._roster.params
-        message = torch.zeros(3, max(1 + len(params), self._group.size()), dtype=torch.float64)
-        if rank == 0:
-            message[:2] = -1
-            for row, numbers in zip(message, (order, rest), strict=False):
-                row[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
-        message[2, rank] = failure is not None
-        message = message.to(params[0][1].device)
-        with self._roll_call.naming(self._where(), "all-reduce of the state of communication"):
-            dist.all_reduce(message, group=self._group)
-        self.counters.collective(message.nbytes, self._group.size(), passes=2)
-        (since_change, *numbers), (unit, *wires), failed = message.tolist()
-        if failure is not None:
-            raise failure
-        if any(failed):
-            ranks = [str(rank) for rank, has_failed in enumerate(failed) if has_failed]
-            raise RuntimeError(
-                f"{self._where()}: load_comm_state_dict() failed on rank {', '.join(ranks)}, and "
-                "nothing was loaded on any rank: see the error there"
-            )
-        return (
-            int(since_change),
-            [int(number) for number in numbers if number >= 0],
-            unit,
-            [int(number) for number in wires if number >= 0],
-        )
-
     def _look(self) -> None:
         """See what has become of the parameters."""
         if self._roster.look(self._where):
@@ -201,6 +86,43 @@ class BetweenBackwards(InStep):
     def missing(self) -> list[Parameter]:
         """Parameters that the last reduced backward has not reached."""
         return [self.placement.params[number] for number in self._constancy.missing or ()]
+
+    def _note_unused(self) -> None:
+        """In strict mode: what the next forward raises, if this backward left parameters unused."""
+        trainable = {param for _, param in self._roster.trainable}
+        unused = [
+            name
+            for name, param, used in zip(
+                self.placement.names, self.placement.params, self._used, strict=True
+            )
+            if param in trainable and (not used or param.grad is None)
+        ]
+        if unused:
+            index_of = {name: index for index, (name, _) in enumerate(self._roster.trainable)}
+            self._unused_error = unused_error(
+                self._where(), self._group.rank(), {name: index_of[name] for name in unused}
+            )
+
+    # When a backward ends in finalize_backward()
+
+    @property
+    def launches_at_end(self) -> bool:
+        """Whether the buckets of the next reduced backward are launched at its end only."""
+        return self.arrangement.is_provisional
+
+    def finalize_on_request(self, required: bool) -> None:
+        """Whether backwards end in :meth:`finalize_backward`, not by themselves.
+
+        Raises:
+            RuntimeError: a backward runs, or is not finalised.
+        """
+        if self._phase not in (Phase.IDLE, Phase.DETACHED):
+            raise RuntimeError(
+                f"{self._where()}: set_manual_finalization_required cannot be called after forward "
+                "while a backward pass is expected or in progress. Set "
+                "require_manual_backward_finalization before forward or after backward finalization"
+            )
+        self._finalizes_on_request = required
 
     def _check_finalized(self) -> None:
         if self._phase is Phase.UNFINISHED:

@@ -8,18 +8,16 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tritonddp.at_once import reduce_at_once
-from tritonddp.ballot import (
-    Source,
-)
-from tritonddp.between import BetweenBackwards
+from tritonddp.ballot import Source
 from tritonddp.bucket import Bucket
 from tritonddp.interrupts import Uninterrupted
 from tritonddp.reducer_state import Phase
+from tritonddp.resuming import Resumes
 from tritonddp.roster import structure_of
 from tritonddp.weighting import Weight
 
 
-class OnRequest(BetweenBackwards):
+class OnRequest(Resumes):
     """What ``reduce_gradients()`` asks of a :class:`~tritonddp.reducer.Reducer`."""
 
     def reduce(

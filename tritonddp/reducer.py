@@ -23,9 +23,7 @@ from tritonddp._compat import (
     current_graph_task_id,
     queue_end_of_backward,
 )
-from tritonddp.ballot import (
-    Source,
-)
+from tritonddp.ballot import Source
 from tritonddp.bucket import Bucket, GradientError
 from tritonddp.comm.reduction import LocalError
 from tritonddp.forks import refuse_inherited
@@ -35,7 +33,6 @@ from tritonddp.outputs import Forward
 from tritonddp.participation import accumulates
 from tritonddp.reducer_state import Phase
 from tritonddp.skipping import unused_buckets
-from tritonddp.unused import unused_error
 
 
 class Reducer(OnRequest):
@@ -295,27 +292,11 @@ class Reducer(OnRequest):
         if self._finalizes_on_request and self._in_flight:
             self._phase = Phase.UNFINISHED
         else:
-            with Uninterrupted():
-                self._bring_home()
-
-    def _note_unused(self) -> None:
-        trainable = {param for _, param in self._roster.trainable}
-        unused = [
-            name
-            for name, param, used in zip(
-                self.placement.names, self.placement.params, self._used, strict=True
-            )
-            if param in trainable and (not used or param.grad is None)
-        ]
-        if unused:
-            index_of = {name: index for index, (name, _) in enumerate(self._roster.trainable)}
-            self._unused_error = unused_error(
-                self._where(), self._group.rank(), {name: index_of[name] for name in unused}
-            )
+            self._bring_home()
 
     def _bring_home(self) -> None:
         """All buckets have been launched."""
-        with self._finite.telling(self._where):
+        with Uninterrupted(), self._finite.telling(self._where):
             self._conclude()
 
     def _conclude(self) -> None:
@@ -350,25 +331,6 @@ class Reducer(OnRequest):
 
     # End of backward, when the caller says so
 
-    @property
-    def launches_at_end(self) -> bool:
-        """Whether the buckets of the next reduced backward are launched at its end only."""
-        return self.arrangement.is_provisional
-
-    def finalize_on_request(self, required: bool) -> None:
-        """Whether backwards end in :meth:`finalize_backward`, not by themselves.
-
-        Raises:
-            RuntimeError: a backward runs, or is not finalised.
-        """
-        if self._phase not in (Phase.IDLE, Phase.DETACHED):
-            raise RuntimeError(
-                f"{self._where()}: set_manual_finalization_required cannot be called after forward "
-                "while a backward pass is expected or in progress. Set "
-                "require_manual_backward_finalization before forward or after backward finalization"
-            )
-        self._finalizes_on_request = required
-
     @torch.no_grad()
     def finalize_backward(self) -> None:
         """Wait for the buckets of a backward that is over, or has launched all of them.
@@ -383,8 +345,7 @@ class Reducer(OnRequest):
             )
         if self._phase is Phase.UNFINISHED:
             self._phase = Phase.REDUCING  # if it fails, the next forward makes up for it
-            with Uninterrupted():
-                self._bring_home()
+            self._bring_home()
             return
         is_running = self._end_is_queued() is not None
         if is_running and self._phase in (Phase.OBSERVING, Phase.REDUCING):
