@@ -125,6 +125,31 @@ def test_communication_hooks_and_rearrangements_are_told() -> None:
 
 
 @ranks(2)
+def test_a_backward_that_broke_off_is_told_with_what_it_had_not_sent() -> None:
+    def fails(*_: object) -> torch.futures.Future[torch.Tensor]:
+        raise ZeroDivisionError
+
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=3e-4)
+    with logged(logging.WARNING) as kept:
+        handle = ddp.module.layers[0].weight.register_hook(fails)
+        with pytest.raises(ZeroDivisionError):
+            step(ddp)
+        handle.remove()
+        step(ddp)
+        said = f"rank {rank}, step 1: the last backward did not come to its end. On the other ranks"
+        assert kept.lines("in_step")[-1].startswith(said)
+        kept.records.clear()
+        ddp.register_comm_hook(None, fails)
+        with pytest.raises(RuntimeError, match="hook failed"):
+            step(ddp)
+        ddp.check_sync()
+        assert kept.lines("in_step") == [
+            f"rank {rank}, step 3: the last backward did not come to its end"
+        ]
+
+
+@ranks(2)
 def test_nobody_asks_for_the_level_once_a_bucket_or_a_parameter() -> None:
     asked: list[str] = []
     original = logging.Logger.isEnabledFor

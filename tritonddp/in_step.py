@@ -194,12 +194,15 @@ class InStep(ReducerState):
         if self._phase is Phase.LOCAL:
             self._phase = Phase.IDLE
             return
+        unsent = {bucket.index for bucket in self.buckets[self._next :]}.difference(self._left_out)
         logger.warning(
-            "%s: the last backward did not come to its end. On the other ranks gradients are NaN "
-            "in this step in %d of %d buckets, which had not been sent",
+            "%s: the last backward did not come to its end%s",
             self._where(),
-            len(self.buckets) - self._next,
-            len(self.buckets),
+            # Of those that were, a communication hook may have failed.
+            f". On the other ranks gradients are NaN in this step in {len(unsent)} of "
+            f"{len(self.buckets)} buckets, which had not been sent"
+            if unsent
+            else "",
         )
         with Uninterrupted():
             self._make_up()

@@ -15,7 +15,7 @@ import torch
 # Memory may grow by this share between the second quarter of a run and the last.
 MOST_GROWTH = 0.01
 # So many steps have a last quarter that is long enough to say something of memory.
-STEPS_FOR_MEMORY = 4000
+STEPS_FOR_MEMORY = 2000
 # Python keeps some objects for a while, whatever a step does; what is kept of each step is more.
 _FEW_OBJECTS = 200
 _FEW_TENSORS = 15

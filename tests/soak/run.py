@@ -71,7 +71,7 @@ _leaked: list[Any] = []
 LEAKS: dict[str | None, Callable[[], None]] = {
     None: lambda: None,
     "tensor": lambda: _leaked.append(torch.zeros(8)),
-    "memory": lambda: _leaked.append(b"\1" * 4096),
+    "memory": lambda: _leaked.append(os.urandom(4096)),
     "object": lambda: _leaked.append([]),
     "file": lambda: _leaked.append(os.open(os.devnull, os.O_RDONLY)),
 }
