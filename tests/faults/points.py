@@ -68,7 +68,7 @@ POINTS = {
     ),
     "bucket of added parameters": Point("added", "tritonddp.in_step:reduce_at_once"),
     "exchange of compressed gradients": Point(
-        "plain", "tritonddp.comm.quantized:_Exchange._send", call=2
+        "plain", "tritonddp.comm.quantized:send", call=2
     ),
     "sum of compressed gradients": Point("plain", "tritonddp.comm.quantized:_Exchange.go_on"),
     "timing of collectives": Point("plain", "tritonddp.probe:_Lines.slowest", call=1, step=-1),
