@@ -245,7 +245,7 @@ def test_an_interrupt_in_a_hook_goes_on_when_the_collectives_are_made(at_once: b
 
 @ranks(2)
 def test_a_future_that_is_never_completed_is_an_error_at_the_timeout() -> None:
-    group = dist.new_group(timeout=timedelta(seconds=1))
+    group = dist.new_group(timeout=timedelta(seconds=2))
     model = OURS(net(), **FIVE_BUCKETS, process_group=group)
     forgets: list[bool] = []
 
@@ -260,11 +260,17 @@ def test_a_future_that_is_never_completed_is_an_error_at_the_timeout() -> None:
     model.register_comm_hook(None, hook)
     train(model, 2)
     forgets.append(True)
-    with pytest.raises(RuntimeError, match=r"rank \d, step 3, bucket") as caught:
+    model.zero_grad()
+    said = ""
+    try:
         model(torch.ones(1, 16)).sum().backward()
-    said = str(caught.value)
+    except RuntimeError as error:
+        said = str(error)
     if dist.get_rank() == 1:
-        assert "bucket 4 (" in said
-        assert "was not completed within the process group's timeout of 1 s" in said
-    else:
+        assert said.startswith("rank 1, step 3, bucket 4 (")
+        assert "was not completed within the process group's timeout of 2 s" in said
+    elif said:  # it began to wait first
+        assert said.startswith("rank 0, step 3, bucket")
         assert "rank 1" in said.partition("failed:")[2], said
+    else:  # rank 1 gave up in time to tell
+        assert any(param.grad.isnan().any() for param in model.parameters())

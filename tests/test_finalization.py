@@ -114,6 +114,25 @@ def test_what_cannot_be_finalised() -> None:
 
 
 @ranks(2)
+def test_after_a_backward_that_broke_off_backwards_may_end_by_themselves_again() -> None:
+    net = wrapped()
+    net.require_manual_backward_finalization = True
+    loss = net(batch()).sum()
+    handle = next(net.parameters()).register_hook(_raises)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    handle.remove()
+    net.require_manual_backward_finalization = False
+    net.zero_grad()
+    net(batch()).sum().backward()
+    assert all(grad.isfinite().all() for grad in gradients(net))
+
+
+def _raises(_: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+@ranks(2)
 def test_others_of_the_group_may_reduce_in_between() -> None:
     first, second = wrapped(), wrapped()
     first.require_manual_backward_finalization = True

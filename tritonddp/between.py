@@ -116,7 +116,10 @@ class BetweenBackwards(InStep):
         Raises:
             RuntimeError: a backward runs, or is not finalised.
         """
-        if self._phase not in (Phase.IDLE, Phase.DETACHED):
+        # (One that broke off is over: the next forward makes up for it.)
+        if self._phase is Phase.UNFINISHED or (
+            self._phase is not Phase.DETACHED and self._end_is_queued() is not None
+        ):
             raise RuntimeError(
                 f"{self._where()}: set_manual_finalization_required cannot be called after forward "
                 "while a backward pass is expected or in progress. Set "

@@ -67,9 +67,7 @@ POINTS = {
         "added", "tritonddp.ddp:DistributedDataParallel._broadcast"
     ),
     "bucket of added parameters": Point("added", "tritonddp.in_step:reduce_at_once"),
-    "exchange of compressed gradients": Point(
-        "plain", "tritonddp.comm.quantized:send", call=2
-    ),
+    "exchange of compressed gradients": Point("plain", "tritonddp.comm.quantized:send", call=2),
     "sum of compressed gradients": Point("plain", "tritonddp.comm.quantized:_Exchange.go_on"),
     "timing of collectives": Point("plain", "tritonddp.probe:_Lines.slowest", call=1, step=-1),
     "choice of wires": Point("plain", "tritonddp.auto:Auto._slowest_backward", step=0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 # TRITONDDP_FUZZ=2000 draws as many in each test, others each time. CI draws a few, always the same.
 _MANY = os.environ.get("TRITONDDP_FUZZ")
@@ -17,6 +17,8 @@ def examples(few: int) -> settings:
         derandomize=_MANY is None,
         database=None,
         deadline=None,
+        # To explain a failure hypothesis traces each line of torch, for minutes.
+        phases=[Phase.explicit, Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
         print_blob=_MANY is not None,
     )
