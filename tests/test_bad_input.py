@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -206,3 +207,10 @@ def test_after_a_function_that_raises_in_a_backward_the_next_step_is_right(
             error = 0.05 * wanted.abs().max().item() if options else 1e-4
             torch.testing.assert_close(param.grad, wanted, rtol=0, atol=error)
         assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+
+
+@ranks(2)
+def test_a_flag_of_numpy_is_a_flag() -> None:
+    ddp = DistributedDataParallel(wide(), gradient_as_bucket_view=np.bool_(True))
+    step(ddp, 0)
+    assert_same_on_all_ranks([param.grad for param in ddp.parameters()])

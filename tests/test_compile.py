@@ -146,7 +146,8 @@ def test_a_compiled_module_has_the_means_and_is_compiled_once(way: Any) -> None:
     assert breaks <= {
         "Attempted to inline function marked as skipped",  # forward of the wrapper
         "Unsupported Tensor.backward() call",
-    }
+        "Attempted to call function marked as skipped",  # the same, after tests of other files
+    }, breaks
 
 
 @ranks(2, timeout=200)

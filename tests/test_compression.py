@@ -745,7 +745,9 @@ print("ended", flush=True)
 """
 
 
-@pytest.mark.parametrize("how", ["idle", "in flight", "in vain"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("idle", marks=pytest.mark.thorough), "in flight", "in vain"]
+)
 def test_a_process_ends_with_its_thread(how: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)

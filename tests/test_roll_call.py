@@ -214,7 +214,7 @@ def first_is_stopped(store: str, rank: int, size: int) -> None:
     Path(f"text{rank}").write_text(failure(group))
 
 
-@pytest.mark.parametrize("store", ["file", "tcp"])
+@pytest.mark.parametrize("store", [pytest.param("file", marks=pytest.mark.thorough), "tcp"])
 def test_a_rank_killed_amid_an_all_reduce_is_named_by_all_others(
     store: str, tmp_path: Path
 ) -> None:
@@ -231,7 +231,10 @@ def test_a_rank_that_exchanges_nothing_with_the_dead_one_fails_too(tmp_path: Pat
         assert "failed at the same place" in text
 
 
-@pytest.mark.parametrize(("scenario", "size"), [(first_is_killed, 4), (first_is_stopped, 3)])
+@pytest.mark.parametrize(
+    ("scenario", "size"),
+    [pytest.param(first_is_killed, 4, marks=pytest.mark.thorough), (first_is_stopped, 3)],
+)
 def test_a_store_whose_host_died_or_stopped_neither_hangs_nor_hides_the_error(
     scenario: Callable[..., None], size: int, tmp_path: Path
 ) -> None:

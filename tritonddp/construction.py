@@ -40,7 +40,8 @@ def check_flags(flags: Mapping[str, Any]) -> None:
         TypeError: one is something else: ``"False"`` would be on, and some objects are neither.
     """
     for name, flag in flags.items():
-        if flag is not None and not isinstance(flag, int):
+        is_numpys = type(flag).__name__ in ("bool", "bool_")
+        if flag is not None and not isinstance(flag, int) and not is_numpys:
             raise TypeError(f"{name} should be True or False, got {flag!r}")
 
 

@@ -48,6 +48,7 @@ def test_all_wires_of_a_seed_train_side_by_side(tmp_path: Path) -> None:
     assert "\n".join(lines(content["tasks"])) in done.stdout
 
 
+@pytest.mark.thorough
 def test_a_step_after_which_ranks_differ_ends_the_run(tmp_path: Path) -> None:
     script = tmp_path / "differing.py"
     script.write_text(

@@ -290,6 +290,7 @@ def test_the_benchmark_measures_and_leaves_nothing_behind(tmp_path: Path) -> Non
     assert "ours" in out
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("hosts")
 def test_by_wire_it_measures_what_each_sends(tmp_path: Path) -> None:
     out = tmp_path / "network_wire.json"

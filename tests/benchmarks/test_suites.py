@@ -45,6 +45,7 @@ def test_kernels_are_reported_as_shares_of_a_copy(tmp_path):
         assert abs(info["of_ceiling"]["median"] - sum(shares) / 2) < 1e-3
 
 
+@pytest.mark.thorough
 def test_host_cost_is_reported_for_stock_and_ours(tmp_path):
     rows, output = run("host", tmp_path, "--rounds", "2")
     assert "host cost on" in output
