@@ -61,6 +61,7 @@ def variants(architecture: str) -> Iterator[dict]:
                     "FLAG_BLOCK": FLAG_BLOCK,
                     "FEEDBACK": feedback,
                     "MARK": marks,
+                    "PARTS": 8,
                 },
             )
             yield {**facts, "kernel": "quantize", "marks": marks, **facts_of(compiled, target)}

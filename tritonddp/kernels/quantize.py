@@ -23,17 +23,17 @@ from tritonddp.kernels.table import DeviceTables
 
 
 @triton.jit
-def mark_unless(finite, marks, parts, stride):  # type: ignore[no-untyped-def]
+def mark_unless(finite, marks, stride, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write 1 to ``marks``, which is a mark in the first part, and into all other parts."""
     if finite == 0:
-        for part in tl.range(0, parts):
+        for part in tl.range(0, PARTS):
             tl.store(marks + tl.cast(part, tl.int64) * stride, 1)
 
 
 @triton.jit(
     do_not_specialize=[
         *("slots", "trailer", "own_ballot", "scale_place", "quantized_chunks", "num_chunks"),
-        *("part_blocks", "exact_offset", "part_bytes", "stride", "marks_offset", "parts"),
+        *("part_blocks", "exact_offset", "part_bytes", "stride", "marks_offset"),
     ]
 )
 def quantize_kernel(  # type: ignore[no-untyped-def]
@@ -52,7 +52,6 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     part_bytes,
     stride,
     marks_offset,
-    parts,
     SOURCE: tl.constexpr,
     BLOCK: tl.constexpr,
     FLAG_BLOCK: tl.constexpr,
@@ -60,6 +59,7 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     FEEDBACK: tl.constexpr,
     ALIGNED: tl.constexpr,
     MARK: tl.constexpr,
+    PARTS: tl.constexpr,
     BY_BITS: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
@@ -114,7 +114,7 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
             if MARK:
                 finite = tl.minimum(finite, are_finite(z))
         if MARK:
-            mark_unless(finite, message + marks_offset + slot, parts, stride)
+            mark_unless(finite, message + marks_offset + slot, stride, PARTS)
         return
 
     blocks = tl.arange(0, BLOCK // 256)
@@ -139,7 +139,7 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     scales = (begin + part_blocks.to(tl.int64) * 256).to(tl.pointer_type(tl.float32))
     tl.store(scales + place + blocks, block_scale, mask=there)
     if MARK:
-        mark_unless(are_finite(block_scale), message + marks_offset + slot, parts, stride)
+        mark_unless(are_finite(block_scale), message + marks_offset + slot, stride, PARTS)
 
 
 _launch = Launcher(quantize_kernel, **UNFUSED)
@@ -221,7 +221,6 @@ def quantize(
             layout.part_bytes,
             layout.stride,
             layout.marks_offset + flat.first_slot,
-            layout.world_size,
         ),
         (
             tl.float32 if dtype is None else TRITON_DTYPES[dtype],
@@ -231,6 +230,7 @@ def quantize(
             residuals is not None,
             tables.aligned,
             has_marks,
+            layout.world_size,
             BY_BITS,
             INTERPRETED,
         ),
