@@ -95,6 +95,29 @@ def _failed(bucket: GradBucket) -> Any:
     return future
 
 
+def hooked(hook: Any, at_once: bool) -> tuple[Any, Any]:
+    """A model with this hook, called as buckets fill or at the end; and one without it."""
+    hook.__annotations__.clear()
+    model, reference = OURS(net(), **FIVE_BUCKETS), OURS(net(), **FIVE_BUCKETS)
+    name = "tritonddp.comm.hooks.hooks_of_one_collective"
+    with mock.patch(name, return_value=(hook,) if at_once else ()):
+        model.register_comm_hook(None, hook)
+    return model, reference
+
+
+def backwards(
+    model: Any, reference: Any, step: int, failing: int, error: type[BaseException], said: str
+) -> None:
+    """One of each; that of ``model`` raises on rank 1 in the failing step."""
+    for each in (model, reference):
+        each.zero_grad()
+        context: Any = contextlib.nullcontext()
+        if each is model and step == failing and dist.get_rank() == 1:
+            context = pytest.raises(error, match=said)
+        with context:
+            each(torch.full((1, 16), step + dist.get_rank() + 1.0)).sum().backward()
+
+
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("step", [0, 2])
 @ranks(3)
@@ -121,21 +144,11 @@ def test_a_hook_that_fails_on_one_rank_is_named_and_the_others_go_on(
                 return how(bucket)  # noqa: B023
             return default_hooks.allreduce_hook(None, bucket)
 
-        hook.__annotations__.clear()
-        model, reference = OURS(net(), **FIVE_BUCKETS), OURS(net(), **FIVE_BUCKETS)
-        name = "tritonddp.comm.hooks.hooks_of_one_collective"
-        with mock.patch(name, return_value=(hook,) if at_once else ()):
-            model.register_comm_hook(None, hook)
+        where = rf"rank 1, step {step + 1}, bucket 2 \(.*hook failed: .*"
+        model, reference = hooked(hook, at_once)
         for number in range(4):
             now[:] = [number]
-            for each in (model, reference):
-                each.zero_grad()
-                context: Any = contextlib.nullcontext()
-                if each is model and number == step and dist.get_rank() == 1:
-                    where = rf"rank 1, step {step + 1}, bucket 2 \(.*hook failed: .*"
-                    context = pytest.raises(RuntimeError, match=where + phrase)
-                with context:
-                    each(torch.full((1, 16), number + dist.get_rank() + 1.0)).sum().backward()
+            backwards(model, reference, number, step, RuntimeError, where + phrase)
             if number != step:
                 for a, b in zip(model.parameters(), reference.parameters(), strict=True):
                     torch.testing.assert_close(a.grad, b.grad)
@@ -224,20 +237,10 @@ def test_an_interrupt_in_a_hook_goes_on_when_the_collectives_are_made(at_once: b
                 raise error("what the user said")  # noqa: B023
             return default_hooks.allreduce_hook(None, bucket)
 
-        hook.__annotations__.clear()
-        model, reference = OURS(net(), **FIVE_BUCKETS), OURS(net(), **FIVE_BUCKETS)
-        name = "tritonddp.comm.hooks.hooks_of_one_collective"
-        with mock.patch(name, return_value=(hook,) if at_once else ()):
-            model.register_comm_hook(None, hook)
+        model, reference = hooked(hook, at_once)
         for step in range(4):
             now[:] = [step]
-            for each in (model, reference):
-                each.zero_grad()
-                context: Any = contextlib.nullcontext()
-                if each is model and step == number and dist.get_rank() == 1:
-                    context = pytest.raises(error, match="what the user said")
-                with context:
-                    each(torch.full((1, 16), step + dist.get_rank() + 1.0)).sum().backward()
+            backwards(model, reference, step, number, error, "what the user said")
             if step != number:
                 for a, b in zip(model.parameters(), reference.parameters(), strict=True):
                     torch.testing.assert_close(a.grad, b.grad)

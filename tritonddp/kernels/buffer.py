@@ -262,8 +262,12 @@ class FlatBuffer:
     def poison(self) -> None:
         """Make NaN of all gradients."""
         self.payload.fill_(torch.nan)
-        self.marks.zero_()  # those of other ranks are of the last reduction
+        self.clear_marks()  # those of other ranks are of the last reduction
         self.mark(slice(None))
+
+    def clear_marks(self) -> None:
+        """No gradient, of this part of a buffer, is known not to be finite."""
+        self.marks.zero_()
 
     def mark(self, slots: int | slice) -> None:
         """Say that the gradients of these slots are not finite on this rank, if anybody asks."""
@@ -277,17 +281,14 @@ class FlatBuffer:
         """
         if not self.marks.any():
             return {}
-        words = self.marks.to(torch.int64).tolist()
-        return {
-            slot: [
-                8 * place + bit
-                for place, word in enumerate(row)
-                for bit in range(8)
-                if word >> bit & 1
-            ]
-            for slot, row in enumerate(words)
-            if any(row)
-        }
+        rows = self.marks.to(torch.int64).tolist()
+        return {slot: self._ranks_of(row) for slot, row in enumerate(rows) if any(row)}
+
+    def _ranks_of(self, row: list[int]) -> list[int]:
+        """Those whose marks are in the words of one gradient."""
+        return [
+            8 * place + bit for place, word in enumerate(row) for bit in range(8) if word >> bit & 1
+        ]
 
     def check_factor(self, factor: Tensor) -> None:
         """Look at all of ``unflatten``'s factor but its value, which the host need not know.

@@ -193,7 +193,7 @@ def flatten(
     marks = flat.layout.marks
     if marks is not None:
         # No program can: others may have marked before it runs.
-        flat.marks.zero_()
+        flat.clear_marks()
     _launch(
         tables.num_chunks + -(-trailer // FLAG_BLOCK),
         (tables.chunks, tables.dynamic, flat.data),

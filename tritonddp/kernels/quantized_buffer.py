@@ -394,18 +394,11 @@ class QuantizedBuffer(FlatBuffer):
         self.outgoing.marks[:, slots] = 1
 
     def clear_marks(self) -> None:
-        """No gradient, of this part of a buffer, is known not to be finite."""
+        """See :meth:`FlatBuffer.clear_marks`."""
         self.outgoing.marks[:, self.first_slot :][:, : len(self.layout.numels)] = 0
 
-    def marked(self) -> dict[int, list[int]]:
-        """See :meth:`FlatBuffer.marked`."""
-        if not self.marks.any():
-            return {}
-        return {
-            slot: [rank for rank, mark in enumerate(row) if mark]
-            for slot, row in enumerate(self.marks.tolist())
-            if any(row)
-        }
+    def _ranks_of(self, row: list[int]) -> list[int]:
+        return [rank for rank, mark in enumerate(row) if mark]
 
 
 def _layout_of_data(layout: Layout, message: MessageLayout) -> Layout:

@@ -85,7 +85,7 @@ def flatten(
 
 def _mark(flat: FlatBuffer) -> None:
     """Mark gradients that are not finite, while they are in the cache."""
-    flat.marks.zero_()
+    flat.clear_marks()
     layout = flat.layout
     if not layout.numels:
         return
