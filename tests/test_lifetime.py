@@ -6,12 +6,16 @@ import copy
 import gc
 import io
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import launched
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
+from hooked import power_sgd
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -68,6 +72,100 @@ def test_dropping_the_wrapper_frees_it_its_reducer_and_its_buckets(steps: int, v
         len(references) + len(storages)
     )
     assert steps == 0 or output is not None  # an output that lives on holds nothing of it
+
+
+def joined(ddp: DistributedDataParallel) -> None:
+    with ddp.join():
+        step(ddp, 0)
+
+
+def weighted(ddp: DistributedDataParallel) -> None:
+    with ddp.no_sync():
+        step(ddp, 0)
+    with ddp.weighted(3):
+        step(ddp, 1)
+
+
+def broken(ddp: DistributedDataParallel) -> None:
+    handle = break_off(ddp.module, 2, [0, 1])
+    with pytest.raises(Broken):
+        step(ddp, 0)
+    handle.remove()
+
+
+USES: dict[str, tuple[dict[str, Any], Callable[[DistributedDataParallel], object]]] = {
+    "plain": ({}, lambda ddp: None),
+    "views": ({"gradient_as_bucket_view": True}, lambda ddp: None),
+    "static graph": ({"static_graph": True}, lambda ddp: None),
+    "int8": ({"compression": "int8"}, lambda ddp: None),
+    "auto": ({"compression": "auto"}, lambda ddp: None),
+    "bfloat16": ({"reduce_dtype": torch.bfloat16}, lambda ddp: None),
+    "check_finite": ({"check_finite": "raise"}, DistributedDataParallel.check_sync),
+    "hook": ({}, power_sgd),
+    "join": ({}, joined),
+    "weighted": ({}, weighted),
+    "requests": ({}, DistributedDataParallel.reduce_gradients),
+    "copy": ({}, copy.deepcopy),
+    "broken": ({}, broken),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@ranks(2)
+def test_a_dropped_wrapper_is_no_work_for_the_garbage_collector(use: str) -> None:
+    """Or it would keep the process group, when that is destroyed, until the collector comes by."""
+    options, act = USES[use]
+
+    def trained() -> None:
+        ddp = DistributedDataParallel(layers(), **options)
+        act(ddp)
+        for seed in range(3):
+            step(ddp, seed)
+
+    trained()  # what is imported on the way makes cycles
+    gc.collect()
+    gc.disable()
+    try:
+        trained()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        found = [f"{type(each).__module__}: {each!r:.80}" for each in gc.garbage]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert [each for each in found if "tritonddp" in each or "ProcessGroup" in each] == []
+
+
+ONE_RANK = """
+import gc, os, torch, torch.distributed as dist, tritonddp
+
+gc.disable()
+
+def threads():
+    tasks = os.listdir("/proc/self/task")
+    return [open(f"/proc/self/task/{task}/comm").read() for task in tasks]
+
+def train():
+    ddp = tritonddp.DistributedDataParallel(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    ddp(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+train()
+print(any("gloo" in thread for thread in threads()))
+dist.destroy_process_group()
+print(any("gloo" in thread for thread in threads()))
+"""
+
+
+def test_a_group_that_is_destroyed_leaves_no_thread(tmp_path: Path) -> None:
+    """One that drops its last tensor while the interpreter ends aborts the process."""
+    script = tmp_path / "script.py"
+    script.write_text(ONE_RANK)
+    done = launched.run(script, nproc=None, env={"PYTHONPATH": str(launched.ROOT)})
+    assert done.stdout.split() == ["True", "False"], done.stderr
 
 
 @VIEW

@@ -7,14 +7,22 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Its functions take the default group as it is at their import. One that first comes later, from
+# torch._dynamo at the latest, keeps the group, and its threads with it, alive for good after
+# destroy_process_group(); a thread of gloo that then drops a tensor while the interpreter ends
+# aborts the process ("terminate called without an active exception").
+import torch.distributed.nn
 from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.algorithms.join import Join, Joinable
@@ -224,9 +232,12 @@ def keep_dynamo_out() -> None:
     torch's own files alone by the same list. The import takes a second, but whoever makes an
     optimizer or calls stock DDP has it too.
     """
-    import torch._dynamo.trace_rules
-
-    torch._dynamo.trace_rules.add(__name__.partition(".")[0])
+    # In a thread of its own: torch.fx.wrap, on the way, makes a cycle of references to all frames
+    # below it. Those of whoever wraps a module would keep what they hold, the wrapper and with it
+    # the process group, until the garbage collector comes by.
+    with ThreadPoolExecutor(1) as thread:
+        rules = thread.submit(importlib.import_module, "torch._dynamo.trace_rules").result()
+    rules.add(__name__.partition(".")[0])
 
 
 def in_distributed_autograd() -> bool:

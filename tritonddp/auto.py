@@ -174,6 +174,7 @@ class Auto:
         self._wires: tuple[str, ...] = ()  # of buckets, by index; none before the first choice
         self._loaded: tuple[str, ...] = ()  # of the buckets to come
         self._timed = 0
+        self._reducer: Callable[[], ReducerState | None] = lambda: None  # nobody is watched
         self._moments: list[Moments] = []  # of backwards that are not read yet
         self._shortest = math.inf  # reduced backward on this rank; seconds
         self.report = (
@@ -250,26 +251,25 @@ class Auto:
 
     def watch(self, reducer: ReducerState) -> None:
         """Time the first reduced backwards of ``reducer``."""
-        reference = weakref.ref(reducer)
+        self._reducer = weakref.ref(reducer)
+        reducer.on_backward.append(self._begins)
 
-        def begins(end: Callable[[], None]) -> Callable[[], None]:
-            owner = reference()
-            if owner is None or not owner._should_sync():
-                return end
-            moments = Moments(self._device)
-            moments.mark(_BEGAN)
-            self._timed += 1
-            if self._timed == _TIMED:
-                owner.on_backward.remove(begins)
+    def _begins(self, end: Callable[[], None]) -> Callable[[], None]:
+        reducer = self._reducer()
+        if reducer is None or not reducer._should_sync():
+            return end
+        moments = Moments(self._device)
+        moments.mark(_BEGAN)
+        self._timed += 1
+        if self._timed == _TIMED:
+            reducer.on_backward.remove(self._begins)
 
-            def timed_end() -> None:
-                moments.mark(_ENDED)
-                self._moments.append(moments)
-                end()
+        def timed_end() -> None:
+            moments.mark(_ENDED)
+            self._moments.append(moments)
+            end()
 
-            return timed_end
-
-        reducer.on_backward.append(begins)
+        return timed_end
 
     def _slowest_backward(self) -> float | None:
         """The shortest backward of the rank where it is longest; collective.

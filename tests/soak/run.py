@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 # In front of the folder of this file, whose modules are those of a package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -175,7 +175,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.rank is None:
         return _start_ranks()
-    _run_rank(arguments)
+    return _run_rank(arguments)
 
 
 def _start_ranks() -> int:
@@ -202,7 +202,7 @@ def _start_ranks() -> int:
     return int(any(each.returncode for each in ranks))
 
 
-def _run_rank(arguments: argparse.Namespace) -> NoReturn:
+def _run_rank(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     logging.getLogger("tritonddp").setLevel(logging.ERROR)  # backwards break off on purpose
     dist.init_process_group(
@@ -234,10 +234,7 @@ def _run_rank(arguments: argparse.Namespace) -> NoReturn:
     if arguments.rank == 0:
         print(_told(report, arguments, time.monotonic() - start), flush=True)
     dist.destroy_process_group()
-    sys.stdout.flush()
-    # Once torch._dynamo is imported, as it is by wrapping, a group's threads outlive that, and one
-    # that drops its last tensor while the interpreter ends aborts the process.
-    os._exit(int(bool(report.grown)))
+    return int(bool(report.grown))
 
 
 def _again(arguments: argparse.Namespace, steps: int) -> str:
