@@ -72,7 +72,7 @@ def process_group(backend: str | None) -> Iterator[Ranks]:
     try:
         yield ranks
         # The last collective is one without tensors of Python's: a thread of gloo's that lets go of
-        # such a tensor while the interpreter ends aborts the process (pytorch/pytorch#179291).
+        # such a tensor while the interpreter ends aborts the process (pytorch/pytorch#190489).
         ranks.barrier()
     finally:
         dist.destroy_process_group()

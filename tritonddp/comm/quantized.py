@@ -105,7 +105,7 @@ class QuantizedAllReduce(AllReduce):
                 target=_go_on, args=(queue,), name="tritonddp-quantized", daemon=True
             )
             thread.start()
-            _threads[thread] = queue, self._group
+            _threads[thread] = queue, weakref.ref(self._group)
             weakref.finalize(self, queue.put, None).atexit = False  # see _end_threads
             self._queue = queue
         self._queue.put(exchange)
@@ -141,9 +141,10 @@ def _go_on(queue: SimpleQueue[_Exchange | None]) -> None:
             del exchange
 
 
-# Those that have not ended.
+# Those that have not ended. A thread takes its entry out as it ends, after anybody can wait for it:
+# a group that went with the entry would be taken apart there, also while the interpreter ends.
 _threads: weakref.WeakKeyDictionary[
-    threading.Thread, tuple[SimpleQueue[_Exchange | None], dist.ProcessGroup]
+    threading.Thread, tuple[SimpleQueue[_Exchange | None], weakref.ref[dist.ProcessGroup]]
 ] = weakref.WeakKeyDictionary()
 
 
@@ -157,9 +158,10 @@ def _end_threads() -> None:
     threads = list(_threads.items())
     for _, (queue, _) in threads:
         queue.put(None)
-    for thread, (_, group) in threads:
+    for thread, (_, reference) in threads:
         thread.join(1.0)
-        if thread.is_alive():
+        group = reference()
+        if thread.is_alive() and group is not None:
             close_connections(group)
             thread.join(1.0)
 
