@@ -204,6 +204,38 @@ def test_a_group_that_is_destroyed_leaves_no_thread(tmp_path: Path) -> None:
     assert done.stdout.split() == ["True", "False"], done.stderr
 
 
+SLOW_THREAD = """
+import time, torch, torch.distributed as dist, tritonddp
+
+def hook(state, bucket):
+    inner = dist.all_reduce(bucket.buffer(), group=state, async_op=True).get_future()
+    future = inner.then(lambda done: done.value()[0] if state else None)
+    inner.add_done_callback(lambda _: time.sleep(1))  # all callbacks are let go behind it
+    return future
+
+def train():
+    ddp = tritonddp.DistributedDataParallel(torch.nn.Linear(2, 2))
+    ddp.register_comm_hook(dist.group.WORLD, hook)
+    ddp(torch.ones(1, 2)).sum().backward()
+
+for _ in range(2):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    train()
+    dist.destroy_process_group()
+    time.sleep(1.5)
+print("ended")
+"""
+
+
+def test_a_group_may_be_destroyed_while_a_thread_lets_go_of_callbacks(tmp_path: Path) -> None:
+    """The thread would wait for its own end: "terminate called ... Resource deadlock avoided"."""
+    script = tmp_path / "script.py"
+    script.write_text(SLOW_THREAD)
+    done = launched.run(script, nproc=None, env={"PYTHONPATH": str(launched.ROOT)})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "ended\n"
+
+
 @VIEW
 @ranks(2)
 def test_dropping_the_wrapper_between_forward_and_backward_leaves_a_local_backward(

@@ -7,6 +7,7 @@ buckets travel together, in one small all-reduce behind the last hook.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
@@ -40,6 +41,13 @@ from tritonddp.sparse_bucket import SparseBucket
 
 # Holds flags and ballots of every wire dtype exactly.
 _TRAILERS = torch.float32
+
+# The group of the last backward over gloo, until the next one or the end. Callbacks of futures may
+# hold it, as PowerSGD's do, and a thread of gloo lets go of them some time after the result is
+# there. A thread that is then the last to hold its group would take it apart, itself included,
+# which aborts the process.
+_last_group: list[dist.ProcessGroup] = []
+atexit.register(_last_group.clear)
 
 Hook = Callable[[Any, GradBucket], Any]
 
@@ -211,6 +219,8 @@ class HookReduction(AllReduce):
             if call.error is not None and self._failure is None:
                 self._failure = self._named(call.bucket, call.error)
         device = self._calls[0].bucket.flat.data.device
+        if backend_name(self._group, device) == "gloo":
+            _last_group[:] = [self._group]
         if self._trailers is None:
             # Nothing here may make the host wait for the device.
             broken = torch.zeros(len(self._calls), dtype=_TRAILERS, device=device)
