@@ -359,29 +359,32 @@ def _hash(tensor: torch.Tensor) -> str:
     return kind + hashlib.sha256(content).hexdigest()
 
 
-_COLLECTIVES = [
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "scatter",
-    "send",
-]
+# Methods of a process group, whoever calls them, and what the function of torch.distributed is
+# called. Some have other names in other releases.
+_COLLECTIVES = {
+    "_allgather_base": "all_gather_single",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+    "all_gather_single": "all_gather_single",
+    "allgather": "all_gather",
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce_coalesced",
+    "all_to_all_single": "all_to_all_single",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all_single",
+    "barrier": "barrier",
+    "broadcast": "broadcast",
+    "gather": "gather",
+    "recv": "recv",
+    "reduce": "reduce",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+    "scatter": "scatter",
+    "send": "send",
+}
 
 
 class Calls(list[tuple[str, torch.Tensor]]):
-    """Collectives as they were called: name and first argument."""
+    """Collectives as they were called: name, and the first tensor of the first argument."""
 
     started = 0
 
@@ -402,26 +405,30 @@ def sequence_number() -> int:
 
 @contextlib.contextmanager
 def recorded_collectives() -> Iterator[Calls]:
-    """Record the calls to ``torch.distributed``'s functions; they do what they always do."""
+    """Record the collectives that Python asks of process groups; they do what they always do."""
     calls = Calls()
     calls.started = sequence_number()
-    originals = {name: getattr(dist, name) for name in _COLLECTIVES}
+    methods = vars(dist.ProcessGroup)  # as they are there: what getattr() returns binds no self
+    originals = {method: methods[method] for method in _COLLECTIVES if method in methods}
 
-    def recorder(name: str) -> Callable[..., Any]:
-        @functools.wraps(originals[name])
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls.append((name, args[0] if args else None))
-            return originals[name](*args, **kwargs)
+    def recorder(method: str) -> Callable[..., Any]:
+        @functools.wraps(originals[method])
+        def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            first = args[0] if args else None
+            while isinstance(first, list) and first:
+                first = first[0]
+            calls.append((_COLLECTIVES[method], first))  # type: ignore[arg-type]
+            return originals[method].__get__(group)(*args, **kwargs)
 
         return call
 
-    for name in _COLLECTIVES:
-        setattr(dist, name, recorder(name))
+    for method in originals:
+        setattr(dist.ProcessGroup, method, recorder(method))
     try:
         yield calls
     finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
+        for method, original in originals.items():
+            setattr(dist.ProcessGroup, method, original)
 
 
 if __name__ == "__main__":

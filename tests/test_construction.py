@@ -114,7 +114,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
     "sync batch norm on CPU": (sync_batch_norm, {}, ValueError, ["SyncBatchNorm", "'1'", "CPU"]),
     "device_ids on CPU": (small, {"device_ids": [0]}, ValueError, ["device_ids [0]", "cpu"]),
     "two device_ids": (small, {"device_ids": [0, 1]}, ValueError, ["single element", "[0, 1]"]),
-    "output_device on CPU": (small, {"output_device": 0}, ValueError, ["output_device 0"]),
+    "output_device on CPU": (small, {"output_device": 1}, ValueError, ["output_device 1"]),
     "zero bucket": (small, {"bucket_cap_mb": 0}, ValueError, ["bucket_cap_mb", "positive", "0"]),
     "negative bucket": (small, {"bucket_cap_mb": -1}, ValueError, ["bucket_cap_mb", "-1"]),
     "nan bucket": (small, {"bucket_cap_mb": float("nan")}, ValueError, ["finite", "nan"]),
@@ -204,6 +204,21 @@ def test_a_module_that_one_rank_cannot_wrap_is_an_error_on_every_rank(case: str)
         DistributedDataParallel(model)
     for part in ["rank 1", *parts]:
         assert part in str(caught.value), f"{part!r} is not in: {caught.value}"
+    assert_works()
+
+
+@ranks(2)
+def test_where_no_rank_can_wrap_its_module_each_raises_its_own_error() -> None:
+    """The commonest mistake: ``device_ids`` with the model still on the CPU."""
+    rank = dist.get_rank()
+    with pytest.raises(ValueError, match=rf"device_ids \[{rank}\], output_device None"):
+        DistributedDataParallel(small(), device_ids=[rank])
+    assert_works()
+
+
+@ranks(2)
+def test_output_device_0_on_the_cpu_is_ignored_as_in_stock() -> None:
+    assert DistributedDataParallel(small(), output_device=0).output_device is None
     assert_works()
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from distributed import assert_same_on_all_ranks, gather, ranks
 from torch import nn
 
-from tritonddp import DistributedDataParallel
+from tritonddp import DistributedDataParallel, collectives
 from tritonddp.comm import all_to_all, quantized
 from tritonddp.interrupts import Uninterrupted
 from tritonddp.reducer import Reducer
@@ -54,13 +54,13 @@ def after(call: Callable[..., Any], number: int) -> Callable[..., Any]:
 
 POINTS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "begun": (Reducer, "_begin_reduction", 0, {}),
-    "first bucket issued": (dist, "all_reduce", 0, {}),
-    "third bucket issued": (dist, "all_reduce", 2, {"gradient_as_bucket_view": True}),
-    "last bucket issued": (dist, "all_reduce", 3, {}),
+    "first bucket issued": (collectives, "all_reduce", 0, {}),
+    "third bucket issued": (collectives, "all_reduce", 2, {"gradient_as_bucket_view": True}),
+    "last bucket issued": (collectives, "all_reduce", 3, {}),
     "quantised bucket issued": (quantized, "send", 0, {"compression": "int8"}),
     "a result is there": (Reducer, "_finish", 0, {}),
-    "hooked bucket issued": (dist, "all_reduce", 1, {"hook": True}),
-    "flags behind hooks issued": (dist, "all_reduce", 4, {"hook": True}),
+    "hooked bucket issued": (collectives, "all_reduce", 1, {"hook": True}),
+    "flags behind hooks issued": (collectives, "all_reduce", 4, {"hook": True}),
 }
 
 

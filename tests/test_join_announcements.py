@@ -73,8 +73,7 @@ def test_backwards_that_no_forward_has_announced_are_refused() -> None:
         with ddp.no_sync():
             loss.backward()
             loss = loss_of(ddp, rank, 1)
-        with pytest.raises(RuntimeError, match=error):
-            loss.backward()
+        loss.backward()  # local: its forward ran under no_sync
         with pytest.raises(RuntimeError, match=r"reduce_gradients\(\) inside join\(\)"):
             ddp.reduce_gradients()
         ddp.zero_grad()

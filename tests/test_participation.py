@@ -195,7 +195,7 @@ Microbatch = tuple[str, bool, bool]  # branches, forward inside no_sync, two bac
 def run_window(net: Net, microbatches: Sequence[Microbatch]) -> None:
     for number, (names, forward_inside, twice) in enumerate(microbatches):
         last = number == len(microbatches) - 1
-        with net.no_sync() if forward_inside else contextlib.nullcontext():
+        with net.no_sync() if forward_inside and not last else contextlib.nullcontext():
             loss = net(batch(), names).sum()
         with contextlib.nullcontext() if last else net.no_sync():
             if twice:

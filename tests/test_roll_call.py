@@ -262,6 +262,9 @@ class Group:
         self.rank, self.size, self.get_group_store = lambda: rank, lambda: size, lambda: store
         self.name = lambda: "none"
 
+    def _get_backend(self, device: torch.device) -> None:
+        raise RuntimeError(f"No backend type associated with device type {device}")
+
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:

@@ -1,8 +1,15 @@
 """A drop-in DistributedDataParallel whose gradients travel in whole buckets."""
 
 from tritonddp.ddp import DistributedDataParallel
+from tritonddp.integrations.replacement import instead_of_stock, replace_stock
 from tritonddp.tracing import trace
 
-__all__ = ["DistributedDataParallel", "__version__", "trace"]
+__all__ = [
+    "DistributedDataParallel",
+    "__version__",
+    "instead_of_stock",
+    "replace_stock",
+    "trace",
+]
 
 __version__ = "0.1.0"

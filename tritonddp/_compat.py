@@ -26,6 +26,7 @@ import torch.distributed.nn
 from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.distributed_c10d import AllgatherOptions as _AllgatherOptions
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel.distributed import (
@@ -39,12 +40,15 @@ from torch.utils import _pytree
 BufferCommHookLocation = _BufferCommHookLocation
 MixedPrecision = _MixedPrecision
 
+# A method of ProcessGroup takes it. Those of the methods beside it are public, in dist.
+AllgatherOptions = _AllgatherOptions
+
 # The module signal's own take ten times as long, as they make enums of what are none.
 signal_handler = _signal.getsignal
 set_signal_handler = _signal.signal
 
-# The class that dynamo asks, also where somebody has put another one in its place.
-_STOCK: Any = DistributedDataParallel
+# torch's own class, also where its name stands for another one. dynamo asks it.
+STOCK: Any = DistributedDataParallel
 
 
 def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -79,9 +83,24 @@ def future_types() -> tuple[type, ...]:
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """Which backend of ``group`` serves ``device``: ``"gloo"``, ``"nccl"``.
 
-    The public ``get_backend`` knows a group by one name, also where it has several backends.
+    The public ``get_backend`` knows a group by one name, also where it has several backends, and
+    only groups that are registered. A group written in Python has no backends, but a name.
     """
-    return group._get_backend(device).name()
+    try:
+        return group._get_backend(device).name()
+    except RuntimeError:
+        return group.name()
+
+
+def group_backend(group: dist.ProcessGroup) -> str:
+    """What torch calls the backend, or the backends, of ``group``.
+
+    The public ``get_backend`` knows registered groups only.
+    """
+    try:
+        return dist.get_backend(group)
+    except ValueError:
+        return group.name()
 
 
 def process_groups() -> list[dist.ProcessGroup]:
@@ -89,15 +108,27 @@ def process_groups() -> list[dist.ProcessGroup]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long a collective of ``group`` may take: backends tell, a group does not."""
-    options: Any = group._get_backend(device).options
-    return options._timeout
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """How long a collective of ``group`` may take: backends tell, a group does not.
+
+    ``None`` where there is no backend that does.
+    """
+    try:
+        options: Any = group._get_backend(device).options
+        return options._timeout
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def collectives_issued(group: dist.ProcessGroup) -> int:
-    """How many this rank has issued in ``group``. torch counts them to find ranks out of step."""
-    return group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    """How many this rank has issued in ``group``. torch counts them to find ranks out of step.
+
+    Always 0 where nobody counts: in a group written in Python.
+    """
+    try:
+        return group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    except RuntimeError:
+        return 0
 
 
 def hooks_of_one_collective() -> tuple[Callable[..., Any], ...]:
@@ -318,9 +349,22 @@ def gloo_threads(group: dist.ProcessGroup) -> int | None:
         return None
 
 
+def put_on_stock(name: str) -> Any:
+    """What somebody has put on torch's class by this name; ``None`` if nobody has.
+
+    Not what is torch's own: its methods would find other attributes than theirs.
+    """
+    value = vars(STOCK).get(name)
+    function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+    is_own = name.startswith("__") or name in ("_abc_impl", "_active_ddp_module")
+    if is_own or getattr(function, "__module__", None) == STOCK.__module__:
+        return None
+    return value
+
+
 def active_wrapper() -> Any:
     """The wrapper whose forward runs, torch's or ours."""
-    return _STOCK._get_active_ddp_module()
+    return STOCK._get_active_ddp_module()
 
 
 def set_active_wrapper(wrapper: Any) -> Any:
@@ -329,7 +373,7 @@ def set_active_wrapper(wrapper: Any) -> Any:
     dynamo asks torch's own class for it while it compiles what the forward calls, and splits the
     graph by the size of its buckets.
     """
-    former, _STOCK._active_ddp_module = _STOCK._active_ddp_module, wrapper
+    former, STOCK._active_ddp_module = STOCK._active_ddp_module, wrapper
     return former
 
 
@@ -371,12 +415,10 @@ def tree_leaves(tree: Any) -> list[Any]:
     return _pytree.tree_leaves(tree)
 
 
-def all_gather_single(
-    output: Tensor, tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-) -> Any:
-    """Every rank's ``tensor``, one behind the other, in ``output``.
+def all_gather_single(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> Any:
+    """Every rank's ``tensor``, one behind the other, in ``output``; returns the work.
 
     ``all_gather_into_tensor`` until torch 2.13, which warns of the old name.
     """
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(output, tensor, group=group, async_op=async_op)
+    return gather(output, tensor, group=group, async_op=True)

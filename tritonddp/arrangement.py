@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from tritonddp.assignment import BucketCaps
 from tritonddp.auto import Auto
 from tritonddp.bucket import Bucket
+from tritonddp.collectives import broadcast
 from tritonddp.comm.feedback import Feedback
 from tritonddp.counters import Counters
 from tritonddp.placement import Placement, assign
@@ -170,7 +171,7 @@ class Arrangement:
             return missing
         order = torch.tensor([*arrived, *missing], device=self.placement.params[0].device)
         with self._roll_call.naming(where(), "broadcast of the order of gradients"):
-            dist.broadcast(order, group=self._group, group_src=source_rank)
+            broadcast(order, self._group, source_rank).wait()
         self._counters.collective(order.nbytes, self._group.size())
         self._order = order.tolist()
         return missing

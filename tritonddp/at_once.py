@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from tritonddp.bucket import Bucket
-from tritonddp.comm.reduction import Reduction, Work
+from tritonddp.collectives import Work
+from tritonddp.comm.reduction import Reduction
 from tritonddp.placement import Placement
 
 

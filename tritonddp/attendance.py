@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from tritonddp.collectives import all_reduce
 from tritonddp.roll_call import RollCall
 
 # What a rank says, as a sum; one that has run out of inputs says 0.
@@ -90,7 +91,7 @@ class Attendance:
         message[rank, 0], message[rank, 1] = mine, int.from_bytes(structure, "little")
         message = message.to(self._device)
         with RollCall(self._group).naming(where, f"{what} inside join()"):
-            dist.all_reduce(message, group=self._group)
+            all_reduce(message, self._group).wait()
         said, structures = message.T.tolist()
         present = [number for number, each in enumerate(said) if each]
         if len({said[number] & _OVER_PRESENT for number in present}) > 1:

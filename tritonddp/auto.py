@@ -21,6 +21,7 @@ from torch.nn import Parameter
 
 from tritonddp.bucket import Bucket
 from tritonddp.choice import OWN, Candidates, choose, report
+from tritonddp.collectives import all_reduce
 from tritonddp.comm.feedback import Feedback
 from tritonddp.cost_model import Kernel, Kind, Load, Speed, WireCost
 from tritonddp.counters import Counters
@@ -284,7 +285,7 @@ class Auto:
         seconds = torch.tensor(mine, dtype=torch.float32, device=self._device)
         where = f"rank {self._group.rank()}, step {self._counters.reductions}"
         with RollCall(self._group).naming(where, 'choice of wires for compression="auto"'):
-            dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self._group)
+            all_reduce(seconds, self._group, dist.ReduceOp.MAX).wait()
         self._counters.collective(seconds.nbytes, self._group.size(), passes=2)
         return seconds.item() or None
 

@@ -17,6 +17,7 @@ from tritonddp.comm.hooks import Hook, HookReduction
 from tritonddp.comm.optimizers import SteppingReduction, take_over
 from tritonddp.forks import refuse_inherited, when_forked
 from tritonddp.in_step import InStep
+from tritonddp.outputs import Forward
 from tritonddp.participation import as_trainable
 from tritonddp.reducer_state import Phase, reducers
 from tritonddp.unused import unused_error
@@ -79,9 +80,14 @@ class BetweenBackwards(InStep):
             if not self._steps_in_hook:
                 self._reduction = SteppingReduction(self._reduction, self._where)
 
-    def watch(self, outputs: Sequence[Tensor]) -> None:
-        """A forward has returned ``outputs``."""
-        self._outputs.watch(outputs, self.counters.reductions)
+    def watch(self, outputs: Sequence[Tensor], syncs: bool = True) -> None:
+        """A forward has returned ``outputs``.
+
+        Args:
+            outputs: its tensors.
+            syncs: whether backwards through them may be reduced: it ran outside ``no_sync``.
+        """
+        self._outputs.watch(outputs, Forward(self.forwards, self.counters.reductions, syncs))
 
     def missing(self) -> list[Parameter]:
         """Parameters that the last reduced backward has not reached."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tritonddp._compat import running_statistics
 from tritonddp.checksum import checksums
+from tritonddp.collectives import all_gather, all_reduce
 from tritonddp.join import refuse_inside
 from tritonddp.roll_call import RollCall
 from tritonddp.verify import describe, verify_same
@@ -125,8 +126,11 @@ def _of_own_batches(ddp: DistributedDataParallel) -> list[str]:
 
 def _spans(wide: dist.ProcessGroup | None, group: dist.ProcessGroup) -> bool:
     """Whether all ranks of ``group`` are in ``wide``, by default that of all ranks."""
-    ranks = set(dist.get_process_group_ranks(group))
-    return wide is None or ranks <= set(dist.get_process_group_ranks(wide))
+    try:
+        ranks = set(dist.get_process_group_ranks(group))
+        return wide is None or ranks <= set(dist.get_process_group_ranks(wide))
+    except KeyError:  # a group that torch has not registered has no ranks of others
+        return wide is group
 
 
 def _differing(
@@ -136,7 +140,7 @@ def _differing(
     gradients = [number for number, item in enumerate(items) if item.kind == "gradient"]
     local = [int(items[number].is_local) for number in gradients]
     message = torch.tensor([*sums, *(~each for each in sums), *local], device=device)
-    dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
+    all_reduce(message, group, dist.ReduceOp.MAX).wait()
     *found, local = (part.tolist() for part in message.split([len(items)] * 2 + [len(gradients)]))
     may_differ = {number for number, said in zip(gradients, local, strict=True) if said}
     return [
@@ -166,8 +170,7 @@ def _contents(
     mine = [_Content(checksum, _norm(item.tensor)) for item, checksum in items]
     packed = [number for each in mine for number in (each.checksum, _bits(each.norm))]
     message = torch.tensor(packed, device=device)
-    gathered = [torch.empty_like(message) for _ in range(group.size())]
-    dist.all_gather(gathered, message, group=group)
+    gathered = all_gather(message, group)
     ranks = [
         [_Content(checksum, _number(bits)) for checksum, bits in each.view(-1, 2).tolist()]
         for each in gathered

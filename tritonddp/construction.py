@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
+from tritonddp._compat import STOCK
 from tritonddp.forks import refuse_inherited
 from tritonddp.kernels import GRADIENT_DTYPES, select
 
@@ -60,7 +61,7 @@ def process_group_of(
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if not dist.is_available():
         raise RuntimeError("this build of PyTorch lacks torch.distributed")
-    if not dist.is_initialized():
+    if process_group is None and not dist.is_initialized():
         raise ValueError(
             "Default process group has not been initialized, please make sure to call "
             "init_process_group: torch.distributed.init_process_group('gloo') under torchrun, "
@@ -75,11 +76,15 @@ def process_group_of(
     group = dist.group.WORLD if process_group is None else process_group
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
-            f"rank {dist.get_rank()} does not belong to process_group, which is {group!r}: wrap "
+            f"{_rank_in_words()} does not belong to process_group, which is {group!r}: wrap "
             "the module on the ranks of the group only"
         )
     refuse_inherited(group)
     return group
+
+
+def _rank_in_words() -> str:
+    return f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
 
 
 def names_to_ignore(module: nn.Module) -> set[str]:
@@ -155,9 +160,7 @@ def check_module(
                 f"{', '.join(map(str, GRADIENT_DTYPES))}"
             )
     for name, layer in module.named_modules():
-        if isinstance(layer, nn.parallel.DistributedDataParallel) and (
-            gradient_as_bucket_view or layer.gradient_as_bucket_view
-        ):
+        if isinstance(layer, STOCK) and (gradient_as_bucket_view or layer.gradient_as_bucket_view):
             raise ValueError(
                 f"{name or 'the module'!r} is wrapped already: of two wrappers around one module, "
                 "neither can have gradient_as_bucket_view=True, as both would own its gradients"
@@ -212,7 +215,7 @@ def device_ids_of(
             f"device_ids can only be None or contain a single element, got {list(device_ids)}"
         )
     one_gpu = len(devices) == 1 and next(iter(devices)).type != "cpu"
-    if not one_gpu and (device_ids or output_device is not None):
+    if not one_gpu and (device_ids or output_device):  # as in stock, device 0 is none
         raise ValueError(
             "DistributedDataParallel device_ids and output_device arguments only work with "
             "single-device/multiple-device GPU modules or CPU modules, but got device_ids "

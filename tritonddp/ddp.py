@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tritonddp._compat import (
+    STOCK,
     in_distributed_autograd,
     keep_dynamo_out,
     leave_join,
@@ -157,6 +158,8 @@ class DistributedDataParallel(
         model = tritonddp.DistributedDataParallel(model.cuda(), device_ids=[local_rank])
     """
 
+    _wrapped = 0  # modules, in this process
+
     def __init__(
         self,
         module: nn.Module,
@@ -292,6 +295,7 @@ class DistributedDataParallel(
             self._wire = measured(self._wire, self.process_group, self.device, dtypes)
         self._build_reducer()
         self._roster.enroll()  # all ranks hold the same module
+        DistributedDataParallel._wrapped += 1
 
     def _enter_group(self) -> None:
         """Make what this rank knows of its process group, and of the module. No collective."""
@@ -345,9 +349,10 @@ class DistributedDataParallel(
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module alone. Subclasses call another method of it here."""
         with self._inside_ddp_forward():
+            module: Any = self._modules["module"]  # past __getattr__, which asks stock's class too
             if self._low is None:
-                return self.module(*inputs, **kwargs)
-            return self._low.run(self.module, inputs, kwargs)
+                return module(*inputs, **kwargs)
+            return self._low.run(module, inputs, kwargs)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """All that is done before the module runs; returns the inputs on its device."""
@@ -379,7 +384,7 @@ class DistributedDataParallel(
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         if torch.is_grad_enabled():
-            self.reducer.watch(tensors_in(output))
+            self.reducer.watch(tensors_in(output), self.require_backward_grad_sync)
         # As in stock: after a forward that will not be synchronised, the next one need not
         # synchronise buffers, because nothing could have made ranks differ in between.
         self.require_forward_param_sync = (
@@ -391,7 +396,20 @@ class DistributedDataParallel(
     def no_sync(self) -> Iterator[None]:
         """Context: backwards accumulate gradients locally; the first one after it reduces all.
 
-        What counts is whether ``backward()`` runs inside; the forward may be anywhere.
+        A backward is local if it starts inside, and also if the forward ran inside through whose
+        outputs it goes; of several forwards the latest counts. So, as in stock, put the forward of
+        each microbatch but the last one inside, alone or with its backward. (In stock the forward
+        alone decides: a backward that starts inside, of a forward before, is reduced there.)
+        ``reducer.prepare_for_backward([])`` behind the forward has the next backward reduced in any
+        case.
+
+        Example::
+
+            with model.no_sync():
+                for batch in microbatches[:-1]:
+                    loss(model(batch)).backward()
+            loss(model(microbatches[-1])).backward()  # reduces what all have accumulated
+            optimizer.step()
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -457,7 +475,7 @@ _alive: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 # torch's own class answers isinstance for this one, so that checkpointing, Lightning, Accelerate
 # and dynamo treat it as what it replaces. Its metaclass is ABCMeta.
-torch.nn.parallel.DistributedDataParallel.register(DistributedDataParallel)
+STOCK.register(DistributedDataParallel)
 
 
 def _asks(ddp: DistributedDataParallel, attribute: str, otherwise: Any) -> Callable[[], Any]:

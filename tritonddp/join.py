@@ -27,6 +27,7 @@ from torch.nn import Parameter
 
 from tritonddp._compat import CountingJoin, joins, leave_join, throws_on_early_termination
 from tritonddp.ballot import Source
+from tritonddp.collectives import broadcast
 from tritonddp.construction import check_flags
 from tritonddp.forks import refuse_inherited
 from tritonddp.roll_call import RollCall
@@ -300,7 +301,7 @@ def _train_the_same(ddp: DistributedDataParallel, is_present: bool) -> None:
     )
     source_rank = ddp._attendance.source_rank
     with RollCall(ddp.process_group).naming(_coming(ddp), "broadcast of what is frozen"):
-        dist.broadcast(required, group=ddp.process_group, group_src=source_rank)
+        broadcast(required, ddp.process_group, source_rank).wait()
     if not is_present:
         for (_, param), trains in zip(params, required.tolist(), strict=True):
             param.requires_grad_(bool(trains))

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from tritonddp._compat import gloo_threads
+from tritonddp._compat import gloo_threads, group_backend
 from tritonddp.sampling import Sampler
 
 if TYPE_CHECKING:
@@ -96,7 +95,7 @@ class Logger:
         wrapper = self._wrapper()
         assert wrapper is not None, "the wrapper is gone"
         reducer, params = wrapper.reducer, [param for _, param in wrapper._roster.trainable]
-        backend = dist.get_backend(wrapper.process_group)
+        backend = group_backend(wrapper.process_group)
         ints: dict[str, int | None] = {
             "rank": wrapper.process_group.rank(),
             "world_size": wrapper.process_group.size(),
@@ -115,7 +114,6 @@ class Logger:
             "is_multi_device_module": wrapper.is_multi_device_module,
             "output_device": -1 if wrapper.output_device is None else wrapper.output_device,
             "static_graph": wrapper.static_graph or None,
-            "can_set_static_graph": reducer._ddp_graph_static() if reducer.forwards else None,
             "join_uneven_inputs": self._joins or None,
             "gloo_num_threads": gloo_threads(wrapper.process_group) if backend == "gloo" else None,
             **self.sampler.times,

@@ -17,14 +17,18 @@ class Forward:
     """One forward of the module, as long as its graph lives.
 
     Attributes:
+        number: of the forwards of this wrapper.
         reductions: how many reductions there had been before it.
+        syncs: it ran outside ``no_sync``, so that backwards through its outputs may be reduced.
         reached: a backward that is reduced has gone through its outputs.
     """
 
-    __slots__ = ("reached", "reductions")
+    __slots__ = ("number", "reached", "reductions", "syncs")
 
-    def __init__(self, reductions: int) -> None:
+    def __init__(self, number: int, reductions: int, syncs: bool) -> None:
+        self.number = number
         self.reductions = reductions
+        self.syncs = syncs
         self.reached = False
 
 
@@ -50,9 +54,8 @@ class Outputs:
         self._listener = weakref.ref(listener)
         self._watched = WeakTensorKeyDictionary()
 
-    def watch(self, outputs: Iterable[Tensor], reductions: int) -> None:
-        """These are the outputs of one forward, before which there were so many reductions."""
-        forward = Forward(reductions)
+    def watch(self, outputs: Iterable[Tensor], forward: Forward) -> None:
+        """These are the outputs of ``forward``."""
         for output in outputs:
             # A tensor that the module only hands on may live long: it gets one hook.
             if output.grad_fn is not None and output not in self._watched:

@@ -23,6 +23,7 @@ from torch.nn import Parameter
 
 from tritonddp._compat import all_gather_single
 from tritonddp.bucket import Bucket
+from tritonddp.collectives import all_gather, all_reduce
 from tritonddp.comm.all_to_all import all_to_all
 from tritonddp.cost_model import Kernel, Kind, Speed, sent_bytes
 from tritonddp.counters import Counters
@@ -173,7 +174,7 @@ class _Lines:
     def slowest(self, seconds: Sequence[float]) -> list[float]:
         """Of each the largest of all ranks. (Not all devices have fp64.)"""
         values = torch.tensor(seconds, dtype=torch.float32, device=self._device)
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
+        all_reduce(values, self._group, dist.ReduceOp.MAX).wait()
         return values.tolist()
 
     def _find_size(self, kind: Kind, dtype: torch.dtype, least: float) -> int:
@@ -218,7 +219,7 @@ class _Lines:
         part = max(1, size // dtype.itemsize // world_size)
         whole = torch.zeros(part * world_size, dtype=dtype, device=self._device)
         if kind is Kind.ALL_REDUCE:
-            return lambda: _wait([dist.all_reduce(whole, group=self._group, async_op=True)])
+            return lambda: _wait([all_reduce(whole, self._group)])
         other = torch.zeros_like(whole)
         if self._device.type == "cpu":  # as quantised buckets travel there
             rows, sent = whole.view(world_size, -1), other.view(world_size, -1)
@@ -229,7 +230,7 @@ class _Lines:
             return lambda: _wait(
                 [dist.all_to_all_single(whole, other, group=self._group, async_op=True)]
             )
-        return lambda: _wait([all_gather_single(whole, other[:part], self._group, async_op=True)])
+        return lambda: _wait([all_gather_single(whole, other[:part], self._group)])
 
 
 def _wait(works: Sequence[Any]) -> None:
@@ -312,8 +313,7 @@ def _cores(group: dist.ProcessGroup, device: torch.device) -> float:
     mine = torch.tensor(
         [int.from_bytes(blake2b(identity.encode(), digest_size=7).digest(), "little")]
     )
-    hosts = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(hosts, mine, group=group)
+    hosts = all_gather(mine, group)
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return (usable or 1) / sum(map(mine.equal, hosts)) / torch.get_num_threads()
 

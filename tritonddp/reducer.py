@@ -71,7 +71,7 @@ class Reducer(OnRequest):
         if not all(reached):
             missing = {number for number, comes in enumerate(reached) if not comes}
             self._roster.check_kinds(missing, self._where)
-        reduced, weight = self._should_sync(), self._weight()
+        reduced, weight = self._is_reduced(forward), self._weight()
         if reduced:
             if self._skip_unused:
                 self._left_out = self._unused_buckets(reached, missing)
@@ -93,6 +93,17 @@ class Reducer(OnRequest):
         with Uninterrupted():
             self._open(forward, reached, missing, reduced)
 
+    def _is_reduced(self, forward: Forward | None) -> bool:
+        """Whether this backward is reduced, or only accumulates.
+
+        As torch documents ``no_sync``, the forward decides; of several the latest, through whose
+        outputs a backward goes first.
+        """
+        if forward is not None and not forward.syncs:
+            # (Inside join the ranks without inputs have heard what the forward said.)
+            return forward.number <= self._prepared and not self._attendance.is_open
+        return self._should_sync()
+
     def _open(
         self, forward: Forward | None, reached: Sequence[bool], missing: set[int], reduced: bool
     ) -> None:
@@ -103,6 +114,7 @@ class Reducer(OnRequest):
         if not reduced:
             self._phase = Phase.LOCAL
             return
+        self._prepared = 0
         for bucket in self.buckets:
             if bucket.index not in self._left_out:
                 bucket.begin()

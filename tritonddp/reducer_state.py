@@ -19,10 +19,11 @@ from tritonddp.assignment import BucketCaps
 from tritonddp.attendance import Attendance
 from tritonddp.auto import Auto
 from tritonddp.bucket import Bucket
+from tritonddp.collectives import Work
 from tritonddp.comm.feedback import Feedback
 from tritonddp.comm.grad_bucket import GradBucket
 from tritonddp.comm.quantized import QuantizedAllReduce
-from tritonddp.comm.reduction import AllReduce, Reduction, Work
+from tritonddp.comm.reduction import AllReduce, Reduction
 from tritonddp.counters import Counters
 from tritonddp.delayed import Gate
 from tritonddp.finite import FiniteCheck
@@ -135,6 +136,8 @@ class ReducerState(ABC, StockReducerNames):
         self._creates_graph = False
         self._end_is_queued: Callable[[], object] = lambda: None
         self._outputs = Outputs(self)
+        # The number of the last forward whose next backward is reduced in any case.
+        self._prepared = 0
         self._window = Window(lambda: [param for _, param in roster.params])
         self._next = 0  # first bucket that is not launched
         self._in_flight: list[tuple[Bucket, Work]] = []

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from tritonddp.between import BetweenBackwards
+from tritonddp.collectives import all_reduce
 from tritonddp.comm.feedback import check_state, load_state, state_of
 from tritonddp.reducer_state import Phase
 
@@ -111,7 +111,7 @@ class Resumes(BetweenBackwards):
         message[2, rank] = failure is not None
         message = message.to(params[0][1].device)
         with self._roll_call.naming(self._where(), "all-reduce of the state of communication"):
-            dist.all_reduce(message, group=self._group)
+            all_reduce(message, self._group).wait()
         self.counters.collective(message.nbytes, self._group.size(), passes=2)
         (since_change, *numbers), (unit, *wires), failed = message.tolist()
         if failure is not None:

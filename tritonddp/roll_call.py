@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from tritonddp import mismatch
+from tritonddp._compat import backend_name
 from tritonddp.whereabouts import Process, announce, is_announced, look_up, remembered
 
 logger = logging.getLogger(__name__)
@@ -92,9 +93,12 @@ class RollCall:
         failed = f"rank {rank}, {place} failed: {_first_line(error)}"
         # At once: torchrun ends the other processes soon after one has died.
         logger.error("%s", failed)
-        posts = self._ask(place)
+        if self._group.get_group_store() is None:
+            answers = [_NO_STORE.format(type(self._group).__name__)]
+        else:
+            answers = self._answers(self._ask(place), place)
         remedy = mismatch.REMEDY if mismatch.is_mismatch(str(error)) else _REMEDY
-        return RuntimeError("\n  ".join([failed, *self._answers(posts, place), remedy]))
+        return RuntimeError("\n  ".join([failed, *answers, remedy]))
 
     def _ask(self, place: str) -> _Posts:
         """Post and read. In a thread that is left behind if the store never answers."""
@@ -245,7 +249,7 @@ def close_connections(group: dist.ProcessGroup) -> None:
     rest would wait for these, who will not go on: until they end, or until the timeout. Once a
     receive has run out of time, gloo closes all connections of the group, as after any timeout.
     """
-    if group.name() != "gloo":
+    if backend_name(group, torch.device("cpu")) != "gloo":
         return
     for rank in range(group.size()):
         if rank != group.rank():
@@ -253,6 +257,10 @@ def close_connections(group: dist.ProcessGroup) -> None:
                 group.recv([torch.empty(1)], rank, _TAG).wait(timedelta(milliseconds=1))
 
 
+_NO_STORE = (
+    "Which rank is missing is not known: this process group, a {}, has no store in which the ranks "
+    "could tell where they are."
+)
 _UNKNOWN = "not reported: {} died, is stuck elsewhere, or made fewer backwards"
 _NOT_BEGUN = "not reported, nor begun to wrap a module: {} died, or is stuck before"
 # What is said of a process in each state, those to blame first.

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from tritonddp.bucket import Bucket
-from tritonddp.comm.reduction import Reduction, Work
+from tritonddp.collectives import Work
+from tritonddp.comm.reduction import Reduction
 
 if TYPE_CHECKING:
     from tritonddp.reducer import Reducer

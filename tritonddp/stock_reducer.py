@@ -37,16 +37,21 @@ class StockReducerNames:
         _strict: bool
         _where: Callable[[], str]
         watch: Callable[[Sequence[Tensor]], None]
+        _prepared: int
         _run_hook: Callable[[GradBucket], Any] | None
 
     _logger: Callable[[], Logger | None] = staticmethod(lambda: None)
 
     def prepare_for_backward(self, outputs: Sequence[Tensor] = ()) -> None:
-        """The next backward goes through ``outputs``, of a forward in which they were not seen.
+        """The next backward of a forward until now is reduced, also if that ran under ``no_sync``.
 
-        (Here no backward has to be prepared.)
+        (Here no other backward has to be prepared.)
+
+        Args:
+            outputs: which it goes through, of a forward in which they were not seen.
         """
         self.watch(outputs)
+        self._prepared = self.forwards
 
     def _set_static_graph(self) -> None:
         """Parameters may be unused.

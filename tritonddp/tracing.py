@@ -19,8 +19,9 @@ from torch import Tensor
 from tritonddp._compat import register_post_accumulate_grad_hook
 from tritonddp.ballot import Ballot
 from tritonddp.bucket import Bucket, Segment
+from tritonddp.collectives import Work
 from tritonddp.comm.optimizers import SteppingReduction
-from tritonddp.comm.reduction import Reduction, Work
+from tritonddp.comm.reduction import Reduction
 from tritonddp.ddp import DistributedDataParallel
 from tritonddp.reducer import Reducer
 from tritonddp.reducer_state import Phase

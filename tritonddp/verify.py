@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tritonddp.collectives import all_gather
 from tritonddp.roll_call import RollCall, plain
 
 # Names in one error message; the rest is counted.
@@ -60,8 +61,8 @@ def verify_same(
         where: this rank and its place, for errors; by default where modules are wrapped.
 
     Raises:
-        RuntimeError: on EVERY rank if any two differ, naming what differs and both sides; or a
-            rank is missing.
+        RuntimeError: on EVERY rank if any two differ, naming what differs and both sides (but not
+            if none can wrap its module, see :func:`describe_error`); or a rank is missing.
     """
     message = json.dumps(description).encode()
     digest = hashlib.sha256(message).digest() + len(message).to_bytes(8, "little")
@@ -75,6 +76,8 @@ def verify_same(
             raise RuntimeError(f"a rank announces a description of {longest} bytes")
         messages = _all_gather_bytes(message, longest, group, device)
     descriptions = [json.loads(other.rstrip(b"\0")) for other in messages]
+    if all("error" in each["option"] for each in descriptions):
+        return  # no rank can wrap its module: each raises its own error, whatever numbers are in it
     difference, remedy = _difference(descriptions), _AT_FIRST
     if where is not None:
         difference, remedy = f"{where}: {difference}", _LATER
@@ -91,9 +94,7 @@ def _all_gather_bytes(
 ) -> list[bytes]:
     """Every rank's ``message``, padded with zeros to ``length`` bytes."""
     mine = torch.frombuffer(bytearray(message.ljust(length, b"\0")), dtype=torch.uint8).to(device)
-    gathered = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(gathered, mine, group=group)
-    return [bytes(other.cpu().tolist()) for other in gathered]
+    return [bytes(other.cpu().tolist()) for other in all_gather(mine, group)]
 
 
 _AT_FIRST = "Build the same module with the same options on every rank."

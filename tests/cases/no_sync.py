@@ -22,9 +22,12 @@ def no_sync_around_all_of_the_earlier_ones(net: Net, rank: int, step: int) -> No
 
 @case()
 def no_sync_around_the_forward(net: Net, rank: int, step: int) -> None:
-    with net.no_sync():
-        loss = net(batch(), "abc").sum()
-    loss.backward()
+    """As mmengine's ``optim_context`` does: the backward comes after the context."""
+    for names in ("abc", "bd"):
+        with net.no_sync():
+            loss = net(batch(), names).sum()
+        loss.backward()
+    net(batch(), "abc").sum().backward()
 
 
 @case()
@@ -48,6 +51,7 @@ def no_sync_around_the_forward_with_static_graph(net: Net, rank: int, step: int)
         losses = [net(batch(), "abc").sum() for _ in range(2)]
         losses[0].backward()
     losses[1].backward()
+    net(batch(), "abc").sum().backward()
 
 
 @case(static_graph=True)
@@ -125,6 +129,27 @@ def flag_set_by_hand_between_forward_and_backward(net: Net, rank: int, step: int
     net(batch(), "abc").sum().backward()
     loss = net(batch(), "cd").sum()
     net.require_backward_grad_sync = True
+    loss.backward()
+    net(batch(), "cd").sum().backward()
+
+
+@case()
+def no_sync_around_the_later_of_two_forwards(net: Net, rank: int, step: int) -> None:
+    """The latest forward decides about a backward that goes through both."""
+    loss = net(batch(), "ab").sum()
+    with net.no_sync():
+        loss = loss + net(batch(), "bc").sum()
+    loss.backward()
+    net(batch(), "cd").sum().backward()
+
+
+@case()
+def prepared_behind_a_forward_under_no_sync(net: Net, rank: int, step: int) -> None:
+    """``reducer.prepare_for_backward`` has it reduced all the same."""
+    with net.no_sync():
+        loss = net(batch(), "abcdef").sum()
+    if isinstance(net, nn.parallel.DistributedDataParallel):
+        net.reducer.prepare_for_backward([])
     loss.backward()
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tritonddp._compat import foreach_copy_
+from tritonddp.collectives import broadcast
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def broadcast_coalesced(
             rows = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in batch]
             pieces = [row.detach().view(-1).view(torch.uint8) for row in rows]
             message = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-            dist.broadcast(message, group=group, group_src=group_src)
+            broadcast(message, group, group_src).wait()
             broadcasts += 1
             if is_source:
                 continue

@@ -13,6 +13,7 @@ from torch.futures import Future
 from torch.nn import Parameter
 
 from tritonddp.bucket import Bucket
+from tritonddp.collectives import all_reduce
 from tritonddp.sparse_bucket import SparseBucket
 
 
@@ -138,9 +139,7 @@ def _is_row_major(bucket: Bucket) -> bool:
 
 def sum_of(bucket: GradBucket, group: dist.ProcessGroup) -> Future:
     """All-reduce the buffer of ``bucket``; a future of a list that holds it."""
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    assert work is not None
-    return work.get_future()
+    return all_reduce(bucket.buffer(), group).get_future()
 
 
 def zeros_like(buckets: Sequence[Bucket]) -> list[GradBucket]:

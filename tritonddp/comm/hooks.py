@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from tritonddp import collectives
 from tritonddp._compat import (
     backend_name,
     collectives_issued,
@@ -27,6 +28,7 @@ from tritonddp._compat import (
 )
 from tritonddp.ballot import Ballot
 from tritonddp.bucket import Bucket
+from tritonddp.collectives import Work
 from tritonddp.comm.grad_bucket import (
     GradBucket,
     bring_home,
@@ -34,7 +36,7 @@ from tritonddp.comm.grad_bucket import (
     result_of,
     those_of_hooks,
 )
-from tritonddp.comm.reduction import AllReduce, LocalError, Work
+from tritonddp.comm.reduction import AllReduce, LocalError
 from tritonddp.counters import Counters
 from tritonddp.roll_call import RollCall
 from tritonddp.sparse_bucket import SparseBucket
@@ -194,7 +196,8 @@ class HookReduction(AllReduce):
         if not future.done():
             ended = threading.Event()
             future.add_done_callback(lambda _: ended.set())
-            limit = timeout_of(self._group, buffer.device).total_seconds()
+            timeout = timeout_of(self._group, buffer.device)
+            limit = None if timeout is None else timeout.total_seconds()
             if not ended.wait(limit):
                 raise TimeoutError(
                     "the future that it returned was not completed within the process group's "
@@ -259,11 +262,9 @@ class HookReduction(AllReduce):
     def _send(self, message: Tensor) -> Work:
         self._counters.collective(message.nbytes, self._group.size(), passes=2)
         try:
-            work = dist.all_reduce(message, group=self._group, async_op=True)
+            return collectives.all_reduce(message, self._group)
         except RuntimeError as error:
             raise self._explained_trailers(error) from (self._failure or error)
-        assert work is not None  # None is for ranks outside the group only
-        return work
 
     def _explained_trailers(self, error: RuntimeError) -> RuntimeError:
         return self._roll_call.explain(

@@ -9,7 +9,8 @@ from torch import Tensor
 from tritonddp._compat import optimizer_hooks, optimizers_in_backward
 from tritonddp.ballot import Ballot, Source
 from tritonddp.bucket import Bucket, Segment
-from tritonddp.comm.reduction import LocalError, Reduction, Work
+from tritonddp.collectives import Work
+from tritonddp.comm.reduction import LocalError, Reduction
 
 
 def take_over(params: Iterable[Tensor]) -> bool:

@@ -23,8 +23,9 @@ from torch.futures import Future
 
 from tritonddp._compat import all_gather_single
 from tritonddp.bucket import Bucket, Segment
+from tritonddp.collectives import Work
 from tritonddp.comm.all_to_all import receive, send
-from tritonddp.comm.reduction import AllReduce, Work
+from tritonddp.comm.reduction import AllReduce
 from tritonddp.counters import Counters
 from tritonddp.kernels import select_quantized
 from tritonddp.kernels.quantized_buffer import QuantizedBuffer
@@ -124,7 +125,7 @@ class QuantizedAllReduce(AllReduce):
             assert first is not None
             first.wait()  # the stream does, not the host
             select_quantized(device, flat.numbers).reduce_parts(flat)
-            second = all_gather_single(flat.gathered, flat.reduced, self._group, async_op=True)
+            second = all_gather_single(flat.gathered, flat.reduced, self._group)
         # They may be let go before the stream is through, by a reducer that is.
         for memory in (flat.message, flat.received, flat.flags):
             memory.record_stream(stream)

@@ -11,8 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tritonddp.ballot import BYTES, Ballot, Source, check, ranks_with_inputs, read, total_weight
+from tritonddp import collectives
+from tritonddp._compat import group_backend
+from tritonddp.ballot import (
+    BYTES,
+    Ballot,
+    Source,
+    check,
+    is_alone,
+    ranks_with_inputs,
+    read,
+    total_weight,
+)
 from tritonddp.bucket import Bucket, Segment
+from tritonddp.collectives import Work
 from tritonddp.comm.sparse import exchange
 from tritonddp.counters import Counters
 from tritonddp.roll_call import RollCall
@@ -27,16 +39,6 @@ _FIRST_UNIT = 16.0
 
 class LocalError(RuntimeError):
     """What a user has registered failed on this rank. The other ranks go on with the backward."""
-
-
-class Work(Protocol):
-    """What a reduction under way can be asked: ``torch.distributed.Work`` is one."""
-
-    def wait(self) -> object:
-        """Block the current stream (CUDA) or the host (CPU) until the result is there."""
-
-    def get_future(self) -> torch.futures.Future:
-        """Complete when the result is there; asked by traces only."""
 
 
 class Reduction(Protocol):
@@ -123,6 +125,7 @@ class AllReduce:
         self._factor: Tensor | None = None
         self._unit = _FIRST_UNIT  # of weights, alike on all ranks: about the last ones
         self._unread: tuple[Tensor, torch.cuda.Event] | None = None
+        self._is_alone = False  # the group exchanges nothing, which was said once
         self._is_logged = False  # each bucket is, in this reduction
 
     @property
@@ -162,11 +165,9 @@ class AllReduce:
     def _issue(self, bucket: Bucket) -> Work:
         self._counters.collective(bucket.nbytes, self._group.size(), passes=2)
         try:
-            work = dist.all_reduce(bucket.flat.data, group=self._group, async_op=True)
+            return collectives.all_reduce(bucket.flat.data, self._group)
         except RuntimeError as error:
             raise self._explained(bucket, error) from error
-        assert work is not None  # None is for ranks outside the group only
-        return work
 
     def start_poisoned(self, bucket: Bucket) -> Work:
         """See :meth:`Reduction.start_poisoned`."""
@@ -250,6 +251,9 @@ class AllReduce:
             self._unanimous = torch.tensor([*mine] * self._group.size(), dtype=ballots.dtype)
         assert self._ballot is not None
         if self._ballot.weight is not None or not torch.equal(ballots, self._unanimous):
+            if is_alone(ballots, self._group.rank()):
+                self._note_alone()
+                return
             said = read(ballots)
             check(said)
             broken = [rank for rank, each in enumerate(said) if each.source is Source.BROKEN]
@@ -260,6 +264,16 @@ class AllReduce:
                     " and ".join(f"rank {rank}" for rank in broken),
                 )
             self._unit = _unit_of([each.weight for each in said if each.weight])
+
+    def _note_alone(self) -> None:
+        if not self._is_alone:
+            self._is_alone = True
+            logger.warning(
+                "%s: no other rank has said anything: this process group (%s) exchanges nothing, "
+                "and gradients are not averaged",
+                self._where(),
+                group_backend(self._group),
+            )
 
     def settle(self) -> None:
         """See :meth:`Reduction.settle`."""

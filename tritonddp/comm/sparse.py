@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tritonddp._compat import all_gather_single
+from tritonddp.collectives import all_gather_into, all_reduce
 from tritonddp.counters import Counters
 from tritonddp.kernels.buffer import round_up
 from tritonddp.sparse_bucket import Kind, SparseBucket
@@ -34,7 +34,7 @@ def exchange(bucket: SparseBucket, group: dist.ProcessGroup, counters: Counters)
     if Kind.DENSE in kinds:
         total = bucket.take_dense()
         counters.collective(total.nbytes, group.size(), passes=2)
-        dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total, group=group)
+        all_reduce(torch.view_as_real(total) if total.is_complex() else total, group).wait()
         receive = partial(bucket.receive_dense, total)
         numbers = total
     else:
@@ -59,7 +59,7 @@ def _gather(
     _write(message, _values_at(len(indices)), values)
     gathered = message.new_empty(size * len(counts))
     counters.collective(gathered.nbytes, group.size())
-    all_gather_single(gathered, message, group)
+    all_gather_into(gathered, message, group).wait()
     all_indices, all_values = [], []
     for rank, count in enumerate(counts):
         theirs = gathered[rank * size :][:size]

@@ -13,13 +13,13 @@ Nothing is imported from Accelerate: the accelerator comes from it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch
-
+from tritonddp._compat import STOCK
 from tritonddp.ddp import DistributedDataParallel
+from tritonddp.integrations.replacement import instead_of_stock, stock_replaced
+
+__all__ = ["instead_of_stock", "use_tritonddp"]
 
 _Accelerator = TypeVar("_Accelerator")
 
@@ -47,11 +47,7 @@ def use_tritonddp(accelerator: _Accelerator) -> _Accelerator:
             f"use_tritonddp() takes an accelerate.Accelerator, got {type(accelerator).__name__}; "
             "a Trainer of transformers has one as its .accelerator (pip install accelerate)"
         )
-    wrapped = [
-        model
-        for model in getattr(target, "_models", ())
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel)
-    ]
+    wrapped = [model for model in getattr(target, "_models", ()) if isinstance(model, STOCK)]
     if any(not isinstance(model, DistributedDataParallel) for model in wrapped):
         raise RuntimeError(
             "this accelerator has prepared a model already, with torch's wrapper: call "
@@ -60,23 +56,8 @@ def use_tritonddp(accelerator: _Accelerator) -> _Accelerator:
 
     @functools.wraps(prepare_model)
     def prepare_with_tritonddp(*args: Any, **kwargs: Any) -> Any:
-        with instead_of_stock():
+        with stock_replaced():
             return prepare_model(*args, **kwargs)
 
     target.prepare_model = prepare_with_tritonddp
     return accelerator
-
-
-@contextmanager
-def instead_of_stock() -> Iterator[None]:
-    """Context: the name ``torch.nn.parallel.DistributedDataParallel`` stands for tritonddp's class.
-
-    For code that looks the class up there when it wraps, and lets nobody choose another. It holds
-    for the whole process, so leave it as soon as the model is wrapped.
-    """
-    stock = torch.nn.parallel.DistributedDataParallel
-    torch.nn.parallel.DistributedDataParallel = DistributedDataParallel  # type: ignore[misc, assignment]
-    try:
-        yield
-    finally:
-        torch.nn.parallel.DistributedDataParallel = stock  # type: ignore[misc]

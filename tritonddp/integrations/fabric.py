@@ -1,0 +1,31 @@
+"""Lightning Fabric: a strategy that wraps the model with tritonddp.
+
+from tritonddp.integrations.fabric import TritonDDPStrategy
+
+Fabric(strategy=TritonDDPStrategy(), devices=2)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from tritonddp.ddp import DistributedDataParallel
+from tritonddp.integrations.strategies import ddp_strategy
+
+_Base: Any = ddp_strategy(__name__, "lightning.fabric", "lightning_fabric")
+
+
+class TritonDDPStrategy(_Base):
+    """Fabric's ``DDPStrategy`` with :class:`tritonddp.DistributedDataParallel` as the wrapper.
+
+    Takes the same arguments. Those that Fabric does not know itself go on to the wrapper. Import it
+    after the Fabric that you use, if both ``lightning`` and ``lightning_fabric`` are installed.
+    """
+
+    def setup_module(self, module: nn.Module) -> DistributedDataParallel:
+        """Wrap ``module``."""
+        return DistributedDataParallel(
+            module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs
+        )

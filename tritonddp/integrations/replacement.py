@@ -1,0 +1,118 @@
+"""tritonddp's class in the place of torch's, for code that lets nobody choose its wrapper.
+
+``torch.nn.parallel.DistributedDataParallel`` and ``torch.nn.parallel.distributed
+.DistributedDataParallel``, the names by which torch offers its class, stand for ours. A module that
+has imported torch's class by name before (``from torch.nn.parallel import ...``) keeps it: replace
+first, import then.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.nn.parallel.distributed
+
+from tritonddp._compat import STOCK
+from tritonddp.ddp import DistributedDataParallel
+
+_NAME = "DistributedDataParallel"
+_PLACES: tuple[Any, ...] = (torch.nn.parallel, torch.nn.parallel.distributed)
+
+
+def replace_stock() -> None:
+    """For the rest of this process, torch's ``DistributedDataParallel`` is tritonddp's.
+
+    Call it in every process before whatever wraps models is imported. It may be called again.
+
+    Warns:
+        UserWarning: modules have imported torch's class by name before, and keep it; names them.
+
+    Example::
+
+        import tritonddp
+
+        tritonddp.replace_stock()
+        import some_trainer  # wraps with torch.nn.parallel.DistributedDataParallel
+    """
+    if _is_replaced():
+        return
+    bound = _bound()
+    _put(DistributedDataParallel)
+    if bound:
+        warnings.warn(
+            f"{_sentence(bound)} If they wrap models, call replace_stock() before they are "
+            "imported, or use an adapter of tritonddp.integrations.",
+            stacklevel=2,
+        )
+
+
+@contextmanager
+def instead_of_stock() -> Iterator[None]:
+    """Context: torch's ``DistributedDataParallel`` is tritonddp's.
+
+    It holds for the whole process, so leave it as soon as the model is wrapped.
+
+    Warns:
+        UserWarning: nothing was wrapped with tritonddp's class inside; names the modules that had
+            imported torch's by name before.
+
+    Example::
+
+        with tritonddp.instead_of_stock():
+            trainer = SomeTrainer(model)  # wraps here
+    """
+    wrapped = DistributedDataParallel._wrapped
+    with stock_replaced():
+        yield
+    if DistributedDataParallel._wrapped == wrapped:
+        bound = _bound()
+        warnings.warn(
+            "Nothing was wrapped with tritonddp inside instead_of_stock(). "
+            + (
+                f"{_sentence(bound)} Enter the context before they are imported, or use an adapter "
+                "of tritonddp.integrations."
+                if bound
+                else "Enter it before the model is wrapped, and leave it after that."
+            ),
+            stacklevel=3,
+        )
+
+
+@contextmanager
+def stock_replaced() -> Iterator[None]:
+    """Context: :func:`instead_of_stock` for callers that need not wrap anything."""
+    before = [getattr(place, _NAME) for place in _PLACES]
+    _put(DistributedDataParallel)
+    try:
+        yield
+    finally:
+        for place, cls in zip(_PLACES, before, strict=True):
+            setattr(place, _NAME, cls)
+
+
+def _put(cls: type) -> None:
+    for place in _PLACES:
+        setattr(place, _NAME, cls)
+
+
+def _is_replaced() -> bool:
+    return all(getattr(place, _NAME) is DistributedDataParallel for place in _PLACES)
+
+
+def _bound() -> list[str]:
+    """Modules outside of torch in which a name stands for torch's class."""
+    return sorted(
+        name
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] not in ("torch", "tritonddp", "__mp_main__")
+        and any(value is STOCK for value in list(getattr(module, "__dict__", {}).values()))
+    )
+
+
+def _sentence(bound: list[str]) -> str:
+    shown = ", ".join(bound[:10]) + (f", and {len(bound) - 10} more" if len(bound) > 10 else "")
+    return f"These modules had imported torch's {_NAME} by name before, and keep it: {shown}."
