@@ -211,6 +211,20 @@ def test_two_ranks_of_a_group_in_python_without_a_default_group(
     assert not torch.equal(trained[0][0], next(alone.parameters()))
 
 
+def test_a_group_that_does_not_know_its_ranks_is_refused() -> None:
+    """As torchft's ``ProcessGroupGloo`` if it is given itself: each rank is 0 there."""
+
+    class CallsItselfZero(InPython):
+        def getRank(self) -> int:
+            return 0
+
+    def program(rank: int, backend: Any) -> None:
+        with pytest.raises(RuntimeError, match=r"call themselves \[0, 0\], but should be \[0, 1\]"):
+            DistributedDataParallel(net(), process_group=CallsItselfZero(WantsTimeout, backend))
+
+    in_two_threads(program)
+
+
 def test_an_unregistered_group_of_torchs_own_class_without_a_default_group() -> None:
     """As torchft makes them: a ``ProcessGroup`` with a backend that nobody has registered."""
 

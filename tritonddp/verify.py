@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -62,13 +63,18 @@ def verify_same(
 
     Raises:
         RuntimeError: on EVERY rank if any two differ, naming what differs and both sides (but not
-            if none can wrap its module, see :func:`describe_error`); or a rank is missing.
+            if none can wrap its module, see :func:`describe_error`); or a rank is missing, or
+            ranks are not what they call themselves.
     """
     message = json.dumps(description).encode()
     digest = hashlib.sha256(message).digest() + len(message).to_bytes(8, "little")
     place = where or f"rank {group.rank()}, wrapping"
     with RollCall(group).naming(place, "comparison of what the ranks hold"):
-        digests = _all_gather_bytes(digest, len(digest), group, device)
+        # What a rank calls itself, and what no other rank has, in front.
+        sent = group.rank().to_bytes(8, "little") + os.urandom(8) + digest
+        came = _all_gather_bytes(sent, len(sent), group, device)
+        _check_ranks(came, place)
+        digests = [each[16:] for each in came]
         if all(other == digests[0] for other in digests):
             return
         longest = max(int.from_bytes(other[-8:], "little") for other in digests)
@@ -82,6 +88,22 @@ def verify_same(
     if where is not None:
         difference, remedy = f"{where}: {difference}", _LATER
     raise RuntimeError(f"{difference}\n{remedy}")
+
+
+def _check_ranks(came: Sequence[bytes], place: str) -> None:
+    """Are the ranks what they call themselves?
+
+    Raises:
+        RuntimeError: they are not, as in a group written in Python that does not tell.
+    """
+    ranks = [int.from_bytes(each[:8], "little") for each in came]
+    is_exchanged = len(set(came)) > 1  # torch's fake backend hands each rank its own
+    if is_exchanged and ranks != list(range(len(came))):
+        raise RuntimeError(
+            f"{place}: the ranks of this process group call themselves {ranks}, but should be "
+            f"{list(range(len(came)))}: a group written in Python has to override getRank(), or to "
+            "pass its rank to ProcessGroup.__init__()"
+        )
 
 
 def _describe_tensor(tensor: Tensor) -> str:

@@ -251,7 +251,7 @@ class AllReduce:
             self._unanimous = torch.tensor([*mine] * self._group.size(), dtype=ballots.dtype)
         assert self._ballot is not None
         if self._ballot.weight is not None or not torch.equal(ballots, self._unanimous):
-            if is_alone(ballots, self._group.rank()):
+            if is_alone(ballots, self._places):
                 self._note_alone()
                 return
             said = read(ballots)
