@@ -204,5 +204,5 @@ class SparseBucket(Bucket):
         if factor is not None:
             numbers = mean.values() if mean.is_sparse else mean
             wide = numbers.to(torch.promote_types(numbers.dtype, torch.float32))
-            numbers.copy_(wide * factor.view(()))
+            numbers.copy_(wide * factor.to(wide.dtype))
         self.params[0].grad = mean

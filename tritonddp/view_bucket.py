@@ -50,7 +50,7 @@ class ViewBucket(Bucket):
         views = self.flat.views
         if factor is not None:
             self._counters.unflattens += 1
-            self.flat.payload.mul_(factor.view(()))
+            self._scale(factor)
         for slot, grad in self._kept.items():
             views[slot].copy_(torch.where(self.flat.flags[slot] != 0, views[slot], grad))
         self._kept.clear()
@@ -60,6 +60,17 @@ class ViewBucket(Bucket):
                     self.params[slot].grad = views[slot]
         self._grads = [None] * len(views)
         self._before = {}
+
+    def _scale(self, factor: Tensor) -> None:
+        """Multiply the reduced gradients by one fp64 element, where they are, in one launch.
+
+        Not by ``payload.mul_(factor)``: on a GPU torch rounds an operand without dimensions to the
+        dtype of the other one first, bf16 too.
+        """
+        if self._kernels.by_address:
+            self._kernels.unflatten(self.flat, self.flat.views, factor)
+        else:  # one call is less than one for each gradient
+            self.flat.payload.mul_(factor.item())
 
     def _spare(self, slot: int, grad: Tensor) -> Tensor:
         """Save a gradient of an earlier backward that the reduction would overwrite.

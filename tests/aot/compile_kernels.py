@@ -171,6 +171,7 @@ def main() -> None:
                             "aligned": aligned,
                             "marks": marks,
                             "reduces": compiled.asm["ttgir"].count('"tt.reduce"'),
+                            "rearranges": compiled.asm["ttgir"].count("convert_layout"),
                             "shared": compiled.metadata.shared,
                             **facts_of(compiled, target),
                         }

@@ -143,3 +143,15 @@ def test_only_a_kernel_that_marks_looks_whether_numbers_are_finite(compiled, arc
     assert {v["marks"] for v in flattens} == {True, False}
     wrong = [v for v in flattens if v["reduces"] != (2 if v["marks"] else 0)]
     assert not wrong, report(wrong)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_kernels_that_work_in_place_have_each_thread_write_what_it_has_read(compiled, architecture):
+    # Else a thread could read what another one has scaled already. (Gradients that live in the
+    # buffer are aligned, and of its dtype.)
+    wrong = [
+        variant
+        for variant in of(compiled, architecture)
+        if variant["aligned"] and variant["grad"] == variant["wire"] and variant["rearranges"]
+    ]
+    assert not wrong, report(wrong)

@@ -159,6 +159,23 @@ def test_scaled_gradients_have_the_bits_of_the_reference(kernels, dtype, wire, a
     assert torch.equal(raw(flat.data), before), "the flat buffer was written"
 
 
+@pytest.mark.parametrize("value", [1 / 3, 1 + 2.0**-40, nan], ids=str)
+@pytest.mark.parametrize("wire", DTYPES, ids=str)
+def test_gradients_that_live_in_the_buffer_are_scaled_once_and_there(kernels, wire, value):
+    slots = [dense([300_007]), *SLOTS]
+    flat, memory = embedded_flat(slots, wire, "cuda")
+    twin, _ = embedded_flat(slots, wire)
+    strided(flat)
+    strided(twin)
+    factor = torch.tensor([value], dtype=torch.float64)
+    kernels.unflatten(flat, flat.views, factor.cuda())
+    reference.unflatten(twin, twin.views, factor)
+    for slot, (view, expected) in enumerate(zip(flat.views, twin.views, strict=True)):
+        assert_same_bits(view, expected, f"slot {slot} {slots[slot]}")
+    assert_gaps_intact(flat)
+    memory.assert_guards_intact("the flat buffer")
+
+
 def test_a_factor_on_the_host_is_refused_and_not_followed(kernels):
     flat, _ = embedded_flat([dense([20])], torch.float32, "cuda")
     with pytest.raises(TypeError, match=r"one torch\.float64 element on cuda:0, but is .* on cpu"):

@@ -249,6 +249,24 @@ def test_ranks_start_with_the_parameters_and_buffers_of_rank_0(device: torch.dev
     assert_same_on_all_ranks([*ddp.parameters(), *ddp.buffers()], "at the start")
 
 
+@VIEW
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@in_worlds(CPU, *CARDS)
+def test_the_factor_of_a_weighted_mean_is_not_rounded_to_the_wire(
+    device: torch.device, dtype: torch.dtype, view: bool
+) -> None:
+    layer = nn.Linear(500, 3, bias=False, dtype=dtype).to(device)
+    ddp = wrap(layer, view)
+    given = torch.rand(500, device=device).add(1).to(dtype)  # ranks are seeded alike
+    with ddp.weighted(3):
+        ddp(given).sum().backward()
+    # All ranks send the same, and their number is a power of two: sums round nothing.
+    sent = (given.float() * (3 / 16)).to(dtype)
+    factor = torch.tensor(16 / 3, dtype=torch.float64).float().item()
+    expected = (sent.float() * factor).to(dtype)
+    assert_same_bits(layer.weight.grad, expected.expand(3, -1))
+
+
 # Launches
 
 

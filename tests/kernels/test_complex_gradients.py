@@ -44,6 +44,9 @@ def test_complex_gradients_go_through_the_buffer_and_back(dtype, kernels):
     out(flat, targets, torch.tensor([3.0], dtype=torch.float64))
     for target, grad in zip(targets, grads, strict=True):
         assert grad is None or torch.equal(target, grad * 3)
+    out(flat, flat.views, torch.tensor([3.0], dtype=torch.float64))
+    for view, grad in zip(flat.views, grads, strict=True):  # in place
+        assert grad is None or torch.equal(view, grad * 3)
 
 
 def test_a_part_of_a_complex_buffer_is_the_same_memory():

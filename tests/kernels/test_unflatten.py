@@ -9,6 +9,7 @@ import torch
 from poisoned import (
     POISON,
     SLOTS,
+    assert_gaps_intact,
     assert_same_bits,
     dense,
     embedded_flat,
@@ -89,6 +90,35 @@ def test_scaled_gradients_have_the_bits_of_the_reference(dtype, wire):
             arenas[slot].assert_guards_intact(f"gradient {slot}")
             twin_arenas[slot].assert_guards_intact(f"gradient {slot}")
     assert torch.equal(raw(flat.data), before), "the flat buffer was written"
+
+
+@pytest.mark.parametrize("value", FACTORS, ids=str)
+@pytest.mark.parametrize("wire", DTYPES, ids=str)
+def test_gradients_that_live_in_the_buffer_are_scaled_there_as_by_the_reference(wire, value):
+    flags = [1.0] * len(SLOTS)
+    flags[7] = 0.0
+    scaled = []
+    for run in (unflatten, reference.unflatten):
+        flat, memory = embedded_flat(SLOTS, wire)
+        for slot, view in enumerate(flat.views):
+            view.copy_(values(view.numel(), wire, slot).as_strided(view.shape, view.stride()))
+        flat.flags.copy_(torch.tensor(flags))
+        before = [view.clone() for view in flat.views]
+        launches = launch.launches
+        run(flat, flat.views, factor_of(value))
+        assert launch.launches - launches == (run is unflatten)
+        assert_same_bits(flat.flags, torch.tensor(flags, dtype=wire), "the flags")
+        assert_same_bits(flat.views[7], before[7], "a gradient that no rank used")
+        assert_gaps_intact(flat)
+        memory.assert_guards_intact("the flat buffer")
+        scaled.append((flat.views, before))
+    (views, before), (twins, _) = scaled
+    wide = torch.promote_types(wire, torch.float32)
+    for slot, (view, twin) in enumerate(zip(views, twins, strict=True)):
+        assert_same_bits(view, twin, f"slot {slot} {SLOTS[slot]}")
+        if flags[slot]:
+            expected = (before[slot].to(wide) * factor_of(value).to(wide)).to(wire)
+            assert_same_bits(view, expected, f"slot {slot} {SLOTS[slot]}")
 
 
 @RUNS

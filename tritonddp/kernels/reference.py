@@ -107,8 +107,9 @@ def unflatten(
     is a slot whose gradient is ``None``.
 
     Args:
-        flat: the source; stays as it is.
-        grads: one per slot, of one dtype, with the slot's shape.
+        flat: the source; stays as it is, but for gradients that live in it.
+        grads: one per slot, of one dtype, with the slot's shape. A gradient may be
+            ``flat.views[i]`` itself: it is then scaled in place.
         factor: one fp64 element on the buffer's device, rounded to :func:`compute_dtype` and
             applied in it before the cast to the gradients' dtype. ``None`` counts as 1, which
             changes no number, also not -0.0; a NaN stays one, but which is not promised.

@@ -1,7 +1,8 @@
 """Unflatten: scale, cast and scatter a reduced bucket into all its gradients, in one launch.
 
 Wins over one copy per gradient by the launches it saves; where ``.grad`` is a view of the bucket
-nothing needs to be launched at all. The plain-torch twin is in ``reference.py``.
+nothing needs to be launched at all, or it is scaled in place. The plain-torch twin is in
+``reference.py``.
 """
 
 from __future__ import annotations
@@ -80,8 +81,9 @@ def unflatten(
     untouched, and so is a slot whose gradient is ``None``.
 
     Args:
-        flat: the source.
-        grads: one per slot, of one dtype, with the slot's shape and strides.
+        flat: the source; stays as it is, but for gradients that live in it.
+        grads: one per slot, of one dtype, with the slot's shape and strides. A gradient may be
+            ``flat.views[i]`` itself: it is then scaled in place.
         factor: one fp64 element on the buffer's device, ready on the current stream; the host
             does not read it. Rounded to fp32 (not if either dtype is fp64) and applied in that
             before the cast to the gradients' dtype. ``None`` counts as 1, which changes no
