@@ -240,7 +240,8 @@ def _pool(size: int) -> list[_Worker]:
 
 
 @atexit.register
-def _stop_all() -> None:
+def stop_all() -> None:
+    """End the processes; later tests start new ones."""
     for worker in list(_workers):
         worker.kill()
 

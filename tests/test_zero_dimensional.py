@@ -1,0 +1,196 @@
+"""Factors that are on a GPU, and must not be rounded to the dtype of what they multiply."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from as_on_gpu import ZeroDimensional, interpreting_ranks, use_gpu_kernels
+from distributed import assert_same_bits, ranks
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from tritonddp import DistributedDataParallel
+
+# The interpreter is numpy, which warns where numbers are not finite.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.usefixtures("interpreting"),
+]
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
+VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+SHAPES = [(40, 30), (17,), ()]
+
+
+@pytest.fixture(scope="module")
+def interpreting() -> Iterator[None]:
+    pytest.importorskip("triton")
+    with interpreting_ranks():
+        yield
+
+
+class Given(nn.Module):
+    """Its gradients are what it is called with."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.zeros(shape, dtype=dtype) for shape in SHAPES)
+
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        pairs = zip(self.weights, map(torch.conj, gradients), strict=True)
+        return torch.stack([(weight * grad).sum() for weight, grad in pairs]).sum()
+
+
+def gradients(dtype: torch.dtype, rank: int, step: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randn(shape, dtype=dtype, generator=generator) for shape in SHAPES]
+
+
+def backward(ddp: Any, given: list[Tensor]) -> None:
+    loss = ddp(given)
+    (loss.real if loss.is_complex() else loss).backward()
+
+
+def wrapped(dtype: torch.dtype, **options: Any) -> Any:
+    use_gpu_kernels()
+    return DistributedDataParallel(Given(dtype), **options)
+
+
+def rounded_once(dtype: torch.dtype, weights: tuple[float, float], unit: float) -> list[Tensor]:
+    """The weighted means, rounded to ``dtype`` where they must be: on the wire and at the end."""
+    real = torch.float64 if dtype is torch.float64 else torch.float32
+    wide = dtype if dtype.is_complex else real
+
+    def scaled(tensor: Tensor, factor: float) -> Tensor:
+        rounded = torch.tensor([factor], dtype=torch.float64).to(real).item()
+        return (tensor.to(wide) * rounded).to(dtype)
+
+    means = []
+    for mine in zip(*(gradients(dtype, rank) for rank in range(2)), strict=True):
+        sent = [scaled(each, weight / 2 / unit) for each, weight in zip(mine, weights, strict=True)]
+        total = (sent[0].to(wide) + sent[1].to(wide)).to(dtype)
+        means.append(scaled(total, 2 * unit / sum(weights)))
+    return means
+
+
+# Of the first the factor is a power of two, which every dtype has.
+@pytest.mark.parametrize("weights", [(3, 5), (3, 4)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@VIEW
+@ranks(2)
+def test_weighted_gradients_are_rounded_once_after_the_factor(
+    view: bool, dtype: torch.dtype, weights: tuple[float, float]
+) -> None:
+    ddp = wrapped(dtype, gradient_as_bucket_view=view)
+    rank = dist.get_rank()
+    from tritonddp.kernels import launch
+
+    counts, launches = ddp.reducer.counters.unflattens, launch.launches
+    with ZeroDimensional() as seen, ddp.weighted(weights[rank]):
+        backward(ddp, gradients(dtype, rank))
+    expected = rounded_once(dtype, weights, 16.0)
+    for number, (param, mean) in enumerate(zip(ddp.parameters(), expected, strict=True)):
+        assert_same_bits(param.grad, mean, f"gradient {number}")
+    assert seen.found == []
+    assert ddp.reducer.counters.unflattens - counts == 1
+    assert launch.launches - launches == 2  # one flattens, one scales
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "view": {"gradient_as_bucket_view": True},
+    "lazy": {"gradient_as_bucket_view": True, "lazy_bucket_allocation": True},
+    "finite": {"gradient_as_bucket_view": True, "check_finite": "raise"},
+    "reduce_dtype": {"reduce_dtype": torch.bfloat16, "check_finite": "raise"},
+    "int8": {"compression": "int8", "check_finite": "raise"},
+}
+
+
+def play(ddp: Any, dtype: torch.dtype) -> None:
+    """Reduce in every way that has a factor."""
+    rank = dist.get_rank()
+    step = 0
+
+    def train(*contexts: AbstractContextManager[Any], set_to_none: bool = False) -> None:
+        nonlocal step
+        ddp.zero_grad(set_to_none=set_to_none)
+        for context in contexts:
+            step += 1
+            with context:
+                backward(ddp, gradients(dtype, rank, step))
+
+    train(nullcontext())
+    train(ddp.weighted(3 + 2 * rank))
+    train(ddp.weighted(3 + 2 * rank, reduction="sum"), set_to_none=True)
+    for reduction in ("mean", "sum"):
+        with ddp.no_sync():
+            train(ddp.weighted(7, reduction=reduction), ddp.weighted(2, reduction=reduction))
+        with ddp.weighted(3 + rank, reduction=reduction):
+            backward(ddp, gradients(dtype, rank, 90))
+    with ddp.join(divide_by_initial_world_size=False):
+        for _ in range(1 + 2 * rank):
+            train(nullcontext())
+    with ddp.no_sync():
+        train(nullcontext())
+    ddp.reduce_gradients()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("way", WAYS)
+@ranks(2)
+def test_no_operand_without_dimensions_loses_precision(way: str, dtype: torch.dtype) -> None:
+    ddp = wrapped(dtype, bucket_cap_mb=0.001, **WAYS[way])
+    with ZeroDimensional() as seen:
+        play(ddp, dtype)
+    assert seen.found == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@VIEW
+@ranks(2)
+def test_no_operand_of_a_communication_hook_loses_precision(view: bool, dtype: torch.dtype) -> None:
+    ddp = wrapped(dtype, gradient_as_bucket_view=view)
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    with ZeroDimensional() as seen:
+        play(ddp, dtype)
+    assert seen.found == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("has_dense", [False, True])
+@ranks(2)
+def test_no_operand_of_sparse_gradients_loses_precision(
+    has_dense: bool, dtype: torch.dtype
+) -> None:
+    use_gpu_kernels()
+    table = nn.Embedding(20, 6, sparse=True, dtype=dtype)
+    ddp = DistributedDataParallel(table)
+    rank = dist.get_rank()
+    with ZeroDimensional() as seen, ddp.weighted(3 + rank):
+        loss = ddp(torch.tensor([1, 4, 4 + rank])).sum()
+        (loss + table.weight.sum() if has_dense and rank else loss).backward()
+    assert seen.found == []
+    assert table.weight.grad.is_sparse is not has_dense
+    row = table.weight.grad.to_dense()[1]
+    mean = 16 * 2 / 7 * (3 / 32 + (2 if has_dense else 1) * 4 / 32)
+    torch.testing.assert_close(row, torch.full_like(row, mean))
+
+
+@ranks(2)
+def test_what_loses_precision_is_seen() -> None:
+    factor, payload = torch.tensor(1 / 3, dtype=torch.float64), torch.ones(3, dtype=torch.bfloat16)
+    with ZeroDimensional() as seen:
+        payload.mul_(factor)
+        torch._foreach_mul_([payload], factor)
+        payload.float() * factor
+        assert len(seen.found) == 3
+        payload.mul_(factor.item())
+        payload.double() * factor
+        payload.copy_(factor)
+        torch.where(payload[0] != 0, payload, payload)
+        assert len(seen.found) == 3
