@@ -59,7 +59,7 @@ def run(
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=_end_with_parent,
+                    preexec_fn=_can_be_ended,
                 )
             )
         while time.monotonic() < end:
@@ -92,7 +92,11 @@ def _environments(ranks: int | None) -> list[dict[str, str]]:
     ]
 
 
-def _end_with_parent() -> None:
+def _can_be_ended() -> None:
+    """In a process that is about to become another program."""
+    # What is ignored here stays ignored there: this process may be a shell's background job. (Not
+    # so SIGHUP, which nothing here sends: whoever wants it ignored shall have that.)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

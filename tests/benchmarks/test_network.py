@@ -22,6 +22,7 @@ import line
 import namespaces
 import network as benchmark
 from hosts import hosts_or_skip
+from launched import ignoring
 from line import Limit, frame_bytes, step_limit
 
 from tritonddp.ballot import BYTES as BALLOT_BYTES
@@ -145,7 +146,10 @@ with socket.create_server(("", 5000)) as server:
         peer.close()
 """
 HOLD = """
-import subprocess, sys
+import signal, subprocess, sys
+for number in (signal.SIGTERM, signal.SIGHUP):  # whatever the parent ignores
+    signal.signal(number, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.append(sys.argv[1])
 import namespaces
 with namespaces.network(2) as hosts:
@@ -158,15 +162,17 @@ with namespaces.network(2) as hosts:
 @pytest.fixture
 def holders(hosts: list[namespaces.Host]) -> Iterator[list[subprocess.Popen[str]]]:
     """Two processes that have a network each, with a process on one of its hosts."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", HOLD, str(BENCHMARKS)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
+    # The tests may be a shell's background job, in which signals are ignored: play that always.
+    with ignoring(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", HOLD, str(BENCHMARKS)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for _ in range(2)
+        ]
     try:
         for process in processes:
             assert process.stdout is not None

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import processes
 import pytest
+from launched import ignoring
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +77,8 @@ def test_a_rank_that_waits_for_one_that_failed_is_ended() -> None:
     assert codes == [None, 3]
 
 
-def test_what_is_interrupted_may_write_its_report() -> None:
+@pytest.mark.parametrize("ignored", [[], [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]], ids=len)
+def test_what_is_interrupted_may_write_its_report(ignored: list[signal.Signals]) -> None:
     code = """
 import time
 try:
@@ -84,9 +86,17 @@ try:
 except KeyboardInterrupt:
     print("report")
 """
-    codes, text = run(code, limit=2)
+    with ignoring(*ignored):
+        codes, text = run(code, limit=2)
     assert codes == [None]
     assert text == "report\n"
+
+
+def test_who_asked_for_hangups_to_be_ignored_is_obeyed() -> None:
+    code = "import signal; print(*map(signal.getsignal, (signal.SIGHUP, signal.SIGTERM)))"
+    with ignoring(signal.SIGHUP):
+        _, text = run(code)
+    assert text == f"{signal.SIG_IGN} {signal.SIG_DFL}\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process of its parent's death")
