@@ -59,8 +59,8 @@ POINTS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "last bucket issued": (collectives, "all_reduce", 3, {}),
     "quantised bucket issued": (quantized, "send", 0, {"compression": "int8"}),
     "a result is there": (Reducer, "_finish", 0, {}),
-    "hooked bucket issued": (collectives, "all_reduce", 1, {"hook": True}),
-    "flags behind hooks issued": (collectives, "all_reduce", 4, {"hook": True}),
+    "hooked bucket issued": (dist, "all_reduce", 1, {"hook": True}),
+    "flags behind hooks issued": (collectives, "all_reduce", 0, {"hook": True}),
 }
 
 

@@ -274,10 +274,11 @@ class _Generator:
         return self._one_of(["mean", "sum"])
 
     def _draw_microbatch(self, weighted: str) -> list[Action]:
-        """A forward and a backward that accumulate, at least the backward under ``no_sync``."""
+        """A forward and a backward that accumulate, either or both under ``no_sync``."""
         local = self._for_stock or self._joins or self._chance(0.5)
         forward = replace(self._draw_forward(8), local=local)
-        return [forward, self._backward((8,), self._draw_heads(), weighted, local=True)]
+        backward = self._backward((8,), self._draw_heads(), weighted, local=True)
+        return [forward, replace(backward, outside=local and self._chance(0.4))]
 
     def _draw_reduction(self, number: int, weighted: str) -> list[Action]:
         """Forwards and backwards that are reduced."""
@@ -305,7 +306,15 @@ class _Generator:
                 actions.append(ReduceGradients())
             case _:
                 actions.append(self._backward((0,), self._draw_heads(), weighted))
-        return actions
+        # Where a backward is reduced, the latest of its forwards is not under no_sync.
+        reduced = [each for each in actions if isinstance(each, Backward) and not each.local]
+        latest = {max(each.slots) for each in reduced}
+        return [
+            replace(each, local=False)
+            if isinstance(each, Forward) and each.slot in latest
+            else each
+            for each in actions
+        ]
 
     def _kind_of_reduction(self, weighted: str) -> str:
         kinds = ["one backward"] * 4
@@ -363,7 +372,14 @@ class _Generator:
         weights = None
         if weighted:
             weights = tuple(self._random.choices(WEIGHTS, k=self._world_size))
-        return Backward(slots, heads, local, False, weights, weighted or "mean", self._scaler)
+        return Backward(
+            slots,
+            heads,
+            local,
+            weights=weights,
+            reduction=weighted or "mean",
+            scaled=self._scaler,
+        )
 
     def _rows(self) -> tuple[int, ...]:
         return tuple(self._random.choices([1, 3, 4], k=self._world_size))

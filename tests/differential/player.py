@@ -140,7 +140,7 @@ class Player:
         if action.scaled and self._scaler is not None:
             loss = self._scaler.scale(loss)
         with contextlib.ExitStack() as stack:
-            if action.local:
+            if action.local and not action.outside:
                 stack.enter_context(self.net.no_sync())
             if action.weights is not None:
                 stack.enter_context(self.net.weighted(action.weights[self.rank], action.reduction))

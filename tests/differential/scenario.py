@@ -95,7 +95,8 @@ class Backward(Action):
     Attributes:
         slots: numbers of the outputs.
         heads: which results of each output the losses are made of.
-        local: whether it runs under ``no_sync``.
+        local: whether it accumulates only, since it or its latest forward runs under ``no_sync``.
+        outside: whether it runs outside of ``no_sync`` all the same.
         retain_graph: passed on.
         weights: for each rank, what ``weighted`` is told.
         reduction: what it is told of the loss.
@@ -105,6 +106,7 @@ class Backward(Action):
     slots: tuple[int, ...]
     heads: tuple[int, ...] = (0, 1)
     local: bool = False
+    outside: bool = False
     retain_graph: bool = False
     weights: tuple[float, ...] | None = None
     reduction: str = "mean"
@@ -115,7 +117,7 @@ class Backward(Action):
         weights = self.weights and "/".join(map(str, self.weights))
         return _words(
             f"backward of {of} by head {' and '.join(map(str, self.heads))}",
-            self.local and "under no_sync",
+            self.local and ("local by its forward" if self.outside else "under no_sync"),
             self.retain_graph and "retain_graph=True",
             weights and f"weighted by {weights}, a {self.reduction}",
             self.scaled and "scaled by the gradient scaler",

@@ -114,5 +114,5 @@ def _bound() -> list[str]:
 
 
 def _sentence(bound: list[str]) -> str:
-    shown = ", ".join(bound[:10]) + (f", and {len(bound) - 10} more" if len(bound) > 10 else "")
-    return f"These modules had imported torch's {_NAME} by name before, and keep it: {shown}."
+    names = ", ".join(bound)
+    return f"These modules had imported torch's {_NAME} by name before, and keep it: {names}."
