@@ -271,19 +271,66 @@ def keep_dynamo_out() -> None:
     rules.add(__name__.partition(".")[0])
 
 
-def in_distributed_autograd() -> bool:
-    """Whether this thread is in a ``torch.distributed.autograd.context()``.
+def distributed_context() -> int | None:
+    """Id of the ``torch.distributed.autograd.context()`` that this thread is in, if any.
 
     torch has no public name for it, and what it has raises outside one: so ask first, at 0.1 us,
     whether this process has begun RPC, without which there are no contexts.
     """
     if not _HAS_RPC or not torch._C._distributed_rpc._is_current_rpc_agent_set():
-        return False
+        return None
     try:
-        torch._C._distributed_autograd._current_context()
+        return torch._C._distributed_autograd._current_context()._context_id()
     except RuntimeError:
-        return False
-    return True
+        return None
+
+
+def distributed_engine_runs() -> bool:
+    """Whether the backward on this thread is one of ``torch.distributed.autograd``.
+
+    No name of torch's tells. But its engine does not note which nodes are in the graph, so that
+    torch finds none there, not even the one that runs, if it is known at all.
+    """
+    node = current_autograd_node()
+    return node is None or will_engine_execute([node]) == [False]
+
+
+def gradients_in_context(context: int) -> dict[Tensor, Tensor]:
+    """``torch.distributed.autograd.get_gradients``: the tensors themselves, in a new dictionary.
+
+    (That module can be imported only where torch was built with RPC.)
+    """
+    return torch._C._distributed_autograd.get_gradients(context)
+
+
+def put_into_context(context: int, param: Tensor, gradient: Tensor) -> None:
+    """Make ``gradient`` the one that ``torch.distributed.autograd`` has of ``param``.
+
+    Python gets copies of the dictionary of a context, never itself. TorchScript gets itself. (Not
+    by ``torch.jit.script``, which warns that it is deprecated.)
+    """
+    _put()(context, param, gradient)
+
+
+@functools.cache
+def _put() -> Any:
+    # What is returned is not dropped as unused.
+    graph = torch._C.parse_ir(
+        """graph(%context : int, %param : Tensor, %gradient : Tensor):
+            %gradients : Dict(Tensor, Tensor) = aten::get_gradients(%context)
+            aten::_set_item(%gradients, %param, %gradient)
+            return (%gradients)"""
+    )
+    return torch._C._create_function_from_graph("put_into_context", graph)
+
+
+def values_of_rrefs(tree: Any) -> list[Any]:
+    """What leaves of ``tree`` hold that are RRefs of this process, as stock DDP looks for it."""
+    return [
+        leaf.local_value()
+        for leaf in _pytree.tree_leaves(tree)
+        if isinstance(leaf, torch._C._distributed_rpc.PyRRef) and leaf.is_owner()
+    ]
 
 
 def compiled_autograd_runs() -> bool:

@@ -30,13 +30,9 @@ def reduce_at_once(placement: Placement, reduction: Reduction, used: Sequence[bo
     in_flight: list[tuple[Bucket, Work]] = []
     try:
         for bucket in placement.buckets:
-            bucket.begin()
-            bucket.conform()
-            for number in placement.places_of[bucket.index]:
-                place = placement.places[number]
-                segment = bucket.segments[place.number]
-                reduction.fill(bucket, segment, used[place.first : place.last])
-            in_flight.append((bucket, reduction.start(bucket)))
+            places = [placement.places[number] for number in placement.places_of[bucket.index]]
+            its_own = used[places[0].first : places[-1].last]
+            in_flight.append((bucket, fill_and_start(placement, reduction, bucket, its_own)))
     except BaseException:
         for bucket in placement.buckets[len(in_flight) :]:
             in_flight.append((bucket, reduction.start_poisoned(bucket)))
@@ -46,6 +42,25 @@ def reduce_at_once(placement: Placement, reduction: Reduction, used: Sequence[bo
     while in_flight:
         reduction.finish(*in_flight[0])
         del in_flight[0]
+
+
+def fill_and_start(
+    placement: Placement, reduction: Reduction, bucket: Bucket, used: Sequence[bool]
+) -> Work:
+    """Send one bucket of ``placement``, whose gradients are there.
+
+    Args:
+        used: for each parameter of the bucket, whether its gradient counts as one of this rank.
+
+    Raises:
+        GradientError: a gradient does not fit its parameter.
+    """
+    bucket.begin()
+    bucket.conform()
+    for number in placement.places_of[bucket.index]:
+        segment = bucket.segments[placement.places[number].number]
+        reduction.fill(bucket, segment, used[segment.first : segment.last])
+    return reduction.start(bucket)
 
 
 @torch.no_grad()

@@ -32,6 +32,7 @@ class Source(enum.IntEnum):
     REQUEST = 4  # gradients that the user has handed over (reduce_gradients)
     JOINED = 5  # nowhere: this rank has run out of inputs (join)
     SKIPPED = 6  # nowhere: no backward has followed a forward inside join
+    CONTEXT = 7  # a backward of torch.distributed.autograd
 
     @property
     def is_empty(self) -> bool:
@@ -52,6 +53,7 @@ _WORDS = {
     Source.REQUEST: "reduce_gradients",
     Source.JOINED: "nothing, as it has run out of inputs",
     Source.SKIPPED: "nothing, as no backward has followed a forward inside join()",
+    Source.CONTEXT: "a backward of torch.distributed.autograd",
 }
 
 
@@ -169,7 +171,7 @@ def check(ballots: Sequence[Ballot]) -> None:
         if each.source not in (Source.BROKEN, Source.JOINED)
     }
     sources = {each.source for each in whole.values()}
-    if sources not in ({Source.REQUEST}, {Source.SKIPPED}, set()) and not any(
+    if sources not in ({Source.REQUEST}, {Source.SKIPPED}, {Source.CONTEXT}, set()) and not any(
         sources <= {Source.ELSEWHERE, alike} for alike in (Source.FORWARD, Source.AGAIN)
     ):
         raise Disagreement(

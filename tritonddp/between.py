@@ -103,6 +103,10 @@ class BetweenBackwards(InStep):
             )
             if param in trainable and (not used or param.grad is None)
         ]
+        self._raise_of_unused(unused)
+
+    def _raise_of_unused(self, unused: Sequence[str]) -> None:
+        """The next forward raises an error if there are any of these names."""
         if unused:
             index_of = {name: index for index, (name, _) in enumerate(self._roster.trainable)}
             self._unused_error = unused_error(

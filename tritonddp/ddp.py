@@ -16,7 +16,7 @@ from torch import nn
 
 from tritonddp._compat import (
     STOCK,
-    in_distributed_autograd,
+    distributed_context,
     keep_dynamo_out,
     leave_join,
     localize_if_sliced,
@@ -340,7 +340,8 @@ class DistributedDataParallel(
             NotImplementedError: a parameter was added that cannot be reduced.
             RuntimeError: in strict mode, with gradients, the last backward left parameters unused,
                 or it waits for :meth:`finalize_backward`; the ranks did not reduce the same, or one
-                of them is gone; or inside ``torch.distributed.autograd``.
+                of them is gone; or inside ``torch.distributed.autograd.context()``, what the user
+                has asked for cannot be had there.
         """
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
@@ -356,12 +357,6 @@ class DistributedDataParallel(
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """All that is done before the module runs; returns the inputs on its device."""
-        if in_distributed_autograd() and torch.is_grad_enabled():
-            raise RuntimeError(
-                "torch.distributed.autograd keeps gradients in its context, where no backward of "
-                "tritonddp finds them: call .module instead, and average what "
-                "torch.distributed.autograd.get_gradients() returns with reduce_gradients()"
-            )
         if self.require_backward_grad_sync and torch.is_grad_enabled():
             self.logger.set_runtime_stats_and_log()
         self.logger.noting(self.reducer.prepare_for_forward)
@@ -384,7 +379,11 @@ class DistributedDataParallel(
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         if torch.is_grad_enabled():
-            self.reducer.watch(tensors_in(output), self.require_backward_grad_sync)
+            syncs, context = self.require_backward_grad_sync, distributed_context()
+            if context is None:
+                self.reducer.watch(tensors_in(output), syncs)
+            else:
+                self.reducer.watch_in_context(output, context, syncs)
         # As in stock: after a forward that will not be synchronised, the next one need not
         # synchronise buffers, because nothing could have made ranks differ in between.
         self.require_forward_param_sync = (

@@ -187,6 +187,8 @@ class InStep(ReducerState):
         The other ranks will issue, or have issued, all collectives of that step. This rank takes
         part in those it has not launched yet, with NaN, so that the next step starts in step.
         """
+        if self._in_context is not None:
+            self._recover_in_context()
         if self._phase in (Phase.IDLE, Phase.DETACHED) or self._end_is_queued() is not None:
             return
         if self._phase is Phase.UNFINISHED:

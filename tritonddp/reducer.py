@@ -27,15 +27,15 @@ from tritonddp.ballot import Source
 from tritonddp.bucket import Bucket, GradientError
 from tritonddp.comm.reduction import LocalError
 from tritonddp.forks import refuse_inherited
+from tritonddp.in_context import InContext
 from tritonddp.interrupts import Uninterrupted
-from tritonddp.on_request import OnRequest
 from tritonddp.outputs import Forward
 from tritonddp.participation import accumulates
 from tritonddp.reducer_state import Phase
 from tritonddp.skipping import unused_buckets
 
 
-class Reducer(OnRequest):
+class Reducer(InContext):
     """Reduces the gradients of a module over a process group during each backward.
 
     Its state is :class:`~tritonddp.reducer_state.ReducerState`. What it does while no backward

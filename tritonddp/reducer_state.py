@@ -7,7 +7,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,9 @@ from tritonddp.stock_reducer import StockReducerNames
 from tritonddp.view_bucket import ViewBucket
 from tritonddp.weighting import Weight, Window
 from tritonddp.wire import Wire
+
+if TYPE_CHECKING:
+    from tritonddp.in_context import ContextBackward
 
 # Those that are alive, by process group.
 reducers: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[ReducerState]] = (
@@ -145,6 +148,10 @@ class ReducerState(ABC, StockReducerNames):
         self._post_backward: list[torch.futures.Future] = []
         reducers.setdefault(process_group, weakref.WeakSet()).add(self)
         self._unused_error: str | None = None
+        # Of torch.distributed.autograd: the backward that is reduced, or broke off, and the id of
+        # the last one that went through an output, reduced or not.
+        self._in_context: ContextBackward | None = None
+        self._seen_in_context = -1
         self._launching = threading.Lock()
         self._readiness = Readiness((), (), self)
         # Parameters reached in this backward, and in those under no_sync since the last reduction:
@@ -244,6 +251,14 @@ class ReducerState(ABC, StockReducerNames):
 
     @abstractmethod
     def _recover(self) -> None: ...
+
+    # What that calls where a backward of torch.distributed.autograd was begun: see InContext
+
+    @abstractmethod
+    def _recover_in_context(self) -> None: ...
+
+    @abstractmethod
+    def _is_reduced(self, forward: Forward | None) -> bool: ...
 
     # What hooks call during a backward: see Reducer
 
