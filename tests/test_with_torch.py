@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.autograd as dist_autograd
-import torch.distributed.rpc as rpc
 from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -136,36 +132,3 @@ def test_each_stage_of_a_pipeline_may_be_wrapped(schedule: Any) -> None:
         for param, expected in zip(ddp.parameters(), alone[number].parameters(), strict=True):
             torch.testing.assert_close(param.grad, expected.grad)
     assert ddp.reducer.counters.reductions == 3  # one a step, not one a microbatch
-
-
-# RPC
-
-
-@ranks(2)
-def test_distributed_autograd_is_refused_and_its_gradients_can_be_averaged(tmp_path: Path) -> None:
-    rank = dist.get_rank()
-    os.environ["TP_SOCKET_IFNAME"] = "lo"
-    options = rpc.TensorPipeRpcBackendOptions(
-        init_method=f"file://{tmp_path}/rpc", rpc_timeout=20, _transports=["uv"]
-    )
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
-    try:
-        ddp = DistributedDataParallel(network())
-        params = list(ddp.parameters())
-        with dist_autograd.context() as context:
-            with pytest.raises(RuntimeError, match=r"call \.module instead"):
-                ddp(batch(rank))
-            output = rpc.rpc_sync(f"worker{1 - rank}", torch.mul, (ddp.module(batch(rank)), 2))
-            dist_autograd.backward(context, [output.square().mean()])
-            found = dist_autograd.get_gradients(context)
-            means = ddp.reduce_gradients([found.get(param) for param in params], params)
-        alone = network()
-        for other in range(2):
-            ((2 * alone(batch(other))).square().mean() / 2).backward()
-        for mean, param in zip(means, alone.parameters(), strict=True):
-            torch.testing.assert_close(mean, param.grad)
-        ddp(batch(rank)).sum().backward()  # outside all is as ever
-        assert_same_on_all_ranks([param.grad for param in params])
-    finally:
-        dist.barrier()
-        rpc.shutdown(graceful=False)
