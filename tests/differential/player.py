@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from oracle import Alone
 from torch import Tensor, nn
 
 from differential.networks import BLOCKS, Network
@@ -140,7 +141,8 @@ class Player:
         if action.scaled and self._scaler is not None:
             loss = self._scaler.scale(loss)
         with contextlib.ExitStack() as stack:
-            if action.local and not action.outside:
+            # (The oracle is told what a wrapped module finds out: that the forward decides.)
+            if action.local and (isinstance(self.net, Alone) or not action.outside):
                 stack.enter_context(self.net.no_sync())
             if action.weights is not None:
                 stack.enter_context(self.net.weighted(action.weights[self.rank], action.reduction))
