@@ -100,6 +100,13 @@ def ignored_no_sync() -> Iterator[None]:
 
 
 @mutation
+def ignored_forward_under_no_sync() -> Iterator[None]:
+    """Only the start of a backward decides whether it is reduced, not its forward."""
+    with patch.object(reducer.Reducer, "_is_reduced", lambda self, forward: self._should_sync()):
+        yield
+
+
+@mutation
 def ignored_weights() -> Iterator[None]:
     """``weighted`` does nothing."""
     nothing = lambda self, n, reduction="mean": contextlib.nullcontext()  # noqa: E731
