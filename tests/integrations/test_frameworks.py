@@ -61,6 +61,7 @@ def test_lightning_trainer() -> None:
     check(run("lightning_trainer.py", "--steps", "30"), below=1.0)
 
 
+@pytest.mark.thorough  # the Trainer of transformers wraps by Accelerate too
 @needs("accelerate")
 @needs("sklearn")
 def test_accelerate_script() -> None:
