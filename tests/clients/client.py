@@ -1,0 +1,162 @@
+"""What the scripts of this folder share: which class wraps, the same seed, and what is reported.
+
+Each script trains a small model with one library, as its users do:
+
+    torchrun --standalone --nproc-per-node 2 tests/clients/with_ignite.py --ddp triton
+
+Rank 0 prints a line of JSON at the end. ``--ddp stock`` must print the same ``bits``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import os
+import random
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_NAME = "DistributedDataParallel"
+_WARM_UP = 5  # steps
+
+
+class Client:
+    """One run of a script: its arguments, its steps, its report.
+
+    Attributes:
+        triton: whether tritonddp is to wrap, and not torch's own class.
+    """
+
+    def __init__(self) -> None:
+        if "RANK" not in os.environ:
+            sys.exit(f"start it with torchrun --standalone --nproc-per-node 2 {sys.argv[0]}")
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--ddp", choices=["stock", "triton"], required=True)
+        parser.add_argument("--unused", action="store_true", help="give the model a parameter more")
+        arguments = parser.parse_args()
+        self.triton, self._unused = arguments.ddp == "triton", arguments.unused
+        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        # What torch itself calls so, whatever its names stand for later.
+        self._stock = nn.parallel.DistributedDataParallel
+        self._ends: list[float] = []
+        self._collectives: list[int] = []
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        random.seed(0)  # what fastai shuffles with
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+
+    def replace_stock(self) -> None:
+        """Before the library is imported, if it takes torch's class by its name."""
+        if self.triton:
+            import tritonddp
+
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # somebody has imported torch's class before
+                tritonddp.replace_stock()
+
+    def init_process_group(self) -> None:
+        """Where the library leaves it to its users."""
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+
+    def network(self) -> nn.Module:
+        """A small classifier of images of one channel, eight pixels wide."""
+        return self.altered(
+            nn.Sequential(
+                nn.Conv2d(1, 8, 3, padding=1),
+                nn.BatchNorm2d(8),
+                nn.ReLU(),
+                nn.Conv2d(8, 8, 3, stride=2, padding=1),
+                nn.ReLU(),
+                nn.Flatten(),
+                nn.Linear(128, 10),
+            )
+        )
+
+    def altered(self, model: nn.Module) -> nn.Module:
+        """With ``--unused``, it gets a parameter that nothing uses."""
+        if self._unused:
+            model.register_parameter("unused", nn.Parameter(torch.zeros(3)))
+        return model
+
+    def step_ended(self) -> None:
+        """To be called after each step of the optimizer, or of its attempts."""
+        self._ends.append(time.perf_counter())
+        self._collectives.append(_collectives())
+
+    def report(self, wrapper: nn.Module, module: nn.Module, **found: Any) -> None:
+        """Compare the ranks, and print what came of the training; ends the process group.
+
+        Args:
+            wrapper: the model as the library holds it while it trains.
+            module: the one inside, at the end of the training.
+            found: what else the test looks at.
+        """
+        bits: list[Any] = [None] * self.world_size
+        dist.all_gather_object(bits, (_bits(module.parameters()), _bits(module.buffers())))
+        times = [1e3 * (b - a) for a, b in zip(self._ends, self._ends[1:], strict=False)]
+        counts = [b - a for a, b in zip(self._collectives, self._collectives[1:], strict=False)]
+        # The last one of that name: torchft's and MMEngine's are subclasses.
+        *_, base = (kind for kind in type(wrapper).__mro__ if kind.__name__ == _NAME)
+        if self.rank == 0:
+            print(
+                json.dumps(
+                    {
+                        "wrapper": _name(type(wrapper)),
+                        "wrapped by": base.__module__.partition(".")[0],
+                        "is stock's": isinstance(wrapper, self._stock),
+                        "bits": bits,  # of parameters and buffers, rank by rank
+                        "same on all ranks": len({parameters for parameters, _ in bits}) == 1,
+                        "steps": len(self._ends),
+                        "ms": round(statistics.median(times[_WARM_UP:]), 2),
+                        "collectives": counts[_WARM_UP:],
+                        **found,
+                    }
+                ),
+                flush=True,
+            )
+        dist.barrier()
+        # A thread of gloo that still lets go of what stock's hooks hold must not be the last to
+        # hold the group: it would wait for itself, or abort the process.
+        _last_group.append(dist.group.WORLD)
+        dist.destroy_process_group()
+
+
+_last_group: list[Any] = []
+
+
+def images(count: int) -> tuple[Tensor, Tensor]:
+    """Random ones with labels, the same on all ranks."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, 1, 8, 8, generator=generator), torch.arange(count) % 10
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _bits(tensors: Iterable[Tensor]) -> str:
+    """A hash of dtypes, shapes and contents."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        found.update(flat.view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def _collectives() -> int:
+    """How many the default group has run on this rank, whoever called them."""
+    group: Any = dist.group.WORLD
+    return group._get_sequence_number_for_group()

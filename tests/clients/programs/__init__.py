@@ -1,0 +1,27 @@
+"""Programs as users of torch's class write them, with nothing changed but the class.
+
+A program is a function that gets the class, trains something small on every rank of the default
+group, and returns what it ends with. To add one, write it into the module of its subject:
+
+    @program
+    def digits_with_a_closure(DDP):
+        model = DDP(...)
+        ...
+        return state(model=model.module)
+
+``test_programs.py`` runs each with torch's class and with ours, and compares the bits.
+"""
+
+from programs import (  # noqa: F401  each puts its programs into the table
+    adversarial,
+    averaging,
+    finetuning,
+    images,
+    language_models,
+    reinforcement,
+    representations,
+    sharding,
+)
+from programs.table import PROGRAMS, Program, Results, state
+
+__all__ = ["PROGRAMS", "Program", "Results", "state"]

@@ -1,0 +1,117 @@
+"""Libraries train with tritonddp as with stock DDP: the same bits, in as many collectives.
+
+Each script ``with_*.py`` is run twice under torchrun, with stock's class and with ours.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import launched
+import pytest
+from launched import ROOT
+
+pytestmark = pytest.mark.clients
+
+TIMEOUT = 120
+
+
+@dataclass(frozen=True)
+class Library:
+    """A row of the table.
+
+    Attributes:
+        packages: what has to be installed.
+        unused: whether a parameter that nothing uses is found without an option.
+        saved: collectives that a step needs less than with stock: where the buffers of a BatchNorm
+            are sent, stock sends two messages, one for each dtype, and tritonddp one. Trainer of
+            transformers has stock look for unused parameters, which takes one more.
+    """
+
+    packages: tuple[str, ...]
+    unused: bool = True
+    saved: int = 0
+
+
+LIBRARIES = {
+    "accelerate": Library(("accelerate",), saved=1),
+    "fabric": Library(("lightning",), saved=1),
+    "fastai": Library(("fastai", "accelerate"), saved=1),
+    "ignite": Library(("ignite",), saved=1),
+    "lightning": Library(("lightning", "torchmetrics"), saved=1),
+    # Runner says find_unused_parameters=False. All of a model's buffers stay where they are.
+    "mmengine": Library(("mmengine",), unused=False),
+    "opacus": Library(("opacus",)),
+    "peft": Library(("peft", "transformers"), saved=1),
+    "timm": Library(("timm", "torchvision")),
+    "torchft": Library(("torchft",)),
+    "torchmetrics": Library(("torchmetrics",), saved=1),
+    "transformers": Library(("transformers", "accelerate")),
+}
+every_library = pytest.mark.parametrize("name", sorted(LIBRARIES))
+
+
+def why_missing(name: str) -> str | None:
+    for package in LIBRARIES[name].packages:
+        if importlib.util.find_spec(package) is None:
+            return f"needs {package}: the extra [clients]"
+        if package == "torchvision":
+            try:
+                importlib.import_module(package)
+            except (ImportError, RuntimeError) as error:  # it was built for another torch
+                return f"torchvision cannot be imported: {error}"
+    return None
+
+
+def start(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    if (missing := why_missing(name)) is not None:
+        pytest.skip(missing)
+    return launched.run(
+        ROOT / "tests" / "clients" / f"with_{name}.py",
+        *arguments,
+        env={"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        timeout=TIMEOUT,
+    )
+
+
+def report(name: str, *arguments: str) -> dict[str, Any]:
+    done = start(name, *arguments)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@every_library
+def test_a_library_ends_with_stocks_bits_and_sends_no_more(name: str) -> None:
+    stock, ours = (report(name, "--ddp", ddp) for ddp in ("stock", "triton"))
+    print(f"{name}: {stock['ms']} ms a step with stock, {ours['ms']} ms with tritonddp")
+    assert (stock["wrapped by"], ours["wrapped by"]) == ("torch", "tritonddp")
+    assert ours["is stock's"]
+    assert ours["same on all ranks"]
+    less = [a - b for a, b in zip(stock["collectives"], ours["collectives"], strict=True)]
+    # Not in each step: no buffers are sent where the forward before was under no_sync.
+    assert max(less) == LIBRARIES[name].saved, (stock["collectives"], ours["collectives"])
+    assert min(less) >= 0
+    for what in {*stock} - {"wrapper", "wrapped by", "collectives", "ms", "find_unused_parameters"}:
+        assert ours[what] == stock[what], what
+
+
+@every_library
+def test_unused_parameters_need_no_option_but_where_the_page_says_so(name: str) -> None:
+    """docs/frameworks.md says which libraries switch the search for them off by themselves."""
+    done = start(name, "--ddp", "triton", "--unused")
+    if LIBRARIES[name].unused:
+        assert done.returncode == 0, done.stderr[-6000:]
+        assert json.loads(done.stdout.splitlines()[-1])["same on all ranks"]
+    else:
+        assert done.returncode != 0
+        assert "find_unused_parameters=False makes this an error" in done.stderr
+
+
+def test_every_script_is_run() -> None:
+    scripts = {path.stem for path in Path(__file__).parent.glob("with_*.py")}
+    assert scripts == {f"with_{name}" for name in LIBRARIES}

@@ -1,0 +1,107 @@
+"""Programs that people have, run as they are: the class is all that differs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
+from programs import PROGRAMS, Results, state
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from tritonddp import DistributedDataParallel
+
+STOCK = nn.parallel.DistributedDataParallel
+
+
+def assert_same(ours: Results, stock: Results) -> None:
+    assert ours.keys() == stock.keys()
+    for name, value in ours.items():
+        if isinstance(value, Tensor):
+            assert_same_bits(value, stock[name], name)
+        elif isinstance(value, dict):
+            assert_same(value, stock[name])
+        else:
+            assert value == stock[name], f"{name}: {value} is not {stock[name]}"
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@ranks(2)
+def test_a_program_of_a_user_ends_with_stocks_bits(name: str) -> None:
+    program = PROGRAMS[name]
+    ours, stock = program(DistributedDataParallel), program(STOCK)
+    assert_same(ours, stock)
+    buffers = ("running_mean", "running_var", "num_batches_tracked")
+    params = {key: value for key, value in ours.items() if not key.endswith(buffers)}
+    assert_same_on_all_ranks([value for value in params.values() if isinstance(value, Tensor)])
+
+
+# Checkpoints
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        torch.manual_seed(10 * step + dist.get_rank())
+        optimizer.zero_grad()
+        model(torch.randn(4, 6)).square().mean().backward()
+        optimizer.step()
+
+
+def made(wrapper: Any) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(dist.get_rank())
+    model = wrapper(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2)))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("first", ["stock", "ours"])
+@ranks(2)
+def test_a_distributed_checkpoint_of_one_class_resumes_in_the_other(
+    first: str, tmp_path: Path
+) -> None:
+    classes = [STOCK, DistributedDataParallel]
+    before, after = classes if first == "stock" else reversed(classes)
+    path = gather(str(tmp_path))[0]
+    model, optimizer = made(before)
+    train(model, optimizer, range(3))
+    params, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": params, "optimizer": moments}, checkpoint_id=path)
+    train(model, optimizer, range(3, 6))  # never interrupted
+    resumed, its_optimizer = made(after)
+    params, moments = get_state_dict(resumed, its_optimizer)
+    dcp.load({"model": params, "optimizer": moments}, checkpoint_id=path)
+    set_state_dict(resumed, its_optimizer, model_state_dict=params, optim_state_dict=moments)
+    train(resumed, its_optimizer, range(3, 6))
+    assert_same(state(model=resumed.module), state(model=model.module))
+
+
+# Metrics
+
+
+@ranks(2)
+def test_metrics_that_ranks_exchange_between_forward_and_backward_do_not_disturb_it() -> None:
+    classification = pytest.importorskip(
+        "torchmetrics.classification", reason="needs torchmetrics: the extra [integrations]"
+    )
+
+    def run(wrapper: Any) -> Results:
+        torch.manual_seed(dist.get_rank())
+        model = wrapper(nn.Linear(6, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        # Its collectives are between forward and backward, in each step.
+        metric = classification.MulticlassAccuracy(3, dist_sync_on_step=True)
+        found = []
+        for _ in range(4):
+            x, y = torch.randn(5, 6), torch.randint(3, (5,))
+            logits = model(x)
+            found.append(metric(logits.detach(), y).item())
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(logits, y).backward()
+            optimizer.step()
+        return state(model=model) | {"metrics": [*found, metric.compute().item()]}
+
+    assert_same(run(DistributedDataParallel), run(STOCK))
