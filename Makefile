@@ -1,6 +1,7 @@
 # make demo    train the digits on 2 processes, stock DDP beside tritonddp
 # make test    the tests (make test TORCH=2.11.0: against another torch, in a venv of its own)
 # make test-faults    each rank in turn dies, stops or errs: all faults (make test plays a quarter)
+# make test-clients   mmengine, ignite, Lightning, transformers and others train beside stock DDP (minutes)
 # make soak    10,000 random steps beside an oracle: does anything pile up or drift? (some minutes)
 # make lint    formatter, linter, type checker
 # make bench   what a machine measures without a GPU, in under 10 minutes; tables, plots, README's figures
@@ -32,7 +33,7 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 
-.PHONY: demo test test-faults soak lint bench figures bench-compare gpu clean
+.PHONY: demo test test-faults test-clients soak lint bench figures bench-compare gpu clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-installed
@@ -41,11 +42,16 @@ demo: $(VENV)/.demo-installed
 
 test: $(VENV)/.test-installed
 	@echo "Running the tests (minutes: many of them start processes) ..."
-	@$(BIN)/python -m pytest -m "not gpu and not thorough" -n 2 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -m "not gpu and not thorough and not clients" -n 2 --dist loadfile $(ARGS)
 
 test-faults: $(VENV)/.test-installed
 	@echo "Playing all faults (two minutes) ..."
 	@TRITONDDP_FAULTS=all $(BIN)/python -m pytest tests/faults $(ARGS)
+
+# One after the other: each starts processes for all cores.
+test-clients: $(VENV)/.clients-installed
+	@echo "Training with each library, with stock DDP and then with tritonddp (minutes) ..."
+	@$(BIN)/python -m pytest -m clients -rs tests/clients/test_libraries.py $(ARGS)
 
 soak: $(VENV)/.test-installed
 	@$(BIN)/python tests/soak/run.py $(ARGS)
@@ -87,6 +93,11 @@ $(VENV)/.demo-installed: $(VENV)/constraints.txt pyproject.toml
 $(VENV)/.test-installed: $(VENV)/constraints.txt pyproject.toml
 	@echo "Installing PyTorch, pytest, matplotlib, Lightning, transformers and friends into $(VENV) (two minutes, once) ..."
 	@$(PIP) -e ".[test,bench,examples,integrations]"
+	@touch $@
+
+$(VENV)/.clients-installed: $(VENV)/.test-installed
+	@echo "Installing mmengine, pytorch-ignite, Lightning, PEFT, opacus, torchft and friends into $(VENV) (a minute, once) ..."
+	@$(PIP) -e ".[clients]"
 	@touch $@
 
 # The venv, and in it the pins that it was made with.

@@ -50,9 +50,10 @@ def main() -> None:
     committed = manager.current_step()
     dist.barrier()
     manager.shutdown(wait=False)
-    client.report(model, module, committed=committed)
+    dist.barrier()
     if lighthouse is not None:
         lighthouse.shutdown()
+    client.report(model, module, committed=committed)
 
 
 if __name__ == "__main__":
