@@ -33,3 +33,18 @@ def test_the_page_has_every_case_once_with_what_stock_does() -> None:
     assert set(rows) == set(CASES)
     assert len(ROW.findall(PAGE)) == len(rows)
     assert rows == STOCK
+
+
+def test_the_page_of_frameworks_has_a_row_for_every_library_that_is_tested() -> None:
+    page = (ROOT / "docs" / "frameworks.md").read_text().lower()
+    tables = "\n".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| "))
+    for script in (ROOT / "tests" / "clients").glob("with_*.py"):
+        assert script.stem.removeprefix("with_") in tables, script.name
+
+
+def test_every_file_that_the_page_of_frameworks_names_exists() -> None:
+    page = (ROOT / "docs" / "frameworks.md").read_text()
+    named = re.findall(r"`((?:tests|examples)/[\w/]+(?:\.py)?)`", page)
+    assert len(named) >= 5
+    for path in named:
+        assert (ROOT / path).exists(), path
