@@ -59,7 +59,7 @@ every_library = pytest.mark.parametrize("name", sorted(LIBRARIES))
 def why_missing(name: str) -> str | None:
     for package in LIBRARIES[name].packages:
         if importlib.util.find_spec(package) is None:
-            return f"needs {package}: the extra [clients]"
+            return f"needs {package}: see the extra [clients] in pyproject.toml"
         if package == "torchvision":
             try:
                 importlib.import_module(package)
