@@ -171,6 +171,19 @@ def test_buckets_leave_while_the_compiled_backward_runs(splits: bool) -> None:
     assert sent == [DEPTH - 1 if splits else 0]
 
 
+@ranks(2)
+def test_a_compiled_function_may_look_at_the_wrapped_module() -> None:
+    """dynamo leaves alone what asks an attribute of a class that has a ``__getattr__`` of ours."""
+    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    graphs = Graphs("eager")
+
+    def step(x: Tensor) -> Tensor:
+        return ddp.module(x) @ ddp.module.weight if hasattr(ddp, "module") else x
+
+    torch.compile(step, backend=graphs, fullgraph=True)(torch.ones(2, 4))
+    assert len(graphs) == 1
+
+
 @ranks(2, timeout=200)
 def test_no_sync_around_a_compiled_step() -> None:
     with fresh_dynamo():

@@ -217,6 +217,15 @@ def test_where_no_rank_can_wrap_its_module_each_raises_its_own_error() -> None:
 
 
 @ranks(2)
+def test_where_a_failure_cannot_be_told_each_rank_raises_its_own_error() -> None:
+    """A module on the CPU in a group for GPUs."""
+    group = dist.new_group(backend="cuda:gloo")
+    with pytest.raises(ValueError, match=r"device_ids .* only work with"):
+        DistributedDataParallel(small(), device_ids=[dist.get_rank()], process_group=group)
+    assert_works()
+
+
+@ranks(2)
 def test_output_device_0_on_the_cpu_is_ignored_as_in_stock() -> None:
     assert DistributedDataParallel(small(), output_device=0).output_device is None
     assert_works()

@@ -1,4 +1,4 @@
-"""Which backwards are reduced: as torch documents ``no_sync``, and microbatch by microbatch."""
+"""Which backwards are reduced: those that stock reduces, microbatch by microbatch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,16 @@ from torch.nn.parallel import DistributedDataParallel as Stock
 from tritonddp import DistributedDataParallel
 
 Microbatch = Callable[[Any, Tensor], None]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> Tensor:
+        result = self.second(self.first(x).tanh())
+        return result if state is None else state.add_(result.mean(0))
 
 
 def reduced(ddp: Any, x: Tensor) -> None:
@@ -73,6 +83,29 @@ def flag_set_by_hand(ddp: Any, x: Tensor) -> None:
     loss.backward()
 
 
+def inside_behind_one_outside(ddp: Any, x: Tensor) -> None:
+    """One of two views is kept out of the synchronisation, as stock's users do: it is not."""
+    loss = ddp(x).square().sum()
+    with ddp.no_sync():
+        loss = loss + ddp(x + 1).sum()
+    loss.backward()
+
+
+def outside_behind_one_inside(ddp: Any, x: Tensor) -> None:
+    with ddp.no_sync():
+        loss = ddp(x).square().sum()
+    (loss + ddp(x + 1).sum()).backward()
+
+
+def handed_on(ddp: Any, x: Tensor) -> None:
+    """A recurrent state, changed in place: each forward returns the same tensor."""
+    state = torch.zeros(2, 2) + x.mean()
+    with ddp.no_sync():
+        for _ in range(2):
+            state = ddp(x, state)
+    ddp(x, state).sum().backward()
+
+
 WINDOWS: dict[str, tuple[list[Microbatch], int]] = {
     "forward and backward inside": ([forward_and_backward_inside] * 2 + [reduced], 1),
     "forward inside": ([forward_inside] * 2 + [reduced], 1),
@@ -81,6 +114,9 @@ WINDOWS: dict[str, tuple[list[Microbatch], int]] = {
     "forced as Accelerate does": ([forward_and_backward_inside, triggered], 1),
     "not forced any more": ([prepared, forward_inside, reduced], 2),
     "two forwards": ([two_forwards_inside, reduced], 1),
+    "the later inside": ([forward_inside, inside_behind_one_outside], 1),
+    "the earlier inside": ([forward_inside, outside_behind_one_inside], 1),
+    "handed on": ([forward_inside, handed_on], 1),
     "flag": ([flag_set_by_hand, reduced], 1),
     "mixed": ([forward_inside, reduced, flag_set_by_hand, triggered, forward_inside, reduced], 3),
 }
@@ -94,7 +130,7 @@ def test_after_each_microbatch_gradients_are_those_of_stock(name: str, view: boo
     seen: list[list[Tensor]] = []
     for kind in (Stock, DistributedDataParallel):
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        net = Net()
         ddp = kind(net, gradient_as_bucket_view=view)
         generator = torch.Generator().manual_seed(dist.get_rank())
         seen.append([])
@@ -125,29 +161,51 @@ def test_no_sync_around_the_backward_alone_is_local() -> None:
 
 
 @ranks(2)
-def test_the_latest_of_several_forwards_decides() -> None:
-    for first, second, reductions in ((True, False, 0), (False, True, 1)):
-        ddp = DistributedDataParallel(nn.Linear(2, 1))
-        losses = []
-        for syncs in (first, second):
-            with contextlib.nullcontext() if syncs else ddp.no_sync():
-                losses.append(ddp(torch.ones(1, 2)).sum())
-        sum(losses).backward()
-        assert ddp.reducer.counters.reductions == reductions
-        reduced(ddp, torch.ones(1, 2))
+def test_ranks_that_use_different_parameters_reduce_the_same_backwards() -> None:
+    """A gradient of the penalty may come before the outputs are seen, on one rank only."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Linear(2, 1)}))
+    rank = dist.get_rank()
+    ddp.module.forward = lambda both: sum(
+        ddp.module[name](torch.ones(1, 2)) for name in ("ab" if both else "a")
+    )
+    for step in range(6):
+        is_last = step % 3 == 2
+        with contextlib.nullcontext() if is_last else ddp.no_sync():
+            loss = ddp(both=rank == 0)
+        penalty = sum(param.square().sum() for param in ddp.parameters())
+        (loss + penalty).backward()
+        assert ddp.reducer.counters.reductions == (step + 1) // 3
 
 
 @ranks(2)
-def test_a_backward_through_no_output_goes_by_the_moment_it_starts() -> None:
+def test_a_backward_through_no_output_is_taken_for_that_of_the_last_forward() -> None:
+    """By the moment when it starts, where no forward waits for its backward."""
     ddp = DistributedDataParallel(nn.Linear(2, 1))
+
+    def penalty() -> None:
+        ddp.module.weight.square().sum().backward()
+
+    penalty()
     with ddp.no_sync():
         ddp(torch.ones(1, 2))
-        loss = ddp.module.weight.square().sum()
-    loss.backward()
+    penalty()
     assert ddp.reducer.counters.reductions == 1
+    penalty()
     with ddp.no_sync():
-        ddp.module.weight.square().sum().backward()
-    assert ddp.reducer.counters.reductions == 1
+        penalty()
+    assert ddp.reducer.counters.reductions == 2
+
+
+@ranks(2)
+def test_gradients_reduced_on_request_end_a_window_as_a_backward_does() -> None:
+    ddp = DistributedDataParallel(nn.Linear(2, 1))
+    loss = ddp(torch.ones(1, 2)).sum()  # arms the reduction
+    with ddp.no_sync():
+        loss.backward()
+    ddp.reduce_gradients()
+    forward_inside(ddp, torch.ones(1, 2))
+    assert ddp.reducer.counters.reductions == 0
 
 
 @ranks(2)

@@ -108,6 +108,17 @@ def process_groups() -> list[dist.ProcessGroup]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
+def serving_device(group: dist.ProcessGroup, candidates: Sequence[torch.device]) -> torch.device:
+    """The first of some devices whose tensors ``group`` sends; the CPU if none is known to be."""
+    for device in candidates:
+        try:
+            group._get_backend(device)
+        except RuntimeError:
+            continue
+        return device
+    return torch.device("cpu")
+
+
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """How long a collective of ``group`` may take: backends tell, a group does not.
 
@@ -396,17 +407,19 @@ def gloo_threads(group: dist.ProcessGroup) -> int | None:
         return None
 
 
-def put_on_stock(name: str) -> Any:
-    """What somebody has put on torch's class by this name; ``None`` if nobody has.
+def patches_of_stock() -> dict[str, Any]:
+    """What others have put on torch's class, by name.
 
     Not what is torch's own: its methods would find other attributes than theirs.
     """
-    value = vars(STOCK).get(name)
+    return {name: value for name, value in vars(STOCK).items() if not _is_torchs_own(name, value)}
+
+
+def _is_torchs_own(name: str, value: Any) -> bool:
+    if name.startswith("__") or name in ("_abc_impl", "_active_ddp_module"):
+        return True
     function = getattr(value, "fget", None) or getattr(value, "__func__", value)
-    is_own = name.startswith("__") or name in ("_abc_impl", "_active_ddp_module")
-    if is_own or getattr(function, "__module__", None) == STOCK.__module__:
-        return None
-    return value
+    return getattr(function, "__module__", None) == STOCK.__module__
 
 
 def active_wrapper() -> Any:

@@ -17,7 +17,6 @@ from tritonddp.comm.hooks import Hook, HookReduction
 from tritonddp.comm.optimizers import SteppingReduction, take_over
 from tritonddp.forks import refuse_inherited, when_forked
 from tritonddp.in_step import InStep
-from tritonddp.outputs import Forward
 from tritonddp.participation import as_trainable
 from tritonddp.reducer_state import Phase, reducers
 from tritonddp.unused import unused_error
@@ -47,6 +46,7 @@ class BetweenBackwards(InStep):
         self._wait_post_backward()
         if torch.is_grad_enabled():
             self.forwards += 1
+            self._forwards.begins()
             self._look()
             if self._unused_error is not None:
                 message, self._unused_error = self._unused_error, None
@@ -87,7 +87,7 @@ class BetweenBackwards(InStep):
             outputs: its tensors.
             syncs: whether backwards through them may be reduced: it ran outside ``no_sync``.
         """
-        self._outputs.watch(outputs, Forward(self.forwards, self.counters.reductions, syncs))
+        self._outputs.watch(outputs, self._forwards.ended(self.counters.reductions, syncs))
 
     def missing(self) -> list[Parameter]:
         """Parameters that the last reduced backward has not reached."""

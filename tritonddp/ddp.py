@@ -21,6 +21,7 @@ from tritonddp._compat import (
     leave_join,
     localize_if_sliced,
     move_inputs,
+    serving_device,
 )
 from tritonddp.assignment import MIB, BucketCaps
 from tritonddp.attendance import Attendance
@@ -51,7 +52,7 @@ from tritonddp.reducer import Reducer
 from tritonddp.roll_call import enter
 from tritonddp.roster import Roster
 from tritonddp.stock_names import StockNames, warn_of_static_graph
-from tritonddp.verify import describe, describe_error, verify_same
+from tritonddp.verify import describe, tell_failure, verify_same
 from tritonddp.weighting import Weight
 from tritonddp.whereabouts import remember_first
 from tritonddp.wire import AUTO, Wire
@@ -194,6 +195,7 @@ class DistributedDataParallel(
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         super().__init__()
         Follower.__init__(self)
+        self._adopt_patches()
         self.process_group = process_group_of(process_group, device_mesh)
         enter(self.process_group)  # before the first collective
         self._is_sliced = False
@@ -230,8 +232,7 @@ class DistributedDataParallel(
         except Exception as error:
             # The other ranks must not wait for this one.
             if isinstance(init_sync, int) and init_sync:
-                sendable = self.device if self.device_type == "cuda" else torch.device("cpu")
-                verify_same(describe_error(error), self.process_group, sendable)
+                tell_failure(error, self.process_group, self._sendable(device_ids))
             raise
         self.is_multi_device_module = len(devices) > 1
         self.dim = dim
@@ -297,6 +298,17 @@ class DistributedDataParallel(
         self._roster.enroll()  # all ranks hold the same module
         DistributedDataParallel._wrapped += 1
 
+    def _sendable(self, device_ids: Any) -> torch.device:
+        """A device whose tensors can be sent, also where the module is on a wrong one."""
+        devices = [torch.device("cpu")]
+        if self.device_type == "cuda":
+            devices.insert(0, self.device)
+        elif torch.cuda.is_available():
+            given = device_ids[0] if isinstance(device_ids, list) and device_ids else None
+            index = given if isinstance(given, int) else torch.cuda.current_device()
+            devices.append(torch.device("cuda", index))
+        return serving_device(self.process_group, devices)
+
     def _enter_group(self) -> None:
         """Make what this rank knows of its process group, and of the module. No collective."""
         heed_debug_level()
@@ -350,10 +362,9 @@ class DistributedDataParallel(
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module alone. Subclasses call another method of it here."""
         with self._inside_ddp_forward():
-            module: Any = self._modules["module"]  # past __getattr__, which asks stock's class too
             if self._low is None:
-                return module(*inputs, **kwargs)
-            return self._low.run(module, inputs, kwargs)
+                return self.module(*inputs, **kwargs)
+            return self._low.run(self.module, inputs, kwargs)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """All that is done before the module runs; returns the inputs on its device."""
@@ -395,11 +406,10 @@ class DistributedDataParallel(
     def no_sync(self) -> Iterator[None]:
         """Context: backwards accumulate gradients locally; the first one after it reduces all.
 
-        A backward is local if it starts inside, and also if the forward ran inside through whose
-        outputs it goes; of several forwards the latest counts. So, as in stock, put the forward of
-        each microbatch but the last one inside, alone or with its backward. (In stock the forward
-        alone decides: a backward that starts inside, of a forward before, is reduced there.)
-        ``reducer.prepare_for_backward([])`` behind the forward has the next backward reduced in any
+        As in stock, put the forward of each microbatch but the last one inside, alone or with its
+        backward: the first backward that follows a forward outside is reduced, and those before it
+        are not. Only here a backward that starts inside is local too, wherever its forward ran.
+        ``reducer.prepare_for_backward([])`` behind a forward has its next backward reduced in any
         case.
 
         Example::

@@ -152,7 +152,7 @@ class InContext(OnRequest):
         if self._phase is not Phase.DETACHED:
             self._check_context()
         reference = weakref.ref(self)
-        forward = Forward(self.forwards, self.counters.reductions, syncs)
+        forward = self._forwards.ended(self.counters.reductions, syncs)
 
         def backward(_: Tensor) -> None:
             reducer = reference()
@@ -217,9 +217,10 @@ class InContext(OnRequest):
             if graph_task in (self._seen_in_context, begun):
                 return  # through another output, which has decided; perhaps its begin has failed
             self._seen_in_context = graph_task
-            if not self._is_reduced(forward):
+            is_reduced = self._is_reduced(forward)
+            self._forwards.backward_begins(is_reduced)
+            if not is_reduced:
                 return  # no_sync: the context keeps this rank's gradients
-            self._prepared = 0
             if backward is not None and backward.is_queued() is not None:
                 raise RuntimeError(
                     f"{self._where()}: a backward in another torch.distributed.autograd context "
@@ -384,12 +385,15 @@ def _telling_at_end() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        failure = error
+        queue_end_of_backward(_raising(error))
 
-        def tell() -> None:
-            raise failure
 
-        queue_end_of_backward(tell)
+def _raising(error: Exception) -> Callable[[], None]:
+    # Here, not where it was caught: its traceback would hold the frame, and that the function.
+    def tell() -> None:
+        raise error
+
+    return tell
 
 
 def _arrival_hook(reference: weakref.ref[InContext], number: int) -> Callable[..., None]:

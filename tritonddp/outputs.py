@@ -32,6 +32,63 @@ class Forward:
         self.reached = False
 
 
+class Forwards:
+    """What the forwards until now say of the next backward: is it reduced, or does it accumulate?
+
+    As in stock DDP a forward outside ``no_sync`` arms the reduction, until one has begun: then the
+    next backward is reduced, whichever outputs it goes through. Until one is armed, a backward is
+    local if its forward ran inside; if it goes through no output, or through none so far, the last
+    forward is taken for its own. Beyond stock a backward that starts inside is local too.
+
+    All this follows from the order of calls, never from the order in which autograd runs hooks,
+    which differs between ranks that use different parameters.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._prepared = 0  # the last forward whose next backward is reduced, wherever it starts
+        self._is_armed = False
+        self._was_local = False  # the last forward, which no backward has followed
+
+    def begins(self) -> None:
+        """One begins. A backward inside of it, as Lightning makes, is none of the last one's."""
+        self._was_local = False
+
+    def ended(self, reductions: int, syncs: bool) -> Forward:
+        """One has run, before which there were so many reductions.
+
+        Args:
+            reductions: so many.
+            syncs: it ran outside ``no_sync``.
+        """
+        self._number += 1
+        self._is_armed = self._is_armed or syncs
+        self._was_local = not syncs
+        return Forward(self._number, reductions, syncs)
+
+    def prepare(self) -> None:
+        """The next backward is to be reduced, also of forwards that ran under ``no_sync``."""
+        self._is_armed = True
+        self._prepared = self._number
+
+    def forces(self, forward: Forward | None) -> bool:
+        """Whether a backward is reduced although it starts inside ``no_sync``."""
+        return forward is not None and forward.number <= self._prepared
+
+    def keep_local(self, forward: Forward | None) -> bool:
+        """Whether a backward through outputs of ``forward`` is local although it starts outside."""
+        if self._is_armed:
+            return False
+        return self._was_local if forward is None else not forward.syncs
+
+    def backward_begins(self, reduced: bool) -> None:
+        """A backward begins."""
+        self._was_local = False
+        self._prepared = 0
+        if reduced:
+            self._is_armed = False
+
+
 class Listener(Protocol):
     """Who is told; referred to weakly."""
 

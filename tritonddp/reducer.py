@@ -94,15 +94,12 @@ class Reducer(InContext):
             self._open(forward, reached, missing, reduced)
 
     def _is_reduced(self, forward: Forward | None) -> bool:
-        """Whether this backward is reduced, or only accumulates.
-
-        As torch documents ``no_sync``, the forward decides; of several the latest, through whose
-        outputs a backward goes first.
-        """
-        if forward is not None and not forward.syncs:
-            # (Inside join the ranks without inputs have heard what the forward said.)
-            return forward.number <= self._prepared and not self._attendance.is_open
-        return self._should_sync()
+        """Whether this backward is reduced, or only accumulates; see :class:`Forwards`."""
+        if self._attendance.is_open:  # the ranks without inputs have heard what the forward said
+            return (forward is None or forward.syncs) and self._should_sync()
+        if self._forwards.forces(forward):
+            return True
+        return not self._forwards.keep_local(forward) and self._should_sync()
 
     def _open(
         self, forward: Forward | None, reached: Sequence[bool], missing: set[int], reduced: bool
@@ -111,10 +108,10 @@ class Reducer(InContext):
         self._queue_end()
         self._graph_task = current_graph_task_id()
         self._creates_graph = torch.is_grad_enabled()
+        self._forwards.backward_begins(reduced)
         if not reduced:
             self._phase = Phase.LOCAL
             return
-        self._prepared = 0
         for bucket in self.buckets:
             if bucket.index not in self._left_out:
                 bucket.begin()

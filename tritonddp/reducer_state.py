@@ -28,7 +28,7 @@ from tritonddp.counters import Counters
 from tritonddp.delayed import Gate
 from tritonddp.finite import FiniteCheck
 from tritonddp.lazy_bucket import LazyBucket, LazyViewBucket
-from tritonddp.outputs import Forward, Outputs
+from tritonddp.outputs import Forward, Forwards, Outputs
 from tritonddp.participation import Constancy, Unannounced, as_trainable
 from tritonddp.placement import Placement
 from tritonddp.readiness import Readiness
@@ -139,8 +139,7 @@ class ReducerState(ABC, StockReducerNames):
         self._creates_graph = False
         self._end_is_queued: Callable[[], object] = lambda: None
         self._outputs = Outputs(self)
-        # The number of the last forward whose next backward is reduced in any case.
-        self._prepared = 0
+        self._forwards = Forwards()
         self._window = Window(lambda: [param for _, param in roster.params])
         self._next = 0  # first bucket that is not launched
         self._in_flight: list[tuple[Bucket, Work]] = []

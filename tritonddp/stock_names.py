@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
-from tritonddp._compat import active_wrapper, move_inputs, put_on_stock, set_active_wrapper
+from tritonddp._compat import active_wrapper, move_inputs, patches_of_stock, set_active_wrapper
 from tritonddp.assignment import MIB, BucketCaps
 from tritonddp.construction import plain_names
 from tritonddp.logging_data import Logger
@@ -52,15 +52,15 @@ class StockNames:
     _delay_all_reduce_all_params = False  # delayed gradients have buckets too
     _static_graph_delay_allreduce_enqueued = True  # no first backward needs it
 
-    def __getattr__(self, name: str) -> Any:
-        """What somebody has put on torch's class is found here too: fastai puts methods there."""
-        try:
-            return super().__getattr__(name)  # type: ignore[misc]
-        except AttributeError:
-            value = put_on_stock(name)
-            if value is None:
-                raise
-            return value.__get__(self, type(self)) if hasattr(value, "__get__") else value
+    @classmethod
+    def _adopt_patches(cls) -> None:
+        """What somebody has put on torch's class is found here too: fastai puts methods there.
+
+        (Not by ``__getattr__``, which would keep dynamo from all that looks at an attribute.)
+        """
+        for name, value in patches_of_stock().items():
+            if not hasattr(cls, name):
+                setattr(StockNames, name, value)
 
     # Which parameters and buffers
 

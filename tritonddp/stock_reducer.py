@@ -20,6 +20,7 @@ from tritonddp.logging_data import Logger
 
 if TYPE_CHECKING:
     from tritonddp.arrangement import Arrangement
+    from tritonddp.outputs import Forwards
     from tritonddp.participation import Constancy
     from tritonddp.roster import Roster
 
@@ -37,21 +38,22 @@ class StockReducerNames:
         _strict: bool
         _where: Callable[[], str]
         watch: Callable[[Sequence[Tensor]], None]
-        _prepared: int
+        _forwards: Forwards
         _run_hook: Callable[[GradBucket], Any] | None
 
     _logger: Callable[[], Logger | None] = staticmethod(lambda: None)
 
     def prepare_for_backward(self, outputs: Sequence[Tensor] = ()) -> None:
-        """The next backward of a forward until now is reduced, also if that ran under ``no_sync``.
+        """The next backward is reduced, also if its forward ran under ``no_sync``.
 
-        (Here no other backward has to be prepared.)
+        One through the outputs of a forward until now is even if it starts there. (Here no other
+        backward has to be prepared.)
 
         Args:
             outputs: which it goes through, of a forward in which they were not seen.
         """
         self.watch(outputs)
-        self._prepared = self.forwards
+        self._forwards.prepare()
 
     def _set_static_graph(self) -> None:
         """Parameters may be unused.

@@ -45,6 +45,26 @@ def describe_error(error: Exception) -> dict[str, dict[str, str]]:
     }
 
 
+def tell_failure(error: Exception, group: dist.ProcessGroup, device: torch.device) -> None:
+    """This rank cannot wrap its module: tell the others, so that they do not wait for it.
+
+    Returns if no rank can, or none can be told: then each is to raise its own error.
+
+    Args:
+        error: why it cannot.
+        group: the ranks.
+        device: of what is sent.
+
+    Raises:
+        RuntimeError: other ranks can wrap theirs; names the ranks that cannot, on every rank.
+    """
+    try:
+        verify_same(describe_error(error), group, device)
+    except RuntimeError as failure:
+        if failure.__cause__ is None:  # not that the comparison itself has failed
+            raise
+
+
 def verify_same(
     description: dict[str, dict[str, str]],
     group: dist.ProcessGroup,
@@ -69,15 +89,17 @@ def verify_same(
     message = json.dumps(description).encode()
     digest = hashlib.sha256(message).digest() + len(message).to_bytes(8, "little")
     place = where or f"rank {group.rank()}, wrapping"
-    with RollCall(group).naming(place, "comparison of what the ranks hold"):
+    naming = RollCall(group).naming
+    with naming(place, "comparison of what the ranks hold"):
         # What a rank calls itself, and what no other rank has, in front.
         sent = group.rank().to_bytes(8, "little") + os.urandom(8) + digest
         came = _all_gather_bytes(sent, len(sent), group, device)
-        _check_ranks(came, place)
-        digests = [each[16:] for each in came]
-        if all(other == digests[0] for other in digests):
-            return
-        longest = max(int.from_bytes(other[-8:], "little") for other in digests)
+    _check_ranks(came, place)
+    digests = [each[16:] for each in came]
+    if all(other == digests[0] for other in digests):
+        return
+    longest = max(int.from_bytes(other[-8:], "little") for other in digests)
+    with naming(place, "comparison of what the ranks hold"):
         if longest > _LARGEST:  # on every rank alike
             raise RuntimeError(f"a rank announces a description of {longest} bytes")
         messages = _all_gather_bytes(message, longest, group, device)

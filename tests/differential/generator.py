@@ -46,6 +46,7 @@ class _Generator:
         self._seed = seed
         self._world_size = world_size
         self._random = random.Random(f"{seed} {world_size}")
+        self._is_armed = False  # has a forward run outside no_sync since the last reduction?
         self._for_stock = self._chance(0.65)
         self._options = self._draw_options()
         self._is_strict = (
@@ -278,11 +279,13 @@ class _Generator:
         local = self._for_stock or self._joins or self._chance(0.5)
         forward = replace(self._draw_forward(8), local=local)
         backward = self._backward((8,), self._draw_heads(), weighted, local=True)
+        self._is_armed = self._is_armed or not local
         # (Not drawn, or other scenarios would be than those that are known to find planted faults.)
-        return [forward, replace(backward, outside=local and forward.rows[0] == 1)]
+        return [forward, replace(backward, outside=not self._is_armed and forward.rows[0] == 1)]
 
     def _draw_reduction(self, number: int, weighted: str) -> list[Action]:
         """Forwards and backwards that are reduced."""
+        self._is_armed = False
         actions: list[Action] = [self._draw_forward(0, number)]
         if self._chance(0.1) and not self._reentrant and not self._is_static:
             actions[0] = replace(self._draw_forward(0, number), requires_grad=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import types
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import launched
@@ -16,17 +18,21 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tritonddp
-from tritonddp._compat import STOCK, put_on_stock
+from tritonddp._compat import STOCK, patches_of_stock
+from tritonddp.integrations import replacement
 from tritonddp.integrations.accelerate import instead_of_stock
+from tritonddp.stock_names import StockNames
 
 OURS = tritonddp.DistributedDataParallel
 PLACES = [torch.nn.parallel, torch.nn.parallel.distributed]
 
 
 @pytest.fixture(autouse=True)
-def stock_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in PLACES:
-        monkeypatch.setattr(place, "DistributedDataParallel", STOCK)
+def stock_comes_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(replacement, "_is_for_good", False)
+    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", STOCK)
+    yield
+    torch.nn.parallel.distributed.__class__ = types.ModuleType
 
 
 @pytest.fixture
@@ -112,6 +118,41 @@ def test_a_subclass_of_the_replaced_name_is_a_subclass_of_ours() -> None:
     assert OURS in Mine.__mro__
 
 
+def train(ddp: nn.Module) -> None:
+    with ddp.join():  # type: ignore[operator]
+        for _ in range(2):  # (stock cannot reduce over the fake backend)
+            ddp(torch.ones(1, 1))
+
+
+@pytest.mark.parametrize("for_good", [True, False])
+def test_a_wrapper_that_is_still_torchs_works_as_ever(for_good: bool, wrap: Any) -> None:
+    """Its methods look torch's class up by its name too."""
+    stock = wrap()
+    with contextlib.nullcontext() if for_good else replacement.stock_replaced():
+        if for_good:
+            tritonddp.replace_stock()
+        late = STOCK(nn.Linear(1, 1))
+        assert names() == [OURS, OURS]
+        for ddp in (stock, late, wrap()):
+            train(ddp)
+        with stock._inside_ddp_forward():
+            assert STOCK._get_active_ddp_module() is stock
+    train(stock)
+
+
+def test_a_context_inside_which_it_is_replaced_for_good_leaves_it_so() -> None:
+    with replacement.stock_replaced():
+        tritonddp.replace_stock()
+    assert names() == [OURS, OURS]
+
+
+def test_somebody_else_may_set_the_name_again() -> None:
+    tritonddp.replace_stock()
+    for place in PLACES:
+        place.DistributedDataParallel = STOCK  # type: ignore[attr-defined]
+    assert names() == [STOCK, STOCK]
+
+
 # What others put on torch's class
 
 pytestmark = pytest.mark.filterwarnings("ignore:These modules had imported:UserWarning")
@@ -121,8 +162,7 @@ def test_what_somebody_has_put_on_torchs_class_is_found_on_ours(
     monkeypatch: pytest.MonkeyPatch, wrap: Any
 ) -> None:
     tritonddp.replace_stock()
-    ddp = wrap()
-    assert not hasattr(ddp, "reset")
+    assert not hasattr(wrap(), "reset")
     put = {
         "reset": lambda self: self.module.in_features,
         "kind": property(lambda self: type(self.module).__name__),
@@ -132,14 +172,16 @@ def test_what_somebody_has_put_on_torchs_class_is_found_on_ours(
     }
     for name, value in put.items():
         monkeypatch.setattr(STOCK, name, value, raising=False)
+        monkeypatch.setattr(StockNames, name, None, raising=False)  # taken back in the end
+        delattr(StockNames, name)
+    ddp = wrap()
     assert (ddp.reset(), ddp.kind, ddp.twice(4), ddp.made_by(), ddp.version) == (
         (1, "Linear", 8, OURS, 3)
     )
 
 
 def test_what_is_torchs_own_is_not_taken_for_somebody_elses(wrap: Any) -> None:
-    own = {name for name, value in vars(STOCK).items() if put_on_stock(name) is None}
-    assert own == set(vars(STOCK))
+    assert patches_of_stock() == {}
     tritonddp.replace_stock()
     with pytest.raises(AttributeError, match="no attribute '_passing_sync_batchnorm_handle'"):
         _ = wrap()._passing_sync_batchnorm_handle

@@ -2,13 +2,14 @@
 
 ``torch.nn.parallel.DistributedDataParallel`` and ``torch.nn.parallel.distributed
 .DistributedDataParallel``, the names by which torch offers its class, stand for ours. A module that
-has imported torch's class by name before (``from torch.nn.parallel import ...``) keeps it: replace
-first, import then.
+has imported torch's class by name before (``from torch.nn.parallel import ...``) keeps it, and its
+wrappers work as ever: replace first, import then.
 """
 
 from __future__ import annotations
 
 import sys
+import types
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,24 @@ from tritonddp._compat import STOCK
 from tritonddp.ddp import DistributedDataParallel
 
 _NAME = "DistributedDataParallel"
-_PLACES: tuple[Any, ...] = (torch.nn.parallel, torch.nn.parallel.distributed)
+_is_for_good = False
+
+
+class _Offers(types.ModuleType):
+    """``torch.nn.parallel.distributed`` while it offers our class.
+
+    What is looked up in the module is ours. Its own functions, the methods of torch's class, find
+    that one among their globals, as they must.
+    """
+
+    @property
+    def DistributedDataParallel(self) -> type[DistributedDataParallel]:
+        return DistributedDataParallel
+
+    @DistributedDataParallel.setter
+    def DistributedDataParallel(self, value: Any) -> None:
+        self.__class__ = types.ModuleType  # type: ignore[assignment]
+        self.DistributedDataParallel = value
 
 
 def replace_stock() -> None:
@@ -38,10 +56,12 @@ def replace_stock() -> None:
         tritonddp.replace_stock()
         import some_trainer  # wraps with torch.nn.parallel.DistributedDataParallel
     """
-    if _is_replaced():
+    global _is_for_good
+    if _is_for_good:
         return
+    _is_for_good = True
     bound = _bound()
-    _put(DistributedDataParallel)
+    _replace()
     if bound:
         warnings.warn(
             f"{_sentence(bound)} If they wrap models, call replace_stock() before they are "
@@ -85,22 +105,21 @@ def instead_of_stock() -> Iterator[None]:
 @contextmanager
 def stock_replaced() -> Iterator[None]:
     """Context: :func:`instead_of_stock` for callers that need not wrap anything."""
-    before = [getattr(place, _NAME) for place in _PLACES]
-    _put(DistributedDataParallel)
+    parallel: Any = torch.nn.parallel
+    before, kind = parallel.DistributedDataParallel, type(torch.nn.parallel.distributed)
+    _replace()
     try:
         yield
     finally:
-        for place, cls in zip(_PLACES, before, strict=True):
-            setattr(place, _NAME, cls)
+        if not _is_for_good:
+            parallel.DistributedDataParallel = before
+            torch.nn.parallel.distributed.__class__ = kind
 
 
-def _put(cls: type) -> None:
-    for place in _PLACES:
-        setattr(place, _NAME, cls)
-
-
-def _is_replaced() -> bool:
-    return all(getattr(place, _NAME) is DistributedDataParallel for place in _PLACES)
+def _replace() -> None:
+    parallel: Any = torch.nn.parallel
+    parallel.DistributedDataParallel = DistributedDataParallel
+    parallel.distributed.__class__ = _Offers
 
 
 def _bound() -> list[str]:
