@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -38,5 +39,6 @@ def test_a_clone_beside_the_script_does_not_hide_an_editable_install(tmp_path: P
     script.write_text(SCRIPT)
     # Without the site packages, in which this tree may be installed already.
     run = [sys.executable, "-S", script, installed]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(run, env=plain, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.strip() == str(tree / "tritonddp/__init__.py"), done.stderr
