@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +83,13 @@ def test_a_distributed_checkpoint_of_one_class_resumes_in_the_other(
 # Metrics
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchmetrics") is None,
+    reason="needs torchmetrics: the extra [integrations]",
+)
 @ranks(2)
 def test_metrics_that_ranks_exchange_between_forward_and_backward_do_not_disturb_it() -> None:
-    classification = pytest.importorskip(
-        "torchmetrics.classification", reason="needs torchmetrics: the extra [integrations]"
-    )
+    from torchmetrics import classification
 
     def run(wrapper: Any) -> Results:
         torch.manual_seed(dist.get_rank())
