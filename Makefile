@@ -3,7 +3,7 @@
 # make test-faults    each rank in turn dies, stops or errs: all faults (make test plays a quarter)
 # make test-clients   mmengine, ignite, Lightning, transformers and others train beside stock DDP (minutes)
 # make soak    10,000 random steps beside an oracle: does anything pile up or drift? (some minutes)
-# make lint    formatter, linter, type checker
+# make lint    formatter, linter, type checker, which rooms may import which
 # make bench   what a machine measures without a GPU, in under 10 minutes; tables, plots, README's figures
 # make figures the tables, plots and README's figures anew from the result files
 # make bench-compare BASE=<git revision>    the tree's steps against an earlier revision's, in one run
@@ -60,6 +60,7 @@ lint: $(VENV)/.test-installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 bench: $(VENV)/.test-installed
 	@echo "Running the benchmarks on the CPU (under 10 minutes; let the machine do nothing else) ..."
@@ -82,7 +83,7 @@ gpu:
 	@timeout -k 5 594 $(PYTHON) benchmarks/gpu.py $(ARGS)
 
 clean:
-	rm -rf .venv .venv-torch-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf .venv .venv-torch-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.demo-installed: $(VENV)/constraints.txt pyproject.toml

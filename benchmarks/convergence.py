@@ -43,7 +43,8 @@ class Contender:
 
     Attributes:
         losses: on the held-out data, in nats per target, at each evaluation.
-        sent_bytes: of a rank in the last step, see :class:`tritonddp.counters.Counters`.
+        sent_bytes: of a rank in the last step, see
+        :class:`tritonddp.coordination.counters.Counters`.
     """
 
     ddp: Any

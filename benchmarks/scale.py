@@ -3,11 +3,12 @@
     python benchmarks/scale.py [--hosts 2 16 4096] [--rate 1gbit] [--latency 50us] [--ideal]
         [--library gloo|nccl] [--out FILE] [--plot FILE]
 
-Asks the cost model by which ``compression="auto"`` chooses (``tritonddp/cost_model.py``) about any
-number of hosts. What hosts and model take comes from a result of network.py: its probe of two hosts
-on a line without limit, and the unwrapped steps. First the steps that were measured there are
-predicted, from the rate of each line alone, and both are shown: 15% is what the model is held to.
-Ends with status 1 if it is further off, 2 if there is no such result.
+Asks the cost model by which ``compression="auto"`` chooses
+(``tritonddp/features/auto_compression/cost_model.py``) about any number of hosts. What hosts and
+model take comes from a result of network.py: its probe of two hosts on a line without limit, and
+the unwrapped steps. First the steps that were measured there are predicted, from the rate of each
+line alone, and both are shown: 15% is what the model is held to. Ends with status 1 if it is
+further off, 2 if there is no such result.
 
 More hosts take more rounds of messages, each of which takes ``--latency``. ``--ideal`` leaves the
 hosts out: kernels and calls that take no time. What is left is bytes and latency, and so the most
@@ -34,9 +35,8 @@ from line import frame_bytes
 from network import rate_of
 from report_tables import rate as show_rate
 
-from tritonddp.auto import wires
-from tritonddp.choice import MARGIN
-from tritonddp.cost_model import (
+from tritonddp.features.auto_compression.choice import MARGIN
+from tritonddp.features.auto_compression.cost_model import (
     Compute,
     Kernel,
     Library,
@@ -46,7 +46,8 @@ from tritonddp.cost_model import (
     passage,
     step_seconds,
 )
-from tritonddp.probe import Figures
+from tritonddp.features.auto_compression.planner import wires
+from tritonddp.features.auto_compression.probe import Figures
 
 RESULTS = Path(__file__).with_name("results") / "cpu"
 # How far a prediction may be off.

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from architectures import ARCHITECTURES
 
-from tritonddp.assignment import BucketCaps, assign_buckets
+from tritonddp.buckets.assignment import BucketCaps, assign_buckets
 
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, ...]

@@ -32,7 +32,7 @@ from models import CASES, Batch, Case, loss
 from ranks import Ranks, process_group
 
 import tritonddp
-from tritonddp.timeline import Backward
+from tritonddp.diagnostics.timeline import Backward
 
 DISCARDED = 5  # backwards at first: buckets are formed anew after the first, allocators settle
 
@@ -79,7 +79,7 @@ def main() -> None:
 
 def measure(
     case: Case, ranks: Ranks, steps: int, views: bool, bucket_cap_mb: float | None
-) -> tuple[tritonddp.timeline.Timeline, dict[str, Any]]:
+) -> tuple[tritonddp.diagnostics.timeline.Timeline, dict[str, Any]]:
     """Trace ``steps`` backwards of a model, with as many untraced ones around; collective."""
     batch = case.batch(ranks.device, seed=ranks.rank)
     model = tritonddp.DistributedDataParallel(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tritonddp.timeline import Backward, BucketPass, Interval
+from tritonddp.diagnostics.timeline import Backward, BucketPass, Interval
 
 try:
     import matplotlib

@@ -14,7 +14,7 @@ from torch.autograd import DeviceType
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 from torch.profiler import ProfilerActivity, profile
 
-from tritonddp.counters import Counters
+from tritonddp.coordination.counters import Counters
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Traffic:
 
     Attributes:
         wire_bytes: handed to collectives: gradients, and whatever tells who used what.
-        sent_bytes: what of them this rank has to send, see :class:`tritonddp.counters.Counters`.
+        sent_bytes: what of them this rank has to send, see
+        :class:`tritonddp.coordination.counters.Counters`.
         collectives: as the process group counts them.
         launches: kernels, copies and fills on the device, those of the model's own backward
             included; ``None`` on the CPU, or where the profiler cannot look into the device.

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tritonddp import kernels
+from tritonddp.kernels import dispatch as kernels
 
 
 @contextlib.contextmanager
@@ -40,14 +40,15 @@ def interpreting_ranks() -> Iterator[None]:
 
 def use_gpu_kernels() -> None:
     """From now on this rank's tensors on the CPU get the kernels of a GPU, interpreted."""
-    from tritonddp.kernels import dequantize, flatten, quantize, reduce_parts, table, unflatten
+    from tritonddp.kernels import device_tables, flatten, unflatten
+    from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
 
     assert flatten.INTERPRETED
     one_at_a_time = _one_at_a_time()
     plain = kernels.Kernels(
         one_at_a_time(flatten.flatten),
         one_at_a_time(unflatten.unflatten),
-        table.ALIGNMENT,
+        device_tables.ALIGNMENT,
         True,
         kernels._whole,
         kernels._never,

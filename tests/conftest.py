@@ -31,10 +31,10 @@ def _import_interpreted_kernels() -> None:
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
-        import tritonddp.kernels.dequantize
         import tritonddp.kernels.flatten
-        import tritonddp.kernels.quantize
-        import tritonddp.kernels.reduce_parts
+        import tritonddp.kernels.quantized.dequantize
+        import tritonddp.kernels.quantized.quantize
+        import tritonddp.kernels.quantized.reduce_parts
         import tritonddp.kernels.unflatten  # noqa: F401
     except ImportError as error:
         if error.name != "triton":

@@ -295,7 +295,7 @@ def _jobs(connection: Connection) -> Iterator[Any]:
 
 
 # Until the next one is over: a thread of gloo that still lets go of a hook's callbacks, stock's for
-# example, must not be the last to hold its group (see tritonddp/comm/hooks.py).
+# example, must not be the last to hold its group (see tritonddp/comm/comm_hook.py).
 _last_group: list[dist.ProcessGroup | None] = []
 
 

@@ -15,12 +15,12 @@ from distributed import assert_same_on_all_ranks, gather, ranks
 from torch import nn
 
 import tritonddp
-from tritonddp import auto
-from tritonddp.auto import collectives, options
-from tritonddp.bucket import Bucket
-from tritonddp.choice import OWN
-from tritonddp.probe import Figures
-from tritonddp.sampling import Moments
+from tritonddp.buckets.bucket import Bucket
+from tritonddp.diagnostics.sampling import Moments
+from tritonddp.features.auto_compression import planner
+from tritonddp.features.auto_compression.choice import OWN
+from tritonddp.features.auto_compression.planner import collectives, options
+from tritonddp.features.auto_compression.probe import Figures
 
 # Seconds a byte: of a line on which a small model takes seconds, and of one that takes no time.
 SLOW, FAST = 1e-4, 0.0
@@ -32,10 +32,10 @@ def figures(byte: float) -> Figures:
     for dtype in (torch.float32, torch.bfloat16):
         for wire in options(dtype):
             for kind, carried in collectives(wire):
-                name = f"{kind.value} {auto.name_of(carried)}"
+                name = f"{kind.value} {planner.name_of(carried)}"
                 seconds |= {f"{name}: call": 1e-5, f"{name}: byte": byte, f"{name}: core": 0.0}
             for step in ("fill", "reduce", "empty"):
-                name = f"{auto.name_of(dtype)} as {wire}: {step}"
+                name = f"{planner.name_of(dtype)} as {wire}: {step}"
                 seconds |= {f"{name}, launch": 1e-6, f"{name}, element": 1e-10}
     return Figures(dist.get_world_size(), 1.0, seconds, 0.5)
 
@@ -50,7 +50,7 @@ def line(byte: float) -> Iterator[list[Figures]]:
         return measured[-1]
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(auto, "measure", measure)
+        monkeypatch.setattr(planner, "measure", measure)
         yield measured
 
 
@@ -64,7 +64,7 @@ def backwards(*seconds: float) -> Iterator[None]:
             return int(next(left) * 1e9)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(auto, "Moments", Clock)
+        monkeypatch.setattr(planner, "Moments", Clock)
         yield
 
 
@@ -92,7 +92,7 @@ def step(ddp: tritonddp.DistributedDataParallel, width: int = 64) -> None:
 def taken(ddp: tritonddp.DistributedDataParallel) -> list[str]:
     """What the buckets travel as."""
     return [
-        "int8" if bucket.quantization is not None else auto.name_of(bucket.flat.data.dtype)
+        "int8" if bucket.quantization is not None else planner.name_of(bucket.flat.data.dtype)
         for bucket in ddp.reducer.buckets
     ]
 
@@ -238,9 +238,9 @@ def test_the_reasons_are_told_once_by_one_rank_and_can_be_asked_for() -> None:
         def emit(self, record: logging.LogRecord) -> None:
             told.append(record.getMessage())
 
-    handler, before = Handler(), auto.logger.level
-    auto.logger.addHandler(handler)
-    auto.logger.setLevel(logging.INFO)
+    handler, before = Handler(), planner.logger.level
+    planner.logger.addHandler(handler)
+    planner.logger.setLevel(logging.INFO)
     try:
         with line(SLOW):
             ddp = wrap()
@@ -248,8 +248,8 @@ def test_the_reasons_are_told_once_by_one_rank_and_can_be_asked_for() -> None:
         for _ in range(9):
             step(ddp)
     finally:
-        auto.logger.removeHandler(handler)
-        auto.logger.setLevel(before)
+        planner.logger.removeHandler(handler)
+        planner.logger.setLevel(before)
     assert told == ([ddp.wire_report()] if dist.get_rank() == 0 else [])
     report = ddp.wire_report()
     assert "all-to-all of uint8" in report

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from tritonddp import DistributedDataParallel
-from tritonddp.ballot import (
+from tritonddp.coordination.agreement import (
     BYTES,
     Ballot,
     Disagreement,

@@ -5,12 +5,12 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from tritonddp.assignment import MIB, BucketCaps, assign_buckets
-from tritonddp.bucket import Bucket, GradientError
-from tritonddp.counters import Counters
-from tritonddp.gradient_layout import gradient_strides
-from tritonddp.kernels import select
-from tritonddp.kernels.buffer import Layout
+from tritonddp.buckets.assignment import MIB, BucketCaps, assign_buckets
+from tritonddp.buckets.bucket import Bucket, GradientError
+from tritonddp.coordination.counters import Counters
+from tritonddp.kernels.dispatch import select
+from tritonddp.kernels.flat_buffer import Layout
+from tritonddp.kernels.memory_order import gradient_strides
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tritonddp import checksum
-from tritonddp.checksum import checksums
+from tritonddp.diagnostics import checksum
+from tritonddp.diagnostics.checksum import checksums
 
 FLOATS = [
     torch.float64,

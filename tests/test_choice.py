@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tritonddp.choice import BEST, MARGIN, OWN, Candidates, choose
-from tritonddp.cost_model import Kernel, Kind, Load, Speed, WireCost
+from tritonddp.features.auto_compression.choice import BEST, MARGIN, OWN, Candidates, choose
+from tritonddp.features.auto_compression.cost_model import Kernel, Kind, Load, Speed, WireCost
 
 MILLION = 1_000_000
 

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 import tritonddp
 from tritonddp import DistributedDataParallel
-from tritonddp.arrangement import SETTLED
-from tritonddp.ballot import BYTES as BALLOT_BYTES
+from tritonddp.buckets.manager import SETTLED
+from tritonddp.buckets.residuals import residuals_of
 from tritonddp.comm import quantized
-from tritonddp.comm.feedback import residuals_of
-from tritonddp.kernels.quantized_buffer import MessageLayout
+from tritonddp.coordination.agreement import BYTES as BALLOT_BYTES
+from tritonddp.kernels.quantized.buffer import MessageLayout
 
 sys.path.append(str(Path(__file__).with_name("kernels")))
 

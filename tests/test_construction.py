@@ -484,7 +484,7 @@ sys.modules["triton"] = None  # importing it fails
 import torch, tritonddp
 import torch.distributed as dist
 assert not dist.is_initialized()
-from tritonddp.kernels import select
+from tritonddp.kernels.dispatch import select
 try:
     select(torch.device("cuda"))
 except RuntimeError as error:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tritonddp.cost_model import (
+from tritonddp.features.auto_compression.cost_model import (
     Compute,
     Kernel,
     Kind,

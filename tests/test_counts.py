@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritonddp import DistributedDataParallel
-from tritonddp.ballot import BYTES as BALLOT_BYTES
-from tritonddp.counters import Counters
+from tritonddp.coordination.agreement import BYTES as BALLOT_BYTES
+from tritonddp.coordination.counters import Counters
 
 VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 

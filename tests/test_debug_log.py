@@ -12,8 +12,9 @@ import torch.distributed as dist
 from distributed import ranks
 from torch import nn
 
-from tritonddp import DistributedDataParallel, mismatch
-from tritonddp.debug_log import heed_debug_level
+from tritonddp import DistributedDataParallel
+from tritonddp.coordination import mismatch
+from tritonddp.diagnostics.debug_log import heed_debug_level
 
 LOGGER = logging.getLogger("tritonddp")
 

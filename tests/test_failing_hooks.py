@@ -99,7 +99,7 @@ def hooked(hook: Any, at_once: bool) -> tuple[Any, Any]:
     """A model with this hook, called as buckets fill or at the end; and one without it."""
     hook.__annotations__.clear()
     model, reference = OURS(net(), **FIVE_BUCKETS), OURS(net(), **FIVE_BUCKETS)
-    name = "tritonddp.comm.hooks.hooks_of_one_collective"
+    name = "tritonddp.comm.comm_hook.hooks_of_one_collective"
     with mock.patch(name, return_value=(hook,) if at_once else ()):
         model.register_comm_hook(None, hook)
     return model, reference

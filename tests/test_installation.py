@@ -29,7 +29,7 @@ def test_a_clone_beside_the_script_does_not_hide_an_editable_install(tmp_path: P
         tree.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tree)
     (tree / "tritonddp").mkdir()
-    (tree / "tritonddp/__init__.py").touch()
+    (tree / "tritonddp.py").touch()
     for folder in (wheels, installed, user / "tritonddp"):
         folder.mkdir(parents=True)
     subprocess.run([sys.executable, "-c", BUILD, wheels], cwd=tree, check=True, capture_output=True)
@@ -41,4 +41,4 @@ def test_a_clone_beside_the_script_does_not_hide_an_editable_install(tmp_path: P
     run = [sys.executable, "-S", script, installed]
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(run, env=plain, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout.strip() == str(tree / "tritonddp/__init__.py"), done.stderr
+    assert done.stdout.strip() == str(tree / "tritonddp.py"), done.stderr

@@ -19,10 +19,11 @@ import torch.distributed as dist
 from distributed import assert_same_on_all_ranks, gather, ranks
 from torch import nn
 
-from tritonddp import DistributedDataParallel, collectives
-from tritonddp.comm import all_to_all, quantized
-from tritonddp.interrupts import Uninterrupted
-from tritonddp.reducer import Reducer
+from tritonddp import DistributedDataParallel
+from tritonddp.comm import point_to_point, quantized
+from tritonddp.coordination import collectives
+from tritonddp.coordination.interrupts import Uninterrupted
+from tritonddp.reducer.reducer import Reducer
 
 
 def interrupt() -> None:
@@ -68,7 +69,7 @@ POINTS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
 @ranks(2, timeout=30)
 def test_after_an_interrupt_in_a_backward_the_ranks_are_in_step(point: str) -> None:
     owner, name, number, options = POINTS[point]
-    assert quantized.send is all_to_all.send
+    assert quantized.send is point_to_point.send
     hooked = options.get("hook", False)
     options = {key: value for key, value in options.items() if key != "hook"}
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,11 +22,23 @@ from torch import nn
 
 import tritonddp
 from tritonddp import DistributedDataParallel
-from tritonddp.reducer_state import Phase
+from tritonddp.reducer.state import Phase
 
 _LIBRARY = Path(tritonddp.__file__).parent
 # One in so many points is tried.
 _STRIDE = int(os.environ.get("TRITONDDP_INTERRUPTS", "5"))
+
+
+@cache
+def is_struck(file: str) -> bool:
+    """Whether signals are tried in this file: of the library, but for kernels and adapters."""
+    path = Path(file)
+    if _LIBRARY not in path.parents:
+        return False
+    return path.name == "memory_order.py" or path.relative_to(_LIBRARY).parts[0] not in (
+        "kernels",
+        "integrations",
+    )
 
 
 class Interrupt:
@@ -45,9 +58,9 @@ class Interrupt:
         self.where: str | None = None
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
-        path = Path(frame.f_code.co_filename)
-        if event not in ("call", "c_return") or path.parent not in (_LIBRARY, _LIBRARY / "comm"):
+        if event not in ("call", "c_return") or not is_struck(frame.f_code.co_filename):
             return
+        path = Path(frame.f_code.co_filename)
         # What comes while a generator is taken apart is lost, and there Python does not look.
         if path.name == "interrupts.py" or frame.f_code.co_name == "<genexpr>":
             return

@@ -42,7 +42,9 @@ def step(net: nn.Module, both: bool = True) -> None:
 
 def clock() -> Any:
     """A clock that counts how often it is looked at."""
-    return mock.patch("tritonddp.sampling.time.perf_counter_ns", itertools.count(1).__next__)
+    return mock.patch(
+        "tritonddp.diagnostics.sampling.time.perf_counter_ns", itertools.count(1).__next__
+    )
 
 
 @pytest.mark.parametrize(
@@ -195,7 +197,7 @@ def test_with_manual_finalisation_communication_ends_when_that_does() -> None:
         net = DistributedDataParallel(Two())
         net.require_manual_backward_finalization = True
         step(net)
-        tritonddp.sampling.time.perf_counter_ns()  # communication goes on
+        tritonddp.diagnostics.sampling.time.perf_counter_ns()  # communication goes on
         net.finalize_backward()
         assert times() == {
             "backward_comm_time": 2,

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from distributed import gather, ranks
 
-from tritonddp import probe
-from tritonddp.bucket import Bucket
-from tritonddp.cost_model import Kind, Speed
-from tritonddp.probe import Figures, Way, measure
+from tritonddp.buckets.bucket import Bucket
+from tritonddp.features.auto_compression import probe
+from tritonddp.features.auto_compression.cost_model import Kind, Speed
+from tritonddp.features.auto_compression.probe import Figures, Way, measure
 
 CPU = torch.device("cpu")
 STEPS = ("fill", "reduce", "empty")

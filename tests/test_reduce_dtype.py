@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from tritonddp import DistributedDataParallel
-from tritonddp.ballot import BYTES as BALLOT_BYTES
+from tritonddp.coordination.agreement import BYTES as BALLOT_BYTES
 
 VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

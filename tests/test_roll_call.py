@@ -20,9 +20,9 @@ import torch.distributed as dist
 from distributed import ranks
 from launched import ROOT
 
-from tritonddp import roll_call
-from tritonddp.roll_call import RollCall, enter
-from tritonddp.whereabouts import Process, announce
+from tritonddp.coordination import failures
+from tritonddp.coordination.failures import RollCall, enter
+from tritonddp.coordination.processes import Process, announce
 
 PLACE = "step 4, bucket 1 ('a.weight', 'b.bias', ...)"
 # A process may take long to start on a busy machine; a test that hangs ends here.
@@ -268,8 +268,8 @@ class Group:
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
-    monkeypatch.setattr(roll_call, "_PATIENCE", 0.0)
-    monkeypatch.setattr(roll_call, "_HOST_STAYS", 0.0)
+    monkeypatch.setattr(failures, "_PATIENCE", 0.0)
+    monkeypatch.setattr(failures, "_HOST_STAYS", 0.0)
     return dist.HashStore()
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import Parameter
 
 from tritonddp import DistributedDataParallel
-from tritonddp.arrangement import SETTLED
-from tritonddp.roster import Roster
+from tritonddp.buckets.manager import SETTLED
+from tritonddp.buckets.parameters import Roster
 
 VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 

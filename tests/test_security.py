@@ -13,7 +13,7 @@ from distributed import ranks
 from torch import nn
 
 from tritonddp import DistributedDataParallel
-from tritonddp.verify import verify_same
+from tritonddp.coordination.verify import verify_same
 
 ROOT = Path(__file__).parents[1]
 LIBRARY = [*(ROOT / "tritonddp").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]

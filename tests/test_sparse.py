@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Stock
 
 from tritonddp import DistributedDataParallel
-from tritonddp.sparse_bucket import Announcement, Kind, SparseBucket
+from tritonddp.buckets.sparse_bucket import Announcement, Kind, SparseBucket
 
 VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 ROWS = 12

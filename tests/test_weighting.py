@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from tritonddp import DistributedDataParallel
-from tritonddp.weighting import Weight, Window
+from tritonddp.features.weighted_mean import Weight, Window
 
 VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 

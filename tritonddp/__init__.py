@@ -1,8 +1,8 @@
 """A drop-in DistributedDataParallel whose gradients travel in whole buckets."""
 
 from tritonddp.ddp import DistributedDataParallel
+from tritonddp.diagnostics.trace import trace
 from tritonddp.integrations.replacement import instead_of_stock, replace_stock
-from tritonddp.tracing import trace
 
 __all__ = [
     "DistributedDataParallel",

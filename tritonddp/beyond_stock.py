@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tritonddp.check_sync import check_sync
-from tritonddp.join import refuse_inside
-from tritonddp.verify import describe, verify_same
-from tritonddp.view_bucket import ViewBucket
-from tritonddp.weighting import Weight
+from tritonddp.buckets.view_bucket import ViewBucket
+from tritonddp.coordination.verify import describe, verify_same
+from tritonddp.diagnostics.check_sync import check_sync
+from tritonddp.features.join import refuse_inside
+from tritonddp.features.weighted_mean import Weight
 
 if TYPE_CHECKING:
+    from tritonddp.buckets.parameters import Roster
     from tritonddp.ddp import DistributedDataParallel
-    from tritonddp.reducer import Reducer
-    from tritonddp.roster import Roster
+    from tritonddp.reducer.reducer import Reducer
 
 
 class BeyondStock:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tritonddp._compat import (
+from tritonddp._torch import (
     STOCK,
     distributed_context,
     keep_dynamo_out,
@@ -23,12 +23,14 @@ from tritonddp._compat import (
     move_inputs,
     serving_device,
 )
-from tritonddp.assignment import MIB, BucketCaps
-from tritonddp.attendance import Attendance
-from tritonddp.auto import measured
 from tritonddp.beyond_stock import BeyondStock
-from tritonddp.comm_state import CommState
-from tritonddp.construction import (
+from tritonddp.buckets.assignment import MIB, BucketCaps
+from tritonddp.buckets.exact import Exact
+from tritonddp.buckets.formats import AUTO, Wire
+from tritonddp.buckets.parameters import Roster
+from tritonddp.compat.hook_registration import TakesHooks
+from tritonddp.compat.stock_ddp import StockNames, warn_of_static_graph
+from tritonddp.config import (
     FLAGS,
     buffer_sync,
     check_flags,
@@ -37,25 +39,23 @@ from tritonddp.construction import (
     names_to_ignore,
     process_group_of,
 )
-from tritonddp.debug_log import heed_debug_level
-from tritonddp.delayed import Delay
-from tritonddp.exact import Exact
+from tritonddp.coordination.failures import enter
+from tritonddp.coordination.processes import remember_first
+from tritonddp.coordination.verify import describe, tell_failure, verify_same
+from tritonddp.diagnostics.debug_log import heed_debug_level
+from tritonddp.diagnostics.logging_data import Logger
+from tritonddp.features.auto_compression.planner import measured
+from tritonddp.features.buffer_sync import SyncsBuffers
+from tritonddp.features.check_finite import check_mode
+from tritonddp.features.delayed_params import Delay
+from tritonddp.features.join import Follower, announce_forward, is_joining, reduces_backward
+from tritonddp.features.join_protocol import Attendance
+from tritonddp.features.mixed_precision import LowPrecision, check_mixed_precision
+from tritonddp.features.weighted_mean import Weight
 from tritonddp.finalization import Finalizes
-from tritonddp.finite import check_mode
-from tritonddp.hook_registration import TakesHooks
-from tritonddp.join import Follower, announce_forward, is_joining, reduces_backward
-from tritonddp.logging_data import Logger
-from tritonddp.mixed_precision import LowPrecision, check_mixed_precision
-from tritonddp.module_buffers import SyncsBuffers
-from tritonddp.outputs import tensors_in
-from tritonddp.reducer import Reducer
-from tritonddp.roll_call import enter
-from tritonddp.roster import Roster
-from tritonddp.stock_names import StockNames, warn_of_static_graph
-from tritonddp.verify import describe, tell_failure, verify_same
-from tritonddp.weighting import Weight
-from tritonddp.whereabouts import remember_first
-from tritonddp.wire import AUTO, Wire
+from tritonddp.reducer.comm_state import CommState
+from tritonddp.reducer.output_hooks import tensors_in
+from tritonddp.reducer.reducer import Reducer
 
 
 class DistributedDataParallel(
@@ -143,7 +143,8 @@ class DistributedDataParallel(
         module: the wrapped module.
         require_backward_grad_sync: whether the next backward is reduced. :meth:`no_sync` sets it;
             it may also be set directly.
-        reducer: :class:`tritonddp.reducer.Reducer`; ``reducer.counters`` tells what was sent.
+        reducer: :class:`tritonddp.reducer.reducer.Reducer`; ``reducer.counters`` tells what was
+        sent.
 
     Raises:
         NotImplementedError: a dtype or kind of parameter that is not supported.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tritonddp.construction import check_flags
+from tritonddp.config import check_flags
 
 
 class Finalizes:

@@ -12,8 +12,8 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from tritonddp.kernels import select
-from tritonddp.kernels.buffer import FlatBuffer, Layout
+from tritonddp.kernels.dispatch import select
+from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
 
 WORLD_SIZE = 3  # gradients are scaled by 1/3, which rounds in every dtype
 # Gradients begin where torch's CUDA allocator lets allocations begin.
@@ -30,7 +30,7 @@ class Inputs:
             addresses do not matter, just the gradients.
         ours: the buffer of tritonddp's kernels, with their alignment.
         segments: slots ``[first, last)`` of ``ours`` that tritonddp flattens at once, see
-            ``tritonddp.bucket.Segment``.
+            ``tritonddp.buckets.bucket.Segment``.
         moved: the memory of ``ours`` with tables of its own, for gradients that take turns.
         plain: a buffer without gaps, as stock DDP has it.
         block: the memory of the gradients, at least as many elements as ``plain.payload``.
@@ -110,7 +110,7 @@ def _ours_flatten(inputs: Inputs) -> None:
     flatten = select(inputs.ours.data.device).flatten
     for first, last, part in inputs.segments:
         flatten(part, inputs.grads[first:last], [True] * (last - first), 1 / WORLD_SIZE)
-    if len(inputs.segments) > 1:  # as tritonddp.bucket.Bucket.seal does
+    if len(inputs.segments) > 1:  # as tritonddp.buckets.bucket.Bucket.seal does
         inputs.ours.write_trailer([True] * len(inputs.grads), ())
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tritonddp.kernels import select, select_quantized
-from tritonddp.kernels.buffer import Layout
-from tritonddp.kernels.quantized_buffer import BLOCK, MessageLayout, QuantizedBuffer, Residuals
+from tritonddp.kernels.dispatch import select, select_quantized
+from tritonddp.kernels.flat_buffer import Layout
+from tritonddp.kernels.quantized.buffer import BLOCK, MessageLayout, QuantizedBuffer, Residuals
 
 WORLD_SIZE = 8
 OURS, EAGER, CEILING = "tritonddp", "torch, eager", "device copy"

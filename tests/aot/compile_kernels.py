@@ -21,9 +21,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tritonddp.kernels import flatten, unflatten
+from tritonddp.kernels.device_tables import BLOCK
 from tritonddp.kernels.flatten import FLAG_BLOCK, compute_dtype
 from tritonddp.kernels.launch import Launcher
-from tritonddp.kernels.table import BLOCK
 
 SPELLING = {tl.float16: "fp16", tl.bfloat16: "bf16", tl.float32: "fp32", tl.float64: "fp64"}
 ALL_PAIRS = [(grad, wire) for grad in SPELLING for wire in SPELLING]

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import triton.language as tl
 from compile_kernels import SPELLING, TARGETS, compile_as_launched, facts_of
 
-from tritonddp.kernels import dequantize, quantize, reduce_parts
+from tritonddp.kernels.device_tables import BLOCK
 from tritonddp.kernels.flatten import FLAG_BLOCK
-from tritonddp.kernels.table import BLOCK
+from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
 
 # Gradients, number of bits, aligned, error feedback; and for sums, ranks instead of gradients.
 GRADIENTS = {

@@ -22,7 +22,7 @@ def repository(tmp_path: Path) -> Path:
     identity = ["-c", "user.name=test", "-c", "user.email=test@example.com"]
     for arguments in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "-m", "base"]):
         subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True)
-    bucket = folder / "tritonddp" / "bucket.py"
+    bucket = folder / "tritonddp" / "buckets" / "bucket.py"
     source = bucket.read_text()
     planted = source.replace(
         "        self._counters.flattens += 1\n",

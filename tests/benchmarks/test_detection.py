@@ -164,7 +164,7 @@ def test_a_slow_question_is_found(tmp_path: Path) -> None:
     for name in ("tritonddp", "benchmarks"):
         ignore = shutil.ignore_patterns("__pycache__", "results")
         shutil.copytree(ROOT / name, folder / name, ignore=ignore)
-    with (folder / "tritonddp" / "participation.py").open("a") as source:
+    with (folder / "tritonddp" / "reducer" / "participation.py").open("a") as source:
         source.write(
             "\n\ndef _slow(self, query=Participation.query):\n"
             "    __import__('time').sleep(0.2)\n"

@@ -25,7 +25,7 @@ from hosts import hosts_or_skip
 from launched import ignoring
 from line import Limit, frame_bytes, step_limit
 
-from tritonddp.ballot import BYTES as BALLOT_BYTES
+from tritonddp.coordination.agreement import BYTES as BALLOT_BYTES
 
 BENCHMARKS = Path(benchmark.__file__).parent
 FRAMED = 1514 / 1448

@@ -14,7 +14,7 @@ import report_tables
 import scale
 from line import FRAME_BYTES, FRAME_PAYLOAD
 
-from tritonddp.cost_model import Kind, Library
+from tritonddp.features.auto_compression.cost_model import Kind, Library
 
 FRAMED = FRAME_BYTES / FRAME_PAYLOAD
 # Elements of each gradient, and whether it is exact. Two buckets in fp32, three in int8.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torchrun import ROOT, measured
 
-from tritonddp.ballot import BYTES
+from tritonddp.coordination.agreement import BYTES
 
 PARAMETERS = {"mlp": 12 * (512 * 512 + 512), "branchy": 400 * (32 * 32 + 32)}
 TENSORS = {"mlp": 24, "branchy": 800}

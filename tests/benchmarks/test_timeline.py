@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tritonddp.timeline import Backward, BucketPass, Gradient, Interval
+from tritonddp.diagnostics.timeline import Backward, BucketPass, Gradient, Interval
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))

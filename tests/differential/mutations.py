@@ -10,12 +10,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from tritonddp import DistributedDataParallel, bucket, reducer, roster
-from tritonddp.bucket import Bucket
+from tritonddp import DistributedDataParallel
+from tritonddp.buckets import bucket, parameters
+from tritonddp.buckets.bucket import Bucket
+from tritonddp.buckets.sparse_bucket import SparseBucket
+from tritonddp.buckets.view_bucket import ViewBucket
 from tritonddp.comm.reduction import AllReduce
-from tritonddp.reducer import Reducer
-from tritonddp.sparse_bucket import SparseBucket
-from tritonddp.view_bucket import ViewBucket
+from tritonddp.reducer import participation
+from tritonddp.reducer.reducer import Reducer
 
 Mutation = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -102,7 +104,7 @@ def ignored_no_sync() -> Iterator[None]:
 @mutation
 def ignored_forward_under_no_sync() -> Iterator[None]:
     """Only the start of a backward decides whether it is reduced, not its forward."""
-    with patch.object(reducer.Reducer, "_is_reduced", lambda self, forward: self._should_sync()):
+    with patch.object(Reducer, "_is_reduced", lambda self, forward: self._should_sync()):
         yield
 
 
@@ -229,14 +231,14 @@ def gradients_of_others_memory() -> Iterator[None]:
 @mutation
 def parameters_of_the_first_day() -> Iterator[None]:
     """Parameters that are replaced or unfrozen are not taken up."""
-    with patch.object(roster.Roster, "look", lambda self, where: False):
+    with patch.object(parameters.Roster, "look", lambda self, where: False):
         yield
 
 
 @mutation
 def lost_gradient_of_a_hook() -> Iterator[None]:
     """Reentrant checkpoints, which the engine does not announce, are not waited for."""
-    with patch.object(reducer.Unannounced, "may_come", lambda self, missing: set()):
+    with patch.object(participation.Unannounced, "may_come", lambda self, missing: set()):
         yield
 
 

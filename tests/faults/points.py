@@ -51,10 +51,10 @@ POINTS = {
     "end of backward": Point("plain", f"{REDUCTION}.finish"),
     "between two results": Point("plain", f"{REDUCTION}.finish", call=2),
     "order of gradients": Point(
-        "plain", "tritonddp.arrangement:Arrangement.agree_on_order", step=0
+        "plain", "tritonddp.buckets.manager:Arrangement.agree_on_order", step=0
     ),
     "after the order of gradients": Point(
-        "plain", "tritonddp.arrangement:Arrangement.renew", step=0
+        "plain", "tritonddp.buckets.manager:Arrangement.renew", step=0
     ),
     "optimizer step": Point("plain", "optimizer"),
     "no_sync": Point("no_sync", "microbatch"),
@@ -62,26 +62,32 @@ POINTS = {
     "reduce_gradients": Point("request", "request"),
     "inside reduce_gradients": Point("request", f"{REDUCTION}._issue", call=1),
     "communication hook": Point("hook", "hook", call=1),
-    "flags behind the hooks": Point("hook", "tritonddp.comm.hooks:HookReduction._send"),
+    "flags behind the hooks": Point("hook", "tritonddp.comm.comm_hook:HookReduction._send"),
     "broadcast of added parameters": Point(
         "added", "tritonddp.ddp:DistributedDataParallel._broadcast"
     ),
-    "bucket of added parameters": Point("added", "tritonddp.in_step:reduce_at_once"),
+    "bucket of added parameters": Point("added", "tritonddp.reducer.recovery:reduce_at_once"),
     "exchange of compressed gradients": Point("plain", "tritonddp.comm.quantized:send", call=2),
     "sum of compressed gradients": Point("plain", "tritonddp.comm.quantized:_Exchange.go_on"),
-    "timing of collectives": Point("plain", "tritonddp.probe:_Lines.slowest", call=1, step=-1),
-    "choice of wires": Point("plain", "tritonddp.auto:Auto._slowest_backward", step=0),
+    "timing of collectives": Point(
+        "plain", "tritonddp.features.auto_compression.probe:_Lines.slowest", call=1, step=-1
+    ),
+    "choice of wires": Point(
+        "plain", "tritonddp.features.auto_compression.planner:Auto._slowest_backward", step=0
+    ),
     "rows of sparse gradients": Point("sparse", "tritonddp.comm.reduction:exchange"),
     "finalize_backward": Point("finalize", "finalize"),
     "inside finalize_backward": Point("finalize", f"{REDUCTION}.finish", call=1),
     "check_sync": Point("check", "check"),
-    "checksums": Point("check", "tritonddp.check_sync:checksums"),
+    "checksums": Point("check", "tritonddp.diagnostics.check_sync:checksums"),
     "forward inside join": Point("join", "tritonddp.ddp:announce_forward"),
-    "announcement inside join": Point("join", "tritonddp.attendance:Attendance.tell"),
+    "announcement inside join": Point("join", "tritonddp.features.join_protocol:Attendance.tell"),
     "backward inside join": Point("join", "gradient of a layer in the middle"),
-    "follower": Point("join", "tritonddp.attendance:Attendance.listen", step=None),
-    "follower's backward": Point("join", "tritonddp.in_step:InStep.follow", step=None),
-    "end of join": Point("join", "tritonddp.attendance:Attendance.agree_on_last", step=None),
+    "follower": Point("join", "tritonddp.features.join_protocol:Attendance.listen", step=None),
+    "follower's backward": Point("join", "tritonddp.reducer.recovery:InStep.follow", step=None),
+    "end of join": Point(
+        "join", "tritonddp.features.join_protocol:Attendance.agree_on_last", step=None
+    ),
 }
 
 # Where a rank that does something else than the others is told apart by the loop alone.

@@ -25,9 +25,10 @@ from poisoned import (
     values,
 )
 
-from tritonddp.kernels import launch, reference, select
-from tritonddp.kernels.buffer import DTYPES, FlatBuffer, Marks
-from tritonddp.kernels.table import DeviceTables
+from tritonddp.kernels import launch, reference
+from tritonddp.kernels.device_tables import DeviceTables
+from tritonddp.kernels.dispatch import select
+from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer, Marks
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,7 +17,7 @@ from poisoned import assert_same_bits, dense, embedded_gradients, raw
 from quantized_ranks import all_reduce, exchange, gather, quantized_buffers
 
 from tritonddp.kernels import launch
-from tritonddp.kernels import quantize_reference as reference
+from tritonddp.kernels.quantized import reference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,8 +44,8 @@ QUANTIZED = [True] * 11 + [False] * 3
 def kernels():
     # Not imported with this module: tests/kernels imports them for the interpreter, and whoever
     # comes first decides for the process.
-    from tritonddp.kernels import dequantize, quantize, reduce_parts
     from tritonddp.kernels.flatten import INTERPRETED
+    from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
 
     if INTERPRETED:
         pytest.skip("the kernels are interpreted in this process: run `pytest -m gpu`")

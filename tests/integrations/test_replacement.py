@@ -18,10 +18,10 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tritonddp
-from tritonddp._compat import STOCK, patches_of_stock
+from tritonddp._torch import STOCK, patches_of_stock
+from tritonddp.compat.stock_ddp import StockNames
 from tritonddp.integrations import replacement
 from tritonddp.integrations.accelerate import instead_of_stock
-from tritonddp.stock_names import StockNames
 
 OURS = tritonddp.DistributedDataParallel
 PLACES = [torch.nn.parallel, torch.nn.parallel.distributed]

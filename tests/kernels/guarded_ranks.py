@@ -9,7 +9,7 @@ from poisoned import Arena, assert_same_bits, raw
 from quantized_ranks import quantized_buffers
 from torch import Tensor
 
-from tritonddp.kernels.quantized_buffer import QuantizedBuffer
+from tritonddp.kernels.quantized.buffer import QuantizedBuffer
 
 
 class Guarded:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tritonddp.kernels.buffer import FlatBuffer, Layout, Marks
+from tritonddp.kernels.flat_buffer import FlatBuffer, Layout, Marks
 
 GUARD = 64  # elements; a multiple of 16 bytes in every dtype
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonddp.gradient_layout import gradient_strides
-from tritonddp.kernels import quantize_reference
-from tritonddp.kernels.buffer import Layout, Marks
-from tritonddp.kernels.quantized_buffer import MessageLayout, QuantizedBuffer, Residuals
+from tritonddp.kernels.flat_buffer import Layout, Marks
+from tritonddp.kernels.memory_order import gradient_strides
+from tritonddp.kernels.quantized import reference
+from tritonddp.kernels.quantized.buffer import MessageLayout, QuantizedBuffer, Residuals
 
 CPU = torch.device("cpu")
 
@@ -74,7 +74,7 @@ def all_reduce(
     grads: Sequence[Sequence[Tensor | None]],
     used: Sequence[Sequence[bool]] | None = None,
     scale: float = 1.0,
-    kernels: Any = quantize_reference,
+    kernels: Any = reference,
 ) -> list[list[Tensor]]:
     """The sum of ``grads[rank][slot]``, as each rank gets it."""
     size, slots = len(flats), len(flats[0].layout.numels)

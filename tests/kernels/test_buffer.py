@@ -7,7 +7,7 @@ import torch
 from poisoned import assert_gaps_intact, dense, embedded_flat, raw
 
 from tritonddp.kernels import reference
-from tritonddp.kernels.buffer import DTYPES, FlatBuffer, Layout, Marks
+from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer, Layout, Marks
 
 CPU = torch.device("cpu")
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tritonddp.kernels import reference, select
-from tritonddp.kernels.buffer import Layout
+from tritonddp.kernels import reference
 from tritonddp.kernels.complex import REAL, ComplexBuffer, on_real_parts
+from tritonddp.kernels.device_tables import ALIGNMENT
+from tritonddp.kernels.dispatch import select
+from tritonddp.kernels.flat_buffer import Layout
 from tritonddp.kernels.flatten import flatten
-from tritonddp.kernels.table import ALIGNMENT
 from tritonddp.kernels.unflatten import unflatten
 
 SHAPES = [(3, 5), (), (0,), (40,), (2, 3, 4)]

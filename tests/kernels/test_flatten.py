@@ -18,9 +18,9 @@ from poisoned import (
 )
 
 from tritonddp.kernels import launch, reference
-from tritonddp.kernels.buffer import DTYPES
+from tritonddp.kernels.device_tables import DeviceTables
+from tritonddp.kernels.flat_buffer import DTYPES
 from tritonddp.kernels.flatten import FLAG_BLOCK, flatten
-from tritonddp.kernels.table import DeviceTables
 
 # The interpreter is numpy, which warns of the infinities and NaNs that are the point here.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -10,12 +10,13 @@ from poisoned import assert_gaps_intact, assert_same_bits, dense, embedded_flat
 from quantized_ranks import exchange, quantized_buffers
 
 from tritonddp.kernels import flatten as flatten_module
-from tritonddp.kernels import quantize as quantize_module
-from tritonddp.kernels import quantize_reference, reference
-from tritonddp.kernels.buffer import DTYPES, Layout, Marks
+from tritonddp.kernels import reference
 from tritonddp.kernels.complex import ComplexBuffer, on_real_parts
-from tritonddp.kernels.quantize import QuantizedTables
-from tritonddp.kernels.table import DeviceTables
+from tritonddp.kernels.device_tables import DeviceTables
+from tritonddp.kernels.flat_buffer import DTYPES, Layout, Marks
+from tritonddp.kernels.quantized import quantize as quantize_module
+from tritonddp.kernels.quantized import reference as quantize_reference
+from tritonddp.kernels.quantized.quantize import QuantizedTables
 
 # The interpreter is numpy, which warns of the infinities and NaNs that are the point here.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

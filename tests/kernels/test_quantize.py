@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from poisoned import POISON, assert_same_bits, dense, embedded_gradients, raw, values
 from quantized_ranks import all_reduce, exchange, gather, quantized_buffers
 
-from tritonddp.kernels import dequantize as dequantize_module
 from tritonddp.kernels import launch
-from tritonddp.kernels import quantize as quantize_module
-from tritonddp.kernels import quantize_reference as reference
-from tritonddp.kernels.quantize import QuantizedTables, quantize
-from tritonddp.kernels.reduce_parts import reduce_parts
+from tritonddp.kernels.quantized import dequantize as dequantize_module
+from tritonddp.kernels.quantized import quantize as quantize_module
+from tritonddp.kernels.quantized import reference
+from tritonddp.kernels.quantized.quantize import QuantizedTables, quantize
+from tritonddp.kernels.quantized.reduce_parts import reduce_parts
 
 dequantize = dequantize_module.dequantize
 TRITON = SimpleNamespace(quantize=quantize, reduce_parts=reduce_parts, dequantize=dequantize)
@@ -291,7 +291,7 @@ def test_arguments_that_do_not_fit_are_errors_and_nothing_is_written():
 
 
 def test_each_operation_is_rounded_by_itself():
-    from tritonddp.kernels import reduce_parts as reduce_parts_module
+    from tritonddp.kernels.quantized import reduce_parts as reduce_parts_module
 
     for module in (quantize_module, reduce_parts_module, dequantize_module):
         assert module._launch.options["enable_fp_fusion"] is False

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from quantized_ranks import all_reduce, exchange, gather, quantized_buffers
 from torch import Tensor
 
-from tritonddp.kernels import quantize_reference
-from tritonddp.kernels.quantized_buffer import BLOCK, LIMITS, MessageLayout, QuantizedBuffer
+from tritonddp.kernels.quantized import reference
+from tritonddp.kernels.quantized.buffer import BLOCK, LIMITS, MessageLayout, QuantizedBuffer
 
 NUMBERS = [torch.int8, torch.float8_e4m3fn]
 _MAX = torch.finfo(torch.float32).max
@@ -190,16 +190,16 @@ def test_the_message_of_a_poisoned_rank_makes_all_nan_and_no_residual():
     all_reduce(flats, grads)
     before = flats[1].residuals.sent.clone()
     owned = [flat.residuals.reduced.clone() for flat in flats]
-    quantize_reference.quantize(flats[0], grads[0], [True, True], 1.0, bytes(6))
+    reference.quantize(flats[0], grads[0], [True, True], 1.0, bytes(6))
     flats[1].poison()
     flats[1].write_trailer([False, False], bytes(6))
     exchange(flats)
     for flat in flats:
-        quantize_reference.reduce_parts(flat)
+        reference.reduce_parts(flat)
     gather(flats)
     for flat, reduced in zip(flats, owned, strict=True):
         targets = [torch.zeros(700), torch.zeros(20)]
-        quantize_reference.dequantize(flat, targets)
+        reference.dequantize(flat, targets)
         assert all(target.isnan().all() for target in targets)
         assert torch.equal(flat.residuals.reduced, reduced)
         assert flat.flags.tolist() == [1, 1]
@@ -217,10 +217,10 @@ def test_parts_of_a_buffer_fill_the_same_message_as_the_whole(size):
     whole = quantized_buffers(like, quantized, torch.int8, size)[0]
     cut = quantized_buffers(like, quantized, torch.int8, size)[0]
     ballots = bytes(range(1, 1 + whole.layout.ballots))
-    quantize_reference.quantize(whole, grads, used, 0.5, ballots)
+    reference.quantize(whole, grads, used, 0.5, ballots)
     for first, last in [(0, 2), (2, 3), (3, 6)]:
         part = cut.part(first, last)
-        quantize_reference.quantize(part, grads[first:last], used[first:last], 0.5)
+        reference.quantize(part, grads[first:last], used[first:last], 0.5)
     assert cut.outgoing.trailers.count_nonzero() == 0
     cut.write_trailer(used, ballots)
     assert torch.equal(whole.message, cut.message)
@@ -231,12 +231,12 @@ def test_parts_of_a_buffer_fill_the_same_message_as_the_whole(size):
 def test_gradients_of_16_bits_in_any_memory_order_are_scaled_in_fp32(dtype):
     grad = (_values(40 * 64, 1.0, 1).view(4, 10, 64) * 3e4).to(dtype).permute(2, 0, 1)
     flats = quantized_buffers([grad], [True], torch.int8, 1)
-    quantize_reference.quantize(flats[0], [grad], [True], 4.0, bytes(3))  # overflows fp16
+    reference.quantize(flats[0], [grad], [True], 4.0, bytes(3))  # overflows fp16
     target = torch.empty_strided(grad.shape, grad.stride(), dtype=dtype)
     exchange(flats)
-    quantize_reference.reduce_parts(flats[0])
+    reference.reduce_parts(flats[0])
     gather(flats)
-    quantize_reference.dequantize(flats[0], [target], torch.tensor(0.25, dtype=torch.float64))
+    reference.dequantize(flats[0], [target], torch.tensor(0.25, dtype=torch.float64))
     assert (target.double() - grad.double()).abs().max() <= 3e4 / 127
 
 
@@ -255,7 +255,7 @@ def test_all_fp8_numbers_are_decoded_as_torch_does():
     flat = quantized_buffers([torch.empty(BLOCK)], [True], torch.float8_e4m3fn, 1)[0]
     flat.result.numbers.view(-1)[:254] = numbers
     flat.result.scales.fill_(0.75)
-    quantize_reference.put_together(flat)
+    reference.put_together(flat)
     assert torch.equal(flat.data[:254], numbers.float() * 0.75)
     assert torch.equal(flat.data[:254].signbit(), numbers.float().signbit())
 

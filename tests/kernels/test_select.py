@@ -10,7 +10,8 @@ import textwrap
 import pytest
 import torch
 
-from tritonddp.kernels import reference, select
+from tritonddp.kernels import reference
+from tritonddp.kernels.dispatch import select
 
 
 def run(code: str, **environment: str) -> str:
@@ -41,7 +42,7 @@ WITHOUT_TRITON = """
 
     sys.meta_path.insert(0, NoTriton())
     import torch
-    from tritonddp.kernels import select
+    from tritonddp.kernels.dispatch import select
 """
 
 
@@ -74,7 +75,7 @@ def test_cuda_tensors_get_the_triton_kernels():
     printed = run(
         """
         import torch
-        from tritonddp.kernels import select
+        from tritonddp.kernels.dispatch import select
         kernels = select(torch.device("cuda", 0))
         print(kernels.flatten.__module__, kernels.unflatten.__module__, kernels.alignment)
         assert select(torch.device("cuda", 1)) is kernels
@@ -87,7 +88,7 @@ def test_cuda_tensors_are_quantised_by_the_triton_kernels():
     printed = run(
         """
         import torch
-        from tritonddp.kernels import select_quantized
+        from tritonddp.kernels.dispatch import select_quantized
         kernels = select_quantized(torch.device("cuda", 0), torch.int8)
         for each in (kernels.quantize, kernels.reduce_parts, kernels.unflatten):
             print(each.__module__, each.__name__)
@@ -96,9 +97,9 @@ def test_cuda_tensors_are_quantised_by_the_triton_kernels():
         """
     )
     assert printed.splitlines() == [
-        "tritonddp.kernels.quantize quantize",
-        "tritonddp.kernels.reduce_parts reduce_parts",
-        "tritonddp.kernels.dequantize dequantize",
+        "tritonddp.kernels.quantized.quantize quantize",
+        "tritonddp.kernels.quantized.reduce_parts reduce_parts",
+        "tritonddp.kernels.quantized.dequantize dequantize",
     ]
 
 
@@ -107,7 +108,7 @@ def test_fp8_needs_capability_8_9_and_says_so_before_anything_is_compiled(capabi
     printed = run(
         f"""
         import torch
-        from tritonddp.kernels import select_quantized
+        from tritonddp.kernels.dispatch import select_quantized
         torch.cuda.get_device_capability = lambda device: {capability}
         try:
             select_quantized(torch.device("cuda", 1), torch.float8_e4m3fn)
@@ -148,7 +149,7 @@ def test_the_cpu_path_does_not_import_triton():
     printed = run(
         """
         import sys, torch
-        from tritonddp.kernels import select
+        from tritonddp.kernels.dispatch import select
         select(torch.device("cpu"))
         print([name for name in sys.modules if name.startswith("tritonddp.kernels.")])
         """

@@ -9,8 +9,8 @@ import pytest
 import torch
 from poisoned import dense
 
-from tritonddp.kernels.buffer import FlatBuffer, Layout
-from tritonddp.kernels.table import BLOCK, DeviceTables
+from tritonddp.kernels.device_tables import BLOCK, DeviceTables
+from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
 
 
 def flat_of(numels, alignment=16, ballots=0) -> FlatBuffer:
@@ -54,7 +54,7 @@ def test_the_tables_of_a_buffer_are_built_once():
 def test_a_large_bucket_is_cut_without_a_loop_over_chunks():
     # 2**33 elements are 4 million rows: offsets must not wrap, and a Python loop would take seconds
     # (Layout is used alone: nobody has the memory).
-    from tritonddp.kernels.table import _chunk_rows
+    from tritonddp.kernels.device_tables import _chunk_rows
 
     layout = Layout.of([(2**33 - 1,), (5,)], [(1,), (1,)], 16)
     rows = _chunk_rows(layout, 2048)

@@ -19,9 +19,9 @@ from poisoned import (
 )
 
 from tritonddp.kernels import launch, reference
-from tritonddp.kernels.buffer import DTYPES, FlatBuffer
+from tritonddp.kernels.device_tables import DeviceTables
+from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer
 from tritonddp.kernels.flatten import flatten
-from tritonddp.kernels.table import DeviceTables
 from tritonddp.kernels.unflatten import unflatten
 
 # The interpreter is numpy, which warns of the infinities and NaNs that are the point here.

@@ -1,1 +1,1 @@
-"""How a bucket is reduced, and how initial state and module buffers are synchronised."""
+"""HOW: a bucket becomes a mean over the ranks."""

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn import Parameter
 
-from tritonddp.bucket import Bucket
-from tritonddp.collectives import all_reduce
-from tritonddp.sparse_bucket import SparseBucket
+from tritonddp.buckets.bucket import Bucket
+from tritonddp.buckets.sparse_bucket import SparseBucket
+from tritonddp.coordination.collectives import all_reduce
 
 
 class GradBucket:

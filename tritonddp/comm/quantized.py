@@ -21,15 +21,15 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from tritonddp._compat import all_gather_single
-from tritonddp.bucket import Bucket, Segment
-from tritonddp.collectives import Work
-from tritonddp.comm.all_to_all import receive, send
+from tritonddp._torch import all_gather_single
+from tritonddp.buckets.bucket import Bucket, Segment
+from tritonddp.comm.point_to_point import receive, send
 from tritonddp.comm.reduction import AllReduce
-from tritonddp.counters import Counters
-from tritonddp.kernels import select_quantized
-from tritonddp.kernels.quantized_buffer import QuantizedBuffer
-from tritonddp.roll_call import RollCall, close_connections
+from tritonddp.coordination.collectives import Work
+from tritonddp.coordination.counters import Counters
+from tritonddp.coordination.failures import RollCall, close_connections
+from tritonddp.kernels.dispatch import select_quantized
+from tritonddp.kernels.quantized.buffer import QuantizedBuffer
 
 # Tags of messages: two for each bucket, from here on. So many buckets may be under way.
 _FIRST_TAG = 0x7D100000
@@ -45,7 +45,7 @@ class QuantizedAllReduce(AllReduce):
 
     Two collectives a bucket. They send together (W-1)/W of a message of one byte an element to all
     ranks, and as much for the sums, half the bytes of an all-reduce in bf16; see
-    :class:`~tritonddp.kernels.quantized_buffer.MessageLayout`.
+    :class:`~tritonddp.kernels.quantized.buffer.MessageLayout`.
 
     Attributes:
         plain: for gradients that no backward has put into a bucket, see :class:`Reduction`.

@@ -11,9 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tritonddp import collectives
-from tritonddp._compat import group_backend
-from tritonddp.ballot import (
+from tritonddp._torch import group_backend
+from tritonddp.buckets.bucket import Bucket, Segment
+from tritonddp.buckets.sparse_bucket import SparseBucket
+from tritonddp.comm.sparse import exchange
+from tritonddp.coordination import collectives
+from tritonddp.coordination.agreement import (
     BYTES,
     Ballot,
     Source,
@@ -23,14 +26,11 @@ from tritonddp.ballot import (
     read,
     total_weight,
 )
-from tritonddp.bucket import Bucket, Segment
-from tritonddp.collectives import Work
-from tritonddp.comm.sparse import exchange
-from tritonddp.counters import Counters
-from tritonddp.roll_call import RollCall
-from tritonddp.sparse_bucket import SparseBucket
+from tritonddp.coordination.collectives import Work
+from tritonddp.coordination.counters import Counters
+from tritonddp.coordination.failures import RollCall
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("tritonddp.comm.reduction")
 
 # Unit of weights in the first weighted reduction, before any is known to all ranks: some samples or
 # some thousands of tokens are both within a hundredfold of it, for which fp16 has room.
@@ -86,7 +86,7 @@ class Reduction(Protocol):
 
         Raises:
             StructureMismatch, Disagreement: the ranks do not reduce the same, see
-                :func:`tritonddp.ballot.check`. Nothing has been written then.
+                :func:`tritonddp.coordination.agreement.check`. Nothing has been written then.
         """
 
     def discard(self, bucket: Bucket, work: Work) -> None:

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tritonddp.collectives import all_gather_into, all_reduce
-from tritonddp.counters import Counters
-from tritonddp.kernels.buffer import round_up
-from tritonddp.sparse_bucket import Kind, SparseBucket
+from tritonddp.buckets.sparse_bucket import Kind, SparseBucket
+from tritonddp.coordination.collectives import all_gather_into, all_reduce
+from tritonddp.coordination.counters import Counters
+from tritonddp.kernels.flat_buffer import round_up
 
 # Bytes to which the parts of a message are aligned: at least the largest element.
 _ALIGNMENT = 16

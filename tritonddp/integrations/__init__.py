@@ -1,1 +1,1 @@
-"""Adapters for frameworks that wrap the model themselves; each has a module of its own here."""
+"""Adapters for frameworks that wrap a model themselves."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from typing import Any, TypeVar
 
-from tritonddp._compat import STOCK
+from tritonddp._torch import STOCK
 from tritonddp.ddp import DistributedDataParallel
 from tritonddp.integrations.replacement import instead_of_stock, stock_replaced
 

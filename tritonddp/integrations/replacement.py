@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.nn.parallel.distributed
 
-from tritonddp._compat import STOCK
+from tritonddp._torch import STOCK
 from tritonddp.ddp import DistributedDataParallel
 
 _NAME = "DistributedDataParallel"

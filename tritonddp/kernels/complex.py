@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tritonddp.kernels.buffer import FlatBuffer, Layout
+from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
 
 # Dtypes of gradients, and of their real and imaginary parts.
 REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tritonddp.kernels.buffer import FlatBuffer, Marks
+from tritonddp.kernels.device_tables import DeviceTables
+from tritonddp.kernels.flat_buffer import FlatBuffer, Marks
 from tritonddp.kernels.launch import Launcher
-from tritonddp.kernels.table import DeviceTables
 
 TRITON_DTYPES = {
     torch.float16: tl.float16,

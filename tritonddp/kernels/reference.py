@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonddp._compat import foreach_copy_, foreach_mul, foreach_mul_, foreach_zero_
-from tritonddp.kernels.buffer import FlatBuffer, Layout
+from tritonddp._torch import foreach_copy_, foreach_mul, foreach_mul_, foreach_zero_
+from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
 
 # No gaps in the buffer: on the CPU nothing is gained by aligned gradients.
 ALIGNMENT = 1

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tritonddp.kernels.buffer import FlatBuffer
+from tritonddp.kernels.device_tables import DeviceTables
+from tritonddp.kernels.flat_buffer import FlatBuffer
 from tritonddp.kernels.flatten import INTERPRETED, TRITON_DTYPES, compute_dtype, narrow, widen
 from tritonddp.kernels.launch import Launcher
-from tritonddp.kernels.table import DeviceTables
 
 
 @triton.jit(do_not_specialize=["flags_offset"])

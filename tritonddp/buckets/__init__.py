@@ -1,0 +1,1 @@
+"""WHERE: which parameters there are, which bucket each is in, and where it lies there."""

@@ -1,0 +1,199 @@
+"""What quantisation has left out so far, by parameter: for new buckets, and for checkpoints.
+
+Blocks are those of a parameter, whatever its bucket, and so are residuals. But which rank owns a
+block, and so keeps what was left out of its sum, depends on the bucket. What a rank kept of a block
+that it owns no longer it sends with its own gradients: the sum over the ranks is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonddp.buckets.bucket import Bucket
+from tritonddp.kernels.memory_order import gradient_strides
+from tritonddp.kernels.quantized.buffer import BLOCK, Quantization
+
+
+@dataclass
+class Left:
+    """What was left out of the gradients of one parameter, on this rank.
+
+    Attributes:
+        sent: fp32 ``(blocks, 256)``: of this rank's.
+        reduced: fp32 ``(owned blocks, 256)``: of the sums.
+        first: number of the first of these among the parameter's blocks.
+        unit: of weights, in which they are; ``None`` before the first reduction.
+    """
+
+    sent: Tensor
+    reduced: Tensor
+    first: int
+    unit: float | None
+
+
+class Feedback:
+    """Carries residuals from buckets to those that take their place."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Tensor, Left] = {}
+
+    def keep(self, buckets: Iterable[Bucket]) -> None:
+        """These buckets are about to be replaced."""
+        self._kept = {param: left for _, param, left in residuals_of(buckets)}
+
+    def hand_over(self, bucket: Bucket) -> None:
+        """Give a new bucket what was kept for its parameters."""
+        for param in bucket.params:
+            left = self._kept.pop(param, None)
+            if left is not None:
+                add_to(bucket, param, left)
+
+    def drop(self) -> None:
+        """All new buckets are made: what is left is of gradients that are quantised no longer.
+
+        (Each of them would keep the residuals of its whole former bucket alive.)
+        """
+        self._kept.clear()
+
+
+def residuals_of(buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor, Left]]:
+    """Names, parameters and what was left out of them: views of the residuals."""
+    for bucket in buckets:
+        quantization = bucket.quantization
+        if quantization is None or quantization.residuals is None:
+            continue
+        sent, reduced = quantization.residuals.sent, quantization.residuals.reduced
+        for slot, place, size in _slots(quantization):
+            first, last = _owned(quantization, place, size)
+            begin = place + first - _first_owned(quantization)
+            left = Left(
+                sent[place : place + size],
+                reduced[begin : begin + last - first],
+                first,
+                quantization.unit,
+            )
+            yield bucket.names[slot], bucket.params[slot], left
+
+
+def add_to(bucket: Bucket, param: Tensor, left: Left) -> None:
+    """Add ``left`` to what was left out of ``param`` in ``bucket``, if it is quantised there."""
+    quantization = bucket.quantization
+    if quantization is None or quantization.residuals is None:
+        return
+    sent, reduced = quantization.residuals.sent, quantization.residuals.reduced
+    for slot, place, size in _slots(quantization):
+        if bucket.params[slot] is not param or len(left.sent) != size:
+            continue
+        if left.unit is not None:
+            quantization.rescale(left.unit)
+        sent[place : place + size].add_(left.sent)
+        # Of the blocks [left.first, end) this rank owns [first, last).
+        end = left.first + len(left.reduced)
+        first, last = (
+            min(max(each, left.first), end) for each in _owned(quantization, place, size)
+        )
+        before, mine, behind = left.reduced.split([first - left.first, last - first, end - last])
+        sent[place + left.first : place + first].add_(before)
+        sent[place + last : place + end].add_(behind)
+        begin = place + first - _first_owned(quantization)
+        reduced[begin : begin + len(mine)].add_(mine)
+
+
+def _first_owned(quantization: Quantization) -> int:
+    return quantization.rank * quantization.message.part_blocks
+
+
+def _owned(quantization: Quantization, place: int, size: int) -> tuple[int, int]:
+    """Of the ``size`` blocks from ``place`` on: those ``[first, last)`` that this rank owns."""
+    begin = _first_owned(quantization) - place
+    end = begin + quantization.message.owned_blocks(quantization.rank)
+    first = min(max(begin, 0), size)
+    return first, min(max(end, first), size)
+
+
+def _slots(quantization: Quantization) -> Iterator[tuple[int, int, int]]:
+    """Of the quantised gradients: slot, first block, number of blocks."""
+    message = quantization.message
+    for slot, (numel, place) in enumerate(zip(message.numels, message.places, strict=True)):
+        if message.quantized[slot]:
+            yield slot, place, -(-numel // BLOCK)
+
+
+# In checkpoints
+
+
+def state_of(buckets: Iterable[Bucket], unit: float) -> dict[str, dict[str, Tensor]]:
+    """Residuals by name, fp32, in the shapes of the parameters; see ``comm_state_dict()``.
+
+    They are brought into this unit of weights.
+    """
+    state: dict[str, dict[str, Tensor]] = {"sent": {}, "reduced": {}}
+    for bucket in buckets:
+        if bucket.quantization is not None:
+            bucket.quantization.rescale(unit)
+        for name, param, left in residuals_of([bucket]):
+            state["sent"][name] = _in_shape(left.sent, 0, param)
+            if len(left.reduced):
+                state["reduced"][name] = _in_shape(left.reduced, left.first, param)
+    return state
+
+
+def check_state(params: Iterable[tuple[str, Tensor]], states: Sequence[Mapping[str, Any]]) -> None:
+    """Can :func:`load_state` add these to gradients of these parameters?
+
+    Raises:
+        ValueError: a residual has another shape than its parameter, or is not finite.
+    """
+    for name, param in params:
+        for state in states:
+            for left in (state.get(kind, {}).get(name) for kind in ("sent", "reduced")):
+                if left is None:
+                    continue
+                if left.shape != param.shape:
+                    raise ValueError(
+                        f"the state has residuals of shape {tuple(left.shape)} for {name!r}, which "
+                        f"is of shape {tuple(param.shape)}: load the state of a run with the same "
+                        "model"
+                    )
+                if not left.isfinite().all():
+                    raise ValueError(
+                        f"the state has residuals for {name!r} that are not finite, and would stay "
+                        "in its gradients: load one without them"
+                    )
+
+
+def load_state(buckets: Iterable[Bucket], states: Sequence[Mapping[str, Any]], unit: float) -> None:
+    """Make the residuals the sum of these, which are in this unit of weights, and checked."""
+    for bucket in buckets:
+        for name, param, left in residuals_of([bucket]):
+            left.sent.zero_()
+            left.reduced.zero_()
+            for state in states:
+                sent, reduced = (state.get(kind, {}).get(name) for kind in ("sent", "reduced"))
+                if sent is not None:
+                    rows = _in_blocks(sent, param)
+                    add_to(bucket, param, Left(rows, rows[:0], 0, unit))
+                if reduced is not None:
+                    rows = _in_blocks(reduced, param)
+                    add_to(bucket, param, Left(torch.zeros_like(rows), rows, 0, unit))
+
+
+def _in_shape(rows: Tensor, first: int, param: Tensor) -> Tensor:
+    """A tensor like ``param`` with these blocks of it, from number ``first`` on, and zeros."""
+    blocks = -(-param.numel() // BLOCK)
+    memory = rows.new_zeros(blocks, BLOCK)
+    memory[first : first + len(rows)] = rows
+    return memory.as_strided(param.shape, gradient_strides(param)).clone()
+
+
+def _in_blocks(tensor: Tensor, param: Tensor) -> Tensor:
+    """The inverse of :func:`_in_shape`."""
+    blocks = -(-param.numel() // BLOCK)
+    memory = torch.zeros(blocks, BLOCK, dtype=torch.float32, device=param.device)
+    memory.as_strided(param.shape, gradient_strides(param)).copy_(tensor)
+    return memory

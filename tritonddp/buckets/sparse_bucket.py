@@ -1,0 +1,208 @@
+"""Sparse gradients: those of ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True``.
+
+How much there is to send differs by rank, and no rank knows it of another. So a gradient goes in
+two steps. The bucket's buffer, which is reduced like that of any bucket, holds no gradient, only a
+trailer: used flag, ballots, and what each rank has to send. At the end of backward, when all know
+that of all, they send it (``comm/sparse.py``).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tritonddp.buckets.bucket import Bucket, Segment
+from tritonddp.kernels.flat_buffer import Layout
+from tritonddp.kernels.memory_order import gradient_strides
+
+# Bytes in the trailer that say what a rank sends: its kind, and a number of rows.
+_ANNOUNCEMENT = 8
+
+
+class Kind(enum.IntEnum):
+    """What a rank sends."""
+
+    ROWS = 0  # rows of the table, and their indices; none where it has no gradient
+    DENSE = 1  # a gradient for all rows: the weight is used by another layer too
+    BROKEN = 2  # nothing: its backward broke off
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What a rank will send of one gradient."""
+
+    kind: Kind
+    rows: int = 0
+
+    def encode(self) -> bytes:
+        """As :data:`_ANNOUNCEMENT` bytes."""
+        return bytes([self.kind]) + self.rows.to_bytes(_ANNOUNCEMENT - 1, "little")
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> Announcement:
+        """The inverse of :meth:`encode`."""
+        return cls(Kind(encoded[0]), int.from_bytes(encoded[1:], "little"))
+
+
+def sparse_parameters(modules: Iterable[nn.Module]) -> set[Tensor]:
+    """Parameters of these layers whose gradients are expected to be sparse."""
+    return {
+        layer.weight
+        for layer in modules
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
+    }
+
+
+class SparseBucket(Bucket):
+    """One parameter with sparse gradients: a table of which each rank sends some rows.
+
+    Where a rank has a dense gradient for it, the mean is dense on all ranks. Gradients never live
+    in the buffer, whatever ``gradient_as_bucket_view`` says.
+
+    Args:
+        rank, world_size: whose place in the announcements is this rank's.
+        args: those of :class:`Bucket`, for one parameter.
+    """
+
+    def __init__(self, rank: int, world_size: int, *args: Any, **kwargs: Any) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._ballots = kwargs.get("ballots", 0)
+        # What this rank sends: indices and values of rows, or a dense gradient.
+        self._rows: tuple[Tensor, Tensor] | None = None
+        self._dense: Tensor | None = None
+        self._mean: Tensor | None = None
+        super().__init__(*args, **kwargs)
+
+    def _make_layout(self, ballots: int) -> Layout:
+        size = ballots + _ANNOUNCEMENT * self._world_size
+        return Layout.of([(0,)], [(1,)], self._kernels.alignment, size, self._kernels.marks)
+
+    def _allocate(self, layout: Layout) -> None:
+        super()._allocate(layout)
+        ballots = self.flat.ballots
+        self.flat.ballots = ballots[: self._ballots]  # what is behind them is no ballot to others
+        self._announcements = ballots[self._ballots :]
+
+    def begin(self) -> None:
+        """See :meth:`Bucket.begin`."""
+        super().begin()
+        self._rows = self._dense = self._mean = None  # of a backward that broke off
+
+    def conform(self) -> None:
+        """See :meth:`Bucket.conform`: any memory will do here."""
+
+    def flatten(
+        self,
+        segment: Segment,
+        used: Sequence[bool],
+        scale: float,
+        ballots: Sequence[int] = (),
+        earlier: bool = True,
+    ) -> None:
+        """Announce ``scale * .grad``; see :meth:`Bucket.flatten`."""
+        grad = self.params[0].grad
+        self._used = [used[0] and grad is not None]
+        self._rows = self._dense = None
+        if grad is not None and scale and (earlier or self._used[0]):
+            self._take(grad.detach(), scale)
+        mine = Announcement(
+            Kind.ROWS if self._dense is None else Kind.DENSE,
+            0 if self._rows is None else len(self._rows[0]),
+        )
+        self._counters.flattens += 1
+        trailer = bytes(ballots) + self._places(mine)
+        self._kernels.flatten(segment.flat, [None], self._used, 1.0, trailer)
+        marks = self._kernels.marks
+        values = self._dense if self._rows is None else self._rows[1]
+        if marks is not None and values is not None:  # in a pass of its own
+            self.flat.marks[0, marks.word] = ~values.isfinite().all() * marks.bit
+
+    def poison(self, ballots: Sequence[int] = ()) -> None:
+        """See :meth:`Bucket.poison`."""
+        self._rows = self._dense = None
+        super().poison(bytes(ballots) + self._places(Announcement(Kind.BROKEN)))
+
+    def _take(self, grad: Tensor, scale: float) -> None:
+        """Make ``grad`` what this rank sends.
+
+        Raises:
+            GradientError: it does not fit the parameter.
+        """
+        self._check_kind(0, grad)
+        if grad.layout is torch.sparse_coo and grad.sparse_dim() == 1:
+            grad = grad.coalesce()
+            self._rows = grad.indices()[0], grad.values() * scale
+        else:
+            self._dense = grad.to_dense() * scale
+
+    def _places(self, mine: Announcement) -> bytes:
+        before, behind = self._rank, self._world_size - self._rank - 1
+        return bytes(before * _ANNOUNCEMENT) + mine.encode() + bytes(behind * _ANNOUNCEMENT)
+
+    # Once the buffer is reduced
+
+    @property
+    def is_used(self) -> bool:
+        """Whether any rank has used the parameter. The host waits for the answer."""
+        return bool(self.flat.flags.item())
+
+    def announced(self) -> list[Announcement]:
+        """What each rank sends. The host waits for the answer."""
+        content = bytes(map(int, self._announcements.tolist()))
+        return [
+            Announcement.decode(content[first:][:_ANNOUNCEMENT])
+            for first in range(0, len(content), _ANNOUNCEMENT)
+        ]
+
+    def take_rows(self) -> tuple[Tensor, Tensor]:
+        """What this rank has announced: ``n`` int64 indices and values of shape ``(n, ...)``."""
+        rows, self._rows = self._rows, None
+        if rows is None:
+            param = self.params[0]
+            return (
+                torch.empty(0, dtype=torch.int64, device=param.device),
+                torch.empty((0, *param.shape[1:]), dtype=param.dtype, device=param.device),
+            )
+        return rows
+
+    def take_dense(self) -> Tensor:
+        """The gradient of this rank with all its rows, dense, row-major."""
+        dense, self._dense = self._dense, None
+        if dense is None:
+            indices, values = self.take_rows()
+            dense = self.params[0].new_zeros(self.params[0].shape)
+            dense.index_copy_(0, indices, values)
+        return dense.resolve_conj().resolve_neg().contiguous()
+
+    def receive_rows(self, indices: Tensor, values: Tensor) -> None:
+        """The rows of all ranks, one behind the other in the same order everywhere."""
+        shape = tuple(self.params[0].shape)
+        rows = torch.sparse_coo_tensor(indices[None], values, shape, check_invariants=False)
+        self._mean = rows.coalesce()  # sums in the same order on every rank
+
+    def receive_dense(self, total: Tensor) -> None:
+        """The sum over all ranks of dense gradients."""
+        param = self.params[0]
+        strides = gradient_strides(param)
+        if total.stride() != strides:
+            made = torch.empty_strided(param.shape, strides, dtype=total.dtype, device=total.device)
+            total = made.copy_(total)
+        self._mean = total
+
+    def unflatten(self, factor: Tensor | None = None) -> None:
+        """See :meth:`Bucket.unflatten`."""
+        self._before = {}
+        mean, self._mean = self._mean, None
+        if mean is None:  # no rank has used the parameter
+            return
+        if factor is not None:
+            numbers = mean.values() if mean.is_sparse else mean
+            wide = numbers.to(torch.promote_types(numbers.dtype, torch.float32))
+            numbers.copy_(wide * factor.to(wide.dtype))
+        self.params[0].grad = mean

@@ -1,0 +1,88 @@
+"""Initial state and module buffers: every rank gets those of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tritonddp._torch import foreach_copy_
+from tritonddp.coordination.collectives import broadcast
+
+
+@dataclass(frozen=True)
+class BufferHook:
+    """What a user has put in the place of the broadcast.
+
+    Attributes:
+        hook: changes the buffers in place; may return futures of what it leaves under way.
+        state: handed to it.
+        is_after_forward: it runs after the module's forward, not before.
+    """
+
+    hook: Callable[[Any, dict[str, Tensor]], Sequence[torch.futures.Future] | None]
+    state: Any
+    is_after_forward: bool
+
+    @torch.no_grad()
+    def __call__(self, named_buffers: dict[str, Tensor]) -> Sequence[torch.futures.Future]:
+        """Run the hook; returns what is still under way."""
+        return self.hook(self.state, named_buffers) or ()
+
+
+def broadcast_coalesced(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, group_src: int, max_bytes: int
+) -> int:
+    """Overwrite ``tensors`` with those of rank ``group_src``; returns the number of broadcasts.
+
+    Tensors of all dtypes travel together as bytes, so that a model with float and integer buffers
+    needs one broadcast, not one per dtype. Messages hold at most ``max_bytes``, or one tensor.
+
+    Args:
+        tensors: dense tensors, the same shapes and dtypes in the same order on every rank.
+        group: the process group.
+        group_src: rank within ``group`` whose values all get.
+        max_bytes: upper limit of one message.
+    """
+    broadcasts = 0
+    is_source = group.rank() == group_src
+    with torch.no_grad():
+        for batch in _batches(tensors, max_bytes):
+            # A tensor that is not row-major, or is flagged as conjugate or as negative, is sent
+            # through a copy.
+            rows = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in batch]
+            pieces = [row.detach().view(-1).view(torch.uint8) for row in rows]
+            message = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            broadcast(message, group, group_src).wait()
+            broadcasts += 1
+            if is_source:
+                continue
+            if len(pieces) > 1:
+                foreach_copy_(pieces, message.split([piece.numel() for piece in pieces]))
+            for tensor, row in zip(batch, rows, strict=True):
+                if row is not tensor:
+                    tensor.copy_(row)
+    return broadcasts
+
+
+def _batches(tensors: Sequence[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
+    """Cut ``tensors`` into lists of one device and at most ``max_bytes`` each, in a fixed order."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_device.setdefault(tensor.device, []).append(tensor)
+    for group in by_device.values():
+        batch: list[Tensor] = []
+        size = 0
+        for tensor in group:
+            nbytes = tensor.numel() * tensor.element_size()
+            if batch and size + nbytes > max_bytes:
+                yield batch
+                batch, size = [], 0
+            batch.append(tensor)
+            size += nbytes
+        yield batch

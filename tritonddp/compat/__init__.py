@@ -1,0 +1,1 @@
+"""Stock's semi-private names, for code that reads and calls them."""

@@ -1,0 +1,254 @@
+"""What the constructor looks at before anything is sent: errors that name what is wrong."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import UninitializedParameter
+
+from tritonddp._torch import STOCK
+from tritonddp.coordination.forks import refuse_inherited
+from tritonddp.kernels.dispatch import GRADIENT_DTYPES, select
+
+# Options of the constructor that are on or off.
+FLAGS = frozenset(
+    {
+        "batched_grad_copy",
+        "broadcast_buffers",
+        "check_reduction",
+        "error_feedback",
+        "find_unused_parameters",
+        "forward_sync_buffers",
+        "gradient_as_bucket_view",
+        "init_sync",
+        "lazy_bucket_allocation",
+        "skip_all_reduce_unused_params",
+        "static_graph",
+    }
+)
+
+
+def check_flags(flags: Mapping[str, Any]) -> None:
+    """Options that are on or off, by name. (``None`` is off, or the default.)
+
+    Raises:
+        TypeError: one is something else: ``"False"`` would be on, and some objects are neither.
+    """
+    for name, flag in flags.items():
+        is_numpys = type(flag).__name__ in ("bool", "bool_")
+        if flag is not None and not isinstance(flag, int) and not is_numpys:
+            raise TypeError(f"{name} should be True or False, got {flag!r}")
+
+
+def process_group_of(
+    process_group: dist.ProcessGroup | None, device_mesh: Any
+) -> dist.ProcessGroup:
+    """The ranks that hold the same module.
+
+    Raises:
+        RuntimeError: both are given, or the mesh has several dimensions; or this process was forked
+            from a rank.
+        TypeError: the mesh is none.
+        ValueError: there is no process group, or this rank is not in it.
+    """
+    if process_group is not None and device_mesh is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if not dist.is_available():
+        raise RuntimeError("this build of PyTorch lacks torch.distributed")
+    if process_group is None and not dist.is_initialized():
+        raise ValueError(
+            "Default process group has not been initialized, please make sure to call "
+            "init_process_group: torch.distributed.init_process_group('gloo') under torchrun, "
+            "'nccl' for CUDA"
+        )
+    if device_mesh is not None:
+        if not isinstance(device_mesh, DeviceMesh):
+            raise TypeError(f"device_mesh should be a DeviceMesh, got {device_mesh!r}")
+        if device_mesh.ndim != 1:
+            raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+        process_group = device_mesh.get_group(mesh_dim=0)
+    group = dist.group.WORLD if process_group is None else process_group
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"{_rank_in_words()} does not belong to process_group, which is {group!r}: wrap "
+            "the module on the ranks of the group only"
+        )
+    refuse_inherited(group)
+    return group
+
+
+def _rank_in_words() -> str:
+    return f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
+
+
+def names_to_ignore(module: nn.Module) -> set[str]:
+    """Parameters and buffers of ``module`` that are none of this wrapper's business.
+
+    By the names that ``named_parameters`` gives them. Torch's recipe for the list joins the names
+    of module and parameter, which puts a dot before those of the outermost module.
+
+    Raises:
+        TypeError: they are no names.
+    """
+    return plain_names(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def plain_names(wanted: Any) -> set[str]:
+    """The names in such a list as ``named_parameters`` gives them.
+
+    Raises:
+        TypeError: it is no list of names.
+    """
+    is_list = isinstance(wanted, Collection) and not isinstance(wanted, str | Tensor)
+    if is_list and all(isinstance(name, str) for name in wanted):
+        return {name.removeprefix(".") for name in wanted}
+    raise TypeError(
+        f"_ddp_params_and_buffers_to_ignore of a module should be a list of names, got {wanted!r}"
+    )
+
+
+def check_module(
+    module: nn.Module,
+    params: Sequence[tuple[str, Tensor]],
+    gradient_as_bucket_view: bool,
+    wrappers: Iterable[Any],
+) -> None:
+    """Errors that name the parameters, before anything is sent.
+
+    Args:
+        module: to be wrapped.
+        params: those that are to be synchronised, by name.
+        gradient_as_bucket_view: the wrapper's argument.
+        wrappers: all that are alive.
+
+    Raises:
+        NotImplementedError: a dtype or kind of parameter that is not supported.
+        RuntimeError: nothing requires gradients, or parameters are uninitialised.
+        ValueError: devices of several types, layers that need GPUs, or another wrapper that holds
+            the same parameters.
+    """
+    if not any(param.requires_grad for _, param in params):
+        raise RuntimeError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that "
+            f"requires a gradient: {type(module).__name__} has none"
+        )
+    uninitialised = [name for name, param in params if isinstance(param, UninitializedParameter)]
+    if uninitialised:
+        raise RuntimeError(
+            "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
+            "Run a dummy forward pass to correctly initialize the modules: "
+            f"{', '.join(uninitialised)}"
+        )
+    types = {param.device.type for _, param in params}
+    if len(types) > 1:
+        raise ValueError(
+            "DistributedDataParallel's input module must be on the same type of devices, but "
+            f"input module parameters locate in {sorted(types)}."
+        )
+    for device in sorted({param.device for _, param in params}, key=str):
+        select(device)  # raises where there are no kernels
+    for name, param in params:
+        if param.requires_grad and param.dtype not in GRADIENT_DTYPES:
+            raise NotImplementedError(
+                f"parameter {name!r} is {param.dtype}; tritonddp reduces "
+                f"{', '.join(map(str, GRADIENT_DTYPES))}"
+            )
+    for name, layer in module.named_modules():
+        if isinstance(layer, STOCK) and (gradient_as_bucket_view or layer.gradient_as_bucket_view):
+            raise ValueError(
+                f"{name or 'the module'!r} is wrapped already: of two wrappers around one module, "
+                "neither can have gradient_as_bucket_view=True, as both would own its gradients"
+            )
+        if isinstance(layer, nn.SyncBatchNorm) and types == {"cpu"}:
+            raise ValueError(
+                f"SyncBatchNorm layers only work with GPU modules, and {name or 'the module'!r} "
+                "is on the CPU"
+            )
+    _check_shared(module, params, gradient_as_bucket_view, wrappers)
+
+
+def _check_shared(
+    module: nn.Module,
+    params: Sequence[tuple[str, Tensor]],
+    gradient_as_bucket_view: bool,
+    wrappers: Iterable[Any],
+) -> None:
+    """Of two wrappers that share a parameter none may own its gradient.
+
+    (Those of one and the same module are not both in use.)
+    """
+    for other in wrappers:
+        if other.module is module or not (gradient_as_bucket_view or other.gradient_as_bucket_view):
+            continue
+        theirs = set(other.module.parameters())
+        shared = [name for name, param in params if param in theirs]
+        if shared:
+            raise ValueError(
+                f"another wrapped module, a {type(other.module).__name__}, holds these parameters "
+                f"too: {', '.join(shared[:10])}{', ...' if len(shared) > 10 else ''}. Neither of "
+                "the wrappers can have gradient_as_bucket_view=True, as both would own the "
+                "gradients"
+            )
+
+
+def device_ids_of(
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+    devices: set[torch.device],
+) -> tuple[list[int] | None, int | None]:
+    """The indices of ``device_ids`` and ``output_device``, ``None`` where they mean nothing.
+
+    Raises:
+        TypeError: ``device_ids`` is no list.
+        ValueError: they do not go with ``devices``, on which the parameters are.
+    """
+    if device_ids is not None and not isinstance(device_ids, Sequence):
+        raise TypeError(f"device_ids should be None or a list of one device, got {device_ids!r}")
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError(
+            f"device_ids can only be None or contain a single element, got {list(device_ids)}"
+        )
+    one_gpu = len(devices) == 1 and next(iter(devices)).type != "cpu"
+    if not one_gpu and (device_ids or output_device):  # as in stock, device 0 is none
+        raise ValueError(
+            "DistributedDataParallel device_ids and output_device arguments only work with "
+            "single-device/multiple-device GPU modules or CPU modules, but got device_ids "
+            f"{device_ids}, output_device {output_device}, and module parameters {devices}."
+        )
+    if not one_gpu or not device_ids:
+        return None, None
+    ids = [_device_index(device_ids[0])]
+    return ids, ids[0] if output_device is None else _device_index(output_device)
+
+
+def _device_index(device: int | str | torch.device) -> int:
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return torch.cuda.current_device() if index is None else index
+
+
+def buffer_sync(
+    broadcast_buffers: bool | None, forward_sync_buffers: bool | None
+) -> tuple[bool, bool]:
+    """Whether buffers are synchronised at each forward, and at construction."""
+    if broadcast_buffers is not None:
+        ignored = (
+            "" if forward_sync_buffers is None else " It is ignored beside forward_sync_buffers."
+        )
+        warnings.warn(
+            "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead; unlike "
+            "`broadcast_buffers=False`, `forward_sync_buffers=False` still syncs buffers at "
+            f"construction.{ignored}",
+            FutureWarning,
+            stacklevel=3,
+        )
+    if forward_sync_buffers is not None:
+        return forward_sync_buffers, True
+    return broadcast_buffers is not False, broadcast_buffers is not False

@@ -1,0 +1,1 @@
+"""WITH WHAT: what ranks tell each other, and who is named when that fails."""

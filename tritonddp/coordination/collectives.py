@@ -1,0 +1,138 @@
+"""Collectives, called on the ``ProcessGroup`` object itself, as stock DDP's reducer calls them.
+
+So any group serves: one that ``torch.distributed`` has not registered, one that was made without a
+default group, one that is written in Python and returns work objects of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from datetime import timedelta
+from types import FunctionType
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tritonddp._torch import AllgatherOptions, all_gather_single
+
+# What torch's own classes take for "the timeout of the group".
+_NO_TIMEOUT = timedelta(0)
+
+
+class Work(Protocol):
+    """What a collective under way can be asked: ``torch.distributed.Work`` is one."""
+
+    def wait(self) -> object:
+        """Block the current stream (CUDA) or the host (CPU) until the result is there."""
+
+    def get_future(self) -> torch.futures.Future:
+        """Complete when the result is there; asked by traces and communication hooks only."""
+
+
+def all_reduce(
+    tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Work:
+    """Begin to reduce ``tensor``, which is not complex, in place over all ranks of ``group``."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = op  # type: ignore[assignment]
+    return _known(group.allreduce([tensor], options), tensor)
+
+
+def broadcast(tensor: Tensor, group: dist.ProcessGroup, group_src: int) -> Work:
+    """Begin to overwrite ``tensor``, which is not complex, with that of a rank of ``group``."""
+    options = dist.BroadcastOptions()
+    options.rootRank = group_src
+    return _known(group.broadcast([tensor], options), tensor)
+
+
+def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Every rank's ``tensor``, in rank order. They are there when this returns."""
+    gathered = [torch.empty_like(tensor) for _ in range(group.size())]
+    _known(group.allgather([gathered], [tensor], AllgatherOptions())).wait()
+    return gathered
+
+
+def all_gather_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> Work:
+    """Begin to gather every rank's ``tensor``, one behind the other, in ``output``."""
+    if type(group) is dist.ProcessGroup:
+        return all_gather_single(output, tensor, group)
+    # Groups written in Python have a list of tensors at least.
+    parts = list(output.chunk(group.size()))
+    return _known(group.allgather([parts], [tensor], AllgatherOptions()))
+
+
+def _known(work: Any, tensor: Tensor | None = None) -> Work:
+    """``work`` as the rest of the package takes it; its result is to be in ``tensor``."""
+    if work is None:  # of a group that has waited already
+        return _Done()
+    return _PythonWork(work, tensor) if isinstance(type(work).wait, FunctionType) else work
+
+
+class _Done:
+    """The work of a collective that was over when it returned."""
+
+    def wait(self) -> None:
+        """Nothing."""
+
+    def get_future(self) -> torch.futures.Future:
+        """Complete."""
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+
+class _PythonWork:
+    """A work object whose class is written in Python.
+
+    torch calls such objects from C++: ``wait`` with a timeout, and ``get_future`` for the result,
+    which need not be the tensor that went in. Both are done here alike.
+
+    Args:
+        work: what the group has returned.
+        tensor: where the result belongs; ``None`` if it is where the group was told to put it.
+    """
+
+    def __init__(self, work: Any, tensor: Tensor | None) -> None:
+        self._work = work
+        self._tensor = tensor
+
+    def wait(self) -> None:
+        """Wait, and see that the result is in the tensor."""
+        needs_timeout = _needs_timeout(type(self._work).wait)
+        waited: Any = self._work.wait(_NO_TIMEOUT) if needs_timeout else self._work.wait()
+        if hasattr(waited, "wait"):
+            waited.wait()
+        if isinstance(type(self._work).get_future, FunctionType):
+            result = _only(self._work.get_future().wait())
+            tensor = self._tensor
+            if result is not None and tensor is not None and not _is_same(result, tensor):
+                tensor.copy_(result.reshape(tensor.shape))
+
+    def get_future(self) -> torch.futures.Future:
+        """That of the object."""
+        return self._work.get_future()
+
+
+@functools.cache
+def _needs_timeout(wait: FunctionType) -> bool:
+    """Whether this method cannot be called without a timeout."""
+    try:
+        inspect.signature(wait).bind(None)
+    except TypeError:
+        return True
+    return False
+
+
+def _only(result: Any) -> Tensor | None:
+    """The tensor in what a future holds: by itself, or in lists of one."""
+    while isinstance(result, Sequence) and len(result) == 1:
+        result = result[0]
+    return result if isinstance(result, Tensor) else None
+
+
+def _is_same(result: Tensor, tensor: Tensor) -> bool:
+    return result.data_ptr() == tensor.data_ptr() and result.dtype is tensor.dtype

@@ -1,0 +1,311 @@
+"""A collective failed: where are the other ranks?
+
+The backend knows only that a connection broke or that time ran out. So each rank whose collective
+failed posts where it is in the process group's store, waits a little, and reads what the others
+posted. Who posted nothing is the one to look for. Nothing of this happens before a failure; the
+group is of no use after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from tritonddp._torch import backend_name
+from tritonddp.coordination import mismatch
+from tritonddp.coordination.processes import Process, announce, is_announced, look_up, remembered
+
+logger = logging.getLogger("tritonddp.roll_call")
+
+# Seconds between a rank's own post and its look at the others', whose collectives fail at once
+# when connections are closed.
+_PATIENCE = 2.0
+# Seconds more on rank 0: a TCPStore without a launcher ends with it, and others may still read.
+_HOST_STAYS = 1.0
+# Seconds for all of it. A call to a TCPStore whose host is stopped or unreachable does not return,
+# whatever the store's timeout.
+_LIMIT = 5.0
+# Characters of a post, and of the backend's error.
+_LONGEST = 400
+_DIGITS = 18  # of a post's number
+_TAG = 0x7D0C  # of a message that nobody sends
+# Ranks in one sentence; the rest is counted.
+_SHOWN = 10
+
+
+_FAILED = "tritonddp/failed"  # keys of the store begin with it
+
+# Number of the last failure by group: a post with a smaller one is old.
+_failures: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+
+class RollCall:
+    """Says, after a collective of ``group`` has failed, where this rank and the others are.
+
+    Args:
+        group: the process group. Ranks are those of the group; where the global rank is another
+            one, it is named too.
+
+    All roll calls of a group are one: a rank may have failed in another wrapper than this one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    @contextlib.contextmanager
+    def naming(self, where: str, what: str) -> Iterator[None]:
+        """Context for one collective: if it fails, the error says who is missing.
+
+        Args:
+            where, what: see :meth:`explain`.
+
+        Raises:
+            RuntimeError: see :meth:`explain`.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.explain(where, what, error) from error
+
+    def explain(self, where: str, what: str, error: BaseException) -> RuntimeError:
+        """The error to raise from ``error``; made in 2 to 3 s, and in 5 s at most.
+
+        Whatever the store does, this returns: what goes wrong there is a sentence of the message.
+        Over gloo it closes the connections of the group, so that no other rank goes on waiting.
+
+        Args:
+            where: this rank's place, such as ``"rank 0, step 4, bucket 1 ('a.weight', ...)"``.
+                What follows the rank is posted, and compared with what the others post.
+            what: what failed, such as ``"all-reduce of 1.2 MiB"``; compared likewise.
+            error: what the backend raised.
+        """
+        rank = self._group.rank()
+        place = plain(f"{where.removeprefix(f'rank {rank}, ')}, {what}")
+        failed = f"rank {rank}, {place} failed: {_first_line(error)}"
+        # At once: torchrun ends the other processes soon after one has died.
+        logger.error("%s", failed)
+        if self._group.get_group_store() is None:
+            answers = [_NO_STORE.format(type(self._group).__name__)]
+        else:
+            answers = self._answers(self._ask(place), place)
+        remedy = mismatch.REMEDY if mismatch.is_mismatch(str(error)) else _REMEDY
+        return RuntimeError("\n  ".join([failed, *answers, remedy]))
+
+    def _ask(self, place: str) -> _Posts:
+        """Post and read. In a thread that is left behind if the store never answers."""
+        posts = _Posts(_failures.get(self._group, 0) + 1)
+        thread = threading.Thread(target=self._exchange, args=(posts, place), daemon=True)
+        thread.start()
+        thread.join(_LIMIT)
+        if thread.is_alive() and not posts.asked:
+            posts.trouble = f"it did not answer in {_LIMIT:g} s"
+        _failures[self._group] = posts.number
+        # A thread left behind may still write into the original.
+        return dataclasses.replace(posts, read=dict(posts.read), processes=dict(posts.processes))
+
+    def _exchange(self, posts: _Posts, place: str) -> None:
+        others = [rank for rank in range(self._group.size()) if rank != self._group.rank()]
+        try:
+            store = self._group.get_group_store()
+            # Failures are counted by all ranks alike: who counted less goes on with the greatest
+            # number that it finds. Of two ranks that wait at the same time, the one that posted
+            # later saw the other's number in its first look, or else the other sees its own post
+            # in the second.
+            for looks in range(2):
+                before = posts.number
+                self._read(store, others, posts)
+                posts.number = max([posts.number, *(number for number, _ in posts.read.values())])
+                if looks == 0 or posts.number > before:
+                    store.set(f"{_FAILED}/{self._group.rank()}", f"{posts.number} {place}")
+                if looks == 0:
+                    close_connections(self._group)
+                    time.sleep(_PATIENCE)
+            for rank in [rank for rank in others if rank not in posts.read][:_SHOWN]:
+                posts.processes[rank] = look_up(store, rank)
+            posts.asked = True
+            if self._group.rank() == 0:
+                time.sleep(_HOST_STAYS)
+        except Exception as error:
+            # The first error ends it: a TCPStore prints a stack for each call to a dead host.
+            posts.trouble = _first_line(error)
+            close_connections(self._group)
+
+    def _read(self, store: dist.Store, others: Iterable[int], posts: _Posts) -> None:
+        for rank in others:
+            key = f"{_FAILED}/{rank}"
+            if store.check([key]):  # get() would wait for a key that is not there
+                number, _, place = store.get(key).partition(b" ")
+                if number.isdigit():
+                    posts.read[rank] = (int(number[:_DIGITS]), plain(place))
+
+    def _answers(self, posts: _Posts, place: str) -> list[str]:
+        """What the others say, one line each, the most telling first."""
+        elsewhere: dict[str, list[int]] = {}
+        earlier: dict[str, list[int]] = {}
+        same, silent = [], []
+        for rank in range(self._group.size()):
+            number, theirs = posts.read.get(rank, (0, ""))
+            if rank == self._group.rank():
+                continue
+            if number == 0:
+                silent.append(rank)
+            elif number < posts.number:
+                earlier.setdefault(theirs, []).append(rank)
+            elif theirs != place:
+                elsewhere.setdefault(theirs, []).append(rank)
+            else:
+                same.append(rank)
+        lines = []
+        if posts.trouble:
+            lines.append(
+                f"The process group's store could not be asked ({posts.trouble}): its host, global "
+                "rank 0 or the launcher, may have died."
+            )
+        if silent and posts.asked:
+            lines += self._missing(silent, posts.processes)
+        elif silent:
+            first = {rank: p for rank, p in remembered(self._group).items() if rank in silent}
+            lines += self._missing(list(first), first)
+            if rest := [rank for rank in silent if rank not in first]:
+                lines.append(f"Nothing is known of {self.named(rest)}.")
+        for theirs, ranks in earlier.items():
+            has = "has" if len(ranks) == 1 else "have"
+            lines.append(
+                f"{self.named(ranks)} {has} not reported this failure, only an earlier one at "
+                f"{theirs}."
+            )
+        for theirs, ranks in elsewhere.items():
+            lines.append(f"{self.named(ranks)} failed elsewhere: at {theirs}.")
+        if same:
+            lines.append(f"{self.named(same)} failed at the same place.")
+        return lines
+
+    def _missing(self, ranks: list[int], processes: dict[int, Process | None]) -> list[str]:
+        """What can be said of ranks that have not reported, those to blame first."""
+        together: dict[str, list[int]] = {}
+        alone: list[tuple[str, int]] = []
+        for rank in ranks:
+            process = processes.get(rank)
+            if process is not None:
+                alone.append((process.state, rank))
+            elif rank in processes and is_announced(self._group):
+                together.setdefault(_NOT_BEGUN, []).append(rank)
+            else:
+                together.setdefault(_UNKNOWN, []).append(rank)
+        alone.sort(key=lambda each: (list(_STATES).index(each[0]), each[1]))
+        lines = [
+            f"{self.named([rank])} ({processes[rank]}) {_STATES[state]}." for state, rank in alone
+        ]
+        for what, those in together.items():
+            have, each = ("has", "it has") if len(those) == 1 else ("have", "each has")
+            lines.append(f"{self.named(those)} {have} {what.format(each)}.")
+        return lines
+
+    def named(self, ranks: Sequence[int]) -> str:
+        """``rank 1``, ``ranks 1 and 2``; with global ranks where they differ."""
+        try:
+            world = dist.get_process_group_ranks(self._group)
+        except Exception:  # a group that torch has not registered, or no longer
+            world = list(range(self._group.size()))
+        named = [
+            str(rank) if world[rank] == rank else f"{rank} (global rank {world[rank]})"
+            for rank in ranks[:_SHOWN]
+        ]
+        if len(ranks) > _SHOWN:
+            named.append(f"{len(ranks) - _SHOWN} more")
+        if len(named) == 1:
+            return f"rank {named[0]}"
+        return f"ranks {', '.join(named[:-1])} and {named[-1]}"
+
+
+def enter(group: dist.ProcessGroup) -> None:
+    """A module is wrapped in ``group``, of which nothing is posted yet. Never fails."""
+    if not is_announced(group):
+        with contextlib.suppress(Exception):
+            # A group that was destroyed may have had the same name in the same store.
+            group.get_group_store().delete_key(f"{_FAILED}/{group.rank()}")
+        announce(group)
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first of these names, and how many there are beside them."""
+    more = f", and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(map(repr, names[:3]))}{more}"
+
+
+def close_connections(group: dist.ProcessGroup) -> None:
+    """Have the collectives of all ranks fail now, over gloo.
+
+    When a rank dies, gloo tells those that exchange data with it, its neighbours in a ring. The
+    rest would wait for these, who will not go on: until they end, or until the timeout. Once a
+    receive has run out of time, gloo closes all connections of the group, as after any timeout.
+    """
+    if backend_name(group, torch.device("cpu")) != "gloo":
+        return
+    for rank in range(group.size()):
+        if rank != group.rank():
+            with contextlib.suppress(RuntimeError):  # it is meant to fail
+                group.recv([torch.empty(1)], rank, _TAG).wait(timedelta(milliseconds=1))
+
+
+_NO_STORE = (
+    "Which rank is missing is not known: this process group, a {}, has no store in which the ranks "
+    "could tell where they are."
+)
+_UNKNOWN = "not reported: {} died, is stuck elsewhere, or made fewer backwards"
+_NOT_BEGUN = "not reported, nor begun to wrap a module: {} died, or is stuck before"
+# What is said of a process in each state, those to blame first.
+_STATES = {
+    "died": "has died",
+    "stopped": "is stopped, by a signal or a debugger",
+    "": f"has {_UNKNOWN.format('it has')}",
+    "runs": "runs but has not reported: it computes, is stuck elsewhere, just ends, or made fewer "
+    "backwards",
+}
+_REMEDY = (
+    "Look first at the log of the rank that died, failed first or has not reported; "
+    "TORCH_DISTRIBUTED_DEBUG=DETAIL finds collectives that differ between ranks, and if a rank was "
+    "only slow, give init_process_group or new_group a longer timeout."
+)
+
+
+@dataclasses.dataclass
+class _Posts:
+    """What is known so far.
+
+    Attributes:
+        number: of this failure.
+        read: number and place that each rank has posted.
+        processes: of ranks that have posted no failure, as far as they are known.
+        asked: every rank was asked to the end.
+        trouble: why not, or an empty string.
+    """
+
+    number: int
+    read: dict[int, tuple[int, str]] = dataclasses.field(default_factory=dict)
+    processes: dict[int, Process | None] = dataclasses.field(default_factory=dict)
+    asked: bool = False
+    trouble: str = ""
+
+
+def plain(text: str | bytes, longest: int = _LONGEST) -> str:
+    """One line of printable text, of bounded length, whatever was posted."""
+    if isinstance(text, str):
+        text = text.encode(errors="replace")
+    characters = text[: 4 * longest].decode(errors="replace")
+    line = "".join(c if c.isprintable() else " " for c in characters)
+    return line if len(line) <= longest else f"{line[: longest - 4]} ..."
+
+
+def _first_line(error: BaseException) -> str:
+    lines = mismatch.in_short(str(error).strip()).splitlines()
+    return plain(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)

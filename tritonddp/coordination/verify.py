@@ -1,0 +1,178 @@
+"""Do all ranks hold the same model? Every rank gets the answer, and the same one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tritonddp.coordination.collectives import all_gather
+from tritonddp.coordination.failures import RollCall, plain
+
+# Names in one error message; the rest is counted.
+_SHOWN = 10
+# Characters of a line in it, which has what another rank has sent.
+_LONGEST = 1_000
+# Bytes of a description: some million parameters. More are no description.
+_LARGEST = 2**30
+
+
+def describe(
+    params: Iterable[tuple[str, Tensor]],
+    buffers: Iterable[tuple[str, Tensor]],
+    options: Mapping[str, Any],
+) -> dict[str, dict[str, str]]:
+    """What must be equal on all ranks, in words: parameters, buffers and options by name."""
+    return {
+        "parameter": {name: _describe_tensor(param) for name, param in params},
+        "buffer": {name: _describe_tensor(buffer) for name, buffer in buffers},
+        "option": {name: repr(value) for name, value in options.items()},
+    }
+
+
+def describe_error(error: Exception) -> dict[str, dict[str, str]]:
+    """Instead of a description, on a rank that cannot wrap its module: why it cannot."""
+    return {
+        "parameter": {},
+        "buffer": {},
+        "option": {"error": f"{type(error).__name__}: {error}"},
+    }
+
+
+def tell_failure(error: Exception, group: dist.ProcessGroup, device: torch.device) -> None:
+    """This rank cannot wrap its module: tell the others, so that they do not wait for it.
+
+    Returns if no rank can, or none can be told: then each is to raise its own error.
+
+    Args:
+        error: why it cannot.
+        group: the ranks.
+        device: of what is sent.
+
+    Raises:
+        RuntimeError: other ranks can wrap theirs; names the ranks that cannot, on every rank.
+    """
+    try:
+        verify_same(describe_error(error), group, device)
+    except RuntimeError as failure:
+        if failure.__cause__ is None:  # not that the comparison itself has failed
+            raise
+
+
+def verify_same(
+    description: dict[str, dict[str, str]],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    where: str | None = None,
+) -> None:
+    """Compare descriptions over all ranks of ``group``: one small all-gather if they agree.
+
+    Nothing that comes from another rank is unpickled: descriptions travel as JSON.
+
+    Args:
+        description: see :func:`describe`.
+        group: the ranks.
+        device: of what is sent.
+        where: this rank and its place, for errors; by default where modules are wrapped.
+
+    Raises:
+        RuntimeError: on EVERY rank if any two differ, naming what differs and both sides (but not
+            if none can wrap its module, see :func:`describe_error`); or a rank is missing, or
+            ranks are not what they call themselves.
+    """
+    message = json.dumps(description).encode()
+    digest = hashlib.sha256(message).digest() + len(message).to_bytes(8, "little")
+    place = where or f"rank {group.rank()}, wrapping"
+    naming = RollCall(group).naming
+    with naming(place, "comparison of what the ranks hold"):
+        # What a rank calls itself, and what no other rank has, in front.
+        sent = group.rank().to_bytes(8, "little") + os.urandom(8) + digest
+        came = _all_gather_bytes(sent, len(sent), group, device)
+    _check_ranks(came, place)
+    digests = [each[16:] for each in came]
+    if all(other == digests[0] for other in digests):
+        return
+    longest = max(int.from_bytes(other[-8:], "little") for other in digests)
+    with naming(place, "comparison of what the ranks hold"):
+        if longest > _LARGEST:  # on every rank alike
+            raise RuntimeError(f"a rank announces a description of {longest} bytes")
+        messages = _all_gather_bytes(message, longest, group, device)
+    descriptions = [json.loads(other.rstrip(b"\0")) for other in messages]
+    if all("error" in each["option"] for each in descriptions):
+        return  # no rank can wrap its module: each raises its own error, whatever numbers are in it
+    difference, remedy = _difference(descriptions), _AT_FIRST
+    if where is not None:
+        difference, remedy = f"{where}: {difference}", _LATER
+    raise RuntimeError(f"{difference}\n{remedy}")
+
+
+def _check_ranks(came: Sequence[bytes], place: str) -> None:
+    """Are the ranks what they call themselves?
+
+    Raises:
+        RuntimeError: they are not, as in a group written in Python that does not tell.
+    """
+    ranks = [int.from_bytes(each[:8], "little") for each in came]
+    is_exchanged = len(set(came)) > 1  # torch's fake backend hands each rank its own
+    if is_exchanged and ranks != list(range(len(came))):
+        raise RuntimeError(
+            f"{place}: the ranks of this process group call themselves {ranks}, but should be "
+            f"{list(range(len(came)))}: a group written in Python has to override getRank(), or to "
+            "pass its rank to ProcessGroup.__init__()"
+        )
+
+
+def _describe_tensor(tensor: Tensor) -> str:
+    kind = "" if tensor.requires_grad else ", frozen"
+    return f"{tuple(tensor.shape)} {tensor.dtype} strides {tensor.stride()}{kind}"
+
+
+def _all_gather_bytes(
+    message: bytes, length: int, group: dist.ProcessGroup, device: torch.device
+) -> list[bytes]:
+    """Every rank's ``message``, padded with zeros to ``length`` bytes."""
+    mine = torch.frombuffer(bytearray(message.ljust(length, b"\0")), dtype=torch.uint8).to(device)
+    return [bytes(other.cpu().tolist()) for other in all_gather(mine, group)]
+
+
+_AT_FIRST = "Build the same module with the same options on every rank."
+_LATER = "Train the same parameters on every rank, and call wrapped modules in the same order."
+
+
+def _difference(descriptions: Sequence[dict[str, dict[str, str]]]) -> str:
+    """What each rank has otherwise than rank 0."""
+    first = descriptions[0]
+    counts = [len(description["parameter"]) for description in descriptions]
+    lines = []
+    for rank, other in enumerate(descriptions):
+        for kind, items in first.items():
+            theirs = other[kind]
+            if list(items) != list(theirs) and items == theirs:
+                lines.append(f"  rank {rank} has the {kind}s of rank 0 in another order: ")
+                lines[-1] += f"{', '.join(theirs)} instead of {', '.join(items)}"
+            for name in [*items, *(name for name in theirs if name not in items)]:
+                if items.get(name) != theirs.get(name):
+                    lines.append(
+                        f"  {kind} {name!r}: rank 0 has {items.get(name, 'none of this name')}, "
+                        f"rank {rank} has {theirs.get(name, 'none of this name')}"
+                    )
+    lines.sort(key=lambda line: "  option 'error'" not in line)  # it explains all the others
+    if len(lines) > _SHOWN:
+        lines[_SHOWN:] = [f"  ... and {len(lines) - _SHOWN} more"]
+    lines = [f"  {plain(line.strip(), _LONGEST)}" for line in lines]
+    odd = next((rank for rank, number in enumerate(counts) if number != counts[0]), None)
+    heading = "DDP expects same model across all ranks, but "
+    if odd is None:
+        heading += "these differ:"
+    else:
+        heading += (
+            f"Rank 0 has {counts[0]} params, while rank {odd} has inconsistent {counts[odd]} "
+            "params:"
+        )
+    return "\n".join([heading, *lines])

@@ -1,0 +1,1 @@
+"""WHAT IS SEEN: timelines, checksums, stock's logging data, the debug log."""

@@ -1,0 +1,223 @@
+"""Do all ranks hold the same parameters, buffers and gradients, bit for bit?
+
+Two collectives if they do, however many ranks there are: the all-gather of 40 bytes that compares
+names and shapes, and an all-reduce of 16 to 24 bytes a tensor. Its maximum over the checksums and
+over their complements is the greatest and, again as a complement, the least checksum of any rank:
+where the two are equal, so are all. A hash of all checksums together would be smaller but could not
+say which differ; and what only some ranks know to differ by design has to be left out on all.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tritonddp._torch import running_statistics
+from tritonddp.coordination.collectives import all_gather, all_reduce
+from tritonddp.coordination.failures import RollCall
+from tritonddp.coordination.verify import describe, verify_same
+from tritonddp.diagnostics.checksum import checksums
+from tritonddp.features.join import refuse_inside
+
+if TYPE_CHECKING:
+    from tritonddp.ddp import DistributedDataParallel
+
+# Tensors, and different contents of one, in one error message; the rest is counted.
+_SHOWN = 10
+_CONTENTS = 4
+
+
+@dataclass(frozen=True)
+class _Item:
+    """What is compared.
+
+    Attributes:
+        kind: ``"parameter"``, ``"buffer"`` or ``"gradient"``.
+        name: as the module has it.
+        tensor: ``None`` for a gradient that is not there.
+        like: has the shape and the dtype that it has or would have.
+        is_local: it may differ from other ranks', as far as this one knows.
+    """
+
+    kind: str
+    name: str
+    tensor: Tensor | None
+    like: Tensor
+    is_local: bool = False
+
+
+def check_sync(ddp: DistributedDataParallel, buffers: bool | None, gradients: bool | None) -> None:
+    """See :meth:`tritonddp.beyond_stock.BeyondStock.check_sync`."""
+    for name, value in (("buffers", buffers), ("gradients", gradients)):
+        if value is not None and not isinstance(value, bool):
+            raise TypeError(f"{name} should be True, False or None, got {value!r}")
+    refuse_inside(ddp, "check_sync()")
+    reduced = ddp.reducer.prepare_to_compare()
+    group = ddp.process_group
+    where = f"rank {group.rank()}, step {ddp.reducer.counters.reductions}, check_sync()"
+    params = _params(ddp)
+    held = _buffers(ddp) if buffers is not False else []
+    own = _of_own_batches(ddp) if buffers is None else []
+    compared = {
+        "buffers": f"{buffers}, without {own}" if own else buffers,
+        "gradients": gradients,
+    }
+    verify_same(describe(params, held, compared), group, ddp.device, where)
+    items = [_Item("parameter", name, param, param) for name, param in params]
+    items += [_Item("buffer", name, each, each) for name, each in held if name not in own]
+    if gradients is not False:
+        items += [
+            _Item("gradient", name, param.grad, param, gradients is None and param not in reduced)
+            for name, param in params
+            if gradients or param.requires_grad
+        ]
+    sums = checksums([item.tensor for item in items])
+    with RollCall(group).naming(where, f"comparison of {len(items)} checksums"):
+        differing = _differing(items, sums, group, ddp.device)
+        if not differing:
+            return
+        shown = [(items[number], sums[number]) for number in differing[:_SHOWN]]
+        contents = _contents(shown, group, ddp.device)
+    lines = [
+        f"  {item.kind} {item.name!r} {tuple(item.like.shape)} {item.like.dtype}: "
+        f"{_by_content(content, RollCall(group))}"
+        for (item, _), content in zip(shown, contents, strict=True)
+    ]
+    if more := len(differing) - len(shown):
+        lines.append(f"  ... and {more} more")
+    kinds, all_kinds = ([items[n].kind for n in of] for of in (differing, range(len(items))))
+    lines += [remedy for kind, remedy in _REMEDIES.items() if kind in kinds]
+    counts = [
+        f"{kinds.count(kind)} of {all_kinds.count(kind)} {kind}s"
+        for kind in dict.fromkeys(all_kinds)
+    ]
+    heading = f"{where}: these differ between ranks ({', '.join(counts)}):"
+    raise RuntimeError("\n".join([heading, *lines]))
+
+
+def _params(ddp: DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:
+    if ddp._is_sliced:  # the module has other tensors in their places
+        return ddp.reducer.held()[0]
+    named = ddp.module.named_parameters()
+    return [each for each in named if each[0] not in ddp.parameters_to_ignore]
+
+
+def _buffers(ddp: DistributedDataParallel) -> list[tuple[str, Tensor]]:
+    named = ddp.module.named_buffers()
+    return [each for each in named if each[0] not in ddp.parameters_to_ignore]
+
+
+def _of_own_batches(ddp: DistributedDataParallel) -> list[str]:
+    """Names of buffers that each rank's forwards change by its own batches."""
+    found = []
+    for prefix, layer in ddp.module.named_modules():
+        names = running_statistics(layer)
+        if isinstance(layer, nn.SyncBatchNorm) and _spans(layer.process_group, ddp.process_group):
+            continue
+        found += [f"{prefix}.{name}" if prefix else name for name in names]
+    return found
+
+
+def _spans(wide: dist.ProcessGroup | None, group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of ``group`` are in ``wide``, by default that of all ranks."""
+    try:
+        ranks = set(dist.get_process_group_ranks(group))
+        return wide is None or ranks <= set(dist.get_process_group_ranks(wide))
+    except KeyError:  # a group that torch has not registered has no ranks of others
+        return wide is group
+
+
+def _differing(
+    items: Sequence[_Item], sums: Sequence[int], group: dist.ProcessGroup, device: torch.device
+) -> list[int]:
+    """The numbers of those that are not the same on all ranks and should be."""
+    gradients = [number for number, item in enumerate(items) if item.kind == "gradient"]
+    local = [int(items[number].is_local) for number in gradients]
+    message = torch.tensor([*sums, *(~each for each in sums), *local], device=device)
+    all_reduce(message, group, dist.ReduceOp.MAX).wait()
+    *found, local = (part.tolist() for part in message.split([len(items)] * 2 + [len(gradients)]))
+    may_differ = {number for number, said in zip(gradients, local, strict=True) if said}
+    return [
+        number
+        for number, (greatest, complement) in enumerate(zip(*found, strict=True))
+        if greatest != ~complement and number not in may_differ
+    ]
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What a rank holds: a checksum and the Euclidean norm; both 0 for nothing."""
+
+    checksum: int
+    norm: float
+
+    def __str__(self) -> str:
+        if not self.checksum:
+            return "none"
+        return f"norm {self.norm:.9g} (checksum {self.checksum % 2**64:016x})"
+
+
+def _contents(
+    items: Sequence[tuple[_Item, int]], group: dist.ProcessGroup, device: torch.device
+) -> list[list[_Content]]:
+    """What each rank holds of each of these, which come with their checksums here."""
+    mine = [_Content(checksum, _norm(item.tensor)) for item, checksum in items]
+    packed = [number for each in mine for number in (each.checksum, _bits(each.norm))]
+    message = torch.tensor(packed, device=device)
+    gathered = all_gather(message, group)
+    ranks = [
+        [_Content(checksum, _number(bits)) for checksum, bits in each.view(-1, 2).tolist()]
+        for each in gathered
+    ]
+    return [list(each) for each in zip(*ranks, strict=True)]
+
+
+def _norm(tensor: Tensor | None) -> float:
+    if tensor is None or not tensor.numel():
+        return 0.0
+    if tensor.dtype is torch.float4_e2m1fn_x2:  # which nothing converts
+        tensor = tensor.view(torch.uint8)
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    with torch.no_grad():
+        return torch.linalg.vector_norm(tensor.to_dense().to(wide)).item()
+
+
+def _bits(number: float) -> int:
+    return struct.unpack("<q", struct.pack("<d", number))[0]
+
+
+def _number(bits: int) -> float:
+    return struct.unpack("<d", struct.pack("<q", bits))[0]
+
+
+def _by_content(contents: Sequence[_Content], roll_call: RollCall) -> str:
+    """Which ranks hold what, those that are fewest first."""
+    holders: dict[int, list[int]] = {}
+    for rank, each in enumerate(contents):
+        holders.setdefault(each.checksum, []).append(rank)
+    groups = sorted(holders.values(), key=lambda ranks: (len(ranks), ranks))
+    said = [
+        f"{roll_call.named(ranks)} {'has' if len(ranks) == 1 else 'have'} {contents[ranks[0]]}"
+        for ranks in groups[:_CONTENTS]
+    ]
+    if more := groups[_CONTENTS:]:
+        said.append(f"{sum(map(len, more))} more ranks have {len(more)} others")
+    return "; ".join(said)
+
+
+_REMEDIES = {
+    "parameter": "Parameters stay alike where all ranks begin with the same ones, and the same "
+    "optimizer makes the same steps with the same gradients: look for what some ranks alone do to "
+    "them, such as a step left out, a checkpoint loaded or random numbers of their own.",
+    "buffer": "Buffers that forwards change by each rank's own batch differ until they are "
+    "synchronised: if these are meant to, call check_sync(buffers=False).",
+    "gradient": "Gradients are alike from the end of a reduced backward until some ranks alone "
+    "change .grad: compare them before anything else is done with them, or call "
+    "check_sync(gradients=False).",
+}

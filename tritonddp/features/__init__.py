@@ -1,0 +1,1 @@
+"""What is off by default."""

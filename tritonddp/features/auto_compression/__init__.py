@@ -1,0 +1,1 @@
+"""compression="auto": which bucket is compressed, by measured speeds."""

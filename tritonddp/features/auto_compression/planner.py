@@ -1,0 +1,329 @@
+"""``compression="auto"``: each bucket takes the wire that the cost model chooses for it.
+
+What lines and kernels can do is measured at construction. What a backward hides is not known
+before there was one: until then all gradients travel in their own dtypes. The choice is made when
+the first reduced backward is over, and again, by the same figures, when buckets change.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from tritonddp.buckets.bucket import Bucket
+from tritonddp.buckets.formats import Wire
+from tritonddp.buckets.residuals import Feedback
+from tritonddp.coordination.collectives import all_reduce
+from tritonddp.coordination.counters import Counters
+from tritonddp.coordination.failures import RollCall
+from tritonddp.diagnostics.sampling import Moments
+from tritonddp.features.auto_compression.choice import OWN, Candidates, choose, report
+from tritonddp.features.auto_compression.cost_model import Kernel, Kind, Load, Speed, WireCost
+from tritonddp.features.auto_compression.probe import Figures, Way, measure, name_of
+from tritonddp.kernels.dispatch import select_quantized
+from tritonddp.kernels.quantized.buffer import BLOCK, QuantizedBuffer
+
+if TYPE_CHECKING:
+    from tritonddp.reducer.state import ReducerState
+
+logger = logging.getLogger("tritonddp.auto")
+
+QUANTISED = "int8"
+# Gradients that may take another wire than they take without compression.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Reduced backwards that are timed: the first ones compile, allocate and read what no cache holds.
+_TIMED = 8
+
+# What :attr:`Auto.state` is of.
+_STATES = (OWN, "bfloat16", QUANTISED)
+
+_BEGAN, _ENDED = "backward began", "backward ended"
+
+
+def options(dtype: torch.dtype, reduce_dtype: torch.dtype | None = None) -> list[str]:
+    """The names of the wires that gradients of ``dtype`` may take, their own first.
+
+    Args:
+        dtype: fp32, bf16 or fp16.
+        reduce_dtype: in which they travel without compression, ``None`` for their own.
+    """
+    own = reduce_dtype or dtype
+    cast = ["bfloat16"] if own is torch.float32 and reduce_dtype is None else []
+    return [name_of(own), *cast, QUANTISED]
+
+
+def collectives(wire: str) -> tuple[tuple[Kind, torch.dtype], ...]:
+    """What carries a bucket on this wire, in order, and the dtype of the messages."""
+    if wire == QUANTISED:
+        return (Kind.ALL_TO_ALL, torch.uint8), (Kind.ALL_GATHER, torch.uint8)
+    return ((Kind.ALL_REDUCE, getattr(torch, wire)),)
+
+
+def wires(
+    figures: Figures, dtype: torch.dtype, reduce_dtype: torch.dtype | None = None
+) -> list[WireCost]:
+    """What the :func:`options` of gradients of ``dtype`` cost."""
+    return [
+        WireCost(
+            name=wire,
+            element_bytes=(
+                1 + torch.float32.itemsize / BLOCK  # a number, and its share of the block's scale
+                if wire == QUANTISED
+                else getattr(torch, wire).itemsize
+            ),
+            speeds={kind: figures.speed(kind, carried) for kind, carried in collectives(wire)},
+            fill=figures.kernel(dtype, wire, "fill"),
+            empty=figures.kernel(dtype, wire, "empty"),
+            reduce=figures.kernel(dtype, wire, "reduce") if wire == QUANTISED else None,
+        )
+        for wire in options(dtype, reduce_dtype)
+    ]
+
+
+def measured(
+    wire: Wire, group: dist.ProcessGroup, device: torch.device, dtypes: Collection[torch.dtype]
+) -> Wire:
+    """``wire`` with the figures that a choice needs; collective.
+
+    Args:
+        wire: whose compression is ``"auto"``.
+        group: the ranks.
+        device: of the gradients.
+        dtypes: of them, in an order that is the same on all ranks.
+    """
+    own = wire.buckets(Bucket, Bucket)
+    others = _others(wire, own, Bucket, group, Feedback())
+    ways = {
+        dtype: {
+            name: Way(
+                make=others.get(name, own),
+                collectives=collectives(name),
+                steps=_QUANTISED_STEPS if name == QUANTISED else Way.steps,
+            )
+            for name in options(dtype, wire.reduce_dtype)
+        }
+        for dtype in dtypes
+        if dtype in _DTYPES
+    }
+    with RollCall(group).naming(f"rank {group.rank()}, wrapping", 'timing for compression="auto"'):
+        return replace(wire, figures=measure(group, device, ways))
+
+
+def _others(
+    wire: Wire,
+    own: Callable[..., Bucket],
+    copying: Callable[..., Bucket],
+    group: dist.ProcessGroup,
+    feedback: Feedback,
+) -> dict[str, Callable[..., Bucket]]:
+    """What makes buckets that take another wire than their own, by its name."""
+    quantised = replace(wire, compression=QUANTISED)
+    return {
+        "bfloat16": Wire(reduce_dtype=torch.bfloat16).buckets(own, copying),
+        QUANTISED: quantised.quantized_buckets(own, copying, group, feedback),
+    }
+
+
+class Auto:
+    """Chooses the wires of one reducer's buckets.
+
+    Args:
+        wire: with the figures that were measured.
+        process_group: the ranks.
+        device: of the gradients.
+        own: makes buckets of gradients that travel in their own dtypes.
+        copying: those of others.
+        feedback: has what was left out of gradients in former buckets.
+        counters: count what the ranks tell each other here.
+
+    Attributes:
+        report: what was chosen, and why.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        process_group: dist.ProcessGroup,
+        device: torch.device,
+        own: Callable[..., Bucket],
+        copying: Callable[..., Bucket],
+        feedback: Feedback,
+        counters: Counters,
+    ) -> None:
+        assert wire.figures is not None
+        assert wire.exact is not None
+        self._figures = wire.figures
+        self._exact = wire.exact
+        self._group = process_group
+        self._device = device
+        self._own = own
+        self._others = _others(wire, own, copying, process_group, feedback)
+        self._counters = counters
+        self._costs = {
+            dtype: wires(self._figures, dtype, wire.reduce_dtype) for dtype in self._figures.dtypes
+        }
+        self._wires: tuple[str, ...] = ()  # of buckets, by index; none before the first choice
+        self._loaded: tuple[str, ...] = ()  # of the buckets to come
+        self._timed = 0
+        self._reducer: Callable[[], ReducerState | None] = lambda: None  # nobody is watched
+        self._moments: list[Moments] = []  # of backwards that are not read yet
+        self._shortest = math.inf  # reduced backward on this rank; seconds
+        self.report = (
+            'compression="auto": gradients travel in their own dtypes, as no backward has been '
+            "reduced yet"
+        )
+
+    def make(self, index: int, params: Sequence[Parameter], *args: Any, **kwargs: Any) -> Bucket:
+        """Make the bucket of this index, for which a wire has been chosen."""
+        wire = self._wires[index] if self._wires else OWN
+        return self._others.get(wire, self._own)(index, params, *args, **kwargs)
+
+    def choose(
+        self, buckets: Sequence[Sequence[tuple[str, Tensor]]], sparse: Collection[Tensor]
+    ) -> bool:
+        """Choose wires for buckets of these parameters; collective.
+
+        Returns:
+            whether another choice was in force.
+        """
+        former = self._wires
+        if self._loaded:
+            self._wires, self._loaded = self._loaded, ()
+            if len(self._wires) == len(buckets):
+                self.report = 'compression="auto": as in the run whose state was loaded'
+                return former != self._wires and set(former + self._wires) != {OWN}
+        backward = self._slowest_backward()
+        if backward is None:
+            self._wires = ()
+            return bool(former)
+        candidates = [self._candidates(bucket, sparse) for bucket in buckets]
+        choice = choose(candidates, self._group.size(), backward, self._figures.cores)
+        wires = tuple(
+            OWN if name == each.wires[0].name else name
+            for name, each in zip(choice.wires, candidates, strict=True)
+        )
+        self._wires = wires
+        if former == wires:
+            return False
+        self.report = report(choice, candidates, self._figures, self._costs, backward)
+        if self._group.rank() == 0:
+            logger.info("%s", self.report)
+        return bool(former) or set(wires) != {OWN}
+
+    @property
+    def state(self) -> list[int]:
+        """What the buckets take, as small numbers, for :meth:`load`."""
+        return [_STATES.index(wire) for wire in self._wires]
+
+    def knows(self, state: Sequence[int]) -> bool:
+        """Whether :meth:`load` can make something of these numbers."""
+        return {*state} <= {*range(len(_STATES))}
+
+    def load(self, state: Sequence[int]) -> None:
+        """The next buckets take what those took that had this :attr:`state`; alike on all ranks."""
+        self._loaded = tuple(_STATES[number] for number in state)
+
+    def _candidates(
+        self, bucket: Sequence[tuple[str, Tensor]], sparse: Collection[Tensor]
+    ) -> Candidates:
+        names, params = [name for name, _ in bucket], [param for _, param in bucket]
+        dtype = params[0].dtype
+        costs = self._costs.get(dtype)
+        if costs is None or params[0] in sparse:
+            # Not known; whatever it takes, it takes it whatever is chosen for the others.
+            return Candidates(Load(0), [_unknown(dtype)])
+        elements = [0, 0]
+        for is_exact, param in zip(self._exact.find(names, params), params, strict=True):
+            elements[is_exact] += param.numel()
+        load = Load(*elements)
+        return Candidates(load, [c for c in costs if load.elements or not c.is_quantised])
+
+    # How long a backward takes
+
+    def watch(self, reducer: ReducerState) -> None:
+        """Time the first reduced backwards of ``reducer``."""
+        self._reducer = weakref.ref(reducer)
+        reducer.on_backward.append(self._begins)
+
+    def _begins(self, end: Callable[[], None]) -> Callable[[], None]:
+        reducer = self._reducer()
+        if reducer is None or not reducer._should_sync():
+            return end
+        moments = Moments(self._device)
+        moments.mark(_BEGAN)
+        self._timed += 1
+        if self._timed == _TIMED:
+            reducer.on_backward.remove(self._begins)
+
+        def timed_end() -> None:
+            moments.mark(_ENDED)
+            self._moments.append(moments)
+            end()
+
+        return timed_end
+
+    def _slowest_backward(self) -> float | None:
+        """The shortest backward of the rank where it is longest; collective.
+
+        ``None`` while no rank has timed any. (A rank without inputs has none to offer.)
+        """
+        for moments in self._moments:
+            moments.wait()
+            self._shortest = min(self._shortest, moments.between(_BEGAN, _ENDED) / 1e9)
+        self._moments.clear()
+        mine = 0.0 if self._shortest == math.inf else self._shortest
+        seconds = torch.tensor(mine, dtype=torch.float32, device=self._device)
+        where = f"rank {self._group.rank()}, step {self._counters.reductions}"
+        with RollCall(self._group).naming(where, 'choice of wires for compression="auto"'):
+            all_reduce(seconds, self._group, dist.ReduceOp.MAX).wait()
+        self._counters.collective(seconds.nbytes, self._group.size(), passes=2)
+        return seconds.item() or None
+
+
+def _exchange(bucket: Bucket) -> None:
+    """In the place of the all-to-all."""
+    assert isinstance(bucket.flat, QuantizedBuffer)
+    bucket.flat.received.copy_(bucket.flat.message)
+
+
+def _reduce(bucket: Bucket) -> None:
+    flat = bucket.flat
+    assert isinstance(flat, QuantizedBuffer)
+    select_quantized(flat.data.device, flat.numbers).reduce_parts(flat)
+
+
+def _gather(bucket: Bucket) -> None:
+    """In the place of the all-gather."""
+    flat = bucket.flat
+    assert isinstance(flat, QuantizedBuffer)
+    flat.gathered.view(flat.message_layout.world_size, -1).copy_(flat.reduced)
+
+
+def _empty(bucket: Bucket) -> None:
+    flat = bucket.flat
+    assert isinstance(flat, QuantizedBuffer)
+    bucket.unflatten(select_quantized(flat.data.device, flat.numbers).receive(flat, None))
+
+
+_QUANTISED_STEPS = (
+    (None, _exchange),
+    ("reduce", _reduce),
+    (None, _gather),
+    ("empty", _empty),
+)
+
+
+def _unknown(dtype: torch.dtype) -> WireCost:
+    """Of gradients that no wire was timed for."""
+    nothing = Kernel(0.0, 0.0)
+    return WireCost(name_of(dtype), 0.0, {Kind.ALL_REDUCE: Speed(0.0, 0.0)}, nothing, nothing)

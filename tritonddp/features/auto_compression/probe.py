@@ -1,0 +1,324 @@
+"""How fast are the lines between the ranks, and the kernels of this device? Measured in a second.
+
+What the cost model needs is timed once: some collectives, and buckets on their way in and out. The
+slowest rank's figures count, on every rank. A line of 100 Mbit/s takes a second, faster ones less.
+The module, its gradients and all random states are left alone.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from tritonddp._torch import all_gather_single
+from tritonddp.buckets.bucket import Bucket
+from tritonddp.comm.point_to_point import all_to_all
+from tritonddp.coordination.collectives import all_gather, all_reduce
+from tritonddp.coordination.counters import Counters
+from tritonddp.features.auto_compression.cost_model import Kernel, Kind, Speed, sent_bytes
+from tritonddp.kernels.dispatch import select
+
+# Bytes of the messages that are timed: four times more, until one takes so many seconds, and so
+# many times what an empty one takes. The first is larger than what token buckets of slow lines let
+# through at once.
+_FIRST_SIZE, _LAST_SIZE = 256 << 10, 64 << 20
+_LONG, _LATENCIES = 0.03, 10
+# Rounds of everything, of which the fastest counts; none begins after so many seconds.
+_REPETITIONS, _PATIENCE = 8, 0.25
+
+# Gradients of the buckets that are timed, how often they are, and elements of each gradient. (On a
+# CPU each is a segment.)
+_GRADIENTS, _PASSES = 4, 3
+# Bytes written between two passes, so that residuals and buffers are in no cache, as in a step.
+_CACHES = 64 << 20
+_FEW, _MANY = 1 << 10, 1 << 20
+
+
+# Of the messages over gloo: below those of :mod:`tritonddp.comm.quantized`.
+_TAG = 0x7D0FFFFF
+
+
+@dataclass(frozen=True)
+class Way:
+    """How buckets of one gradient dtype travel on one wire.
+
+    Attributes:
+        make: a bucket, from what :class:`Bucket` takes first: index, parameters, names, kernels and
+            counters.
+        collectives: kinds, and dtype of what they carry, in their order.
+        steps: what is done to the bucket when it is filled, and what it counts as: ``"reduce"``,
+            ``"empty"`` or, in the place of a collective, ``None``.
+    """
+
+    make: Callable[..., Bucket]
+    collectives: Sequence[tuple[Kind, torch.dtype]]
+    steps: Sequence[tuple[str | None, Callable[[Bucket], object]]] = (("empty", Bucket.unflatten),)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was measured, alike on all ranks.
+
+    Attributes:
+        world_size: number of ranks.
+        cores: of the host for each rank, see
+        :class:`~tritonddp.features.auto_compression.cost_model.Compute`.
+        seconds: by what was timed; the slowest rank's.
+        took: seconds of the measurement.
+    """
+
+    world_size: int
+    cores: float
+    seconds: Mapping[str, float]
+    took: float
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Of the gradients whose buckets were timed."""
+        names = {name.partition(" as ")[0] for name in self.seconds if " as " in name}
+        return [getattr(torch, name) for name in sorted(names)]
+
+    @property
+    def speeds(self) -> dict[tuple[Kind, str], Speed]:
+        """Of what was timed, by kind and the name of a dtype."""
+        found = {}
+        for name in self.seconds:
+            what, is_call, _ = name.rpartition(": call")
+            if is_call:
+                kind, _, dtype = what.rpartition(" ")
+                found[Kind(kind), dtype] = self.speed(Kind(kind), getattr(torch, dtype))
+        return found
+
+    def speed(self, kind: Kind, dtype: torch.dtype) -> Speed:
+        name = f"{kind.value} {name_of(dtype)}"
+        return Speed(*(self.seconds[f"{name}: {what}"] for what in ("call", "byte", "core")))
+
+    def kernel(self, dtype: torch.dtype, wire: str, step: str) -> Kernel:
+        """``step`` is ``"fill"``, ``"reduce"`` or ``"empty"``."""
+        name = f"{name_of(dtype)} as {wire}: {step}"
+        return Kernel(self.seconds[f"{name}, launch"], self.seconds[f"{name}, element"])
+
+
+def measure(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    ways: Mapping[torch.dtype, Mapping[str, Way]],
+) -> Figures:
+    """Time collectives of the ranks of ``group``, and buckets; collective.
+
+    Args:
+        group: the ranks.
+        device: of the gradients.
+        ways: by the dtype of gradients and the name of the wire; alike on all ranks.
+    """
+    start = time.perf_counter()
+    lines = _Lines(group, device)
+    collectives = dict.fromkeys(
+        each for of_dtype in ways.values() for way in of_dtype.values() for each in way.collectives
+    )
+    seconds = lines.time(list(collectives))
+    for dtype, of_dtype in ways.items():
+        for wire, way in of_dtype.items():
+            for what, value in _time_buckets(way, dtype, device).items():
+                seconds[f"{name_of(dtype)} as {wire}: {what}"] = value
+    # A rank that has few cores for itself is a slow one.
+    cores = _cores(group, device)
+    slowest = lines.slowest([*seconds.values(), 1 / cores, time.perf_counter() - start])
+    *values, share, took = slowest
+    return Figures(
+        group.size(),
+        cores=1 / share if share else float("inf"),
+        seconds=dict(zip(seconds, values, strict=True)),
+        took=took,
+    )
+
+
+class _Lines:
+    """Times collectives of one group."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+
+    def time(self, collectives: Sequence[tuple[Kind, torch.dtype]]) -> dict[str, float]:
+        """Of each: seconds of an empty one, of a byte that is sent, and of a core for a byte."""
+        if not collectives:
+            return {}
+        short = self._fastest([self._collective(*each, 0) for each in collectives])
+        size = self._find_size(*collectives[0], short[0][0])
+        calls = [self._collective(*each, size) for each in collectives]
+        for call in calls:
+            call()  # whatever lets the first bytes through for free shall be used up
+        found: dict[str, float] = {}
+        for (kind, dtype), (least, idle), (wall, core) in zip(
+            collectives, short, self._fastest(calls), strict=True
+        ):
+            sent = max(1.0, sent_bytes(kind, size, self._group.size()))
+            byte = max(0.0, wall - least) / sent
+            name = f"{kind.value} {name_of(dtype)}"
+            found[f"{name}: call"] = least
+            found[f"{name}: byte"] = byte
+            found[f"{name}: core"] = min(byte, max(0.0, core - idle) / sent)
+        return found
+
+    def slowest(self, seconds: Sequence[float]) -> list[float]:
+        """Of each the largest of all ranks. (Not all devices have fp64.)"""
+        values = torch.tensor(seconds, dtype=torch.float32, device=self._device)
+        all_reduce(values, self._group, dist.ReduceOp.MAX).wait()
+        return values.tolist()
+
+    def _find_size(self, kind: Kind, dtype: torch.dtype, least: float) -> int:
+        size = _FIRST_SIZE
+        while size < _LAST_SIZE:
+            wall, longest = self.slowest(
+                [self._timed(self._collective(kind, dtype, size))[0], least]
+            )
+            if wall > max(_LONG, _LATENCIES * longest):
+                break
+            size *= 4
+        return size
+
+    def _fastest(self, calls: Sequence[Callable[[], None]]) -> list[tuple[float, float]]:
+        """Wall time and time of cores of each, the shortest of some rounds.
+
+        What slows the machine down for a moment does so for all.
+        """
+        rounds: list[list[tuple[float, float]]] = []
+        spent = 0.0
+        while len(rounds) < _REPETITIONS and spent < _PATIENCE:
+            rounds.append([self._timed(call) for call in calls])
+            (passed,) = self.slowest([sum(wall for wall, _ in rounds[-1])])
+            spent += passed
+        return [
+            (min(wall for wall, _ in times), min(core for _, core in times))
+            for times in zip(*rounds, strict=True)
+        ]
+
+    def _timed(self, call: Callable[[], None]) -> tuple[float, float]:
+        self.slowest([0.0])  # all begin at once
+        core, wall = time.process_time(), time.perf_counter()
+        call()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            return time.perf_counter() - wall, 0.0  # the card's own engines send
+        return time.perf_counter() - wall, time.process_time() - core
+
+    def _collective(self, kind: Kind, dtype: torch.dtype, size: int) -> Callable[[], None]:
+        """A collective of a message of about ``size`` bytes, at least an element for each rank."""
+        world_size = self._group.size()
+        part = max(1, size // dtype.itemsize // world_size)
+        whole = torch.zeros(part * world_size, dtype=dtype, device=self._device)
+        if kind is Kind.ALL_REDUCE:
+            return lambda: _wait([all_reduce(whole, self._group)])
+        other = torch.zeros_like(whole)
+        if self._device.type == "cpu":  # as quantised buckets travel there
+            rows, sent = whole.view(world_size, -1), other.view(world_size, -1)
+            if kind is Kind.ALL_GATHER:
+                sent = sent[:1].expand(world_size, -1)
+            return lambda: _wait(all_to_all(rows, sent, self._group, _TAG))
+        if kind is Kind.ALL_TO_ALL:
+            return lambda: _wait(
+                [dist.all_to_all_single(whole, other, group=self._group, async_op=True)]
+            )
+        return lambda: _wait([all_gather_single(whole, other[:part], self._group)])
+
+
+def _wait(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _time_buckets(way: Way, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """Seconds of each launch and each element, of what is done to a bucket."""
+    few = _time_bucket(way, dtype, device, _FEW)
+    many = _time_bucket(way, dtype, device, _MANY)
+    found = {}
+    for step in few:
+        element = max(0.0, many[step] - few[step]) / (_GRADIENTS * (_MANY - _FEW))
+        found[f"{step}, launch"] = max(0.0, few[step] - element * _GRADIENTS * _FEW)
+        found[f"{step}, element"] = element
+    return found
+
+
+def _time_bucket(
+    way: Way, dtype: torch.dtype, device: torch.device, numel: int
+) -> dict[str, float]:
+    """The shortest seconds of each step of a bucket's passage, without its collectives."""
+    shape = (1 << 10, numel >> 10)  # of more than one dimension, as what may be quantised
+    params = [Parameter(torch.zeros(shape, dtype=dtype, device=device)) for _ in range(_GRADIENTS)]
+    names = [f"gradient {number}" for number in range(_GRADIENTS)]
+    bucket = way.make(0, params, names, select(device, dtype), Counters())
+    values = torch.linspace(-1, 1, numel, device=device).to(dtype).view(shape)
+    other = torch.empty(_CACHES, dtype=torch.uint8, device=device)
+    passes = []
+    for _ in range(_PASSES + 1):  # one more: the first compiles and allocates
+        other.zero_()
+        passes.append(_pass(way, bucket, values))
+        for param in params:
+            param.grad = None
+    return {step: min(each[step] for each in passes[1:]) for step in ("fill", "reduce", "empty")}
+
+
+def _pass(way: Way, bucket: Bucket, values: Tensor) -> dict[str, float]:
+    """Seconds to fill the bucket, to reduce what came of it, and to empty it.
+
+    Each segment when its gradients have just been made, by a backward: they may be ceded.
+    """
+    seconds = dict.fromkeys(("fill", "reduce", "empty", "unasked"), 0.0)
+
+    def timed(name: str, step: Callable[..., object], *args: Any) -> None:
+        start = _clock(values.device)
+        with torch.no_grad():
+            step(*args)
+        seconds[name] += _clock(values.device) - start
+
+    bucket.begin()
+    for segment in bucket.segments:
+        params = bucket.params[segment.first : segment.last]
+        with torch.enable_grad():
+            torch.stack([(param * values).sum() for param in params]).sum().backward()
+        timed("fill", bucket.flatten, segment, [True] * len(params), 1.0)
+    timed("fill", bucket.seal)
+    for name, step in way.steps:
+        timed(name or "unasked", step, bucket)
+    bucket.release()
+    return seconds
+
+
+def _clock(device: torch.device) -> float:
+    """Seconds. Of this thread's work alone where it does all of it, whoever else wants its core."""
+    if device.type == "cpu" and torch.get_num_threads() == 1:
+        return time.thread_time()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _cores(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Cores of this host for each of its ranks, in units of what its computing thread has."""
+    if device.type == "cuda":
+        return float("inf")
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    identity = f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}"
+    mine = torch.tensor(
+        [int.from_bytes(blake2b(identity.encode(), digest_size=7).digest(), "little")]
+    )
+    hosts = all_gather(mine, group)
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return (usable or 1) / sum(map(mine.equal, hosts)) / torch.get_num_threads()
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Of a dtype, without ``torch.``."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,119 @@
+"""Which ranks still have inputs, and what will they do next? Told before forwards in ``Join``."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from tritonddp.coordination.collectives import all_reduce
+from tritonddp.coordination.failures import RollCall
+
+# What a rank says, as a sum; one that has run out of inputs says 0.
+_PRESENT = 1
+_REDUCES = 2
+_SYNCS_BUFFERS = 4
+_OVER_PRESENT = 8
+
+
+class Attendance:
+    """What the ranks tell each other before each forward inside torch's ``Join``.
+
+    Ranks that have run out of inputs hear which collectives the others will make, so that they can
+    make them too. Outside of ``Join`` nothing is told.
+
+    The host waits for the answer, on a GPU too, as stock DDP does where there are buffers.
+
+    Args:
+        process_group: the ranks.
+        device: of what is sent.
+
+    Attributes:
+        is_open: forwards run inside ``Join``.
+        is_due: a forward has said that its backward will be reduced, and no reduction has begun
+            since then.
+        mean_over_present: gradients that have no weight are averaged over the ranks that still
+            have inputs, not over all.
+        source_rank: whose buffers, and whose order of gradients, all ranks take over. Rank 0
+            outside of ``Join``; inside it, as in stock, the highest that has inputs.
+        syncs_buffers: any rank wants module buffers to be synchronised.
+        differs: not all ranks train the same parameters.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = process_group
+        self._device = device
+        self.leave()
+
+    def leave(self) -> None:
+        """The context has been left."""
+        self.is_open = self.is_due = self.mean_over_present = False
+        self.source_rank = 0
+        self.syncs_buffers = self.differs = False
+
+    def tell(self, where: str, structure: bytes, reduces: bool, syncs_buffers: bool) -> None:
+        """Say that this rank has inputs, and what its forward and backward will send.
+
+        Args:
+            where: this rank's place, for errors.
+            structure: hash of what it trains.
+            reduces: whether the backward is reduced.
+            syncs_buffers: whether the forward synchronises module buffers.
+
+        Raises:
+            RuntimeError: the ranks are about to do different things.
+        """
+        self.is_open = True
+        said = _PRESENT + _REDUCES * reduces + _SYNCS_BUFFERS * syncs_buffers
+        said += _OVER_PRESENT * self.mean_over_present
+        self.is_due = self._exchange(where, said, structure)
+
+    def listen(self, where: str, structure: bytes) -> bool:
+        """Say that this rank has no inputs any more.
+
+        Returns:
+            whether the others reduce the gradients of a backward.
+
+        Raises:
+            RuntimeError: they are about to do different things.
+        """
+        return self._exchange(where, 0, structure)
+
+    def agree_on_last(self, where: str, is_last: bool) -> None:
+        """All ranks have run out of inputs: those that did so last are the source."""
+        what = "agreement on whose model all take over"
+        self._exchange(where, _PRESENT * is_last, b"", what)
+
+    def _exchange(
+        self, where: str, mine: int, structure: bytes, what: str = "announcement of a forward"
+    ) -> bool:
+        rank = self._group.rank()
+        message = torch.zeros(self._group.size(), 2, dtype=torch.int32)
+        message[rank, 0], message[rank, 1] = mine, int.from_bytes(structure, "little")
+        message = message.to(self._device)
+        with RollCall(self._group).naming(where, f"{what} inside join()"):
+            all_reduce(message, self._group).wait()
+        said, structures = message.T.tolist()
+        present = [number for number, each in enumerate(said) if each]
+        if len({said[number] & _OVER_PRESENT for number in present}) > 1:
+            raise RuntimeError(
+                f"{where}: join(divide_by_initial_world_size=...) is not the same on all ranks"
+            )
+        self.source_rank = max(present, default=0)
+        self.syncs_buffers = any(each & _SYNCS_BUFFERS for each in said)
+        self.differs = len(set(structures)) > 1
+        reduces = {said[number] & _REDUCES for number in present}
+        if len(reduces) > 1:
+            raise RuntimeError(
+                f"{where}: inside join() ranks must agree on which forwards have a backward "
+                f"that is reduced. This one: {_in_words(said)}. Run the same forwards under "
+                "no_sync() or torch.no_grad() on every rank"
+            )
+        return reduces == {_REDUCES}
+
+
+def _in_words(said: list[int]) -> str:
+    return "; ".join(
+        f"rank {rank}: "
+        + ("has no inputs left" if not each else "yes" if each & _REDUCES else "no")
+        for rank, each in enumerate(said)
+    )

@@ -1,0 +1,198 @@
+"""Device tables: what lets one launch reach any number of gradients.
+
+A *chunk* is the share of one program, at most ``block`` consecutive elements of one gradient. The
+chunks of a buffer never change. The addresses of the gradients may change every step, and with
+the used flags, the ballots and the scale they make up one small table that is uploaded when it
+changed.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from functools import reduce
+from operator import or_
+from struct import Struct
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# In elements of the wire dtype: the bucket side of every 16-byte access is then aligned for any
+# wire dtype, and the compiler may be told so without a check per launch.
+ALIGNMENT = 16
+
+# 2048 elements by 4 warps: 4 accesses of 16 bytes in flight per thread at about 30 registers.
+BLOCK = 2048
+
+_FLOAT64 = Struct("<d")
+_INT64 = Struct("<q")
+
+
+class DeviceTables:
+    """The tables of one flat buffer, on its device; shared by flatten and unflatten.
+
+    Attributes:
+        chunks: int64 ``(num_chunks, 4)``, a row a program: slot, first element within the
+            gradient, first element within the buffer, number of elements (1 to ``block``).
+            Gradients without elements have no rows.
+        dynamic: int64 ``(2 n + m + 1,)``: n addresses (0 where there is no gradient), n used flags
+            (0 or 1), m ballots, the bits of the scale as fp64. An int64 table holds the scale
+            too, so that one copy uploads everything and no launch depends on its value.
+        one: fp64 ``(1,)``, 1.0: the factor of an unflatten that is given none.
+        num_chunks: rows of ``chunks``.
+        block: most elements of a chunk, a power of two and a multiple of 16.
+        aligned: every address is a multiple of 16 bytes.
+        uploads: copies of ``dynamic`` to the device so far.
+    """
+
+    def __init__(self, flat: FlatBuffer, block: int | None = None) -> None:
+        """Build the chunk rows of ``flat``, with ``block`` (default :data:`BLOCK`) elements each.
+
+        Raises:
+            ValueError: ``block`` is unfit, or the buffer is not laid out for 16-byte accesses.
+        """
+        block = BLOCK if block is None else block
+        if block < 16 or block & (block - 1):
+            raise ValueError(f"block should be a power of two of at least 16, but is {block}")
+        layout, device = flat.layout, flat.data.device
+        for slot, offset in enumerate(layout.offsets):
+            if offset % ALIGNMENT:
+                raise ValueError(
+                    f"slot {slot} begins at element {offset} of the buffer, which is no multiple "
+                    f"of {ALIGNMENT}: make the layout with alignment={ALIGNMENT}"
+                )
+        self.block = block
+        self.chunks = self._rows(flat, block).to(device)
+        self.num_chunks = self.chunks.shape[0]
+        words = 2 * len(layout.numels) + layout.ballots + 1
+        self.dynamic = torch.zeros(words, dtype=torch.int64, device=device)
+        self.one = torch.ones(1, dtype=torch.float64).to(device)
+        self.aligned = True
+        self.uploads = 0
+        self._layout = layout
+        self._device = device
+        self._dtype: torch.dtype | None = None
+        self._addresses: list[int] = [0] * len(layout.numels)
+        self._used: list[bool] = [False] * len(layout.numels)
+        self._ballots = bytes(layout.ballots)
+        self._scale_bits = 0
+
+    def _rows(self, flat: FlatBuffer, block: int) -> Tensor:
+        """The rows of :attr:`chunks`, on the CPU."""
+        return _chunk_rows(flat.layout, block)
+
+    @classmethod
+    def of(cls, flat: FlatBuffer) -> Self:
+        """The tables of ``flat``, built when they are first asked for."""
+        if flat.tables is None:
+            flat.tables = cls(flat)
+        return flat.tables
+
+    def update(
+        self,
+        grads: Sequence[Tensor | None],
+        used: Sequence[bool] | None = None,
+        scale: float | None = None,
+        ballots: Sequence[int] | None = None,
+    ) -> torch.dtype | None:
+        """Bring ``dynamic`` up to date on the current stream, uploading it only if it changed.
+
+        Args:
+            grads: one per slot, each with its slot's shape and strides.
+            used: one per slot, or ``None`` to keep the last flags.
+            scale: the factor, or ``None`` to keep the last one.
+            ballots: as many as the layout has, or ``None`` to keep the last ones. Many are best
+                given as the same ``bytes`` again and again, which are known by their identity.
+
+        Returns:
+            The dtype of the gradients, ``None`` if there are none.
+
+        Raises:
+            ValueError: there is not one gradient, or not one flag, per slot; or the ballots are
+                not as many as the layout's, or not in 0..255.
+            TypeError: a gradient has another dtype or device than it should. Checked when an
+                address or the first dtype changed, not at every launch.
+        """
+        addresses = [0 if grad is None else grad.data_ptr() for grad in grads]
+        if len(addresses) != len(self._addresses):
+            raise ValueError(
+                f"the buffer has {len(self._addresses)} slots, but {len(addresses)} gradients came"
+            )
+        if used is not None and len(used) != len(self._used):
+            raise ValueError(f"the buffer has {len(self._used)} slots, but {len(used)} flags came")
+        encoded = self._ballots if ballots is None else self._layout.encode_ballots(ballots)
+        dtype = next((grad.dtype for grad in grads if grad is not None), None)
+        stale = False
+        if addresses != self._addresses or dtype is not self._dtype:
+            self._check(grads, dtype)
+            self.aligned = not reduce(or_, addresses, 0) & 15
+            stale = addresses != self._addresses
+            self._addresses, self._dtype = addresses, dtype
+        if used is not None:
+            flags = list(used)
+            if flags != self._used:
+                self._used, stale = flags, True
+        if encoded is not self._ballots:
+            stale = stale or encoded != self._ballots
+            self._ballots = encoded
+        if scale is not None:
+            # By bits: -0.0 equals 0.0 and NaN does not equal itself.
+            (bits,) = _INT64.unpack(_FLOAT64.pack(scale))
+            if bits != self._scale_bits:
+                self._scale_bits, stale = bits, True
+        if stale:
+            self._upload()
+        return dtype
+
+    def _check(self, grads: Sequence[Tensor | None], dtype: torch.dtype | None) -> None:
+        # An address tells the kernel nothing about what lies there: a wrong dtype would be read
+        # as garbage, and a host address faults on the device.
+        for slot, grad in enumerate(grads):
+            if grad is None:
+                continue
+            if grad.dtype is not dtype:
+                raise TypeError(
+                    f"the gradient in slot {slot} is {grad.dtype}, but those before it are "
+                    f"{dtype}: give gradients of different dtypes buffers of their own"
+                )
+            if grad.device != self._device:
+                raise TypeError(
+                    f"the gradient in slot {slot} is on {grad.device}, but its buffer is on "
+                    f"{self._device}: move the parameter or the buffer"
+                )
+
+    def _upload(self) -> None:
+        flags = map(int, map(bool, self._used))
+        host = torch.frombuffer(
+            array("q", [*self._addresses, *flags, *self._ballots, self._scale_bits]),
+            dtype=torch.int64,
+        )
+        if self._device.type == "cpu":
+            self.dynamic.copy_(host)
+        else:
+            # A fresh pinned tensor per upload: the copy is asynchronous, and writing the next
+            # table into memory it still reads would corrupt this one. The caching host allocator
+            # reuses a block only after the copy that used it. The device side needs no such care:
+            # kernels that read the former table are ahead of this copy on the same stream.
+            pinned = torch.empty(host.shape, dtype=torch.int64, pin_memory=True)
+            pinned.copy_(host)
+            self.dynamic.copy_(pinned, non_blocking=True)
+        self.uploads += 1
+
+
+def _chunk_rows(layout: Layout, block: int) -> Tensor:
+    """The rows of :attr:`DeviceTables.chunks`, on the CPU."""
+    numels = torch.tensor(layout.numels, dtype=torch.int64)
+    offsets = torch.tensor(layout.offsets, dtype=torch.int64)
+    per_slot = (numels + block - 1) // block
+    slot = torch.repeat_interleave(torch.arange(len(numels)), per_slot)
+    first_row = torch.cumsum(per_slot, 0) - per_slot
+    start = (torch.arange(len(slot)) - first_row[slot]) * block
+    count = torch.clamp(numels[slot] - start, max=block)
+    return torch.stack([slot, start, offsets[slot] + start, count], dim=1)

@@ -1,0 +1,248 @@
+"""Device code, each kernel next to its plain-torch twin, and the choice between the two.
+
+Imports without Triton; only the kernels of a CUDA or ROCm device need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tritonddp.kernels.complex import REAL, ComplexBuffer, on_real_parts
+from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer, Layout, Marks
+from tritonddp.kernels.quantized.buffer import Quantization, QuantizedBuffer
+
+__all__ = [
+    "GRADIENT_DTYPES",
+    "Kernels",
+    "QuantizedKernels",
+    "quantizing",
+    "select",
+    "select_quantized",
+]
+
+# What gradients may be.
+GRADIENT_DTYPES = (*DTYPES, *REAL)
+
+
+class Flatten(Protocol):
+    """See ``reference.flatten``."""
+
+    def __call__(
+        self,
+        flat: FlatBuffer,
+        grads: Sequence[Tensor | None],
+        used: Sequence[bool],
+        scale: float,
+        ballots: Sequence[int] = (),
+    ) -> None: ...
+
+
+class Unflatten(Protocol):
+    """See ``reference.unflatten``."""
+
+    def __call__(
+        self, flat: FlatBuffer, grads: Sequence[Tensor | None], factor: Tensor | None = None
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of one kind of device.
+
+    Attributes:
+        flatten: ``flatten(flat, grads, used, scale, ballots=())``, see ``reference.flatten``.
+        unflatten: ``unflatten(flat, grads, factor=None)``, see ``reference.unflatten``.
+        alignment: what these kernels want of ``Layout.of``, in elements.
+        by_address: they read gradients by address, which must lie in memory as their slots do.
+        segments: cuts a layout into runs of slots ``[first, last)``, each flattened by one launch.
+        cedes: whether gradients of a bucket with this layout are better handed over in its buffer
+            than copied out of it.
+        buffer: makes the flat buffer of a layout, for gradients of a dtype, on a device.
+        marks: what ``flatten`` says of gradients that are not finite; ``None``: it does not look.
+    """
+
+    flatten: Flatten
+    unflatten: Unflatten
+    alignment: int
+    by_address: bool
+    segments: Callable[[Layout], list[tuple[int, int]]]
+    cedes: Callable[[Layout], bool]
+    buffer: Callable[[Layout, torch.dtype, torch.device], FlatBuffer] = FlatBuffer
+    marks: Marks | None = None
+
+
+@dataclass(frozen=True)
+class QuantizedKernels:
+    """The kernels of one kind of device for buckets whose gradients are quantised.
+
+    Attributes:
+        quantize: takes the place of ``flatten``, see ``quantized.reference.quantize``.
+        reduce_parts: ``reduce_parts(flat)``, see ``quantized.reference.reduce_parts``.
+        receive: ``receive(flat, factor)``: what there is to do before ``unflatten`` when the sums
+            of all ranks have come; returns the factor that is left for that.
+        unflatten: see ``reference.unflatten``.
+    """
+
+    quantize: Flatten
+    reduce_parts: Callable[[QuantizedBuffer], None]
+    receive: Callable[[QuantizedBuffer, Tensor | None], Tensor | None]
+    unflatten: Unflatten
+
+
+def select(
+    device: torch.device, dtype: torch.dtype = torch.float32, marks: Marks | None = None
+) -> Kernels:
+    """The kernels for gradients on ``device``: Triton on GPUs, plain torch on the CPU.
+
+    ``dtype`` is one of :data:`GRADIENT_DTYPES`. With ``marks`` they look for gradients that are not
+    finite.
+
+    Raises:
+        RuntimeError: there are no kernels for this kind of device, Triton is not installed, or
+            it is in interpreter mode.
+    """
+    kernels = _for_device_type(device.type)
+    if dtype.is_complex:
+        kernels = _for_complex(kernels)
+    return kernels if marks is None else replace(kernels, marks=marks)
+
+
+def quantizing(kernels: Kernels, device: torch.device, quantization: Quantization) -> Kernels:
+    """``kernels`` of ``device`` for a bucket whose gradients are quantised.
+
+    Raises:
+        RuntimeError: see :func:`select_quantized`.
+    """
+    quantized = select_quantized(device, quantization.numbers)
+    return replace(
+        kernels,
+        flatten=quantized.quantize,
+        unflatten=quantized.unflatten,
+        by_address=True,  # blocks follow the memory order
+        buffer=quantization.buffer,
+    )
+
+
+def select_quantized(device: torch.device, numbers: torch.dtype) -> QuantizedKernels:
+    """The kernels that quantise gradients on ``device`` to ``numbers``: int8 or float8_e4m3fn.
+
+    Raises:
+        RuntimeError: the device has no such numbers; or see :func:`select`.
+    """
+    if device.type == "cuda" and numbers is torch.float8_e4m3fn:
+        _check_fp8(device)
+    return _quantized_for(device.type)
+
+
+@cache
+def _check_fp8(device: torch.device) -> None:
+    if torch.version.hip is not None:
+        architecture = torch.cuda.get_device_properties(device).gcnArchName
+        if not architecture.startswith("gfx95"):
+            raise RuntimeError(
+                f"fp8 (e4m3) needs gfx950, but {device} is {architecture}, whose numbers of 8 bits "
+                "are others: use int8"
+            )
+    elif (capability := torch.cuda.get_device_capability(device)) < (8, 9):
+        raise RuntimeError(
+            f"fp8 (e4m3) needs compute capability 8.9, but {device} has "
+            f"{'.'.join(map(str, capability))}: use int8"
+        )
+
+
+@cache
+def _quantized_for(device_type: str) -> QuantizedKernels:
+    _for_device_type(device_type)  # raises where there are none
+    if device_type == "cpu":
+        from tritonddp.kernels import reference
+        from tritonddp.kernels.quantized import reference as quantize_reference
+
+        return QuantizedKernels(
+            quantize_reference.quantize,  # type: ignore[arg-type]
+            quantize_reference.reduce_parts,
+            quantize_reference.put_together,
+            reference.unflatten,
+        )
+    from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
+
+    return QuantizedKernels(
+        quantize.quantize,  # type: ignore[arg-type]
+        reduce_parts.reduce_parts,
+        _leave_factor,
+        dequantize.dequantize,  # type: ignore[arg-type]
+    )
+
+
+def _leave_factor(flat: QuantizedBuffer, factor: Tensor | None) -> Tensor | None:
+    """On a GPU ``unflatten`` reads the message."""
+    return factor
+
+
+@cache
+def _for_complex(kernels: Kernels) -> Kernels:
+    return replace(
+        kernels,
+        flatten=on_real_parts(kernels.flatten),
+        unflatten=on_real_parts(kernels.unflatten),
+        by_address=True,  # what is flagged as conjugate has no real parts to be written to
+        cedes=_never,
+        buffer=ComplexBuffer,
+    )
+
+
+@cache
+def _for_device_type(device_type: str) -> Kernels:
+    if device_type == "cpu":
+        from tritonddp.kernels import reference
+
+        return Kernels(
+            reference.flatten,
+            reference.unflatten,
+            reference.ALIGNMENT,
+            False,
+            reference.segments,
+            reference.cedes,
+        )
+    if device_type != "cuda":
+        raise RuntimeError(
+            f"tritonddp has no kernels for {device_type!r} tensors; it supports 'cuda' (NVIDIA, "
+            "and AMD through ROCm) and 'cpu': move the module there before wrapping it"
+        )
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise RuntimeError(
+            f"tritonddp needs Triton for 'cuda' tensors, but importing it failed ({error}): "
+            "pip install 'triton>=3.6'"
+        ) from error
+    from tritonddp.kernels import device_tables, flatten, unflatten
+
+    if flatten.INTERPRETED:
+        # The interpreter would follow device addresses on the host, and crash without a word.
+        raise RuntimeError(
+            "Triton's interpreter cannot reach 'cuda' gradients by address: unset TRITON_INTERPRET"
+        )
+    return Kernels(
+        flatten.flatten,
+        unflatten.unflatten,
+        device_tables.ALIGNMENT,
+        True,
+        _whole,
+        _never,
+    )
+
+
+def _whole(layout: Layout) -> list[tuple[int, int]]:
+    """A launch costs more than a cache saves: a bucket is flattened at once."""
+    return [(0, len(layout.numels))]
+
+
+def _never(layout: Layout) -> bool:
+    """On a GPU one launch copies all gradients out; large complex ones on the CPU are rare."""
+    return False

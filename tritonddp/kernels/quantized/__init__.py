@@ -1,0 +1,1 @@
+"""Gradients as blocks of 8-bit numbers: kernels and their twins."""

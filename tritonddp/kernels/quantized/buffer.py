@@ -1,0 +1,420 @@
+"""A flat buffer that travels quantised, in blocks, and the message that it travels as.
+
+A *block* is 256 consecutive elements, in memory order, of one gradient: as many numbers of 8 bits
+and one fp32 scale. Each gradient begins a block, so that what becomes of it does not depend on
+its bucket. Gradients that shall stay exact travel in fp32 in the same message.
+
+Of W ranks each owns one part of the blocks, and of the exact elements: it sums what all ranks send
+it of them, and sends the sum to all. So the message of a rank to all others has W equal parts::
+
+    part p      | numbers: 256 Bp bytes | scales: 4 Bp, pad to 16 | exact: 4 Ep | trailer, pad |
+    trailer     | flag 0 .. flag n-1 | this rank's ballot | mark 0 .. mark n-1 |  (a byte each)
+
+    Bp = ceil(blocks / W)        Ep = ceil(exact elements / W), up to a multiple of 16
+
+and what each rank sends to all after that is such a part of sums, without the trailer. The trailer
+is the same in each part, so that every rank gets those of all. A mark is 1 where the gradient is
+not finite on this rank; there are none if nobody looks. Padding has no meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonddp.kernels.flat_buffer import FlatBuffer, Layout, round_up
+
+# Elements in a block.
+BLOCK = 256
+
+# In elements: exact gradients, and the parts that ranks own of them, begin at multiples of this, so
+# that the kernels can use 16-byte accesses for gradients of any dtype.
+EXACT_ALIGNMENT = 16
+
+# The largest number that a block of this dtype holds.
+LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+class Piece(NamedTuple):
+    """Consecutive elements of one gradient that lie in one part of the message.
+
+    Attributes:
+        slot: of the gradient.
+        start: first element within the gradient, in memory order. A multiple of 256 where it is
+            quantised, else of 16.
+        numel: number of elements, at least 1.
+        part: which one.
+        place: where in it: the first block, or the first of the exact elements.
+    """
+
+    slot: int
+    start: int
+    numel: int
+    part: int
+    place: int
+
+
+@dataclass(frozen=True)
+class MessageLayout:
+    """Where each gradient lies in the message.
+
+    Attributes:
+        world_size: number of ranks, and of parts.
+        numels: number of elements of each gradient.
+        quantized: which gradients are; the others are exact.
+        places: of a quantised gradient the number of its first block, of an exact one the number
+            of its first element among the exact ones.
+        blocks: number of blocks of all gradients.
+        exact: number of exact elements of all gradients, and of what aligns them.
+        ballot: bytes of the ballot of one rank.
+        has_marks: whether the trailer has marks.
+    """
+
+    world_size: int
+    numels: tuple[int, ...]
+    quantized: tuple[bool, ...]
+    places: tuple[int, ...]
+    blocks: int
+    exact: int
+    ballot: int
+    has_marks: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        numels: Sequence[int],
+        quantized: Sequence[bool],
+        world_size: int,
+        ballots: int = 0,
+        has_marks: bool = False,
+    ) -> MessageLayout:
+        """Lay gradients of so many elements out; ``ballots`` are bytes, those of all ranks."""
+        places, blocks, exact = [], 0, 0
+        for numel, is_quantized in zip(numels, quantized, strict=True):
+            if is_quantized:
+                places.append(blocks)
+                blocks += -(-numel // BLOCK)
+            else:
+                places.append(exact)
+                exact += round_up(numel, EXACT_ALIGNMENT)
+        return cls(
+            world_size=world_size,
+            numels=tuple(numels),
+            quantized=tuple(quantized),
+            places=tuple(places),
+            blocks=blocks,
+            exact=exact,
+            ballot=ballots // world_size,
+            has_marks=has_marks,
+        )
+
+    @cached_property
+    def part_blocks(self) -> int:
+        """Blocks in a part (``Bp``)."""
+        return -(-self.blocks // self.world_size)
+
+    @cached_property
+    def part_exact(self) -> int:
+        """Exact elements in a part (``Ep``)."""
+        return round_up(-(-self.exact // self.world_size), EXACT_ALIGNMENT)
+
+    @cached_property
+    def scales_offset(self) -> int:
+        """Byte of a part at which its scales begin."""
+        return self.part_blocks * BLOCK
+
+    @cached_property
+    def exact_offset(self) -> int:
+        """Byte of a part at which its exact elements begin."""
+        return self.scales_offset + round_up(4 * self.part_blocks, 16)
+
+    @cached_property
+    def part_bytes(self) -> int:
+        """Bytes of a part without its trailer, and that at which the trailer begins."""
+        return self.exact_offset + 4 * self.part_exact
+
+    @cached_property
+    def trailer_bytes(self) -> int:
+        """Bytes of a trailer, what pads it included."""
+        return round_up(self.marks_offset + len(self.numels) * self.has_marks - self.part_bytes, 16)
+
+    @property
+    def marks_offset(self) -> int:
+        """Byte of a part at which its marks begin."""
+        return self.part_bytes + len(self.numels) + self.ballot
+
+    @cached_property
+    def stride(self) -> int:
+        """Bytes from one part of the message to the next."""
+        return self.part_bytes + self.trailer_bytes
+
+    @property
+    def sent_numel(self) -> int:
+        """Bytes of the message to all ranks."""
+        return self.world_size * self.stride
+
+    @property
+    def gathered_numel(self) -> int:
+        """Bytes of the sums of all ranks."""
+        return self.world_size * self.part_bytes
+
+    def owned_blocks(self, rank: int) -> int:
+        """Blocks that ``rank`` owns: less than :attr:`part_blocks` where there are no more."""
+        return min(max(self.blocks - rank * self.part_blocks, 0), self.part_blocks)
+
+    def pieces(self, first: int, last: int) -> Iterator[Piece]:
+        """What slots ``[first, last)`` consist of, in slot order, then by element."""
+        for slot in range(first, last):
+            quantized, numel, place = self.quantized[slot], self.numels[slot], self.places[slot]
+            per_part = self.part_blocks if quantized else self.part_exact
+            size = BLOCK if quantized else 1  # elements to a unit of place
+            start = 0
+            while start < numel:
+                part, at = divmod(place + start // size, per_part)
+                piece = Piece(slot, start, min(numel - start, (per_part - at) * size), part, at)
+                yield piece
+                start += piece.numel
+
+
+class Sections(NamedTuple):
+    """Views of some parts of a message, one row a part.
+
+    Attributes:
+        numbers: ``(rows, Bp, 256)``, int8 or fp8.
+        scales: ``(rows, Bp)``, fp32. A NaN makes the block one; 0 a block of zeros.
+        exact: ``(rows, Ep)``, fp32.
+        trailers: ``(rows, n + bytes of a ballot)``, uint8; no columns in gathered sums.
+        marks: ``(rows, n)``, uint8; no columns in gathered sums, or where there are none.
+    """
+
+    numbers: Tensor
+    scales: Tensor
+    exact: Tensor
+    trailers: Tensor
+    marks: Tensor
+
+
+@dataclass
+class Residuals:
+    """What quantisation has left out so far, to be sent with later gradients (error feedback).
+
+    In the unit of what is sent: the scale of gradients is in it. Lives as long as its bucket, in
+    which buffers may come and go.
+
+    Attributes:
+        sent: fp32 ``(blocks, 256)``: of this rank's gradients.
+        reduced: fp32 ``(owned blocks, 256)``: of the sums that this rank sends to all.
+    """
+
+    sent: Tensor
+    reduced: Tensor
+
+    @classmethod
+    def zeros(cls, message: MessageLayout, rank: int, device: torch.device) -> Residuals:
+        """Nothing has been left out."""
+        return cls(
+            torch.zeros(message.blocks, BLOCK, dtype=torch.float32, device=device),
+            torch.zeros(message.owned_blocks(rank), BLOCK, dtype=torch.float32, device=device),
+        )
+
+
+@dataclass
+class Quantization:
+    """How the gradients of one bucket are quantised, as long as it lives.
+
+    Attributes:
+        message: where they lie in the message.
+        numbers: the dtype on the wire: int8 or float8_e4m3fn.
+        rank: this one.
+        residuals: ``None`` where errors are not fed back.
+        unit: of weights, in which the residuals are, once it is known; see :meth:`rescale`.
+    """
+
+    message: MessageLayout
+    numbers: torch.dtype
+    rank: int
+    residuals: Residuals | None
+    unit: float | None = None
+
+    def buffer(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> QuantizedBuffer:
+        """A buffer for gradients of this layout; see :class:`QuantizedBuffer`."""
+        return QuantizedBuffer(
+            layout,
+            dtype,
+            device,
+            self.message.quantized,
+            self.numbers,
+            self.rank,
+            self.message.world_size,
+            self.residuals,
+        )
+
+    def rescale(self, unit: float) -> None:
+        """Weights are divided by another unit from now on: so is what was left out of them."""
+        before, self.unit = self.unit, unit
+        if before not in (unit, None) and self.residuals is not None:
+            self.residuals.sent.mul_(before / unit)
+            self.residuals.reduced.mul_(before / unit)
+
+
+class QuantizedBuffer(FlatBuffer):
+    """A flat buffer of fp32 whose gradients go out and come in by a quantised message.
+
+    ``quantize`` fills ``message``. An all-to-all brings ``received``, whose row r is what rank r
+    has sent of the part that this rank owns; ``reduce_parts`` sums the rows into the first of them
+    (``reduced``) and reads the trailers. An all-gather of that brings ``gathered``, and
+    ``dequantize`` the gradients.
+
+    Memory: on a GPU twice the message, about two bytes an element. On the CPU three times, and
+    ``data``, where the mean is put together, and from which large gradients are ceded
+    (:class:`Bucket`).
+
+    Args:
+        layout: shapes, strides and number of ballots (of all ranks); offsets are made anew.
+        dtype: has to be fp32.
+        device: of the gradients.
+        quantized: for each gradient, whether it is.
+        numbers: dtype on the wire: int8 or float8_e4m3fn.
+        rank, world_size: this rank, and how many there are.
+        residuals: of the bucket; ``None`` where errors are not fed back.
+
+    Attributes:
+        message: uint8, ``message_layout.sent_numel`` bytes: what goes to all ranks.
+        received: uint8, of the same size: what came from all.
+        gathered: uint8, the sums of all. On a GPU the beginning of ``message``, which has gone
+            then; on the CPU others may send it before.
+        reduced: uint8, the beginning of ``received``: the sums that this rank owns.
+        outgoing, incoming, result: their sections. ``result`` is of ``gathered``.
+        first_slot: of this part of a buffer; 0 for the whole.
+        data: fp32, one gradient behind the other, quantised ones first, each from a multiple of
+            256 on. Elements between them have no meaning. On a GPU it is the message.
+        flags, ballots: fp32, after ``reduce_parts``; see :class:`FlatBuffer`.
+        marks: uint8 ``(n, W)``, once received: of each rank.
+        views: on the CPU only.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantized: Sequence[bool],
+        numbers: torch.dtype,
+        rank: int,
+        world_size: int,
+        residuals: Residuals | None = None,
+    ) -> None:
+        if dtype is not torch.float32:
+            raise ValueError(f"a quantised buffer is of torch.float32, not {dtype}")
+        size, slots = world_size, len(layout.numels)
+        has_marks = layout.marks is not None
+        message = MessageLayout.of(layout.numels, quantized, size, layout.ballots, has_marks)
+        self.message_layout = message
+        self.layout = _layout_of_data(layout, message)
+        self.rank = rank
+        self.numbers = numbers
+        self.residuals = residuals
+        self.message = torch.zeros(message.sent_numel, dtype=torch.uint8, device=device)
+        self.received = torch.zeros_like(self.message)
+        self.gathered = self.message[: message.gathered_numel]
+        if device.type == "cpu":
+            self.gathered = torch.zeros_like(self.gathered)
+        self.reduced = self.received[: message.part_bytes]
+        self.outgoing = self._sections(self.message)
+        self.incoming = self._sections(self.received)
+        self.result = self._sections(self.gathered)
+        trailer = torch.zeros(slots + layout.ballots, dtype=dtype, device=device)
+        self.flags = trailer[:slots]
+        self.ballots = trailer[slots:]
+        self.marks = self.incoming.marks.T
+        self.views: list[Tensor] = []
+        self.data = self.message
+        if device.type == "cpu":
+            self.data = torch.zeros(self.layout.numel, dtype=dtype, device=device)
+            self.views = list(map(self.tensor_at, range(slots)))
+        self.payload = self.data
+        self.is_part = False
+        self.first_slot = 0
+        self.tables: Any = None
+
+    def _sections(self, parts: Tensor) -> Sections:
+        layout = self.message_layout
+        size, blocks = layout.world_size, layout.part_blocks
+        rows = parts.view(size, parts.numel() // size)
+        words = parts.view(torch.float32).view(size, rows.shape[1] // 4)
+        scales, exact = layout.scales_offset // 4, layout.exact_offset // 4
+        marks = rows[:, layout.marks_offset :]
+        return Sections(
+            rows[:, : layout.scales_offset].view(self.numbers).view(size, blocks, BLOCK),
+            words[:, scales : scales + blocks],
+            words[:, exact : exact + layout.part_exact],
+            rows[:, layout.part_bytes : layout.marks_offset],
+            marks[:, : len(layout.numels) * layout.has_marks],
+        )
+
+    def part(self, first: int, last: int) -> QuantizedBuffer:
+        """See :meth:`FlatBuffer.part`."""
+        part = super().part(first, last)
+        assert isinstance(part, QuantizedBuffer)
+        part.first_slot = first
+        return part
+
+    def own_ballot(self, encoded: bytes) -> bytes:
+        """This rank's ballot, of those of all ranks as ``Layout.encode_ballots`` returns them."""
+        size = self.message_layout.ballot
+        return encoded[self.rank * size :][:size]
+
+    def write_trailer(self, used: Sequence[bool], ballots: Sequence[int]) -> None:
+        """See :meth:`FlatBuffer.write_trailer`. Of the ballots only this rank's is sent."""
+        own = self.own_ballot(self.layout.encode_ballots(ballots))
+        trailer = bytearray(map(bool, used)) + own
+        if trailer:
+            self.outgoing.trailers.copy_(torch.frombuffer(trailer, dtype=torch.uint8))
+
+    @property
+    def nbytes(self) -> int:
+        """See :attr:`FlatBuffer.nbytes`: of both collectives."""
+        return self.message.numel() + self.gathered.numel()
+
+    def poison(self) -> None:
+        """See :meth:`FlatBuffer.poison`. Residuals stay as they are."""
+        self.outgoing.scales.fill_(torch.nan)
+        self.outgoing.exact.fill_(torch.nan)
+        self.mark(slice(None))
+
+    def mark(self, slots: int | slice) -> None:
+        """See :meth:`FlatBuffer.mark`."""
+        if isinstance(slots, int):
+            slots = slice(self.first_slot + slots, self.first_slot + slots + 1)
+        self.outgoing.marks[:, slots] = 1
+
+    def clear_marks(self) -> None:
+        """See :meth:`FlatBuffer.clear_marks`."""
+        self.outgoing.marks[:, self.first_slot :][:, : len(self.layout.numels)] = 0
+
+    def _ranks_of(self, row: list[int]) -> list[int]:
+        return [rank for rank, mark in enumerate(row) if mark]
+
+
+def _layout_of_data(layout: Layout, message: MessageLayout) -> Layout:
+    quantized = message.blocks * BLOCK
+    end = quantized + message.exact
+    return Layout(
+        shapes=layout.shapes,
+        strides=layout.strides,
+        numels=layout.numels,
+        offsets=tuple(
+            place * BLOCK if is_quantized else quantized + place
+            for place, is_quantized in zip(message.places, message.quantized, strict=True)
+        ),
+        flags_offset=end,
+        ballots=layout.ballots,
+        marks_offset=end,
+        numel=end,
+        marks=layout.marks,
+    )

@@ -1,0 +1,126 @@
+"""Dequantise: scale, cast and scatter the sums of all ranks into all gradients, in one launch.
+
+The plain-torch twin is in ``reference.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tritonddp.kernels.flatten import INTERPRETED, TRITON_DTYPES, narrow
+from tritonddp.kernels.launch import Launcher
+from tritonddp.kernels.quantized.blocks import BY_BITS, UNFUSED, decode
+from tritonddp.kernels.quantized.buffer import QuantizedBuffer
+from tritonddp.kernels.quantized.quantize import QuantizedTables
+
+
+@triton.jit(do_not_specialize=["quantized_chunks", "part_blocks", "exact_offset", "part_bytes"])
+def dequantize_kernel(  # type: ignore[no-untyped-def]
+    chunks,
+    dynamic,
+    message,
+    flags,
+    factor,
+    quantized_chunks,
+    part_blocks,
+    exact_offset,
+    part_bytes,
+    TARGET: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FP8: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BY_BITS: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """One program a chunk; mask, tail, flag and factor as in ``unflatten_kernel``."""
+    row = chunks + tl.program_id(0).to(tl.int64) * 5
+    slot = tl.load(row)
+    address = tl.load(dynamic + slot)
+    if address == 0:
+        return
+    if tl.load(flags + slot) == 0.0:
+        return
+    target = address.to(tl.pointer_type(TARGET))
+    if ALIGNED:
+        target = tl.multiple_of(target, 16)
+    target += tl.multiple_of(tl.load(row + 1), 16)
+    part = tl.load(row + 2)
+    place = tl.load(row + 3)
+    count = tl.load(row + 4)
+    multiplier = tl.load(factor).to(tl.float32)
+    body = (count // 16) * 16
+    begin = message + tl.multiple_of(part * part_bytes, 16)
+
+    if tl.program_id(0) >= quantized_chunks:
+        source = (begin + exact_offset).to(tl.pointer_type(tl.float32))
+        source = tl.multiple_of(source, 16) + tl.multiple_of(place, 16)
+        line = tl.arange(0, BLOCK)
+        y = tl.load(source + line, mask=line < body, other=0.0) * multiplier
+        tl.store(target + line, narrow(y, TARGET, EMULATE), mask=line < body)
+        if body < count:
+            rest = body + tl.arange(0, 16)
+            z = tl.load(source + rest, mask=rest < count, other=0.0) * multiplier
+            tl.store(target + rest, narrow(z, TARGET, EMULATE), mask=rest < count)
+        return
+
+    blocks = tl.arange(0, BLOCK // 256)
+    places = blocks[:, None] * 256 + tl.arange(0, 256)[None, :]
+    there = blocks * 256 < count
+    numbers = tl.multiple_of(begin + place * 256, 16)
+    code = tl.load(numbers + places, mask=there[:, None], other=0)
+    scales = (begin + part_blocks.to(tl.int64) * 256).to(tl.pointer_type(tl.float32))
+    scale = tl.load(scales + place + blocks, mask=there, other=0.0)
+    x = narrow(decode(code, scale, FP8, BY_BITS) * multiplier, TARGET, EMULATE)
+    tl.store(target + places, x, mask=places < body)
+    if body < count:
+        tl.store(target + places, x, mask=(places >= body) & (places < count))
+
+
+_launch = Launcher(dequantize_kernel, **UNFUSED)
+
+
+def dequantize(
+    flat: QuantizedBuffer, grads: Sequence[Tensor | None], factor: Tensor | None = None
+) -> None:
+    """Write ``cast(factor * sum)`` of the sums in ``flat.gathered`` into ``grads``.
+
+    One launch on the current stream, which must be behind the all-gather; none where there is
+    nothing to write. Arguments, and what is left untouched, are those of
+    ``reference.dequantize``; the host does not read the factor.
+
+    Raises:
+        ValueError: there is not one gradient per slot.
+        TypeError: the gradients are not of one dtype, or not on the buffer's device; or the
+            factor is of another kind.
+    """
+    if factor is not None:
+        flat.check_factor(factor)
+    tables = QuantizedTables.of(flat)
+    dtype = tables.update(grads)
+    if dtype is None or tables.num_chunks == 0:
+        return
+    layout = flat.message_layout
+    _launch(
+        tables.num_chunks,
+        (
+            tables.chunks,
+            tables.dynamic,
+            flat.gathered,
+            flat.flags,
+            tables.one if factor is None else factor,
+        ),
+        (tables.quantized_chunks, layout.part_blocks, layout.exact_offset, layout.part_bytes),
+        (
+            TRITON_DTYPES[dtype],
+            tables.block,
+            flat.numbers is not torch.int8,
+            tables.aligned,
+            BY_BITS,
+            INTERPRETED,
+        ),
+    )

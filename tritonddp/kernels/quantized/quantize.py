@@ -1,0 +1,237 @@
+"""Quantise: gather the gradients of a bucket into the message to all ranks, in one launch.
+
+Scaled, with what quantisation has left out of them before, and with the trailer. In torch that
+would be ten passes over memory, and launches for each gradient. The plain-torch twin, which says
+what the numbers are, is in ``reference.py``; the message in ``buffer.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tritonddp.kernels.device_tables import DeviceTables
+from tritonddp.kernels.flat_buffer import FlatBuffer
+from tritonddp.kernels.flatten import FLAG_BLOCK, INTERPRETED, TRITON_DTYPES, are_finite, widen
+from tritonddp.kernels.launch import Launcher
+from tritonddp.kernels.quantized.blocks import BY_BITS, UNFUSED, encode, error_of
+from tritonddp.kernels.quantized.buffer import BLOCK, QuantizedBuffer
+
+
+@triton.jit
+def mark_unless(finite, marks, stride, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write 1 to ``marks``, which is a mark in the first part, and into all other parts."""
+    if finite == 0:
+        for part in tl.range(0, PARTS):
+            tl.store(marks + tl.cast(part, tl.int64) * stride, 1)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("slots", "trailer", "own_ballot", "scale_place", "quantized_chunks", "num_chunks"),
+        *("part_blocks", "exact_offset", "part_bytes", "stride", "marks_offset"),
+    ]
+)
+def quantize_kernel(  # type: ignore[no-untyped-def]
+    chunks,
+    dynamic,
+    message,
+    residuals,
+    slots,
+    trailer,
+    own_ballot,
+    scale_place,
+    quantized_chunks,
+    num_chunks,
+    part_blocks,
+    exact_offset,
+    part_bytes,
+    stride,
+    marks_offset,
+    SOURCE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FLAG_BLOCK: tl.constexpr,
+    FP8: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    MARK: tl.constexpr,
+    PARTS: tl.constexpr,
+    BY_BITS: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """One program a chunk, then for each part one for each ``FLAG_BLOCK`` of its trailer.
+
+    Masks and hints as in ``flatten_kernel``. Only gradients have a tail, which is read into its
+    places of the last block; what is ours has room for whole blocks.
+    """
+    program = tl.program_id(0)
+    if program >= num_chunks:
+        per_part = tl.cdiv(trailer, FLAG_BLOCK)
+        part = ((program - num_chunks) // per_part).to(tl.int64)
+        place = ((program - num_chunks) % per_part) * FLAG_BLOCK + tl.arange(0, FLAG_BLOCK)
+        word = slots + place + tl.where(place < slots, 0, own_ballot)
+        value = tl.load(dynamic + word, mask=place < trailer, other=0)
+        target = message + part * stride + part_bytes + place
+        tl.store(target, value.to(tl.uint8), mask=place < trailer)
+        return
+    row = chunks + program.to(tl.int64) * 5
+    slot = tl.load(row)
+    address = tl.load(dynamic + slot)
+    source = address.to(tl.pointer_type(SOURCE))
+    if ALIGNED:
+        source = tl.multiple_of(source, 16)
+    source += tl.multiple_of(tl.load(row + 1), 16)
+    part = tl.load(row + 2)
+    place = tl.load(row + 3)
+    count = tl.load(row + 4)
+    scale = tl.load(dynamic + scale_place).to(tl.float64, bitcast=True).to(tl.float32)
+    present = address != 0
+    # Not as one more term of the masks: the interpreter of Triton 3.9 refuses to load with the
+    # conjunction of a block and a scalar.
+    readable = tl.where(present, count, 0)
+    body = (readable // 16) * 16
+    begin = message + tl.multiple_of(part * stride, 16)
+
+    if program >= quantized_chunks:
+        target = (begin + exact_offset).to(tl.pointer_type(tl.float32))
+        target = tl.multiple_of(target, 16) + tl.multiple_of(place, 16)
+        line = tl.arange(0, BLOCK)
+        y = widen(tl.load(source + line, mask=line < body, other=0.0), tl.float32, EMULATE)
+        y = tl.where(present, y * scale, 0.0)  # even if scale is inf or NaN
+        tl.store(target + line, y, mask=line < (count // 16) * 16)
+        if MARK:
+            finite = are_finite(y)
+        if (count // 16) * 16 < count:
+            # New names: the compiler refuses to rebind one to another shape.
+            rest = (count // 16) * 16 + tl.arange(0, 16)
+            z = tl.load(source + rest, mask=rest < readable, other=0.0)
+            z = tl.where(present, widen(z, tl.float32, EMULATE) * scale, 0.0)
+            tl.store(target + rest, z, mask=rest < count)
+            if MARK:
+                finite = tl.minimum(finite, are_finite(z))
+        if MARK:
+            mark_unless(finite, message + marks_offset + slot, stride, PARTS)
+        return
+
+    blocks = tl.arange(0, BLOCK // 256)
+    places = blocks[:, None] * 256 + tl.arange(0, 256)[None, :]
+    there = blocks * 256 < count
+    x = widen(tl.load(source + places, mask=places < body, other=0.0), tl.float32, EMULATE)
+    if body < readable:
+        last = tl.load(source + places, mask=(places >= body) & (places < readable), other=0.0)
+        x = tl.where(places < body, x, widen(last, tl.float32, EMULATE))
+    x = tl.where(present, x * scale, 0.0)
+    if FEEDBACK:
+        residual = residuals + (part * part_blocks + place) * 256 + places
+        left_out = tl.load(residual, mask=there[:, None], other=0.0)
+        used = tl.load(dynamic + slots + slot) != 0
+        x = x + tl.where(used, left_out, 0.0)
+    code, block_scale = encode(x, FP8, BY_BITS)
+    if FEEDBACK:
+        error = tl.where(used, error_of(x, code, block_scale, left_out, FP8, BY_BITS), left_out)
+        tl.store(residual, error, mask=there[:, None])
+    numbers = tl.multiple_of(begin + place * 256, 16)
+    tl.store(numbers + places, code, mask=there[:, None])
+    scales = (begin + part_blocks.to(tl.int64) * 256).to(tl.pointer_type(tl.float32))
+    tl.store(scales + place + blocks, block_scale, mask=there)
+    if MARK:
+        mark_unless(are_finite(block_scale), message + marks_offset + slot, stride, PARTS)
+
+
+_launch = Launcher(quantize_kernel, **UNFUSED)
+
+
+class QuantizedTables(DeviceTables):
+    """The tables of a quantised buffer; shared by ``quantize`` and ``dequantize``.
+
+    Attributes:
+        chunks: int64 ``(num_chunks, 5)``: slot, first element within the gradient, part of the
+            message, place in it (see :class:`~tritonddp.kernels.quantized.buffer.Piece`), number of
+            elements (1 to ``block``). No chunk crosses the border of a part.
+        quantized_chunks: so many, the first ones, are of quantised gradients.
+    """
+
+    def _rows(self, flat: FlatBuffer, block: int) -> Tensor:
+        assert isinstance(flat, QuantizedBuffer)
+        if block < BLOCK:
+            raise ValueError(f"block should be at least {BLOCK}, but is {block}")
+        layout, first_slot = flat.message_layout, flat.first_slot
+        quantized: list[tuple[int, ...]] = []
+        exact: list[tuple[int, ...]] = []
+        for piece in layout.pieces(first_slot, first_slot + len(flat.layout.numels)):
+            is_quantized = layout.quantized[piece.slot]
+            rows, size = (quantized, BLOCK) if is_quantized else (exact, 1)
+            slot = piece.slot - first_slot
+            for start in range(0, piece.numel, block):
+                place, count = piece.place + start // size, min(piece.numel - start, block)
+                rows.append((slot, piece.start + start, piece.part, place, count))
+        self.quantized_chunks = len(quantized)
+        return torch.tensor(quantized + exact, dtype=torch.int64).view(-1, 5)
+
+
+def quantize(
+    flat: QuantizedBuffer,
+    grads: Sequence[Tensor | None],
+    used: Sequence[bool],
+    scale: float,
+    ballots: Sequence[int] = (),
+) -> None:
+    """Write ``scale * grad`` of every gradient, used flags and ballots into ``flat.message``.
+
+    One launch on the current stream, which should be the one that produced the gradients. Arguments
+    and residuals are those of ``reference.quantize``.
+
+    Raises:
+        ValueError: there is not one gradient and one flag per slot, or the ballots are not as
+            many as the layout's, or not in 0..255.
+        TypeError: the gradients are not of one dtype, or not on the buffer's device.
+    """
+    tables = QuantizedTables.of(flat)
+    dtype = tables.update(grads, used, scale, ballots)
+    layout, slots = flat.message_layout, len(flat.layout.numels)
+    trailer = 0 if flat.is_part else slots + layout.ballot
+    programs = tables.num_chunks + layout.world_size * -(-trailer // FLAG_BLOCK)
+    if programs == 0:
+        return
+    residuals = flat.residuals
+    has_marks = layout.has_marks
+    if has_marks:
+        flat.clear_marks()  # no program can: others may have marked before it runs
+    _launch(
+        programs,
+        (
+            tables.chunks,
+            tables.dynamic,
+            flat.message,
+            tables.one if residuals is None else residuals.sent,
+        ),
+        (
+            slots,
+            trailer,
+            flat.rank * layout.ballot,
+            2 * slots + flat.layout.ballots,
+            tables.quantized_chunks,
+            tables.num_chunks,
+            layout.part_blocks,
+            layout.exact_offset,
+            layout.part_bytes,
+            layout.stride,
+            layout.marks_offset + flat.first_slot,
+        ),
+        (
+            tl.float32 if dtype is None else TRITON_DTYPES[dtype],
+            tables.block,
+            FLAG_BLOCK,
+            flat.numbers is not torch.int8,
+            residuals is not None,
+            tables.aligned,
+            has_marks,
+            layout.world_size,
+            BY_BITS,
+            INTERPRETED,
+        ),
+    )

@@ -1,0 +1,160 @@
+"""Sum what all ranks have sent of the part that this rank owns, in one launch.
+
+And quantise the sums again, with what that has left out of them before. In torch that would be
+three passes over memory a rank, and ten more. The plain-torch twin is in ``reference.py``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonddp.kernels import device_tables
+from tritonddp.kernels.flatten import FLAG_BLOCK
+from tritonddp.kernels.launch import Launcher
+from tritonddp.kernels.quantized.blocks import BY_BITS, UNFUSED, decode, encode, error_of
+from tritonddp.kernels.quantized.buffer import BLOCK, QuantizedBuffer
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("slots", "num_ballots", "block_programs", "exact_programs", "owned_blocks"),
+        *("part_blocks", "exact_offset", "part_exact", "part_bytes", "stride"),
+    ]
+)
+def reduce_parts_kernel(  # type: ignore[no-untyped-def]
+    received,
+    residuals,
+    flags,
+    ballots,
+    slots,
+    num_ballots,
+    block_programs,
+    exact_programs,
+    owned_blocks,
+    part_blocks,
+    exact_offset,
+    part_exact,
+    part_bytes,
+    stride,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FLAG_BLOCK: tl.constexpr,
+    FP8: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    BY_BITS: tl.constexpr,
+):
+    """One program for each ``BLOCK`` quantised elements, each ``BLOCK`` exact ones, and each
+    ``FLAG_BLOCK`` of the flags and of the ballots.
+
+    Each writes in the place of rank 0 what it alone has read there. Sums begin with the zero that
+    changes nothing, -0.0 (``tl.full`` would make it 0.0). Loops are unrolled, for several loads to
+    be under way, and not pipelined, which would take the loads' width.
+    """
+    program = tl.program_id(0)
+    if program >= block_programs + exact_programs:
+        place = (program - block_programs - exact_programs).to(tl.int64) * FLAG_BLOCK
+        place += tl.arange(0, FLAG_BLOCK)
+        trailers = received + part_bytes
+        count = tl.zeros((FLAG_BLOCK,), tl.float32)
+        for rank in tl.range(0, RANKS, num_stages=1, loop_unroll_factor=4):
+            flag = trailers + tl.cast(rank, tl.int64) * stride + place
+            count += tl.load(flag, mask=place < slots, other=0).to(tl.float32)
+        tl.store(flags + place, count, mask=place < slots)
+        size = tl.maximum(num_ballots // RANKS, 1)
+        ballot = trailers + (place // size) * stride + slots + place % size
+        value = tl.load(ballot, mask=place < num_ballots, other=0).to(tl.float32)
+        tl.store(ballots + place, value, mask=place < num_ballots)
+        return
+    if program >= block_programs:
+        line = (program - block_programs).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        own = (received + exact_offset).to(tl.pointer_type(tl.float32))
+        own = tl.multiple_of(own, 16) + line
+        # A multiple of 16, which the compiler would not know.
+        mask = line < (part_exact // 16) * 16
+        total = tl.zeros((BLOCK,), tl.float32) * -1.0
+        for rank in tl.range(0, RANKS, num_stages=1, loop_unroll_factor=4):
+            step = tl.multiple_of(tl.cast(rank, tl.int64) * (stride // 4), 4)
+            total += tl.load(own + step, mask=mask, other=0.0)
+        tl.store(own, total, mask=mask)
+        return
+
+    first = program.to(tl.int64) * (BLOCK // 256)
+    own_numbers = received + first * 256
+    own_scales = received + part_blocks.to(tl.int64) * 256 + first * 4
+    residual = residuals + first * 256
+    blocks = tl.arange(0, BLOCK // 256)
+    places = blocks[:, None] * 256 + tl.arange(0, 256)[None, :]
+    there = blocks < owned_blocks - first
+    x = tl.zeros((BLOCK // 256, 256), tl.float32) * -1.0
+    some = tl.zeros((BLOCK // 256,), tl.int32)
+    for rank in tl.range(0, RANKS, num_stages=1, loop_unroll_factor=4):
+        begin = tl.multiple_of(tl.cast(rank, tl.int64) * stride, 16)
+        code_in = tl.load(own_numbers + begin + places, mask=there[:, None], other=0)
+        scales = (own_scales + begin).to(tl.pointer_type(tl.float32))
+        scale_in = tl.load(scales + blocks, mask=there, other=0.0)
+        some |= scale_in.to(tl.int32, bitcast=True)
+        x += decode(code_in, scale_in, FP8, BY_BITS)
+    spoken = some != 0  # no scale is -0.0
+    if FEEDBACK:
+        left_out = tl.load(residual + places, mask=there[:, None], other=0.0)
+        x += left_out
+    x = tl.where(spoken[:, None], x, 0.0)
+    code, scale = encode(x, FP8, BY_BITS)
+    if FEEDBACK:
+        error = tl.where(
+            spoken[:, None], error_of(x, code, scale, left_out, FP8, BY_BITS), left_out
+        )
+        tl.store(residual + places, error, mask=there[:, None])
+    tl.store(own_numbers + places, code, mask=there[:, None])
+    tl.store(own_scales.to(tl.pointer_type(tl.float32)) + blocks, scale, mask=there)
+
+
+_launch = Launcher(reduce_parts_kernel, **UNFUSED)
+
+
+def reduce_parts(flat: QuantizedBuffer) -> None:
+    """Sum the parts of all ranks, in rank order, into ``flat.reduced``, and read the trailers.
+
+    One launch on the current stream, which must be behind the all-to-all. The rest is said of
+    ``reference.reduce_parts``.
+    """
+    layout, residuals, block = flat.message_layout, flat.residuals, device_tables.BLOCK
+    slots, num_ballots = len(flat.layout.numels), flat.layout.ballots
+    owned_blocks = layout.owned_blocks(flat.rank)
+    block_programs = -(-owned_blocks * BLOCK // block)
+    exact_programs = -(-layout.part_exact // block)
+    trailer_programs = -(-max(slots, num_ballots) // FLAG_BLOCK)
+    programs = block_programs + exact_programs + trailer_programs
+    if programs == 0:
+        return
+    _launch(
+        programs,
+        (
+            flat.received,
+            flat.received if residuals is None else residuals.reduced,
+            flat.flags,
+            flat.ballots,
+        ),
+        (
+            slots,
+            num_ballots,
+            block_programs,
+            exact_programs,
+            owned_blocks,
+            layout.part_blocks,
+            layout.exact_offset,
+            layout.part_exact,
+            layout.part_bytes,
+            layout.stride,
+        ),
+        (
+            layout.world_size,
+            block,
+            FLAG_BLOCK,
+            flat.numbers is not torch.int8,
+            residuals is not None,
+            BY_BITS,
+        ),
+    )

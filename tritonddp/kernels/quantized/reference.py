@@ -1,0 +1,404 @@
+"""The quantising kernels in plain torch: the CPU path, and the oracle of the Triton kernels.
+
+Same names, same signatures and the same bits as in ``quantize.py``. A block of values v becomes
+
+    scale = max|v| / limit          limit: 127 (int8), 448 (fp8), the largest number
+    number = round(v / scale)       to the nearest, of two the even one
+
+in fp32, each operation rounded by itself (no fused multiply-add). Where the scale would be
+subnormal it is 0 and the block is zeros: its numbers could not be told apart. Where it is so large
+that ``limit * scale`` would overflow it is a little less. A block that holds NaN or Inf has the
+scale NaN, and numbers that are 0.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tritonddp._torch import foreach_copy_, foreach_zero_
+from tritonddp.kernels import reference
+from tritonddp.kernels.quantized.buffer import BLOCK, LIMITS, Piece, QuantizedBuffer
+
+# Blocks that are worked on at once: 1 MiB of fp32, which stays in the cache from one operation to
+# the next. Smaller ones cost more calls.
+_BLOCKS = 1_024
+
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+# One below the largest whose product with the limit is finite.
+_LARGEST_SCALE = {
+    dtype: torch.nextafter(
+        torch.tensor(torch.finfo(torch.float32).max / limit, dtype=torch.float32),
+        torch.zeros((), dtype=torch.float32),
+    )
+    for dtype, limit in LIMITS.items()
+}
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Blocks that follow each other in the message and in the buffer.
+
+    Attributes:
+        part, first, last: the blocks ``[first, last)`` of this part.
+        block: the number of the first of them among all.
+        pieces: of which they consist; their slots are those of the whole buffer.
+        sizes: elements of the pieces and of what pads their last blocks, in order.
+        gaps: which of these pad.
+    """
+
+    part: int
+    first: int
+    last: int
+    block: int
+    pieces: list[Piece]
+    sizes: list[int]
+    gaps: list[bool]
+
+    @classmethod
+    def of(cls, pieces: list[Piece], part_blocks: int) -> _Chunk:
+        part, first = pieces[0].part, pieces[0].place
+        sizes, gaps = [], []
+        for piece in pieces:
+            pad = -piece.numel % BLOCK
+            sizes += [piece.numel, pad] if pad else [piece.numel]
+            gaps += [False, True] if pad else [False]
+        last = first + sum(sizes) // BLOCK
+        return cls(part, first, last, part * part_blocks + first, pieces, sizes, gaps)
+
+
+@dataclass
+class _Plan:
+    """What the kernels do to a buffer: made when they are first asked.
+
+    Attributes:
+        chunks: of the quantised gradients.
+        exact: of the others.
+    """
+
+    chunks: list[_Chunk]
+    exact: list[Piece]
+
+    @classmethod
+    def of(cls, flat: QuantizedBuffer) -> _Plan:
+        if flat.tables is None:
+            flat.tables = cls._make(flat)
+        return flat.tables
+
+    @classmethod
+    def _make(cls, flat: QuantizedBuffer) -> _Plan:
+        layout = flat.message_layout
+        chunks: list[_Chunk] = []
+        exact: list[Piece] = []
+        run: list[Piece] = []
+        size = 0
+
+        def close() -> None:
+            if run:
+                chunks.append(_Chunk.of(list(run), layout.part_blocks))
+                run.clear()
+
+        for piece in layout.pieces(flat.first_slot, flat.first_slot + len(flat.layout.numels)):
+            if not layout.quantized[piece.slot]:
+                exact.append(piece)
+                continue
+            for start in range(0, piece.numel, _BLOCKS * BLOCK):
+                count = min(piece.numel - start, _BLOCKS * BLOCK)
+                blocks = -(-count // BLOCK)
+                if run and (run[0].part != piece.part or size + blocks > _BLOCKS):
+                    close()
+                if not run:
+                    size = 0
+                place = piece.place + start // BLOCK
+                run.append(Piece(piece.slot, piece.start + start, count, piece.part, place))
+                size += blocks
+        close()
+        return cls(chunks, exact)
+
+
+def quantize(
+    flat: QuantizedBuffer,
+    grads: Sequence[Tensor | None],
+    used: Sequence[bool],
+    scale: float,
+    ballots: Sequence[int] = (),
+) -> None:
+    """Write ``scale * grad`` of every gradient, used flags and ballots into ``flat.message``.
+
+    Quantised gradients with what quantisation has left out of them before, ``residuals.sent``,
+    which becomes what it leaves out now. The residual of a slot that is not ``used`` is not sent
+    and stays as it is, and so is that of a block which becomes NaN. Where the layout has marks,
+    they say which gradients have such a block, or an exact number that is not finite.
+
+    Args:
+        flat: the destination. A part of a buffer writes no trailer.
+        grads: one per slot, of one dtype (not fp64), with the slot's shape and strides. ``None``
+            counts as zero.
+        used: one per slot; written to the trailer as 1 or 0.
+        scale: factor, applied in fp32.
+        ballots: as many as the layout has, in 0..255; none for a part of a buffer.
+
+    Raises:
+        ValueError: the ballots are not as many as the layout's, or not in 0..255; or there is not
+            one gradient per slot.
+    """
+    encoded = flat.layout.encode_ballots(ballots)
+    if len(grads) != len(flat.layout.numels):
+        raise ValueError(
+            f"the buffer has {len(flat.layout.numels)} slots, but {len(grads)} gradients came"
+        )
+    sources = [None if grad is None else grad.as_strided((grad.numel(),), (1,)) for grad in grads]
+    plan = _Plan.of(flat)
+    for chunk in plan.chunks:
+        _quantize_chunk(flat, chunk, sources, used, scale)
+    for piece in plan.exact:
+        target = flat.outgoing.exact[piece.part, piece.place :][: piece.numel]
+        _gather(target, [target], [piece], sources, flat.first_slot, scale)
+    if flat.layout.marks is not None:
+        _mark(flat, plan)
+    if not flat.is_part:
+        flat.write_trailer(used, encoded)
+
+
+def reduce_parts(flat: QuantizedBuffer) -> None:
+    """Sum the parts of all ranks, in rank order, into ``flat.reduced``, and read the trailers.
+
+    Blocks are summed in fp32, with what quantisation has left out of the sums before,
+    ``residuals.reduced``, and quantised again. The residual of a block that is zeros on all ranks
+    is not sent and stays as it is, and so is that of a block which becomes NaN. Then ``flat.flags``
+    and ``flat.ballots`` are those of all ranks.
+
+    Args:
+        flat: a whole buffer, ``received`` from all ranks. On a GPU one launch.
+    """
+    numbers, scales, exact, trailers, _ = flat.incoming
+    residuals = flat.residuals
+    owned = flat.message_layout.owned_blocks(flat.rank)
+    for first in range(0, owned, _BLOCKS):
+        blocks = slice(first, min(first + _BLOCKS, owned))
+        total, other = _scratch(blocks.stop - first)
+        _decode(numbers[0, blocks], scales[0, blocks], total)
+        for rank in range(1, len(numbers)):
+            _decode(numbers[rank, blocks], scales[rank, blocks], other)
+            total.add_(other)
+        residual = None if residuals is None else residuals.reduced[blocks]
+        silent = (scales[:, blocks] == 0).all(0)
+        if residual is not None:
+            total.add_(residual)
+        if silent.any():
+            total[silent] = 0
+        _encode(total, other, numbers[0, blocks], scales[0, blocks], residual, silent)
+    for rank in range(1, len(exact)):
+        exact[0].add_(exact[rank])
+    slots = len(flat.flags)
+    flat.flags.copy_(trailers[:, :slots].sum(0))
+    flat.ballots.copy_(trailers[:, slots:].reshape(-1))
+
+
+def dequantize(
+    flat: QuantizedBuffer, grads: Sequence[Tensor | None], factor: Tensor | None = None
+) -> None:
+    """Write ``cast(factor * sum)`` of the sums in ``flat.gathered`` into ``grads``.
+
+    A gradient whose used flag is zero (no rank used the parameter) is left untouched, and so
+    is a slot whose gradient is ``None``.
+
+    Args:
+        flat: the source, a whole buffer.
+        grads: one per slot, of one dtype, with the slot's shape and strides.
+        factor: one fp64 element on the buffer's device, rounded to fp32 and applied in it before
+            the cast to the gradients' dtype. ``None`` counts as 1.
+
+    Raises:
+        TypeError: the factor is of another kind.
+    """
+    put_together(flat, factor)
+    reference.unflatten(flat, grads)
+
+
+def put_together(flat: QuantizedBuffer, factor: Tensor | None = None) -> None:
+    """The first step of :func:`dequantize`: the mean of all gradients in ``flat.data``.
+
+    On the CPU only, where large gradients stay there. Nothing is left of the factor then.
+    """
+    multiplier = 1.0
+    if factor is not None:
+        flat.check_factor(factor)
+        multiplier = factor.item()
+    layout = flat.message_layout
+    numbers, scales, exact, _, _ = flat.result
+    for part in range(layout.world_size):
+        begin = part * layout.part_blocks
+        for first in range(0, layout.owned_blocks(part), _BLOCKS):
+            last = min(first + _BLOCKS, layout.owned_blocks(part))
+            target = flat.data[(begin + first) * BLOCK : (begin + last) * BLOCK].view(-1, BLOCK)
+            _decode(numbers[part, first:last], scales[part, first:last], target)
+            if multiplier != 1:
+                target.mul_(multiplier)
+    target = flat.data[layout.blocks * BLOCK :]
+    for values, piece in zip(exact, target.split(max(1, layout.part_exact)), strict=False):
+        torch.mul(values[: len(piece)], multiplier, out=piece)
+
+
+def _quantize_chunk(
+    flat: QuantizedBuffer,
+    chunk: _Chunk,
+    sources: Sequence[Tensor | None],
+    used: Sequence[bool],
+    scale: float,
+) -> None:
+    values, other = _scratch(chunk.last - chunk.first)
+    line = values.view(-1)
+    fragments = line.split(chunk.sizes)
+    if len(fragments) > len(chunk.pieces):
+        foreach_zero_([each for each, gap in zip(fragments, chunk.gaps, strict=True) if gap])
+        fragments = [each for each, gap in zip(fragments, chunk.gaps, strict=True) if not gap]
+    _gather(line, fragments, chunk.pieces, sources, flat.first_slot, scale)
+    rows = slice(chunk.first, chunk.last)
+    residual = kept = None
+    if flat.residuals is not None:
+        residual = flat.residuals.sent[chunk.block :][: len(values)]
+        kept = _blocks_of_unused(flat, chunk, used)
+        if kept is None:
+            values.add_(residual)
+        else:
+            values.add_(residual.masked_fill(kept[:, None], 0))
+    numbers, scales = (
+        flat.outgoing.numbers[chunk.part, rows],
+        flat.outgoing.scales[chunk.part, rows],
+    )
+    _encode(values, other, numbers, scales, residual, kept)
+
+
+def _mark(flat: QuantizedBuffer, plan: _Plan) -> None:
+    """Mark gradients that are not finite."""
+    flat.clear_marks()
+    for chunk in plan.chunks:
+        broken = flat.outgoing.scales[chunk.part, chunk.first : chunk.last].isnan()
+        if broken.any():
+            for piece in chunk.pieces:
+                first = piece.place - chunk.first
+                if broken[first : first - (-piece.numel // BLOCK)].any():
+                    flat.mark(piece.slot - flat.first_slot)
+    for piece in plan.exact:
+        if not flat.outgoing.exact[piece.part, piece.place :][: piece.numel].isfinite().all():
+            flat.mark(piece.slot - flat.first_slot)
+
+
+def _gather(
+    line: Tensor,
+    targets: Sequence[Tensor],
+    pieces: Sequence[Piece],
+    sources: Sequence[Tensor | None],
+    first_slot: int,
+    scale: float,
+) -> None:
+    """``scale`` times these pieces of the gradients into ``targets``, which lie in ``line``."""
+    if len(pieces) == 1:
+        source = sources[pieces[0].slot - first_slot]
+        if source is None:
+            targets[0].zero_()
+            return
+        source = source[pieces[0].start :][: pieces[0].numel]
+        if source.dtype is line.dtype:
+            torch.mul(source, scale, out=targets[0])
+            return
+    present, there, absent = [], [], []
+    for piece, target in zip(pieces, targets, strict=True):
+        source = sources[piece.slot - first_slot]
+        if source is None:
+            absent.append(target)
+        else:
+            if piece.numel != len(source):
+                source = source[piece.start :][: piece.numel]
+            present.append(source)
+            there.append(target)
+    if there:
+        foreach_copy_(there, present)
+        line.mul_(scale)
+    if absent:
+        foreach_zero_(absent)
+
+
+def _blocks_of_unused(flat: QuantizedBuffer, chunk: _Chunk, used: Sequence[bool]) -> Tensor | None:
+    """Which blocks of the chunk are of slots that are not used; ``None`` if there are none."""
+    blocks: Tensor | None = None
+    for piece in chunk.pieces:
+        if not used[piece.slot - flat.first_slot]:
+            if blocks is None:
+                blocks = torch.zeros(chunk.last - chunk.first, dtype=torch.bool)
+            first = piece.place - chunk.first
+            blocks[first : first - (-piece.numel // BLOCK)] = True
+    return blocks
+
+
+def _encode(
+    values: Tensor,
+    other: Tensor,
+    numbers: Tensor,
+    scales: Tensor,
+    residual: Tensor | None,
+    kept: Tensor | None = None,
+) -> None:
+    """Quantise blocks.
+
+    Args:
+        values: fp32 ``(n, 256)``; overwritten.
+        other: memory like it.
+        numbers, scales: the destination, ``(n, 256)`` and ``(n,)``.
+        residual: the errors, like ``values``; ``None`` if nobody asks.
+        kept: of which blocks the residual stays as it is; ``None``: of none but those that are not
+            finite.
+    """
+    dtype = numbers.dtype
+    amax = torch.amax(torch.abs(values, out=other), dim=1)
+    scale = torch.minimum(amax / LIMITS[dtype], _LARGEST_SCALE[dtype])
+    scale.masked_fill_(scale < _SMALLEST_SCALE, 0)
+    broken = ~(amax < torch.inf)
+    if broken.any():
+        scale.masked_fill_(broken, torch.nan)
+        values[broken] = 0
+        kept = broken if kept is None else kept | broken
+    scales.copy_(scale)
+    divisor = torch.where(scale > 0, scale, 1)[:, None]
+    torch.div(values, divisor, out=other)
+    numbers.copy_(other.round_() if dtype is torch.int8 else other)
+    if residual is None:
+        return
+    before = residual if kept is None else residual[kept]
+    if dtype is torch.int8:
+        other.mul_(scale[:, None])
+    else:
+        _decode(numbers, scale, other)
+    torch.sub(values, other, out=residual)
+    if kept is not None:
+        residual[kept] = before
+
+
+def _decode(numbers: Tensor, scales: Tensor, out: Tensor) -> None:
+    """``numbers * scales`` of blocks, in fp32."""
+    if numbers.dtype is torch.int8:
+        out.copy_(numbers)
+        out.mul_(scales[:, None])
+        return
+    # Torch takes twenty times as long for fp8 as for int8. With its exponent and fraction in the
+    # place of those of fp16, which has the sign in the highest bit, a number is 1/256 of itself.
+    bits = numbers.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
+    out.copy_(bits.view(torch.float16))
+    out.mul_((scales * 256)[:, None])
+
+
+_thread = threading.local()
+
+
+def _scratch(blocks: int) -> tuple[Tensor, Tensor]:
+    """Memory for the values of so many blocks, twice, of this thread, until the next call."""
+    try:
+        memory = _thread.memory
+    except AttributeError:
+        memory = _thread.memory = torch.empty(2, _BLOCKS, BLOCK, dtype=torch.float32)
+    return memory[0, :blocks], memory[1, :blocks]

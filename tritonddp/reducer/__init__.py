@@ -1,0 +1,1 @@
+"""WHEN: one backward, from its first hook to its last bucket."""

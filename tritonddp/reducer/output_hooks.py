@@ -1,0 +1,154 @@
+"""When does a backward of the module begin? Hooks on what its forward returned."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from tritonddp._torch import tree_leaves
+
+
+class Forward:
+    """One forward of the module, as long as its graph lives.
+
+    Attributes:
+        number: of the forwards of this wrapper.
+        reductions: how many reductions there had been before it.
+        syncs: it ran outside ``no_sync``, so that backwards through its outputs may be reduced.
+        reached: a backward that is reduced has gone through its outputs.
+    """
+
+    __slots__ = ("number", "reached", "reductions", "syncs")
+
+    def __init__(self, number: int, reductions: int, syncs: bool) -> None:
+        self.number = number
+        self.reductions = reductions
+        self.syncs = syncs
+        self.reached = False
+
+
+class Forwards:
+    """What the forwards until now say of the next backward: is it reduced, or does it accumulate?
+
+    As in stock DDP a forward outside ``no_sync`` arms the reduction, until one has begun: then the
+    next backward is reduced, whichever outputs it goes through. Until one is armed, a backward is
+    local if its forward ran inside; if it goes through no output, or through none so far, the last
+    forward is taken for its own. Beyond stock a backward that starts inside is local too.
+
+    All this follows from the order of calls, never from the order in which autograd runs hooks,
+    which differs between ranks that use different parameters.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._prepared = 0  # the last forward whose next backward is reduced, wherever it starts
+        self._is_armed = False
+        self._was_local = False  # the last forward, which no backward has followed
+
+    def begins(self) -> None:
+        """One begins. A backward inside of it, as Lightning makes, is none of the last one's."""
+        self._was_local = False
+
+    def ended(self, reductions: int, syncs: bool) -> Forward:
+        """One has run, before which there were so many reductions.
+
+        Args:
+            reductions: so many.
+            syncs: it ran outside ``no_sync``.
+        """
+        self._number += 1
+        self._is_armed = self._is_armed or syncs
+        self._was_local = not syncs
+        return Forward(self._number, reductions, syncs)
+
+    def prepare(self) -> None:
+        """The next backward is to be reduced, also of forwards that ran under ``no_sync``."""
+        self._is_armed = True
+        self._prepared = self._number
+
+    def forces(self, forward: Forward | None) -> bool:
+        """Whether a backward is reduced although it starts inside ``no_sync``."""
+        return forward is not None and forward.number <= self._prepared
+
+    def keep_local(self, forward: Forward | None) -> bool:
+        """Whether a backward through outputs of ``forward`` is local although it starts outside."""
+        if self._is_armed:
+            return False
+        return self._was_local if forward is None else not forward.syncs
+
+    def backward_begins(self, reduced: bool) -> None:
+        """A backward begins."""
+        self._was_local = False
+        self._prepared = 0
+        if reduced:
+            self._is_armed = False
+
+
+class Listener(Protocol):
+    """Who is told; referred to weakly."""
+
+    def begin(self, forward: Forward) -> None:
+        """A backward goes through an output of ``forward``."""
+
+
+class Outputs:
+    """Sees the start of each backward that runs through an output of the module.
+
+    Without it the first gradient would do, but a backward that reaches no parameter of this rank
+    must still take part, and one that starts with a reentrant checkpoint must be seen before its
+    inner backward.
+
+    Args:
+        listener: told of each output that a backward goes through.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = weakref.ref(listener)
+        self._watched = WeakTensorKeyDictionary()
+
+    def watch(self, outputs: Iterable[Tensor], forward: Forward) -> None:
+        """These are the outputs of ``forward``."""
+        for output in outputs:
+            # A tensor that the module only hands on may live long: it gets one hook.
+            if output.grad_fn is not None and output not in self._watched:
+                self._watched[output] = None
+                output.register_hook(_backward_hook(self._listener, forward))
+
+
+def _backward_hook(listener: weakref.ref[Listener], forward: Forward) -> Callable[[Tensor], None]:
+    """An output may outlive the listener: its hook refers weakly."""
+
+    def backward(_: Tensor) -> None:
+        told = listener()
+        if told is not None:
+            told.begin(forward)
+
+    return backward
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """Tensors in any nesting of containers, dataclasses and types known to pytree."""
+    tensors: list[Tensor] = []
+    seen: dict[int, Any] = {}  # a container may hold itself
+    stack = [output]
+    while stack:
+        item = stack.pop()
+        if id(item) in seen:
+            continue
+        seen[id(item)] = item
+        if isinstance(item, Tensor):
+            tensors.append(item)
+        elif isinstance(item, Mapping):
+            stack.extend(item.values())
+        elif isinstance(item, list | tuple | set | frozenset):
+            stack.extend(item)
+        elif dataclasses.is_dataclass(item):
+            stack.extend(getattr(item, field.name, None) for field in dataclasses.fields(item))
+        else:
+            stack.extend(tree_leaves(item))
+    return tensors
