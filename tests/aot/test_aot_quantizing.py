@@ -120,3 +120,16 @@ def test_no_product_is_fused_with_a_sum(compiled):
     # The bits would not be those of the CPU.
     wrong = [variant for variant in compiled if variant.get("fused")]
     assert not wrong, shown(wrong)
+
+
+def test_no_fp8_number_is_unpacked_again_that_the_same_kernel_has_packed(compiled):
+    # Ptxas may forget to pack it (see `rounded_to_fp8`). Those that came by wire, four ranks at
+    # once, are unpacked in pairs.
+    pairs, wrong = BLOCK // THREADS["sm_90"] // 2, []
+    for variant in compiled:
+        if "unpacks" not in variant or variant["kernel"] == "dequantize":
+            continue
+        ranks = min(variant.get("ranks", 0), 4) if variant["numbers"] == "fp8" else 0
+        if variant["unpacks"] != ranks * pairs:
+            wrong.append(variant)
+    assert not wrong, shown(wrong)

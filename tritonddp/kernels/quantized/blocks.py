@@ -52,6 +52,21 @@ def from_fp8(code, BY_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def rounded_to_fp8(x):  # type: ignore[no-untyped-def]
+    """``from_fp8(to_fp8(x))``, but for the sign of a zero, without making the bytes.
+
+    What `cvt` has made must not be converted back in the same kernel: ptxas 12.8, which Triton 3.6
+    and 3.7 bring along, merges pairs of bytes into the word that is stored, and then unpacks a
+    register that no byte was ever written to. (Seen on an H100, and in the code for it.)
+    """
+    bits = x.to(tl.uint32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) << 20
+    # Below 2**-6 steps are 2**-9: the sum has no bits for less.
+    subnormal = (x + 24576.0) - 24576.0
+    return tl.where(tl.abs(x) < 0.015625, subnormal, normal.to(tl.float32, bitcast=True))
+
+
+@triton.jit
 def decode(code, scale, FP8: tl.constexpr, BY_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
     """``number * scale`` of blocks, ``(rows, 256)`` and ``(rows,)``, in fp32."""
     if FP8:
@@ -64,7 +79,8 @@ def decode(code, scale, FP8: tl.constexpr, BY_BITS: tl.constexpr):  # type: igno
 def encode(v, FP8: tl.constexpr, BY_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Numbers, as bytes, and scales of blocks: fp32 ``(rows, 256)`` to that and ``(rows,)``.
 
-    Magnitudes are compared as integers, which puts NaN above infinity and that above the others.
+    And the numbers once more in fp32, for :func:`error_of`. Magnitudes are compared as integers,
+    which puts NaN above infinity and that above the others.
     """
     limit: tl.constexpr = 448.0 if FP8 else 127.0
     largest: tl.constexpr = 7.595587302328394e35 if FP8 else 2.6793883890187504e36
@@ -78,18 +94,17 @@ def encode(v, FP8: tl.constexpr, BY_BITS: tl.constexpr):  # type: ignore[no-unty
     number = tl.where(finite[:, None], number, 0.0)
     if FP8:
         code = to_fp8(number, BY_BITS)
+        number = rounded_to_fp8(number)
     else:
         # The sum has no bits for a fraction: rounded to the nearest, of two to the even one.
         number = (number + 12582912.0) - 12582912.0
         code = number.to(tl.int8).to(tl.uint8, bitcast=True)
-    return code, tl.where(finite, scale, float("nan"))
+    return code, tl.where(finite, scale, float("nan")), number
 
 
 @triton.jit
-def error_of(  # type: ignore[no-untyped-def]
-    v, code, scale, before, FP8: tl.constexpr, BY_BITS: tl.constexpr
-):
+def error_of(v, number, scale, before):  # type: ignore[no-untyped-def]
     """What ``encode`` has left out of ``v``; where a block became NaN, what it was ``before``."""
     # No zero is negative, as in the twin.
-    error = (v - decode(code, scale, FP8, BY_BITS)) + 0.0
+    error = (v - number * scale[:, None]) + 0.0
     return tl.where((scale == scale)[:, None], error, before)

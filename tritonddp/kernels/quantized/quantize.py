@@ -130,9 +130,9 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
         left_out = tl.load(residual, mask=there[:, None], other=0.0)
         used = tl.load(dynamic + slots + slot) != 0
         x = x + tl.where(used, left_out, 0.0)
-    code, block_scale = encode(x, FP8, BY_BITS)
+    code, block_scale, number = encode(x, FP8, BY_BITS)
     if FEEDBACK:
-        error = tl.where(used, error_of(x, code, block_scale, left_out, FP8, BY_BITS), left_out)
+        error = tl.where(used, error_of(x, number, block_scale, left_out), left_out)
         tl.store(residual, error, mask=there[:, None])
     numbers = tl.multiple_of(begin + place * 256, 16)
     tl.store(numbers + places, code, mask=there[:, None])

@@ -101,11 +101,9 @@ def reduce_parts_kernel(  # type: ignore[no-untyped-def]
         left_out = tl.load(residual + places, mask=there[:, None], other=0.0)
         x += left_out
     x = tl.where(spoken[:, None], x, 0.0)
-    code, scale = encode(x, FP8, BY_BITS)
+    code, scale, number = encode(x, FP8, BY_BITS)
     if FEEDBACK:
-        error = tl.where(
-            spoken[:, None], error_of(x, code, scale, left_out, FP8, BY_BITS), left_out
-        )
+        error = tl.where(spoken[:, None], error_of(x, number, scale, left_out), left_out)
         tl.store(residual + places, error, mask=there[:, None])
     tl.store(own_numbers + places, code, mask=there[:, None])
     tl.store(own_scales.to(tl.pointer_type(tl.float32)) + blocks, scale, mask=there)
