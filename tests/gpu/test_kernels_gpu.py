@@ -121,7 +121,7 @@ def test_ballots_are_written_behind_the_flags(kernels, wire, count):
 @pytest.mark.parametrize("wire", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_that_are_not_finite_are_marked(kernels, dtype, wire, value):
-    slots = [dense([5000]), dense([0]), dense([17]), dense([300, 257], [1, 300])]
+    slots = [dense([5000]), dense([0]), dense([17]), dense([300, 257], [1, 0])]
     flat, memory = embedded_flat(slots, wire, "cuda", ballots=3, marks=Marks(9, 12))
     for slot, place in ((0, 0), (0, 2047), (0, 2048), (0, 4999), (2, 16), (3, 77_099)):
         for broken in (True, False):
