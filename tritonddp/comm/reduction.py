@@ -125,6 +125,8 @@ class AllReduce:
         self._factor: Tensor | None = None
         self._unit = _FIRST_UNIT  # of weights, alike on all ranks: about the last ones
         self._unread: tuple[Tensor, torch.cuda.Event] | None = None
+        # What was read the last time: pinned memory and events are dear to make.
+        self._spare: tuple[Tensor, torch.cuda.Event] | None = None
         self._is_alone = False  # the group exchanges nothing, which was said once
         self._is_logged = False  # each bucket is, in this reduction
 
@@ -239,11 +241,14 @@ class AllReduce:
             self._check(ballots)
             return
         # The host does not wait for the device here: see settle().
-        copy = torch.empty(ballots.shape, dtype=ballots.dtype, pin_memory=True)
+        spare, self._spare = self._spare, None
+        if spare is None or spare[0].shape != ballots.shape or spare[0].dtype != ballots.dtype:
+            copy = torch.empty(ballots.shape, dtype=ballots.dtype, pin_memory=True)
+            spare = copy, torch.cuda.Event()
+        copy, event = spare
         copy.copy_(ballots, non_blocking=True)
-        event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(ballots.device))
-        self._unread = copy, event
+        self._unread = spare
 
     def _check(self, ballots: Tensor) -> None:
         if self._unanimous is None:
@@ -278,8 +283,10 @@ class AllReduce:
     def settle(self) -> None:
         """See :meth:`Reduction.settle`."""
         if self._unread is not None:
-            (copy, event), self._unread = self._unread, None
+            unread, self._unread = self._unread, None
+            copy, event = unread
             event.synchronize()
+            self._spare = unread  # nothing writes to it any more
             self._check(copy)
 
     def get_unit(self) -> float:
