@@ -8,7 +8,8 @@ a GPU: on a CPU a step of each takes seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,12 @@ class Case:
         """The model on ``device``, with the same parameters for the same seed."""
         torch.manual_seed(seed)
         return self.make_model().to(device)
+
+    def copies(self, device: torch.device, seed: int = 0) -> Iterator[nn.Module]:
+        """As many of :meth:`model` as are asked for, drawn once: that takes seconds for some."""
+        first = self.model(device, seed)
+        while True:
+            yield copy.deepcopy(first)
 
     def batch(self, device: torch.device, seed: int, size: str = "small") -> Batch:
         """Inputs and targets on ``device``; give every rank a seed of its own."""

@@ -47,10 +47,9 @@ class Rounds:
         """
         for _ in range(self._plan.builds):
             self._shuffle.shuffle(self._configurations)
-            models = {
-                each.name: each.wrap(self._case.model(self._ranks.device))
-                for each in self._configurations
-            }
+            copies = self._case.copies(self._ranks.device)
+            models = {each.name: each.wrap(next(copies)) for each in self._configurations}
+            copies.close()  # or one model more would live on
             yield models
             models.clear()
             gc.collect()
