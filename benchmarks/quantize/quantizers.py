@@ -54,6 +54,7 @@ class Inputs:
         for sections in (flat.incoming, flat.outgoing):
             sections.numbers.copy_(torch.randn(sections.numbers.shape, device=device) * 40)
             sections.scales.uniform_(0, 1)
+            sections.trailers.fill_(1)  # or the sums would say that no rank used a gradient
         flat.flags.fill_(WORLD_SIZE)
         largest = max(nbytes(kernel, message, dtype) for kernel in KERNELS)
         block = torch.zeros(largest, dtype=torch.uint8, device=device)
