@@ -22,7 +22,6 @@ import gc
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -46,7 +45,6 @@ PHASES = ("wrapping", "first", "steady")
 FIRST_STEPS = 2  # torch rebuilds its buckets at the second forward
 STEADY_STEPS = 3
 ATTEMPTS = 30
-_PATIENCE = 3.0  # seconds for what a run has left behind to go
 _MARK = "memory benchmark: "
 
 
@@ -128,8 +126,12 @@ def measure(case: Case, ranks: Ranks) -> dict[str, Row]:
     """All configurations on one model, one after the other; collective."""
     if ranks.device.type == "cuda":
         # The allocator's figures do not see what is on the host, where drawing takes long.
-        peaks_of = partial(_cuda_peaks, drawn=case.model(torch.device("cpu")))
-        peaks_of(UNWRAPPED, case, ranks)  # cuBLAS takes its workspace, and keeps it
+        drawn = case.model(torch.device("cpu"))
+        _cuda_peaks(UNWRAPPED, case, ranks, drawn, 0)  # cuBLAS takes its workspace, and keeps it
+        # What stock leaves behind, its buckets for example, is only freed in the next run. Counted
+        # from what was there when that began, the next one would seem to need less.
+        floor = torch.cuda.memory_allocated(ranks.device)
+        peaks_of = partial(_cuda_peaks, drawn=drawn, floor=floor)
     else:
         peaks_of = _cpu_peaks
     bare, _ = peaks_of(UNWRAPPED, case, ranks)
@@ -215,10 +217,14 @@ def replay(events: Sequence[dict[str, Any]]) -> Peaks:
 
 
 def _cuda_peaks(
-    configuration: Configuration, case: Case, ranks: Ranks, drawn: nn.Module
+    configuration: Configuration, case: Case, ranks: Ranks, drawn: nn.Module, floor: int
 ) -> tuple[Peaks, list[int]]:
-    """Run a copy of ``drawn`` once and read the caching allocator's peak of each phase."""
-    before = torch.cuda.memory_allocated(ranks.device)
+    """Run a copy of ``drawn`` once and read the caching allocator's peak of each phase.
+
+    Above ``floor`` bytes, which are there all the time.
+    """
+    gc.collect()
+    ranks.synchronize()
     peaks = dict.fromkeys(PHASES, 0)
     ends = []
 
@@ -226,7 +232,7 @@ def _cuda_peaks(
         torch.cuda.reset_peak_memory_stats(ranks.device)
         result = step(*arguments)
         ranks.synchronize()
-        peak = torch.cuda.max_memory_allocated(ranks.device) - before
+        peak = torch.cuda.max_memory_allocated(ranks.device) - floor
         peaks[phase] = max(peaks[phase], peak)
         ends.append(torch.cuda.memory_allocated(ranks.device))
         return result
@@ -240,18 +246,8 @@ def _cuda_peaks(
         run("steady", _step, model, batch)
     buckets = bucket_bytes(model)
     del model, batch
-    # NCCL's watchdog holds what was sent until it looks again: it must not be freed in the next
-    # run, whose peak would seem lower by it.
-    deadline = time.monotonic() + _PATIENCE
-    while True:
-        gc.collect()
-        ranks.synchronize()
-        left = torch.cuda.memory_allocated(ranks.device) - before
-        if left <= 0 or time.monotonic() > deadline:
-            break
-        time.sleep(0.02)
-    if left > 0 and ranks.rank == 0:
-        print(f"{configuration.name!r} on {case.name!r}: {left} bytes live on after the model")
+    gc.collect()
+    left = torch.cuda.memory_allocated(ranks.device) - floor
     return Peaks(**peaks, drift=ends[-1] - ends[-2], left=left), buckets
 
 
