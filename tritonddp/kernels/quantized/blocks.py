@@ -55,9 +55,9 @@ def from_fp8(code, BY_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
 def rounded_to_fp8(x):  # type: ignore[no-untyped-def]
     """``from_fp8(to_fp8(x))``, but for the sign of a zero, without making the bytes.
 
-    What `cvt` has made must not be converted back in the same kernel: ptxas 12.8, which Triton 3.6
-    and 3.7 bring along, merges pairs of bytes into the word that is stored, and then unpacks a
-    register that no byte was ever written to. (Seen on an H100, and in the code for it.)
+    What `cvt` has made must not be converted back in the same kernel: the ptxas of Triton (12.8 in
+    3.7.1) merges pairs of bytes into the word that is stored, and then unpacks a register that no
+    byte was ever written to. (In the results of 3.6 on an H100, and in the code that 3.7.1 makes.)
     """
     bits = x.to(tl.uint32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) << 20
