@@ -13,7 +13,7 @@ from distributed import assert_same_bits, ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Stock
 
-from tritonddp import DistributedDataParallel
+from tritonddp import DistributedDataParallel, trace
 
 Microbatch = Callable[[Any, Tensor], None]
 
@@ -206,6 +206,47 @@ def test_gradients_reduced_on_request_end_a_window_as_a_backward_does() -> None:
     ddp.reduce_gradients()
     forward_inside(ddp, torch.ones(1, 2))
     assert ddp.reducer.counters.reductions == 0
+
+
+def window_of_forwards_inside(ddp: Any) -> None:
+    before = ddp.reducer.counters.reductions
+    for is_last in (False, False, True):
+        (reduced if is_last else forward_inside)(ddp, torch.ones(1, 2))
+        assert ddp.reducer.counters.reductions == before + is_last
+
+
+@ranks(2)
+def test_after_join_all_ranks_begin_alike() -> None:
+    """The rank that had inputs has run a forward more than the other, without a backward."""
+    ddp = DistributedDataParallel(nn.Linear(2, 1))
+    with ddp.join():
+        for _ in range(1 + dist.get_rank()):
+            reduced(ddp, torch.ones(1, 2))
+        if dist.get_rank():
+            ddp(torch.ones(1, 2))
+    window_of_forwards_inside(ddp)
+
+
+@ranks(2)
+def test_after_an_error_of_weights_on_one_rank_all_ranks_begin_alike() -> None:
+    ddp = DistributedDataParallel(nn.Linear(2, 1))
+    if dist.get_rank() == 0:
+        with ddp.no_sync(), ddp.weighted(3):
+            ddp(torch.ones(1, 2)).sum().backward()
+    loss = ddp(torch.ones(1, 2)).sum()
+    with pytest.raises(RuntimeError) if dist.get_rank() == 0 else contextlib.nullcontext():
+        loss.backward()
+    ddp.zero_grad()
+    window_of_forwards_inside(ddp)
+
+
+@ranks(2)
+def test_a_trace_tells_which_backwards_are_reduced() -> None:
+    ddp = DistributedDataParallel(nn.Linear(2, 1))
+    reduced(ddp, torch.ones(1, 2))
+    with trace(ddp) as timeline:
+        window_of_forwards_inside(ddp)
+    assert [each.reduced for each in timeline.backwards] == [False, False, True]
 
 
 @ranks(2)

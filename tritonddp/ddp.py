@@ -306,8 +306,9 @@ class DistributedDataParallel(
             devices.insert(0, self.device)
         elif torch.cuda.is_available():
             given = device_ids[0] if isinstance(device_ids, list) and device_ids else None
-            index = given if isinstance(given, int) else torch.cuda.current_device()
-            devices.append(torch.device("cuda", index))
+            if not isinstance(given, int) or given < 0:
+                given = torch.cuda.current_device()
+            devices.append(torch.device("cuda", given))
         return serving_device(self.process_group, devices)
 
     def _enter_group(self) -> None:

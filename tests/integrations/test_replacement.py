@@ -9,6 +9,7 @@ import types
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import launched
 import pytest
@@ -33,6 +34,7 @@ def stock_comes_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", STOCK)
     yield
     torch.nn.parallel.distributed.__class__ = types.ModuleType
+    vars(torch.nn.parallel.distributed).pop(replacement._OFFERED, None)
 
 
 @pytest.fixture
@@ -151,6 +153,11 @@ def test_somebody_else_may_set_the_name_again() -> None:
     for place in PLACES:
         place.DistributedDataParallel = STOCK  # type: ignore[attr-defined]
     assert names() == [STOCK, STOCK]
+    tritonddp.replace_stock()
+    assert names() == [OURS, OURS]
+    with mock.patch("torch.nn.parallel.distributed.DistributedDataParallel", int):
+        assert names() == [OURS, int]
+    assert vars(torch.nn.parallel.distributed)["DistributedDataParallel"] is STOCK
 
 
 # What others put on torch's class

@@ -242,9 +242,8 @@ class AllReduce:
             return
         # The host does not wait for the device here: see settle().
         spare, self._spare = self._spare, None
-        if spare is None or spare[0].shape != ballots.shape or spare[0].dtype != ballots.dtype:
-            copy = torch.empty(ballots.shape, dtype=ballots.dtype, pin_memory=True)
-            spare = copy, torch.cuda.Event()
+        if spare is None or not _is_alike(spare[0], ballots):
+            spare = torch.empty_like(ballots, device="cpu", pin_memory=True), torch.cuda.Event()
         copy, event = spare
         copy.copy_(ballots, non_blocking=True)
         event.record(torch.cuda.current_stream(ballots.device))
@@ -296,6 +295,10 @@ class AllReduce:
     def set_unit(self, unit: float) -> None:
         """See :meth:`Reduction.set_unit`."""
         self._unit = unit
+
+
+def _is_alike(first: Tensor, second: Tensor) -> bool:
+    return first.shape == second.shape and first.dtype == second.dtype
 
 
 def _unit_of(weights: Sequence[float]) -> float:

@@ -140,7 +140,7 @@ class Sampler:
     def _backward_begins(self, end: Callable[[], None]) -> Callable[[], None]:
         """See :attr:`Reducer.on_backward`."""
         reducer = self._reducer()
-        if reducer is None or self._sample is None or not reducer._should_sync():
+        if reducer is None or self._sample is None or not reducer._reduces:
             return end
         reducer.on_backward.remove(self._backward_begins)
         moments = self._sample[1]

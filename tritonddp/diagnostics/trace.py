@@ -199,7 +199,7 @@ class _Recorder:
     def _backward_begins(self, end: Callable[[], None]) -> Callable[[], None]:
         """The reducer is about to queue ``end`` for the end of a new backward."""
         reducer = self._reducer
-        reduced = reducer._should_sync()
+        reduced = reducer._reduces
         buckets = reducer.buckets
         record = _Record(
             began=self._clock.stamp(),

@@ -317,6 +317,8 @@ def _verify_held(
 
 
 def _leave(ddp: DistributedDataParallel) -> None:
+    # A forward without a backward has armed the reduction on the ranks that had inputs only.
+    ddp.reducer.forget_forwards()
     ddp._attendance.leave()
     leave_join(ddp)
 

@@ -21,24 +21,24 @@ from tritonddp._torch import STOCK
 from tritonddp.ddp import DistributedDataParallel
 
 _NAME = "DistributedDataParallel"
+_OFFERED = "_offered_instead"
 _is_for_good = False
 
 
 class _Offers(types.ModuleType):
     """``torch.nn.parallel.distributed`` while it offers our class.
 
-    What is looked up in the module is ours. Its own functions, the methods of torch's class, find
-    that one among their globals, as they must.
+    What is looked up in the module is ours, or what somebody has put there since. Its own
+    functions, the methods of torch's class, find that one among their globals, as they must.
     """
 
     @property
-    def DistributedDataParallel(self) -> type[DistributedDataParallel]:
-        return DistributedDataParallel
+    def DistributedDataParallel(self) -> Any:
+        return vars(self).get(_OFFERED, DistributedDataParallel)
 
     @DistributedDataParallel.setter
     def DistributedDataParallel(self, value: Any) -> None:
-        self.__class__ = types.ModuleType  # type: ignore[assignment]
-        self.DistributedDataParallel = value
+        vars(self)[_OFFERED] = value
 
 
 def replace_stock() -> None:
@@ -57,11 +57,9 @@ def replace_stock() -> None:
         import some_trainer  # wraps with torch.nn.parallel.DistributedDataParallel
     """
     global _is_for_good
-    if _is_for_good:
-        return
+    bound = [] if _is_for_good else _bound()
     _is_for_good = True
-    bound = _bound()
-    _replace()
+    _replace()  # also if somebody has put another class there since
     if bound:
         warnings.warn(
             f"{_sentence(bound)} If they wrap models, call replace_stock() before they are "
@@ -113,13 +111,15 @@ def stock_replaced() -> Iterator[None]:
     finally:
         if not _is_for_good:
             parallel.DistributedDataParallel = before
-            torch.nn.parallel.distributed.__class__ = kind
+            vars(parallel.distributed).pop(_OFFERED, None)
+            parallel.distributed.__class__ = kind
 
 
 def _replace() -> None:
     parallel: Any = torch.nn.parallel
     parallel.DistributedDataParallel = DistributedDataParallel
     parallel.distributed.__class__ = _Offers
+    vars(parallel.distributed).pop(_OFFERED, None)
 
 
 def _bound() -> list[str]:

@@ -89,6 +89,10 @@ class BetweenBackwards(InStep):
         """
         self._outputs.watch(outputs, self._forwards.ended(self.counters.reductions, syncs))
 
+    def forget_forwards(self) -> None:
+        """No forward until now waits for its backward any more."""
+        self._forwards.backward_begins(reduced=True)
+
     def missing(self) -> list[Parameter]:
         """Parameters that the last reduced backward has not reached."""
         return [self.placement.params[number] for number in self._constancy.missing or ()]

@@ -89,7 +89,7 @@ class OnRequest(Resumes):
                     named_params, Bucket, self._window.weight, self._roster.structure, stale
                 )
             self._window.clear()
-            self._forwards.backward_begins(reduced=True)  # in the place of one
+            self.forget_forwards()
             self._used_earlier = [False] * len(self._used_earlier)
 
     def _where_requested(self) -> str:

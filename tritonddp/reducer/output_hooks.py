@@ -73,7 +73,8 @@ class Forwards:
 
     def forces(self, forward: Forward | None) -> bool:
         """Whether a backward is reduced although it starts inside ``no_sync``."""
-        return forward is not None and forward.number <= self._prepared
+        number = self._number if forward is None else forward.number
+        return 0 < number <= self._prepared
 
     def keep_local(self, forward: Forward | None) -> bool:
         """Whether a backward through outputs of ``forward`` is local although it starts outside."""

@@ -89,6 +89,7 @@ class Reducer(InContext):
             if reduced:  # the others will not wait in vain: see _recover
                 self.counters.reductions += 1
                 self._next, self._phase = 0, Phase.REDUCING
+                self._forwards.backward_begins(reduced)
             raise
         with Uninterrupted():
             self._open(forward, reached, missing, reduced)
@@ -105,6 +106,7 @@ class Reducer(InContext):
         self, forward: Forward | None, reached: Sequence[bool], missing: set[int], reduced: bool
     ) -> None:
         """This backward has begun."""
+        self._reduces = reduced
         self._queue_end()
         self._graph_task = current_graph_task_id()
         self._creates_graph = torch.is_grad_enabled()

@@ -140,6 +140,7 @@ class ReducerState(ABC, StockReducerNames):
         self._end_is_queued: Callable[[], object] = lambda: None
         self._outputs = Outputs(self)
         self._forwards = Forwards()
+        self._reduces = False  # is the last backward reduced, or does it accumulate?
         self._window = Window(lambda: [param for _, param in roster.params])
         self._next = 0  # first bucket that is not launched
         self._in_flight: list[tuple[Bucket, Work]] = []

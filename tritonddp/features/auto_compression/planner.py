@@ -257,7 +257,7 @@ class Auto:
 
     def _begins(self, end: Callable[[], None]) -> Callable[[], None]:
         reducer = self._reducer()
-        if reducer is None or not reducer._should_sync():
+        if reducer is None or not reducer._reduces:
             return end
         moments = Moments(self._device)
         moments.mark(_BEGAN)
