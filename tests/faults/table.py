@@ -285,8 +285,8 @@ FAULTS = {
                 r"(?s)step 1, forward, broadcast of 1 buffers \('seen'\), (24|40) bytes failed.*: "
                 r"BROADCAST of \[(24|40)\] Byte.*, (24|40) bytes\.\n",
             ),
-            ("reduce_gradients of some parameters", 2, 1, (), r"ALLGATHER of \[40\] Byte"),
-            ("check_sync on one rank", 3, 2, (), r"ALLGATHER of \[40\] Byte"),
+            ("reduce_gradients of some parameters", 2, 1, (), r"ALLGATHER of \[56\] Byte"),
+            ("check_sync on one rank", 3, 2, (), r"ALLGATHER of \[56\] Byte"),
         ),
         Fault("differ", "no_sync on one rank", 2, 1, is_stall=True),
         Fault(
