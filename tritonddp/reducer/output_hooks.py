@@ -40,8 +40,9 @@ class Forwards:
     local if its forward ran inside; if it goes through no output, or through none so far, the last
     forward is taken for its own. Beyond stock a backward that starts inside is local too.
 
-    All this follows from the order of calls, never from the order in which autograd runs hooks,
-    which differs between ranks that use different parameters.
+    For a backward of the newest forward, all this follows from the order of calls, not from that in
+    which autograd runs hooks, which differs between ranks that use different parameters. For one of
+    an older forward, while a newer local one waits for its own, it may matter which hook is first.
     """
 
     def __init__(self) -> None:
