@@ -4,8 +4,9 @@
 # make test-clients   mmengine, ignite, Lightning, transformers and others train beside stock DDP (minutes)
 # make soak    10,000 random steps beside an oracle: does anything pile up or drift? (some minutes)
 # make lint    formatter, linter, type checker, which rooms may import which
-# make bench   what a machine measures without a GPU, in under 10 minutes; tables, plots, README's figures
-# make figures the tables, plots and README's figures anew from the result files
+# make bench   what a machine measures without a GPU, in under 10 minutes, into benchmarks/results/local
+# make figures tables, plots and README's figures anew from the committed results
+#              (make figures FROM=local: first copy over them what make bench has measured here)
 # make bench-compare BASE=<git revision>    the tree's steps against an earlier revision's, in one run
 # make gpu     tests and benchmarks that need a CUDA device, with this machine's own $(PYTHON)
 # make clean   remove what the others have made
@@ -16,6 +17,7 @@
 PYTHON ?= python3
 TORCH ?=
 BASE ?=
+FROM ?=
 ARGS ?=
 
 # The Triton that each torch release asks for on Linux (its own metadata), since builds of torch
@@ -63,11 +65,11 @@ lint: $(VENV)/.test-installed
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.test-installed
-	@echo "Running the benchmarks on the CPU (under 10 minutes; let the machine do nothing else) ..."
-	@timeout -k 5 598 $(BIN)/python benchmarks/bench.py $(ARGS)
+	@echo "Running the benchmarks on the CPU (just under 10 minutes; let the machine do nothing else) ..."
+	@timeout -k 10 588 $(BIN)/python benchmarks/bench.py $(ARGS)
 
 figures: $(VENV)/.test-installed
-	@$(BIN)/python benchmarks/report.py --readme
+	@$(BIN)/python benchmarks/report.py --readme $(if $(FROM),--from "$(FROM)") $(ARGS)
 
 # The revision is looked at first, since what torchrun makes of an error fills a screen.
 bench-compare: $(VENV)/.test-installed

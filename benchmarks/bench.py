@@ -1,30 +1,40 @@
 """All benchmarks that a machine without a GPU can run, in under ten minutes: `make bench`.
 
-    python benchmarks/bench.py [--only PART ...]
+    python benchmarks/bench.py [--only PART ...] [--seconds N] [--out FOLDER]
 
-Writes ``benchmarks/results/cpu/``, and renders tables, plots and README's figures from it
-(report.py). A part that fails or takes too long does not stop the others, but makes the exit status
-1; one that cannot run here (network.py, unless as root) is reported and is no failure. Its file of
-an earlier run then stays, with the date that it has.
+Writes ``benchmarks/results/local/``: results, tables and plots. README and the results that are
+committed stay as they are (see report.py for how to change them). Each part gets a share of the
+time and takes as many rounds as fit, so a slow machine takes fewer; how many it took stands in the
+table of verdicts that comes last.
+
+The exit status is 0 if all parts ran to their end, whatever was measured, and 1 if one failed. One
+that cannot run here (network.py, unless as root) is reported and is no failure.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shlex
 import signal
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import deadline
 import processes
+import verdicts
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "cpu"
-_PYTEST = "-m pytest -q -p no:cacheprovider --benchmark-only"
+LOCAL = HERE / "results" / "local"
+SECONDS = 550.0  # until the deadline of the last part; it may be late by a few rounds
+LEAST_SECONDS = 30.0  # for the least that a part does: starting, checking, a few rounds
 CANNOT_RUN = 2  # the exit status of a benchmark that lacks what it needs
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",  # what a GPU does is for make gpu
@@ -40,83 +50,139 @@ class Part:
     """One process, or one a rank.
 
     Attributes:
-        name: on the command line.
-        limit: seconds after which it is ended.
-        command: what python is to run.
+        name: on the command line, and of the result file.
+        seconds: of the time that all parts have together; a share of another time.
+        command: what python is to run, with ``{here}`` for this folder and ``{out}`` for that of
+            results.
         ranks: how many, for a script that wants to be started by torchrun.
     """
 
     name: str
-    limit: float
+    seconds: float
     command: str
     ranks: int | None = None
 
 
-# Together ten minutes, less what it takes to end a part that hangs. (The memory of many_small and
-# many_large would take another minute.)
+def _script(arguments: str, out: str = "") -> str:
+    return f"{{here}}/{arguments} --out {{out}}/{out}"
+
+
+def _suite(name: str, arguments: str) -> str:
+    pytest = "-m pytest -q -p no:cacheprovider --benchmark-only"
+    return f"{pytest} {{here}}/{name} {arguments} --benchmark-json={{out}}/{name}.json"
+
+
+# Few models, so that their rounds suffice for a verdict: one for each kind of cost. The other ones
+# are between these. A line slower than 1 Gbit/s shows the same as that, but in seconds a step.
+_STEP = "step.py --models branchy many_small transformer many_large --compared-only"
+_NETWORK = "network.py --hosts 2 --rates 1gbit none"
+_KERNELS = "many_small or 25MiB and (resnet50 or efficientnet)"
 PARTS = (
-    Part("step", 240, f"{HERE}/step.py --builds 2 --rounds 11 --out {RESULTS}/step.json", ranks=2),
-    Part(
-        "memory",
-        65,
-        f"{HERE}/memory.py --models mlp transformer branchy --out {RESULTS}/memory.json",
-        ranks=2,
-    ),
-    Part(
-        "detection",
-        60,
-        f"{HERE}/detection.py --builds 2 --rounds 15 --out {RESULTS}/detection.json",
-        ranks=2,
-    ),
-    Part("kernels", 60, f"{_PYTEST} {HERE}/kernels --benchmark-json={RESULTS}/kernels.json"),
-    Part("host", 50, f"{_PYTEST} {HERE}/host --rounds 30 --benchmark-json={RESULTS}/host.json"),
-    Part(
-        "network",
-        90,
-        f"{HERE}/network.py --hosts 2 --rates 1gbit 100mbit none --rounds 12 --seconds 30 "
-        f"--out {RESULTS}/network.json",
-    ),
-    Part("timeline", 15, f"{HERE}/timeline.py --models transformer --out {RESULTS}", ranks=2),
-    Part("report", 12, f"{HERE}/report.py --readme"),
+    Part("step", 250, _script(f"{_STEP} --builds 3 --rounds 100", "step.json"), ranks=2),
+    Part("detection", 75, _script("detection.py --builds 3 --rounds 100", "detection.json"), 2),
+    Part("network", 65, _script(f"{_NETWORK} --rounds 100 --seconds 600", "network.json")),
+    Part("memory", 45, _script("memory.py --models transformer branchy", "memory.json"), ranks=2),
+    Part("kernels", 30, _suite("kernels", f"--rounds 25 -k '{_KERNELS}'")),
+    Part("host", 45, _suite("host", "--rounds 75")),
+    Part("timeline", 12, _script("timeline.py --models transformer"), ranks=2),
+    Part("report", 28, "{here}/report.py --folder {out}"),
 )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    names = [part.name for part in PARTS]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART")
-    options = parser.parse_args()
+    options = _options()
+    out: Path = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(124))  # so that started processes end too
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    outcomes = {part.name: run(part) for part in PARTS if part.name in options.only}
-    print()
-    for name, outcome in outcomes.items():
-        print(f"{name:10} {outcome}")
+    parts = [part for part in PARTS if part.name in options.only]
+    end = time.monotonic() + options.seconds
+    outcomes: dict[str, str] = {}
+    try:
+        for index, part in enumerate(parts):
+            left = sum(each.seconds for each in parts[index:])
+            outcomes[part.name] = "failed: cut off with the whole run"  # unless it ends
+            outcomes[part.name] = run(part, deadline.until(end, part.seconds / left), out)
+    finally:  # also when the run is cut off
+        print("\n".join(["", *summary(outcomes, out)]), flush=True)
     if _has_gpu():
         print("This machine has a GPU, of which make bench measures nothing: run make gpu too.")
     return 1 if any(outcome.startswith("failed") for outcome in outcomes.values()) else 0
 
 
-def run(part: Part) -> str:
-    """Run a part and pass on what it prints; what came of it, in a line."""
-    print(f"\n--- {part.name} (at most {part.limit:.0f} s)", flush=True)
+def run(part: Part, end: float, out: Path) -> str:
+    """Run a part, which knows that it should be done at ``end``; what came of it, in a line.
+
+    It passes on what the part prints, and ends it where it hangs.
+    """
+    seconds = max(0.0, end - time.monotonic())
+    print(f"\n--- {part.name} ({seconds:.0f} s)", flush=True)
+    result = out / f"{part.name}.json"
+    result.unlink(missing_ok=True)  # that of an earlier run is not to pass for this one's
     start = time.monotonic()
     reading, writing = os.pipe()
     last: deque[str] = deque(["it said nothing"], maxlen=1)
     reader = threading.Thread(target=_echo, args=(reading, last), daemon=True)
     reader.start()
     with os.fdopen(writing, "wb") as output:
-        command = [sys.executable, *part.command.split()]
-        codes = processes.run(command, part.limit, output, part.ranks, ENVIRONMENT)
+        command = [
+            each.replace("{here}", str(HERE)).replace("{out}", str(out))
+            for each in shlex.split(part.command)
+        ]
+        # The least that a part does may take longer than it has. What takes even longer hangs.
+        codes = processes.run(
+            [sys.executable, *command],
+            1.5 * seconds + LEAST_SECONDS,
+            output,
+            part.ranks,
+            {**ENVIRONMENT, deadline.VARIABLE: str(end)},
+        )
     reader.join(5)  # not forever: what has left its process group may hold the pipe open
-    seconds = f"{time.monotonic() - start:.0f} s"
+    if _content(result) is None:
+        result.unlink(missing_ok=True)  # pytest opens it before there is anything
+    took = f"{time.monotonic() - start:.0f} s{_rounds(result)}"
     if not any(codes) and None not in codes:
-        return f"ok, {seconds}"
+        return f"ok, {took}"
     if codes == [CANNOT_RUN]:
         return f"not run: {last[0]}"
     if set(codes) <= {0, None}:
-        return f"failed: not done after {seconds}"
+        return f"failed: cut off after {took}; what it had written is kept"
     return f"failed: exit status {next(code for code in codes if code)}, see above: {last[0]}"
+
+
+def summary(outcomes: Mapping[str, str], out: Path) -> Iterator[str]:
+    """What came of each part, and the verdicts of what it has measured."""
+    for name, outcome in outcomes.items():
+        yield f"{name:10} {outcome}"
+    found = {name: _content(out / f"{name}.json") for name in outcomes}
+    results = {name: content for name, content in found.items() if content is not None}
+    table = list(verdicts.rows(results))
+    if table:
+        yield from ("", *verdicts.text(table))
+        counts = Counter(row[-2].strip("*") for row in table)
+        yield ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
+    unjudged = [name for name in results if name not in {row[0] for row in table}]
+    yield ""
+    if unjudged:
+        yield f"Measured, but against no bound: {', '.join(unjudged)} (see tables.md)."
+    yield f"Written to {out}; README and the committed results are as they were."
+    if out == LOCAL:
+        yield "make figures FROM=local takes these results over."
+
+
+def _rounds(result: Path) -> str:
+    taken = verdicts.rounds(_content(result) or {})
+    if not taken:
+        return ""
+    fewest, most = min(taken), max(taken)
+    return f", {fewest} rounds" if fewest == most else f", {fewest} to {most} rounds"
+
+
+def _content(path: Path) -> Any:
+    """Of a result file; ``None`` if there is none, or only half of one."""
+    try:
+        return json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
 
 
 def _echo(pipe: int, last: deque[str]) -> None:
@@ -132,6 +198,17 @@ def _has_gpu() -> bool:
     import torch  # not before the parts: it holds memory
 
     return torch.cuda.is_available()
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    names = [part.name for part in PARTS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="for all parts (default %(default)g)"
+    )
+    parser.add_argument("--out", type=Path, default=LOCAL, help="default: %(default)s")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -90,9 +90,9 @@ def main() -> int:
                 print(machine.summary(facts))
                 print(plan.summary(ranks))
                 print(f"base: {options.base} = {commit[:10]}", flush=True)
-            for case in plan.cases(ranks):
+            for case, end in plan.cases(ranks):
                 try:
-                    results[case.name] = measure(case, base, ranks, plan)
+                    results[case.name] = measure(case, base, ranks, plan, end)
                 except WrongGradients as error:  # on all ranks: the next model can be measured
                     results[case.name] = {"error": str(error)}
                 if ranks.rank == 0:
@@ -113,7 +113,7 @@ def main() -> int:
     return 1 if any("error" in result for result in results.values()) else 0
 
 
-def measure(case: Case, base: ModuleType, ranks: Ranks, plan: Plan) -> dict[str, Any]:
+def measure(case: Case, base: ModuleType, ranks: Ranks, plan: Plan, end: float) -> dict[str, Any]:
     """Check and time both packages on one model; what JSON says about it."""
     configurations = [UNWRAPPED]
     for mode, options in MODES.items():
@@ -121,7 +121,7 @@ def measure(case: Case, base: ModuleType, ranks: Ranks, plan: Plan) -> dict[str,
             wrapper = package.DistributedDataParallel
             configurations.append(Configuration(f"{name} {mode}", wrapper, options))
     names = [each.name for each in configurations]
-    rounds = Rounds(case, configurations, ranks, plan)
+    rounds = Rounds(case, configurations, ranks, plan, end)
     agreement: dict[str, Any] = {}
     for build, models in enumerate(rounds.builds()):
         if build == 0:

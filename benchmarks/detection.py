@@ -5,8 +5,8 @@
 Starts two ranks by itself, unless torchrun has. In the rounds (see step.py) a wrapped model runs
 under several names: as it is, so that its reducer asks the engine which parameters the backward
 will reach; and *told*, with the answer found beforehand in place of the question, and nothing else
-changed. As it is one model, where memory happens to lie is the same for both. On a model that
-leaves parameters unused stock DDP with ``find_unused_parameters=True`` runs in the same rounds.
+changed. As it is one model, where memory happens to lie is the same for both. (What stock DDP pays
+for its search is measured by step.py on ``branchy``.)
 
 Before any timing, gradients of all names are compared, the answer that is told is held against the
 engine's, and it is counted who asks. The flags in the trailers of the buckets are there on both
@@ -41,7 +41,7 @@ from models import Batch, Case, loss
 from paired import Ratio, Spread
 from plan import Plan, parser
 from ranks import Ranks, process_group
-from rounds import Rounds, added, flat, gather, slowest
+from rounds import Rounds, added, counted, flat, gather, slowest
 from step import judged, verdict
 from traffic import bucket_bytes
 
@@ -49,7 +49,7 @@ from tritonddp import DistributedDataParallel
 
 MODELS = ("many_small", "branchy")
 ASKING = Bound("ratio", 1.02)  # the backward that asks / the one that is told
-SEARCHING = Bound("ratio", 0.9)  # ours / stock's with find_unused_parameters=True
+PART_ROUNDS = 15  # of the query and the flags by themselves: they take less than a second
 
 Query = Callable[[], list[bool] | None]
 
@@ -77,16 +77,16 @@ class Side(nn.Module):
             self.told.find(inputs)
         outputs = self.wrapped(inputs)
         # Behind the forward: what the reducer asks may be made anew there.
-        participation = self.participation
-        vars(participation).pop("query", None)
+        tracker = self.tracker
+        vars(tracker).pop("query", None)
         if self.query is not None:
-            participation.query = self.query
+            tracker.query = self.query
         return outputs
 
     @property
-    def participation(self) -> Any:
+    def tracker(self) -> Any:
         """What the reducer asks: the one thing of its insides that is known here."""
-        return self.wrapped.reducer._readiness.participation
+        return self.wrapped.core.tracker
 
 
 class Answers:
@@ -135,9 +135,9 @@ def main() -> int:
         if ranks.rank == 0:
             print(machine.summary(facts))
             print(plan.summary(ranks), flush=True)
-        for case in plan.cases(ranks):
+        for case, end in plan.cases(ranks):
             try:
-                results[case.name] = measure(case, ranks, plan)
+                results[case.name] = measure(case, ranks, plan, end)
             except (WrongGradients, UnfairError) as error:  # on all ranks
                 results[case.name] = {"error": str(error)}
             if ranks.rank == 0:
@@ -165,13 +165,10 @@ def _start(ranks: int) -> int:
     return next((1 if code is None else code for code in codes if code != 0), 0)
 
 
-def measure(case: Case, ranks: Ranks, plan: Plan) -> dict[str, Any]:
-    """Check, count and time all sides on one model; what JSON says about it."""
-    groups = families(case.unused)
-    pairs = [_told(group) for group in groups]
-    stock = [each for group in groups for each in (*group.stock, group.again)]
-    wrapped = [group.ours for group in groups] + (stock if case.unused else [])
-    rounds = Rounds(case, [UNWRAPPED, *wrapped], ranks, plan)
+def measure(case: Case, ranks: Ranks, plan: Plan, end: float) -> dict[str, Any]:
+    """Check, count and time all sides on one model until ``end``; what JSON says about it."""
+    pairs = [_told(group) for group in families(case.unused)]
+    rounds = Rounds(case, [UNWRAPPED, *(pair.ours for pair in pairs)], ranks, plan, end)
     agreement: dict[str, Any] = {}
     queries: dict[str, int] = {}
     parts: dict[str, Any] = {}
@@ -179,15 +176,14 @@ def measure(case: Case, ranks: Ranks, plan: Plan) -> dict[str, Any]:
         add_sides(models, pairs, rounds.batch(0))
         queries = count_queries(models, [rounds.batch(0), rounds.batch(1)])
         if build == 0:
-            reference = groups[0] if case.unused else pairs[0]
-            first, again = reference.stock[0].name, reference.again.name
+            first, again = pairs[0].stock[0].name, pairs[0].again.name
             agreement = check(models, case, ranks, first, again, plan.size)
         rounds.run(models, partial(_find, models))
-        if build == plan.builds - 1:
+        if build == 0:
             parts = {
                 pair.name: {
                     "of": pair.stock[0].name,
-                    **measure_parts(models[pair.ours.name], rounds, ranks, plan),
+                    **measure_parts(models[pair.ours.name], rounds, ranks),
                 }
                 for pair in pairs
             }
@@ -198,20 +194,14 @@ def measure(case: Case, ranks: Ranks, plan: Plan) -> dict[str, Any]:
         {
             "gradients": pair.name,
             "of": "backwards",
-            **judged(Comparison.of(pair, seconds, seconds), _unless_shared(ASKING, ranks)),
+            # Where ranks take turns on one device, times are not worth a judgement.
+            **judged(Comparison.of(pair, seconds, seconds), None if ranks.share_device else ASKING),
         }
         for pair in pairs
     ]
-    for group in groups if case.unused else ():
-        # Stock looks for unused parameters in the forward: its backward is not the whole price.
-        for of, compared, bound in (
-            ("whole steps", steps, _unless_shared(SEARCHING, ranks)),
-            ("backwards", seconds, None),
-        ):
-            comparison = Comparison.of(group, compared, steps)
-            comparisons.append({"gradients": group.name, "of": of, **judged(comparison, bound)})
     return {
         "gradients": {name: asdict(each) for name, each in agreement.items()},
+        "rounds": counted(seconds),  # of each build
         "queries": queries,
         "seconds": {name: asdict(Spread.of(flat(each))) for name, each in seconds.items()},
         "step_seconds": {name: asdict(Spread.of(flat(each))) for name, each in steps.items()},
@@ -228,11 +218,6 @@ def _told(group: Family) -> Family:
     told = Configuration(f"{group.ours.name} told", None)
     again = Configuration(f"{told.name} again", None)
     return Family(group.name, ours=group.ours, stock=(told,), again=again, beside=())
-
-
-def _unless_shared(bound: Bound, ranks: Ranks) -> Bound | None:
-    """Where ranks take turns on one device, times are not worth a judgement."""
-    return None if ranks.share_device else bound
 
 
 def add_sides(models: dict[str, nn.Module], pairs: list[Family], batch: Batch) -> None:
@@ -287,12 +272,12 @@ def count_queries(models: dict[str, nn.Module], batches: list[Batch]) -> dict[st
 
 def asked(side: Side, batch: Batch) -> list[list[bool] | None]:
     """What the engine answered in a backward, once for each time that it was asked; collective."""
-    kind = type(side.participation)
+    kind = type(side.tracker)
     query = kind.query
     answers: list[list[bool] | None] = []
 
-    def recorded(participation: Any) -> list[bool] | None:
-        answers.append(query(participation))
+    def recorded(tracker: Any) -> list[bool] | None:
+        answers.append(query(tracker))
         return answers[-1]
 
     with mock.patch.object(kind, "query", recorded):
@@ -300,7 +285,7 @@ def asked(side: Side, batch: Batch) -> list[list[bool] | None]:
     return answers
 
 
-def measure_parts(side: nn.Module, rounds: Rounds, ranks: Ranks, plan: Plan) -> dict[str, Any]:
+def measure_parts(side: nn.Module, rounds: Rounds, ranks: Ranks) -> dict[str, Any]:
     """What detection is made of, on this rank, in backwards of its own; collective.
 
     Returns:
@@ -313,17 +298,17 @@ def measure_parts(side: nn.Module, rounds: Rounds, ranks: Ranks, plan: Plan) -> 
     timed = Side(side.wrapped)
 
     def timed_query() -> list[bool] | None:
-        participation = timed.participation
-        query = type(participation).query
+        tracker = timed.tracker
+        query = type(tracker).query
         start = time.perf_counter()
-        answer: list[bool] | None = query(participation)
+        answer: list[bool] | None = query(tracker)
         seconds["query"].append(time.perf_counter() - start)
         return answer
 
     timed.query = timed_query
     buffers = [bucket.flat for bucket in side.wrapped.reducer.buckets]
     on_cpu = ranks.device.type == "cpu"
-    for number in range(plan.rounds):
+    for number in range(PART_ROUNDS):
         _backward(timed, rounds.batch(number))
         flags = [buffer.flags.tolist() for buffer in buffers]
         used = [[flag != 0 for flag in each] for each in flags]
@@ -359,7 +344,7 @@ def table(name: str, result: dict[str, Any]) -> Iterator[str]:
     if "error" in result:
         yield f"\n{name}: {result['error']}"
         return
-    yield f"\n{name}"
+    yield f"\n{name}: {' + '.join(map(str, result['rounds']))} rounds"
     yield f"  {'backward, ms':32}{'median':>9}{'quartiles':>19}{'asks':>6}"
     for label, spread in result["seconds"].items():
         quartiles = f"{spread['q1'] * 1e3:.2f} - {spread['q3'] * 1e3:.2f}"

@@ -20,8 +20,10 @@ import argparse
 import copy
 import gc
 import json
+import math
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -37,6 +39,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # unless tritonddp is installed
 
 import machine
 from configurations import UNWRAPPED, Configuration, families
+from deadline import deadline
 from models import CASES, Case, default_names, loss
 from ranks import Ranks, process_group
 from traffic import bucket_bytes
@@ -95,18 +98,29 @@ def main() -> None:
             print(machine.summary(facts))
             print(f"{ranks.world_size} ranks over {ranks.backend} on {ranks.device.type}; MiB")
         results: dict[str, dict[str, Row]] = {}
+        left_out: list[str] = []
         for name in options.models or default_names(ranks.device):
-            results[name] = measure(CASES[name], ranks)
-            if ranks.rank == 0:
+            for label, row in measure(CASES[name], ranks, needed=not results):
+                if row is None:
+                    left_out.append(f"{name} {label}")
+                else:
+                    results.setdefault(name, {})[label] = row
+                if ranks.rank == 0 and options.out is not None:  # whatever cuts the run off
+                    _write(options.out, facts, ranks, results, left_out)
+            if ranks.rank == 0 and name in results:
                 print("\n".join(table(name, results[name])), flush=True)
-                if options.out is not None:  # after each model: whatever cuts the run off
-                    _write(options.out, facts, ranks, results)
+        if ranks.rank == 0 and left_out:
+            print(f"\nno time was left for: {', '.join(left_out)}")
         if ranks.rank == 0 and options.out is not None:
             print(f"\nwritten to {options.out}")
 
 
 def _write(
-    path: Path, facts: dict[str, Any], ranks: Ranks, results: dict[str, dict[str, Row]]
+    path: Path,
+    facts: dict[str, Any],
+    ranks: Ranks,
+    results: dict[str, dict[str, Row]],
+    left_out: list[str],
 ) -> None:
     content = {
         "benchmark": "memory",
@@ -118,35 +132,57 @@ def _write(
             name: {each: {**asdict(row), "holds": row.holds} for each, row in rows.items()}
             for name, rows in results.items()
         },
+        "left_out": left_out,
     }
     machine.write_json(path, content)
 
 
-def measure(case: Case, ranks: Ranks) -> dict[str, Row]:
-    """All configurations on one model, one after the other; collective."""
+def measure(case: Case, ranks: Ranks, needed: bool) -> Iterator[tuple[str, Row | None]]:
+    """All configurations on one model by name, one after the other, ours first; collective.
+
+    After the deadline there is ``None`` instead, but for the first if it is ``needed``.
+    """
     if ranks.device.type == "cuda":
         # The allocator's figures do not see what is on the host, where drawing takes long.
         drawn = case.model(torch.device("cpu"))
-        _cuda_peaks(UNWRAPPED, case, ranks, drawn, 0)  # cuBLAS takes its workspace, and keeps it
+        _cuda_peaks(
+            UNWRAPPED, case, ranks, True, drawn, 0
+        )  # cuBLAS takes its workspace, and keeps it
         # What stock leaves behind, its buckets for example, is only freed in the next run. Counted
         # from what was there when that began, the next one would seem to need less.
         floor = torch.cuda.memory_allocated(ranks.device)
         peaks_of = partial(_cuda_peaks, drawn=drawn, floor=floor)
     else:
         peaks_of = _cpu_peaks
-    bare, _ = peaks_of(UNWRAPPED, case, ranks)
-    rows = {}
-    for configuration in (
-        each for family in families(case.unused) for each in (*family.stock, family.ours)
-    ):
-        peaks, buckets = peaks_of(configuration, case, ranks)
+    groups = families(case.unused)
+    stock = (each for group in groups for each in group.stock)
+    bare: Peaks | None = None
+    for configuration in (*(group.ours for group in groups), *stock):
+        found = None
+        if needed or not _late(ranks):
+            bare = bare or peaks_of(UNWRAPPED, case, ranks, needed=True)[0]
+            found = peaks_of(configuration, case, ranks, needed=needed)
+        if found is None:
+            yield configuration.name, None
+            continue
+        needed = False
+        peaks, buckets = found
         above = {phase: getattr(peaks, phase) - getattr(bare, phase) for phase in PHASES}
-        rows[configuration.name] = Row(sum(buckets), max(buckets), above, peaks.drift)
-    return rows
+        yield configuration.name, Row(sum(buckets), max(buckets), above, peaks.drift)
 
 
-def _cpu_peaks(configuration: Configuration, case: Case, ranks: Ranks) -> tuple[Peaks, list[int]]:
+def _late(ranks: Ranks) -> bool:
+    """Whether there is a deadline and it has come; collective."""
+    return deadline() < math.inf and ranks.agreed(time.monotonic() > deadline())
+
+
+def _cpu_peaks(
+    configuration: Configuration, case: Case, ranks: Ranks, needed: bool
+) -> tuple[Peaks, list[int]] | None:
     """Run until the profiler of rank 0 has seen the release of whatever was allocated.
+
+    Returns:
+        ``None`` if that did not happen before the deadline and is not ``needed``.
 
     Raises:
         RuntimeError: on all ranks, if that never happened: then something leaks.
@@ -157,6 +193,8 @@ def _cpu_peaks(configuration: Configuration, case: Case, ranks: Ranks) -> tuple[
         dist.broadcast(left, src=0)
         if left == 0:
             return peaks, buckets
+        if not needed and _late(ranks):
+            return None
     raise RuntimeError(
         f"{configuration.name!r} on {case.name!r}: {peaks.left} bytes live on after the model, in "
         f"each of {ATTEMPTS} runs"
@@ -217,7 +255,12 @@ def replay(events: Sequence[dict[str, Any]]) -> Peaks:
 
 
 def _cuda_peaks(
-    configuration: Configuration, case: Case, ranks: Ranks, drawn: nn.Module, floor: int
+    configuration: Configuration,
+    case: Case,
+    ranks: Ranks,
+    needed: bool,
+    drawn: nn.Module,
+    floor: int,
 ) -> tuple[Peaks, list[int]]:
     """Run a copy of ``drawn`` once and read the caching allocator's peak of each phase.
 

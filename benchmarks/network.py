@@ -162,7 +162,7 @@ def _options() -> argparse.Namespace:
         "--seconds",
         type=float,
         default=20.0,
-        help=f"after which no round begins, once there are {LEAST_ROUNDS} (default 20)",
+        help=f"for the rounds at each rate, once there are {LEAST_ROUNDS} (default 20)",
     )
     parser.add_argument("--out", type=Path, help="write JSON with the raw rounds here")
     options = parser.parse_args()

@@ -13,7 +13,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parents[1]))  # unless tritonddp is installed
 
+import deadline
 from configurations import UNWRAPPED, Configuration, Family, chosen_wire, families, wires
 from models import CASES, Case, loss
 from namespaces import Host, tx_bytes
@@ -86,7 +87,8 @@ class Plan:
         models: names in :data:`MODELS`.
         by_wire: see :func:`families_at`.
         rounds: at each rate, at most.
-        seconds: after which no further round begins, once there are two.
+        seconds: that the rounds at a rate should take, once there are two; less if a deadline
+            comes first.
     """
 
     namespace: str
@@ -176,16 +178,16 @@ class Contenders:
             raise RuntimeError(
                 f"{self._case.name}: its wrappers send gradients in different orders"
             )
-        wire = model._wire
+        exact, planner = model.config.wire.exact, model.core.manager.planner
         return {
-            "figures": asdict(wire.figures),
-            "gradient_exact": wire.exact.find([named[param] for param in params], params),
+            "figures": asdict(model._figures),
+            "gradient_exact": exact.find([named[param] for param in params], params),
             "wire_counts": {
                 name: [len(bucket.params) for bucket in each.reducer.buckets]
                 for name, each in self._models.items()
                 if name.startswith("ours")
             },
-            "chosen": model.reducer.auto.state,
+            "chosen": planner.state,
             "report": model.wire_report(),
         }
 
@@ -223,20 +225,28 @@ def main() -> None:
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     host = Host(plan.namespace, plan.address)
     with process_group("gloo") as ranks:
+        left = len(plan.models) * len(plan.rates)
         for model in plan.models:
             host.limit(None)
             contenders = Contenders(MODELS[model], ranks, plan.by_wire)
             for rate in plan.rates:
                 host.limit(rate)
-                samples = measure(contenders, rate, host, ranks, plan)
+                end = min(deadline.share(1 / left), time.monotonic() + plan.seconds)
+                samples = measure(contenders, rate, host, ranks, plan, end)
+                left -= 1
                 connection.send({"rate": rate, **contenders.facts, **samples})
     connection.send(None)  # all is done
 
 
 def measure(
-    contenders: Contenders, rate: float | None, host: Host, ranks: Ranks, plan: Plan
+    contenders: Contenders,
+    rate: float | None,
+    host: Host,
+    ranks: Ranks,
+    plan: Plan,
+    end: float,
 ) -> dict[str, Any]:
-    """Time all contenders at one rate.
+    """Time all contenders at one rate until ``end``.
 
     Returns:
         Of this rank, by contender, in the order of rounds: ``seconds``, and ``tx_bytes``, what this
@@ -255,7 +265,7 @@ def measure(
     contenders.all_reduce(1)  # TCP gets to know the rate
     choice = contenders.choose_wire() if plan.by_wire else {}
     before = host.counters()
-    for _ in _rounds(plan, ranks):
+    for _ in deadline.rounds(plan.rounds, end, LEAST_ROUNDS, agreed=ranks.agreed):
         shuffle.shuffle(names)
         for name in names:
             ranks.barrier()
@@ -280,17 +290,6 @@ def measure(
         "counters": [asdict(before), asdict(after)],
         "choice": choice,
     }
-
-
-def _rounds(plan: Plan, ranks: Ranks) -> Iterator[int]:
-    """Numbers of rounds, for as long as rank 0 finds that there is time."""
-    start = time.monotonic()
-    for number in range(plan.rounds):
-        yield number
-        late = torch.tensor(time.monotonic() - start > plan.seconds)
-        dist.broadcast(late, src=0)
-        if late and number + 1 >= LEAST_ROUNDS:
-            return
 
 
 def _end_with(connection: Connection) -> None:

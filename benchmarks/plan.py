@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deadline import share
 from models import CASES, SIZES, Case, default_names
 from ranks import Ranks
 
@@ -23,7 +24,7 @@ class Plan:
 
     Attributes:
         models: names of cases; none for the default of the device.
-        rounds: timed ones of each build.
+        rounds: timed ones of each build, fewer if a deadline comes first.
         builds: how often all models are built anew, so that where memory lies is sampled too.
         size: of the batches, one of ``models.SIZES``.
         zeros: gradients are zeroed in place, not by setting them to None.
@@ -41,15 +42,18 @@ class Plan:
             tuple(options.models), options.rounds, options.builds, options.batch, options.zeros
         )
 
-    def cases(self, ranks: Ranks) -> Iterator[Case]:
-        for name in self.models or default_names(ranks.device):
-            yield CASES[name]
+    def cases(self, ranks: Ranks) -> Iterator[tuple[Case, float]]:
+        """Each case, and when it should be done: it gets its share of the time that is left."""
+        names = self.models or default_names(ranks.device)
+        for index, name in enumerate(names):
+            yield CASES[name], share(1 / (len(names) - index))
 
     def summary(self, ranks: Ranks) -> str:
         return (
             f"{ranks.world_size} ranks over {ranks.backend} on {ranks.device.type}, "
-            f"{self.builds} builds of {self.rounds} rounds, {DISCARDED[ranks.device.type]} more "
-            f"discarded, {self.size} batches, gradients zeroed to {self._zeroed_to}"
+            f"at most {self.builds} builds of {self.rounds} rounds, "
+            f"{DISCARDED[ranks.device.type]} more discarded, {self.size} batches, "
+            f"gradients zeroed to {self._zeroed_to}"
         )
 
     def content(self, ranks: Ranks) -> dict[str, Any]:

@@ -35,6 +35,12 @@ class Ranks:
             dist.barrier()
         self.synchronize()
 
+    def agreed(self, answer: bool) -> bool:
+        """What rank 0 answers; collective."""
+        answers = torch.tensor(answer, device=self.device)
+        dist.broadcast(answers, src=0)
+        return bool(answers)
+
     def synchronize(self) -> None:
         """Wait for this rank's device."""
         if self.device.type == "cuda":

@@ -1,11 +1,14 @@
 """Tables and plots of all result files, and the figures in README.md, which nobody types.
 
-    python benchmarks/report.py [--readme | --check] [--results FOLDER]
+    python benchmarks/report.py [--readme [--from local] | --check | --folder FOLDER]
 
 Reads ``benchmarks/results/<machine>/*.json``, whatever is there. For each machine it writes
 ``tables.md``, and plots beside it; with ``--readme`` also what stands between README's markers
 ``<!-- figures: NAME -->`` and ``<!-- end figures -->``. ``--check`` writes nothing, and ends with
 status 1 if a table or figure is not that of the result files.
+
+The folder ``local``, where `make bench` writes and which git ignores, is no such machine unless
+``--folder`` names it. ``--from local`` first copies what is there over ``cpu``.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,12 +28,18 @@ ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 TABLES = "tables.md"
+LOCAL = "local"  # what make bench has measured here; git ignores it
 _FIGURES = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end figures -->)", re.DOTALL)
 
 
 def main() -> int:
     options = _options()
-    results = load(options.results)
+    if options.source is not None:
+        take(options.results / options.source, options.results / report_tables.CPU)
+    machine = None
+    if options.folder is not None:
+        options.results, machine = options.folder.parent, options.folder.name
+    results = load(options.results, machine)
     texts = dict(_texts(results, options.results))
     if options.readme or options.check:
         figures = report_tables.figures(results)
@@ -40,22 +50,44 @@ def main() -> int:
             print(f"{path} is not what the result files say: run benchmarks/report.py --readme")
         return 1 if stale else 0
     for path, text in texts.items():
-        if _read(path) != text:
+        same = _read(path) == text
+        if not same:
             path.write_text(text)
-            print(f"written: {path}")
+        print(f"{'as it was' if same else 'written'}: {path}")
     for machine, content in results.items():
         draw(content, options.results / machine)
     return 0
 
 
-def load(folder: Path) -> dict[str, dict[str, Any]]:
+def take(source: Path, target: Path) -> None:
+    """Copy the results of one folder over those of another; its tables are made anew.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if not list(source.glob("*.json")):
+        raise ValueError(f"there are no results in {source}: run make bench")
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        if path.name != TABLES:
+            shutil.copyfile(path, target / path.name)
+            print(f"copied from {source.name}: {target / path.name}")
+
+
+def load(folder: Path, machine: str | None = None) -> dict[str, dict[str, Any]]:
     """Of each machine the content of its result files, by name without ending.
+
+    Args:
+        folder: with a folder for each machine.
+        machine: only this; else all but :data:`LOCAL`.
 
     Raises:
         ValueError: a file is no JSON.
     """
     results: dict[str, dict[str, Any]] = {}
-    for path in sorted(folder.glob("*/*.json")):
+    for path in sorted(folder.glob(f"{machine or '*'}/*.json")):
+        if machine is None and path.parent.name == LOCAL:
+            continue
         try:
             content = json.loads(path.read_text())
         except json.JSONDecodeError as error:
@@ -102,9 +134,19 @@ def _options() -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--readme", action="store_true", help="also write README's figures")
     what.add_argument("--check", action="store_true", help="write nothing, compare")
+    what.add_argument("--folder", type=Path, help="only this machine's")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        metavar="NAME",
+        help=f"with --readme: first copy this folder's results over {report_tables.CPU}",
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
     parser.add_argument("--readme-file", type=Path, default=README, help="default: %(default)s")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.source is not None and not options.readme:
+        parser.error("--from goes with --readme")
+    return options
 
 
 if __name__ == "__main__":

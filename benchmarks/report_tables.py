@@ -7,17 +7,12 @@ from typing import Any
 
 import convergence_table
 import gpu_table
+import verdicts
+from verdicts import interval, rate, rounds_of, words
 
 # Of a machine's folder, by file name without ending.
 Results = Mapping[str, Any]
 
-_VERDICTS = {
-    "met": "met",
-    "within spread": "within stock's own spread",
-    "missed": "**missed**",
-    "too noisy": "too noisy to say",
-    None: "not judged",
-}
 _NOT_MEASURED = "Not measured."
 CPU = "cpu"
 
@@ -54,10 +49,6 @@ def number(value: float) -> str:
     )
 
 
-def interval(ratio: Mapping[str, float]) -> str:
-    return f"{ratio['low']:.3f} to {ratio['high']:.3f}"
-
-
 # Tables: from a benchmark's content to lines
 
 
@@ -83,7 +74,7 @@ def comparisons(step: Any, unused: bool | None = None) -> Iterator[str]:
                     f"{one['again']['median']:.3f}",
                     interval(one["again"]),
                     f"{one['bound_on'] or ''} {one['bound'] or ''}".strip(),
-                    _VERDICTS[one["verdict"]],
+                    words(one["verdict"], rounds_of(model)),
                 )
             )
     yield from markdown((*header, "stock / itself", "95% interval", "bound", "verdict"), rows)
@@ -130,7 +121,7 @@ def detection(content: Any) -> Iterator[str]:
                 f"{one['again']['median']:.3f}",
                 interval(one["again"]),
                 _or_dash(one["bound"], str),
-                _VERDICTS[one["verdict"]],
+                words(one["verdict"], rounds_of(model)),
             )
             for one in model["comparisons"]
         ]
@@ -326,13 +317,6 @@ def scale(content: Any) -> Iterator[str]:
     )
 
 
-def rate(bits_per_s: float | None) -> str:
-    if bits_per_s is None:
-        return "no limit"
-    giga = bits_per_s >= 1e9
-    return f"{bits_per_s / 1e9:g} Gbit/s" if giga else f"{bits_per_s / 1e6:g} Mbit/s"
-
-
 def kernels(content: Any) -> Iterator[str]:
     """Bandwidths, and the share of a plain copy's that each contender reaches."""
     groups: dict[tuple[str, ...], dict[str, Any]] = {}
@@ -429,6 +413,9 @@ def machine_tables(name: str, results: Results) -> Iterator[str]:
     yield f"# Measured on: {name}"
     yield ""
     yield "Written by `python benchmarks/report.py` from the JSON files beside it; do not edit."
+    judged = list(verdicts.rows(results))
+    if judged:
+        yield from ("", "## Verdicts", "", *markdown(verdicts.HEADER, judged))
     for benchmark, (title, plots, tables) in _SECTIONS.items():
         if benchmark in results:
             yield from ("", f"## {title}", "", source(results[benchmark]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from functools import partial
 from operator import add
 from typing import Any
 
+import deadline
 import torch.distributed as dist
 from configurations import Configuration
 from models import Batch, Case, loss
@@ -24,13 +26,22 @@ Seconds = dict[str, list[list[float]]]
 class Rounds:
     """The rounds of one model.
 
+    Args:
+        end: when they should be done, by ``time.monotonic()``. The first build has a few rounds
+            in any case; another is left out if there is no time for half of one.
+
     Attributes:
         forward: seconds of this rank so far, and
         backward: likewise.
     """
 
     def __init__(
-        self, case: Case, configurations: Sequence[Configuration], ranks: Ranks, plan: Plan
+        self,
+        case: Case,
+        configurations: Sequence[Configuration],
+        ranks: Ranks,
+        plan: Plan,
+        end: float = math.inf,
     ) -> None:
         self.forward: Seconds = {each.name: [] for each in configurations}
         self.backward: Seconds = {each.name: [] for each in configurations}
@@ -38,6 +49,8 @@ class Rounds:
         self._configurations = list(configurations)
         self._ranks = ranks
         self._plan = plan
+        self._end = end
+        self._builds_left = plan.builds
         self._shuffle = random.Random(case.name)  # the same on all ranks
 
     def builds(self) -> Iterator[dict[str, nn.Module]]:
@@ -45,7 +58,8 @@ class Rounds:
 
         They are let go when the next build is asked for: keep none.
         """
-        for _ in range(self._plan.builds):
+        start = time.monotonic()
+        while self._builds_left > 0:
             self._shuffle.shuffle(self._configurations)
             copies = self._case.copies(self._ranks.device)
             models = {each.name: each.wrap(next(copies)) for each in self._configurations}
@@ -53,6 +67,11 @@ class Rounds:
             yield models
             models.clear()
             gc.collect()
+            self._builds_left -= 1
+            now = time.monotonic()
+            half = (now - start) / (self._plan.builds - self._builds_left) / 2
+            if self._end < math.inf and self._ranks.agreed(now + half > self._end):
+                return
 
     def run(
         self, models: dict[str, nn.Module], prepare: Callable[[Batch], None] = lambda _: None
@@ -71,7 +90,10 @@ class Rounds:
         backward: dict[str, list[float]] = {name: [] for name in models}
         order = list(models)
         batch = self.batch(0)
-        for number in range(-discarded, self._plan.rounds):
+        end = deadline.until(self._end, 1 / self._builds_left)
+        for number in deadline.rounds(
+            self._plan.rounds, end, discarded=discarded, agreed=self._ranks.agreed
+        ):
             if self._case.unused:
                 batch = self.batch(number)
             prepare(batch)
@@ -126,6 +148,11 @@ def added(forward: Seconds, backward: Seconds) -> Seconds:
         name: [list(map(add, *build)) for build in zip(forward[name], backward[name], strict=True)]
         for name in forward
     }
+
+
+def counted(seconds: Seconds) -> list[int]:
+    """How many rounds each build has had."""
+    return [len(build) for build in next(iter(seconds.values()))]
 
 
 def flat(builds: Sequence[Sequence[float]]) -> list[float]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,16 @@ from models import Case
 from paired import Ratio, Spread
 from plan import Plan, parser
 from ranks import Ranks, process_group
-from rounds import Rounds, added, flat, gather, slowest
+from rounds import Rounds, added, counted, flat, gather, slowest
 from traffic import Traffic
 
 
 def main() -> int:
     arguments = parser(__doc__.split("\n", 1)[0], rounds=12)
     arguments.add_argument("--by-wire", action="store_true", help="measure fewer bytes beside")
+    arguments.add_argument(
+        "--compared-only", action="store_true", help="leave out what is only shown beside"
+    )
     options = arguments.parse_args()
     plan = Plan.of(options)
     results: dict[str, Any] = {}
@@ -45,9 +48,11 @@ def main() -> int:
         if ranks.rank == 0:
             print(machine.summary(facts))
             print(plan.summary(ranks), flush=True)
-        for case in plan.cases(ranks):
+        for case, end in plan.cases(ranks):
             try:
-                results[case.name] = measure(case, ranks, plan, options.by_wire)
+                results[case.name] = measure(
+                    case, ranks, plan, options.by_wire, options.compared_only, end
+                )
             except WrongGradients as error:  # on all ranks: the next model can be measured
                 results[case.name] = {"error": str(error)}
             if ranks.rank == 0:
@@ -66,14 +71,18 @@ def main() -> int:
     return 1 if any("error" in result for result in results.values()) else 0
 
 
-def measure(case: Case, ranks: Ranks, plan: Plan, by_wire: bool) -> dict[str, Any]:
-    """Check, time and count all configurations on one model; what JSON says about it."""
+def measure(
+    case: Case, ranks: Ranks, plan: Plan, by_wire: bool, compared_only: bool, end: float
+) -> dict[str, Any]:
+    """Check, time and count all configurations on one model until ``end``; what JSON says."""
     groups = families(case.unused)
+    if compared_only:
+        groups = tuple(replace(group, beside=()) for group in groups)
     configurations = [UNWRAPPED, *(member for family in groups for member in family.members)]
     if by_wire:
         configurations += [family.ours for family in wires()[1:]]
     errors = {each.name: each.error for each in configurations}
-    rounds = Rounds(case, configurations, ranks, plan)
+    rounds = Rounds(case, configurations, ranks, plan, end)
     agreement: dict[str, Any] = {}
     traffic: dict[str, Traffic] = {}
     for build, models in enumerate(rounds.builds()):
@@ -82,7 +91,7 @@ def measure(case: Case, ranks: Ranks, plan: Plan, by_wire: bool) -> dict[str, An
             reference, again = first.stock[0].name, first.again.name
             agreement = check(models, case, ranks, reference, again, plan.size, errors)
         rounds.run(models)
-        if build == plan.builds - 1:
+        if build == 0:
             traffic = {
                 each.name: Traffic.of(models[each.name], rounds.batch(0), ranks)
                 for each in configurations
@@ -96,6 +105,7 @@ def measure(case: Case, ranks: Ranks, plan: Plan, by_wire: bool) -> dict[str, An
     names = [each.name for each in configurations]
     return {
         "gradients": {name: asdict(each) for name, each in agreement.items()},
+        "rounds": counted(seconds),  # of each build
         "seconds": {name: asdict(Spread.of(flat(seconds[name]))) for name in names},
         "step_seconds": {name: asdict(Spread.of(flat(steps[name]))) for name in names},
         "overhead_seconds": {name: overhead(steps, name) for name in names[1:]},
@@ -141,7 +151,10 @@ def table(name: str, result: dict[str, Any]) -> Iterator[str]:
         worst = max(each["error"] for each in agreement)
         gradients = f"gradients equal to stock's within {worst:.1e} of their norm"
     counted = any(launches is not None for launches in result["launches"].values())
-    yield f"\n{name}: {gradients}, the same on all ranks"
+    yield (
+        f"\n{name}: {gradients}, the same on all ranks; "
+        f"{' + '.join(map(str, result['rounds']))} rounds"
+    )
     yield (
         f"  {'':28}{'backward, ms':>16}{'':12}{'above':>11}{'on the':>9}{'':9}{'collec-':>9}"
         + (f"{'':>10}" if counted else "")

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 sys.path.append(str(Path(__file__).parents[1]))  # unless tritonddp is installed
 
 import machine
+from deadline import rounds, share
 from models import CASES, Batch, Case, loss
 from ranks import Ranks, process_group
 
@@ -80,7 +81,10 @@ def main() -> None:
 def measure(
     case: Case, ranks: Ranks, steps: int, views: bool, bucket_cap_mb: float | None
 ) -> tuple[tritonddp.diagnostics.timeline.Timeline, dict[str, Any]]:
-    """Trace ``steps`` backwards of a model, with as many untraced ones around; collective."""
+    """Trace ``steps`` backwards of a model, with as many untraced ones around; collective.
+
+    Fewer where a deadline comes first.
+    """
     batch = case.batch(ranks.device, seed=ranks.rank)
     model = tritonddp.DistributedDataParallel(
         case.model(ranks.device), gradient_as_bucket_view=views, bucket_cap_mb=bucket_cap_mb
@@ -88,10 +92,15 @@ def measure(
     for _ in range(DISCARDED):
         _backward(model, batch, ranks)
     check(model, batch, ranks)
-    untraced = [_backward(model, batch, ranks) for _ in range(-(-steps // 2))]
+
+    def timed(most: int, part: float) -> list[float]:
+        numbers = rounds(most, share(part), least=1, agreed=ranks.agreed)
+        return [_backward(model, batch, ranks) for _ in numbers]
+
+    untraced = timed(-(-steps // 2), 1 / 4)
     with tritonddp.trace(model) as timeline:
-        traced = [_backward(model, batch, ranks) for _ in range(steps)]
-    untraced += [_backward(model, batch, ranks) for _ in range(steps // 2)]
+        traced = timed(steps, 2 / 3)
+    untraced += timed(steps // 2, 1)
     return timeline, {
         "untraced_seconds": untraced,
         "traced_seconds": traced,

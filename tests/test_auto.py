@@ -15,8 +15,8 @@ from distributed import assert_same_on_all_ranks, gather, ranks
 from torch import nn
 
 import tritonddp
+from tritonddp._device import Moments
 from tritonddp.buckets.bucket import Bucket
-from tritonddp.diagnostics.sampling import Moments
 from tritonddp.features.auto_compression import planner
 from tritonddp.features.auto_compression.choice import OWN
 from tritonddp.features.auto_compression.planner import collectives, options
@@ -325,5 +325,5 @@ def test_what_is_measured_decides() -> None:
         step(ddp)
     report = ddp.wire_report()
     assert gather(report) == [report] * 2
-    assert set(ddp.reducer.auto._wires) <= {OWN, "bfloat16", "int8"}
+    assert set(ddp.core.manager.planner._wires) <= {OWN, "bfloat16", "int8"}
     assert all(isinstance(bucket, Bucket) for bucket in ddp.reducer.buckets)

@@ -116,10 +116,10 @@ def test_flatten_and_unflatten_carry_a_gradient_through_the_buffer():
         param.grad = grad.clone()
     before = [param.grad for param in params]
     (segment,) = bucket.segments
-    bucket.flatten(segment, [True, True], 0.5)
+    bucket.pack(segment, [True, True], 0.5)
     assert bucket.flat.flags.tolist() == [1, 1]
     bucket.flat.data.mul_(2)  # as an all-reduce of two equal ranks
-    bucket.unflatten()
+    bucket.unpack()
     for param, grad, same in zip(params, grads, before, strict=True):
         assert param.grad is same  # written in place
         assert torch.equal(param.grad, grad)
@@ -131,4 +131,4 @@ def test_a_sparse_gradient_is_refused_by_name():
     param.grad = torch.zeros(4).to_sparse()
     (segment,) = bucket.segments
     with pytest.raises(GradientError, match=r"'p0' \(bucket 0\) is torch.sparse_coo"):
-        bucket.flatten(segment, [True, True], 1.0)
+        bucket.pack(segment, [True, True], 1.0)

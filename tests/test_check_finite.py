@@ -6,6 +6,7 @@ import contextlib
 import math
 import re
 import warnings
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from tritonddp import DistributedDataParallel
-from tritonddp.comm.reduction import AllReduce
+from tritonddp.coordination.agreement import Agreement
 
 WAYS: dict[str, dict[str, Any]] = {
     "copies": {},
@@ -318,22 +319,19 @@ def _raises(_: Tensor) -> None:
     raise ZeroDivisionError
 
 
-class _Event:
-    def synchronize(self) -> None:
-        pass
-
-
 @ranks(2)
 def test_ranks_that_do_not_reduce_the_same_are_told_that() -> None:
-    # As on a GPU, where finish() does not wait for what the ranks say.
-    def look_at(self: AllReduce, ballots: Tensor) -> None:
-        self._unread = ballots.clone(), _Event()  # type: ignore[assignment]
+    # As on a GPU, where a run does not wait for what the ranks say.
+    def read(self: Agreement, headers: Tensor, where: str) -> None:
+        came = headers.clone()
+        self._readback = SimpleNamespace(wait=lambda: came)  # type: ignore[assignment]
+        self.pending = True
 
     module, ddp = net()
     loss = spoiled(ddp(torch.randn(4, 40)).sum(), {module[0].bias: math.nan})
     weight = ddp.weighted(3) if dist.get_rank() else contextlib.nullcontext()
     with (
-        mock.patch.object(AllReduce, "_look_at", look_at),
+        mock.patch.object(Agreement, "read", read),
         weight,
         pytest.raises(RuntimeError, match=r"step 1, bucket 0: .*weight"),
     ):

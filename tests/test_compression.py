@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 import tritonddp
 from tritonddp import DistributedDataParallel
-from tritonddp.buckets.manager import SETTLED
+from tritonddp.buckets.manager import REBUILD_AFTER
 from tritonddp.buckets.residuals import residuals_of
 from tritonddp.comm import quantized
-from tritonddp.coordination.agreement import BYTES as BALLOT_BYTES
+from tritonddp.coordination.agreement import BYTES as HEADER_BYTES
 from tritonddp.kernels.quantized.buffer import MessageLayout
 
 sys.path.append(str(Path(__file__).with_name("kernels")))
@@ -162,7 +162,7 @@ def test_nothing_is_lost_of_unused_parameters_windows_and_when_buckets_change(
         ledger.step(ddp, mean_over_ranks(alone))
         assert_same_on_all_ranks([param.grad for param in ddp.parameters()], f"step {step}")
         held.append([param.grad for param in ddp.parameters()])  # a user may keep gradients
-    assert ddp.reducer.arrangement.has_moved
+    assert ddp.core.manager.has_moved
     ledger.check(ddp, at_least=1e-5)
     assert ddp.module.never.weight.grad is None or options == "keeps gradients"
 
@@ -208,7 +208,7 @@ def test_two_collectives_and_two_launches_a_bucket_and_the_bytes_of_the_docstrin
     for bucket in buckets:
         # Two weights of 16 blocks and two biases of 64: half of each for either rank.
         part = 16 * 256 + 16 * 4 + 64 * 4
-        trailer = 16 * -(-(4 + (BALLOT_BYTES if bucket.index == 0 else 0)) // 16)
+        trailer = 16 * -(-(4 + (HEADER_BYTES if bucket.index == 0 else 0)) // 16)
         assert bucket.nbytes == 2 * (part + trailer) + 2 * part
         handed += bucket.nbytes
         sent += (part + trailer) + part
@@ -436,7 +436,7 @@ def test_what_was_left_out_of_frozen_parameters_takes_no_memory_when_they_have_g
     module[0].requires_grad_(False)
     ddp(torch.randn(4, 64)).sum().backward()
     residuals = [weakref.ref(bucket.quantization.residuals.sent) for bucket in ddp.reducer.buckets]
-    for _ in range(SETTLED):
+    for _ in range(REBUILD_AFTER):
         ddp(torch.randn(4, 64)).sum().backward()
     assert len(ddp.reducer.placement.params) == 2
     gc.collect()
@@ -738,7 +738,7 @@ ddp = DistributedDataParallel(torch.nn.Linear(64, 64), compression="int8")
 ddp(torch.randn(4, 64)).sum().backward()
 if sys.argv[1] != "idle":
     if sys.argv[1] == "in vain" and dist.get_rank() == 0:
-        next(quantized._numbers[ddp.process_group])  # as if it had made one more
+        ddp.group.next_exchange()  # as if it had made one more
     ddp.require_manual_backward_finalization = True
     ddp(torch.randn(4, 64)).sum().backward()  # nobody waits for it
 print("ended", flush=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritonddp import DistributedDataParallel
-from tritonddp.coordination.agreement import BYTES as BALLOT_BYTES
+from tritonddp.coordination.agreement import BYTES as HEADER_BYTES
 from tritonddp.coordination.counters import Counters
 
 VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
@@ -61,8 +61,8 @@ def test_launches_and_collectives_per_bucket_not_per_parameter(number: int, view
         flattens=5,
         unflattens=0 if view else 5,
         collectives=5,
-        wire_bytes=5 * 4 * ((64 + 1) * number + 2 * BALLOT_BYTES),
-        sent_bytes=5 * 4 * ((64 + 1) * number + 2 * BALLOT_BYTES),  # 2 (W-1)/W of it
+        wire_bytes=5 * 4 * ((64 + 1) * number + 2 * HEADER_BYTES),
+        sent_bytes=5 * 4 * ((64 + 1) * number + 2 * HEADER_BYTES),  # 2 (W-1)/W of it
     )
 
 
@@ -75,7 +75,7 @@ def test_several_buckets_one_all_reduce_each_in_launch_order(view: bool) -> None
     train(ddp, 2)
     buckets = ddp.reducer.buckets
     assert len(buckets) == 3 + 2  # 25,600 and 12,800 bytes
-    ballots = 2 * BALLOT_BYTES * buckets[0].params[0].element_size()  # an element a byte and rank
+    ballots = 2 * HEADER_BYTES * buckets[0].params[0].element_size()  # an element a byte and rank
     before = copy.copy(ddp.reducer.counters)
     with recorded_collectives() as calls:
         train(ddp, 3)
@@ -289,7 +289,7 @@ def test_memory_kept_is_the_buckets_and_no_more(view: bool) -> None:
     parameters = 4 * sum(sizes)
     buckets = sum(bucket.nbytes for bucket in ddp.reducer.buckets)
     # One flag a parameter, a ballot a rank, no padding on the CPU.
-    assert buckets == parameters + 4 * (len(sizes) + 2 * BALLOT_BYTES)
+    assert buckets == parameters + 4 * (len(sizes) + 2 * HEADER_BYTES)
     gradients = 0 if view else parameters
     slack = 1024
     assert living_bytes() - before <= parameters + gradients + buckets + slack

@@ -14,7 +14,7 @@ from torch import nn
 
 from tritonddp import DistributedDataParallel
 from tritonddp.coordination import mismatch
-from tritonddp.diagnostics.debug_log import heed_debug_level
+from tritonddp.diagnostics.debug_log import enable_debug_logging
 
 LOGGER = logging.getLogger("tritonddp")
 
@@ -194,7 +194,7 @@ def test_nothing_is_configured_unless_torch_is_asked_for_detail(
 ) -> None:
     monkeypatch.setattr(dist, "get_debug_level", lambda: dist.DebugLevel.INFO)
     with unconfigured(monkeypatch):
-        heed_debug_level()
+        enable_debug_logging()
         assert LOGGER.level == logging.NOTSET
         assert not LOGGER.handlers
 
@@ -204,8 +204,8 @@ def test_detail_comes_out_on_stderr_where_nobody_has_configured_anything(
 ) -> None:
     monkeypatch.setattr(dist, "get_debug_level", lambda: dist.DebugLevel.DETAIL)
     with unconfigured(monkeypatch):
-        heed_debug_level()
-        heed_debug_level()
+        enable_debug_logging()
+        enable_debug_logging()
         assert len(LOGGER.handlers) == 1
         logging.getLogger("tritonddp.arrangement").debug("told")
         assert capsys.readouterr().err.endswith("tritonddp.arrangement DEBUG: told\n")
@@ -218,12 +218,12 @@ def test_detail_respects_the_handlers_and_the_level_that_a_program_has_set(
     with unconfigured(monkeypatch):
         kept = Kept()
         monkeypatch.setattr(logging.getLogger(), "handlers", [kept])
-        heed_debug_level()
+        enable_debug_logging()
         assert not LOGGER.handlers
         logging.getLogger("tritonddp.arrangement").debug("told")
         assert kept.lines() == ["told"]
         LOGGER.setLevel(logging.ERROR)
-        heed_debug_level()
+        enable_debug_logging()
         assert LOGGER.level == logging.ERROR
 
 

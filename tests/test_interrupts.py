@@ -21,6 +21,8 @@ from torch import nn
 
 from tritonddp import DistributedDataParallel
 from tritonddp.comm import point_to_point, quantized
+from tritonddp.comm.all_reduce import AllReduce
+from tritonddp.comm.run import ReductionRun
 from tritonddp.coordination import collectives
 from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.reducer.reducer import Reducer
@@ -54,12 +56,12 @@ def after(call: Callable[..., Any], number: int) -> Callable[..., Any]:
 
 
 POINTS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
-    "begun": (Reducer, "_begin_reduction", 0, {}),
-    "first bucket issued": (collectives, "all_reduce", 0, {}),
-    "third bucket issued": (collectives, "all_reduce", 2, {"gradient_as_bucket_view": True}),
-    "last bucket issued": (collectives, "all_reduce", 3, {}),
+    "begun": (Reducer, "announce", 0, {}),
+    "first bucket issued": (AllReduce, "launch", 0, {}),
+    "third bucket issued": (AllReduce, "launch", 2, {"gradient_as_bucket_view": True}),
+    "last bucket issued": (AllReduce, "launch", 3, {}),
     "quantised bucket issued": (quantized, "send", 0, {"compression": "int8"}),
-    "a result is there": (Reducer, "_finish", 0, {}),
+    "a result is there": (ReductionRun, "finish", 0, {}),
     "hooked bucket issued": (dist, "all_reduce", 1, {"hook": True}),
     "flags behind hooks issued": (collectives, "all_reduce", 0, {"hook": True}),
 }

@@ -167,7 +167,7 @@ def test_buckets_without_memory_and_backwards_finalised_by_hand_join_too(view: b
                     ddp.finalize_backward()
                 grads.append([None if p.grad is None else p.grad.clone() for p in ddp.parameters()])
                 optimizer.step()
-        assert all(bucket._flat is None for bucket in ddp.reducer.buckets)
+        assert all(bucket.flat is None for bucket in ddp.reducer.buckets)
         alone = Alone(counts)
         assert_close(grads, alone.means[: counts[rank]], f"rank {rank}, {by_hand=}")
         assert_close(ddp.module.state_dict(), alone.final, f"rank {rank}, {by_hand=}")

@@ -57,12 +57,12 @@ def test_no_memory_between_backwards(view: bool) -> None:
         nn.Linear(4, 4), lazy_bucket_allocation=True, gradient_as_bucket_view=view
     )
     buffers: list[Any] = []
-    net.module.bias.register_hook(lambda _: buffers.append(net.reducer.buckets[0]._flat))
+    net.module.bias.register_hook(lambda _: buffers.append(net.reducer.buckets[0].flat))
     for step in range(3):
         net(torch.ones(2, 4)).sum().backward()
         assert buffers == [None] * (step + 1), "not there before the gradients are"
         bucket = net.reducer.buckets[0]
-        assert bucket._flat is None
+        assert bucket.flat is None
         if view:
             assert net.module.bias.grad.untyped_storage().nbytes() >= 80, "of the whole bucket"
         net.zero_grad()

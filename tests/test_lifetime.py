@@ -64,7 +64,7 @@ def test_dropping_the_wrapper_frees_it_its_reducer_and_its_buckets(steps: int, v
     output = None
     for seed in range(steps):
         output = step(ddp, seed)
-    things = [ddp, ddp.reducer, *ddp.reducer.buckets]
+    things = [ddp, ddp.core, ddp.reducer, *ddp.reducer.buckets]
     references = [weakref.ref(thing) for thing in things]
     storages = [weakref.ref(bucket.flat) for bucket in ddp.reducer.buckets]
     model.zero_grad()
@@ -171,8 +171,8 @@ def test_a_dropped_wrapper_leaves_no_hook_on_the_parameters(view: bool) -> None:
     ddp = wrap(model, view)
     for seed in range(3):
         step(ddp, seed)
-    reducer = weakref.proxy(ddp.reducer)
-    hooks = [weakref.ref(handle) for handle in ddp.reducer._readiness._ready_hooks]
+    reducer = weakref.proxy(ddp.core)
+    hooks = [weakref.ref(handle) for handle in ddp.core.tracker._handles]
     assert len(hooks) == len(nodes)
     del ddp
     gc.collect()
@@ -417,20 +417,20 @@ def test_an_interrupt_at_the_end_of_a_backward_leaves_nothing_on_its_way(view: b
     model = layers()
     ddp = wrap(model, view, bucket_cap_mb=1e-5)
     alone = copy.deepcopy(model)
-    reduction = ddp.reducer._reduction
-    finish = reduction.finish
+    transport: Any = ddp.core.transport
+    wait = transport.wait
 
-    def interrupted(bucket: Any, work: Any) -> None:
+    def interrupted(run: Any, bucket: Any) -> Any:
         if bucket.index == 1:
             raise KeyboardInterrupt
-        finish(bucket, work)
+        return wait(run, bucket)
 
     for seed in (0, 10):  # the first reduction ends with the order of gradients
         if dist.get_rank() == 0:
-            reduction.finish = interrupted
+            transport.wait = interrupted
             with pytest.raises(KeyboardInterrupt):
                 step(ddp, seed)
-            reduction.finish = finish
+            transport.wait = wait
         else:
             step(ddp, seed)
         assert_right(ddp, alone, seed + 1)

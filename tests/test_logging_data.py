@@ -42,9 +42,7 @@ def step(net: nn.Module, both: bool = True) -> None:
 
 def clock() -> Any:
     """A clock that counts how often it is looked at."""
-    return mock.patch(
-        "tritonddp.diagnostics.sampling.time.perf_counter_ns", itertools.count(1).__next__
-    )
+    return mock.patch("tritonddp._device.time.perf_counter_ns", itertools.count(1).__next__)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +195,7 @@ def test_with_manual_finalisation_communication_ends_when_that_does() -> None:
         net = DistributedDataParallel(Two())
         net.require_manual_backward_finalization = True
         step(net)
-        tritonddp.diagnostics.sampling.time.perf_counter_ns()  # communication goes on
+        tritonddp._device.time.perf_counter_ns()  # communication goes on
         net.finalize_backward()
         assert times() == {
             "backward_comm_time": 2,
@@ -222,12 +220,12 @@ def test_only_sampled_steps_look_at_the_clock() -> None:
     with clock():
         net = DistributedDataParallel(Two())
         net._set_ddp_runtime_logging_sample_rate(4)
-        reduction, seen = net.reducer._reduction, []
+        seen = []
         for _ in range(21):
             step(net)
             seen.append(net._get_ddp_logging_data()["iteration"])
-            assert net.reducer._reduction is reduction
-            assert not net.reducer.on_backward
+            is_sampled = net.logger.sampler.iteration in (*range(11), 12, 16, 20)
+            assert len(net.core.events.extensions) == is_sampled
     # What was measured in a step is read when the next one begins.
     assert seen == [*range(10), 10, 10, 12, 12, 12, 12, 16, 16, 16, 16, 20]
     for rate in (0, -1):
@@ -239,7 +237,6 @@ def test_only_sampled_steps_look_at_the_clock() -> None:
 @ranks(2)
 def test_a_step_that_breaks_off_is_not_measured_and_leaves_nothing_behind() -> None:
     net = DistributedDataParallel(Two())
-    reduction = net.reducer._reduction
     step(net)
 
     def fail(_: Tensor) -> None:
@@ -254,8 +251,7 @@ def test_a_step_that_breaks_off_is_not_measured_and_leaves_nothing_behind() -> N
     step(net)
     step(net)
     assert net._get_ddp_logging_data()["iteration"] == 4
-    assert net.reducer._reduction is reduction
-    assert not net.reducer.on_backward
+    assert len(net.core.events.extensions) == 1, "that of the step that is measured now"
 
 
 @ranks(2)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from tritonddp import DistributedDataParallel
-from tritonddp.coordination.agreement import BYTES as BALLOT_BYTES
+from tritonddp.coordination.agreement import BYTES as HEADER_BYTES
 
 VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -147,13 +147,13 @@ def test_half_the_bytes_at_one_launch_each_way_a_bucket(view: bool) -> None:
     with recorded() as calls:
         step(ddp)
     assert calls.names == ["all_reduce"]
-    nbytes = 2 * (100 * (64 + 1) + 3 * BALLOT_BYTES)
+    nbytes = 2 * (100 * (64 + 1) + 3 * HEADER_BYTES)
     assert calls[0][1].nbytes == nbytes
     assert counters.flattens - before.flattens == 1
     assert counters.unflattens - before.unflattens == 1
     assert counters.collectives - before.collectives == 1
     assert counters.wire_bytes - before.wire_bytes == nbytes
-    assert ddp._bucket_config.limits[:3] == (2**20, 2**20, 2**21)
+    assert ddp.caps.limits[:3] == (2**20, 2**20, 2**21)
     assert counters.sent_bytes - before.sent_bytes == -(-2 * 2 * nbytes // 3)
 
 

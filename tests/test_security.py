@@ -13,6 +13,7 @@ from distributed import ranks
 from torch import nn
 
 from tritonddp import DistributedDataParallel
+from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import verify_same
 
 ROOT = Path(__file__).parents[1]
@@ -126,7 +127,7 @@ def test_what_another_rank_says_is_one_line_of_text_and_bounded() -> None:
     group = dist.group.WORLD
     assert group is not None
     with pytest.raises(RuntimeError, match="option 'colour': rank 0 has what it is") as caught:
-        verify_same(description, group, torch.device("cpu"))
+        verify_same(description, Group(group), torch.device("cpu"))
     heading, line, remedy = str(caught.value).splitlines()
     assert "\x1b" not in line
     assert len(line) < 1_100

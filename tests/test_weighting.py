@@ -4,6 +4,8 @@ import contextlib
 import copy
 import itertools
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,40 +15,49 @@ from torch import nn
 from torch.nn import Parameter
 
 from tritonddp import DistributedDataParallel
-from tritonddp.features.weighted_mean import Weight, Window
+from tritonddp.coordination.agreement import Weight
+from tritonddp.features.weighted_mean import AccumulationWindow, weight_of
+from tritonddp.reducer.extension import SyncState
 
 VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 
 
 @pytest.mark.parametrize("n", [0, 3, 2.5, torch.tensor(4), torch.tensor([0.5])])
 def test_numbers_and_tensors_of_one_element_are_weights(n):
-    assert Weight.of(n, "mean").items == float(n)
+    assert weight_of(n, "mean").items == float(n)
 
 
 @pytest.mark.parametrize("n", ["3", None, True, torch.ones(2), 1j])
 def test_what_is_no_number_is_refused(n):
     with pytest.raises(TypeError, match="number of items"):
-        Weight.of(n, "mean")
+        weight_of(n, "mean")
 
 
 @pytest.mark.parametrize("n", [-1, math.nan, math.inf, torch.tensor(-0.5)])
 def test_a_weight_out_of_range_is_refused(n):
     with pytest.raises(ValueError, match="finite and not negative"):
-        Weight.of(n, "mean")
+        weight_of(n, "mean")
 
 
 def test_an_unknown_reduction_is_refused():
     with pytest.raises(ValueError, match="'none'"):
-        Weight.of(1, "none")
+        weight_of(1, "none")
+
+
+def window_of(param: Parameter) -> AccumulationWindow:
+    """Of a module with this one parameter."""
+    parameters: Any = SimpleNamespace(params=[("param", param)], added=[])
+    manager: Any = SimpleNamespace(current=SimpleNamespace(params=[param]))
+    return AccumulationWindow(parameters, SyncState(), manager)
 
 
 def accumulate(gradients: list[float | None], weights: list[float], before: float | None) -> float:
     """What one parameter's ``.grad`` is after local backwards with these gradients."""
     param = Parameter(torch.zeros(1, dtype=torch.float64))
     param.grad = None if before is None else torch.full_like(param, before)
-    window = Window(lambda: [param])
+    window = window_of(param)
     for gradient, weight in zip(gradients, weights, strict=True):
-        window.open(lambda: [param], Weight(weight, is_sum=False), is_last=False)
+        window.open(Weight(weight, is_sum=False), is_last=False, is_first=False, is_late=False)
         if gradient is not None:
             new = torch.full_like(param, gradient)
             param.grad = new if param.grad is None else param.grad + new
@@ -77,33 +88,33 @@ def test_a_gradient_of_weight_zero_may_be_nan(place):
 
 def test_an_unweighted_backward_after_weighted_ones_is_an_error_until_they_are_dropped():
     param = Parameter(torch.zeros(1))
-    window = Window(lambda: [param])
-    window.open(lambda: [param], Weight(1, is_sum=False), is_last=False)
+    window = window_of(param)
+    window.open(Weight(1, is_sum=False), is_last=False, is_first=False, is_late=False)
     param.grad = torch.ones(1)
     window.close([param])
     with pytest.raises(RuntimeError, match="has no weight"):
-        window.open(lambda: [param], None, is_last=True)
+        window.open(None, is_last=True, is_first=False, is_late=False)
     param.grad = None
-    window.open(lambda: [param], None, is_last=True)
+    window.open(None, is_last=True, is_first=False, is_late=False)
     assert window.weight is None
 
 
 def test_means_and_sums_are_not_mixed():
     param = Parameter(torch.zeros(1))
-    window = Window(lambda: [param])
-    window.open(lambda: [param], Weight(1, is_sum=False), is_last=False)
+    window = window_of(param)
+    window.open(Weight(1, is_sum=False), is_last=False, is_first=False, is_late=False)
     window.close([param])
     with pytest.raises(RuntimeError, match="'mean' and with reduction='sum'"):
-        window.open(lambda: [param], Weight(1, is_sum=True), is_last=False)
+        window.open(Weight(1, is_sum=True), is_last=False, is_first=False, is_late=False)
 
 
 def test_a_broken_backward_leaves_the_window_as_it_was():
     param = Parameter(torch.zeros(1))
-    window = Window(lambda: [param])
-    window.open(lambda: [param], Weight(1, is_sum=False), is_last=False)
+    window = window_of(param)
+    window.open(Weight(1, is_sum=False), is_last=False, is_first=False, is_late=False)
     param.grad = mean = torch.ones(1)
     window.close([param])
-    window.open(lambda: [param], Weight(3, is_sum=False), is_last=False)
+    window.open(Weight(3, is_sum=False), is_last=False, is_first=False, is_late=False)
     param.grad = torch.full((1,), 7.0)
     window.abandon()
     assert param.grad is mean

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -51,28 +52,13 @@ set_signal_handler = _signal.signal
 STOCK: Any = DistributedDataParallel
 
 
-def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy a list of tensors into another in one call.
-
-    Private by its underscore only: torch's optimizers rest on it. 0.3 us a small CPU tensor,
-    where a Python loop of ``copy_`` takes 0.7.
-    """
-    torch._foreach_copy_(targets, sources)  # type: ignore[arg-type]
-
-
-def foreach_zero_(tensors: Sequence[Tensor]) -> None:
-    """Zero a list of tensors in one call, as torch's optimizers do."""
-    torch._foreach_zero_(tensors)  # type: ignore[arg-type]
-
-
-def foreach_mul(tensors: Sequence[Tensor], scale: float) -> list[Tensor]:
-    """New tensors, all scaled in one call, as torch's optimizers do."""
-    return list(torch._foreach_mul(tensors, scale))  # type: ignore[call-overload]
-
-
-def foreach_mul_(tensors: Sequence[Tensor], scale: float) -> None:
-    """Scale a list of tensors in one call, as torch's optimizers do."""
-    torch._foreach_mul_(tensors, scale)  # type: ignore[call-overload]
+# Private by their underscores only: torch's optimizers rest on them. They copy, zero or scale
+# a list of tensors in one call: 0.3 us a small CPU tensor, where a Python loop of ``copy_`` takes
+# 0.7.
+foreach_copy_: Any = torch._foreach_copy_
+foreach_zero_: Any = torch._foreach_zero_
+foreach_mul: Any = torch._foreach_mul
+foreach_mul_: Any = torch._foreach_mul_
 
 
 def future_types() -> tuple[type, ...]:
@@ -191,14 +177,10 @@ def optimizers_in_backward(param: Tensor) -> list[Any]:
     return getattr(param, "_in_backward_optimizers", [])
 
 
-def storage_holders(tensor: Tensor) -> tuple[int, int]:
-    """How many owners the memory of ``tensor`` has in C++ (tensors above all), and in Python.
-
-    To be compared with an earlier answer. torch's own CUDA graph trees ask the same way whether an
-    output is still held.
-    """
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+# How many owners a storage has in C++, tensors above all, by its address. To be compared with an
+# earlier answer. torch's own CUDA graph trees ask the same way whether an output is still held.
+storage_use_count = torch._C._storage_Use_Count
+storage_address = attrgetter("_cdata")
 
 
 def will_engine_execute(nodes: Iterable[Any]) -> list[bool] | None:
@@ -207,26 +189,24 @@ def will_engine_execute(nodes: Iterable[Any]) -> list[bool] | None:
     The public ``register_multi_grad_hook`` rests on it. ``None`` when the engine runs for
     ``torch.autograd.grad``, which captures leaves instead of accumulating into them.
     """
-    query = torch._C._will_engine_execute_node
     try:
-        return list(map(query, nodes))
+        return list(map(torch._C._will_engine_execute_node, nodes))
     except RuntimeError as error:
         if "autograd.grad()" in str(error):
             return None
         raise
 
 
-def current_graph_task_id() -> int:
-    """Id of the backward that runs on this thread, -1 outside one.
+# Id of the backward that runs on this thread, -1 outside one. A reentrant checkpoint runs an inner
+# backward with an id of its own.
+current_graph_task_id = torch._C._current_graph_task_id
 
-    A reentrant checkpoint runs an inner backward with an id of its own.
-    """
-    return torch._C._current_graph_task_id()
+# The autograd node that the engine runs on this thread, also while its hooks run.
+current_autograd_node = torch._C._current_autograd_node
 
-
-def current_autograd_node() -> Any:
-    """The autograd node that the engine runs on this thread, also while its hooks run."""
-    return torch._C._current_autograd_node()
+# Run a function when the backward that runs on this thread is over. FSDP2 and stock DDP end their
+# backward the same way; torch has no public name for it.
+queue_end_of_backward = Variable._execution_engine.queue_callback
 
 
 def gradient_node(tensor: Tensor) -> Any:
@@ -243,14 +223,6 @@ def register_post_accumulate_grad_hook(tensor: Tensor, hook: Callable[[Tensor], 
     """``tensor.register_post_accumulate_grad_hook``, past the overrides of tensor subclasses."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.register_post_accumulate_grad_hook(hook)
-
-
-def queue_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the backward that runs on this thread is over.
-
-    FSDP2 and stock DDP end their backward the same way; torch has no public name for it.
-    """
-    Variable._execution_engine.queue_callback(callback)
 
 
 def preserve_version_counters(tensors: Sequence[Tensor]) -> Any:
@@ -359,14 +331,6 @@ def move_inputs(
     """Move tensors in any nesting to ``device``, as stock DDP does for ``device_ids``."""
     moved_args, moved_kwargs = _to_kwargs(args, kwargs, device, use_side_stream)
     return moved_args[0], moved_kwargs[0]
-
-
-def joins(joinable: Joinable) -> bool:
-    """Whether the forwards of ``joinable`` run inside torch's ``Join``.
-
-    What torch's ``Join`` sets when it is entered, and reads in ``notify_join_context``.
-    """
-    return joinable._join_config.enable
 
 
 def throws_on_early_termination(joinable: Joinable) -> bool:

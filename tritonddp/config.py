@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,8 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
+from tritonddp._arguments import check_flags, plain_names
 from tritonddp._torch import STOCK
-from tritonddp.coordination.forks import refuse_inherited
+from tritonddp.buckets.assignment import BucketCaps
+from tritonddp.buckets.formats import ExactParams, WireFormat
+from tritonddp.coordination.group import Group
+from tritonddp.features.check_finite import check_mode
+from tritonddp.features.delayed_params import Delay
+from tritonddp.features.mixed_precision import check_mixed_precision
 from tritonddp.kernels.dispatch import GRADIENT_DTYPES, select
 
 # Options of the constructor that are on or off.
@@ -34,16 +42,82 @@ FLAGS = frozenset(
 )
 
 
-def check_flags(flags: Mapping[str, Any]) -> None:
-    """Options that are on or off, by name. (``None`` is off, or the default.)
+@dataclass(frozen=True)
+class DDPConfig:
+    """What the constructor's arguments mean, once they are checked.
 
-    Raises:
-        TypeError: one is something else: ``"False"`` would be on, and some objects are neither.
+    Attributes:
+        wire: how gradients travel.
+        caps: bucket sizes.
+        delay: what is delayed, and until when; ``None`` if nothing is.
+        device_ids, output_device: indices, ``None`` where they mean nothing.
+        options: what has to be alike on all ranks, by name.
     """
-    for name, flag in flags.items():
-        is_numpys = type(flag).__name__ in ("bool", "bool_")
-        if flag is not None and not isinstance(flag, int) and not is_numpys:
-            raise TypeError(f"{name} should be True or False, got {flag!r}")
+
+    wire: WireFormat
+    caps: BucketCaps
+    delay: Delay | None
+    device_ids: list[int] | None
+    output_device: int | None
+    options: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        arguments: Mapping[str, Any],
+        module: nn.Module,
+        params: Sequence[tuple[str, Tensor]],
+        group: dist.ProcessGroup,
+        wrappers: Iterable[Any],
+    ) -> DDPConfig:
+        """Check what the user has given.
+
+        Args:
+            arguments: of the constructor, by name.
+            module: to be wrapped.
+            params: those that are to be synchronised.
+            group: the ranks.
+            wrappers: all that are alive.
+
+        Raises:
+            NotImplementedError, RuntimeError, TypeError, ValueError: see
+            :class:`tritonddp.DistributedDataParallel`.
+        """
+        given = SimpleNamespace(**arguments)
+        devices = {param.device for _, param in params}
+        check_mode(given.check_finite)
+        check_flags({name: arguments[name] for name in sorted(FLAGS)})
+        if given.mixed_precision is not None:
+            check_mixed_precision(given.mixed_precision)
+        exact = None if given.compression is None else ExactParams(module, given.exact)
+        wire = WireFormat.of(
+            given.reduce_dtype,
+            given.mixed_precision,
+            given.compression,
+            given.error_feedback,
+            exact,
+        )
+        wire.check(group, devices)
+        wire_options = wire.description(params)  # asks functions of the user
+        check_module(module, params, given.gradient_as_bucket_view, wrappers)
+        device_ids, output_device = device_ids_of(given.device_ids, given.output_device, devices)
+        delay = Delay.of(
+            given.delay_all_reduce_named_params, given.param_to_hook_all_reduce, params
+        )
+        device_type = params[0][1].device.type
+        caps = BucketCaps.of(
+            given.bucket_cap_mb,
+            given.bucket_cap_mb_list,
+            delay.names if delay else frozenset(),
+            few_bytes_on=device_type if given.reduce_dtype or given.compression else None,
+        )
+        options: dict[str, Any] = {"bucket sizes": caps.limits}
+        if delay is not None:
+            options["delayed"] = sorted(caps.delayed)
+        for name in ("mixed_precision", "reduce_dtype", "check_finite"):
+            if arguments[name] is not None:
+                options[name] = arguments[name]
+        return cls(wire, caps, delay, device_ids, output_device, options | wire_options)
 
 
 def process_group_of(
@@ -79,7 +153,7 @@ def process_group_of(
             f"{_rank_in_words()} does not belong to process_group, which is {group!r}: wrap "
             "the module on the ranks of the group only"
         )
-    refuse_inherited(group)
+    Group(group).refuse_if_forked()
     return group
 
 
@@ -97,20 +171,6 @@ def names_to_ignore(module: nn.Module) -> set[str]:
         TypeError: they are no names.
     """
     return plain_names(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-
-
-def plain_names(wanted: Any) -> set[str]:
-    """The names in such a list as ``named_parameters`` gives them.
-
-    Raises:
-        TypeError: it is no list of names.
-    """
-    is_list = isinstance(wanted, Collection) and not isinstance(wanted, str | Tensor)
-    if is_list and all(isinstance(name, str) for name in wanted):
-        return {name.removeprefix(".") for name in wanted}
-    raise TypeError(
-        f"_ddp_params_and_buffers_to_ignore of a module should be a list of names, got {wanted!r}"
-    )
 
 
 def check_module(

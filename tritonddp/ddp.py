@@ -3,64 +3,64 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable
 
+from tritonddp._arguments import check_flags
 from tritonddp._torch import (
     STOCK,
+    BufferCommHookLocation,
     distributed_context,
     keep_dynamo_out,
     leave_join,
     localize_if_sliced,
     move_inputs,
     serving_device,
+    set_active_wrapper,
 )
-from tritonddp.beyond_stock import BeyondStock
-from tritonddp.buckets.assignment import MIB, BucketCaps
-from tritonddp.buckets.exact import Exact
-from tritonddp.buckets.formats import AUTO, Wire
-from tritonddp.buckets.parameters import Roster
-from tritonddp.compat.hook_registration import TakesHooks
-from tritonddp.compat.stock_ddp import StockNames, warn_of_static_graph
-from tritonddp.config import (
-    FLAGS,
-    buffer_sync,
-    check_flags,
-    check_module,
-    device_ids_of,
-    names_to_ignore,
-    process_group_of,
-)
-from tritonddp.coordination.failures import enter
-from tritonddp.coordination.processes import remember_first
+from tritonddp.buckets.assignment import MIB
+from tritonddp.buckets.formats import AUTO
+from tritonddp.buckets.parameters import ModuleParameters
+from tritonddp.comm.broadcast import StateBroadcast, broadcast_coalesced
+from tritonddp.compat.hook_checks import builtin_hook, check_hook, register_fused_optimizer
+from tritonddp.compat.stock_ddp import StockDDPNames, warn_of_static_graph
+from tritonddp.compat.stock_reducer import StockReducer
+from tritonddp.config import DDPConfig, buffer_sync, names_to_ignore, process_group_of
+from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import describe, tell_failure, verify_same
-from tritonddp.diagnostics.debug_log import heed_debug_level
+from tritonddp.diagnostics.check_sync import check_sync
+from tritonddp.diagnostics.debug_log import enable_debug_logging
 from tritonddp.diagnostics.logging_data import Logger
-from tritonddp.features.auto_compression.planner import measured
-from tritonddp.features.buffer_sync import SyncsBuffers
-from tritonddp.features.check_finite import check_mode
-from tritonddp.features.delayed_params import Delay
-from tritonddp.features.join import Follower, announce_forward, is_joining, reduces_backward
-from tritonddp.features.join_protocol import Attendance
-from tritonddp.features.mixed_precision import LowPrecision, check_mixed_precision
-from tritonddp.features.weighted_mean import Weight
-from tritonddp.finalization import Finalizes
-from tritonddp.reducer.comm_state import CommState
+from tritonddp.diagnostics.sampling import FIRST
+from tritonddp.features.auto_compression.planner import AutoPlanner, measured
+from tritonddp.features.buffer_sync import BufferHook, check_buffers, sync_buffers
+from tritonddp.features.check_finite import FiniteCheck
+from tritonddp.features.delayed_params import DeferredBuckets
+from tritonddp.features.join import ShadowHook, UnevenInputs, announce_forward, refuse_inside
+from tritonddp.features.join_protocol import JoinProtocol
+from tritonddp.features.mixed_precision import LowPrecision
+from tritonddp.features.optimizer_in_backward import OptimizerSteps, claim_optimizer_hooks
+from tritonddp.features.unused_params import SkipUnused, StrictUnused
+from tritonddp.features.weighted_mean import AccumulationWindow, weight_of
+from tritonddp.reducer import checkpoint, in_context, on_demand
+from tritonddp.reducer.extension import SyncState
 from tritonddp.reducer.output_hooks import tensors_in
 from tritonddp.reducer.reducer import Reducer
 
+# Where it is imported, optimizers may step in the backward.
+_OPTIMIZERS_IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
 
-class DistributedDataParallel(
-    SyncsBuffers, StockNames, BeyondStock, CommState, TakesHooks, Finalizes, Follower
-):
+
+class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     """Data parallelism by gradient averaging: a drop-in for torch's class of the same name.
 
     Wrap the same module on every rank, then train as with one process: during each ``backward()``
@@ -143,8 +143,8 @@ class DistributedDataParallel(
         module: the wrapped module.
         require_backward_grad_sync: whether the next backward is reduced. :meth:`no_sync` sets it;
             it may also be set directly.
-        reducer: :class:`tritonddp.reducer.reducer.Reducer`; ``reducer.counters`` tells what was
-        sent.
+        reducer: ``reducer.counters`` tells what was sent; otherwise the names of stock's reducer.
+        core: the :class:`tritonddp.reducer.reducer.Reducer` itself.
 
     Raises:
         NotImplementedError: a dtype or kind of parameter that is not supported.
@@ -192,13 +192,18 @@ class DistributedDataParallel(
         exact: Any = None,
         check_finite: str | None = None,
     ) -> None:
+        arguments = {name: value for name, value in locals().items() if name != "self"}
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-        super().__init__()
-        Follower.__init__(self)
+        nn.Module.__init__(self)
+        self.sync = SyncState()
+        Joinable.__init__(self)
+        self._divide_by_initial_world_size = True
+        self._authoritative_rank = 0
         self._adopt_patches()
         self.process_group = process_group_of(process_group, device_mesh)
-        enter(self.process_group)  # before the first collective
+        self.group = Group(self.process_group)
+        self.group.enter()  # before the first collective
         self._is_sliced = False
         if device_mesh is not None:
             self.device_mesh = device_mesh
@@ -209,33 +214,18 @@ class DistributedDataParallel(
             for name, param in module.named_parameters()
             if name not in self.parameters_to_ignore
         ]
-        devices = {param.device for _, param in params}
         self.device = params[0][1].device if params else torch.device("cpu")
         self.device_type = self.device.type
         try:
-            check_mode(check_finite)
-            check_flags({name: value for name, value in locals().items() if name in FLAGS})
-            if mixed_precision is not None:
-                check_mixed_precision(mixed_precision)
-            exact = None if compression is None else Exact(module, exact)
-            self._wire = Wire.of(reduce_dtype, mixed_precision, compression, error_feedback, exact)
-            self._wire.check(self.process_group, devices)
-            wire_options = self._wire.description(params)  # asks functions of the user
-            check_module(module, params, gradient_as_bucket_view, _alive)
-            self.device_ids, self.output_device = device_ids_of(device_ids, output_device, devices)
-            delay = Delay.of(delay_all_reduce_named_params, param_to_hook_all_reduce, params)
-            caps = BucketCaps.of(
-                bucket_cap_mb,
-                bucket_cap_mb_list,
-                delay.names if delay else frozenset(),
-                few_bytes_on=self.device_type if reduce_dtype or compression else None,
-            )
+            config = DDPConfig.of(arguments, module, params, self.process_group, _alive)
         except Exception as error:
             # The other ranks must not wait for this one.
             if isinstance(init_sync, int) and init_sync:
-                tell_failure(error, self.process_group, self._sendable(device_ids))
+                tell_failure(error, self.group, self._sendable(device_ids))
             raise
-        self.is_multi_device_module = len(devices) > 1
+        self.config, self.caps, self._delay = config, config.caps, config.delay
+        self.device_ids, self.output_device = config.device_ids, config.output_device
+        self.is_multi_device_module = len({param.device for _, param in params}) > 1
         self.dim = dim
         self.module = module
         self.find_unused_parameters = find_unused_parameters
@@ -244,6 +234,7 @@ class DistributedDataParallel(
         self.batched_grad_copy = batched_grad_copy
         self.lazy_bucket_allocation = lazy_bucket_allocation
         self.check_finite = check_finite
+        self.mixed_precision = mixed_precision
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.forward_sync_buffers, init_sync_buffers = buffer_sync(
             broadcast_buffers, forward_sync_buffers
@@ -254,50 +245,47 @@ class DistributedDataParallel(
             )
         if static_graph:
             warn_of_static_graph(find_unused_parameters, stacklevel=2)
-        self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        self.broadcast_bucket_size = 250 * MIB
-        self._bucket_config = caps
         self._init_sync = init_sync
         # Read by stock DDP too; the side stream overlaps input copies with compute.
         self.use_side_stream_for_tensor_copies = (
             os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
         )
-        self._delay = delay
-        self._delay_all_reduce_params = list(delay.params) if delay else []
-        self._enter_group()
+        self._delay_all_reduce_params = list(config.delay.params) if config.delay else []
+        self._require_manual_backward_finalization = False
+        self._buffer_hook: BufferHook | None = None
+        self._builtin_hook: dist.BuiltinCommHookType | None = None
+        self._comm_hooks: list[tuple[Callable[..., Any], Any]] = []
+        parameters = self._enter_group()
         if init_sync:
-            buffers = self._roster.buffers() if init_sync_buffers else []
-            options: dict[str, Any] = {"bucket sizes": caps.limits}
-            if sparse := self._roster.names_of_sparse():
-                options["sparse gradients"] = sparse
-            if delay is not None:
-                options["delayed"] = sorted(caps.delayed)
-            if mixed_precision is not None:
-                options["mixed_precision"] = mixed_precision
-            if reduce_dtype is not None:
-                options["reduce_dtype"] = reduce_dtype
-            if check_finite is not None:
-                options["check_finite"] = check_finite
-            options |= wire_options
-            verify_same(describe(params, buffers, options), self.process_group, self.device)
-            remember_first(self.process_group)
-            self._broadcast(
-                [tensor.detach() for _, tensor in [*params, *buffers]],
-                "wrapping",
-                "parameters and buffers",
-            )
-        self.mixed_precision = mixed_precision
+            self._begin_alike(parameters, params, init_sync_buffers)
         self._low: LowPrecision | None = None
         if mixed_precision is not None:
             self._low = LowPrecision(module, mixed_precision, self.parameters_to_ignore)
             self._low.remove_hooks_with(self)
-        if compression == AUTO and self.process_group.size() > 1:
+        self._figures = None
+        if compression == AUTO and self.group.size > 1:
             dtypes = dict.fromkeys(param.dtype for _, param in params)
-            self._wire = measured(self._wire, self.process_group, self.device, dtypes)
-        self._build_reducer()
-        self._roster.enroll()  # all ranks hold the same module
+            self._figures = measured(config.wire, self.group, self.device, dtypes)
+        self._build_reducer(parameters)
+        parameters.register()  # all ranks hold the same module
         DistributedDataParallel._wrapped += 1
+
+    def _begin_alike(
+        self,
+        parameters: ModuleParameters,
+        params: Sequence[tuple[str, Tensor]],
+        with_buffers: bool,
+    ) -> None:
+        """Verify that all ranks wrap the same module, and give all the values of rank 0."""
+        buffers = parameters.buffers() if with_buffers else []
+        options = dict(self.config.options)
+        if sparse := parameters.names_of_sparse():
+            options["sparse gradients"] = sparse
+        verify_same(describe(params, buffers, options), self.group, self.device)
+        self.group.remember_processes()
+        tensors = [tensor.detach() for _, tensor in [*params, *buffers]]
+        self.state_broadcast.send(tensors, "wrapping", "parameters and buffers")
 
     def _sendable(self, device_ids: Any) -> torch.device:
         """A device whose tensors can be sent, also where the module is on a wrong one."""
@@ -311,41 +299,57 @@ class DistributedDataParallel(
             devices.append(torch.device("cuda", given))
         return serving_device(self.process_group, devices)
 
-    def _enter_group(self) -> None:
+    def _enter_group(self) -> ModuleParameters:
         """Make what this rank knows of its process group, and of the module. No collective."""
-        heed_debug_level()
-        enter(self.process_group)
-        self._weight: Weight | None = None
-        self._attendance = Attendance(self.process_group, self.device)
-        self._roster = Roster(
-            self, self.parameters_to_ignore, self.process_group, is_fixed=self._is_sliced
+        enable_debug_logging()
+        self.group.enter()
+        self.state_broadcast = StateBroadcast(self.group, self.sync)
+        return ModuleParameters(
+            self, self.parameters_to_ignore, self.group, is_fixed=self._is_sliced
         )
 
-    def _build_reducer(self) -> None:
+    def _build_reducer(self, parameters: ModuleParameters) -> None:
         """Make the reducer, from the options. No collective."""
         keep_dynamo_out()
-        self.reducer = Reducer(
-            self._roster,
-            self.process_group,
-            self._bucket_config,
-            self._attendance,
-            should_sync=_asks(self, "_reduces_backward", False),
-            weight=_asks(self, "_weight", None),
-            broadcast=_asks(self, "_broadcast", None) if self._init_sync else lambda: None,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-            # As in stock: a static graph may leave parameters unused.
-            strict=self.find_unused_parameters is False and not self.static_graph,
-            skip_unused=self.skip_all_reduce_unused_params,
-            delay_until=self._delay.until if self._delay else None,
-            wire=self._wire,
-            lazy_buckets=self.lazy_bucket_allocation,
-            check_finite=self.check_finite,
+        config = self.config
+        core = self.core = Reducer(
+            parameters,
+            self.group,
+            config.caps,
+            self.sync,
+            self.state_broadcast if self._init_sync else None,
+            config.wire,
+            views=self.gradient_as_bucket_view,
+            lazy=self.lazy_bucket_allocation,
+            check_finite=self.check_finite is not None,
         )
-        self.reducer.finalize_on_request(self._require_manual_backward_finalization)
+        self._window: AccumulationWindow | None = None
+        strict: StrictUnused | None = None
+        # As in stock: a static graph may leave parameters unused.
+        if self.find_unused_parameters is False and not self.static_graph:
+            strict = StrictUnused(parameters, self.group.rank, core)
+            core.events.install(strict)
+        if self.skip_all_reduce_unused_params:
+            core.events.install(SkipUnused(self.sync))
+        if self._delay is not None:
+            deferred = DeferredBuckets(self._delay.until, config.caps.delayed, core.launching)
+            core.events.install(deferred)
+        if self.check_finite is not None:
+            core.events.install(FiniteCheck(self.check_finite, self.group))
+        if self._figures is not None:
+            planner = AutoPlanner(
+                config.wire, self._figures, self.group, self.device, core.counters
+            )
+            core.manager.planner = planner
+            core.events.install(planner.timer)
+        self.reducer = StockReducer(core, strict)
+        core.finalize_manually(self._require_manual_backward_finalization)
         self.logger = Logger(self)
-        self.reducer.set_logger(self.logger)
+        core.logger = self.logger
         self._register_hooks_again()
         _alive.add(self)
+
+    # One forward
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, with inputs moved to its device if ``device_ids`` was given.
@@ -363,17 +367,35 @@ class DistributedDataParallel(
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module alone. Subclasses call another method of it here."""
-        with self._inside_ddp_forward():
+        # dynamo, which asks torch's class, finds that this wrapper is at work. Not with buckets so
+        # small that its optimizer of graphs refuses them: it leaves graphs whole then.
+        outer = set_active_wrapper(self if max(self.caps.limits) >= MIB else None)
+        try:
             if self._low is None:
                 return self.module(*inputs, **kwargs)
             return self._low.run(self.module, inputs, kwargs)
+        finally:
+            set_active_wrapper(outer)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """All that is done before the module runs; returns the inputs on its device."""
-        if self.require_backward_grad_sync and torch.is_grad_enabled():
-            self.logger.set_runtime_stats_and_log()
-        self.logger.noting(self.reducer.prepare_for_forward)
-        if is_joining(self):
+        if self.sync.enabled and torch.is_grad_enabled():
+            sampler = self.logger.sampler
+            sampler.iteration += 1
+            if (
+                sampler.sample is not None
+                or sampler.iteration <= FIRST
+                or sampler.iteration % sampler.rate == 0
+            ):
+                sampler.forward_begins()
+        try:
+            if _OPTIMIZERS_IN_BACKWARD in sys.modules:
+                self._claim_optimizers()
+            self.core.before_forward()
+        except Exception as error:
+            self.logger.set_error_and_log(str(error))
+            raise
+        if self.sync.join is not None:
             announce_forward(self)
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
@@ -388,21 +410,31 @@ class DistributedDataParallel(
 
     def _post_forward(self, output: Any) -> Any:
         """All that is done with what the module has returned; returns it."""
-        self.logger.sampler.forward_ended()
-        if self._check_sync_bufs_post_fwd():
+        if self.logger.sampler.sample is not None:
+            self.logger.sampler.forward_ended()
+        if self._buffer_hook is not None and self._check_sync_bufs_post_fwd():
             self._sync_buffers()
-        if torch.is_grad_enabled():
-            syncs, context = self.require_backward_grad_sync, distributed_context()
+        syncs, has_grad = self.sync.enabled, torch.is_grad_enabled()
+        if has_grad:
+            context = distributed_context()
             if context is None:
-                self.reducer.watch(tensors_in(output), syncs)
+                self.core.watch(tensors_in(output), syncs)
             else:
-                self.reducer.watch_in_context(output, context, syncs)
+                in_context.watch(self.core, output, context, syncs)
         # As in stock: after a forward that will not be synchronised, the next one need not
         # synchronise buffers, because nothing could have made ranks differ in between.
-        self.require_forward_param_sync = (
-            torch.is_grad_enabled() and self.require_backward_grad_sync
-        )
+        self.require_forward_param_sync = has_grad and syncs
         return output
+
+    def _claim_optimizers(self) -> None:
+        """Optimizers that step in the backward are to step when gradients are the means."""
+        core = self.core
+        if claim_optimizer_hooks(param for _, param in core.parameters.params):
+            if not core.steps_optimizers and not core.hook_steps_optimizers:
+                core.events.install(OptimizerSteps())
+            core.steps_optimizers = True
+
+    # Which backwards are reduced, and how much they count
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -422,19 +454,525 @@ class DistributedDataParallel(
             loss(model(microbatches[-1])).backward()  # reduces what all have accumulated
             optimizer.step()
         """
-        before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
+        before = self.sync.enabled
+        self.sync.enabled = False
         try:
             yield
         finally:
-            self.require_backward_grad_sync = before
+            self.sync.enabled = before
 
     @property
-    def _reduces_backward(self) -> bool:
-        """Whether a backward that begins now is reduced."""
-        if is_joining(self):
-            return reduces_backward(self)
-        return self.require_backward_grad_sync
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next backward is reduced. :meth:`no_sync` sets it."""
+        return self.sync.enabled
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self.sync.enabled = value
+
+    @contextmanager
+    def weighted(self, n: float | Tensor, reduction: str = "mean") -> Iterator[None]:
+        """Context: what a backward inside contributes to the mean over the ranks counts ``n``.
+
+        For batches of different size. The gradients become ``sum_r(n_r g_r) / sum_r(n_r)`` over
+        the ranks ``r``: that of a loss which is a mean over the items (samples, tokens) of all
+        ranks, where each rank's loss is the mean over its own ``n_r``. Without it each rank counts
+        alike, and so the items of a small batch more than those of a large one.
+
+        Several backwards may be accumulated under :meth:`no_sync`, each with its own ``n``: the
+        sums then run over all backwards of all ranks, whose number may differ. What counts is
+        whether ``backward()`` runs inside. Losses of backwards that were accumulated
+        without a weight before belong to the mean, or to the sum, of those that follow.
+
+        Every rank must weight the backward that is reduced. If all weights are zero, so are the
+        gradients. Where ranks accumulate different numbers of backwards and the module has buffers,
+        which forwards broadcast, run the forwards under :meth:`no_sync` too. Gradients in fp16 have
+        room for weights within a hundredfold of the last reduction's, or of 16 in the first.
+
+        Args:
+            n: number of items, zero or more, whole or not; or a tensor of one element, which the
+                host reads. With ``n=0`` the gradients of a mean do not count, even if they are NaN.
+            reduction: how the loss was made of its items. ``"mean"``, or ``"sum"``: then the
+                gradients become ``sum_r(g_r) / sum_r(n_r)``, those of a rank with ``n=0`` too.
+
+        Raises:
+            RuntimeError: in ``backward()``: some ranks have a weight and some have none; weighted
+                and other backwards, or those of means and of sums, are accumulated together; or a
+                loss that does not depend on the module's outputs is to be accumulated with others.
+            TypeError: ``n`` is no number.
+            ValueError: ``n`` is negative or not finite, or ``reduction`` is unknown.
+
+        Example::
+
+            with model.weighted((targets != padding).sum()):
+                cross_entropy(model(tokens), targets, ignore_index=padding).backward()
+        """
+        weight = weight_of(n, reduction)
+        if self._window is None:
+            self._window = AccumulationWindow(self.core.parameters, self.sync, self.core.manager)
+            self.core.events.install(self._window)
+        before, self.sync.weight = self.sync.weight, weight
+        try:
+            yield
+        finally:
+            self.sync.weight = before
+
+    def reduce_gradients(
+        self,
+        gradients: Sequence[Tensor | None] | Mapping[str, Tensor | None] | None = None,
+        params: Iterable[Tensor] | None = None,
+    ) -> tuple[Tensor | None, ...] | dict[str, Tensor | None] | None:
+        """Average gradients over the ranks now, also under :meth:`no_sync`.
+
+        For gradients that no ``backward()`` made: those of ``torch.autograd.grad``, of second
+        order, or made by hand. All ranks must call it for the same parameters. Counts as
+        :meth:`weighted` says.
+
+        Args:
+            gradients: ``None`` for ``.grad`` of all parameters that require gradients, which is
+                overwritten. Or a gradient or ``None`` for each of ``params``, as
+                ``torch.autograd.grad`` returns them. Or a mapping from names of parameters, as
+                the wrapped module has them, to gradients; one that is missing counts as ``None``.
+            params: what the gradients belong to, by default all parameters of the module that
+                require gradients, in the order of ``module.parameters()``. That they are alike
+                on all ranks is verified by one more small collective.
+
+        Returns:
+            ``None`` if ``gradients`` is. Otherwise the means, as a tuple or a dictionary: new
+            tensors, which know nothing of the graphs that the gradients came from. ``None`` where
+            no rank had a gradient; a rank's ``None`` counts as zero elsewhere.
+
+        Raises:
+            RuntimeError: called during a backward or inside :meth:`join`, or the ranks reduce
+                different parameters.
+            TypeError: a gradient or a parameter is no tensor.
+            ValueError: the gradients do not fit the parameters in number, name, shape or dtype.
+            FloatingPointError: with ``check_finite="raise"``, a gradient is not finite on a rank.
+
+        Example::
+
+            penalty = sum(g.square().sum() for g in grad(loss, params, create_graph=True))
+            means = model.reduce_gradients(grad(loss + penalty, params))
+        """
+        refuse_inside(self, "reduce_gradients()")
+        if gradients is not None:
+            named: list[tuple[str, Tensor]] = self._trainable()
+            return on_demand.reduce_given(self.core, gradients, params, named)
+        if params is not None:
+            raise ValueError("params without gradients: give the gradients too")
+        on_demand.reduce_accumulated(self.core)
+        return None
+
+    # Reports, and what goes into checkpoints
+
+    def check_sync(self, *, buffers: bool | None = None, gradients: bool | None = None) -> None:
+        """Verify that all ranks hold the same parameters, buffers and gradients, bit for bit.
+
+        All ranks must call it, between two steps or wherever they suspect each other: it changes
+        nothing, and after its error training may go on. Two small collectives, and some passes over
+        the memory of all that is compared. Checksums of 64 bits are compared, which for different
+        tensors are alike in one of 2^64 cases. A NaN equals the same NaN, 0.0 differs from -0.0.
+
+        Parameters and buffers of ``_ddp_params_and_buffers_to_ignore`` are left out.
+
+        Args:
+            buffers: ``None`` for all but those that differ by design: the running statistics of
+                BatchNorm and InstanceNorm, which each rank's forwards change by its own batches;
+                those of SyncBatchNorm are compared. ``True`` for all, ``False`` for none.
+            gradients: ``None`` for all that are alike by design: those that the last reduced
+                backward has left to parameters that require gradients. Nothing has been added to
+                them under :meth:`no_sync` since, on any rank, nor has :meth:`join` given them back.
+                ``True`` for all, ``False`` for none. A missing one differs from any other.
+
+        Raises:
+            RuntimeError: on every rank, if any two differ, naming the first tensors that do, which
+                ranks hold what, and what to do; or if names, shapes or dtypes differ. Also: called
+                during a backward or inside :meth:`join`, or a rank does not take part.
+            TypeError: an argument is none of these.
+
+        Example::
+
+            optimizer.step()
+            if step % 1000 == 0:
+                model.check_sync()
+        """
+        refuse_inside(self, "check_sync()")
+        # (A sliced module has other tensors in the places of its parameters.)
+        params: Any = self.core.parameters.params if self._is_sliced else self._named_parameters()
+        named_buffers = [
+            each for each in self.module.named_buffers() if each[0] not in self.parameters_to_ignore
+        ]
+        check_sync(self.module, self.core, params, named_buffers, buffers, gradients)
+
+    def wire_report(self) -> str:
+        """How gradients travel with ``compression="auto"``, and why, in some lines.
+
+        What was measured at construction, on the slowest rank; how long a backward is predicted to
+        take if all buckets travel in their own dtype, in bf16 and in int8; and the choice for each.
+        It is made after the first reduced backward, whose compute it depends on, and again when
+        buckets change and when the first backwards are over. Rank 0 logs it each time that it is
+        another one, at level INFO, in the logger ``tritonddp.auto``.
+        """
+        planner = self.core.manager.planner
+        if planner is None:
+            return (
+                'there was no choice: compression is not "auto", or its process group has one rank '
+                "or was replaced"
+            )
+        return planner.report
+
+    def comm_state_dict(self) -> dict[str, Any]:
+        """What to save beside the module, so that a new wrapper goes on with the same bits.
+
+        All ranks call it, between two steps, and each saves what it gets.
+
+        Returns:
+            ``rank`` and ``world_size`` of this run, and, alike on all ranks: ``bucket_order``,
+            names of parameters as buckets hold them, empty before the first reduced backward;
+            ``reductions_since_change``, since a parameter was frozen, unfrozen or added;
+            ``weight_unit``, by which the next weights are divided; and ``wires``, what
+            ``compression="auto"`` has chosen for each bucket, as numbers. And of this rank, with
+            ``compression``: ``sent`` and ``reduced``, what quantisation has left out of its
+            gradients, and of those sums that it owns, by parameter, fp32, in its shape.
+
+        Raises:
+            RuntimeError: a backward waits for ``finalize_backward()``.
+
+        Example::
+
+            torch.save({"model": model.module.state_dict(), "comm": model.comm_state_dict()}, path)
+        """
+        return checkpoint.comm_state(self.core)
+
+    def load_comm_state_dict(self, *states: dict[str, Any]) -> None:
+        """Go on as the run did whose state this is: the next step has the bits of its next step.
+
+        All ranks call it, between two steps, once the module has the parameters of that run, frozen
+        ones included. One small all-reduce.
+
+        Args:
+            states: what :meth:`comm_state_dict` returned: on as many ranks as then, each rank's
+                own. On fewer or more ranks those of all saved ranks ``r`` for which
+                ``r % world_size`` is this rank, which may be none: what was left out of their
+                gradients is added up. Parameters that the module does not have are passed over;
+                trainable ones that a state does not name go last.
+
+        Raises:
+            RuntimeError: a backward is under way, or waits for ``finalize_backward()``; or a state
+                of another rank is none. Whichever rank it is, nothing is loaded on any.
+            TypeError: a state is no dictionary, or an entry is of another type than it was.
+            ValueError: an entry is missing or out of range; or a parameter had another shape, and
+                something was left out of its gradients.
+        """
+        checkpoint.load_comm_state(self.core, states)
+
+    # Communication hooks
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """Let ``hook`` decide how gradients are reduced, bucket by bucket.
+
+        The hook replaces the mean over ranks: whatever it returns ends up in ``.grad``. All hooks
+        of ``torch.distributed.algorithms.ddp_comm_hooks`` work. It is called once for each bucket
+        of a backward, in the same order on every rank. To be registered on all ranks between the
+        same two steps, and once for each wrapped module. :meth:`reduce_gradients` does without it.
+
+        Args:
+            state: handed to each call.
+            hook: ``hook(state, bucket)``. ``bucket`` has the methods of
+                ``torch.distributed.GradBucket`` (see :mod:`tritonddp.comm.grad_bucket`). Its
+                gradients are not divided by the number of ranks: that is up to the hook. It returns
+                a ``torch.futures.Future`` of one tensor like ``bucket.buffer()``.
+
+        Raises:
+            RuntimeError: a hook is registered already, or a backward is under way; and in
+                ``backward()``, naming rank, step and bucket, if the hook fails.
+            TypeError: ``hook`` is not callable, or is one for bfloat16 where torch allows none.
+            ValueError: its annotations are of other types.
+
+        Example::
+
+            state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10)
+            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        """
+        self._noting(check_hook, hook)
+        self.core.register_comm_hook(state, hook)
+        self._comm_hooks.append((hook, state))
+
+    @property
+    def comm_hook_name(self) -> str:
+        """Of the communication hook, empty without one. For stock's logging data."""
+        if self._builtin_hook is not None:
+            return str(self._builtin_hook)
+        names = (getattr(hook, "__qualname__", repr(hook)) for hook, _ in self._comm_hooks)
+        return ", ".join(names)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        """Register ``ALLREDUCE`` or ``FP16_COMPRESS``; see :meth:`register_comm_hook`.
+
+        Raises:
+            RuntimeError: as there.
+            TypeError: it is none of the two.
+        """
+        self.core.register_comm_hook(self.process_group, builtin_hook(comm_hook_type))
+        self._builtin_hook = comm_hook_type
+
+    def _register_fused_optim(
+        self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any
+    ) -> None:
+        """Have an optimizer step for each bucket once its gradients are the means.
+
+        Args:
+            optim: a class of ``torch.optim`` that has a functional twin in torch.
+            args, kwargs: of its constructor, without the parameters.
+            optim_params: which parameters it steps, by default all.
+
+        Raises:
+            RuntimeError: torch has no such twin that steps here, or a hook is registered already.
+            TypeError: ``optim`` is no class.
+            ValueError: torch has no such twin at all.
+        """
+        register_fused_optimizer(self, optim, optim_params, args, kwargs)
+
+    def _register_hooks_again(self) -> None:
+        """The reducer is a new one: of a copy, or in another process group.
+
+        As in stock, a group that the state of a hook holds stays as it is.
+        """
+        for hook, state in self._comm_hooks:
+            self.core.register_comm_hook(state, hook)
+        if self._builtin_hook is not None:
+            self.core.register_comm_hook(self.process_group, builtin_hook(self._builtin_hook))
+
+    # When the caller says where a backward ends
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Whether reduced backwards leave ``.grad`` to :meth:`finalize_backward`. Off by default.
+
+        So that other work goes on while gradients are on their way. May be set whenever no backward
+        waits for its end::
+
+            model.require_manual_backward_finalization = True
+            criterion(model(inputs), targets).backward()  # the all-reduces go on
+            ...
+            model.finalize_backward()  # now .grad holds the means
+            optimizer.step()
+
+        Raises:
+            RuntimeError: when set, if one does.
+            TypeError: when set to something that is not on or off.
+        """
+        return self._require_manual_backward_finalization
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        check_flags({"require_manual_backward_finalization": required})
+        self.core.finalize_manually(required)
+        self._require_manual_backward_finalization = required
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether the next backward has to return before :meth:`finalize_backward` may be called.
+
+        True for the first reduced backward, in which the order of buckets is not known yet; after
+        that it may be called from a hook too. Always false if finalisation is not manual.
+        """
+        return self._require_manual_backward_finalization and self.core.manager.is_provisional
+
+    def finalize_backward(self) -> None:
+        """Wait for the reductions of the last backward, and bring their results into ``.grad``.
+
+        Once for each reduced backward, after it has returned; or from a hook of it, when all
+        buckets have been launched (see :attr:`should_finalize_after_backward`).
+
+        Raises:
+            RuntimeError: :attr:`require_manual_backward_finalization` is off, buckets still wait
+                for gradients, or there is nothing to wait for, as under ``no_sync``.
+        """
+        self.core.finalize_backward()
+
+    # Uneven inputs
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Context: ranks may run out of inputs at different times.
+
+        A rank that leaves the body waits there for the others, and makes the collectives of their
+        forwards and backwards, with gradients of zero. When all have left it, every rank gets the
+        parameters and buffers of one that left last.
+
+        Inside, as in stock, the *forward* decides what is reduced, since it tells the ranks that
+        wait: one reduced backward follows each forward that runs with gradients and outside
+        :meth:`no_sync`; all other backwards belong under :meth:`no_sync`. (A forward that no
+        backward follows is made up for by the next, or at the end.) All ranks that have inputs
+        make the same forwards, of one wrapped module after the other. What a rank has accumulated
+        when its inputs end is not reduced.
+
+        Args:
+            divide_by_initial_world_size: divide the sum of the gradients by the number of ranks;
+                ``False`` divides it by the number of those that still have inputs. Weighted means
+                (:meth:`weighted`) count those only either way; communication hooks divide
+                themselves, as in stock.
+            enable: ``False`` makes this context do nothing.
+            throw_on_early_termination: when a rank runs out of inputs, raise an error on all.
+
+        Raises:
+            RuntimeError: on every rank, if one runs out of inputs and
+                ``throw_on_early_termination`` is set; in a forward, if ranks do not agree on
+                whether its backward is reduced; in a backward, if its forward did not tell that it
+                is reduced; or the ranks hold different parameters.
+            TypeError: an argument is not on or off.
+
+        Example::
+
+            with model.join():
+                for batch in batches:  # more of them on some ranks
+                    loss(model(batch)).backward()
+                    optimizer.step()
+
+        With further classes that can be joined, a ``ZeroRedundancyOptimizer`` say, use
+        ``torch.distributed.algorithms.join.Join([model, optimizer])``, in the order in which they
+        are called, and end the body with a backward. While a rank waits, its ``.grad`` are those of
+        the others, so that its share of the optimizer does the right step; afterwards they are its
+        own again.
+        """
+        check_flags({"enable": enable, "throw_on_early_termination": throw_on_early_termination})
+        return UnevenInputs(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> ShadowHook:
+        """What torch's ``Join`` runs on a rank that has no inputs left.
+
+        Args:
+            kwargs: ``divide_by_initial_world_size``, see :meth:`join`.
+
+        Raises:
+            TypeError: it is not on or off.
+        """
+        divides = kwargs.get("divide_by_initial_world_size", True)
+        check_flags({"divide_by_initial_world_size": divides})
+        self.group.refuse_if_forked()
+        self.logger._set_uneven_input_join()
+        return ShadowHook(self, divides)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where torch's ``Join`` counts the ranks that have inputs."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """In which torch's ``Join`` counts them."""
+        return self.process_group
+
+    @property
+    def _join_config(self) -> Any:
+        """What torch's ``Join`` sets when it is entered, and reads in each forward."""
+        return self.__dict__["_join_config"]
+
+    @_join_config.setter
+    def _join_config(self, config: Any) -> None:
+        self.__dict__["_join_config"] = config
+        self.sync.join = JoinProtocol(self.group, self.device) if config.enable else None
+
+    # Module buffers
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward begins with a broadcast of module buffers."""
+        return (
+            self.forward_sync_buffers
+            and self.require_forward_param_sync
+            and len(self.core.parameters.buffers()) > 0
+        )
+
+    def _check_sync_bufs_pre_fwd(self) -> bool:
+        """Whether a forward begins with :meth:`_sync_buffers` now."""
+        is_after = self._buffer_hook is not None and self._buffer_hook.is_after_forward
+        return not is_after and self._syncs_buffers
+
+    def _check_sync_bufs_post_fwd(self) -> bool:
+        """Whether a forward ends with it, as a hook wants it."""
+        is_after = self._buffer_hook is not None and self._buffer_hook.is_after_forward
+        return is_after and self._syncs_buffers
+
+    @property
+    def _syncs_buffers(self) -> bool:
+        return (
+            self.forward_sync_buffers
+            and self.require_forward_param_sync
+            and any(self.core.parameters.buffer_tables)
+        )
+
+    def _sync_buffers(self) -> None:
+        sync_buffers(self.core.parameters, self.state_broadcast, self.core, self._buffer_hook)
+
+    def _register_buffer_comm_hook(
+        self,
+        state: Any,
+        hook: Callable[[Any, dict[str, Tensor]], Any],
+        comm_hook_location: BufferCommHookLocation = BufferCommHookLocation.POST_FORWARD,
+    ) -> None:
+        """Synchronise module buffers by ``hook`` instead of a broadcast from rank 0.
+
+        It runs in the forwards that would broadcast (see ``forward_sync_buffers``), and changes
+        the buffers in place, with whatever collectives it likes. As in stock it has their place:
+        a second call replaces the hook.
+
+        Args:
+            state: handed to the hook.
+            hook: ``hook(state, {name: buffer})``, with names as the wrapped module has them. May
+                return a list of :class:`torch.futures.Future`, which are waited for at the end of
+                the next backward.
+            comm_hook_location: ``PRE_FORWARD`` or ``POST_FORWARD`` of
+                ``torch.nn.parallel.distributed._BufferCommHookLocation``.
+
+        Raises:
+            TypeError: ``hook`` cannot be called.
+        """
+        if not callable(hook):
+            raise TypeError(f"hook must be callable, got {type(hook).__name__}")
+        self._buffer_hook = BufferHook(
+            hook, state, comm_hook_location == BufferCommHookLocation.POST_FORWARD
+        )
+
+    def _default_broadcast_coalesced(
+        self,
+        bufs: Sequence[Tensor] | None = None,
+        bucket_size: int | None = None,
+        authoritative_rank: int = 0,
+    ) -> None:
+        """What happens to buffers without a hook, for hooks that add something to it.
+
+        Args:
+            bufs: all buffers of the module by default.
+            bucket_size: most bytes of one message.
+            authoritative_rank: whose values all get, by its rank in the process group.
+
+        Raises:
+            TypeError: ``bufs`` are no tensors.
+        """
+        if bufs is not None:
+            check_buffers(bufs)
+        broadcast_coalesced(
+            [buffer for _, buffer in self.core.parameters.buffers()] if bufs is None else bufs,
+            self.process_group,
+            authoritative_rank,
+            bucket_size or self.broadcast_bucket_size,
+        )
+
+    # Copies, and other process groups
+
+    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        named = self.module.named_parameters()
+        return [each for each in named if each[0] not in self.parameters_to_ignore]
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what belongs to the process group.
@@ -444,15 +982,18 @@ class DistributedDataParallel(
                 when the state is loaded.
         """
         self._check_default_group()
-        attributes = self.__dict__.items()
-        return {name: value for name, value in attributes if name not in _OF_THE_GROUP}
+        state = {name: each for name, each in self.__dict__.items() if name not in _OF_THE_GROUP}
+        return state | {"require_backward_grad_sync": self.sync.enabled}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        is_enabled = state.pop("require_backward_grad_sync")
         super().__setstate__(state)
+        self.sync = SyncState()
+        self.sync.enabled = is_enabled
         leave_join(self)
         self.process_group = process_group_of(None, None)
-        self._enter_group()
-        self._build_reducer()
+        self.group = Group(self.process_group)
+        self._build_reducer(self._enter_group())
         if self._low is not None:
             self._low.remove_hooks_with(self)
 
@@ -468,18 +1009,21 @@ class DistributedDataParallel(
             new_process_group: as on all of its ranks. A rank that is not in it gives what
                 ``torch.distributed.new_group`` returned there, and begins anew in its old group.
         """
-        self.reducer._remove_autograd_hooks()
+        self.core.detach()
         if isinstance(new_process_group, dist.ProcessGroup):
             self.process_group = new_process_group
+            self.group = Group(new_process_group)
         # A choice by other figures, or by none, would be another one than that of other ranks.
-        self._wire = replace(self._wire, figures=None)
-        self._enter_group()
-        self._build_reducer()
+        self._figures = None
+        self._build_reducer(self._enter_group())
 
 
 # What is made anew for a process group, and the group itself.
 _OF_THE_GROUP = frozenset(
-    {"process_group", "reducer", "logger", "_attendance", "_roster", "_weight"}
+    {
+        *("process_group", "group", "sync", "core", "reducer", "logger", "state_broadcast"),
+        "_window",
+    }
 )
 
 _alive: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
@@ -487,14 +1031,3 @@ _alive: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 # torch's own class answers isinstance for this one, so that checkpointing, Lightning, Accelerate
 # and dynamo treat it as what it replaces. Its metaclass is ABCMeta.
 STOCK.register(DistributedDataParallel)
-
-
-def _asks(ddp: DistributedDataParallel, attribute: str, otherwise: Any) -> Callable[[], Any]:
-    """A question that the reducer may keep without keeping ``ddp`` alive."""
-    reference = weakref.ref(ddp)
-
-    def ask() -> Any:
-        owner = reference()
-        return otherwise if owner is None else getattr(owner, attribute)
-
-    return ask

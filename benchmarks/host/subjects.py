@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import deadline
 import torch
 from configurations import Configuration
 from models import ManyParameters
@@ -119,9 +120,9 @@ def _settle(x: Tensor, sweep: Tensor) -> None:
 
 
 def time_rounds(
-    subjects: Mapping[Key, Subject], device: torch.device, rounds: int
+    subjects: Mapping[Key, Subject], device: torch.device, rounds: int, end: float
 ) -> dict[Key, list[Times]]:
-    """Check the subjects and time them in shuffled rounds.
+    """Check the subjects and time them in shuffled rounds, until ``end``.
 
     Raises:
         RuntimeError: gradients differ from the first subject's, or a subject has other buckets
@@ -143,7 +144,7 @@ def time_rounds(
             )
     times: dict[Key, list[Times]] = {key: [] for key in subjects}
     shuffle, order = random.Random(0), list(subjects)
-    for number in range(-WARMUPS, rounds):
+    for number in deadline.rounds(rounds, end, discarded=WARMUPS):
         shuffle.shuffle(order)
         for key in order:
             one = subjects[key].step(x, sweep)

@@ -10,11 +10,13 @@ measured with its gaps.) On the CPU, the time is that of the call, on the callin
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import deadline
 import torch
 from contenders import Contender, Inputs
 from torch import Tensor
@@ -51,9 +53,12 @@ def input_sets(nbytes: int, device: torch.device) -> int:
 
 
 def time_rounds(
-    contenders: Sequence[Contender], rotation: Sequence[Inputs], rounds: int
+    contenders: Sequence[Contender],
+    rotation: Sequence[Inputs],
+    rounds: int,
+    end: float = math.inf,
 ) -> dict[str, Samples]:
-    """Count the launches of the contenders and time them, by name."""
+    """Count the launches of the contenders and time them until ``end``, by name."""
     device = rotation[0].block.device
     on_gpu = device.type == "cuda"
     flush = torch.ones(_cache_bytes(device), device=device)  # in fp32: four times the cache
@@ -66,7 +71,7 @@ def time_rounds(
         samples[contender.name] = Samples(launches, calls)
     host_seconds = dict.fromkeys(samples, 0.0)
     shuffle, order = random.Random(0), list(contenders)
-    for number in range(-_WARMUPS, rounds):
+    for number in deadline.rounds(rounds, end, discarded=_WARMUPS):
         shuffle.shuffle(order)
         for contender in order:
             name, each = contender.name, samples[contender.name]

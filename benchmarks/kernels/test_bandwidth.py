@@ -21,6 +21,7 @@ import pytest
 import replay
 import torch
 from contenders import CEILING, DIRECTIONS, Inputs, check, contenders
+from deadline import share
 from device_timing import Samples, input_sets, time_rounds
 from paired import Spread, paired_ratio
 from shapes import BUCKETS, LISTS, Shapes, whole
@@ -82,10 +83,21 @@ def pytest_generate_tests(metafunc: Any) -> None:
     metafunc.parametrize(("group", "contender"), cases)
 
 
+@pytest.fixture(scope="session")
+def groups(request: pytest.FixtureRequest) -> list[Group]:
+    """Those that are measured, in this order."""
+    parameters = [getattr(item, "callspec", None) for item in request.session.items]
+    found = [each.params["group"] for each in parameters if each and "group" in each.params]
+    return list(dict.fromkeys(found))
+
+
 @pytest.mark.benchmark(timer=replay.clock)
-def test_bandwidth(benchmark: Any, group: Group, contender: str, pytestconfig: Any) -> None:
+def test_bandwidth(
+    benchmark: Any, group: Group, contender: str, groups: list[Group], pytestconfig: Any
+) -> None:
     benchmark.group = str(group)
-    measurement = measure(group, pytestconfig.option.rounds or ROUNDS)
+    groups_left = len(groups) - groups.index(group)
+    measurement = measure(group, pytestconfig.option.rounds or ROUNDS, groups_left)
     samples = measurement.samples[contender]
     replay.replay(benchmark, samples.seconds)
     ceiling = measurement.samples[CEILING].seconds
@@ -126,12 +138,13 @@ class Measurement:
 
 
 @functools.cache  # the first test of a group measures it
-def measure(group: Group, rounds: int) -> Measurement:
-    """Check and time all contenders of a group.
+def measure(group: Group, rounds: int, groups_left: int) -> Measurement:
+    """Check and time all contenders of a group, in its share of the time left.
 
     Raises:
         RuntimeError: a contender is wrong; none is timed.
     """
+    end = share(1 / groups_left)
     dtype, wire = DTYPES[group.dtype]
     rotation = [Inputs.make(group.shapes, dtype, wire, DEVICE)]
     nbytes = rotation[0].nbytes
@@ -140,7 +153,7 @@ def measure(group: Group, rounds: int) -> Measurement:
         check(group.direction, contender, rotation[0])
     count = input_sets(nbytes, DEVICE)
     rotation += [Inputs.make(group.shapes, dtype, wire, DEVICE) for _ in range(count - 1)]
-    samples = time_rounds(rivals, rotation, rounds)
+    samples = time_rounds(rivals, rotation, rounds, end)
     rotation.clear()
     if DEVICE.type == "cuda":
         torch.cuda.empty_cache()  # other lists need blocks of other sizes

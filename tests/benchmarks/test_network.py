@@ -25,7 +25,7 @@ from hosts import hosts_or_skip
 from launched import ignoring
 from line import Limit, frame_bytes, step_limit
 
-from tritonddp.coordination.agreement import BYTES as BALLOT_BYTES
+from tritonddp.coordination.agreement import BYTES as HEADER_BYTES
 
 BENCHMARKS = Path(benchmark.__file__).parent
 FRAMED = 1514 / 1448
@@ -311,7 +311,7 @@ def test_by_wire_it_measures_what_each_sends(tmp_path: Path) -> None:
     # Of two hosts each sends as many bytes as it hands to an all-reduce.
     for wire, size in (("fp32", 4), ("bf16", 2), ("fp16", 2)):
         one = contenders[f"ours {wire}"]
-        assert one["sent_bytes"] == size * (PARAMETERS + 24 + 2 * BALLOT_BYTES)
+        assert one["sent_bytes"] == size * (PARAMETERS + 24 + 2 * HEADER_BYTES)
         assert one["sent_bytes"] < one["tx_bytes"] < 1.2 * one["sent_bytes"], wire
         assert gradients[f"ours {wire}"]["same_bits"] == (wire == "fp32")
         assert result["comparisons"][wire]["best"] == "stock"

@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shlex
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import bench
+import deadline
 import pytest
 import report
 import report_tables
@@ -49,6 +52,7 @@ def step_model(unused: bool) -> dict[str, Any]:
     names = [f"{who}{mode}" for mode in MODES for who in ("stock", "stock find_unused", "ours")]
     every = ["unwrapped", *names]
     return {
+        "raw_seconds_per_rank": [{name: [[0.01] * 6] for name in every}],
         "seconds": dict.fromkeys(every, SPREAD),
         "overhead_seconds": dict.fromkeys(names, 0.0034),
         "wire_bytes": dict.fromkeys(every, 1_250_000),
@@ -87,6 +91,7 @@ def network_result(rate: float | None) -> dict[str, Any]:
     names = ("unwrapped", "all-reduce alone", "stock", "ours", "stock views", "ours views")
     return {
         "hosts": 2,
+        "rounds": 6,
         "rate_bits_per_s": rate,
         "model": "mlp",
         "payload_bytes": 42_600_000,
@@ -137,6 +142,7 @@ RESULTS: dict[str, dict[str, Any]] = {
         "detection": {
             "models": {
                 "branchy": {
+                    "raw_seconds_per_rank": [{"ours": [[0.01] * 6]}],
                     "seconds": {"ours told": SPREAD},
                     "comparisons": [
                         {**comparison("ours told", unused=False), "gradients": "copies"},
@@ -165,7 +171,12 @@ RESULTS: dict[str, dict[str, Any]] = {
         "memory": {
             "models": {
                 "mlp": {
-                    name: {"buckets": 2**20, "above": {"first": 2**20, "steady": 0}, "holds": True}
+                    name: {
+                        "buckets": 2**20,
+                        "largest_bucket": 2**20,
+                        "above": {"first": 2**20, "steady": 0},
+                        "holds": True,
+                    }
                     for name in ("stock", "ours")
                 }
             },
@@ -280,6 +291,47 @@ def test_figures_come_from_the_files_and_a_changed_one_is_noticed(
     assert run(monkeypatch, "--check", *options) == 1
 
 
+def test_tables_begin_with_the_verdicts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "draw", lambda *_: None)
+    assert run(monkeypatch, "--results", folder) == 0
+    text = (folder / "cpu" / report.TABLES).read_text()
+    row = "| step | mlp copies, backwards: stock | 0.987 | 0.974 to 1.008 | 1.02 | met | 6 |"
+    assert text.index("## Verdicts") < text.index(row) < text.index("## Step")
+    assert "Verdicts" not in (folder / "some-gpu" / report.TABLES).read_text()
+
+
+def test_local_results_are_left_alone_unless_they_are_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "draw", lambda *_: None)
+    readme = folder / "README.md"
+    readme.write_text(report.README.read_text())
+    local = folder / report.LOCAL
+    local.mkdir()
+    text = (folder / "cpu" / "step.json").read_text()
+    (local / "step.json").write_text(text.replace("0.987", "0.789"))
+    (local / report.TABLES).write_text("of another run")
+    options = ("--readme", "--results", folder, "--readme-file", readme)
+    assert run(monkeypatch, *options) == 0
+    assert (folder / "cpu" / "step.json").read_text() == text
+    assert "0.789" not in readme.read_text()
+    assert run(monkeypatch, *options, "--from", report.LOCAL) == 0
+    assert f"copied from local: {folder / 'cpu' / 'step.json'}" in capsys.readouterr().out
+    assert "| mlp | copies | stock | 0.789 |" in readme.read_text()
+    assert "| 2 | 1 Gbit/s | copies |" in readme.read_text()  # what is not there stays
+    assert (folder / "cpu" / report.TABLES).read_text().startswith("# Measured on: cpu")
+    assert (local / report.TABLES).read_text() == "of another run"
+
+
+def test_nothing_is_taken_from_where_nothing_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"no results in .*local: run make bench"):
+        run(monkeypatch, "--readme", "--results", folder, "--from", report.LOCAL)
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "--check", "--results", folder, "--from", report.LOCAL)
+
+
 def test_what_has_no_file_is_not_measured() -> None:
     figures = report_tables.figures({})
     assert {tuple(lines) for lines in figures.values()} == {("Not measured.",)}
@@ -338,8 +390,14 @@ def test_plots_are_drawn_and_no_label_lies_over_another(tmp_path: Path) -> None:
 # make bench
 
 
-def part(code: str, limit: float = 20) -> bench.Part:
-    return bench.Part("part", limit, f"-c {code}")
+def outcome_of(code: str, out: Path, seconds: float = 20) -> str:
+    part = bench.Part("part", seconds, shlex.join(["-c", code]))
+    return bench.run(part, time.monotonic() + seconds, out)
+
+
+def writing(path: Path, text: str) -> str:
+    """Code that writes a file."""
+    return f"import pathlib; pathlib.Path({str(path)!r}).write_text({text!r})"
 
 
 @pytest.mark.parametrize(
@@ -352,17 +410,73 @@ def part(code: str, limit: float = 20) -> bench.Part:
         ("import_time", "failed: exit status 1, see above: NameError"),
     ],
 )
-def test_a_part_is_ok_not_run_or_failed(code: str, outcome: str) -> None:
-    assert bench.run(part(code)).startswith(outcome)
+def test_a_part_is_ok_not_run_or_failed(code: str, outcome: str, tmp_path: Path) -> None:
+    assert outcome_of(code, tmp_path).startswith(outcome)
 
 
-def test_a_part_that_hangs_is_ended() -> None:
-    hanging = part("__import__('time').sleep(60)", limit=1)
-    assert bench.run(hanging).startswith("failed: not done after")
+def test_a_part_knows_its_deadline(tmp_path: Path) -> None:
+    code = f"import os, time; t = float(os.environ[{deadline.VARIABLE!r}]) - time.monotonic()"
+    assert outcome_of(f"{code}; exit(not 0 < t < 1000)", tmp_path, 1000).startswith("ok, ")
+
+
+def test_a_part_that_hangs_is_ended_and_what_it_wrote_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "LEAST_SECONDS", 1.0)
+    result = tmp_path / "part.json"
+    content = {"results": [{"rounds": 3}, {"rounds": 7}]}
+    code = f"{writing(result, json.dumps(content))}; import time; time.sleep(60)"
+    outcome = outcome_of(code, tmp_path, seconds=0.5)
+    assert outcome.startswith("failed: cut off after ")
+    assert "3 to 7 rounds" in outcome
+    assert json.loads(result.read_text()) == content
+
+
+@pytest.mark.parametrize("content", ["", '{"models":'])
+def test_half_a_result_and_that_of_an_earlier_run_are_removed(tmp_path: Path, content: str) -> None:
+    result = tmp_path / "part.json"
+    result.write_text("{}")
+    assert outcome_of("pass", tmp_path).startswith("ok, ")
+    assert not result.exists()
+    outcome_of(writing(result, content), tmp_path)
+    assert not result.exists()
 
 
 def test_all_parts_together_are_under_ten_minutes() -> None:
-    limits = re.findall(
-        r"timeout -k \d+ (\d+) \S+ benchmarks/bench", (bench.HERE.parent / "Makefile").read_text()
-    )
-    assert sum(part.limit for part in bench.PARTS) <= int(limits[0]) - 5 < 600
+    grace, limit = re.findall(
+        r"timeout -k (\d+) (\d+) \S+ benchmarks/bench",
+        (bench.HERE.parent / "Makefile").read_text(),
+    )[0]
+    assert sum(part.seconds for part in bench.PARTS) == bench.SECONDS
+    # Between them there is time for parts that take longer than they should.
+    assert int(limit) >= bench.SECONDS + bench.LEAST_SECONDS
+    assert int(grace) + int(limit) < 600
+
+
+def test_make_bench_writes_its_folder_only_and_ends_with_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def committed() -> dict[Path, bytes]:
+        files = [report.README, *sorted((report.RESULTS / "cpu").iterdir())]
+        return {path: path.read_bytes() for path in files}
+
+    out = tmp_path / "results" / "local"
+    text = json.dumps(RESULTS["cpu"]["step"])
+    step = bench.Part("step", 1, shlex.join(["-c", writing(out / "step.json", text)]))
+    monkeypatch.setattr(bench, "PARTS", (step, bench.PARTS[-1]))
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--out", str(out)])
+    before = committed()
+    assert bench.main() == 0
+    assert committed() == before
+    assert (out / report.TABLES).read_text().startswith("# Measured on: local")
+    printed = capsys.readouterr().out
+    assert "mlp copies, backwards: stock" in printed.rsplit("ours against", 1)[1]
+    assert f"Written to {out}; README" in printed
+
+
+def test_no_part_names_what_is_committed() -> None:
+    for part in bench.PARTS:
+        assert "{out}" in part.command
+        assert not re.search(r"results/|--readme|--from", part.command)
+    ignored = (report.ROOT / ".gitignore").read_text().splitlines()
+    assert f"/{bench.LOCAL.relative_to(report.ROOT)}/" in ignored

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import deadline
 import pytest
 import torch
 from torchrun import ROOT, measured
@@ -27,6 +28,7 @@ def test_step_measures_every_configuration(tmp_path: Path) -> None:
     assert content["world_size"] == 2
     assert list(content["models"]) == ["mlp", "branchy"]
     for name, result in content["models"].items():
+        assert result["rounds"] == [2]
         configurations = list(result["seconds"])
         assert {"unwrapped", "stock again", "ours", "ours views"} <= set(configurations)
         assert ("ours strict" in configurations) == (name == "mlp")
@@ -59,6 +61,31 @@ def test_step_measures_every_configuration(tmp_path: Path) -> None:
             assert [len(build) for build in raw[0]["ours"]] == [2]
             assert raw[0]["ours"] != raw[1]["ours"]
     assert "branchy: gradients bit-equal to stock's" in printed
+
+
+def test_a_late_run_takes_few_rounds_of_what_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(deadline.VARIABLE, "0")
+    content, printed = measured(
+        ROOT / "benchmarks" / "step.py",
+        tmp_path / "step.json",
+        *("--models", "mlp", "--rounds", "500", "--compared-only"),
+    )
+    result = content["models"]["mlp"]
+    assert result["rounds"] == [deadline.LEAST_ROUNDS]
+    assert "stock again" in result["seconds"]
+    assert not {"stock find_unused", "ours strict"} & set(result["seconds"])
+    assert f"{deadline.LEAST_ROUNDS} rounds" in printed
+
+
+def test_late_memory_has_one_row_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(deadline.VARIABLE, "0")
+    content, _ = measured(
+        ROOT / "benchmarks" / "memory.py", tmp_path / "memory.json", "--models", "mlp", "branchy"
+    )
+    assert {name: list(rows) for name, rows in content["models"].items()} == {"mlp": ["ours"]}
+    assert {"mlp ours views", "mlp stock", "branchy ours"} <= set(content["left_out"])
 
 
 @pytest.mark.thorough

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import deadline
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +46,12 @@ def test_kernels_are_reported_as_shares_of_a_copy(tmp_path):
         ceiling = facts[direction, "device copy"]["stats"]["data"]
         shares = sorted(a / b for a, b in zip(ceiling, row["stats"]["data"], strict=True))
         assert abs(info["of_ceiling"]["median"] - sum(shares) / 2) < 1e-3
+
+
+def test_late_kernels_have_few_rounds(tmp_path, monkeypatch):
+    monkeypatch.setenv(deadline.VARIABLE, "0")
+    rows, _ = run("kernels", tmp_path, "-k", "many_small-bf16", "--rounds", "5000")
+    assert {row["stats"]["rounds"] for row in rows} == {deadline.LEAST_ROUNDS}
 
 
 @pytest.mark.thorough

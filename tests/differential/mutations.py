@@ -15,7 +15,9 @@ from tritonddp.buckets import bucket, parameters
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.sparse_bucket import SparseBucket
 from tritonddp.buckets.view_bucket import ViewBucket
-from tritonddp.comm.reduction import AllReduce
+from tritonddp.comm.all_reduce import AllReduce
+from tritonddp.comm.broadcast import StateBroadcast
+from tritonddp.comm.run import ReductionRun
 from tritonddp.reducer import participation
 from tritonddp.reducer.reducer import Reducer
 
@@ -40,15 +42,18 @@ def _around(owner: Any, name: str, change: Callable[..., Any]) -> Any:
     return patch.object(owner, name, method)
 
 
+_nothing = contextlib.ExitStack
+
+
 @mutation
 def no_average() -> Iterator[None]:
     """Gradients are summed."""
 
-    def begin(original: Any, self: AllReduce, *args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
-        self._scale *= self._group.size()
+    def announce(original: Any, self: Reducer, run: ReductionRun) -> None:
+        original(run)
+        run.scale *= self.group.size
 
-    with _around(AllReduce, "begin", begin):
+    with _around(Reducer, "announce", announce):
         yield
 
 
@@ -60,10 +65,15 @@ def forgotten_bucket() -> Iterator[None]:
         def wait(self) -> None:
             pass
 
-    def issue(original: Any, self: AllReduce, bucket: Bucket) -> Any:
-        return Done() if bucket.index == 1 else original(bucket)
+    def launch(
+        original: Any, self: AllReduce, run: ReductionRun, bucket: Bucket, *args: Any
+    ) -> None:
+        if bucket.index == 1:
+            run.works.append(Done())
+        else:
+            original(run, bucket, *args)
 
-    with _around(AllReduce, "_issue", issue):
+    with _around(AllReduce, "launch", launch):
         yield
 
 
@@ -72,14 +82,16 @@ def stale_gradient() -> Iterator[None]:
     """What a bucket's first parameter sends is its gradient of the reduction before."""
     sent: dict[int, Tensor] = {}
 
-    def start(original: Any, self: AllReduce, bucket: Bucket) -> Any:
+    def launch(
+        original: Any, self: AllReduce, run: ReductionRun, bucket: Bucket, *args: Any
+    ) -> None:
         view = bucket.flat.views[0]
         before, sent[id(view)] = sent.get(id(view)), view.clone()
         if before is not None and before.shape == view.shape:
             view.copy_(before)
-        return original(bucket)
+        original(run, bucket, *args)
 
-    with _around(AllReduce, "start", start):
+    with _around(AllReduce, "launch", launch):
         yield
 
 
@@ -104,7 +116,7 @@ def ignored_no_sync() -> Iterator[None]:
 @mutation
 def ignored_forward_under_no_sync() -> Iterator[None]:
     """Only the start of a backward decides whether it is reduced, not its forward."""
-    with patch.object(Reducer, "_is_reduced", lambda self, forward: self._should_sync()):
+    with patch.object(Reducer, "is_reduced", lambda self, forward: self.sync.enabled):
         yield
 
 
@@ -127,24 +139,37 @@ def skipped_buffers() -> Iterator[None]:
 def skipped_initial_state() -> Iterator[None]:
     """Wrapping broadcasts nothing."""
 
-    def broadcast(original: Any, self: DistributedDataParallel, *args: Any) -> None:
-        if "reducer" in self.__dict__:
-            original(*args)
+    def send(original: Any, self: StateBroadcast, tensors: Any, place: str, what: str) -> None:
+        if place != "wrapping":
+            original(tensors, place, what)
 
-    with _around(DistributedDataParallel, "_broadcast", broadcast):
+    with _around(StateBroadcast, "send", send):
         yield
 
 
 def _with_flags(change: Callable[[Bucket], None]) -> contextlib.AbstractContextManager[Any]:
     """Patch: ``change`` sees a reduced bucket before it is unflattened."""
 
-    def unflatten(original: Any, self: Bucket, *args: Any) -> None:
+    def unpack(original: Any, self: Bucket, *args: Any) -> None:
         change(self)
         original(*args)
 
     stack = contextlib.ExitStack()
     for kind in (Bucket, ViewBucket):
-        stack.enter_context(_around(kind, "unflatten", unflatten))
+        stack.enter_context(_around(kind, "unpack", unpack))
+    return stack
+
+
+def _when_reduced(change: Callable[[Bucket], None]) -> contextlib.AbstractContextManager[Any]:
+    """Patch: ``change`` sees a bucket whose gradients are the means."""
+
+    def unpack(original: Any, self: Bucket, *args: Any) -> None:
+        original(*args)
+        change(self)
+
+    stack = contextlib.ExitStack()
+    for kind in (Bucket, ViewBucket, SparseBucket):
+        stack.enter_context(_around(kind, "unpack", unpack))
     return stack
 
 
@@ -160,7 +185,7 @@ def only_own_gradients() -> Iterator[None]:
     """A parameter that only other ranks used gets no gradient."""
 
     def forget(bucket: Bucket) -> None:
-        for slot, used in enumerate(bucket._used):
+        for slot, used in enumerate(bucket.used):
             if not used:
                 bucket.flat.flags[slot] = 0
 
@@ -173,10 +198,10 @@ def forgotten_microbatches() -> Iterator[None]:
     """What only backwards under ``no_sync`` used is not reduced."""
 
     def begin(original: Any, self: Reducer, *args: Any) -> None:
-        self._used_earlier = [False] * len(self._used_earlier)
+        self.forget_accumulated()
         original(*args)
 
-    with _around(Reducer, "begin", begin):
+    with _around(Reducer, "_open", begin):
         yield
 
 
@@ -196,13 +221,12 @@ def rows_of_one_rank() -> Iterator[None]:
 def other_rounding_on_one_rank() -> Iterator[None]:
     """The last bit of a gradient differs between ranks."""
 
-    def finish(original: Any, self: AllReduce, bucket: Bucket, *args: Any) -> None:
-        original(bucket, *args)
+    def change(bucket: Bucket) -> None:
         grad = bucket.params[0].grad
-        if self._group.rank() == 1 and grad is not None:
+        if torch.distributed.get_rank() == 1 and grad is not None:
             grad.mul_(1 + torch.finfo(grad.dtype).eps)
 
-    with _around(AllReduce, "finish", finish):
+    with _when_reduced(change):
         yield
 
 
@@ -212,12 +236,10 @@ def one_reduction_per_forward() -> Iterator[None]:
 
     def begin(original: Any, self: Reducer, forward: Any = None) -> None:
         reached = forward is not None and forward.reached
-        with (
-            patch.object(self, "_should_sync", lambda: False) if reached else contextlib.ExitStack()
-        ):
+        with patch.object(self, "is_reduced", lambda _: False) if reached else _nothing():
             original(forward)
 
-    with _around(Reducer, "begin", begin):
+    with _around(Reducer, "on_backward", begin):
         yield
 
 
@@ -231,14 +253,14 @@ def gradients_of_others_memory() -> Iterator[None]:
 @mutation
 def parameters_of_the_first_day() -> Iterator[None]:
     """Parameters that are replaced or unfrozen are not taken up."""
-    with patch.object(parameters.Roster, "look", lambda self, where: False):
+    with patch.object(parameters.ModuleParameters, "has_changed", lambda self: False):
         yield
 
 
 @mutation
 def lost_gradient_of_a_hook() -> Iterator[None]:
     """Reentrant checkpoints, which the engine does not announce, are not waited for."""
-    with patch.object(participation.Unannounced, "may_come", lambda self, missing: set()):
+    with patch.object(participation.ReentrantGrads, "may_come", lambda self, missing: set()):
         yield
 
 
@@ -253,11 +275,10 @@ def ignored_communication_hook() -> Iterator[None]:
 def complex_gradients_conjugated() -> Iterator[None]:
     """Complex gradients come back with the other sign of their imaginary parts."""
 
-    def finish(original: Any, self: AllReduce, bucket: Bucket, *args: Any) -> None:
-        original(bucket, *args)
+    def change(bucket: Bucket) -> None:
         for param in bucket.params:
             if param.is_complex() and param.grad is not None:
                 param.grad.copy_(param.grad.conj().resolve_conj())
 
-    with _around(AllReduce, "finish", finish):
+    with _when_reduced(change):
         yield

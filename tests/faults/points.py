@@ -32,12 +32,13 @@ class Point:
 
 
 STRUCK_AT = 2  # the step of most faults, counted from 0
-REDUCTION = "tritonddp.comm.reduction:AllReduce"
+RUN = "tritonddp.comm.run:ReductionRun"
+TRANSPORT = "tritonddp.comm.all_reduce:AllReduce"
 
 POINTS = {
     "before wrapping": Point("plain", "wrap", step=-1),
     "between comparison and initial broadcast": Point(
-        "plain", "tritonddp.ddp:DistributedDataParallel._broadcast", step=-1
+        "plain", "tritonddp.comm.broadcast:StateBroadcast.send", step=-1
     ),
     "before the forward": Point("plain", "forward"),
     "inside the forward": Point("plain", "module forward"),
@@ -46,47 +47,47 @@ POINTS = {
     "first gradient": Point("plain", "gradient of the last layer"),
     "between buckets": Point("plain", "gradient of a layer in the middle"),
     "last gradient": Point("plain", "gradient of the first layer"),
-    "flatten": Point("plain", f"{REDUCTION}.fill", call=2),
-    "launch": Point("plain", f"{REDUCTION}._issue", call=1),
-    "end of backward": Point("plain", f"{REDUCTION}.finish"),
-    "between two results": Point("plain", f"{REDUCTION}.finish", call=2),
+    "flatten": Point("plain", f"{RUN}.pack", call=2),
+    "launch": Point("plain", f"{TRANSPORT}.launch", call=1),
+    "end of backward": Point("plain", f"{TRANSPORT}.wait"),
+    "between two results": Point("plain", f"{TRANSPORT}.wait", call=2),
     "order of gradients": Point(
-        "plain", "tritonddp.buckets.manager:Arrangement.agree_on_order", step=0
+        "plain", "tritonddp.buckets.manager:BucketManager.agree_on_order", step=0
     ),
     "after the order of gradients": Point(
-        "plain", "tritonddp.buckets.manager:Arrangement.renew", step=0
+        "plain", "tritonddp.buckets.manager:BucketManager.renew", step=0
     ),
     "optimizer step": Point("plain", "optimizer"),
     "no_sync": Point("no_sync", "microbatch"),
     "weighted": Point("weighted", "gradient of a layer in the middle"),
     "reduce_gradients": Point("request", "request"),
-    "inside reduce_gradients": Point("request", f"{REDUCTION}._issue", call=1),
+    "inside reduce_gradients": Point("request", f"{TRANSPORT}.launch", call=1),
     "communication hook": Point("hook", "hook", call=1),
-    "flags behind the hooks": Point("hook", "tritonddp.comm.comm_hook:HookReduction._send"),
-    "broadcast of added parameters": Point(
-        "added", "tritonddp.ddp:DistributedDataParallel._broadcast"
-    ),
-    "bucket of added parameters": Point("added", "tritonddp.reducer.recovery:reduce_at_once"),
+    "flags behind the hooks": Point("hook", "tritonddp.comm.comm_hook:CommHook._send"),
+    "broadcast of added parameters": Point("added", "tritonddp.comm.broadcast:StateBroadcast.send"),
+    "bucket of added parameters": Point("added", f"{RUN}.reduce_now"),
     "exchange of compressed gradients": Point("plain", "tritonddp.comm.quantized:send", call=2),
     "sum of compressed gradients": Point("plain", "tritonddp.comm.quantized:_Exchange.go_on"),
     "timing of collectives": Point(
         "plain", "tritonddp.features.auto_compression.probe:_Lines.slowest", call=1, step=-1
     ),
     "choice of wires": Point(
-        "plain", "tritonddp.features.auto_compression.planner:Auto._slowest_backward", step=0
+        "plain", "tritonddp.features.auto_compression.planner:AutoPlanner._slowest_backward", step=0
     ),
-    "rows of sparse gradients": Point("sparse", "tritonddp.comm.reduction:exchange"),
+    "rows of sparse gradients": Point("sparse", "tritonddp.comm.all_reduce:exchange"),
     "finalize_backward": Point("finalize", "finalize"),
-    "inside finalize_backward": Point("finalize", f"{REDUCTION}.finish", call=1),
+    "inside finalize_backward": Point("finalize", f"{TRANSPORT}.wait", call=1),
     "check_sync": Point("check", "check"),
     "checksums": Point("check", "tritonddp.diagnostics.check_sync:checksums"),
     "forward inside join": Point("join", "tritonddp.ddp:announce_forward"),
-    "announcement inside join": Point("join", "tritonddp.features.join_protocol:Attendance.tell"),
+    "announcement inside join": Point(
+        "join", "tritonddp.features.join_protocol:JoinProtocol.announce"
+    ),
     "backward inside join": Point("join", "gradient of a layer in the middle"),
-    "follower": Point("join", "tritonddp.features.join_protocol:Attendance.listen", step=None),
-    "follower's backward": Point("join", "tritonddp.reducer.recovery:InStep.follow", step=None),
+    "follower": Point("join", "tritonddp.features.join_protocol:JoinProtocol.receive", step=None),
+    "follower's backward": Point("join", "tritonddp.features.join:shadow_backward", step=None),
     "end of join": Point(
-        "join", "tritonddp.features.join_protocol:Attendance.agree_on_last", step=None
+        "join", "tritonddp.features.join_protocol:JoinProtocol.agree_on_last", step=None
     ),
 }
 

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tritonddp
 from tritonddp._torch import STOCK, patches_of_stock
-from tritonddp.compat.stock_ddp import StockNames
+from tritonddp.compat.stock_ddp import StockDDPNames
 from tritonddp.integrations import replacement
 from tritonddp.integrations.accelerate import instead_of_stock
 
@@ -179,8 +179,8 @@ def test_what_somebody_has_put_on_torchs_class_is_found_on_ours(
     }
     for name, value in put.items():
         monkeypatch.setattr(STOCK, name, value, raising=False)
-        monkeypatch.setattr(StockNames, name, None, raising=False)  # taken back in the end
-        delattr(StockNames, name)
+        monkeypatch.setattr(StockDDPNames, name, None, raising=False)  # taken back in the end
+        delattr(StockDDPNames, name)
     ddp = wrap()
     assert (ddp.reset(), ddp.kind, ddp.twice(4), ddp.made_by(), ddp.version) == (
         (1, "Linear", 8, OURS, 3)

@@ -139,6 +139,7 @@ def embedded_flat(
     ballots_offset = layout.flags_offset + len(slots)
     flat.flags = flat.data[layout.flags_offset : ballots_offset]
     flat.ballots = flat.data[ballots_offset : ballots_offset + ballots]
+    flat.trailer = flat.data[layout.flags_offset : ballots_offset + ballots]
     words = 0 if marks is None else marks.words
     flat.marks = flat.data[layout.marks_offset :][: len(slots) * words].view(len(slots), words)
     flat.views = [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import ClassVar
+
 import pytest
 import torch
 
@@ -46,6 +49,12 @@ class StubFuture:
         return self.compiled
 
 
+def run(launcher: Launcher, grid: int, *arguments) -> None:
+    """As kernels do: prepare, and launch with the same arguments."""
+    prepared = launcher.prepare(grid, *arguments)
+    launch.run(None, prepared, *itertools.chain(*arguments))
+
+
 @pytest.fixture
 def tensors():
     return [torch.zeros(8, dtype=torch.int64), torch.zeros(8)]
@@ -55,8 +64,8 @@ def test_a_kernel_is_compiled_once_and_launched_with_all_arguments_in_order(tens
     kernel = StubKernel()
     launcher = Launcher(kernel, num_warps=8)
     before = launch.launches
-    launcher(5, tensors, (3, 4), ("fp32", True))
-    launcher(6, tensors, (30, 40), ("fp32", True))
+    run(launcher, 5, tensors, (3, 4), ("fp32", True))
+    run(launcher, 6, tensors, (30, 40), ("fp32", True))
     assert launch.launches - before == 2
     assert [(grid, num_warps) for grid, num_warps, _ in kernel.warmups] == [((5, 1, 1), 8)]
     assert kernel.compiled_launches == [
@@ -115,7 +124,7 @@ def test_each_key_has_its_own_compiled_kernel(tensors):
     kernel = StubKernel()
     launcher = Launcher(kernel)
     for aligned in (True, False, True, False):
-        launcher(1, tensors, (), (aligned,))
+        run(launcher, 1, tensors, (), (aligned,))
     assert [number for number, *_ in kernel.compiled_launches] == [1, 2, 1, 2]
     assert len(kernel.warmups) == 2
 
@@ -123,15 +132,15 @@ def test_each_key_has_its_own_compiled_kernel(tensors):
 def test_kernels_do_not_share_a_cache(tensors):
     kernels = [StubKernel(), StubKernel()]
     for kernel in kernels:
-        Launcher(kernel)(1, tensors, (), ())
+        run(Launcher(kernel), 1, tensors, (), ())
     assert [len(kernel.compiled_launches) for kernel in kernels] == [1, 1]
 
 
 def test_a_kernel_that_compiles_in_the_background_is_waited_for(tensors):
     kernel = StubKernel(asynchronous=True)
     launcher = Launcher(kernel)
-    launcher(1, tensors, (), ())
-    launcher(1, tensors, (), ())
+    run(launcher, 1, tensors, (), ())
+    run(launcher, 1, tensors, (), ())
     assert len(kernel.warmups) == 1
     assert len(kernel.compiled_launches) == 2
 
@@ -141,40 +150,71 @@ def test_an_interpreted_kernel_is_launched_plainly(tensors):
     launcher = Launcher(kernel)
     before = launch.launches
     for _ in range(2):
-        launcher(3, tensors, (9,), ("fp32",))
+        run(launcher, 3, tensors, (9,), ("fp32",))
     assert launch.launches - before == 2
     assert kernel.jit_launches == [((3, 1, 1), 4, (*tensors, 9, "fp32"))] * 2
 
 
-def test_a_launch_that_fails_is_not_counted(tensors):
+def test_another_kernel_in_place_of_the_first_is_compiled_anew(tensors):
+    kernels = [StubKernel(), StubKernel()]
+    launcher = Launcher(kernels[0])
+    for kernel in (*kernels, kernels[0]):
+        launcher.kernel = kernel
+        run(launcher, 1, tensors, (), ())
+    assert [len(kernel.compiled_launches) for kernel in kernels] == [2, 1]
+
+
+@pytest.mark.parametrize("where", ["compiler", "launch"])
+def test_a_launch_that_fails_is_not_counted(tensors, where):
+    def fail(*args, **options):
+        raise RuntimeError("no such instruction")
+
     class Failing(StubKernel):
         def warmup(self, *args, **options):
-            raise RuntimeError("no such instruction")
+            return fail() if where == "compiler" else {(1, 1, 1): fail}
 
     before = launch.launches
     with pytest.raises(RuntimeError, match="no such instruction"):
-        Launcher(Failing())(1, tensors, (), ())
+        run(Launcher(Failing()), 1, tensors, (), ())
     assert launch.launches == before
 
 
-def test_the_device_is_changed_only_where_it_is_another_one(monkeypatch):
-    entered = []
+class Guard:
+    """Takes the place of ``torch.cuda.device``."""
 
-    class Guard:
-        def __init__(self, device):
-            self.device = device
+    entered: ClassVar[list] = []
 
-        def __enter__(self):
-            entered.append(self.device)
+    def __init__(self, device):
+        self.device = device
 
-        def __exit__(self, *_):
-            entered.append("left")
+    def __enter__(self):
+        self.entered.append(self.device)
 
+    def __exit__(self, *_):
+        self.entered.append("left")
+
+
+@pytest.fixture
+def entered(monkeypatch):
+    """Devices that became the current one; it is 0 otherwise."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", Guard)
+    monkeypatch.setattr(Guard, "entered", [])
+    return Guard.entered
+
+
+def test_the_device_is_changed_only_where_it_is_another_one(entered):
     for device in ("cpu", "cuda:0"):
-        with launch._current(torch.device(device)):
+        with launch.current(torch.device(device)):
             assert entered == []
-    with launch._current(torch.device("cuda:1")):
+    with launch.current(torch.device("cuda:1")):
         assert entered == [torch.device("cuda:1")]
     assert entered[-1] == "left"
+
+
+def test_a_launch_runs_on_the_device_of_its_tensors(entered):
+    seen = []
+    for index in (None, 0, 1):
+        launch.run(index, lambda: seen.append(list(entered)))
+    assert seen == [[], [], [1]]
+    assert entered == [1, "left"]

@@ -8,8 +8,9 @@ between the classes of buckets: :class:`Bucket` copies them in and out,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import compress
 from operator import attrgetter
+from sys import getrefcount
 from types import NoneType
 from typing import Any
 
@@ -17,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tritonddp._torch import storage_holders
-from tritonddp.buckets.donation import is_private
+from tritonddp._torch import storage_address, storage_use_count
+from tritonddp.buckets.donation import sole_owners
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
 from tritonddp.kernels.dispatch import Kernels
-from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
+from tritonddp.kernels.flat_buffer import Layout
 from tritonddp.kernels.memory_order import dims_by_stride, gradient_strides
 from tritonddp.kernels.quantized.buffer import Quantization
 
@@ -34,33 +35,65 @@ class GradientError(RuntimeError):
     """A gradient cannot be put into its bucket."""
 
 
-@dataclass(frozen=True)
 class Segment:
-    """Slots ``[first, last)`` of a bucket, which one launch flattens.
+    """Some slots of a bucket, which one launch flattens.
 
     On a GPU that is the whole bucket. On the CPU it is as much as stays in the cache from the
     moment when the gradients are made.
+
+    Attributes:
+        first, last: its slots are ``[first, last)``.
+        params: in these slots.
+        may_be_flagged: slots whose gradient autograd may hand over with a flag on its memory.
+        flat: the part of the bucket's buffer, ``None`` while that has no memory.
     """
 
-    first: int
-    last: int
-    flat: FlatBuffer
+    __slots__ = ("first", "flat", "last", "may_be_flagged", "params")
+
+    def __init__(self, first: int, last: int, params: Sequence[Parameter]) -> None:
+        self.first = first
+        self.last = last
+        self.params = list(params[first:last])
+        # A conjugate, or a real number of opposite sign that is a part of one. (Of more than one
+        # element autograd makes the latter row-major.)
+        self.may_be_flagged = [
+            slot
+            for slot, param in enumerate(self.params, first)
+            if param.is_complex() or param.numel() == 1
+        ]
+        self.flat: Any = None
 
 
 class Bucket:
     """Parameters whose gradients travel together, copied into the flat buffer and out of it.
 
+    Args:
+        index, params, names: see below.
+        kernels: of the gradients' device and dtype.
+        counters: count what is launched.
+        headers: bytes of the headers of all ranks, which travel in this bucket.
+        wire_dtype: in which gradients travel; by default in their own.
+        lazy: the buffer has memory from the first gradient of a backward to its end only.
+            Gradients that live in it keep it alive until they are dropped.
+
     Attributes:
         index: place in the launch order, the same on every rank.
         params: in launch order.
         names: their names, for errors.
-        flat: the buffer that the collective sends.
-        segments: what is flattened at once, see :class:`Segment`.
-        cuts: the slots ``[first, last)`` of each segment.
+        first: number of the first of them among those of all buckets.
+        flat: the buffer that the collective sends, ``None`` while a lazy bucket has no memory.
+        segments: what is flattened at once.
+        nbytes: on the wire: payload and trailer.
+        before: gradients that were there when the backward began, and their versions, by slot.
+        used: for each slot, whether its gradient counts as one of this rank, once it is packed.
         quantization: of gradients that travel quantised, else ``None``.
+        is_sparse: a second exchange follows that of the buffer.
+        is_lazy: see above.
+        has_to_prepare: :meth:`prepare` is to be called before each backward.
     """
 
     quantization: Quantization | None = None
+    is_sparse = False
 
     def __init__(
         self,
@@ -69,65 +102,63 @@ class Bucket:
         names: Sequence[str],
         kernels: Kernels,
         counters: Counters,
-        ballots: int = 0,
+        headers: int = 0,
         wire_dtype: torch.dtype | None = None,
+        lazy: bool = False,
     ) -> None:
         self.index = index
         self.params = list(params)
         self.names = list(names)
+        self.first = 0
+        self.before: dict[int, tuple[Tensor, int]] = {}
         self._kernels = kernels
         self._counters = counters
         self._dtypes = {params[0].dtype}
         self._wire_dtype = wire_dtype or params[0].dtype
-        # Autograd may hand over a conjugate, or a real number of opposite sign that is a part of
-        # one, as a flag on the memory. (Of more than one element it makes the latter row-major.)
-        self._may_be_flagged = [
-            slot for slot, param in enumerate(params) if param.is_complex() or param.numel() == 1
-        ]
-        self._used = [False] * len(params)
+        self.is_lazy = lazy
+        self.used = [False] * len(params)
         # Flattened and not yet unflattened.
         self._grads: list[Tensor | None] = [None] * len(params)
-        # Gradients that were there when the backward began, and their versions.
-        self._before: dict[int, tuple[Tensor, int]] = {}
-        layout = self._make_layout(ballots)
-        self.cuts = kernels.segments(layout)
+        self._layout = self._make_layout(headers)
+        self.segments = [Segment(*cut, self.params) for cut in kernels.segments(self._layout)]
         self._casts = self._wire_dtype not in self._dtypes
-        self._cedes = kernels.cedes(layout) and not self._casts
-        self._allocate(layout)
+        self._donates = kernels.cedes(self._layout) and not self._casts
+        self.flat: Any = None
+        self._counts: Tensor | None = None  # of ranks that used a parameter, of a buffer that went
+        self.allocate()
+        flat: Any = self.flat
+        self.nbytes: int = flat.nbytes
+        self.release()
 
-    def _make_layout(self, ballots: int) -> Layout:
+    @property
+    def has_to_prepare(self) -> bool:
+        """See the class."""
+        return self._donates or self.is_lazy
+
+    def _make_layout(self, headers: int) -> Layout:
         return Layout.of(
             [param.shape for param in self.params],
             [gradient_strides(param) for param in self.params],
             self._kernels.alignment,
-            ballots,
+            headers,
             self._kernels.marks,
         )
 
-    def _allocate(self, layout: Layout) -> None:
+    def allocate(self) -> None:
+        """Make a buffer."""
         params = self.params
-        self.flat = self._kernels.buffer(layout, self._wire_dtype, params[0].device)
-        self.segments = [
-            Segment(
-                first,
-                last,
-                self.flat if last - first == len(params) else self.flat.part(first, last),
-            )
-            for first, last in self.cuts
-        ]
+        flat = self._kernels.buffer(self._layout, self._wire_dtype, params[0].device)
+        for segment in self.segments:
+            is_whole = segment.last - segment.first == len(params)
+            segment.flat = flat if is_whole else flat.part(segment.first, segment.last)
+        self.flat = flat
         self._unshared = self._memory()
 
     def _memory(self) -> tuple[Any, ...]:
         """Of the buffer: changes when somebody gets hold of its memory, or does something to it."""
         storage = self.flat.data.untyped_storage()
         place = storage.data_ptr(), storage.nbytes()
-        del storage
-        return *place, *storage_holders(self.flat.data)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the wire: payload and trailer."""
-        return self.flat.nbytes
+        return *place, storage_use_count(storage_address(storage)), getrefcount(storage)
 
     @property
     def wire_dtype(self) -> torch.dtype:
@@ -135,36 +166,54 @@ class Bucket:
         return self._wire_dtype if self.quantization is None else self.quantization.numbers
 
     @property
-    def flags(self) -> Tensor:
-        """After a reduction: on how many ranks it used each parameter."""
-        return self.flat.flags
-
-    @property
     def title(self) -> str:
         """Number and parameters, for errors."""
         return f"bucket {self.index} ({listed(self.names)})"
 
-    def begin(self) -> None:
-        """A backward begins: see which gradients are there, and whether the buffer is free.
+    def rank_counts(self) -> Tensor:
+        """After a reduction: on how many ranks it used each parameter."""
+        if self.flat is not None:
+            return self.flat.flags
+        return torch.zeros(len(self.params)) if self._counts is None else self._counts
 
-        The buffer is not where somebody still holds a gradient that was ceded (see
-        :meth:`unflatten`): because ``zero_grad`` keeps gradients, or because a user does. It is
-        theirs then, and this bucket goes on with another one and cedes nothing any more.
+    # Before a backward
+
+    def prepare(self) -> None:
+        """See whether the buffer is free.
+
+        It is not where somebody still holds a gradient whose memory was donated (see
+        :meth:`unpack`): because ``zero_grad`` keeps gradients, or because a user does. It is theirs
+        then, and this bucket goes on with another one and donates nothing any more.
         """
-        self._grads = [None] * len(self.params)
-        grads = list(map(_grad_of, self.params))
-        if set(map(type, grads)) == {NoneType}:
-            self._before = {}
-        else:
-            self._before = {
-                slot: (grad, grad._version) for slot, grad in enumerate(grads) if grad is not None
-            }
-        del grads  # or their memory would seem to be held
-        if self._cedes and self._memory() != self._unshared:
-            self._cedes = False
-            self._allocate(self.flat.layout)
+        if self.is_lazy:
+            self.release()
+        elif self._donates and self._memory() != self._unshared:
+            self._donates = False
+            self.allocate()
 
-    def conform(self) -> None:
+    def note_before(self, grads: Sequence[Tensor | None]) -> None:
+        """These gradients are there before the backward, one a slot."""
+        self.before = {
+            slot: (grad, grad._version) for slot, grad in enumerate(grads) if grad is not None
+        }
+
+    def note_early(self, slot: int) -> None:
+        """The gradient of this slot had come already when :meth:`note_before` was called."""
+        grad = self.params[slot].grad
+        if grad is not None:
+            self.before[slot] = grad, -1
+
+    def unchanged_slots(self, segment: Segment) -> list[int]:
+        """Slots whose gradient is what it was before: a custom function returned ``None``."""
+        return [
+            slot
+            for slot, (grad, version) in self.before.items()
+            if segment.first <= slot < segment.last
+            and self.params[slot].grad is grad
+            and grad._version == version
+        ]
+
+    def to_slot_layout(self) -> None:
         """Gradients that users have made may lie in memory anyhow, even unfit to be written to.
 
         Raises:
@@ -172,30 +221,16 @@ class Bucket:
         """
         for slot, param in enumerate(self.params):
             if param.grad is not None:
-                self._conform(slot, param.grad)
+                self._to_slot_layout(slot, param.grad)
 
-    def touched(self, slot: int) -> None:
-        """The gradient of this slot had come already when :meth:`begin` saw it."""
-        grad = self.params[slot].grad
-        if grad is not None:
-            self._before[slot] = grad, -1
+    # Into the buffer
 
-    def untouched(self, segment: Segment) -> list[int]:
-        """Slots whose gradient is what it was before: a custom function returned ``None``."""
-        return [
-            slot
-            for slot, (grad, version) in self._before.items()
-            if segment.first <= slot < segment.last
-            and self.params[slot].grad is grad
-            and grad._version == version
-        ]
-
-    def flatten(
+    def pack(
         self,
         segment: Segment,
         used: Sequence[bool],
         scale: float,
-        ballots: Sequence[int] = (),
+        header: bytes = b"",
         earlier: bool = True,
     ) -> None:
         """Write ``scale * .grad`` of the segment's parameters, and ``used``, into the buffer.
@@ -204,36 +239,65 @@ class Bucket:
         has a gradient of an earlier backward contributes that, as it would on this rank alone,
         unless ``earlier`` gradients do not count. A ``scale`` of zero makes zeros even of NaN.
         """
-        grads = self._flatten(segment, used, scale, ballots, earlier)
-        self._grads[segment.first : segment.last] = grads
+        first, last = segment.first, segment.last
+        if self.flat is None:
+            self.allocate()
+        grads: list[Any] = list(map(_grad_of, segment.params))
+        if NoneType in map(type, grads):
+            # Also of a parameter that was used under no_sync, whose gradient was dropped since.
+            used = [flag and grad is not None for flag, grad in zip(used, grads, strict=True)]
+        self.used[first:last] = used
+        self._counters.flattens += 1
+        if not all(used):
+            for slot, flag in enumerate(used):
+                if grads[slot] is not None and not flag:
+                    grads[slot] = self._stash(first + slot, grads[slot])
+        for slot in segment.may_be_flagged:
+            grad = grads[slot - first]
+            if grad is not None and (grad.is_conj() or grad.is_neg()):
+                grads[slot - first] = self._to_slot_layout(slot, grad)
+        flat = segment.flat
+        if self._kernels.by_address:
+            grads = self._all_to_slot_layout(segment, grads)
+        sources = grads if scale else [None] * len(grads)
+        if not earlier:
+            sources = [grad if flag else None for grad, flag in zip(sources, used, strict=True)]
+        # The kernels of the CPU take any strides, and raise where a gradient is amiss: name it
+        # then.
+        try:
+            self._kernels.flatten(flat, sources, used, scale, b"" if flat.is_part else header)
+        except RuntimeError:
+            self._all_to_slot_layout(segment, grads)
+            raise
+        self._grads[first:last] = grads
 
-    def seal(self, ballots: Sequence[int] = ()) -> None:
-        """All segments are flattened: complete the trailer."""
-        if len(self.segments) > 1:
-            self.flat.write_trailer(self._used, ballots)
+    def finish_trailer(self, header: bytes = b"") -> None:
+        """All segments are packed, of which there are several: write used flags and headers."""
+        self.flat.write_trailer(self.used, header)
 
-    def poison(self, ballots: Sequence[int] = ()) -> None:
+    def fill_nan(self, header: bytes = b"") -> None:
         """Fill the buffer with NaN instead of gradients."""
+        if self.flat is None:
+            self.allocate()
         self.flat.poison()
-        self.flat.write_trailer([False] * len(self.params), ballots)
+        self.flat.write_trailer([False] * len(self.params), header)
 
-    def unflatten(self, factor: Tensor | None = None) -> None:
+    # Out of the buffer
+
+    def unpack(self, factor: Tensor | None = None) -> None:
         """Write the reduced gradients into ``.grad``; parameters nobody used stay as they are.
 
         ``factor``, one fp64 element on the bucket's device, is multiplied in.
 
         One launch. Where another rank used a parameter that has no ``.grad`` here, it is made.
-        Only then the host has to read the flags.
-
-        On the CPU large gradients are *ceded* instead of copied: ``.grad`` becomes their place in
-        the buffer. Only gradients which this backward has made and nobody else has got hold of:
-        where one goes unnoticed, another may take its place.
+        Only then the host has to read the flags. On the CPU large gradients are not copied: their
+        place in the buffer is *donated* to ``.grad``, see :mod:`tritonddp.buckets.donation`.
         """
         grads, self._grads = self._grads, [None] * len(self._grads)
-        before, self._before = self._before, {}  # or they would outlive zero_grad
+        before, self.before = self.before, {}  # or they would outlive zero_grad
         in_kernel = self._kernels.by_address or self._casts
         if factor is not None and not in_kernel:
-            # A pass of its own: what is ceded below is not copied, but has to be scaled too.
+            # A pass of its own: what is donated below is not copied, but has to be scaled too.
             if factor.item() != 1:
                 self.flat.payload.mul_(factor.item())
             factor = None
@@ -244,92 +308,85 @@ class Bucket:
                         grads[slot] = self.params[slot].grad = self._empty_gradient(slot)
                     else:  # no launch to save
                         self.params[slot].grad = self.flat.views[slot].clone()
-        if self._cedes:
-            for slot, param in enumerate(self.params):
-                if self._used[slot] and slot not in before and is_private(param, grads, slot):
-                    grads[slot] = None
-                    param.grad = self.flat.tensor_at(slot)
+        if self._donates:
+            self._donate(grads, before)
         if set(map(type, grads)) != {NoneType}:
             self._counters.unflattens += 1
             self._kernels.unflatten(self.flat, grads, factor)
 
-    def release(self) -> None:
-        """The backward is over: a bucket that need not have memory until the next lets it go."""
+    def discard(self) -> None:
+        """Leave ``.grad`` as it is."""
+        self._grads = [None] * len(self._grads)
+        self.before = {}
 
-    def placed_gradients(self) -> dict[Parameter, Tensor]:
+    def release(self) -> None:
+        """The backward is over: a lazy bucket lets its memory go."""
+        if self.is_lazy and self.flat is not None:
+            self._counts = self.flat.flags.clone()
+            self.flat = None
+            for segment in self.segments:
+                segment.flat = None
+
+    def _donate(self, grads: list[Tensor | None], before: dict[int, tuple[Tensor, int]]) -> None:
+        """Make ``.grad`` of what is donated a part of the buffer, and leave it out of ``grads``."""
+        is_candidate = list(self.used)
+        for slot in before:
+            is_candidate[slot] = False
+        slots = list(compress(range(len(grads)), is_candidate))
+        params = list(compress(self.params, is_candidate))
+        candidates: list[Any] = list(compress(grads, is_candidate))
+        for slot in slots:
+            grads[slot] = None
+        flat, layout = self.flat, self.flat.layout
+        storage, dtype = flat.data.untyped_storage(), flat.data.dtype
+        for slot, param, index, is_private in zip(
+            slots, params, range(len(slots)), sole_owners(params, candidates), strict=True
+        ):
+            if is_private:
+                # See FlatBuffer.tensor_at. (Not by a call of it for each gradient.)
+                tensor = torch.empty(0, dtype=dtype)
+                param.grad = tensor.set_(
+                    storage, layout.offsets[slot], layout.shapes[slot], layout.strides[slot]
+                )
+            else:
+                grads[slot] = candidates[index]
+
+    # Gradients that are not as the buffer has them
+
+    def in_buffer(self) -> dict[Parameter, Tensor]:
         """Gradients that live in this bucket's buffer."""
         return {}
 
-    def adopt(self, placed: dict[Parameter, Tensor]) -> None:
-        """Take gradients that live in a former bucket over, removing them from ``placed``."""
+    def adopt(self, in_buffer: dict[Parameter, Tensor]) -> None:
+        """Take gradients that live in a former bucket over, removing them from ``in_buffer``."""
 
     def _empty_gradient(self, slot: int) -> Tensor:
         param = self.params[slot]
         strides = self.flat.layout.strides[slot]
         return torch.empty_strided(param.shape, strides, dtype=param.dtype, device=param.device)
 
-    def _flatten(
-        self,
-        segment: Segment,
-        used: Sequence[bool],
-        scale: float,
-        ballots: Sequence[int],
-        earlier: bool,
-    ) -> list[Tensor | None]:
-        """Flatten the segment's gradients, note which are used, and return them."""
-        grads = [param.grad for param in self.params[segment.first : segment.last]]
-        if NoneType in map(type, grads):
-            # Also of a parameter that was used under no_sync, whose gradient was dropped since.
-            used = [flag and grad is not None for flag, grad in zip(used, grads, strict=True)]
-        self._used[segment.first : segment.last] = used
-        self._counters.flattens += 1
-        if not all(used):
-            for slot, (flag, grad) in enumerate(zip(used, grads, strict=True)):
-                if grad is not None and not flag:
-                    grads[slot] = self._spare(segment.first + slot, grad)
-        for slot in self._may_be_flagged:
-            if segment.first <= slot < segment.last:
-                grad = grads[slot - segment.first]
-                if grad is not None and _is_flagged(grad):
-                    grads[slot - segment.first] = self._conform(slot, grad)
-        if segment.flat.is_part:
-            ballots = ()
-        if self._kernels.by_address:
-            grads = self._conform_all(segment, grads)
-        sources = grads if scale else [None] * len(grads)
-        if not earlier:
-            sources = [grad if flag else None for grad, flag in zip(sources, used, strict=True)]
-        # The kernels of the CPU take any strides, and raise where a gradient is amiss: name it
-        # then.
-        try:
-            self._kernels.flatten(segment.flat, sources, used, scale, ballots)
-        except RuntimeError:
-            self._conform_all(segment, grads)
-            raise
-        return grads
-
-    def _spare(self, slot: int, grad: Tensor) -> Tensor:
+    def _stash(self, slot: int, grad: Tensor) -> Tensor:
         """A gradient that this backward did not make: the user may have put anything there.
 
         Also expanded, which cannot be written to.
         """
-        return self._conform(slot, grad)
+        return self._to_slot_layout(slot, grad)
 
-    def _conform_all(self, segment: Segment, grads: list[Tensor | None]) -> list[Tensor | None]:
+    def _all_to_slot_layout(self, segment: Segment, grads: list[Any]) -> list[Any]:
         """The gradients, each in the memory order of its slot."""
         layout = segment.flat.layout
         try:
             # Three C loops, 0.15 us a parameter: whatever passes lies in memory as its slot does.
             if (
-                tuple(map(Tensor.stride, grads)) == layout.strides  # type: ignore[arg-type]
-                and tuple(map(Tensor.numel, grads)) == layout.numels  # type: ignore[arg-type]
+                tuple(map(Tensor.stride, grads)) == layout.strides
+                and tuple(map(Tensor.numel, grads)) == layout.numels
                 and set(map(_dtype_of, grads)) == self._dtypes
             ):
                 return grads
         except (TypeError, AttributeError, RuntimeError):
             pass  # a missing or a sparse gradient: look at each
         return [
-            None if grad is None else self._conform(slot, grad)
+            None if grad is None else self._to_slot_layout(slot, grad)
             for slot, grad in enumerate(grads, segment.first)
         ]
 
@@ -343,13 +400,13 @@ class Bucket:
                 f"{tuple(grad.shape)} {grad.dtype}"
             )
 
-    def _conform(self, slot: int, grad: Tensor) -> Tensor:
+    def _to_slot_layout(self, slot: int, grad: Tensor) -> Tensor:
         """``grad`` itself if it lies in memory as its slot does, else ``.grad`` copied to that.
 
         Raises:
             GradientError: the gradient is sparse, or has another shape or dtype than expected.
         """
-        param, layout = self.params[slot], self.flat.layout
+        param, layout = self.params[slot], self._layout
         if grad.layout is not torch.strided:
             raise GradientError(
                 f"the gradient of {self.names[slot]!r} (bucket {self.index}) is "
@@ -365,16 +422,14 @@ class Bucket:
                 f"{tuple(param.shape)} {param.dtype}: wrap the module again after such a change"
             )
         order = dims_by_stride(grad.shape, grad.stride())
-        if not _is_flagged(grad) and (
+        is_flagged = grad.is_conj() or grad.is_neg()
+        if not is_flagged and (
             grad.numel() == 0
             or (order is not None and order == dims_by_stride(grad.shape, layout.strides[slot]))
         ):
             return grad
         self._counters.layout_copies += 1
-        param.grad = self._empty_gradient(slot).copy_(grad)
+        strides = layout.strides[slot]
+        copy = torch.empty_strided(param.shape, strides, dtype=param.dtype, device=param.device)
+        param.grad = copy.copy_(grad)
         return param.grad
-
-
-def _is_flagged(grad: Tensor) -> bool:
-    """Whether the memory of ``grad`` holds its conjugate, or numbers of the opposite sign."""
-    return grad.is_conj() or grad.is_neg()

@@ -1,45 +1,51 @@
-"""Does anybody else know of a gradient? Asked before its memory is put to another use."""
+"""On the CPU, memory of a bucket is donated to ``.grad``: instead of a copy out of it.
+
+Only in the place of gradients that nobody else has got hold of: where one goes unnoticed, another
+may take its place.
+"""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from functools import cache
+from operator import attrgetter
+from sys import getrefcount
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tritonddp._torch import storage_holders
+from tritonddp._torch import storage_address, storage_use_count
+
+_grad_of = attrgetter("grad")
+_requires_grad = attrgetter("requires_grad")
 
 
-def is_private(param: Tensor, grads: Sequence[Tensor | None], slot: int) -> bool:
-    """Whether a gradient is known to ``param`` and ``grads`` alone."""
-    grad = grads[slot]
-    return (
-        grad is param.grad
-        and grad is not None
-        and not grad.requires_grad
-        and _holders(grad) == _holders_of_a_private_gradient()
-    )
+def sole_owners(params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[bool]:
+    """For each gradient, whether it is known to its parameter and to the list ``grads`` alone."""
+    expected = _of_sole_owner()
+    return [
+        grad is held and not requires_grad and holders == expected
+        for grad, held, requires_grad, holders in zip(
+            grads, map(_grad_of, params), map(_requires_grad, grads), _holders(grads), strict=True
+        )
+    ]
 
 
-def _holders(grad: Tensor) -> tuple[int, ...]:
-    return sys.getrefcount(grad), *storage_holders(grad)
+def _holders(grads: Sequence[Tensor]) -> list[tuple[int, int, int]]:
+    """Of each gradient in Python, and of its memory in C++ (tensors above all) and in Python."""
+    counts = list(map(getrefcount, grads))
+    memory = list(map(Tensor.untyped_storage, grads))
+    in_memory = map(storage_use_count, map(storage_address, memory))
+    return list(zip(counts, in_memory, map(getrefcount, memory), strict=True))
 
 
 @cache
-def _holders_of_a_private_gradient() -> tuple[int, ...]:
-    """What :func:`is_private` finds for one: how torch counts is its own affair."""
-    counts = []
-
-    def likeis_private(param: Tensor, grads: Sequence[Tensor | None], slot: int) -> None:
-        grad = grads[slot]
-        if grad is param.grad and grad is not None:
-            counts.append(_holders(grad))
-
+def _of_sole_owner() -> tuple[int, int, int]:
+    """What :func:`_holders` finds for one: how torch counts is its own affair."""
     param = Parameter(torch.ones(2))
     with torch.enable_grad():
         (param * 2).sum().backward()
-    likeis_private(param, [param.grad], 0)
-    return counts[0]
+    assert param.grad is not None
+    grads = [param.grad]
+    return _holders(grads)[0]

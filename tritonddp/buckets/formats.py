@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from tritonddp._torch import MixedPrecision, backend_name
 from tritonddp.buckets.bucket import Bucket
-from tritonddp.buckets.exact import Exact
 from tritonddp.buckets.residuals import Feedback
+from tritonddp.buckets.sparse_bucket import SparseBucket
+from tritonddp.buckets.view_bucket import ViewBucket
+from tritonddp.coordination.agreement import BYTES
 from tritonddp.coordination.counters import Counters
-from tritonddp.features.auto_compression.probe import Figures
-from tritonddp.kernels.dispatch import Kernels, quantizing, select_quantized
+from tritonddp.coordination.group import Group
+from tritonddp.kernels.dispatch import quantizing, select, select_quantized
+from tritonddp.kernels.flat_buffer import Marks
 from tritonddp.kernels.quantized.buffer import MessageLayout, Quantization, Residuals
 
 # What the constructor's ``reduce_dtype`` may be.
@@ -31,9 +35,12 @@ COMPRESSIONS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, AUTO: torch.int8
 # What quantised gradients are, before and after.
 _QUANTIZED = (torch.float32, torch.float16, torch.bfloat16)
 
+# Parameters of fewer elements are not worth an error: there are few of them, and they matter.
+_SMALL = 1_024
+
 
 @dataclass(frozen=True)
-class Wire:
+class WireFormat:
     """How gradients travel.
 
     Attributes:
@@ -44,14 +51,12 @@ class Wire:
             as without it.
         error_feedback: what quantisation leaves out is added to later gradients.
         exact: which parameters' gradients are not quantised.
-        figures: by which :data:`AUTO` chooses, once they are measured.
     """
 
     reduce_dtype: torch.dtype | None = None
     compression: str | None = None
     error_feedback: bool = True
-    exact: Exact | None = None
-    figures: Figures | None = None
+    exact: ExactParams | None = None
 
     @classmethod
     def of(
@@ -60,8 +65,8 @@ class Wire:
         mixed_precision: MixedPrecision | None,
         compression: Any = None,
         error_feedback: bool = True,
-        exact: Exact | None = None,
-    ) -> Wire:
+        exact: ExactParams | None = None,
+    ) -> WireFormat:
         """The constructor's arguments, of which ``mixed_precision`` has been looked at already.
 
         Raises:
@@ -128,76 +133,168 @@ class Wire:
         dtype = gradient.dtype
         return self.reduce_dtype not in (None, dtype) and dtype.is_floating_point
 
-    def buckets(
-        self, bucket_class: Callable[..., Bucket], copying: Callable[..., Bucket]
-    ) -> Callable[..., Bucket]:
-        """What makes buckets that are not quantised.
 
-        Args:
-            bucket_class: for gradients that travel in their own dtype.
-            copying: for all others, which cannot live in the buffer.
-        """
-        if self.reduce_dtype is None:
-            return bucket_class
+class BucketFactory:
+    """Makes buckets for gradients that travel in one format, or in one of several.
 
-        def make(index: int, params: Sequence[Parameter], *args: Any, **kwargs: Any) -> Bucket:
-            if not self.casts(params[0]):
-                return bucket_class(index, params, *args, **kwargs)
-            return copying(index, params, *args, **kwargs, wire_dtype=self.reduce_dtype)
+    Args:
+        wire: how gradients travel, unless :meth:`make` is told otherwise.
+        group: the ranks. Where there is but one nothing travels, and nothing is quantised.
+        counters: count what the buckets launch.
+        views: gradients live in the buckets, if they travel in their own dtype.
+        lazy: buckets have memory during backwards only.
+        check_finite: buckets tell which gradients are not finite, and on which ranks.
 
-        return make
+    Attributes:
+        feedback: carries over what quantisation has left out of gradients in former buckets.
+    """
 
-    def quantized_buckets(
+    def __init__(
         self,
-        plain: Callable[..., Bucket],
-        copying: Callable[..., Bucket],
-        group: dist.ProcessGroup,
-        feedback: Feedback,
-    ) -> Callable[..., Bucket]:
-        """What makes the buckets of backwards, but for :data:`AUTO`, which chooses what does.
+        wire: WireFormat,
+        group: Group,
+        counters: Counters,
+        views: bool = False,
+        lazy: bool = False,
+        check_finite: bool = False,
+    ) -> None:
+        self._wire = wire
+        self._group = group
+        self._counters = counters
+        self._views = views
+        self._lazy = lazy
+        self._marks = Marks(group.rank, group.size) if check_finite else None
+        self.feedback = Feedback()
+
+    def temporary(self, views: bool = False) -> BucketFactory:
+        """Of buckets for one reduction: nothing is quantised in them."""
+        return BucketFactory(
+            replace(self._wire, compression=None),
+            self._group,
+            self._counters,
+            views,
+            check_finite=self._marks is not None,
+        )
+
+    def make(
+        self,
+        index: int,
+        params: Sequence[Parameter],
+        names: Sequence[str],
+        is_sparse: bool = False,
+        wire: WireFormat | None = None,
+    ) -> Bucket:
+        """Bucket number ``index`` of these parameters, which are of one dtype and device.
 
         Args:
-            plain: of gradients that are not quantised.
-            copying: of those that are, which cannot live in the buffer.
-            group: the ranks. Where there is but one nothing travels, and nothing is quantised.
-            feedback: has what was left out of gradients in former buckets.
+            index: the first bucket carries the headers.
+            params, names: in launch order. What has ``.grad``, a shape, a dtype and a device will
+                do.
+            is_sparse: it is one parameter with sparse gradients.
+            wire: how its gradients travel, if otherwise than those of most buckets.
         """
-        rank, size = group.rank(), group.size()
-        if self.compression in (None, AUTO) or size == 1:
-            return plain
-        numbers = COMPRESSIONS[self.compression]
-
-        def make(
-            index: int,
-            params: Sequence[Parameter],
-            names: Sequence[str],
-            kernels: Kernels,
-            counters: Counters,
-            ballots: int = 0,
-        ) -> Bucket:
-            exact = [True] * len(params)
-            if params[0].dtype in _QUANTIZED and self.exact is not None:
-                exact = self.exact.find(names, params)
-            if all(exact):
-                return plain(index, params, names, kernels, counters, ballots=ballots)
-            device = params[0].device
-            numels = [param.numel() for param in params]
-            quantized = [not each for each in exact]
-            has_marks = kernels.marks is not None
-            message = MessageLayout.of(numels, quantized, size, ballots, has_marks)
-            residuals = Residuals.zeros(message, rank, device) if self.error_feedback else None
-            quantization = Quantization(message, numbers, rank, residuals)
-            bucket = copying(
-                index,
-                params,
-                names,
-                quantizing(kernels, device, quantization),
-                counters,
-                ballots=ballots,
-                wire_dtype=torch.float32,
-            )
+        wire = wire or self._wire
+        device, dtype = params[0].device, params[0].dtype
+        headers = BYTES * self._group.size if index == 0 else 0
+        kernels = select(device, dtype, self._marks)
+        if is_sparse:
+            args = (index, params, names, kernels, self._counters)
+            return SparseBucket(self._group.rank, self._group.size, *args, headers=headers)
+        quantization = self._quantization(wire, params, names, headers)
+        kind: type[Bucket] = Bucket
+        wire_dtype = None
+        if quantization is not None:
+            kernels, wire_dtype = quantizing(kernels, device, quantization), torch.float32
+        elif wire.casts(params[0]):
+            wire_dtype = wire.reduce_dtype
+        elif self._views:
+            kind = ViewBucket
+        bucket = kind(
+            index, params, names, kernels, self._counters, headers, wire_dtype, self._lazy
+        )
+        if quantization is not None:
             bucket.quantization = quantization
-            feedback.hand_over(bucket)
-            return bucket
+            self.feedback.hand_over(bucket)
+        return bucket
 
-        return make
+    def _quantization(
+        self, wire: WireFormat, params: Sequence[Parameter], names: Sequence[str], headers: int
+    ) -> Quantization | None:
+        """How gradients of these parameters are quantised; ``None`` if they are not."""
+        size, exact = self._group.size, wire.exact
+        if wire.compression in (None, AUTO) or size == 1 or exact is None:
+            return None
+        is_exact = exact.find(names, params)
+        if params[0].dtype not in _QUANTIZED or all(is_exact):
+            return None
+        numels = [param.numel() for param in params]
+        quantized = [not each for each in is_exact]
+        message = MessageLayout.of(numels, quantized, size, headers, self._marks is not None)
+        residuals = None
+        if wire.error_feedback:
+            residuals = Residuals.zeros(message, self._group.rank, params[0].device)
+        numbers = COMPRESSIONS[str(wire.compression)]
+        return Quantization(message, numbers, self._group.rank, residuals)
+
+
+class ExactParams:
+    """Finds the parameters of a module whose gradients travel in fp32 beside quantised ones.
+
+    These are: all of one dimension (biases, scales of norms), those of fewer than 1,024 elements,
+    the weights of embeddings, in whose gradients many rows are zero, and what the user wants.
+
+    Args:
+        module: what is wrapped.
+        wanted: names of further parameters as ``module.named_parameters()`` gives them, or patterns
+            of such names (:mod:`fnmatch`), one or several; or ``wanted(name, parameter)``, true of
+            what shall be exact.
+
+    Raises:
+        TypeError: ``wanted`` is none of these.
+        ValueError: no parameter has a name, or matches a pattern, that is given.
+    """
+
+    def __init__(self, module: nn.Module, wanted: Any = None) -> None:
+        self._module = module
+        self._asks: Callable[[str, Tensor], Any] | None = None
+        self._patterns: tuple[str, ...] = ()
+        if callable(wanted):
+            self._asks = wanted
+        elif wanted is not None:
+            self._patterns = _patterns_of(wanted)
+            names = [name for name, _ in module.named_parameters()]
+            for pattern in self._patterns:
+                if not any(fnmatchcase(name, pattern) for name in names):
+                    raise ValueError(
+                        f"exact: the module has no parameter {pattern!r}. Give names as its "
+                        f"named_parameters() has them ({(names or ['none'])[0]!r}), or patterns"
+                    )
+
+    def find(self, names: Sequence[str], params: Sequence[Tensor]) -> list[bool]:
+        """For each of these parameters, whether its gradient is exact."""
+        embeddings = {
+            layer.weight
+            for layer in self._module.modules()
+            if isinstance(layer, nn.Embedding | nn.EmbeddingBag)
+        }
+        return [
+            param.dim() < 2
+            or param.numel() < _SMALL
+            or param in embeddings
+            or any(fnmatchcase(name, pattern) for pattern in self._patterns)
+            or (self._asks is not None and bool(self._asks(name, param)))
+            for name, param in zip(names, params, strict=True)
+        ]
+
+
+def _patterns_of(wanted: Any) -> tuple[str, ...]:
+    if isinstance(wanted, str):
+        return (wanted,)
+    if isinstance(wanted, Iterable) and not isinstance(wanted, bytes | Tensor):
+        patterns = tuple(wanted)
+        if all(isinstance(pattern, str) for pattern in patterns):
+            return patterns
+    raise TypeError(
+        "exact should be a name or pattern, several of them, or a function of name and parameter, "
+        f"got {wanted!r}"
+    )

@@ -9,32 +9,28 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from tritonddp.buckets.sparse_bucket import sparse_parameters
-from tritonddp.coordination.agreement import structure_hash
+from tritonddp.coordination.agreement import schema_hash
+from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import describe, verify_same
 from tritonddp.kernels.dispatch import GRADIENT_DTYPES, select
 
 _requires_grad = attrgetter("requires_grad")
 _dtype = attrgetter("dtype")
 
-# How many wrappers there have been in each process group: tells them apart, alike on all ranks.
-_wrappers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
-
-class Roster:
+class ModuleParameters:
     """The parameters and buffers of the module in ``wrapper``, and whether they are still the same.
 
     Args:
         wrapper: holds the module as its child ``module``, which may be replaced as well.
         ignored: names of parameters and buffers to leave out, as the module has them.
-        process_group: the ranks that hold the same module.
+        group: the ranks that hold the same module.
         is_fixed: parameters are those of the beginning, whatever the module holds later.
 
     Attributes:
@@ -42,15 +38,17 @@ class Roster:
         trainable: those of them that required gradients at the last :meth:`update`.
         sparse: those whose gradients are expected to be sparse.
         added: those that are in no bucket and have required gradients since the last reduction.
-        number: of the wrapper among those of its process group; -1 until :meth:`enroll`.
-        structure: a hash of the trainable and the added ones, which should be alike on all ranks.
+        number: of the wrapper among those of its process group; -1 until :meth:`register`.
+        schema: a hash of the trainable and the added ones, which should be alike on all ranks.
+        is_uncommitted: what has changed may not have on all ranks: see :meth:`commit`.
+        buffer_tables: of all modules: if all are empty, there are no buffers.
     """
 
     def __init__(
         self,
         wrapper: nn.Module,
         ignored: Collection[str],
-        process_group: dist.ProcessGroup,
+        group: Group,
         is_fixed: bool = False,
     ) -> None:
         self._is_fixed = is_fixed
@@ -60,40 +58,39 @@ class Roster:
         self._buffers_since_update: list[tuple[str, dict[str, Tensor | None]]] = []
         self._held: list[Any] = []
         self.params: list[tuple[str, Parameter]] = []
-        self._group = process_group
+        self._group = group
         self.number = -1
-        self._placed: dict[Tensor, str] = {}
+        self._bucketed: dict[Tensor, str] = {}
         self.added: list[tuple[str, Parameter]] = []
         self._grads_of_added: dict[Tensor, tuple[Tensor, int]] = {}
         self.update()
-        self.agreed()
+        self.commit()
 
-    def enroll(self) -> None:
+    def register(self) -> None:
         """All ranks hold the same module: number its wrapper, alike on all of them.
 
         Once, and no later than in its first reduction. One that was loaded or copied is not
         numbered before that: perhaps only one rank has it, to look at or to save.
         """
         if self.number < 0:
-            self.number = _wrappers.get(self._group, 0)
-            _wrappers[self._group] = self.number + 1
+            self.number = self._group.next_wrapper()
             self._sort()
 
-    def place(self, names: Sequence[str], params: Sequence[Tensor]) -> None:
+    def set_bucketed(self, names: Sequence[str], params: Sequence[Tensor]) -> None:
         """These parameters, and no others, are in buckets now."""
-        self._placed = dict(zip(params, names, strict=True))
+        self._bucketed = dict(zip(params, names, strict=True))
         self._in_buckets = list(params)
         self._devices = [param.device for param in params]
         self._kinds = self._kinds_now()
         self._grads_of_added.clear()
         self._sort()
 
-    def look(self, where: Callable[[], str]) -> bool:
+    def refresh(self, where: Callable[[], str]) -> bool:
         """Whether parameters were frozen, unfrozen, replaced, added or taken away since the last.
 
         What is in a bucket and gets no gradient any more is unused from now on, which needs no
         action. What is in no bucket, :attr:`added`, waits for the end of the next reduced
-        backward: by then the ballots have told whether all ranks have changed alike.
+        backward: by then the headers have told whether all ranks have changed alike.
 
         Args:
             where: asked for this rank's place, for errors.
@@ -108,7 +105,7 @@ class Roster:
         for name, param in self.added:
             select(param.device)  # raises where there are no kernels
             if param.dtype not in GRADIENT_DTYPES:
-                self._held = []  # so that the next look finds it, too
+                self._held = []  # so that the next call finds it, too
                 raise NotImplementedError(
                     f"{where()}: parameter {name!r}, added after the module was wrapped, is "
                     f"{param.dtype}; tritonddp reduces {', '.join(map(str, GRADIENT_DTYPES))}"
@@ -121,7 +118,7 @@ class Roster:
         """Why does a backward not reach these parameters? Mostly because they are unused.
 
         Args:
-            unreached: numbers of parameters as they were placed.
+            unreached: numbers of parameters, as :meth:`set_bucketed` has them.
             where: asked for this rank's place, for errors.
 
         Raises:
@@ -135,7 +132,7 @@ class Roster:
             was, now = (self._kinds[0][number], self._devices[number]), (param.dtype, param.device)
             if now != was:
                 raise RuntimeError(
-                    f"{where()}: parameter {self._placed[param]!r} was {was[0]} on {was[1]} when "
+                    f"{where()}: parameter {self._bucketed[param]!r} was {was[0]} on {was[1]} when "
                     f"it was wrapped and is now {now[0]} on {now[1]}, so that its gradient would "
                     "not be synchronised: wrap the module again after such a change"
                 )
@@ -153,6 +150,7 @@ class Roster:
 
     def update(self) -> None:
         """Look at all modules."""
+        self.is_uncommitted = True
         module = self._children["module"]
         assert module is not None
         modules = list(module.named_modules())
@@ -169,6 +167,7 @@ class Roster:
         sparse_names = {name for name, param in found if param in announced}
         self.sparse = {param for name, param in self.params if name in sparse_names}
         self._buffers_since_update = [(name, each._buffers) for name, each in modules]
+        self.buffer_tables = [each._buffers for _, each in modules]
         # Modules keep their parameters and submodules in such dictionaries. Comparing all that is
         # in them takes 0.06 us each, and no walk.
         tables: list[dict[str, Any]] = [self._children]
@@ -179,9 +178,10 @@ class Roster:
         self._held = list(chain.from_iterable(map(dict.values, self._tables if all_leaves else ())))
         self._sort()
 
-    def agreed(self) -> None:
+    def commit(self) -> None:
         """All ranks have changed alike, and so hold the same buffers."""
         self._buffers = self._buffers_since_update
+        self.is_uncommitted = False
 
     def _sort(self) -> None:
         self.trainable = [(name, param) for name, param in self.params if param.requires_grad]
@@ -192,9 +192,9 @@ class Roster:
         self.added = [
             (name, param)
             for name, param in self.params
-            if param in waiting and param not in self._placed
+            if param in waiting and param not in self._bucketed
         ]
-        self.structure = structure_of(
+        self.schema = schema_of(
             self.trainable,
             f"wrapper {self.number}",
             *(f"+{name}" for name, _ in self.added),
@@ -255,7 +255,7 @@ class Roster:
         )
 
 
-def structure_of(named_params: Sequence[tuple[str, Tensor]], *more: str) -> bytes:
+def schema_of(named_params: Sequence[tuple[str, Tensor]], *more: str) -> bytes:
     """Hash of the parameters and whatever else should be alike on all ranks."""
     parts = [f"{name} {tuple(param.shape)} {param.dtype}" for name, param in named_params]
-    return structure_hash([*parts, *more])
+    return schema_hash([*parts, *more])

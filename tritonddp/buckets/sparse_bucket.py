@@ -2,7 +2,7 @@
 
 How much there is to send differs by rank, and no rank knows it of another. So a gradient goes in
 two steps. The bucket's buffer, which is reduced like that of any bucket, holds no gradient, only a
-trailer: used flag, ballots, and what each rank has to send. At the end of backward, when all know
+trailer: used flag, headers, and what each rank has to send. At the end of backward, when all know
 that of all, they send it (``comm/sparse.py``).
 """
 
@@ -69,64 +69,68 @@ class SparseBucket(Bucket):
         args: those of :class:`Bucket`, for one parameter.
     """
 
+    is_sparse = True
+    has_to_prepare = True
+
     def __init__(self, rank: int, world_size: int, *args: Any, **kwargs: Any) -> None:
         self._rank = rank
         self._world_size = world_size
-        self._ballots = kwargs.get("ballots", 0)
+        self._headers = kwargs.get("headers", 0)
         # What this rank sends: indices and values of rows, or a dense gradient.
         self._rows: tuple[Tensor, Tensor] | None = None
         self._dense: Tensor | None = None
         self._mean: Tensor | None = None
         super().__init__(*args, **kwargs)
 
-    def _make_layout(self, ballots: int) -> Layout:
-        size = ballots + _ANNOUNCEMENT * self._world_size
+    def _make_layout(self, headers: int) -> Layout:
+        size = headers + _ANNOUNCEMENT * self._world_size
         return Layout.of([(0,)], [(1,)], self._kernels.alignment, size, self._kernels.marks)
 
-    def _allocate(self, layout: Layout) -> None:
-        super()._allocate(layout)
-        ballots = self.flat.ballots
-        self.flat.ballots = ballots[: self._ballots]  # what is behind them is no ballot to others
-        self._announcements = ballots[self._ballots :]
+    def allocate(self) -> None:
+        """See :meth:`Bucket.allocate`."""
+        super().allocate()
+        trailer = self.flat.ballots
+        self.flat.ballots = trailer[: self._headers]  # what is behind them is no header
+        self._announcements = trailer[self._headers :]
 
-    def begin(self) -> None:
-        """See :meth:`Bucket.begin`."""
-        super().begin()
+    def prepare(self) -> None:
+        """See :meth:`Bucket.prepare`."""
+        super().prepare()
         self._rows = self._dense = self._mean = None  # of a backward that broke off
 
-    def conform(self) -> None:
-        """See :meth:`Bucket.conform`: any memory will do here."""
+    def to_slot_layout(self) -> None:
+        """See :meth:`Bucket.to_slot_layout`: any memory will do here."""
 
-    def flatten(
+    def pack(
         self,
         segment: Segment,
         used: Sequence[bool],
         scale: float,
-        ballots: Sequence[int] = (),
+        header: bytes = b"",
         earlier: bool = True,
     ) -> None:
-        """Announce ``scale * .grad``; see :meth:`Bucket.flatten`."""
+        """Announce ``scale * .grad``; see :meth:`Bucket.pack`."""
         grad = self.params[0].grad
-        self._used = [used[0] and grad is not None]
+        self.used = [used[0] and grad is not None]
         self._rows = self._dense = None
-        if grad is not None and scale and (earlier or self._used[0]):
+        if grad is not None and scale and (earlier or self.used[0]):
             self._take(grad.detach(), scale)
         mine = Announcement(
             Kind.ROWS if self._dense is None else Kind.DENSE,
             0 if self._rows is None else len(self._rows[0]),
         )
         self._counters.flattens += 1
-        trailer = bytes(ballots) + self._places(mine)
-        self._kernels.flatten(segment.flat, [None], self._used, 1.0, trailer)
+        trailer = header + self._places(mine)
+        self._kernels.flatten(segment.flat, [None], self.used, 1.0, trailer)
         marks = self._kernels.marks
         values = self._dense if self._rows is None else self._rows[1]
         if marks is not None and values is not None:  # in a pass of its own
             self.flat.marks[0, marks.word] = ~values.isfinite().all() * marks.bit
 
-    def poison(self, ballots: Sequence[int] = ()) -> None:
-        """See :meth:`Bucket.poison`."""
+    def fill_nan(self, header: bytes = b"") -> None:
+        """See :meth:`Bucket.fill_nan`."""
         self._rows = self._dense = None
-        super().poison(bytes(ballots) + self._places(Announcement(Kind.BROKEN)))
+        super().fill_nan(header + self._places(Announcement(Kind.BROKEN)))
 
     def _take(self, grad: Tensor, scale: float) -> None:
         """Make ``grad`` what this rank sends.
@@ -195,9 +199,9 @@ class SparseBucket(Bucket):
             total = made.copy_(total)
         self._mean = total
 
-    def unflatten(self, factor: Tensor | None = None) -> None:
-        """See :meth:`Bucket.unflatten`."""
-        self._before = {}
+    def unpack(self, factor: Tensor | None = None) -> None:
+        """See :meth:`Bucket.unpack`."""
+        self.before = {}
         mean, self._mean = self._mean, None
         if mean is None:  # no rank has used the parameter
             return

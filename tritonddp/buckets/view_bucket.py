@@ -21,45 +21,53 @@ class ViewBucket(Bucket):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._cedes = False
-        self._kept: dict[int, Tensor] = {}
+        self._donates = False  # the buffer is never anybody else's
+        # Gradients of earlier backwards, by slot.
+        self._stashed: dict[int, Tensor] = {}
 
-    def begin(self) -> None:
-        """See :meth:`Bucket.begin`. Here the buffer is never anybody else's."""
-        super().begin()
-        self._kept.clear()  # of a backward that broke off
-
-    def flatten(
+    def pack(
         self,
         segment: Segment,
         used: Sequence[bool],
         scale: float,
-        ballots: Sequence[int] = (),
+        header: bytes = b"",
         earlier: bool = True,
     ) -> None:
-        """See :meth:`Bucket.flatten`. Used gradients become views, which frees their memory."""
-        grads = self._flatten(segment, used, scale, ballots, earlier)
-        used = self._used[segment.first : segment.last]
-        for slot, (flag, view) in enumerate(zip(used, segment.flat.views, strict=True)):
+        """See :meth:`Bucket.pack`. Used gradients become views, which frees their memory."""
+        super().pack(segment, used, scale, header, earlier)
+        first, last = segment.first, segment.last
+        views = segment.flat.views
+        flags = self.used[first:last]
+        if all(flags):
+            for param, view in zip(segment.params, views, strict=True):
+                param.grad = view
+            self._grads[first:last] = views
+            return
+        for slot, flag in enumerate(flags):
             if flag:
-                self.params[segment.first + slot].grad = grads[slot] = view
-        self._grads[segment.first : segment.last] = grads
+                segment.params[slot].grad = self._grads[first + slot] = views[slot]
 
-    def unflatten(self, factor: Tensor | None = None) -> None:
+    def unpack(self, factor: Tensor | None = None) -> None:
         """Used gradients are in place already. Those that only other ranks used become views."""
         views = self.flat.views
         if factor is not None:
             self._counters.unflattens += 1
             self._scale(factor)
-        for slot, grad in self._kept.items():
-            views[slot].copy_(torch.where(self.flat.flags[slot] != 0, views[slot], grad))
-        self._kept.clear()
-        if not all(self._used):
+        if self._stashed:
+            for slot, grad in self._stashed.items():
+                views[slot].copy_(torch.where(self.flat.flags[slot] != 0, views[slot], grad))
+            self._stashed.clear()
+        if not all(self.used):
             for slot, flag in enumerate(self.flat.flags.tolist()):
-                if flag and not self._used[slot] and self._grads[slot] is not views[slot]:
+                if flag and not self.used[slot] and self._grads[slot] is not views[slot]:
                     self.params[slot].grad = views[slot]
         self._grads = [None] * len(views)
-        self._before = {}
+        self.before = {}
+
+    def discard(self) -> None:
+        """See :meth:`Bucket.discard`."""
+        super().discard()
+        self._stashed.clear()
 
     def _scale(self, factor: Tensor) -> None:
         """Multiply the reduced gradients by one fp64 element, where they are, in one launch.
@@ -72,27 +80,34 @@ class ViewBucket(Bucket):
         else:  # one call is less than one for each gradient
             self.flat.payload.mul_(factor.item())
 
-    def _spare(self, slot: int, grad: Tensor) -> Tensor:
+    def _stash(self, slot: int, grad: Tensor) -> Tensor:
         """Save a gradient of an earlier backward that the reduction would overwrite.
 
         A parameter that no rank used keeps its ``.grad`` as it is, also where that is a view.
         """
         if grad.data_ptr() != self.flat.views[slot].data_ptr():
-            return self._conform(slot, grad)
-        self._kept[slot] = grad.clone()
+            return self._to_slot_layout(slot, grad)
+        self._stashed[slot] = grad.clone()
         return grad
 
-    def placed_gradients(self) -> dict[Parameter, Tensor]:
-        """See :meth:`Bucket.placed_gradients`."""
+    def in_buffer(self) -> dict[Parameter, Tensor]:
+        """See :meth:`Bucket.in_buffer`."""
+        if self.flat is None:
+            return {}
+        views: list[Tensor] = self.flat.views
         return {
             param: view
-            for param, view in zip(self.params, self.flat.views, strict=True)
+            for param, view in zip(self.params, views, strict=True)
             if param.grad is view
         }
 
-    def adopt(self, placed: dict[Parameter, Tensor]) -> None:
+    def adopt(self, in_buffer: dict[Parameter, Tensor]) -> None:
         """See :meth:`Bucket.adopt`."""
+        if not in_buffer:
+            return
+        if self.flat is None:
+            self.allocate()
         for param, view in zip(self.params, self.flat.views, strict=True):
-            grad = placed.pop(param, None)
+            grad = in_buffer.pop(param, None)
             if grad is not None:
                 param.grad = view.copy_(grad)

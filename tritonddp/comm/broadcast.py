@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,26 +11,47 @@ from torch import Tensor
 
 from tritonddp._torch import foreach_copy_
 from tritonddp.coordination.collectives import broadcast
+from tritonddp.coordination.group import Group
+
+# Most bytes of one message.
+MESSAGE_BYTES = 250 * 1024 * 1024
 
 
-@dataclass(frozen=True)
-class BufferHook:
-    """What a user has put in the place of the broadcast.
+class StateBroadcast:
+    """Overwrites parameters and buffers with those of one rank.
 
-    Attributes:
-        hook: changes the buffers in place; may return futures of what it leaves under way.
-        state: handed to it.
-        is_after_forward: it runs after the module's forward, not before.
+    Args:
+        group: the ranks.
+        source: has the rank whose values all get, as ``source_rank``.
     """
 
-    hook: Callable[[Any, dict[str, Tensor]], Sequence[torch.futures.Future] | None]
-    state: Any
-    is_after_forward: bool
+    def __init__(self, group: Group, source: Any) -> None:
+        self._group = group
+        self._source = source
 
-    @torch.no_grad()
-    def __call__(self, named_buffers: dict[str, Tensor]) -> Sequence[torch.futures.Future]:
-        """Run the hook; returns what is still under way."""
-        return self.hook(self.state, named_buffers) or ()
+    def send(self, tensors: Sequence[Tensor], place: str, what: str) -> None:
+        """Overwrite ``tensors``.
+
+        Args:
+            tensors: parameters or buffers.
+            place: where in its program this rank is, for errors.
+            what: what they are, for errors.
+
+        Raises:
+            RuntimeError: a rank is missing, which is named.
+        """
+        group = self._group
+        try:
+            broadcast_coalesced(
+                tensors, group.process_group, self._source.source_rank, MESSAGE_BYTES
+            )
+        except RuntimeError as error:
+            nbytes = sum(tensor.nbytes for tensor in tensors)
+            raise group.explain(
+                f"rank {group.rank}, {place}",
+                f"broadcast of {len(tensors)} {what}, {nbytes} bytes",
+                error,
+            ) from error
 
 
 def broadcast_coalesced(

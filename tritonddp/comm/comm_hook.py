@@ -8,9 +8,8 @@ buckets travel together, in one small all-reduce behind the last hook.
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,15 +26,16 @@ from tritonddp._torch import (
 )
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.sparse_bucket import SparseBucket
-from tritonddp.comm.grad_bucket import GradBucket, bring_home, buffer_of, result_of, those_of_hooks
-from tritonddp.comm.reduction import AllReduce, LocalError
+from tritonddp.comm.all_reduce import exchange_rows
+from tritonddp.comm.grad_bucket import GradBucket, buffer_of, result_of, those_of_hooks, write_back
+from tritonddp.comm.run import LocalError, ReductionRun
 from tritonddp.coordination import collectives
-from tritonddp.coordination.agreement import Ballot
 from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
-from tritonddp.coordination.failures import RollCall
+from tritonddp.coordination.group import Group
+from tritonddp.coordination.interrupts import Uninterrupted
 
-# Holds flags and ballots of every wire dtype exactly.
+# Holds flags and headers of every wire dtype exactly.
 _TRAILERS = torch.float32
 
 # The group of the last backward over gloo, until the next one or the end. Callbacks of futures may
@@ -52,7 +52,7 @@ class HookError(LocalError):
     """A communication hook failed on this rank. All collectives of the backward were made."""
 
 
-class HookReduction(AllReduce):
+class CommHook:
     """Reduces each bucket by ``hook(state, bucket)``, which divides by the number of ranks itself.
 
     Hooks are called in bucket order. On a GPU, over NCCL, that is when a bucket is full. Over gloo
@@ -73,107 +73,60 @@ class HookReduction(AllReduce):
         hook: called with the state and a :class:`GradBucket`; returns a future of one tensor with
             as many elements as the buffer, or of a list that holds it.
         state: handed to the hook.
-        process_group, counters, roll_call: as in :class:`AllReduce`. Only the all-reduce of the
-            trailers is counted.
-        get_buckets: asked for all buckets of the backward.
-
-    Attributes:
-        plain: for gradients that no backward has put into a bucket, see :class:`Reduction`.
+        group: the ranks.
+        counters: count the all-reduce of the trailers.
     """
 
-    def __init__(
-        self,
-        hook: Hook,
-        state: Any,
-        process_group: dist.ProcessGroup,
-        counters: Counters,
-        roll_call: RollCall,
-        get_buckets: Callable[[], Sequence[Bucket]],
-    ) -> None:
-        super().__init__(process_group, counters, roll_call)
-        # Their buckets are made for the occasion: hooks that keep something for each bucket would
-        # take them for others.
-        self._plain = AllReduce(process_group, counters, roll_call)
+    averages = False
+
+    def __init__(self, hook: Hook, state: Any, group: Group, counters: Counters) -> None:
         self._hook = hook
         self._state = state
-        self._get_buckets = get_buckets
+        self._group = group
+        self._counters = counters
         self._issues_one = any(hook is known for known in hooks_of_one_collective())
         self._held: dict[int, tuple[Any, Any]] = {}  # names and shapes, by the bucket's index
-        self._calls: list[_Call] = []
-        self._trailers: tuple[Tensor, Work] | None = None  # of all buckets, on their way
-        # By the index of the bucket, once all is known.
-        self._factors: dict[int, Tensor | None] | None = None
-        self._failure: BaseException | None = None  # the first on this rank
 
-    @property
-    def plain(self) -> AllReduce:
-        """See :class:`Reduction`."""
-        return self._plain
-
-    def begin(self, ballot: Ballot, scale: float) -> None:
-        """See :meth:`Reduction.begin`."""
-        # The hook itself divides, by whatever number of ranks.
-        ballot = dataclasses.replace(ballot, over_present=False)
-        super().begin(ballot, scale * self._group.size())  # which is divided out again: exactly
-        self._calls = []
-        self._trailers = None
-        self._factors = None
-        self._failure = None
-
-    def start(self, bucket: Bucket) -> Work:
-        """See :meth:`Reduction.start`."""
-        bucket.seal(self._ballots_of(bucket))
-        return self._call(bucket, is_broken=False)
-
-    def start_poisoned(self, bucket: Bucket) -> Work:
-        """See :meth:`Reduction.start_poisoned`."""
-        bucket.poison(self._ballots_of(bucket))
-        bucket.flat.payload.zero_()
-        return self._call(bucket, is_broken=True)
-
-    def finish(self, bucket: Bucket, work: Work) -> None:
-        """See :meth:`Reduction.finish`.
-
-        Raises:
-            HookError: a hook failed on this rank; nothing has been written to ``.grad``. Or what it
-            has raised, if that is no Exception.
-        """
-        self.discard(bucket, work)
-        if self._failure is not None:
-            raise self._failure
-        assert self._factors is not None
-        bucket.unflatten(self._factors[bucket.index])
-
-    def discard(self, bucket: Bucket, work: Work) -> None:
-        """See :meth:`Reduction.discard`."""
-        work.wait()
-        if self._is_logged:
-            self._log(bucket, "is back from the communication hook")
-        if self._factors is None:
-            self._agree()
-
-    def settle(self) -> None:
-        """See :meth:`Reduction.settle`."""
-        super().settle()
-        self._plain.settle()
-
-    def _call(self, bucket: Bucket, is_broken: bool) -> _Call:
+    def launch(self, run: ReductionRun, bucket: Bucket, is_broken: bool = False) -> None:
+        """See :meth:`Transport.launch`."""
+        if is_broken:
+            bucket.flat.payload.zero_()
         holds = bucket.names, bucket.flat.layout.shapes
         if self._held.setdefault(bucket.index, holds) != holds:
             self._held[bucket.index] = holds
             _forget(self._state, bucket.index)
-        if self._is_logged:
+        if run.is_logged:
             what = "goes to the communication hook"
-            self._log(bucket, f"{what} with zeros" if is_broken else what)
-        call = _Call(bucket, is_broken, self._run, self._result, self._wait_for, self._issued)
-        self._calls.append(call)
-        if self._issues_one or backend_name(self._group, bucket.flat.data.device) == "nccl":
-            call.begin()
-        return call
+            run.log(bucket, f"{what} with zeros" if is_broken else what)
+        with Uninterrupted():
+            if run.transport_state is None:
+                run.transport_state = _Calls()
+            calls = run.transport_state.calls
+            call = _Call(bucket, is_broken, self)
+            calls.append(call)
+            run.works.append(call)
+            device = bucket.flat.data.device
+            if self._issues_one or backend_name(self._group.process_group, device) == "nccl":
+                call.begin(run)
 
-    def _run(self, bucket: Bucket, buffer: Tensor) -> Any:
-        """Call the hook."""
-        is_last = bucket.index == those_of_hooks(self._get_buckets())[-1].index
+    def wait(self, run: ReductionRun, bucket: Bucket) -> Tensor | None:
+        """See :meth:`Transport.wait`. What failed on this rank is in ``run.failure`` then."""
+        with Uninterrupted():
+            state: _Calls = run.transport_state
+            for call in state.calls:  # and before it all that precede it
+                call.end(run)
+                if call is run.works[bucket.index]:
+                    break
+            if run.is_logged:
+                run.log(bucket, "is back from the communication hook")
+            if state.factors is None:
+                self._agree(run, state)
+        assert state.factors is not None
+        return state.factors[bucket.index]
+
+    def call(self, run: ReductionRun, bucket: Bucket, buffer: Tensor) -> Any:
+        """Call the hook; returns its future."""
+        is_last = bucket.index == those_of_hooks(run.buckets)[-1].index
         with torch.no_grad():
             future = self._hook(
                 self._state, GradBucket(bucket.index, is_last, buffer, bucket.params)
@@ -185,12 +138,12 @@ class HookReduction(AllReduce):
             )
         return future
 
-    def _result(self, future: Any, buffer: Tensor) -> Tensor:
+    def result(self, future: Any, buffer: Tensor) -> Tensor:
         """What the hook's future holds, in the end."""
         if not future.done():
             ended = threading.Event()
             future.add_done_callback(lambda _: ended.set())
-            timeout = timeout_of(self._group, buffer.device)
+            timeout = timeout_of(self._group.process_group, buffer.device)
             limit = None if timeout is None else timeout.total_seconds()
             if not ended.wait(limit):
                 raise TimeoutError(
@@ -199,95 +152,104 @@ class HookReduction(AllReduce):
                 )
         return result_of(future.wait(), buffer)
 
-    def _issued(self) -> int:
-        return collectives_issued(self._group)
+    def issued(self) -> int:
+        """How many collectives this rank has issued."""
+        return collectives_issued(self._group.process_group)
 
-    def _wait_for(self, last: _Call) -> None:
-        """Bring this call to its end, and before it all that precede it."""
-        for call in self._calls:
-            call.end()
-            if call is last:
-                break
-
-    def _agree(self) -> None:
-        """All buckets have been started: end their calls, then reduce all trailers at once."""
-        for call in self._calls:
-            call.end()
-            if call.error is not None and self._failure is None:
-                self._failure = self._named(call.bucket, call.error)
-        device = self._calls[0].bucket.flat.data.device
-        if backend_name(self._group, device) == "gloo":
-            _last_group[:] = [self._group]
-        if self._trailers is None:
+    def _agree(self, run: ReductionRun, state: _Calls) -> None:
+        """All buckets have been launched: end their calls, then reduce all trailers at once."""
+        calls = state.calls
+        for call in calls:
+            call.end(run)
+            if call.error is not None and run.failure is None:
+                run.failure = _named(run, call.bucket, call.error)
+        device = calls[0].bucket.flat.data.device
+        if backend_name(self._group.process_group, device) == "gloo":
+            _last_group[:] = [self._group.process_group]
+        if state.trailers is None:
             # Nothing here may make the host wait for the device.
-            broken = torch.zeros(len(self._calls), dtype=_TRAILERS, device=device)
-            for number, call in enumerate(self._calls):
+            broken = torch.zeros(len(calls), dtype=_TRAILERS, device=device)
+            for number, call in enumerate(calls):
                 if call.is_broken:
                     broken[number].fill_(1)
-            message = torch.cat([*(call.trailer.to(device) for call in self._calls), broken])
-            self._trailers = message, self._send(message)
-        message, work = self._trailers
+            message = torch.cat([*(call.trailer.to(device) for call in calls), broken])
+            state.trailers = message, self._send(run, state, message)
+        message, work = state.trailers
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._explained_trailers(error) from (self._failure or error)
-        sizes = [call.trailer.numel() for call in self._calls]
-        *trailers, broken = message.split([*sizes, len(self._calls)])
-        for call, trailer in zip(self._calls, trailers, strict=True):
+            raise self._explained(run, state, error) from (run.failure or error)
+        sizes = [call.trailer.numel() for call in calls]
+        *trailers, broken = message.split([*sizes, len(calls)])
+        for call, trailer in zip(calls, trailers, strict=True):
             _trailer(call.bucket).copy_(trailer)
-        self._look_at(self._calls[0].bucket.flat.ballots)
-        factor = 1.0 if self._factor is None else self._factor
+        run.read_headers(calls[0].bucket.flat.ballots)
+        factor = 1.0 if run.factor is None else run.factor
         factors = torch.where(broken > 0, torch.nan, factor).to(torch.float64)
-        self._factors = {
+        state.factors = {
             call.bucket.index: _factor_on(
                 call.bucket.flat.data.device,
                 factors[number : number + 1] * self._scale_of(call.bucket),
             )
-            for number, call in enumerate(self._calls)
+            for number, call in enumerate(calls)
         }
-        for call in self._calls:  # before a failure is raised on this rank
-            self._exchange(call.bucket)
-        self._calls = []  # or they would keep buckets whose time is over
+        for call in calls:  # before a failure is raised on this rank
+            if isinstance(call.bucket, SparseBucket):
+                exchange_rows(run, call.bucket, self._counters)
+        calls.clear()  # or they would keep buckets whose time is over
 
     def _scale_of(self, bucket: Bucket) -> float:
         """By which the sum is to be multiplied. Hooks divide what they get."""
-        return 1.0 / self._group.size() if isinstance(bucket, SparseBucket) else 1.0
+        return 1.0 / self._group.size if bucket.is_sparse else 1.0
 
-    def _send(self, message: Tensor) -> Work:
-        self._counters.collective(message.nbytes, self._group.size(), passes=2)
+    def _send(self, run: ReductionRun, state: _Calls, message: Tensor) -> Work:
+        self._counters.collective(message.nbytes, self._group.size, passes=2)
         try:
-            return collectives.all_reduce(message, self._group)
+            return collectives.all_reduce(message, self._group.process_group)
         except RuntimeError as error:
-            raise self._explained_trailers(error) from (self._failure or error)
+            raise self._explained(run, state, error) from (run.failure or error)
 
-    def _explained_trailers(self, error: RuntimeError) -> RuntimeError:
-        return self._roll_call.explain(
-            f"{self._where()}, buckets up to {self._calls[-1].bucket.title}",
+    def _explained(self, run: ReductionRun, state: _Calls, error: RuntimeError) -> RuntimeError:
+        return self._group.explain(
+            f"{run.where}, buckets up to {state.calls[-1].bucket.title}",
             "all-reduce of their flags, behind the communication hooks",
-            self._failure or error,
+            run.failure or error,
         )
 
-    def _named(self, bucket: Bucket, error: BaseException) -> BaseException:
-        if not isinstance(error, Exception):
-            return error
-        failure = HookError(
-            f"{self._where()}, {bucket.title}: the "
-            f"communication hook failed: {type(error).__name__}: {error}"
-        )
-        failure.__cause__ = error
-        return failure
+
+def _named(run: ReductionRun, bucket: Bucket, error: BaseException) -> BaseException:
+    if not isinstance(error, Exception):
+        return error
+    failure = HookError(
+        f"{run.where}, {bucket.title}: the "
+        f"communication hook failed: {type(error).__name__}: {error}"
+    )
+    failure.__cause__ = error
+    return failure
+
+
+class _Calls:
+    """The calls of a hook in one run.
+
+    Attributes:
+        calls: of all buckets so far.
+        trailers: of all buckets, on their way.
+        factors: by the index of the bucket, once all is known.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        self.trailers: tuple[Tensor, Work] | None = None
+        self.factors: dict[int, Tensor | None] | None = None
 
 
 class _Call:
-    """The hook's work on one bucket: the ``Work`` of :class:`HookReduction`.
+    """The hook's work on one bucket.
 
     Args:
-        bucket: filled.
+        bucket: packed.
         is_broken: its gradients do not count.
-        run: calls the hook with a bucket and its buffer.
-        result: waits for what it returned, which is for this buffer.
-        wait_for: brings this call to its end after those before it.
-        issued: counts the collectives that this rank has issued.
+        transport: has the hook.
 
     Attributes:
         trailer: what this rank says in the bucket's trailer. Saved before the hook is called, which
@@ -295,64 +257,50 @@ class _Call:
         error: what the hook raised on this rank.
     """
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        is_broken: bool,
-        run: Callable[[Bucket, Tensor], Any],
-        result: Callable[[Any, Tensor], Tensor],
-        wait_for: Callable[[_Call], None],
-        issued: Callable[[], int],
-    ) -> None:
+    def __init__(self, bucket: Bucket, is_broken: bool, transport: CommHook) -> None:
         self.bucket = bucket
         self.is_broken = is_broken
         self.trailer = _trailer(bucket).to(_TRAILERS, copy=True)
         self.error: BaseException | None = None
-        self._run = run
-        self._result = result
-        self._wait_for = wait_for
-        self._issued = issued
+        self._transport = transport
         self._has_begun = False
         self._buffer: Tensor | None = None
         self._future: Any = None
         self._ended: Future | None = None  # for traces
-
-    def wait(self) -> None:
-        """See :meth:`Work.wait`."""
-        self._wait_for(self)
 
     def get_future(self) -> Future:
         """See :meth:`Work.get_future`."""
         self._ended = self._ended or Future()
         return self._ended
 
-    def begin(self) -> None:
+    def begin(self, run: ReductionRun) -> None:
         """Call the hook, once."""
         if self._has_begun:
             return
         self._has_begun = True
         if isinstance(self.bucket, SparseBucket):
             return
-        issued = self._issued()
-        self._try()
-        if self.error is not None and self._issued() == issued:
+        issued = self._transport.issued()
+        self._try(run)
+        if self.error is not None and self._transport.issued() == issued:
             # The other ranks wait for what it has not sent: take part, if it can do with zeros.
             self.bucket.flat.payload.zero_()
-            self._try()
+            self._try(run)
 
-    def _try(self) -> None:
+    def _try(self, run: ReductionRun) -> None:
         try:
             self._buffer = buffer_of(self.bucket)
-            self._future = self._run(self.bucket, self._buffer)
+            self._future = self._transport.call(run, self.bucket, self._buffer)
         except BaseException as error:
             self._failed(error)
 
-    def end(self) -> None:
+    def end(self, run: ReductionRun) -> None:
         """Wait for the hook and put its result into the bucket, once."""
-        self.begin()
+        self.begin(run)
         if self._buffer is not None:
             try:
-                bring_home(self._result(self._future, self._buffer), self._buffer, self.bucket)
+                result = self._transport.result(self._future, self._buffer)
+                write_back(result, self._buffer, self.bucket)
             except BaseException as error:
                 self._failed(error)
             # Whatever still holds the bucket's memory when a backward begins keeps it.
@@ -376,7 +324,7 @@ def _trailer(bucket: Bucket) -> Tensor:
 
 
 def _factor_on(device: torch.device, factor: Tensor) -> Tensor | None:
-    """A factor as ``Bucket.unflatten`` takes it: on the CPU 1 is worth a question."""
+    """A factor as ``Bucket.unpack`` takes it: on the CPU 1 is worth a question."""
     if device.type == "cpu" and factor.item() == 1:
         return None
     return factor.to(device)

@@ -80,6 +80,8 @@ def buffer_of(bucket: Bucket) -> Tensor:
 
     The payload as a tensor that is no view, and may be resized.
     """
+    if bucket.flat is None:
+        bucket.allocate()
     flat = bucket.flat
     if _is_row_major(bucket):
         size = flat.payload.shape
@@ -115,7 +117,7 @@ def result_of(value: Any, buffer: Tensor) -> Tensor:
     return result
 
 
-def bring_home(result: Tensor, buffer: Tensor, bucket: Bucket) -> None:
+def write_back(result: Tensor, buffer: Tensor, bucket: Bucket) -> None:
     """Write what the hook returned into the payload, unless it is there already."""
     views = bucket.flat.views
     with torch.no_grad():

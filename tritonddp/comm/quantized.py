@@ -13,21 +13,24 @@ import atexit
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from itertools import count
 from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.futures import Future
 
+from tritonddp._device import SideStreams
 from tritonddp._torch import all_gather_single
-from tritonddp.buckets.bucket import Bucket, Segment
+from tritonddp.buckets.bucket import Bucket
+from tritonddp.comm.all_reduce import AllReduce
 from tritonddp.comm.point_to_point import receive, send
-from tritonddp.comm.reduction import AllReduce
+from tritonddp.comm.run import ReductionRun
 from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
-from tritonddp.coordination.failures import RollCall, close_connections
+from tritonddp.coordination.failures import close_connections
+from tritonddp.coordination.group import Group
+from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.kernels.dispatch import select_quantized
 from tritonddp.kernels.quantized.buffer import QuantizedBuffer
 
@@ -36,69 +39,55 @@ _FIRST_TAG = 0x7D100000
 _IN_FLIGHT = 4_096
 
 
-class QuantizedAllReduce(AllReduce):
-    """Mean over ranks by a quantised sum, of the buckets that have a quantisation.
+class QuantizedAllReduce:
+    """Sum over ranks in quantised messages, of the buckets that have a quantisation.
 
-    The others are reduced as :class:`AllReduce` does. Of W ranks each owns 1/W of a bucket: it gets
+    The others are reduced as by :class:`AllReduce`. Of W ranks each owns 1/W of a bucket: it gets
     that part of all ranks, sums in rank order, quantises the sum and sends it to all. Every rank
     makes its gradients of the same bytes, so that all have the same bits.
 
     Two collectives a bucket. They send together (W-1)/W of a message of one byte an element to all
     ranks, and as much for the sums, half the bytes of an all-reduce in bf16; see
     :class:`~tritonddp.kernels.quantized.buffer.MessageLayout`.
-
-    Attributes:
-        plain: for gradients that no backward has put into a bucket, see :class:`Reduction`.
     """
 
-    def __init__(
-        self, process_group: dist.ProcessGroup, counters: Counters, roll_call: RollCall
-    ) -> None:
-        super().__init__(process_group, counters, roll_call)
-        # Their buckets are made for the occasion, and have no residuals.
-        self._plain = AllReduce(process_group, counters, roll_call)
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+    averages = True
+
+    def __init__(self, group: Group, counters: Counters) -> None:
+        self._group = group
+        self._counters = counters
+        self._plain = AllReduce(group, counters)
+        self._streams = SideStreams()
         self._queue: SimpleQueue[_Exchange | None] | None = None  # of the thread
 
-    @property
-    def plain(self) -> AllReduce:
-        """See :class:`Reduction`."""
-        return self._plain
-
-    def fill(self, bucket: Bucket, segment: Segment, used: Sequence[bool]) -> None:
-        """See :meth:`Reduction.fill`."""
-        if bucket.quantization is not None:
-            bucket.quantization.rescale(self._unit)
-        super().fill(bucket, segment, used)
-
-    def finish(self, bucket: Bucket, work: Work) -> None:
-        """See :meth:`Reduction.finish`."""
-        self.discard(bucket, work)
-        factor = self._factor
-        if isinstance(flat := bucket.flat, QuantizedBuffer):
-            factor = select_quantized(flat.data.device, flat.numbers).receive(flat, factor)
-        bucket.unflatten(factor)
-
-    def settle(self) -> None:
-        """See :meth:`Reduction.settle`."""
-        super().settle()
-        self._plain.settle()
-
-    def _issue(self, bucket: Bucket) -> Work:
+    def launch(self, run: ReductionRun, bucket: Bucket, is_broken: bool = False) -> None:
+        """See :meth:`Transport.launch`."""
         flat = bucket.flat
         if not isinstance(flat, QuantizedBuffer):
-            return super()._issue(bucket)
+            self._plain.launch(run, bucket, is_broken)
+            return
+        if run.is_logged:
+            run.log(bucket, "is sent with NaN" if is_broken else "is sent")
         for message in (flat.message, flat.gathered):
-            self._counters.collective(message.nbytes, self._group.size())
+            self._counters.collective(message.nbytes, self._group.size)
+        on_host = flat.data.device.type == "cpu"
         try:
-            if flat.data.device.type == "cpu":
-                return self._start_in_thread(flat)
-            return self._start_on_stream(flat)
+            with Uninterrupted():
+                start = self._start_in_thread if on_host else self._start_on_stream
+                run.works.append(start(flat))
         except RuntimeError as error:
-            raise self._explained(bucket, error) from error
+            raise run.explain(bucket, error) from error
+
+    def wait(self, run: ReductionRun, bucket: Bucket) -> Tensor | None:
+        """See :meth:`Transport.wait`."""
+        factor = self._plain.wait(run, bucket)
+        if isinstance(flat := bucket.flat, QuantizedBuffer):
+            factor = select_quantized(flat.data.device, flat.numbers).receive(flat, factor)
+        return factor
 
     def _start_in_thread(self, flat: QuantizedBuffer) -> Work:
-        exchange = _Exchange(flat, self._group)
+        group = self._group.process_group
+        exchange = _Exchange(flat, group, self._group.next_exchange())
         if self._queue is None:
             queue: SimpleQueue[_Exchange | None] = SimpleQueue()
             # A daemon: a rank that fails must not wait there for others when it ends.
@@ -106,7 +95,7 @@ class QuantizedAllReduce(AllReduce):
                 target=_go_on, args=(queue,), name="tritonddp-quantized", daemon=True
             )
             thread.start()
-            _threads[thread] = queue, weakref.ref(self._group)
+            _threads[thread] = queue, weakref.ref(group)
             weakref.finalize(self, queue.put, None).atexit = False  # see _end_threads
             self._queue = queue
         self._queue.put(exchange)
@@ -114,18 +103,14 @@ class QuantizedAllReduce(AllReduce):
 
     def _start_on_stream(self, flat: QuantizedBuffer) -> Work:
         device = flat.data.device
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        stream = self._streams[device]
-        stream.wait_stream(torch.cuda.current_stream(device))
+        group = self._group.process_group
+        stream = self._streams.behind_current(device)
         with torch.cuda.stream(stream):
-            first = dist.all_to_all_single(
-                flat.received, flat.message, group=self._group, async_op=True
-            )
+            first = dist.all_to_all_single(flat.received, flat.message, group=group, async_op=True)
             assert first is not None
             first.wait()  # the stream does, not the host
             select_quantized(device, flat.numbers).reduce_parts(flat)
-            second = all_gather_single(flat.gathered, flat.reduced, self._group)
+            second = all_gather_single(flat.gathered, flat.reduced, group)
         # They may be let go before the stream is through, by a reducer that is.
         for memory in (flat.message, flat.received, flat.flags):
             memory.record_stream(stream)
@@ -167,23 +152,19 @@ def _end_threads() -> None:
             thread.join(1.0)
 
 
-# Numbers of the exchanges that this rank has made in a group: as on all of its ranks.
-_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
-
-
 class _Exchange:
     """The work on one bucket over gloo: its :class:`Work`. The all-to-all is issued at once.
 
     Args:
-        flat: filled.
+        flat: packed.
         group: the ranks.
+        number: of the exchanges that this rank has made in the group: as on all of its ranks.
     """
 
-    def __init__(self, flat: QuantizedBuffer, group: dist.ProcessGroup) -> None:
+    def __init__(self, flat: QuantizedBuffer, group: dist.ProcessGroup, number: int) -> None:
         self._flat = flat
         self._group = group
-        number = next(_numbers.setdefault(group, count())) % _IN_FLIGHT
-        self._tag = _FIRST_TAG + 2 * number
+        self._tag = _FIRST_TAG + 2 * (number % _IN_FLIGHT)
         self._received = flat.received.view(group.size(), -1)
         self._gathered = flat.gathered.view(group.size(), -1)
         self._works = receive(self._received, group, self._tag)

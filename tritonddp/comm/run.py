@@ -1,71 +1,359 @@
-"""Reducing gradients now, outside a backward: in buckets made for the occasion."""
+"""One reduction, from the first gradient that is packed to the last mean in ``.grad``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-from tritonddp.buckets.bucket import Bucket
-from tritonddp.buckets.placement import Placement
-from tritonddp.comm.reduction import Reduction
-from tritonddp.coordination.collectives import Work
+from tritonddp.buckets.bucket import Bucket, GradientError, Segment
+from tritonddp.buckets.bucket_set import BucketSet
+from tritonddp.coordination.agreement import Agreement, GradSource
+from tritonddp.coordination.group import Group
+
+logger = logging.getLogger("tritonddp.comm.reduction")
 
 
-@torch.no_grad()
-def reduce_at_once(placement: Placement, reduction: Reduction, used: Sequence[bool]) -> None:
-    """Replace ``.grad`` of all parameters of ``placement`` by their mean over the ranks.
+class LocalError(RuntimeError):
+    """What a user has registered failed on this rank. The other ranks go on with the backward."""
 
-    The reduction has begun, with the ballot of this rank. Where a gradient cannot be reduced, all
-    collectives are made before the error is raised, so that the other ranks are not left waiting.
+
+class Transport(Protocol):
+    """One way to turn the local gradients of a bucket into their sum over all ranks.
+
+    Attributes:
+        averages: gradients are divided by the number of ranks before they are sent.
+    """
+
+    averages: bool
+
+    def launch(self, run: ReductionRun, bucket: Bucket, is_broken: bool = False) -> None:
+        """Begin to reduce ``bucket``, which is packed, and append the work to ``run.works``.
+
+        Nothing may come between the two, not even a KeyboardInterrupt: the rank would reduce the
+        bucket again, and its collectives match those of the others no more.
+
+        Args:
+            is_broken: it holds NaN instead of gradients.
+        """
+
+    def wait(self, run: ReductionRun, bucket: Bucket) -> Tensor | None:
+        """Wait until the sum is in ``bucket``: on a GPU the current stream does, not the host.
+
+        Returns:
+            The factor by which it has to be multiplied, fp64 ``(1,)``; ``None`` for 1.
+
+        Raises:
+            RuntimeError: the collective failed; says which ranks are missing.
+            SchemaMismatch, SkippedMismatch, Disagreement: the ranks do not reduce the same, see
+                :func:`tritonddp.coordination.agreement.check`.
+        """
+
+
+class Events(Protocol):
+    """Whom a run tells of its progress; all empty by default. See ``reducer/extension.py``."""
+
+    on_pack: Sequence[Callable[[ReductionRun, Bucket, Segment], None]]
+    on_packed: Sequence[Callable[[ReductionRun, Bucket], None]]
+    on_launch: Sequence[Callable[[ReductionRun, Bucket], None]]
+    on_launched: Sequence[Callable[[ReductionRun, Bucket, Any], None]]
+    on_waited: Sequence[Callable[[ReductionRun, Bucket], None]]
+    on_reduced: Sequence[Callable[[ReductionRun, Bucket], None]]
+
+
+def _nothing() -> None:
+    """What a weak reference to a function that is gone returns."""
+
+
+class ReductionRun:
+    """All that is known of one reduction, and that dies with it.
+
+    Whoever opens a run has promised its collectives to the other ranks: :meth:`launch_rest` and
+    :meth:`finish` make them, or, if this rank cannot go on, :meth:`launch_nan` and :meth:`discard`.
 
     Args:
-        placement: fresh: no backward has touched its buckets.
-        reduction: how to reduce.
+        bucket_set: what is reduced.
+        transport: how.
+        agreement: what this rank says to the others, and what they say.
+        group: the ranks.
+        events: whom to tell.
         used: for each parameter, whether its gradient counts as one of this rank.
+        source: where the gradients come from.
+        is_local: a backward that only accumulates (``no_sync``): there is nothing to launch.
 
-    Raises:
-        GradientError: a gradient does not fit its parameter.
+    Attributes:
+        buckets: in launch order.
+        where: this rank and its step, for messages.
+        is_provisional: the order of gradients is observed, and buckets are launched at the end.
+        of_backwards: its gradients are those of backwards, and not given by the user.
+        earlier: for each parameter, whether a backward before this one has used it.
+        reached: for each parameter, whether the engine has announced its gradient.
+        doubtful: parameters that may get a gradient which was not announced.
+        schema: hash of what is reduced, ``None`` for that of what is trained.
+        skipped: indices of buckets that are not sent.
+        weight: how much the gradients count, ``None`` for as much as others'.
+        scale: by which gradients are multiplied before they are sent.
+        header: what this rank says, as bytes for the first bucket.
+        filled: for each segment, whether it is packed.
+        packed_at: for segments, how many gradients had come then.
+        unfilled: for each bucket, how many segments or others it waits for.
+        works: of the buckets that are launched, in launch order; ``None`` where there is nothing
+            to wait for.
+        done: how many buckets are back.
+        arrived: where it is provisional, numbers of parameters in the order of their gradients.
+        factor: by which the sums are to be multiplied, once it is known.
+        failure: of a function of the user on this rank, raised when all collectives are made.
+        is_finished: nothing is left to be made with the other ranks.
+        awaits_finalize: its backward is over, and the caller says when buckets are waited for.
+        transport_state: what the transport keeps of this run.
+        is_logged: each bucket is told at level DEBUG.
+        end: what the engine calls at the end of the backward, weakly: it lets it go when the
+            backward breaks off.
+        graph_task: id of the backward; -1 without one.
+        creates_graph: the backward runs with ``create_graph=True``.
+        is_late: its first gradient had come when it was noticed.
     """
-    in_flight: list[tuple[Bucket, Work]] = []
-    try:
-        for bucket in placement.buckets:
-            places = [placement.places[number] for number in placement.places_of[bucket.index]]
-            its_own = used[places[0].first : places[-1].last]
-            in_flight.append((bucket, fill_and_start(placement, reduction, bucket, its_own)))
-    except BaseException:
-        for bucket in placement.buckets[len(in_flight) :]:
-            in_flight.append((bucket, reduction.start_poisoned(bucket)))
-        for bucket, work in in_flight:
-            reduction.discard(bucket, work)
-        raise
-    while in_flight:
-        reduction.finish(*in_flight[0])
-        del in_flight[0]
 
+    __slots__ = (
+        *("__weakref__", "agreement", "arrived", "awaits_finalize", "bucket_set", "buckets"),
+        *("creates_graph", "done", "doubtful", "earlier", "end", "events", "factor", "failure"),
+        *(
+            "filled",
+            "graph_task",
+            "group",
+            "header",
+            "is_finished",
+            "is_late",
+            "is_local",
+            "is_logged",
+        ),
+        *("is_provisional", "of_backwards", "packed_at", "reached", "scale", "schema", "skipped"),
+        *("source", "transport", "transport_state", "unfilled", "used", "weight", "where", "works"),
+    )
 
-def fill_and_start(
-    placement: Placement, reduction: Reduction, bucket: Bucket, used: Sequence[bool]
-) -> Work:
-    """Send one bucket of ``placement``, whose gradients are there.
+    def __init__(
+        self,
+        bucket_set: BucketSet,
+        transport: Transport,
+        agreement: Agreement,
+        group: Group,
+        events: Events,
+        used: list[bool],
+        source: GradSource,
+        is_local: bool = False,
+    ) -> None:
+        # What it is
+        self.bucket_set = bucket_set
+        self.buckets = bucket_set.buckets
+        self.transport = transport
+        self.agreement = agreement
+        self.group = group
+        self.events = events
+        self.source = source
+        self.where = ""
+        self.is_local = is_local
+        self.is_provisional = False
+        self.of_backwards = True
+        # What this rank says, and has
+        self.used = used
+        self.earlier: Sequence[bool] = used
+        self.reached: Sequence[bool] = ()
+        self.doubtful: Collection[int] = ()
+        self.schema: bytes | None = None
+        self.skipped: Collection[int] = ()
+        self.weight: Any = None
+        self.scale = 1.0
+        self.header = b""
+        # How far it is
+        self.filled = [False] * len(bucket_set.segments)
+        self.packed_at: dict[int, int] = {}
+        self.unfilled = [0] * len(self.buckets)
+        self.works: list[Any] = []
+        self.done = 0
+        self.arrived: Sequence[int] = ()
+        self.factor: Tensor | None = None
+        self.failure: BaseException | None = None
+        self.awaits_finalize = False
+        self.is_finished = False
+        self.transport_state: Any = None
+        self.is_logged = False
+        # Its backward
+        self.end: Callable[[], object] = _nothing
+        self.graph_task = -1
+        self.creates_graph = False
+        self.is_late = False
 
-    Args:
-        used: for each parameter of the bucket, whether its gradient counts as one of this rank.
+    # Into the buckets
 
-    Raises:
-        GradientError: a gradient does not fit its parameter.
-    """
-    bucket.begin()
-    bucket.conform()
-    for number in placement.places_of[bucket.index]:
-        segment = bucket.segments[placement.places[number].number]
-        reduction.fill(bucket, segment, used[segment.first : segment.last])
-    return reduction.start(bucket)
+    def pack(self, number: int) -> None:
+        """The gradients of a segment are final: bring them into its bucket.
 
+        Raises:
+            GradientError: a gradient does not fit its parameter.
+        """
+        bucket, segment = self.bucket_set.segments[number]
+        first, last = bucket.first + segment.first, bucket.first + segment.last
+        if bucket.before:
+            for slot in bucket.unchanged_slots(segment):
+                self.used[bucket.first + slot] = self.earlier[bucket.first + slot]
+        if bucket.quantization is not None:
+            bucket.quantization.rescale(self.agreement.unit)
+        for call in self.events.on_pack:
+            call(self, bucket, segment)
+        # A sum counts without a weight; what was reduced before it does not.
+        counts_earlier = self.weight is None or self.weight.items != 0
+        try:
+            bucket.pack(
+                segment,
+                self.used[first:last],
+                self.scale,
+                b"" if bucket.index else self.header,
+                counts_earlier,
+            )
+        except GradientError as error:
+            raise GradientError(f"{self.where}: {error}") from None
+        self.filled[number] = True
+        for observe in self.events.on_packed:
+            observe(self, bucket)
 
-@torch.no_grad()
-def take_part(placement: Placement, reduction: Reduction) -> None:
-    """Make the collectives of :func:`reduce_at_once` on a rank that has nothing to offer."""
-    in_flight = [(bucket, reduction.start_poisoned(bucket)) for bucket in placement.buckets]
-    for bucket, work in in_flight:
-        reduction.discard(bucket, work)
+    # On the way
+
+    def launch_ready(self, rest: bool = False) -> None:
+        """Launch the buckets that have all their gradients, in bucket order.
+
+        Args:
+            rest: also those that have not: a gradient that has not come counts as zero.
+        """
+        works, buckets, unfilled = self.works, self.buckets, self.unfilled
+        while len(works) < len(buckets) and (rest or not unfilled[len(works)]):
+            bucket = buckets[len(works)]
+            if bucket.index in self.skipped:
+                works.append(None)
+                continue
+            for number in self.bucket_set.segments_of[bucket.index]:
+                if not self.filled[number]:
+                    self.pack(number)
+            if len(bucket.segments) > 1:
+                bucket.finish_trailer(b"" if bucket.index else self.header)
+            for call in self.events.on_launch:
+                call(self, bucket)
+            self.transport.launch(self, bucket)
+            for observe in self.events.on_launched:
+                observe(self, bucket, works[bucket.index])
+
+    def launch_now(self, bucket: Bucket) -> None:
+        """Launch the next bucket, whose gradients no backward of this run has made.
+
+        Raises:
+            GradientError: one does not fit its parameter.
+        """
+        bucket.prepare()
+        try:
+            bucket.to_slot_layout()
+        except GradientError as error:
+            raise GradientError(f"{self.where}: {error}") from None
+        self.unfilled[bucket.index] = 0
+        self.launch_ready()
+
+    def launch_nan(self) -> None:
+        """Take part in what is not launched yet with NaN instead of gradients.
+
+        So the collectives of the ranks match, and the others see NaN where they would otherwise
+        get a mean that lacks this rank.
+        """
+        while len(self.works) < len(self.buckets):
+            bucket = self.buckets[len(self.works)]
+            if bucket.index in self.skipped:
+                self.works.append(None)
+                continue
+            bucket.fill_nan(b"" if bucket.index else self.header)
+            self.transport.launch(self, bucket, is_broken=True)
+
+    # Back
+
+    def finish(self) -> None:
+        """Wait for the buckets in launch order, unpacking one while the next is on its way.
+
+        Raises:
+            RuntimeError: a collective failed, or the ranks do not reduce the same; see
+                :meth:`Transport.wait`.
+            LocalError: something of the user's failed on this rank.
+        """
+        events, works = self.events, self.works
+        while self.done < len(works):
+            bucket = self.buckets[self.done]
+            if works[self.done] is None:
+                self.done += 1
+                continue
+            factor = self.transport.wait(self, bucket)
+            if self.failure is not None:
+                raise self.failure
+            for call in events.on_waited:
+                call(self, bucket)
+            bucket.unpack(factor)
+            self.done += 1
+            works[bucket.index] = None
+            for call in events.on_reduced:
+                call(self, bucket)
+
+    def discard(self) -> None:
+        """Wait for what is on its way, and leave ``.grad`` as it is."""
+        while self.done < len(self.works):
+            bucket = self.buckets[self.done]
+            if self.works[self.done] is not None:
+                self.transport.wait(self, bucket)
+                self.works[self.done] = None
+                bucket.discard()
+            self.done += 1
+
+    @torch.no_grad()
+    def reduce_now(self) -> None:
+        """Replace ``.grad`` of all parameters by their mean over the ranks.
+
+        For gradients that no backward of this run has made. Where one cannot be reduced, all
+        collectives are made before the error is raised: the other ranks are not left waiting.
+
+        Raises:
+            GradientError: a gradient does not fit its parameter.
+            RuntimeError: see :meth:`finish`.
+        """
+        try:
+            for bucket in self.buckets:
+                self.unfilled[bucket.index] = 1
+            for bucket in self.buckets:
+                self.launch_now(bucket)
+        except BaseException:
+            self.launch_nan()
+            self.discard()
+            raise
+        self.finish()
+        self.agreement.check_pending()
+
+    @torch.no_grad()
+    def take_part(self) -> None:
+        """Make the collectives of :meth:`reduce_now` on a rank that has nothing to offer."""
+        self.launch_nan()
+        self.discard()
+
+    # For transports
+
+    def read_headers(self, headers: Tensor) -> None:
+        """The headers of all ranks are there, in the first bucket."""
+        self.factor = self.agreement.read(headers, self.where)
+
+    def explain(
+        self, bucket: Bucket, error: BaseException, what: str | None = None
+    ) -> RuntimeError:
+        """The error to raise where a collective of ``bucket`` failed."""
+        return self.group.explain(
+            f"{self.where}, {bucket.title}",
+            what or f"all-reduce of {bucket.nbytes} bytes",
+            error,
+        )
+
+    def log(self, bucket: Bucket, what: str) -> None:
+        """Tell of ``bucket`` at level DEBUG."""
+        logger.debug("%s, %s: %s, %d bytes", self.where, bucket.title, what, bucket.nbytes)

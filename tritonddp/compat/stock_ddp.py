@@ -7,7 +7,7 @@ state of the wrapper is a property here, so that it is always true.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,24 +16,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
+from tritonddp._arguments import plain_names
 from tritonddp._torch import active_wrapper, move_inputs, patches_of_stock, set_active_wrapper
 from tritonddp.buckets.assignment import MIB, BucketCaps
 from tritonddp.buckets.sparse_bucket import sparse_parameters
-from tritonddp.config import plain_names
+from tritonddp.comm.broadcast import MESSAGE_BYTES
+from tritonddp.compat.stock_reducer import StockReducer
 from tritonddp.diagnostics.logging_data import Logger
-
-if TYPE_CHECKING:
-    from tritonddp.buckets.parameters import Roster
-    from tritonddp.reducer.reducer import Reducer
+from tritonddp.reducer.reducer import Reducer
 
 
-class StockNames:
+class StockDDPNames:
     """Of :class:`tritonddp.DistributedDataParallel`."""
 
     if TYPE_CHECKING:
         module: nn.Module
         process_group: dist.ProcessGroup
-        reducer: Reducer
+        core: Reducer
+        reducer: StockReducer
         logger: Logger
         device_type: str
         dim: int
@@ -41,11 +41,13 @@ class StockNames:
         static_graph: bool
         use_side_stream_for_tensor_copies: bool
         parameters_to_ignore: set[str]
-        _bucket_config: BucketCaps
-        _roster: Roster
+        forward_sync_buffers: bool
+        caps: BucketCaps
 
     # No clone is made of outputs, so that there is nothing to choose: see _set_ddp_sink_clone.
     _ddp_sink_clone = True
+
+    broadcast_bucket_size = MESSAGE_BYTES
 
     # By these stock's forward, or a subclass that has one like it, decides what to leave out.
     _use_python_reducer = False
@@ -60,7 +62,7 @@ class StockNames:
         """
         for name, value in patches_of_stock().items():
             if not hasattr(cls, name):
-                setattr(StockNames, name, value)
+                setattr(StockDDPNames, name, value)
 
     # Which parameters and buffers
 
@@ -149,7 +151,7 @@ class StockNames:
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
-        return dict(self._roster.buffers())
+        return dict(self.core.parameters.buffers())
 
     def _assign_modules_buffers(self) -> None:
         """Nothing: :attr:`modules_buffers` looks at the module each time."""
@@ -159,23 +161,32 @@ class StockNames:
     @property
     def bucket_bytes_cap(self) -> int:
         """dynamo splits the graph of a compiled module by it."""
-        return max(self._bucket_config.limits)
+        return max(self.caps.limits)
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
-        return list(self._bucket_config.limits) if self._bucket_config.is_list else []
+        return list(self.caps.limits) if self.caps.is_list else []
 
     @property
     def bucket_bytes_cap_default(self) -> bool:
         """Whether the first bucket is smaller because no size was given."""
-        return len(self._bucket_config.limits) > 1 and not self._bucket_config.is_list
+        return len(self.caps.limits) > 1 and not self.caps.is_list
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
         """Whether buckets follow the order of gradients. ZeRO's hooks wait for it."""
-        return not self.reducer.arrangement.is_provisional
+        return not self.core.manager.is_provisional
 
     # Forward
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """The former name of ``forward_sync_buffers``."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
 
     @contextmanager
     def _inside_ddp_forward(self) -> Iterator[None]:
@@ -198,7 +209,7 @@ class StockNames:
     @property
     def _lazy_init_ran(self) -> bool:
         """What stock puts off until the first forward is done when that has begun."""
-        return self.reducer.forwards > 0
+        return self.core.forwards_begun > 0
 
     def _lazy_init(self) -> None:
         """Nothing is put off."""
@@ -249,7 +260,7 @@ class StockNames:
                 "You've set static_graph to be True, no need to set it again.", stacklevel=2
             )
             return
-        self.logger.noting(self.reducer._set_static_graph)
+        self._noting(self.reducer._set_static_graph)
         self.static_graph = True
         warn_of_static_graph(self.find_unused_parameters, stacklevel=3)
 
@@ -289,6 +300,14 @@ class StockNames:
             self._log_and_throw(ValueError, f"{message}, got {sample_rate}")
         self.logger.sampler.rate = sample_rate
 
+    def _noting(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call ``function``, and note with what error it fails."""
+        try:
+            return function(*args)
+        except Exception as error:
+            self.logger.set_error_and_log(str(error))
+            raise
+
     def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
         self.logger.set_error_and_log(f"{err_type}: {err_msg}")
         raise err_type(err_msg)
@@ -302,11 +321,11 @@ class StockNames:
             RuntimeError: it has not; or parameters are unused, with
                 ``find_unused_parameters=False``.
         """
-        self.logger.noting(self.reducer._check_reducer_finalized)
+        self._noting(self.reducer._check_reducer_finalized)
 
     def _remove_autograd_hooks(self) -> None:
         """Take all hooks off the parameters: this wrapper synchronises no gradient any more."""
-        self.reducer._remove_autograd_hooks()
+        self.core.detach()
 
     def _check_default_group(self) -> None:
         if not dist.is_initialized() or self.process_group != dist.group.WORLD:

@@ -1,47 +1,57 @@
-"""Names of stock's reducer that others call.
+"""What ``ddp.reducer`` is: the names of stock's reducer that others read or call.
 
-Lightning before each backward of manual optimisation, Accelerate in ``trigger_sync_in_backward``,
-torch's communication hooks, and stock's own tests.
+Lightning calls them before each backward of manual optimisation, Accelerate in
+``trigger_sync_in_backward``, torch's communication hooks, and stock's own tests.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from tritonddp.buckets.bucket import Bucket
+from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.grad_bucket import GradBucket, sum_of, zeros_like
-from tritonddp.diagnostics.logging_data import Logger
-
-if TYPE_CHECKING:
-    from tritonddp.buckets.manager import Arrangement
-    from tritonddp.buckets.parameters import Roster
-    from tritonddp.reducer.output_hooks import Forwards
-    from tritonddp.reducer.participation import Constancy
+from tritonddp.coordination.counters import Counters
+from tritonddp.reducer.extension import Extension
+from tritonddp.reducer.reducer import Reducer
 
 
-class StockReducerNames:
-    """Of :class:`tritonddp.reducer.reducer.Reducer`, what is not its own business."""
+class StockReducer:
+    """A facade of :class:`~tritonddp.reducer.reducer.Reducer`, which knows nothing of it.
 
-    if TYPE_CHECKING:
-        arrangement: Arrangement
-        _roster: Roster
-        _group: dist.ProcessGroup
-        forwards: int
-        _constancy: Constancy
-        _left_out: Collection[int]
-        _strict: bool
-        _where: Callable[[], str]
-        watch: Callable[[Sequence[Tensor]], None]
-        _forwards: Forwards
-        _run_hook: Callable[[GradBucket], Any] | None
+    Args:
+        core: what it stands for.
+        strict: what makes unused parameters an error, ``None`` if they are none.
+    """
 
-    _logger: Callable[[], Logger | None] = staticmethod(lambda: None)
+    def __init__(self, core: Reducer, strict: Extension | None) -> None:
+        self._core = core
+        self._strict = strict
+
+    @property
+    def counters(self) -> Counters:
+        """Exact counts of what was launched and sent so far."""
+        return self._core.counters
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """In launch order."""
+        return self._core.manager.current.buckets
+
+    @property
+    def placement(self) -> BucketSet:
+        """The buckets, and where in them each parameter is."""
+        return self._core.manager.current
+
+    def prepare_for_forward(self) -> None:
+        """See :meth:`Reducer.before_forward`."""
+        self._core.before_forward()
 
     def prepare_for_backward(self, outputs: Sequence[Tensor] = ()) -> None:
         """The next backward is reduced, also if its forward ran under ``no_sync``.
@@ -52,8 +62,8 @@ class StockReducerNames:
         Args:
             outputs: which it goes through, of a forward in which they were not seen.
         """
-        self.watch(outputs)
-        self._forwards.prepare()
+        self._core.watch(outputs)
+        self._core.forwards.prepare()
 
     def _set_static_graph(self) -> None:
         """Parameters may be unused.
@@ -61,16 +71,18 @@ class StockReducerNames:
         Raises:
             RuntimeError: a forward has run already.
         """
-        if self.forwards:
+        if self._core.forwards_begun:
             raise RuntimeError(
-                f"{self._where()}: set_static_graph() should be called before training loop starts "
-                "and after DistributedDataParallel is constructed. Or wrap with static_graph=True."
+                f"{self._core.where()}: set_static_graph() should be called before training loop "
+                "starts and after DistributedDataParallel is constructed. Or wrap with "
+                "static_graph=True."
             )
-        self._strict = False
+        if self._strict is not None:
+            self._core.events.remove(self._strict)
 
     def _ddp_graph_static(self) -> bool:
         """Whether all reduced backwards have reached the same parameters of this rank."""
-        return self._constancy.is_static
+        return self._core.is_static
 
     def _get_local_used_map(self) -> Tensor:
         """On how many ranks the last reduced backward used each parameter.
@@ -79,24 +91,47 @@ class StockReducerNames:
             int32, one element for each parameter that requires a gradient, by its index.
         """
         counts: dict[Parameter, int] = {}
-        for index, (params, flags) in enumerate(self.arrangement.flags()):
-            if index not in self._left_out:
+        for index, (params, flags) in enumerate(self._core.manager.rank_counts()):
+            if index not in self._core.skipped_last:
                 counts.update(zip(params, flags.tolist(), strict=True))
-        params = [param for _, param in self._roster.trainable]
+        params = [param for _, param in self._core.parameters.trainable]
         return torch.tensor(
             [round(counts.get(param, 0)) for param in params],
             dtype=torch.int32,
             device=params[0].device,
         )
 
-    def set_logger(self, logger: Logger) -> None:
-        """Errors that a backward ends with are noted there. It is referred to weakly."""
-        self._logger = weakref.ref(logger)
+    def _check_reducer_finalized(self) -> None:
+        """Raise what the next forward would raise, or make up for.
 
-    def _note(self, error: Exception) -> None:
-        logger = self._logger()
-        if logger is not None:
-            logger.set_error_and_log(str(error))
+        Raises:
+            RuntimeError: the last backward has not come to its end, or has left parameters unused
+                in strict mode.
+        """
+        core = self._core
+        if core.run is not None:
+            state = "still runs" if core.backward_runs else "broke off"
+            raise RuntimeError(
+                "Expected to have finished reduction in the prior iteration before starting a new "
+                f"one. {core.where()}: a backward {state}. The "
+                "next forward takes care of what it has left."
+            )
+        if core.deferred_error is not None:
+            raise RuntimeError(core.deferred_error)
+
+    def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future]) -> None:
+        """Wait for these at the end of the next backward, or before the next forward.
+
+        They come from hooks for buffers.
+        """
+        self._core.post_backward.extend(futures)
+
+    def _remove_autograd_hooks(self) -> None:
+        """Let go of the parameters for good, without waiting for any other rank."""
+        self._core.detach()
+
+    def set_logger(self, logger: Any) -> None:
+        """Nothing: errors that a backward ends with are noted in any case."""
 
     def _rebuild_buckets(self) -> bool:
         """Buckets are rebuilt at the end of a backward, never here."""
@@ -121,9 +156,9 @@ class StockReducerNames:
             RuntimeError: always.
         """
         raise RuntimeError(
-            f"{self._where()}: inside join() a forward tells the ranks that have no inputs left "
-            "which collectives it will bring, before all of them. A subclass with a forward of "
-            "its own must leave that to tritonddp: call self._pre_forward(*inputs, **kwargs) "
+            f"{self._core.where()}: inside join() a forward tells the ranks that have no inputs "
+            "left which collectives it will bring, before all of them. A subclass with a forward "
+            "of its own must leave that to tritonddp: call self._pre_forward(*inputs, **kwargs) "
             "before the module and self._post_forward(output) after it, not what stock does there"
         )
 
@@ -132,14 +167,15 @@ class StockReducerNames:
 
     def _run_comm_hook(self, bucket: GradBucket) -> Any:
         """A future of what the hook, or else the sum over all ranks, makes of ``bucket``."""
-        return (
-            self._run_allreduce_hook(bucket) if self._run_hook is None else self._run_hook(bucket)
-        )
+        if self._core.comm_hook is None:
+            return self._run_allreduce_hook(bucket)
+        state, hook = self._core.comm_hook
+        return hook(state, bucket)
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> Any:
         """A future of the sum over all ranks. torch's hooks that step optimizers begin with it."""
-        return sum_of(bucket, self._group)
+        return sum_of(bucket, self._core.group.process_group)
 
     def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
         """All buckets, with zeros for gradients."""
-        return zeros_like(self.arrangement.placement.buckets)
+        return zeros_like(self.buckets)

@@ -13,16 +13,15 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from tritonddp._torch import backend_name
 from tritonddp.coordination import mismatch
-from tritonddp.coordination.processes import Process, announce, is_announced, look_up, remembered
+from tritonddp.coordination.processes import KnownProcesses, Process, look_up
 
 logger = logging.getLogger("tritonddp.roll_call")
 
@@ -44,37 +43,41 @@ _SHOWN = 10
 
 _FAILED = "tritonddp/failed"  # keys of the store begin with it
 
-# Number of the last failure by group: a post with a smaller one is old.
-_failures: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+@dataclasses.dataclass
+class History:
+    """What was seen of a process group so far, by whichever wrapper.
+
+    Attributes:
+        failures: number of the last failure: a post with a smaller one is old.
+        processes: of its ranks.
+    """
+
+    failures: int = 0
+    processes: KnownProcesses = dataclasses.field(default_factory=KnownProcesses)
 
 
-class RollCall:
+class FailureReport:
     """Says, after a collective of ``group`` has failed, where this rank and the others are.
 
     Args:
         group: the process group. Ranks are those of the group; where the global rank is another
             one, it is named too.
-
-    All roll calls of a group are one: a rank may have failed in another wrapper than this one.
+        history: of the group: a rank may have failed in another wrapper than this one.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, history: History) -> None:
         self._group = group
+        self._history = history
 
-    @contextlib.contextmanager
-    def naming(self, where: str, what: str) -> Iterator[None]:
-        """Context for one collective: if it fails, the error says who is missing.
-
-        Args:
-            where, what: see :meth:`explain`.
-
-        Raises:
-            RuntimeError: see :meth:`explain`.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            raise self.explain(where, what, error) from error
+    def enter(self) -> None:
+        """A module is wrapped in the group, of which nothing is posted yet. Never fails."""
+        if self._history.processes.is_announced:
+            return
+        with contextlib.suppress(Exception):
+            # A group that was destroyed may have had the same name in the same store.
+            self._group.get_group_store().delete_key(f"{_FAILED}/{self._group.rank()}")
+        self._history.processes.announce(self._group)
 
     def explain(self, where: str, what: str, error: BaseException) -> RuntimeError:
         """The error to raise from ``error``; made in 2 to 3 s, and in 5 s at most.
@@ -102,13 +105,13 @@ class RollCall:
 
     def _ask(self, place: str) -> _Posts:
         """Post and read. In a thread that is left behind if the store never answers."""
-        posts = _Posts(_failures.get(self._group, 0) + 1)
+        posts = _Posts(self._history.failures + 1)
         thread = threading.Thread(target=self._exchange, args=(posts, place), daemon=True)
         thread.start()
         thread.join(_LIMIT)
         if thread.is_alive() and not posts.asked:
             posts.trouble = f"it did not answer in {_LIMIT:g} s"
-        _failures[self._group] = posts.number
+        self._history.failures = posts.number
         # A thread left behind may still write into the original.
         return dataclasses.replace(posts, read=dict(posts.read), processes=dict(posts.processes))
 
@@ -173,20 +176,21 @@ class RollCall:
         if silent and posts.asked:
             lines += self._missing(silent, posts.processes)
         elif silent:
-            first = {rank: p for rank, p in remembered(self._group).items() if rank in silent}
+            known = self._history.processes.without_store()
+            first = {rank: process for rank, process in known.items() if rank in silent}
             lines += self._missing(list(first), first)
             if rest := [rank for rank in silent if rank not in first]:
-                lines.append(f"Nothing is known of {self.named(rest)}.")
+                lines.append(f"Nothing is known of {self.rank_list(rest)}.")
         for theirs, ranks in earlier.items():
             has = "has" if len(ranks) == 1 else "have"
             lines.append(
-                f"{self.named(ranks)} {has} not reported this failure, only an earlier one at "
+                f"{self.rank_list(ranks)} {has} not reported this failure, only an earlier one at "
                 f"{theirs}."
             )
         for theirs, ranks in elsewhere.items():
-            lines.append(f"{self.named(ranks)} failed elsewhere: at {theirs}.")
+            lines.append(f"{self.rank_list(ranks)} failed elsewhere: at {theirs}.")
         if same:
-            lines.append(f"{self.named(same)} failed at the same place.")
+            lines.append(f"{self.rank_list(same)} failed at the same place.")
         return lines
 
     def _missing(self, ranks: list[int], processes: dict[int, Process | None]) -> list[str]:
@@ -197,20 +201,21 @@ class RollCall:
             process = processes.get(rank)
             if process is not None:
                 alone.append((process.state, rank))
-            elif rank in processes and is_announced(self._group):
+            elif rank in processes and self._history.processes.is_announced:
                 together.setdefault(_NOT_BEGUN, []).append(rank)
             else:
                 together.setdefault(_UNKNOWN, []).append(rank)
         alone.sort(key=lambda each: (list(_STATES).index(each[0]), each[1]))
         lines = [
-            f"{self.named([rank])} ({processes[rank]}) {_STATES[state]}." for state, rank in alone
+            f"{self.rank_list([rank])} ({processes[rank]}) {_STATES[state]}."
+            for state, rank in alone
         ]
         for what, those in together.items():
             have, each = ("has", "it has") if len(those) == 1 else ("have", "each has")
-            lines.append(f"{self.named(those)} {have} {what.format(each)}.")
+            lines.append(f"{self.rank_list(those)} {have} {what.format(each)}.")
         return lines
 
-    def named(self, ranks: Sequence[int]) -> str:
+    def rank_list(self, ranks: Sequence[int]) -> str:
         """``rank 1``, ``ranks 1 and 2``; with global ranks where they differ."""
         try:
             world = dist.get_process_group_ranks(self._group)
@@ -225,15 +230,6 @@ class RollCall:
         if len(named) == 1:
             return f"rank {named[0]}"
         return f"ranks {', '.join(named[:-1])} and {named[-1]}"
-
-
-def enter(group: dist.ProcessGroup) -> None:
-    """A module is wrapped in ``group``, of which nothing is posted yet. Never fails."""
-    if not is_announced(group):
-        with contextlib.suppress(Exception):
-            # A group that was destroyed may have had the same name in the same store.
-            group.get_group_store().delete_key(f"{_FAILED}/{group.rank()}")
-        announce(group)
 
 
 def listed(names: Sequence[str]) -> str:

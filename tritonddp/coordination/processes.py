@@ -12,13 +12,8 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
-
-_announced: WeakSet[dist.ProcessGroup] = WeakSet()
-# Rank 0 of each group, which may host the store: when it has died nobody can be asked.
-_first: WeakKeyDictionary[dist.ProcessGroup, Process] = WeakKeyDictionary()
 
 # Characters of a host's name in a message.
 _LONGEST = 64
@@ -73,30 +68,33 @@ class Process:
         return "stopped" if state in ("T", "t") else "runs"
 
 
-def announce(group: dist.ProcessGroup) -> None:
-    """Post which process this rank is. Never fails: it is for errors only."""
-    with contextlib.suppress(Exception):
-        group.get_group_store().set(_key(group.rank()), Process.own().post())
-        _announced.add(group)
+@dataclass
+class KnownProcesses:
+    """What this rank knows of the processes of a group.
 
+    Attributes:
+        is_announced: it has posted its own, as the others do when they wrap a module.
+        first: rank 0, which may host the store: when it has died nobody can be asked.
+    """
 
-def remember_first(group: dist.ProcessGroup) -> None:
-    """Keep which process rank 0 is, once all ranks have announced theirs. Never fails."""
-    if group not in _first:
+    is_announced: bool = False
+    first: Process | None = None
+
+    def announce(self, group: dist.ProcessGroup) -> None:
+        """Post which process this rank is. Never fails: it is for errors only."""
         with contextlib.suppress(Exception):
-            process = look_up(group.get_group_store(), 0)
-            if process is not None:
-                _first[group] = process
+            group.get_group_store().set(_key(group.rank()), Process.own().post())
+            self.is_announced = True
 
+    def remember_first(self, group: dist.ProcessGroup) -> None:
+        """Keep which process rank 0 is, once all ranks have announced theirs. Never fails."""
+        if self.first is None:
+            with contextlib.suppress(Exception):
+                self.first = look_up(group.get_group_store(), 0)
 
-def remembered(group: dist.ProcessGroup) -> dict[int, Process | None]:
-    """What is known without the store."""
-    return {0: _first[group]} if group in _first else {}
-
-
-def is_announced(group: dist.ProcessGroup) -> bool:
-    """Whether this rank has posted its process, as the others do when they wrap a module."""
-    return group in _announced
+    def without_store(self) -> dict[int, Process | None]:
+        """What is known without the store, by rank."""
+        return {} if self.first is None else {0: self.first}
 
 
 def look_up(store: dist.Store, rank: int) -> Process | None:

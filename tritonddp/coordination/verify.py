@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tritonddp.coordination.collectives import all_gather
-from tritonddp.coordination.failures import RollCall, plain
+from tritonddp.coordination.failures import plain
+from tritonddp.coordination.group import Group
 
 # Names in one error message; the rest is counted.
 _SHOWN = 10
@@ -45,7 +45,7 @@ def describe_error(error: Exception) -> dict[str, dict[str, str]]:
     }
 
 
-def tell_failure(error: Exception, group: dist.ProcessGroup, device: torch.device) -> None:
+def tell_failure(error: Exception, group: Group, device: torch.device) -> None:
     """This rank cannot wrap its module: tell the others, so that they do not wait for it.
 
     Returns if no rank can, or none can be told: then each is to raise its own error.
@@ -67,7 +67,7 @@ def tell_failure(error: Exception, group: dist.ProcessGroup, device: torch.devic
 
 def verify_same(
     description: dict[str, dict[str, str]],
-    group: dist.ProcessGroup,
+    group: Group,
     device: torch.device,
     where: str | None = None,
 ) -> None:
@@ -88,18 +88,17 @@ def verify_same(
     """
     message = json.dumps(description).encode()
     digest = hashlib.sha256(message).digest() + len(message).to_bytes(8, "little")
-    place = where or f"rank {group.rank()}, wrapping"
-    naming = RollCall(group).naming
-    with naming(place, "comparison of what the ranks hold"):
+    place = where or f"rank {group.rank}, wrapping"
+    with group.guard(place, "comparison of what the ranks hold"):
         # What a rank calls itself, and what no other rank has, in front.
-        sent = group.rank().to_bytes(8, "little") + os.urandom(8) + digest
+        sent = group.rank.to_bytes(8, "little") + os.urandom(8) + digest
         came = _all_gather_bytes(sent, len(sent), group, device)
     _check_ranks(came, place)
     digests = [each[16:] for each in came]
     if all(other == digests[0] for other in digests):
         return
     longest = max(int.from_bytes(other[-8:], "little") for other in digests)
-    with naming(place, "comparison of what the ranks hold"):
+    with group.guard(place, "comparison of what the ranks hold"):
         if longest > _LARGEST:  # on every rank alike
             raise RuntimeError(f"a rank announces a description of {longest} bytes")
         messages = _all_gather_bytes(message, longest, group, device)
@@ -134,11 +133,11 @@ def _describe_tensor(tensor: Tensor) -> str:
 
 
 def _all_gather_bytes(
-    message: bytes, length: int, group: dist.ProcessGroup, device: torch.device
+    message: bytes, length: int, group: Group, device: torch.device
 ) -> list[bytes]:
     """Every rank's ``message``, padded with zeros to ``length`` bytes."""
     mine = torch.frombuffer(bytearray(message.ljust(length, b"\0")), dtype=torch.uint8).to(device)
-    return [bytes(other.cpu().tolist()) for other in all_gather(mine, group)]
+    return [bytes(other.cpu().tolist()) for other in all_gather(mine, group.process_group)]
 
 
 _AT_FIRST = "Build the same module with the same options on every rank."

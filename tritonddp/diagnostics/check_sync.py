@@ -12,7 +12,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,13 +19,11 @@ from torch import Tensor, nn
 
 from tritonddp._torch import running_statistics
 from tritonddp.coordination.collectives import all_gather, all_reduce
-from tritonddp.coordination.failures import RollCall
+from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import describe, verify_same
 from tritonddp.diagnostics.checksum import checksums
-from tritonddp.features.join import refuse_inside
-
-if TYPE_CHECKING:
-    from tritonddp.ddp import DistributedDataParallel
+from tritonddp.reducer.on_demand import prepare_to_compare
+from tritonddp.reducer.reducer import Reducer
 
 # Tensors, and different contents of one, in one error message; the rest is counted.
 _SHOWN = 10
@@ -52,23 +49,35 @@ class _Item:
     is_local: bool = False
 
 
-def check_sync(ddp: DistributedDataParallel, buffers: bool | None, gradients: bool | None) -> None:
-    """See :meth:`tritonddp.beyond_stock.BeyondStock.check_sync`."""
+def check_sync(
+    module: nn.Module,
+    reducer: Reducer,
+    params: Sequence[tuple[str, nn.Parameter]],
+    held: Sequence[tuple[str, Tensor]],
+    buffers: bool | None,
+    gradients: bool | None,
+) -> None:
+    """See ``DistributedDataParallel.check_sync()``.
+
+    Args:
+        module: what is wrapped.
+        reducer: of its wrapper.
+        params, held: its parameters and buffers.
+        buffers, gradients: what the user has given.
+    """
     for name, value in (("buffers", buffers), ("gradients", gradients)):
         if value is not None and not isinstance(value, bool):
             raise TypeError(f"{name} should be True, False or None, got {value!r}")
-    refuse_inside(ddp, "check_sync()")
-    reduced = ddp.reducer.prepare_to_compare()
-    group = ddp.process_group
-    where = f"rank {group.rank()}, step {ddp.reducer.counters.reductions}, check_sync()"
-    params = _params(ddp)
-    held = _buffers(ddp) if buffers is not False else []
-    own = _of_own_batches(ddp) if buffers is None else []
+    reduced = prepare_to_compare(reducer)
+    group, device = reducer.group, reducer.manager.current.params[0].device
+    where = f"{reducer.where()}, check_sync()"
+    held = held if buffers is not False else []
+    own = _of_own_batches(module, group) if buffers is None else []
     compared = {
         "buffers": f"{buffers}, without {own}" if own else buffers,
         "gradients": gradients,
     }
-    verify_same(describe(params, held, compared), group, ddp.device, where)
+    verify_same(describe(params, held, compared), group, device, where)
     items = [_Item("parameter", name, param, param) for name, param in params]
     items += [_Item("buffer", name, each, each) for name, each in held if name not in own]
     if gradients is not False:
@@ -78,15 +87,15 @@ def check_sync(ddp: DistributedDataParallel, buffers: bool | None, gradients: bo
             if gradients or param.requires_grad
         ]
     sums = checksums([item.tensor for item in items])
-    with RollCall(group).naming(where, f"comparison of {len(items)} checksums"):
-        differing = _differing(items, sums, group, ddp.device)
+    with group.guard(where, f"comparison of {len(items)} checksums"):
+        differing = _differing(items, sums, group, device)
         if not differing:
             return
         shown = [(items[number], sums[number]) for number in differing[:_SHOWN]]
-        contents = _contents(shown, group, ddp.device)
+        contents = _contents(shown, group, device)
     lines = [
         f"  {item.kind} {item.name!r} {tuple(item.like.shape)} {item.like.dtype}: "
-        f"{_by_content(content, RollCall(group))}"
+        f"{_by_content(content, group)}"
         for (item, _), content in zip(shown, contents, strict=True)
     ]
     if more := len(differing) - len(shown):
@@ -101,24 +110,12 @@ def check_sync(ddp: DistributedDataParallel, buffers: bool | None, gradients: bo
     raise RuntimeError("\n".join([heading, *lines]))
 
 
-def _params(ddp: DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:
-    if ddp._is_sliced:  # the module has other tensors in their places
-        return ddp.reducer.held()[0]
-    named = ddp.module.named_parameters()
-    return [each for each in named if each[0] not in ddp.parameters_to_ignore]
-
-
-def _buffers(ddp: DistributedDataParallel) -> list[tuple[str, Tensor]]:
-    named = ddp.module.named_buffers()
-    return [each for each in named if each[0] not in ddp.parameters_to_ignore]
-
-
-def _of_own_batches(ddp: DistributedDataParallel) -> list[str]:
+def _of_own_batches(module: nn.Module, group: Group) -> list[str]:
     """Names of buffers that each rank's forwards change by its own batches."""
     found = []
-    for prefix, layer in ddp.module.named_modules():
+    for prefix, layer in module.named_modules():
         names = running_statistics(layer)
-        if isinstance(layer, nn.SyncBatchNorm) and _spans(layer.process_group, ddp.process_group):
+        if isinstance(layer, nn.SyncBatchNorm) and _spans(layer.process_group, group.process_group):
             continue
         found += [f"{prefix}.{name}" if prefix else name for name in names]
     return found
@@ -134,13 +131,13 @@ def _spans(wide: dist.ProcessGroup | None, group: dist.ProcessGroup) -> bool:
 
 
 def _differing(
-    items: Sequence[_Item], sums: Sequence[int], group: dist.ProcessGroup, device: torch.device
+    items: Sequence[_Item], sums: Sequence[int], group: Group, device: torch.device
 ) -> list[int]:
     """The numbers of those that are not the same on all ranks and should be."""
     gradients = [number for number, item in enumerate(items) if item.kind == "gradient"]
     local = [int(items[number].is_local) for number in gradients]
     message = torch.tensor([*sums, *(~each for each in sums), *local], device=device)
-    all_reduce(message, group, dist.ReduceOp.MAX).wait()
+    all_reduce(message, group.process_group, dist.ReduceOp.MAX).wait()
     *found, local = (part.tolist() for part in message.split([len(items)] * 2 + [len(gradients)]))
     may_differ = {number for number, said in zip(gradients, local, strict=True) if said}
     return [
@@ -164,13 +161,13 @@ class _Content:
 
 
 def _contents(
-    items: Sequence[tuple[_Item, int]], group: dist.ProcessGroup, device: torch.device
+    items: Sequence[tuple[_Item, int]], group: Group, device: torch.device
 ) -> list[list[_Content]]:
     """What each rank holds of each of these, which come with their checksums here."""
     mine = [_Content(checksum, _norm(item.tensor)) for item, checksum in items]
     packed = [number for each in mine for number in (each.checksum, _bits(each.norm))]
     message = torch.tensor(packed, device=device)
-    gathered = all_gather(message, group)
+    gathered = all_gather(message, group.process_group)
     ranks = [
         [_Content(checksum, _number(bits)) for checksum, bits in each.view(-1, 2).tolist()]
         for each in gathered
@@ -196,17 +193,17 @@ def _number(bits: int) -> float:
     return struct.unpack("<d", struct.pack("<q", bits))[0]
 
 
-def _by_content(contents: Sequence[_Content], roll_call: RollCall) -> str:
+def _by_content(contents: Sequence[_Content], group: Group) -> str:
     """Which ranks hold what, those that are fewest first."""
     holders: dict[int, list[int]] = {}
     for rank, each in enumerate(contents):
         holders.setdefault(each.checksum, []).append(rank)
-    groups = sorted(holders.values(), key=lambda ranks: (len(ranks), ranks))
+    shares = sorted(holders.values(), key=lambda ranks: (len(ranks), ranks))
     said = [
-        f"{roll_call.named(ranks)} {'has' if len(ranks) == 1 else 'have'} {contents[ranks[0]]}"
-        for ranks in groups[:_CONTENTS]
+        f"{group.rank_list(ranks)} {'has' if len(ranks) == 1 else 'have'} {contents[ranks[0]]}"
+        for ranks in shares[:_CONTENTS]
     ]
-    if more := groups[_CONTENTS:]:
+    if more := shares[_CONTENTS:]:
         said.append(f"{sum(map(len, more))} more ranks have {len(more)} others")
     return "; ".join(said)
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 _FORMAT = "%(asctime)s %(name)s %(levelname)s: %(message)s"
 
 
-def heed_debug_level() -> None:
+def enable_debug_logging() -> None:
     """If torch's debug level is DETAIL, have DEBUG records come out."""
     if dist.get_debug_level() != dist.DebugLevel.DETAIL:
         return

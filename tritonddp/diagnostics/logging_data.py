@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tritonddp._torch import gloo_threads, group_backend
 from tritonddp.diagnostics.sampling import Sampler
-
-if TYPE_CHECKING:
-    from tritonddp.ddp import DistributedDataParallel
+from tritonddp.reducer.reducer import Reducer
 
 # Names that stock has from C++.
 _DTYPES = {
@@ -48,6 +47,30 @@ class LoggingData:
     ints_map: dict[str, int]
 
 
+class Wrapper(Protocol):
+    """What is told of a wrapped module."""
+
+    module: nn.Module
+    core: Reducer
+    process_group: dist.ProcessGroup
+    device: torch.device
+    device_ids: list[int] | None
+    output_device: int | None
+    is_multi_device_module: bool
+    find_unused_parameters: bool | None
+    gradient_as_bucket_view: bool
+    forward_sync_buffers: bool
+    static_graph: bool
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """Size of a bucket."""
+
+    @property
+    def comm_hook_name(self) -> str:
+        """Of the communication hook."""
+
+
 class Logger:
     """Tells of a wrapper, to which it refers weakly, how it was made and how it is doing.
 
@@ -58,10 +81,10 @@ class Logger:
         sampler: takes these times.
     """
 
-    def __init__(self, wrapper: DistributedDataParallel) -> None:
+    def __init__(self, wrapper: Wrapper) -> None:
         self._wrapper = weakref.ref(wrapper)
         device = None if wrapper.is_multi_device_module else wrapper.device
-        self.sampler = Sampler(wrapper.reducer, device)
+        self.sampler = Sampler(wrapper.core, device)
         self._noted: dict[str, str] = {
             "bucket_sizes": _join(map(_nbytes, _buckets(wrapper))),
         }
@@ -76,15 +99,8 @@ class Logger:
 
     def set_runtime_stats_and_log(self) -> None:
         """A forward begins whose backward is to be reduced."""
+        self.sampler.iteration += 1
         self.sampler.forward_begins()
-
-    def noting(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call ``function``, and note with what error it fails."""
-        try:
-            return function(*args)
-        except Exception as error:
-            self.set_error_and_log(str(error))
-            raise
 
     def _set_uneven_input_join(self) -> None:
         """``join()`` was entered."""
@@ -94,7 +110,9 @@ class Logger:
         """What is known now."""
         wrapper = self._wrapper()
         assert wrapper is not None, "the wrapper is gone"
-        reducer, params = wrapper.reducer, [param for _, param in wrapper._roster.trainable]
+        reducer = wrapper.core
+        trainable, current = reducer.parameters.trainable, reducer.manager.current
+        params = [param for _, param in trainable]
         backend = group_backend(wrapper.process_group)
         ints: dict[str, int | None] = {
             "rank": wrapper.process_group.rank(),
@@ -102,8 +120,8 @@ class Logger:
             "iteration": self.sampler.measured,
             "num_parameter_tensors": len(params),
             "total_parameter_size_bytes": _nbytes(params),
-            "unused_parameter_size": _nbytes(reducer.missing()),
-            "num_buckets_reduced": reducer.num_buckets_reduced,
+            "unused_parameter_size": _nbytes(current.params[n] for n in reducer.missing or ()),
+            "num_buckets_reduced": reducer.buckets_reduced,
             "bucket_cap_bytes": wrapper.bucket_bytes_cap,
             "has_rebuilt_buckets": _has_rebuilt(wrapper),
             "has_error": self._has_error or None,
@@ -123,7 +141,7 @@ class Logger:
             "device_ids": _join(wrapper.device_ids or ()),
             "dtypes": _join(sorted({_DTYPES.get(p.dtype, str(p.dtype)) for p in params})),
             "backend_name": backend,
-            "comm_hook": _hook_name(wrapper),
+            "comm_hook": wrapper.comm_hook_name,
             **self._noted,
         }
         for name in (*_ENVIRONMENT, *_ENVIRONMENT_OF.get(backend, ())):
@@ -138,9 +156,9 @@ class Logger:
                 " ".join(index_of[param] for param in bucket if param in index_of)
                 for bucket in buckets
             )
-        named = dict(wrapper._roster.trainable)
+        named = dict(trainable)
         strs["prev_iteration_grad_ready_order_indices"] = _join(
-            index_of[named[name]] for name in reducer.arrangement.ready_order if name in named
+            index_of[named[name]] for name in reducer.manager.ready_order if name in named
         )
         return LoggingData(
             {name: text for name, text in strs.items() if text or name == "device_ids"},
@@ -148,26 +166,19 @@ class Logger:
         )
 
 
-def _buckets(wrapper: DistributedDataParallel) -> list[Sequence[Tensor]]:
-    return [bucket.params for bucket in wrapper.reducer.buckets]
+def _buckets(wrapper: Wrapper) -> list[Sequence[Tensor]]:
+    return [bucket.params for bucket in wrapper.core.manager.current.buckets]
 
 
-def _hook_name(wrapper: DistributedDataParallel) -> str:
-    """Of the communication hook."""
-    if wrapper._builtin_hook is not None:
-        return str(wrapper._builtin_hook)
-    return _join(getattr(hook, "__qualname__", repr(hook)) for hook, _ in wrapper._comm_hooks)
-
-
-def _has_rebuilt(wrapper: DistributedDataParallel) -> bool:
+def _has_rebuilt(wrapper: Wrapper) -> bool:
     """Whether buckets follow the order of gradients.
 
     With ``find_unused_parameters=True``, where stock never rebuilds, only if that has moved any.
     """
-    arrangement = wrapper.reducer.arrangement
+    manager = wrapper.core.manager
     if wrapper.find_unused_parameters and not wrapper.static_graph:
-        return arrangement.has_moved
-    return not arrangement.is_provisional
+        return manager.has_moved
+    return not manager.is_provisional
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

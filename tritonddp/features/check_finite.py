@@ -7,14 +7,14 @@ all-reduce of the gradients tells every rank what each has found.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from tritonddp.buckets.bucket import Bucket
-from tritonddp.coordination.failures import RollCall, listed
+from tritonddp.comm.run import ReductionRun
+from tritonddp.coordination.failures import listed
+from tritonddp.coordination.group import Group
+from tritonddp.reducer.extension import Extension
 
 # So many buckets and sets of ranks are named.
 _SHOWN = 4
@@ -33,56 +33,55 @@ def check_mode(mode: Any) -> None:
         raise ValueError(f"check_finite should be 'raise', 'warn' or None, got {mode!r}")
 
 
-class FiniteCheck:
-    """What the marks of the buckets of one reduction say, told when it is over.
+class FiniteCheck(Extension):
+    """Tells what the marks of the buckets say when a reduction is over.
 
     Args:
-        mode: ``"raise"``, ``"warn"``, or ``None``: buckets have no marks.
-        roll_call: names ranks.
+        mode: ``"raise"`` or ``"warn"``.
+        group: names ranks.
     """
 
-    def __init__(self, mode: str | None, roll_call: RollCall) -> None:
-        self.mode = mode
-        self._roll_call = roll_call
+    def __init__(self, mode: str, group: Group) -> None:
+        self._mode = mode
+        self._group = group
         # Names, by the bucket and the ranks.
         self._found: dict[tuple[int, tuple[int, ...]], list[str]] = {}
         self._travels_in_fp16 = False
 
-    def look_at(self, buckets: Iterable[Bucket], left_out: Collection[int] = ()) -> None:
-        """These buckets are reduced, but for those ``left_out``. The host waits until they are."""
-        if self.mode is None:
-            return
-        for bucket in buckets:
-            if bucket.index in left_out:
+    def on_reduced_all(self, run: ReductionRun) -> None:
+        """Read the marks. The host waits until the buckets are there."""
+        # Marks of ranks that do not reduce the same mean nothing.
+        run.agreement.check_pending()
+        for bucket in run.buckets:
+            if bucket.index in run.skipped:
                 continue
             for slot, ranks in bucket.flat.marked().items():
                 place = bucket.index, tuple(ranks)
                 self._found.setdefault(place, []).append(bucket.names[slot])
                 self._travels_in_fp16 |= bucket.flat.data.dtype is torch.float16
 
-    @contextmanager
-    def telling(self, where: Callable[[], str], raises: bool = True) -> Iterator[None]:
-        """Context: a reduction. What :meth:`look_at` finds inside is told at the end.
+    def on_abort(self, run: ReductionRun) -> None:
+        """What was found is of no interest any more."""
+        self._found, self._travels_in_fp16 = {}, False
 
-        Args:
-            where: this rank and step.
-            raises: as ``mode`` says; otherwise it warns at most.
+    def on_end(self, run: ReductionRun) -> None:
+        """Tell what was found.
 
         Raises:
             FloatingPointError: something is not finite, on every rank, and ``mode`` is ``"raise"``.
+            A rank that has run out of inputs only warns: it has no backward to repeat.
         """
-        self._found, self._travels_in_fp16 = {}, False
-        yield
         if not self._found:
             return
-        message = self._message(where())
-        if self.mode == "raise" and raises:
+        message = self._message(run.where)
+        self.on_abort(run)
+        if self._mode == "raise" and not run.source.is_empty:
             raise FloatingPointError(message)
-        warnings.warn(message, RuntimeWarning, stacklevel=3)  # behind contextlib
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
 
     def _message(self, where: str) -> str:
         found = [
-            f"{listed(names)} (bucket {index}) on {self._roll_call.named(list(ranks))}"
+            f"{listed(names)} (bucket {index}) on {self._group.rank_list(list(ranks))}"
             for (index, ranks), names in self._found.items()
         ]
         if len(found) > _SHOWN:

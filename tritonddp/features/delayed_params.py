@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from torch import Tensor
 
 from tritonddp._torch import gradient_node, register_post_accumulate_grad_hook, will_engine_execute
+from tritonddp.comm.run import ReductionRun
+from tritonddp.coordination.agreement import GradSource
+from tritonddp.reducer.extension import Extension
 
 
 @dataclass(frozen=True)
@@ -77,43 +81,57 @@ class Delay:
         return cls(params, frozenset(names[param] for param in params), until)
 
 
-class Listener(Protocol):
-    """Who is told; referred to weakly."""
+class DeferredBuckets(Extension):
+    """Buckets of delayed parameters wait for the gradient of one more parameter.
 
-    def gate_opens(self) -> None:
-        """The gradient that is waited for has come."""
-
-
-class Gate:
-    """Open, unless a backward runs that will yet reach the parameter that is waited for.
+    Unless the backward that runs does not reach that one.
 
     Args:
         until: that parameter.
-        listener: told when its gradient has come.
+        names: of the delayed parameters.
+        launching: held while buckets are launched.
     """
 
-    def __init__(self, until: Tensor, listener: Listener) -> None:
+    def __init__(
+        self, until: Tensor, names: frozenset[str], launching: AbstractContextManager[Any]
+    ) -> None:
         self._node = gradient_node(until)
-        self._is_shut = False
-        self._listener = weakref.ref(listener)
+        self._names = names
+        self._launching = launching
+        self._waits: ReductionRun | None = None
         # A parameter holds its hooks, and a node its parameter: the hook must not hold the node.
         reference = weakref.ref(self)
 
         def came(_: Tensor) -> None:
-            gate = reference()
-            if gate is not None:
-                gate._open()
+            deferred = reference()
+            if deferred is not None:
+                deferred._release()
 
         hook = register_post_accumulate_grad_hook(until, came)
         weakref.finalize(self, hook.remove).atexit = False
 
-    def begin(self) -> bool:
-        """A backward begins; returns whether the gate is shut."""
-        self._is_shut = will_engine_execute([self._node]) == [True]
-        return self._is_shut
+    def on_begin(self, run: ReductionRun) -> None:
+        """Have the buckets wait, if there is something to wait for."""
+        self._waits = None
+        if run.is_local or run.is_provisional or run.source is GradSource.REQUEST:
+            return
+        if will_engine_execute([self._node]) == [True]:
+            self._waits = run
+            for index in self._delayed(run):
+                run.unfilled[index] += 1
 
-    def _open(self) -> None:
-        told = self._listener()
-        if self._is_shut and told is not None:
-            self._is_shut = False
-            told.gate_opens()
+    def on_close(self, run: ReductionRun) -> None:
+        """Nothing waits any more."""
+        self._waits = None
+
+    def _release(self) -> None:
+        """The gradient that is waited for is there."""
+        run, self._waits = self._waits, None
+        if run is not None and run.end() is not None:
+            with self._launching:
+                for index in self._delayed(run):
+                    run.unfilled[index] -= 1
+                run.launch_ready()
+
+    def _delayed(self, run: ReductionRun) -> list[int]:
+        return [bucket.index for bucket in run.buckets if bucket.names[0] in self._names]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
-from tritonddp.coordination.collectives import all_reduce
-from tritonddp.coordination.failures import RollCall
+from tritonddp.coordination.group import Group
 
 # What a rank says, as a sum; one that has run out of inputs says 0.
 _PRESENT = 1
@@ -15,7 +13,7 @@ _SYNCS_BUFFERS = 4
 _OVER_PRESENT = 8
 
 
-class Attendance:
+class JoinProtocol:
     """What the ranks tell each other before each forward inside torch's ``Join``.
 
     Ranks that have run out of inputs hear which collectives the others will make, so that they can
@@ -24,7 +22,7 @@ class Attendance:
     The host waits for the answer, on a GPU too, as stock DDP does where there are buffers.
 
     Args:
-        process_group: the ranks.
+        group: the ranks.
         device: of what is sent.
 
     Attributes:
@@ -39,23 +37,19 @@ class Attendance:
         differs: not all ranks train the same parameters.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = process_group
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self._group = group
         self._device = device
-        self.leave()
-
-    def leave(self) -> None:
-        """The context has been left."""
         self.is_open = self.is_due = self.mean_over_present = False
         self.source_rank = 0
         self.syncs_buffers = self.differs = False
 
-    def tell(self, where: str, structure: bytes, reduces: bool, syncs_buffers: bool) -> None:
+    def announce(self, where: str, schema: bytes, reduces: bool, syncs_buffers: bool) -> None:
         """Say that this rank has inputs, and what its forward and backward will send.
 
         Args:
             where: this rank's place, for errors.
-            structure: hash of what it trains.
+            schema: hash of what it trains.
             reduces: whether the backward is reduced.
             syncs_buffers: whether the forward synchronises module buffers.
 
@@ -65,9 +59,28 @@ class Attendance:
         self.is_open = True
         said = _PRESENT + _REDUCES * reduces + _SYNCS_BUFFERS * syncs_buffers
         said += _OVER_PRESENT * self.mean_over_present
-        self.is_due = self._exchange(where, said, structure)
+        self.is_due = self._exchange(where, said, schema)
 
-    def listen(self, where: str, structure: bytes) -> bool:
+    def reduces_backward(self, is_enabled: bool, where: str) -> bool:
+        """Whether a backward that begins now is the one that a forward has announced.
+
+        Args:
+            is_enabled: it runs outside ``no_sync``.
+            where: this rank and its step, for errors.
+
+        Raises:
+            RuntimeError: it is not, and it is outside ``no_sync`` nevertheless.
+        """
+        if not self.is_due and is_enabled:
+            raise RuntimeError(
+                f"{where}: a backward inside join() that no forward has announced. Ranks without "
+                "inputs follow one reduced backward after each forward that runs outside "
+                "no_sync(): run the forward of this backward outside no_sync() too; put all but "
+                "the first backward of a forward, and those without a forward, under no_sync()"
+            )
+        return self.is_due
+
+    def receive(self, where: str, schema: bytes) -> bool:
         """Say that this rank has no inputs any more.
 
         Returns:
@@ -76,7 +89,7 @@ class Attendance:
         Raises:
             RuntimeError: they are about to do different things.
         """
-        return self._exchange(where, 0, structure)
+        return self._exchange(where, 0, schema)
 
     def agree_on_last(self, where: str, is_last: bool) -> None:
         """All ranks have run out of inputs: those that did so last are the source."""
@@ -84,15 +97,14 @@ class Attendance:
         self._exchange(where, _PRESENT * is_last, b"", what)
 
     def _exchange(
-        self, where: str, mine: int, structure: bytes, what: str = "announcement of a forward"
+        self, where: str, mine: int, schema: bytes, what: str = "announcement of a forward"
     ) -> bool:
-        rank = self._group.rank()
-        message = torch.zeros(self._group.size(), 2, dtype=torch.int32)
-        message[rank, 0], message[rank, 1] = mine, int.from_bytes(structure, "little")
+        rank = self._group.rank
+        message = torch.zeros(self._group.size, 2, dtype=torch.int32)
+        message[rank, 0], message[rank, 1] = mine, int.from_bytes(schema, "little")
         message = message.to(self._device)
-        with RollCall(self._group).naming(where, f"{what} inside join()"):
-            all_reduce(message, self._group).wait()
-        said, structures = message.T.tolist()
+        self._group.all_reduce(message, where, f"{what} inside join()")
+        said, schemas = message.T.tolist()
         present = [number for number, each in enumerate(said) if each]
         if len({said[number] & _OVER_PRESENT for number in present}) > 1:
             raise RuntimeError(
@@ -100,7 +112,7 @@ class Attendance:
             )
         self.source_rank = max(present, default=0)
         self.syncs_buffers = any(each & _SYNCS_BUFFERS for each in said)
-        self.differs = len(set(structures)) > 1
+        self.differs = len(set(schemas)) > 1
         reduces = {said[number] & _REDUCES for number in present}
         if len(reduces) > 1:
             raise RuntimeError(

@@ -1,11 +1,21 @@
-"""What find_unused_parameters=False says of parameters that a backward has not reached."""
+"""Parameters that a backward has not reached: an error, or a reason not to send their buckets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Collection, Mapping, Sequence
 
 import torch.distributed as dist
 
+from tritonddp.buckets.bucket import Bucket
+from tritonddp.buckets.bucket_set import BucketSet
+from tritonddp.buckets.parameters import ModuleParameters
+from tritonddp.comm.run import ReductionRun
+from tritonddp.coordination.agreement import GradSource
+from tritonddp.reducer.extension import Extension, SyncState
+from tritonddp.reducer.reducer import Reducer
+
+# Names in an error message; the rest is counted.
 _SHOWN = 10
 
 
@@ -39,3 +49,82 @@ def unused_error(where: str, rank: int, unused: Mapping[str, int]) -> str:
             "TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL.)"
         )
     return "\n".join(lines)
+
+
+class StrictUnused(Extension):
+    """``find_unused_parameters=False``: the next forward raises what the last backward left.
+
+    Args:
+        parameters: of the module.
+        rank: this one.
+        reducer: its next forward raises the error. It is referred to weakly.
+    """
+
+    def __init__(self, parameters: ModuleParameters, rank: int, reducer: Reducer) -> None:
+        self._parameters = parameters
+        self._rank = rank
+        self._reducer = weakref.ref(reducer)
+        self._unused: list[str] = []
+
+    def on_begin(self, run: ReductionRun) -> None:
+        """Nothing is known yet."""
+        self._unused = []
+
+    def on_launched(self, run: ReductionRun, bucket: Bucket, work: object) -> None:
+        """The gradients of ``bucket`` were as they are."""
+        if not run.reached and run.source is not GradSource.CONTEXT:
+            return
+        self._unused += [
+            name for name, used in zip(bucket.names, bucket.used, strict=True) if not used
+        ]
+
+    def on_reduced_all(self, run: ReductionRun) -> None:
+        """Tell of what was reduced in a backward, and not used in it."""
+        if not run.reached and run.source is not GradSource.CONTEXT:
+            return  # no backward
+        skipped = [name for index in run.skipped for name in run.buckets[index].names]
+        unused, self._unused = {*self._unused, *skipped}, []
+        trainable = [name for name, _ in self._parameters.trainable]
+        found = {name: index for index, name in enumerate(trainable) if name in unused}
+        reducer = self._reducer()
+        if found and reducer is not None:
+            reducer.deferred_error = unused_error(run.where, self._rank, found)
+
+
+class SkipUnused(Extension):
+    """``skip_all_reduce_unused_params``: buckets that no rank has gradients for are not sent.
+
+    Args:
+        sync: ranks without inputs expect all buckets.
+    """
+
+    def __init__(self, sync: SyncState) -> None:
+        self._sync = sync
+
+    def on_begin(self, run: ReductionRun) -> None:
+        """Find out which buckets are left out."""
+        if run.is_local or run.source is GradSource.REQUEST or run.is_provisional:
+            return
+        if self._sync.join is None or not self._sync.join.is_open:
+            run.skipped = unused_buckets(run.bucket_set, run.used, run.doubtful)
+
+
+def unused_buckets(
+    bucket_set: BucketSet, used: Sequence[bool], doubtful: Collection[int]
+) -> list[int]:
+    """The buckets none of whose parameters is used.
+
+    The first bucket is always sent: its headers tell whether all ranks leave out the same.
+
+    Args:
+        bucket_set: the buckets.
+        used: for each parameter, whether this backward reaches it, or one accumulated before.
+        doubtful: parameters that may get a gradient although they are not announced.
+    """
+    doubted = {number for number in doubtful if not used[number]}
+    unused = []
+    for bucket in bucket_set.buckets[1:]:
+        numbers = range(bucket.first, bucket.first + len(bucket.params))
+        if not any(used[numbers.start : numbers.stop]) and doubted.isdisjoint(numbers):
+            unused.append(bucket.index)
+    return unused

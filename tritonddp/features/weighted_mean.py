@@ -19,8 +19,7 @@ what backwards without a weight have accumulated in the window is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from itertools import starmap
 from numbers import Real
 from typing import Any
@@ -28,62 +27,62 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonddp.buckets.bucket import Bucket, Segment
+from tritonddp.buckets.manager import BucketManager
+from tritonddp.buckets.parameters import ModuleParameters
+from tritonddp.comm.run import ReductionRun
+from tritonddp.coordination.agreement import GradSource, Weight
+from tritonddp.reducer.extension import Extension, SyncState
 
-@dataclass(frozen=True)
-class Weight:
-    """How much a backward counts.
 
-    Attributes:
-        items: how many items its loss is a mean or a sum of.
-        is_sum: the loss is a sum, so that its gradients count as they are.
+def weight_of(n: Any, reduction: str) -> Weight:
+    """From the arguments of ``weighted``.
+
+    Raises:
+        TypeError: ``n`` is no number.
+        ValueError: ``n`` is negative or not finite, or ``reduction`` is unknown.
     """
-
-    items: float
-    is_sum: bool
-
-    @classmethod
-    def of(cls, n: Any, reduction: str) -> Weight:
-        """From the arguments of ``weighted``.
-
-        Raises:
-            TypeError: ``n`` is no number.
-            ValueError: ``n`` is negative or not finite, or ``reduction`` is unknown.
-        """
-        if not isinstance(reduction, str) or reduction not in ("mean", "sum"):
-            raise ValueError(f"reduction should be 'mean' or 'sum', got {reduction!r}")
-        if isinstance(n, Tensor) and n.numel() == 1 and not (n.is_complex() or n.is_meta):
-            n = n.item()
-        if isinstance(n, bool) or not isinstance(n, Real):
-            raise TypeError(
-                f"the weight should be a number or a tensor of one element, got {n!r}: the number "
-                "of items (samples, tokens) that this rank's loss was computed from"
-            )
-        try:
-            items = float(n)
-        except OverflowError:
-            items = math.inf
-        if not 0 <= items < math.inf:
-            raise ValueError(f"the weight should be finite and not negative, got {n!r}")
-        return cls(items, reduction == "sum")
-
-    @property
-    def scale(self) -> float:
-        """By which a rank's gradient is multiplied. A sum over no items is a sum all the same."""
-        return 1.0 if self.is_sum and not self.items else self.items
+    if not isinstance(reduction, str) or reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction should be 'mean' or 'sum', got {reduction!r}")
+    if isinstance(n, Tensor) and n.numel() == 1 and not (n.is_complex() or n.is_meta):
+        n = n.item()
+    if isinstance(n, bool) or not isinstance(n, Real):
+        raise TypeError(
+            f"the weight should be a number or a tensor of one element, got {n!r}: the number "
+            "of items (samples, tokens) that this rank's loss was computed from"
+        )
+    try:
+        items = float(n)
+    except OverflowError:
+        items = math.inf
+    if not 0 <= items < math.inf:
+        raise ValueError(f"the weight should be finite and not negative, got {n!r}")
+    return Weight(items, reduction == "sum")
 
 
-class Window:
+class AccumulationWindow(Extension):
     """The weighted backwards that a rank has accumulated since the last reduction.
 
+    Installed by the first ``weighted()`` of a wrapper.
+
     Args:
-        get_held: which parameters the module holds now, asked where there are weights.
+        parameters: of the module.
+        sync: has the weight of the backward that begins.
+        manager: has the parameters whose gradients a backward may change.
 
     Attributes:
         weight: of all of them together; ``None`` while there is none.
     """
 
-    def __init__(self, get_held: Callable[[], Iterable[Tensor]]) -> None:
-        self._get_held = get_held
+    def __init__(
+        self,
+        parameters: ModuleParameters,
+        sync: SyncState,
+        manager: BucketManager,
+    ) -> None:
+        self._parameters = parameters
+        self._sync = sync
+        self._manager = manager
         self.weight: Weight | None = None
         self._weight_before: Weight | None = None  # the backward that runs
         # The gradients at the end of the last of them, and their versions.
@@ -95,18 +94,61 @@ class Window:
         self._aside: dict[Tensor, Tensor | None] = {}
         self._share = 1.0
 
+    def on_begin(self, run: ReductionRun) -> None:
+        """A backward begins, or what was accumulated is reduced.
+
+        Raises:
+            RuntimeError: see :meth:`open`; or what was accumulated has weights already.
+        """
+        weight: Weight | None = self._sync.weight
+        if run.source is not GradSource.REQUEST:
+            self.open(weight, not run.is_local, not any(run.earlier), run.is_late)
+        else:
+            self.clear_if_dropped()
+            if weight is not None and self.weight is not None:
+                raise RuntimeError(
+                    f"{run.where.removesuffix(', reduce_gradients()')}: the accumulated gradients "
+                    "have the weights of their backwards already: call reduce_gradients() outside "
+                    "weighted(n)"
+                )
+            self.weight = weight or self.weight
+        run.weight = self.weight
+
+    def on_pack(self, run: ReductionRun, bucket: Bucket, segment: Segment) -> None:
+        """Make the gradients of a segment those of the window."""
+        if run.of_backwards and not run.source.is_empty:
+            first = bucket.first + segment.first
+            if run.source is not GradSource.REQUEST:
+                self.merge(segment.params)
+            self.divide(segment.params, run.used[first : first + len(segment.params)])
+
+    def on_compute_end(self, run: ReductionRun) -> None:
+        """A backward that only accumulates is over."""
+        if run.is_local:
+            self.close(self._get_params())
+
+    def on_close(self, run: ReductionRun) -> None:
+        """The window is over with a reduction."""
+        if not run.is_local:
+            self.clear()
+
+    def on_abort(self, run: ReductionRun) -> None:
+        """See :meth:`abandon`."""
+        self.abandon()
+
+    def _get_params(self) -> list[Tensor]:
+        return [*self._manager.current.params, *(param for _, param in self._parameters.added)]
+
     def open(
         self,
-        get_params: Callable[[], Sequence[Tensor]],
         weight: Weight | None,
         is_last: bool,
-        is_first: bool = False,
-        is_late: bool = False,
+        is_first: bool,
+        is_late: bool,
     ) -> None:
         """A backward of this weight begins.
 
         Args:
-            get_params: asked, where there are weights, for all whose gradients it may change.
             weight: ``None`` outside ``weighted``.
             is_last: it will be reduced, together with all before it.
             is_first: no backward has been accumulated since the last reduction.
@@ -119,7 +161,7 @@ class Window:
         if weight is None and self.weight is None:
             return
         self._weight_before = self.weight
-        params = get_params()
+        params = self._get_params()
         means = {param: param.grad for param in params}
         self.clear_if_dropped()
         if weight is None:
@@ -211,7 +253,8 @@ class Window:
 
         (What the module has let go it does not reach.)
         """
-        left = [(param, *self._left[param]) for param in self._get_held() if param in self._left]
+        held = (param for _, param in self._parameters.params)
+        left = [(param, *self._left[param]) for param in held if param in self._left]
         if left and all(starmap(_is_dropped, left)):
             self.clear()
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 from struct import Struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ BLOCK = 2048
 
 _FLOAT64 = Struct("<d")
 _INT64 = Struct("<q")
+_ADDRESS_OF = Tensor.data_ptr
 
 
 class DeviceTables:
@@ -49,6 +50,9 @@ class DeviceTables:
         block: most elements of a chunk, a power of two and a multiple of 16.
         aligned: every address is a multiple of 16 bytes.
         uploads: copies of ``dynamic`` to the device so far.
+        device_index: of the GPU; ``None`` for tensors on the CPU.
+        launches: what kernels launch for this buffer, prepared, by the kernel's launcher and all
+            that may be compiled in and changes from step to step.
     """
 
     def __init__(self, flat: FlatBuffer, block: int | None = None) -> None:
@@ -75,12 +79,15 @@ class DeviceTables:
         self.one = torch.ones(1, dtype=torch.float64).to(device)
         self.aligned = True
         self.uploads = 0
+        self.device_index = device.index if device.type == "cuda" else None
+        self.launches: dict[tuple[Any, ...], Any] = {}
         self._layout = layout
         self._device = device
         self._dtype: torch.dtype | None = None
         self._addresses: list[int] = [0] * len(layout.numels)
         self._used: list[bool] = [False] * len(layout.numels)
         self._ballots = bytes(layout.ballots)
+        self._scale = 0.0
         self._scale_bits = 0
 
     def _rows(self, flat: FlatBuffer, block: int) -> Tensor:
@@ -119,7 +126,34 @@ class DeviceTables:
             TypeError: a gradient has another dtype or device than it should. Checked when an
                 address or the first dtype changed, not at every launch.
         """
-        addresses = [0 if grad is None else grad.data_ptr() for grad in grads]
+        # In C, and without a call of another function, where all is as it was the last time.
+        try:
+            addresses = list(map(_ADDRESS_OF, grads))  # type: ignore[arg-type]
+            dtype = grads[0].dtype if grads else None  # type: ignore[union-attr]
+        except TypeError:  # one is missing
+            addresses = [0 if grad is None else grad.data_ptr() for grad in grads]
+            dtype = next((grad.dtype for grad in grads if grad is not None), None)
+        if (
+            addresses != self._addresses
+            or dtype is not self._dtype
+            or (used is not None and used != self._used)
+            or (ballots is not None and (ballots or b"") != self._ballots)
+            # 0.0 equals -0.0.
+            or (scale is not None and (scale != self._scale or not scale))
+        ):
+            self._change(grads, addresses, dtype, used, scale, ballots)
+        return dtype
+
+    def _change(
+        self,
+        grads: Sequence[Tensor | None],
+        addresses: list[int],
+        dtype: torch.dtype | None,
+        used: Sequence[bool] | None,
+        scale: float | None,
+        ballots: Sequence[int] | None,
+    ) -> None:
+        """See :meth:`update`: look at everything, and upload if the table is another one."""
         if len(addresses) != len(self._addresses):
             raise ValueError(
                 f"the buffer has {len(self._addresses)} slots, but {len(addresses)} gradients came"
@@ -127,7 +161,6 @@ class DeviceTables:
         if used is not None and len(used) != len(self._used):
             raise ValueError(f"the buffer has {len(self._used)} slots, but {len(used)} flags came")
         encoded = self._ballots if ballots is None else self._layout.encode_ballots(ballots)
-        dtype = next((grad.dtype for grad in grads if grad is not None), None)
         stale = False
         if addresses != self._addresses or dtype is not self._dtype:
             self._check(grads, dtype)
@@ -144,11 +177,11 @@ class DeviceTables:
         if scale is not None:
             # By bits: -0.0 equals 0.0 and NaN does not equal itself.
             (bits,) = _INT64.unpack(_FLOAT64.pack(scale))
+            self._scale = scale
             if bits != self._scale_bits:
                 self._scale_bits, stale = bits, True
         if stale:
             self._upload()
-        return dtype
 
     def _check(self, grads: Sequence[Tensor | None], dtype: torch.dtype | None) -> None:
         # An address tells the kernel nothing about what lies there: a wrong dtype would be read

@@ -190,11 +190,22 @@ class FlatBuffer:
             sum of many ones saturates in fp16 and bf16, but never becomes zero).
         ballots: view of the ballots, one element each: before the collective this rank's and
             zeros, afterwards all ranks'. Empty in a part.
+        trailer: view of the used flags and the ballots, which :meth:`write_trailer` writes. (Not of
+            the marks.) A part has none of its own.
+        encoded: what ``trailer`` is to be before the collective, made by :meth:`encode_trailer` of
+            ``encoded_flags`` and ``encoded_ballots``. ``None`` before that.
         marks: view of the marks, ``(n, words)``; without columns if there are none.
         views: one tensor per gradient in its place, with the gradient's own shape and strides.
         is_part: made by :meth:`part`; its flags are written with those of the whole.
         tables: device-side tables of the Triton kernels, made by them at their first launch.
+        batched: what the CPU's ``flatten`` has prepared, at its first call.
     """
+
+    # Also of subclasses, which make the rest their own way.
+    encoded: Tensor | None = None
+    encoded_flags: Sequence[bool] = ()
+    encoded_ballots: bytes = b""
+    batched: Any = None
 
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
         self.layout = layout
@@ -203,6 +214,8 @@ class FlatBuffer:
         trailer = self.data[layout.flags_offset :]
         self.flags = trailer[: len(layout.numels)]
         self.ballots = trailer[len(layout.numels) :][: layout.ballots]
+        # Made now: a view that comes later would look like somebody else's hold on the memory.
+        self.trailer = trailer[: len(layout.numels) + layout.ballots]
         words = 0 if layout.marks is None else layout.marks.words
         marks = self.data[layout.marks_offset :][: len(layout.numels) * words]
         self.marks = marks.view(len(layout.numels), words)
@@ -235,7 +248,7 @@ class FlatBuffer:
         part.marks = self.marks[first:last]
         part.views = self.views[first:last]
         part.is_part = True
-        part.tables = None
+        part.tables = part.batched = None
         return part
 
     def write_trailer(self, used: Sequence[bool], ballots: Sequence[int]) -> None:
@@ -244,15 +257,35 @@ class FlatBuffer:
         On the CPU, where it is done once a buffer.
 
         Raises:
-            ValueError: see :meth:`Layout.encode_ballots`.
+            ValueError: there is not one flag per gradient; or see :meth:`Layout.encode_ballots`.
         """
+        if (
+            self.encoded is None
+            or used != self.encoded_flags
+            or (ballots or b"") != self.encoded_ballots
+        ):
+            self.encode_trailer(used, ballots)
+        self.trailer.copy_(self.encoded)  # type: ignore[arg-type]
+
+    def encode_trailer(self, used: Sequence[bool], ballots: Sequence[int]) -> None:
+        """Bring :attr:`encoded` up to date: in most steps it need not be made again.
+
+        Raises:
+            ValueError: see :meth:`write_trailer`.
+        """
+        own_ballots = self.layout.encode_ballots(ballots)
+        if len(used) != len(self.flags):
+            raise ValueError(f"the buffer has {len(self.flags)} slots, but {len(used)} flags came")
         # Bytes, since torch.tensor takes 0.1 us a flag; a bytearray, since torch warns of memory
-        # that must not be written.
-        trailer = bytearray(used) + self.layout.encode_ballots(ballots)
-        if trailer:
-            self.data[self.layout.flags_offset :][: len(trailer)].copy_(
-                torch.frombuffer(trailer, dtype=torch.uint8)
-            )
+        # that must not be written. (Nor does it take one without bytes.)
+        content = bytearray(used) + own_ballots
+        encoded = torch.empty_like(self.trailer)
+        if content:
+            encoded.copy_(torch.frombuffer(content, dtype=torch.uint8))
+        self.encoded = None  # or what it is of would not be, if this broke off here
+        # A list of its own: owners change theirs in place.
+        self.encoded_flags, self.encoded_ballots = list(used), own_ballots
+        self.encoded = encoded
 
     @property
     def nbytes(self) -> int:

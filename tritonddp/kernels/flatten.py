@@ -6,13 +6,16 @@ scale and a cast by the passes over memory. The plain-torch twin is in ``referen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tritonddp.kernels import launch
 from tritonddp.kernels.device_tables import DeviceTables
 from tritonddp.kernels.flat_buffer import FlatBuffer, Marks
 from tritonddp.kernels.launch import Launcher
@@ -182,27 +185,42 @@ def flatten(
             many as the layout's, or not in 0..255.
         TypeError: the gradients are not of one dtype, or not on the buffer's device.
     """
-    tables = DeviceTables.of(flat)
-    wire = TRITON_DTYPES[flat.data.dtype]
+    tables = flat.tables or DeviceTables.of(flat)
     dtype = tables.update(grads, used, scale, ballots)
-    slots = len(flat.layout.numels)
-    trailer = slots + flat.layout.ballots
-    if trailer == 0:
-        return
-    source = wire if dtype is None else TRITON_DTYPES[dtype]
-    marks = flat.layout.marks
-    if marks is not None:
+    run = tables.launches.get((_launch, dtype, tables.aligned))
+    if run is None:
+        if not flat.layout.numels and not flat.layout.ballots:
+            return
+        run = tables.launches[_launch, dtype, tables.aligned] = _prepare(flat, tables, dtype)
+    if flat.layout.marks is not None:
         # No program can: others may have marked before it runs.
-        flat.clear_marks()
-    _launch(
-        tables.num_chunks + -(-trailer // FLAG_BLOCK),
+        flat.marks.zero_()
+    # As launch.run() does it, which would be one more call.
+    if tables.device_index is None or tables.device_index == torch.cuda.current_device():
+        run()
+    else:
+        with torch.cuda.device(tables.device_index):
+            run()
+    launch.launches += 1
+
+
+def _prepare(
+    flat: FlatBuffer, tables: DeviceTables, dtype: torch.dtype | None
+) -> Callable[[], None]:
+    """The launch of ``flatten`` for gradients of this dtype, as they are aligned now."""
+    layout = flat.layout
+    wire = TRITON_DTYPES[flat.data.dtype]
+    source = wire if dtype is None else TRITON_DTYPES[dtype]
+    slots = len(layout.numels)
+    trailer = slots + layout.ballots
+    arguments = (
         (tables.chunks, tables.dynamic, flat.data),
         (
             slots,
             trailer,
             tables.num_chunks,
-            flat.layout.flags_offset,
-            *places_of(marks, flat.layout.marks_offset),
+            layout.flags_offset,
+            *places_of(layout.marks, layout.marks_offset),
         ),
         (
             source,
@@ -210,10 +228,12 @@ def flatten(
             tables.block,
             FLAG_BLOCK,
             tables.aligned,
-            marks is not None,
+            layout.marks is not None,
             INTERPRETED,
         ),
     )
+    programs = tables.num_chunks + -(-trailer // FLAG_BLOCK)
+    return partial(_launch.prepare(programs, *arguments), *chain(*arguments))
 
 
 def places_of(marks: Marks | None, offset: int) -> tuple[int, int, int]:

@@ -3,19 +3,22 @@
 ``kernel[grid](...)`` binds, specialises and looks up in Python at every launch, about 6.5 us.
 ``JITFunction.warmup`` returns the compiled kernel, and that launches in about 1.3 us, but it checks
 nothing: which code fits which arguments is for the key below to know. Both are public and alike in
-Triton 3.6 to 3.9.
+Triton 3.6 to 3.9. What a buffer launches again and again is *prepared*: found once, and kept with
+its tables (:attr:`~tritonddp.kernels.device_tables.DeviceTables.launches`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# Launches of all kernels since the import; tests and benchmarks read differences of it.
+# Launches of all kernels since the import, counted by who launches; tests and benchmarks read
+# differences of it.
 launches = 0
 
 _INT32_MAX = 2**31 - 1
@@ -33,15 +36,19 @@ class Launcher:
         self.kernel = kernel
         self.options = {"num_warps": num_warps, **options}
         self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._compiled_kernel = kernel
 
-    def __call__(
+    def prepare(
         self,
         grid: int,
         tensors: Sequence[Tensor],
         integers: Sequence[int],
         constexprs: Sequence[Any],
-    ) -> None:
-        """Launch ``grid`` programs on the current stream of the tensors' device.
+    ) -> Callable[..., None]:
+        """What launches ``grid`` programs on the current stream of the current device.
+
+        It takes all arguments in order, these or others that are compiled alike: see
+        :func:`specialisation`. The current device then has to be that of the tensors.
 
         Args:
             grid: number of programs, at least 1.
@@ -49,23 +56,32 @@ class Launcher:
             integers: non-negative.
             constexprs: hashable; dtypes as ``tl.dtype``.
         """
-        global launches
+        if self.kernel is not self._compiled_kernel:  # by a test
+            self._compiled, self._compiled_kernel = {}, self.kernel
         device = tensors[0].device
-        with _current(device):
+        shape, arguments = (grid, 1, 1), (*tensors, *integers, *constexprs)
+        with current(device):
             key = specialisation(device, tensors, integers, constexprs)
-            shape, arguments = (grid, 1, 1), (*tensors, *integers, *constexprs)
             compiled = self._compiled.get(key)
             if compiled is None:
                 compiled = self.kernel.warmup(*arguments, grid=shape, **self.options)
-                if compiled is not None:
-                    if hasattr(compiled, "result"):  # Triton compiles in the background if asked to
-                        compiled = compiled.result()
-                    self._compiled[key] = compiled
-            if compiled is None:  # the interpreter compiles nothing
-                self.kernel[shape](*arguments, **self.options)
-            else:
-                compiled[shape](*arguments)
-        launches += 1
+                if compiled is None:  # the interpreter compiles nothing
+                    return partial(self.kernel[shape], **self.options)
+                if hasattr(compiled, "result"):  # Triton compiles in the background if asked to
+                    compiled = compiled.result()
+                self._compiled[key] = compiled
+            return compiled[shape]
+
+
+def run(device_index: int | None, prepared: Callable[..., None], *arguments: Any) -> None:
+    """Launch what is prepared for a GPU, or for tensors on the CPU, and count it."""
+    global launches
+    if device_index is None or device_index == torch.cuda.current_device():
+        prepared(*arguments)
+    else:
+        with torch.cuda.device(device_index):
+            prepared(*arguments)
+    launches += 1
 
 
 def specialisation(
@@ -90,7 +106,7 @@ def specialisation(
     return tuple(key)
 
 
-def _current(device: torch.device) -> AbstractContextManager[Any]:
+def current(device: torch.device) -> AbstractContextManager[Any]:
     """Make ``device`` the current one, where it is not: Triton launches on the current device."""
     if device.type != "cuda" or torch.cuda.current_device() == device.index:
         return nullcontext()

@@ -7,12 +7,16 @@ nothing needs to be launched at all, or it is scaled in place. The plain-torch t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tritonddp.kernels import launch
 from tritonddp.kernels.device_tables import DeviceTables
 from tritonddp.kernels.flat_buffer import FlatBuffer
 from tritonddp.kernels.flatten import INTERPRETED, TRITON_DTYPES, compute_dtype, narrow, widen
@@ -94,17 +98,45 @@ def unflatten(
         TypeError: the gradients are not of one dtype, or not on the buffer's device; or the
             factor is of another kind.
     """
-    if factor is not None:
-        flat.check_factor(factor)
-    tables = DeviceTables.of(flat)
+    tables = flat.tables or DeviceTables.of(flat)
+    if factor is None:
+        factor = tables.one
+    elif (
+        factor.dtype is not torch.float64
+        or factor.numel() != 1
+        or factor.device != flat.data.device
+    ):
+        flat.check_factor(factor)  # raises
     dtype = tables.update(grads)
     if dtype is None or tables.num_chunks == 0:
         return
+    fitting = factor.data_ptr() % 16 == 0
+    prepared = tables.launches.get((_launch, dtype, tables.aligned, fitting))
+    if prepared is None:
+        prepared = _prepare(flat, tables, dtype, factor)
+        tables.launches[_launch, dtype, tables.aligned, fitting] = prepared
+    run, rest = prepared
+    # As launch.run() does it, which would be one more call.
+    if tables.device_index is None or tables.device_index == torch.cuda.current_device():
+        run(factor, *rest)
+    else:
+        with torch.cuda.device(tables.device_index):
+            run(factor, *rest)
+    launch.launches += 1
+
+
+def _prepare(
+    flat: FlatBuffer, tables: DeviceTables, dtype: torch.dtype, factor: Tensor
+) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """The launch of ``unflatten`` for gradients of this dtype, as they are aligned now.
+
+    And what it takes behind the factor, which may be another one each time. What is compiled for
+    the storage of one factor is right for that of each: only its first element is read.
+    """
     target = TRITON_DTYPES[dtype]
     compute = compute_dtype(target, TRITON_DTYPES[flat.data.dtype])
-    _launch(
-        tables.num_chunks,
-        (tables.chunks, tables.dynamic, flat.data, tables.one if factor is None else factor),
-        (flat.layout.flags_offset,),
-        (target, compute, tables.block, tables.aligned, INTERPRETED),
-    )
+    tensors = (tables.chunks, tables.dynamic, flat.data)
+    integers = (flat.layout.flags_offset,)
+    constexprs = (target, compute, tables.block, tables.aligned, INTERPRETED)
+    run = _launch.prepare(tables.num_chunks, (*tensors, factor), integers, constexprs)
+    return partial(run, *tensors), (*integers, *constexprs)

@@ -2,129 +2,175 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from tritonddp.buckets.residuals import check_state, load_state, state_of
-from tritonddp.coordination.collectives import all_reduce
-from tritonddp.reducer.between import BetweenBackwards
-from tritonddp.reducer.state import Phase
+
+if TYPE_CHECKING:
+    from tritonddp.reducer.reducer import Reducer
 
 
-class Resumes(BetweenBackwards):
-    """What ``comm_state_dict()`` and ``load_comm_state_dict()`` ask of a reducer."""
+def comm_state(reducer: Reducer) -> dict[str, Any]:
+    """The order of the buckets, and what else the bits of the next reduction depend on."""
+    reducer.settle()
+    manager, unit = reducer.manager, reducer.agreement.unit
+    return {
+        "rank": reducer.group.rank,
+        "world_size": reducer.group.size,
+        "bucket_order": manager.order,
+        "reductions_since_change": manager.since_change,
+        "weight_unit": unit,
+        "wires": [] if manager.planner is None else manager.planner.state,
+        **state_of(manager.current.buckets, unit),
+    }
 
-    def comm_state(self) -> dict[str, Any]:
-        """The order of the buckets, and what else the bits of the next reduction depend on."""
-        self.prepare_to_follow()
-        unit = self._reduction.get_unit()
-        return {
-            "bucket_order": self.arrangement.order,
-            "reductions_since_change": self.arrangement.since_change,
-            "weight_unit": unit,
-            "wires": [] if self.auto is None else self.auto.state,
-            **state_of(self.buckets, unit),
-        }
 
-    @torch.no_grad()
-    def load_comm_state(
-        self, states: Sequence[dict[str, Any]], failure: Exception | None = None
-    ) -> None:
-        """Go on as the run that had the first of these states on rank 0.
+@torch.no_grad()
+def load_comm_state(reducer: Reducer, states: Sequence[dict[str, Any]]) -> None:
+    """Go on as the run that had the first of these states on rank 0.
 
-        What was left out of gradients is that of all states of all ranks together.
+    What was left out of gradients is that of all states of all ranks together.
 
-        Args:
-            states: what the user has given on this rank.
-            failure: why they cannot be read.
+    Args:
+        reducer: of the new run.
+        states: what the user has given on this rank.
 
-        Raises:
-            Exception: ``failure``, when the other ranks know of it.
-            RuntimeError: a backward is under way, or another rank cannot load its states.
-            ValueError: what was left out is not that of these parameters.
-        """
-        self.prepare_to_follow()
-        if self._phase is Phase.DETACHED:
-            return
-        if self._phase is not Phase.IDLE:
-            raise RuntimeError(
-                f"{self._where()}: load_comm_state_dict() was called while a backward runs: call "
-                "it between two steps"
-            )
-        self._roster.enroll()
-        params = self._roster.params
-        said: tuple[Sequence[float], Sequence[float]] = [-1.0], []
-        if failure is None:
-            try:
-                check_state(params, states)
-                said = self._numbers_of(states[0]) if states else said
-            except ValueError as error:
-                failure = error
-        since_change, order, unit, wires = self._agree_on_state(*said, failure)
-        if since_change < 0:
-            return  # saved before the first step
-        self._reduction.set_unit(unit)
-        if self.auto is not None:
-            self.auto.load(wires)
-        self._renumber(self.arrangement.restore(order, since_change))
-        load_state(self.buckets, states, unit)
-
-    def _numbers_of(self, state: dict[str, Any]) -> tuple[list[float], list[float]]:
-        """What rank 0 tells the others of this state: the order of buckets, and the rest.
-
-        Numbers, since all ranks have the same parameters: nothing is unpickled that another rank
-        has sent.
-
-        Raises:
-            ValueError: the state is of another run.
-        """
-        if not state["bucket_order"]:
-            return [-1.0], []
-        number_of = {name: number for number, (name, _) in enumerate(self._roster.params)}
-        order = [number_of[name] for name in state["bucket_order"] if name in number_of]
-        wires = [] if self.auto is None else state["wires"]
-        if self.auto is not None and (len(wires) > len(number_of) or not self.auto.knows(wires)):
-            raise ValueError(
-                f"the state has {wires!r} as 'wires', which a run with these parameters cannot "
-                "have had: load the state of a run with the same model"
-            )
-        return [state["reductions_since_change"], *order], [state["weight_unit"], *wires]
-
-    def _agree_on_state(
-        self, order: Sequence[float], rest: Sequence[float], failure: Exception | None
-    ) -> tuple[int, list[int], float, list[int]]:
-        """What rank 0 says of its state, if no rank has failed to read its own.
-
-        Raises:
-            RuntimeError: another rank has.
-        """
-        # Rank 0's numbers, less than none for what is missing, and which ranks have failed. Small
-        # integers and powers of two are exact in fp64.
-        rank, params = self._group.rank(), self._roster.params
-        message = torch.zeros(3, max(1 + len(params), self._group.size()), dtype=torch.float64)
-        if rank == 0:
-            message[:2] = -1
-            for row, numbers in zip(message, (order, rest), strict=False):
-                row[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
-        message[2, rank] = failure is not None
-        message = message.to(params[0][1].device)
-        with self._roll_call.naming(self._where(), "all-reduce of the state of communication"):
-            all_reduce(message, self._group).wait()
-        self.counters.collective(message.nbytes, self._group.size(), passes=2)
-        (since_change, *numbers), (unit, *wires), failed = message.tolist()
-        if failure is not None:
-            raise failure
-        if any(failed):
-            ranks = [str(rank) for rank, has_failed in enumerate(failed) if has_failed]
-            raise RuntimeError(
-                f"{self._where()}: load_comm_state_dict() failed on rank {', '.join(ranks)}, and "
-                "nothing was loaded on any rank: see the error there"
-            )
-        return (
-            int(since_change),
-            [int(number) for number in numbers if number >= 0],
-            unit,
-            [int(number) for number in wires if number >= 0],
+    Raises:
+        TypeError, ValueError: they are no states, or those of another model.
+        RuntimeError: a backward is under way, or another rank cannot load its states.
+    """
+    failure: Exception | None = None
+    try:
+        for state in states:
+            _check(state)
+    except (TypeError, ValueError) as error:
+        failure = error
+    reducer.settle()
+    if reducer.is_detached:
+        return
+    if reducer.run is not None:
+        raise RuntimeError(
+            f"{reducer.where()}: load_comm_state_dict() was called while a backward runs: call "
+            "it between two steps"
         )
+    reducer.parameters.register()
+    said: tuple[Sequence[float], Sequence[float]] = [-1.0], []
+    if failure is None:
+        try:
+            check_state(reducer.parameters.params, states)
+            said = _numbers_of(reducer, states[0]) if states else said
+        except ValueError as error:
+            failure = error
+    since_change, order, unit, wires = _agree(reducer, *said, failure)
+    if since_change < 0:
+        return  # saved before the first step
+    reducer.agreement.unit = unit
+    manager = reducer.manager
+    if manager.planner is not None:
+        manager.planner.load(wires)
+    reducer.renumber(manager.restore(order, since_change))
+    load_state(manager.current.buckets, states, unit)
+
+
+def _numbers_of(reducer: Reducer, state: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """What rank 0 tells the others of this state: the order of buckets, and the rest.
+
+    Numbers, since all ranks have the same parameters: nothing is unpickled that another rank
+    has sent.
+
+    Raises:
+        ValueError: the state is of another run.
+    """
+    if not state["bucket_order"]:
+        return [-1.0], []
+    number_of = {name: number for number, (name, _) in enumerate(reducer.parameters.params)}
+    order = [number_of[name] for name in state["bucket_order"] if name in number_of]
+    planner = reducer.manager.planner
+    wires = [] if planner is None else state["wires"]
+    if planner is not None and (len(wires) > len(number_of) or not planner.knows(wires)):
+        raise ValueError(
+            f"the state has {wires!r} as 'wires', which a run with these parameters cannot "
+            "have had: load the state of a run with the same model"
+        )
+    return [state["reductions_since_change"], *order], [state["weight_unit"], *wires]
+
+
+def _agree(
+    reducer: Reducer, order: Sequence[float], rest: Sequence[float], failure: Exception | None
+) -> tuple[int, list[int], float, list[int]]:
+    """What rank 0 says of its state, if no rank has failed to read its own.
+
+    Raises:
+        RuntimeError: another rank has.
+    """
+    # Rank 0's numbers, less than none for what is missing, and which ranks have failed. Small
+    # integers and powers of two are exact in fp64.
+    group, params = reducer.group, reducer.parameters.params
+    message = torch.zeros(3, max(1 + len(params), group.size), dtype=torch.float64)
+    if group.rank == 0:
+        message[:2] = -1
+        for row, numbers in zip(message, (order, rest), strict=False):
+            row[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+    message[2, group.rank] = failure is not None
+    message = message.to(params[0][1].device)
+    group.all_reduce(message, reducer.where(), "all-reduce of the state of communication")
+    reducer.counters.collective(message.nbytes, group.size, passes=2)
+    (since_change, *numbers), (unit, *wires), failed = message.tolist()
+    if failure is not None:
+        raise failure
+    if any(failed):
+        ranks = [str(rank) for rank, has_failed in enumerate(failed) if has_failed]
+        raise RuntimeError(
+            f"{reducer.where()}: load_comm_state_dict() failed on rank {', '.join(ranks)}, and "
+            "nothing was loaded on any rank: see the error there"
+        )
+    return (
+        int(since_change),
+        [int(number) for number in numbers if number >= 0],
+        unit,
+        [int(number) for number in wires if number >= 0],
+    )
+
+
+def _check(state: Any) -> None:
+    """Is this what ``comm_state_dict()`` returns? Before anything is changed.
+
+    Raises:
+        TypeError, ValueError: it is not.
+    """
+    what = "load_comm_state_dict() takes what comm_state_dict() returned"
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{what}, got {state!r}")
+    order, wires = state.get("bucket_order"), state.get("wires")
+    for name, entry, kind in (("bucket_order", order, str), ("wires", wires, int)):
+        if not isinstance(entry, list) or not all(isinstance(each, kind) for each in entry):
+            raise TypeError(f"{what}, but {name!r} is no list of {kind.__name__}: {entry!r}")
+    if len({*(order or ())}) < len(order or ()):
+        raise ValueError(f"{what}, but 'bucket_order' names a parameter twice: {order!r}")
+    for name, least in (("reductions_since_change", 0.0), ("weight_unit", math.ulp(0.0))):
+        number = state.get(name)
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise TypeError(f"{what}, but {name!r} is no number: {number!r}")
+        if not least <= number < 2.0**53:  # an integer that fp64 tells from the next
+            raise ValueError(f"{what}, but {name!r} is {number!r}")
+    for name in ("sent", "reduced"):
+        kept = state.get(name, {})
+        if not isinstance(kept, Mapping) or not all(map(_is_dense, kept.values())):
+            raise TypeError(
+                f"{what}, but {name!r} is no dictionary of dense tensors of floating point"
+            )
+
+
+def _is_dense(left: Any) -> bool:
+    """Whether this is what is left out of a gradient: others raise where they are added."""
+    return (
+        isinstance(left, Tensor)
+        and left.is_floating_point()
+        and left.layout is torch.strided
+        and not left.is_meta
+    )

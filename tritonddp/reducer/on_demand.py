@@ -2,138 +2,235 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tritonddp.buckets.bucket import Bucket
-from tritonddp.buckets.parameters import structure_of
-from tritonddp.comm.run import reduce_at_once
-from tritonddp.coordination.agreement import Source
+from tritonddp.buckets.parameters import schema_of
+from tritonddp.comm.run import ReductionRun
+from tritonddp.coordination.agreement import (
+    Disagreement,
+    GradSource,
+    SchemaMismatch,
+    SkippedMismatch,
+    Weight,
+)
 from tritonddp.coordination.interrupts import Uninterrupted
-from tritonddp.features.weighted_mean import Weight
-from tritonddp.reducer.checkpoint import Resumes
-from tritonddp.reducer.state import Phase
+from tritonddp.coordination.verify import describe, verify_same
+from tritonddp.reducer import recovery
+
+if TYPE_CHECKING:
+    from tritonddp.reducer.reducer import Reducer
 
 
-class OnRequest(Resumes):
-    """What ``reduce_gradients()`` asks of a :class:`~tritonddp.reducer.reducer.Reducer`."""
+def reduce_given(
+    reducer: Reducer,
+    gradients: Sequence[Tensor | None] | Mapping[str, Tensor | None],
+    params: Iterable[Tensor] | None,
+    named: Sequence[tuple[str, Tensor]],
+) -> tuple[Tensor | None, ...] | dict[str, Tensor | None]:
+    """The means of gradients; see ``DistributedDataParallel.reduce_gradients()``.
 
-    def reduce(
-        self,
-        named_params: Sequence[tuple[str, Parameter]],
-        bucket_class: type[Bucket],
-        weight: Weight | None,
-        sparse: Collection[Tensor] = (),
-    ) -> None:
-        """Average ``.grad`` of these parameters over the ranks, now.
+    Args:
+        reducer: of the wrapper.
+        gradients, params: what the user has given.
+        named: all parameters of the module that require gradients.
+    """
+    if not isinstance(gradients, Mapping | Sequence) or isinstance(gradients, str | bytes):
+        raise TypeError(
+            "gradients should be a tuple or a list of tensors, or tensors by name, got "
+            f"{gradients!r}"
+        )
+    if params is not None:  # or sizes that differ would end a process
+        named = _named(params, named)
+        options = {"gradients": "of reduce_gradients()"}
+        device = reducer.manager.current.params[0].device
+        verify_same(describe(named, [], options), reducer.group, device, _where(reducer))
+    if isinstance(gradients, Mapping):
+        unknown = sorted(map(str, set(gradients) - {name for name, _ in named}))
+        if unknown:
+            raise ValueError(
+                f"gradients for {', '.join(unknown[:10])}, which are no parameters of the "
+                "module that require gradients"
+            )
+        means = _means(reducer, named, [gradients.get(name) for name, _ in named])
+        return {name: mean for (name, _), mean in zip(named, means, strict=True)}
+    return tuple(_means(reducer, named, list(gradients)))
 
-        Args:
-            named_params: the same on every rank.
-            bucket_class: :class:`ViewBucket` replaces gradients, :class:`Bucket` writes to them.
-                (What travels in another dtype is copied by the former too.)
-            weight: how much they count; ``None`` where all ranks count alike.
-            sparse: those whose gradients may be sparse.
 
-        Raises:
-            GradientError: a gradient does not fit its parameter.
-            RuntimeError: the ranks do not reduce the same, or a backward is under way.
-        """
-        self._prepare_for_request()
-        if weight is not None and weight.is_sum:
-            for _, param in named_params:
-                param.grad = None if param.grad is None else param.grad / weight.scale
+def _named(
+    params: Iterable[Tensor], named: Sequence[tuple[str, Tensor]]
+) -> list[tuple[str, Tensor]]:
+    """The parameters that the user has given, with their names."""
+    is_list = isinstance(params, Iterable) and not isinstance(params, Tensor)
+    wanted = [*params] if is_list else []
+    if not is_list or not all(isinstance(p, Tensor) for p in wanted):
+        raise TypeError(f"params should be parameters, one or more, got {params!r}")
+    names = {param: name for name, param in named}
+    return [(names.get(p, f"parameter {i}"), p) for i, p in enumerate(wanted)]
+
+
+def _means(
+    reducer: Reducer, named: Sequence[tuple[str, Tensor]], gradients: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The means of ``gradients``, which belong to ``named``."""
+    if len(gradients) != len(named):
+        raise ValueError(f"{len(gradients)} gradients came for {len(named)} parameters")
+    # For the parameters, whose own .grad is not at issue.
+    stand_ins: list[tuple[str, Any]] = []
+    sparse: set[Tensor] = set()
+    for (name, param), gradient in zip(named, gradients, strict=True):
+        is_sparse = param in reducer.parameters.sparse
+        if gradient is not None:
+            _check_gradient(name, param, gradient, is_sparse)
+        stand_in = param.detach().requires_grad_(param.requires_grad)
+        stand_in.grad = None if gradient is None else gradient.detach()
+        stand_ins.append((name, stand_in))
+        if is_sparse:
+            sparse.add(stand_in)
+    _reduce(reducer, stand_ins, reducer.sync.weight, sparse)
+    return [stand_in.grad for _, stand_in in stand_ins]
+
+
+def _check_gradient(name: str, param: Tensor, gradient: Any, may_be_sparse: bool) -> None:
+    if not isinstance(gradient, Tensor):
+        raise TypeError(f"the gradient of {name!r} should be a tensor, got {gradient!r}")
+    layout = torch.sparse_coo if may_be_sparse and gradient.is_sparse else torch.strided
+    wanted = (tuple(param.shape), param.dtype, param.device, layout)
+    found = (tuple(gradient.shape), gradient.dtype, gradient.device, gradient.layout)
+    if wanted != found:
+        raise ValueError(
+            f"the gradient of {name!r} should be {' '.join(map(str, wanted))} like its parameter, "
+            f"but is {' '.join(map(str, found))}"
+        )
+
+
+def _reduce(
+    reducer: Reducer,
+    named_params: Sequence[tuple[str, Parameter]],
+    weight: Weight | None,
+    sparse: Collection[Tensor],
+) -> None:
+    """Replace ``.grad`` of these by the mean over the ranks: the same on all of them.
+
+    Raises:
+        GradientError: a gradient does not fit its parameter.
+        RuntimeError: the ranks do not reduce the same, or a backward is under way.
+    """
+    _prepare(reducer)
+    if weight is not None and weight.is_sum:
         for _, param in named_params:
-            if param.grad is not None and self._wire.casts(param) and param not in sparse:
-                param.grad = param.grad.clone()  # which is written to
-        names = [f"sparse {name}" for name, param in named_params if param in sparse]
-        structure = structure_of(named_params, *names)
-        with self._finite.telling(self._where_requested):
-            self._reduce_at_once(named_params, bucket_class, weight, structure, sparse=sparse)
+            param.grad = None if param.grad is None else param.grad / weight.scale
+    for _, param in named_params:
+        if param.grad is not None and reducer.wire.casts(param) and param not in sparse:
+            param.grad = param.grad.clone()  # which is written to
+    names = [f"sparse {name}" for name, param in named_params if param in sparse]
+    run = _run(reducer, named_params, views=True, sparse=sparse)
+    run.schema, run.weight, run.of_backwards = schema_of(named_params, *names), weight, False
+    run.used = [param.grad is not None for param in run.bucket_set.params]
+    _reduce_now(reducer, run, named_params)
+    for call in reducer.events.on_end:
+        call(run)
 
-    def reduce_window(self, weight: Weight | None) -> None:
-        """Average ``.grad`` of all trainable parameters, and so end what was accumulated.
 
-        Raises:
-            RuntimeError: see :meth:`reduce`; or the accumulated backwards have a weight of their
-                own beside ``weight``.
-        """
-        self._prepare_for_request()
-        self._roster.enroll()
-        self._look()
-        self._window.clear_if_dropped()
-        if weight is not None and self._window.weight is not None:
-            raise RuntimeError(
-                f"{self._where()}: the accumulated gradients have the weights of their backwards "
-                "already: call reduce_gradients() outside weighted(n)"
-            )
-        if weight is not None:
-            self._window.weight = weight
-        params = self._all_params()
-        # Frozen since the last reduction, and no backward has used it before: its place in a bucket
-        # is there still, and its gradient is no business of this reduction.
-        stale = {
-            param
-            for param, used in zip(self.placement.params, self._used_earlier, strict=True)
-            if not used and not param.requires_grad
-        }
-        used = [param.grad is not None and param not in stale for param in params]
-        self._window.divide(params, used)
-        # First what is in buckets, which is alike on all ranks: their ballots tell whether what
-        # was added since is, too.
-        placed = list(zip(self.placement.names, self.placement.params, strict=True))
-        with self._finite.telling(self._where_requested):
-            for named_params in filter(None, (placed, self._roster.added)):
-                self._reduce_at_once(
-                    named_params, Bucket, self._window.weight, self._roster.structure, stale
-                )
-            self._window.clear()
-            self.forget_forwards()
-            self._used_earlier = [False] * len(self._used_earlier)
+def reduce_accumulated(reducer: Reducer) -> None:
+    """Average ``.grad`` of all trainable parameters, and so end what was accumulated.
 
-    def _where_requested(self) -> str:
-        return f"{self._where()}, reduce_gradients()"
+    Raises:
+        RuntimeError: as :func:`_reduce`; or the accumulated backwards have a weight of their own
+            beside that of ``weighted()``.
+    """
+    _prepare(reducer)
+    parameters, current = reducer.parameters, reducer.manager.current
+    parameters.register()
+    reducer.refresh_parameters()
+    # Frozen since the last reduction, and no backward has used it before: its place in a bucket
+    # is there still, and its gradient is no business of this reduction.
+    stale = {
+        param
+        for param, used in zip(current.params, reducer.accumulated, strict=True)
+        if not used and not param.requires_grad
+    }
+    # First what is in buckets, which is alike on all ranks: their headers tell whether what
+    # was added since is, too.
+    placed = list(zip(current.names, current.params, strict=True))
+    weight: Weight | None = None
+    last: ReductionRun | None = None
+    for named_params in filter(None, (placed, parameters.added)):
+        run = _run(reducer, named_params)
+        run.used = [
+            param.grad is not None and param not in stale for param in run.bucket_set.params
+        ]
+        if last is None:
+            for call in reducer.events.on_begin:
+                call(run)
+            weight = run.weight
+        run.weight, last = weight, run
+        _reduce_now(reducer, run, named_params)
+    assert last is not None
+    reducer.forwards.backward_begins(reduced=True)
+    reducer.forget_accumulated()
+    for call in (*reducer.events.on_close, *reducer.events.on_end):
+        call(last)
 
-    def prepare_to_compare(self) -> set[Tensor]:
-        """Whose ``.grad`` is what the last reduction left: alike on all ranks.
 
-        Raises:
-            RuntimeError: a backward is under way, or waits for ``finalize_backward()``; or see
-                :meth:`prepare_for_forward`.
-        """
-        self._prepare_for_request("compared")
-        self._wait_post_backward()
-        if self._phase is Phase.DETACHED or self.counters.reductions == self.own_gradients_at:
-            return set()
-        pairs = zip(self.placement.params, self._used_earlier, strict=True)
-        return {param for param, is_accumulated in pairs if not is_accumulated}
+def _run(
+    reducer: Reducer,
+    named_params: Sequence[tuple[str, Parameter]],
+    views: bool = False,
+    sparse: Collection[Tensor] | None = None,
+) -> ReductionRun:
+    run = ReductionRun(
+        reducer.manager.temporary(named_params, views, sparse),
+        *(reducer.plain, reducer.agreement, reducer.group, reducer.events),
+        *([], GradSource.REQUEST),
+    )
+    run.where = _where(reducer)
+    return run
 
-    def _prepare_for_request(self, what: str = "reduced on request") -> None:
-        if self._phase is not Phase.IDLE and self._end_is_queued() is not None:
-            raise RuntimeError(
-                f"{self._where()}: gradients cannot be {what} while a backward runs: wait for its "
-                "end"
-            )
-        self._check_finalized()
-        self._recover_all()
-        self._settle()
 
-    def _reduce_at_once(
-        self,
-        named_params: Sequence[tuple[str, Parameter]],
-        bucket_class: type[Bucket],
-        weight: Weight | None,
-        structure: bytes,
-        stale: Collection[Parameter] = (),
-        sparse: Collection[Tensor] | None = None,
-    ) -> None:
-        buckets = self._wire.buckets(bucket_class, Bucket)
-        placement = self.arrangement.place(named_params, buckets, sparse=sparse)
-        used = [param.grad is not None and param not in stale for param in placement.params]
-        reduction = self._reduction.plain
-        self._begin_reduction(Source.REQUEST, weight, structure, reduction=reduction)
-        with Uninterrupted(), self._naming_disagreements(named_params):
-            reduce_at_once(placement, reduction, used)
-            reduction.settle()
-            self._finite.look_at(placement.buckets)
+def _reduce_now(
+    reducer: Reducer, run: ReductionRun, named_params: Sequence[tuple[str, Parameter]]
+) -> None:
+    reducer.announce(run)
+    try:
+        with Uninterrupted():
+            run.reduce_now()
+            for call in reducer.events.on_reduced_all:
+                call(run)
+    except (Disagreement, SchemaMismatch, SkippedMismatch) as error:
+        for call in reducer.events.on_abort:
+            call(run)
+        reducer.raise_mismatch(error, None, named_params)
+
+
+def _where(reducer: Reducer) -> str:
+    return f"{reducer.where()}, reduce_gradients()"
+
+
+def prepare_to_compare(reducer: Reducer) -> set[Tensor]:
+    """Whose ``.grad`` is what the last reduction left: alike on all ranks.
+
+    Raises:
+        RuntimeError: a backward is under way, or waits for ``finalize_backward()``; or see
+            :meth:`Reducer.before_forward`.
+    """
+    _prepare(reducer, "compared")
+    reducer.wait_post_backward()
+    if reducer.is_detached or reducer.counters.reductions == reducer.own_gradients_at:
+        return set()
+    pairs = zip(reducer.manager.current.params, reducer.accumulated, strict=True)
+    return {param for param, is_accumulated in pairs if not is_accumulated}
+
+
+def _prepare(reducer: Reducer, what: str = "reduced on request") -> None:
+    if reducer.backward_runs:
+        raise RuntimeError(
+            f"{reducer.where()}: gradients cannot be {what} while a backward runs: wait for its end"
+        )
+    reducer.check_finalized()
+    recovery.recover(reducer.group)
+    reducer.check_pending()

@@ -49,11 +49,7 @@ class Forwards:
         self._number = 0
         self._prepared = 0  # the last forward whose next backward is reduced, wherever it starts
         self._is_armed = False
-        self._was_local = False  # the last forward, which no backward has followed
-
-    def begins(self) -> None:
-        """One begins. A backward inside of it, as Lightning makes, is none of the last one's."""
-        self._was_local = False
+        self.was_local = False  # the last forward, which no backward has followed
 
     def ended(self, reductions: int, syncs: bool) -> Forward:
         """One has run, before which there were so many reductions.
@@ -64,7 +60,7 @@ class Forwards:
         """
         self._number += 1
         self._is_armed = self._is_armed or syncs
-        self._was_local = not syncs
+        self.was_local = not syncs
         return Forward(self._number, reductions, syncs)
 
     def prepare(self) -> None:
@@ -81,11 +77,11 @@ class Forwards:
         """Whether a backward through outputs of ``forward`` is local although it starts outside."""
         if self._is_armed:
             return False
-        return self._was_local if forward is None else not forward.syncs
+        return self.was_local if forward is None else not forward.syncs
 
     def backward_begins(self, reduced: bool) -> None:
         """A backward begins."""
-        self._was_local = False
+        self.was_local = False
         self._prepared = 0
         if reduced:
             self._is_armed = False
@@ -94,7 +90,7 @@ class Forwards:
 class Listener(Protocol):
     """Who is told; referred to weakly."""
 
-    def begin(self, forward: Forward) -> None:
+    def on_backward(self, forward: Forward) -> None:
         """A backward goes through an output of ``forward``."""
 
 
@@ -128,7 +124,7 @@ def _backward_hook(listener: weakref.ref[Listener], forward: Forward) -> Callabl
     def backward(_: Tensor) -> None:
         told = listener()
         if told is not None:
-            told.begin(forward)
+            told.on_backward(forward)
 
     return backward
 

@@ -1,4 +1,4 @@
-"""Which parameters will this backward reach? Asked of the autograd engine when it starts."""
+"""Which parameters will a backward reach? What is asked of the autograd engine, and its limits."""
 
 from __future__ import annotations
 
@@ -11,34 +11,21 @@ from torch.nn import Parameter
 from tritonddp._torch import gradient_node, will_engine_execute
 
 
-class Participation:
-    """The AccumulateGrad nodes of the parameters, and what the engine says of them.
+def gradient_nodes(params: Sequence[Parameter]) -> list[Any]:
+    """The AccumulateGrad node of each parameter.
 
-    No graph is walked and no output looked at: the engine has just computed which nodes it will
-    run, so the answer is right for any loss and any way of using the parameters.
-
-    Attributes:
-        nodes: the AccumulateGrad node of each parameter. Holding them keeps them, and the hooks
-            registered on them, alive: autograd itself refers to them only weakly.
+    Raises:
+        RuntimeError: a parameter has none.
     """
-
-    def __init__(self, params: Sequence[Parameter]) -> None:
-        self.nodes: list[Any] = [gradient_node(param) for param in params]
-        for node, param in zip(self.nodes, params, strict=True):
-            if getattr(node, "variable", None) is None:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(param.shape)} and type {type(param).__name__} "
-                    f"accumulates no gradients (its autograd node is {node.name()}): it could not "
-                    "be synchronised"
-                )
-
-    def query(self) -> list[bool] | None:
-        """For each parameter, whether the backward that runs on this thread will reach it.
-
-        ``None`` for ``torch.autograd.grad`` with respect to some of the parameters. To be called
-        from a hook. Blind to inner backwards of reentrant checkpoints.
-        """
-        return will_engine_execute(self.nodes)
+    nodes: list[Any] = [gradient_node(param) for param in params]
+    for node, param in zip(nodes, params, strict=True):
+        if getattr(node, "variable", None) is None:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(param.shape)} and type {type(param).__name__} "
+                f"accumulates no gradients (its autograd node is {node.name()}): it could not "
+                "be synchronised"
+            )
+    return nodes
 
 
 @contextmanager
@@ -71,7 +58,7 @@ def accumulates(node: Any) -> bool:
         node = parents[0]
 
 
-class Unannounced:
+class ReentrantGrads:
     """Parameters that may get a gradient, or another one, although the engine does not announce it.
 
     That is what reentrant checkpoints do: they run inner backwards. Once one has been seen, no
@@ -79,55 +66,37 @@ class Unannounced:
     time: the end of that backward tells whether it comes all the same.
 
     Parameters are known by their numbers.
+
+    Attributes:
+        suspected: parameters that are missing in this backward for the first time.
+        has_come: a gradient has come from an inner backward.
     """
 
     def __init__(self) -> None:
+        self.has_come = False
         self._came: set[int] = set()
         self._stayed_away: set[int] = set()
-        self._suspected: set[int] = set()
+        self.suspected: set[int] = set()
 
     def may_come(self, missing: set[int]) -> set[int]:
         """A backward begins for which the engine has announced all but ``missing``."""
-        self._suspected = missing - self._stayed_away
-        return self._came | missing if self._came else self._suspected
+        self.suspected = missing - self._stayed_away
+        return self._came | missing if self._came else self.suspected
 
     def came(self, number: int) -> None:
         """A gradient has come from an inner backward."""
         self._came.add(number)
+        self.has_come = True
 
     def stayed_away(self, numbers: Iterable[int] | None = None) -> None:
         """The backward is over: ``numbers``, by default all suspected, have not come.
 
         (Those that have, :meth:`came`, stay suspected all the same.)
         """
-        self._stayed_away.update(self._suspected if numbers is None else numbers)
-        self._suspected = set()
+        self._stayed_away.update(self.suspected if numbers is None else numbers)
+        self.suspected = set()
 
     def renumber(self, former: Sequence[int | None]) -> None:
         """Parameter ``i`` was ``former[i]`` until now, or is new."""
         self._came = {new for new, old in enumerate(former) if old in self._came}
         self._stayed_away = {new for new, old in enumerate(former) if old in self._stayed_away}
-
-
-class Constancy:
-    """Whether every reduced backward so far has reached the same parameters on this rank.
-
-    Attributes:
-        missing: numbers of those that the last one has not reached.
-        is_static: none reached others.
-    """
-
-    def __init__(self) -> None:
-        self.missing: set[int] | None = None
-        self.is_static = True
-
-    def see(self, missing: set[int]) -> None:
-        """A backward begins that will not reach these."""
-        if self.missing is not None and missing != self.missing:
-            self.is_static = False
-        self.missing = missing
-
-    def renumber(self, former: Sequence[int | None]) -> None:
-        """Parameter ``i`` was ``former[i]`` until now, or is new."""
-        if self.missing:
-            self.missing = {new for new, old in enumerate(former) if old in self.missing}

@@ -1,70 +1,114 @@
-"""Which gradients have come? Hooks on the parameters, and a count per segment."""
+"""Which gradients have come? A log that C writes, and one Python hook a segment that reads it."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from itertools import count
+from operator import is_
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.nn import Parameter
 
-from tritonddp._torch import register_post_accumulate_grad_hook
-from tritonddp.reducer.participation import Participation
+from tritonddp._torch import register_post_accumulate_grad_hook, will_engine_execute
+from tritonddp.reducer.participation import gradient_nodes
+
+# Position in the log of a segment that no hook finds full: the end of the backward tells.
+_NEVER = -1
+# While no hook is to look: the backward accumulates only, or its buckets are launched at its end.
+_NOBODY_LOOKS = -1
 
 
 class Listener(Protocol):
     """Who is told; referred to weakly."""
 
-    def gradient_ready(self, index: int) -> None:
-        """The gradient of parameter ``index`` came, and was not expected."""
+    def on_first_gradient(self, param: Tensor) -> None:
+        """The first gradient of a backward came whose beginning nobody has seen."""
 
-    def segment_full(self, number: int) -> None:
+    def on_segment_ready(self, number: int) -> None:
         """All expected gradients of segment ``number`` are there, and their hooks have run."""
 
+    def on_unusual_order(self, number: int) -> None:
+        """Gradients came in another order than last time: see :meth:`ReadyTracker.look`."""
 
-class Readiness:
-    """Counts the gradients of each segment as they come, and tells when none is left.
 
-    Two kinds of hooks. A *ready hook* on each parameter counts, as cheaply as Python can
-    (``register_post_accumulate_grad_hook``, half the cost of a hook on the autograd node). It runs
-    before hooks of the same kind that a user has put on the parameter later, which may yet change
-    the gradient. So a parameter that comes last in its segment gets an *end hook* on its autograd
-    node, which the engine runs after all others: that one says that the segment is full. It stays,
-    since gradients come in the same order in most backwards; where they do not, a few more
-    parameters get one.
+class ReadyTracker:
+    """Knows which gradients of a backward have come, and tells when a segment has all of its own.
+
+    In a steady step no Python runs for a gradient. Each parameter has the same hook, a
+    ``functools.partial``, which C calls, and whose function can be exchanged: while a backward runs
+    it is ``list.append``, so that the *log* holds the parameters in the order of their gradients.
+    Between backwards it is a function of the reducer: the first gradient of a backward that does
+    not begin at an output of the module.
+
+    The parameter that comes last in its segment has a Python hook besides, on its autograd node,
+    which the engine runs after all hooks that a user may have put on the parameter. It compares the
+    log with that of the last backward, in C. Where they differ, the segment is looked at, and if a
+    gradient is missing, that parameter gets such a hook, and is waited for. So where the order
+    changes with each step, hooks are added until each parameter has one.
 
     Args:
         params: the parameters, those of a segment side by side.
-        segments: the parameters of each segment, without gaps.
-        listener: told of full segments and of unexpected gradients.
+        ranges: for each segment, the numbers of its parameters, without gaps.
+        segments_of: for each bucket, the numbers of its segments.
+        listener: who is told.
 
     Attributes:
-        participation: asks the engine which of ``params`` a backward will reach.
+        nodes: the AccumulateGrad node of each parameter. Holding them keeps them, and the hooks
+            registered on them, alive: autograd itself refers to them only weakly.
+        log: the parameters in the order in which their gradients came in this backward.
+        reached: for each parameter, whether the engine has announced its gradient.
+        waiting: for each bucket, how many of its segments have to wait for gradients.
     """
 
     def __init__(
-        self, params: Sequence[Parameter], segments: Sequence[range], listener: Listener
+        self,
+        params: Sequence[Parameter],
+        ranges: Sequence[range],
+        segments_of: Sequence[range],
+        listener: Listener,
     ) -> None:
-        self.participation = Participation(params)
-        self._segments = segments
-        # The ready hooks work on these two lists, which are therefore changed in place only.
-        self._awaited = [False] * len(params)
-        self._pending = [0] * len(segments)
-        self._segment_of = [
-            number for number, segment in enumerate(segments) for _ in range(len(segment))
-        ]
+        self.nodes = gradient_nodes(params)
+        self.log: list[Tensor] = []
+        self.reached: list[bool] = []
+        self.waiting: list[int] = []
+        self._params = list(params)
+        self._ranges = ranges
+        self._segments_of = segments_of
+        self._segment_of = [number for number, each in enumerate(ranges) for _ in each]
+        self._number_of = dict(zip(map(id, params), count()))
+        self._order = list(range(len(params)))  # of the last backward's gradients, as far as known
+        self._doubtful: Collection[int] = ()
+        # What the end hooks read: lists that are changed in place.
+        self._usual: list[Tensor] = []  # the log that is expected
+        self._full_at = [_NEVER] * len(ranges)  # for each segment, how long the log is then
+        self._last = [_NEVER] * len(ranges)  # for each segment, who is expected to come last
+        self._looked = [_NOBODY_LOOKS]  # how much of the log is known to be as expected
         self._listener = weakref.ref(listener)
         self._end_hooks: dict[int, Any] = {}
-        self._ready_hooks = [
-            register_post_accumulate_grad_hook(param, hook)
-            for param, hook in zip(params, self._make_ready_hooks(), strict=True)
-        ]
+        # Functions and arguments of the hook. Held here: the hook may be exchanged while it runs.
+        self._idle: tuple[Any, ...] = (_first_gradient_hook(self._listener), (), {}, None)
+        self._logging: tuple[Any, ...] = (self.log.append, (), {}, None)
+        self._hook: Any = partial(self._idle[0])
+        self._handles = [register_post_accumulate_grad_hook(param, self._hook) for param in params]
         # Parameters may outlive the wrapper. (Their autograd nodes, and the end hooks, do not.)
-        self._remove = weakref.finalize(self, _remove_all, self._ready_hooks)
+        self._remove = weakref.finalize(self, _remove_all, self._handles)
         self._remove.atexit = False
 
-    def expect(self, reached: Sequence[bool], doubtful: Iterable[int]) -> None:
+    def query(self) -> list[bool] | None:
+        """For each parameter, whether the backward that runs on this thread will reach it.
+
+        ``None`` for ``torch.autograd.grad`` with respect to some of the parameters. To be called
+        from a hook. Blind to inner backwards of reentrant checkpoints.
+
+        No graph is walked and no output looked at: the engine has just computed which nodes it will
+        run, so the answer is right for any loss and any way of using the parameters.
+        """
+        return will_engine_execute(self.nodes)
+
+    def begin(self, reached: list[bool], doubtful: Collection[int], looks: bool) -> None:
         """A backward begins that will reach these parameters.
 
         Args:
@@ -72,23 +116,18 @@ class Readiness:
             doubtful: parameters that may get a gradient, or another one, from inner backwards,
                 which the engine does not announce: only the end of the backward tells that they
                 will not.
+            looks: segments are told when they are full.
         """
-        self._awaited[:] = reached
-        self._pending[:] = [reached[each.start : each.stop].count(True) for each in self._segments]
-        for number in {self._segment_of[index] for index in doubtful}:
-            self._pending[number] += 1
+        self.log.clear()
+        self._hook.__setstate__(self._logging)
+        self._looked[0] = 0 if looks else _NOBODY_LOOKS
+        if reached != self.reached or doubtful != self._doubtful:
+            self._expect(reached, doubtful)
 
-    def waits(self, number: int) -> bool:
-        """Whether segment ``number`` waits for gradients."""
-        return self._pending[number] > 0
-
-    def segment_of(self, index: int) -> int:
-        """The number of the segment that parameter ``index`` is in."""
-        return self._segment_of[index]
-
-    def forget(self) -> None:
-        """The backward is over: nothing is expected."""
-        self._awaited[:] = [False] * len(self._awaited)
+    def stop(self) -> None:
+        """The backward is over: what comes now begins another one."""
+        self._hook.__setstate__(self._idle)
+        self._looked[0] = _NOBODY_LOOKS
 
     def remove(self) -> None:
         """Take all hooks away."""
@@ -96,65 +135,114 @@ class Readiness:
         _remove_all(self._end_hooks.values())
         self._end_hooks.clear()
 
-    def arrive(self, index: int) -> bool:
-        """Count the gradient of parameter ``index``; ``False`` if it is not expected."""
-        if not self._awaited[index]:
-            return False
-        self._awaited[index] = False
-        number = self._segment_of[index]
-        self._pending[number] -= 1
-        if self._pending[number] == 0:
-            self.last(index)
-        return True
+    def _expect(self, reached: list[bool], doubtful: Collection[int]) -> None:
+        self.reached, self._doubtful = reached, doubtful
+        usual = [number for number in self._order if reached[number]]
+        self._usual[:] = [self._params[number] for number in usual]
+        self._full_at[:] = self._last[:] = [_NEVER] * len(self._ranges)
+        for position, number in enumerate(usual, start=1):
+            segment = self._segment_of[number]
+            self._full_at[segment], self._last[segment] = position, number
+        waits = [number != _NEVER for number in self._last]
+        for number in doubtful:
+            segment = self._segment_of[number]
+            self._last[segment], waits[segment] = _NEVER, True
+        self.waiting = [sum(waits[each.start : each.stop]) for each in self._segments_of]
+        for number in self._last:
+            self._hook_end(number)
 
-    def last(self, index: int) -> None:
-        """No gradient of the segment of ``index`` is left, once its own hooks have run."""
-        if index not in self._end_hooks:
-            node = self.participation.nodes[index]
-            self._end_hooks[index] = node.register_hook(self._make_end_hook(index))
+    def look(self, number: int) -> bool:
+        """Whether segment ``number`` has all gradients that it waits for.
+
+        Where it has not, one that is missing is waited for.
+        """
+        came = set(map(id, self.log))
+        missing = [
+            index
+            for index in self._ranges[number]
+            if self.reached[index] and id(self._params[index]) not in came
+        ]
+        if missing:
+            self._last[number] = missing[0]
+            self._hook_end(missing[0])
+        return not missing
+
+    def came_to(self, number: int) -> list[int]:
+        """Of the parameters of segment ``number`` those that have a gradient by now."""
+        came = set(map(id, self.log))
+        return [index for index in self._ranges[number] if id(self._params[index]) in came]
+
+    def is_usual(self) -> bool:
+        """At the end: whether all that was announced has come, each once, in the usual order."""
+        log, usual = self.log, self._usual
+        return len(log) == len(usual) and (self._looked[0] == len(log) or all(map(is_, log, usual)))
+
+    def arrivals(self) -> list[int]:
+        """The log, by the numbers of the parameters."""
+        return [self._number_of[id(param)] for param in self.log]
+
+    def unannounced(self) -> list[tuple[int, int]]:
+        """What came although it was not announced, or again: parameters, and when in the log."""
+        found, seen = [], set()
+        for position, number in enumerate(self.arrivals()):
+            if number in seen or not self.reached[number]:
+                found.append((number, position))
+            seen.add(number)
+        return found
+
+    def learn(self) -> None:
+        """The order of this backward is the one to expect of the next."""
+        came = list(dict.fromkeys(self.arrivals()))
+        others = set(self._order).difference(came)
+        self._order = came + [number for number in self._order if number in others]
+        self.reached = []  # looked at anew
+
+    def segment_of(self, number: int) -> int:
+        """The segment that parameter ``number`` is in."""
+        return self._segment_of[number]
+
+    def number_of(self, param: Tensor) -> int:
+        """The number of a parameter."""
+        return self._number_of[id(param)]
 
     # Hooks are plain functions that refer to this object weakly: parameters and autograd nodes
     # hold them, and this object holds those, a cycle through C++ that the garbage collector could
     # not see.
 
-    def _make_ready_hooks(self) -> Iterable[Callable[[Tensor], None]]:
-        """One a parameter. Each runs once a backward: keep it short.
+    def _hook_end(self, number: int) -> None:
+        """Have it seen when parameter ``number`` has its gradient and its hooks have run."""
+        if number != _NEVER and number not in self._end_hooks:
+            hook = self._make_end_hook(number, self._segment_of[number])
+            self._end_hooks[number] = self.nodes[number].register_hook(hook)
 
-        What differs between them is in default arguments, and the rest in one shared closure:
-        fewer objects to fetch into the cache for each parameter. It counts as :meth:`arrive` does,
-        which would cost one more call.
-        """
-        awaited, pending = self._awaited, self._pending
-        reference, listener = weakref.ref(self), self._listener
+    def _make_end_hook(self, number: int, segment: int) -> Callable[..., None]:
+        last, full_at, looked = self._last, self._full_at, self._looked
+        log, usual, listener = self.log, self._usual, self._listener
 
-        def make(index: int, number: int) -> Callable[[Tensor], None]:
-            def gradient_ready(_: Tensor, index: int = index, number: int = number) -> None:
-                if awaited[index]:
-                    awaited[index] = False
-                    pending[number] -= 1
-                    if pending[number]:
-                        return
-                    readiness = reference()
-                    if readiness is not None:
-                        readiness.last(index)
-                    return
-                told = listener()
-                if told is not None:
-                    told.gradient_ready(index)
-
-            return gradient_ready
-
-        return (make(index, number) for index, number in enumerate(self._segment_of))
-
-    def _make_end_hook(self, index: int) -> Callable[..., None]:
-        number, pending, listener = self._segment_of[index], self._pending, self._listener
-
-        def segment_end(*_: Any) -> None:
+        def gradient_is_final(*_: Any) -> None:
+            if last[segment] != number or looked[0] == _NOBODY_LOOKS:
+                return
             told = listener()
-            if told is not None and pending[number] == 0:
-                told.segment_full(number)
+            if told is None:
+                return
+            start, end = looked[0], full_at[segment]
+            if end > start and all(map(is_, log[start:end], usual[start:end])) and len(log) >= end:
+                looked[0] = start = end
+            if end <= start:
+                told.on_segment_ready(segment)
+            else:
+                told.on_unusual_order(segment)
 
-        return segment_end
+        return gradient_is_final
+
+
+def _first_gradient_hook(listener: weakref.ref[Listener]) -> Callable[[Tensor], None]:
+    def first_gradient(param: Tensor) -> None:
+        told = listener()
+        if told is not None:
+            told.on_first_gradient(param)
+
+    return first_gradient
 
 
 def _remove_all(handles: Iterable[Any]) -> None:

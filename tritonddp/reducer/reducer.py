@@ -1,346 +1,748 @@
-"""When gradients are reduced: readiness, launch order, end of backward.
+"""When gradients are reduced: from the start of a backward to its last bucket.
 
 One gradient, from ``backward()`` to ``.grad``::
 
-    backward starts   begin      ask the engine which parameters it will reach, and count them
-    gradient ready    hook       one counter goes down, nothing else
-    segment full      _fill      reduction.fill: one flatten; on a GPU a segment is a whole bucket
-    bucket full       _launch    reduction.start: one asynchronous all-reduce
-    backward ends     _end       launch what is left; reduction.finish: wait, one unflatten
+    backward starts   on_backward       ask the engine which parameters it will reach; open a run
+    gradient ready    (no Python)       a hook in C notes it, see readiness.py
+    segment full      on_segment_ready  run.pack: one flatten; on a GPU a segment is a whole bucket
+    bucket full       run.launch_ready  transport.launch: one asynchronous all-reduce
+    backward ends     _end              launch what is left; run.finish: wait, one unflatten
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 import weakref
-from collections.abc import Sequence
-from operator import or_
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from operator import attrgetter, or_
+from types import NoneType
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from tritonddp._torch import (
     compiled_autograd_runs,
     current_autograd_node,
     current_graph_task_id,
     queue_end_of_backward,
+    register_post_accumulate_grad_hook,
+    steps_optimizers,
 )
-from tritonddp.buckets.bucket import Bucket, GradientError
-from tritonddp.comm.reduction import LocalError
-from tritonddp.coordination.agreement import Source
-from tritonddp.coordination.forks import refuse_inherited
+from tritonddp.buckets.assignment import BucketCaps
+from tritonddp.buckets.formats import BucketFactory, WireFormat
+from tritonddp.buckets.manager import REBUILD_AFTER, BucketManager
+from tritonddp.buckets.parameters import ModuleParameters
+from tritonddp.comm.all_reduce import AllReduce
+from tritonddp.comm.broadcast import StateBroadcast
+from tritonddp.comm.comm_hook import CommHook, Hook
+from tritonddp.comm.quantized import QuantizedAllReduce
+from tritonddp.comm.run import LocalError, ReductionRun, Transport
+from tritonddp.coordination.agreement import (
+    Agreement,
+    Disagreement,
+    GradSource,
+    RankHeader,
+    SchemaMismatch,
+    SkippedMismatch,
+    skipped_hash,
+)
+from tritonddp.coordination.counters import Counters
+from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
-from tritonddp.features.skipping import unused_buckets
-from tritonddp.reducer.in_context import InContext
-from tritonddp.reducer.output_hooks import Forward
-from tritonddp.reducer.participation import accumulates
-from tritonddp.reducer.state import Phase
+from tritonddp.reducer import recovery
+from tritonddp.reducer.extension import Events, SyncState
+from tritonddp.reducer.output_hooks import Forward, Forwards, Outputs
+from tritonddp.reducer.participation import ReentrantGrads, accumulates, as_trainable
+from tritonddp.reducer.readiness import ReadyTracker
+
+logger = logging.getLogger("tritonddp.in_step")
+run_logger = logging.getLogger("tritonddp.comm.reduction")
+
+_grad_of = attrgetter("grad")
+_NONE: frozenset[int] = frozenset()
+_MISMATCHES = (Disagreement, SchemaMismatch, SkippedMismatch)
 
 
-class Reducer(InContext):
+def _over() -> None:
+    """In the place of what the engine calls at the end: it has been called."""
+
+
+class Reducer:
     """Reduces the gradients of a module over a process group during each backward.
 
-    Its state is :class:`~tritonddp.reducer.state.ReducerState`. What it does while no backward
-    runs is in :class:`~tritonddp.reducer.between.BetweenBackwards`, and what it owes to the other
-    ranks whatever happens in :class:`~tritonddp.reducer.recovery.InStep`.
+    Args:
+        parameters: of the module, alike on every rank.
+        group: the ranks to average over.
+        caps: bucket sizes.
+        sync: what the wrapper wants of the next backward.
+        broadcast: overwrites parameters that are added with those of one rank; ``None`` if each
+            rank keeps its own.
+        wire: how gradients travel.
+        views: gradients live in the buckets.
+        lazy: buckets have memory during backwards only.
+        check_finite: buckets tell which gradients are not finite.
+
+    Attributes:
+        counters: what was launched and sent so far.
+        events: whom to tell of what happens; extensions are installed there.
+        manager: the buckets in force.
+        transport: how backwards reduce a bucket.
+        plain: how gradients are reduced that no backward has put into the buckets in force.
+        agreement: what the ranks say to each other in a reduction.
+        tracker: which gradients of the backward have come.
+        run: the backward that runs, broke off or waits for ``finalize_backward()``.
+        accumulated: for each parameter, whether a backward has used it that was not reduced.
+        forwards: what the forwards until now say of the next backward.
+        forwards_begun: how many, with gradients.
+        missing: numbers of the parameters that the last reduced backward has not reached.
+        is_static: all reduced backwards have reached the same parameters.
+        skipped_last, buckets_reduced: which buckets the last run left out, and how many it did not.
+        own_gradients_at: reductions when ``.grad`` was last set to what this rank alone has.
+        deferred_error: what the next forward raises.
+        post_backward: futures that the end of the next backward waits for.
+        logger: told of errors that a backward ends with.
+        finalizes_manually: backwards end in :meth:`finalize_backward`, not by themselves.
+        is_detached: hooks were removed: no backward is noticed any more.
+        steps_optimizers: optimizers step in the backward.
+        launching: held while a segment is packed, as hooks may run on several threads.
     """
+
+    def __init__(
+        self,
+        parameters: ModuleParameters,
+        group: Group,
+        caps: BucketCaps,
+        sync: SyncState,
+        broadcast: StateBroadcast | None = None,
+        wire: WireFormat | None = None,
+        views: bool = False,
+        lazy: bool = False,
+        check_finite: bool = False,
+    ) -> None:
+        self.counters = Counters()
+        self.events = Events()
+        self.group = group
+        self.parameters = parameters
+        self.sync = sync
+        self.broadcast = broadcast
+        self.wire = wire or WireFormat()
+        self.caps = caps
+        factory = BucketFactory(self.wire, group, self.counters, views, lazy, check_finite)
+        self.manager = BucketManager(parameters, group, caps, factory, self.counters)
+        self.agreement = Agreement(group)
+        self.plain = AllReduce(group, self.counters)
+        self.transport: Transport = self.plain
+        if self.wire.compression is not None:
+            self.transport = QuantizedAllReduce(group, self.counters)
+        self.comm_hook: tuple[Any, Hook] | None = None
+        self.run: ReductionRun | None = None
+        self.accumulated: list[bool] = []
+        self.has_accumulated = False
+        self.reentrant = ReentrantGrads()
+        self.forwards = Forwards()
+        self.forwards_begun = 0
+        self.missing: Collection[int] | None = None
+        self.is_static = True
+        self.skipped_last: Collection[int] = ()
+        self.buckets_reduced = 0
+        self.own_gradients_at = 0
+        self.deferred_error: str | None = None
+        self.post_backward: list[torch.futures.Future] = []
+        self.logger: Any = None  # of the wrapper
+        self.finalizes_manually = False
+        self.is_detached = False
+        self.steps_optimizers = False
+        # Of torch.distributed.autograd: the backward that is reduced, or broke off, and the id of
+        # the last one that went through an output, reduced or not; see in_context.py.
+        self.in_context: Any = None
+        self.seen_in_context = -1
+        self.launching = threading.RLock()
+        self._reference = weakref.ref(self, group.open_runs.discard)
+        self._broke_off = _broke_off_callback(self._reference)
+        self._outputs = Outputs(self)
+        self._hooks_of_added: list[Any] = []
+        group.join_forks(self)
+        self._follow_buckets()
+
+    def where(self) -> str:
+        """This rank and its step, for messages."""
+        return f"rank {self.group.rank}, step {self.counters.reductions}"
+
+    # Before a forward
+
+    def before_forward(self) -> None:
+        """See that the last backward came to its end, and what has become of the parameters.
+
+        Raises:
+            NotImplementedError: a parameter was added that cannot be reduced.
+            RuntimeError: in strict mode, with gradients, the last backward left parameters unused;
+                or the ranks did not reduce the same (on a GPU, where the backward itself does not
+                wait for the answer); or this process was forked from a rank.
+        """
+        if self.is_detached:
+            self.group.refuse_if_forked()
+            return
+        has_grad = torch.is_grad_enabled()
+        if has_grad and self.run is not None:
+            self.check_finalized()
+        if self.group.open_runs:
+            recovery.recover(self.group)
+        if self.agreement.pending:
+            self.check_pending()
+        if self.post_backward:
+            self.wait_post_backward()
+        if not has_grad:
+            return
+        self.forwards_begun += 1
+        self.forwards.was_local = False  # one inside of this, as Lightning makes, is none of its
+        if self.parameters.has_changed():
+            self.refresh_parameters()
+        for call in self.events.on_forward:
+            call()
+        if self.deferred_error is not None:
+            message, self.deferred_error = self.deferred_error, None
+            raise RuntimeError(message)
+
+    def watch(self, outputs: Sequence[Tensor], syncs: bool = True) -> None:
+        """A forward has returned ``outputs``.
+
+        Args:
+            outputs: its tensors.
+            syncs: whether backwards through them may be reduced: it ran outside ``no_sync``.
+        """
+        self._outputs.watch(outputs, self.forwards.ended(self.counters.reductions, syncs))
+
+    def settle(self) -> None:
+        """No forward follows: see that the last backward came to its end, as if one did.
+
+        Raises:
+            RuntimeError: it waits for ``finalize_backward()``; or see :meth:`before_forward`.
+        """
+        self.check_finalized()
+        self.wait_post_backward()
+        recovery.recover(self.group)
+        self.check_pending()
+
+    def settle_and_refresh(self) -> None:
+        """Likewise, and see what has become of the parameters."""
+        self.settle()
+        if self.parameters.has_changed():
+            self.refresh_parameters()
+
+    def refresh_parameters(self) -> None:
+        """See what has become of the parameters."""
+        self.parameters.refresh(self.where)
+        self._forget_added()
+        # A backward may reach nothing else that has a hook of ours.
+        added = [param for _, param in self.parameters.added]
+        hook = _added_gradient_hook(self._reference)
+        with as_trainable(added):
+            self._hooks_of_added = [
+                register_post_accumulate_grad_hook(param, hook) for param in added
+            ]
+
+    def check_pending(self) -> None:
+        """On a GPU: raise what the last reduction could not tell yet."""
+        try:
+            self.agreement.check_pending()
+        except _MISMATCHES as error:
+            self.raise_mismatch(error, None)
+
+    def check_finalized(self) -> None:
+        """Raise a RuntimeError if a backward waits for :meth:`finalize_backward`."""
+        if self.run is not None and self.run.awaits_finalize:
+            raise RuntimeError(
+                f"{self.where()}: Expected to have finalized the prior backward pass before "
+                "starting a new one. Call finalize_backward() after backward() when "
+                "require_manual_backward_finalization is true."
+            )
+
+    def wait_post_backward(self) -> None:
+        """Wait for what hooks for buffers have left under way."""
+        if self.post_backward:
+            futures, self.post_backward = self.post_backward, []
+            torch.futures.wait_all(futures)
+
+    @property
+    def backward_runs(self) -> bool:
+        """Whether a backward runs now: not one that broke off, or is not finalised."""
+        return self.run is not None and self.run.end() is not None
 
     # Start of backward
 
-    def begin(self, forward: Forward | None = None) -> None:
-        """A backward runs: if it is a new one, find out what it will reach. Called from hooks."""
-        if self._phase is not Phase.IDLE and self._end_is_queued() is not None:
-            if forward is not None and self._phase is not Phase.LOCAL:
+    def on_backward(self, forward: Forward | None = None) -> None:
+        """A backward runs: if it is a new one, find out what it will reach. Called from hooks.
+
+        Args:
+            forward: through whose outputs it goes; ``None`` if that was not seen.
+        """
+        run = self.run
+        if run is not None and run.end() is not None:
+            if forward is not None and not run.is_local:
                 forward.reached = True
             return
-        if self._phase is Phase.DETACHED:
-            refuse_inherited(self._group)
+        if self.is_detached:
+            self.group.refuse_if_forked()
             return
-        self._recover_all()
-        reached = self._readiness.participation.query()
-        if reached is None or (not any(reached) and not accumulates(current_autograd_node())):
-            return  # torch.autograd.grad: it returns gradients, and none is ours
-        self._check_finalized()
+        if self.group.open_runs:
+            recovery.recover(self.group)
+        reached = self.tracker.query()
+        if reached is None:
+            return  # torch.autograd.grad: it returns gradients
+        missing: Collection[int] = _NONE
+        if not all(reached):
+            if not any(reached) and not accumulates(current_autograd_node()):
+                return  # likewise, and none of them is ours
+            missing = {number for number, comes in enumerate(reached) if not comes}
+            self.parameters.check_kinds(missing, self.where)
+        self.check_finalized()
         if compiled_autograd_runs():
             raise RuntimeError(
-                f"{self._where()}: Compiled autograd is not compatible with tritonddp, whose "
+                f"{self.where()}: Compiled autograd is not compatible with tritonddp, whose "
                 "gradients come from autograd's own engine: leave "
                 "torch._dynamo.config.compiled_autograd at False. What torch.compile makes of a "
                 "forward needs none of it."
             )
-        self._settle()
-        missing: set[int] = set()
-        if not all(reached):
-            missing = {number for number, comes in enumerate(reached) if not comes}
-            self._roster.check_kinds(missing, self._where)
-        reduced, weight = self._is_reduced(forward), self._weight()
-        if reduced:
-            if self._skip_unused:
-                self._left_out = self._unused_buckets(reached, missing)
-            self._roster.enroll()
-            self._constancy.see(missing)
-        try:
-            self._window.open(
-                self._all_params,
-                weight,
-                is_last=reduced,
-                is_first=not any(self._used_earlier),
-                is_late=forward is None,
-            )
-        except RuntimeError:
-            if reduced:  # the others will not wait in vain: see _recover
-                self.counters.reductions += 1
-                self._next, self._phase = 0, Phase.REDUCING
-                self._forwards.backward_begins(reduced)
-            raise
-        with Uninterrupted():
-            self._open(forward, reached, missing, reduced)
+        if self.agreement.pending:
+            self.check_pending()
+        if self.is_reduced(forward):
+            self._open(forward, reached, missing)
+        else:
+            self._open_local(forward, reached)
 
-    def _is_reduced(self, forward: Forward | None) -> bool:
+    def is_reduced(self, forward: Forward | None) -> bool:
         """Whether this backward is reduced, or only accumulates; see :class:`Forwards`."""
-        if self._attendance.is_open:  # the ranks without inputs have heard what the forward said
-            return (forward is None or forward.syncs) and self._should_sync()
-        if self._forwards.forces(forward):
+        sync = self.sync
+        if sync.join is not None:
+            if sync.join.is_open:  # the ranks without inputs have heard what the forward said
+                syncs = forward is None or forward.syncs
+                return syncs and sync.join.reduces_backward(sync.enabled, self.where())
+            if not self.forwards.forces(forward) and not self.forwards.keep_local(forward):
+                return sync.join.reduces_backward(sync.enabled, self.where())
+        if self.forwards.forces(forward):
             return True
-        return not self._forwards.keep_local(forward) and self._should_sync()
+        return sync.enabled and not self.forwards.keep_local(forward)
 
-    def _open(
-        self, forward: Forward | None, reached: Sequence[bool], missing: set[int], reduced: bool
-    ) -> None:
-        """This backward has begun."""
-        self._reduces = reduced
-        self._queue_end()
-        self._graph_task = current_graph_task_id()
-        self._creates_graph = torch.is_grad_enabled()
-        self._forwards.backward_begins(reduced)
-        if not reduced:
-            self._phase = Phase.LOCAL
-            return
-        for bucket in self.buckets:
-            if bucket.index not in self._left_out:
-                bucket.begin()
+    def _run(self, source: GradSource, used: list[bool], is_local: bool = False) -> ReductionRun:
+        """A run of the buckets in force."""
+        current, agreement = self.manager.current, self.agreement
+        run = ReductionRun(
+            current, self.transport, agreement, self.group, self.events, used, source, is_local
+        )
+        run.is_provisional = self.manager.is_provisional
+        return run
+
+    def _open(self, forward: Forward | None, reached: list[bool], missing: Collection[int]) -> None:
+        """A backward begins that is reduced."""
+        manager, tracker, events = self.manager, self.tracker, self.events
+        if self.parameters.number < 0:
+            self.parameters.register()
+        if missing != self.missing:
+            self.is_static = self.is_static and self.missing is None
+            self.missing = missing
         source = self._source(forward)
+        used = list(map(or_, reached, self.accumulated)) if self.has_accumulated else list(reached)
+        run = self._run(source, used)
+        run.is_late, run.reached = forward is None, reached
+        run.earlier = self.accumulated
+        doubtful: Collection[int] = _NONE
+        if not manager.is_provisional and (missing or self.reentrant.has_come):
+            doubtful = self.reentrant.may_come(set(missing))
+            run.doubtful = doubtful
+        self._register(run)
         self.counters.reductions += 1
-        self._next = 0
-        self.arrangement.reduction_begins()
-        self._begin_reduction(source, self._window.weight, self._roster.structure, self._left_out)
-        if self.arrangement.is_provisional:
-            self._phase = Phase.OBSERVING
-            self._used = list(self._used_earlier)
-            return
-        self._used = list(map(or_, reached, self._used_earlier))
-        self._readiness.expect(reached, self._unannounced.may_come(missing))
-        self._unfilled = [0] * len(self.buckets)
-        for number, place in enumerate(self.placement.places):
-            self._unfilled[place.bucket.index] += self._readiness.waits(number)
-        if self._gate is not None and self._gate.begin():
-            for index in self._delayed_buckets():
-                self._unfilled[index] += 1
-        for index in self._left_out:
-            for number in self.placement.places_of[index]:
-                self._filled[number] = True  # or a late gradient would wait for nothing
-        with self._launching:
-            self._phase = Phase.REDUCING
-            self._launch_full()
+        run.where = self.where()
+        self.forwards.backward_begins(True)
+        try:
+            tracker.begin(reached, doubtful, looks=not manager.is_provisional)
+            run.unfilled = list(tracker.waiting)
+            for call in events.on_begin:
+                call(run)
+            if manager.former_counts or manager.schema is not self.parameters.schema:
+                manager.reduction_begins()
+            self.announce(run)
+            for bucket in manager.current.to_prepare:
+                bucket.prepare()
+            grads = list(map(_grad_of, manager.current.params))
+            if set(map(type, grads)) != {NoneType}:
+                for bucket in manager.current.buckets:
+                    bucket.note_before(grads[bucket.first :][: len(bucket.params)])
+            for index in run.skipped:
+                for number in manager.current.segments_of[index]:
+                    run.filled[number] = True  # or a late gradient would wait for nothing
+            self._queue_end(run)
+        except BaseException:
+            tracker.stop()
+            raise
+        if not manager.is_provisional and not all(run.unfilled):
+            with self.launching:
+                run.launch_ready()
 
-    def _source(self, forward: Forward | None) -> Source:
+    def _open_local(self, forward: Forward | None, reached: list[bool]) -> None:
+        """A backward begins that only accumulates."""
+        run = self._run(GradSource.ELSEWHERE, self.accumulated, is_local=True)
+        run.is_late, run.reached = forward is None, reached
+        run.where = self.where()
+        self._register(run)
+        self.forwards.backward_begins(False)
+        try:
+            self.tracker.begin(reached, _NONE, looks=False)
+            for call in self.events.on_begin:
+                call(run)
+            self._queue_end(run)
+        except BaseException:
+            self.tracker.stop()
+            raise
+
+    def _source(self, forward: Forward | None) -> GradSource:
         """What to say of a backward that begins at an output of ``forward``."""
         if forward is None:
-            return Source.ELSEWHERE
+            return GradSource.ELSEWHERE
         was_reached, forward.reached = forward.reached, True
         if was_reached:
-            return Source.AGAIN
+            return GradSource.AGAIN
         # An older one may have been passed by, by a backward beside the outputs for example.
         is_new = forward.reductions == self.counters.reductions
-        return Source.FORWARD if is_new else Source.ELSEWHERE
+        return GradSource.FORWARD if is_new else GradSource.ELSEWHERE
 
-    def _unused_buckets(self, reached: Sequence[bool], missing: set[int]) -> list[int]:
-        # Provisionally, the buckets themselves are; and a rank without inputs expects them all.
-        if self.arrangement.is_provisional or self._attendance.is_open:
-            return []
-        used = list(map(or_, reached, self._used_earlier))
-        return unused_buckets(self.placement, used, self._unannounced.may_come(missing))
+    def _register(self, run: ReductionRun) -> None:
+        """From here on the other ranks wait for the collectives of ``run``: see recovery.py."""
+        self.mark_open()
+        self.run = run
 
-    def _queue_end(self) -> None:
+    def mark_open(self) -> None:
+        """This reducer owes collectives to the other ranks."""
+        self.group.open_runs.add(self._reference)
+
+    def mark_closed(self) -> None:
+        """It has made them all."""
+        if self.run is None and self.in_context is None:
+            self.group.open_runs.discard(self._reference)
+
+    def recover(self) -> None:
+        """If a backward broke off, of whichever wrapper in the group: make its collectives."""
+        recovery.recover(self.group)
+
+    def announce(self, run: ReductionRun) -> None:
+        """Prepare what this rank says to the others in ``run``, and how much its means count."""
+        agreement, join, weight = self.agreement, self.sync.join, run.weight
+        over_present = False
+        if join is not None:
+            join.is_due = False
+            # Communication hooks divide themselves, by whatever number of ranks.
+            over_present = join.mean_over_present and run.transport.averages
+        schema = self.parameters.schema if run.schema is None else run.schema
+        scale = 1.0 if weight is None else weight.scale
+        if not run.transport.averages:
+            scale *= self.group.size  # by which it is divided again: exactly
+        key = (schema, run.source, weight, tuple(run.skipped), over_present, scale)
+        if key != agreement.key or weight is not None:  # whose unit may be another one now
+            skipped, items = (
+                skipped_hash(list(run.skipped)),
+                None if weight is None else weight.items,
+            )
+            agreement.open(RankHeader(schema, run.source, items, skipped, over_present), scale)
+            agreement.key = key
+        run.scale, run.header = agreement.scale, agreement.encoded
+        run.is_logged = run_logger.isEnabledFor(logging.DEBUG)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "%s: a reduction begins: %s, %s, hash of what is trained %s, buckets left out: %s",
+                run.where,
+                run.source.words,
+                "no weight" if weight is None else f"weight {weight.items:g}",
+                schema.hex(),
+                list(run.skipped) or "none",
+            )
+
+    def _queue_end(self, run: ReductionRun) -> None:
         """Have :meth:`_end` called when this backward is over.
 
         A backward that breaks off drops its callbacks. So a weak reference to one, held by the
-        engine alone, tells whether the backward that set the phase is still running. Where it is
-        not, no gradient is expected any more: the next one finds out.
+        engine alone, tells whether the backward of ``run`` still runs. Where it does not, no
+        gradient is expected any more: the next one finds out.
         """
-
-        def end() -> None:
-            # Whatever keeps this function, a traceback say, must not make the reducer believe that
-            # the backward goes on.
-            self._end_is_queued = lambda: None
-            self._end()
-            self._wait_post_backward()
-
-        for replace in tuple(self.on_backward):
-            end = replace(end)
-        reference = weakref.ref(self)
-
-        def broke_off(_: object) -> None:
-            reducer = reference()
-            if reducer is not None:
-                reducer._readiness.forget()
-                reducer._window.abandon()
-
-        self._end_is_queued = weakref.ref(end, broke_off)
+        run.graph_task = current_graph_task_id()
+        run.creates_graph = torch.is_grad_enabled()
+        end = partial(self._end, run)
+        run.end = weakref.ref(end, self._broke_off)
         queue_end_of_backward(end)
 
     # A gradient, a segment, a bucket is ready
 
-    def gradient_ready(self, index: int) -> None:
-        """A gradient arrived that :class:`Readiness` did not expect.
-
-        Args:
-            index: number of the parameter.
-
-        Raises:
-            RuntimeError: its segment has been flattened already.
-        """
-        if self._phase is Phase.IDLE or self._end_is_queued() is None:
-            self.begin()
-            place = self.placement.places[self._readiness.segment_of(index)]
-            segment = place.bucket.segments[place.number]
-            place.bucket.touched(segment.first + index - place.first)
-            if self._readiness.arrive(index):
-                return
-        from_inner = current_graph_task_id() != self._graph_task
-        if self._phase is Phase.LOCAL:
-            self._used_earlier[index] = True
-        elif self._phase is Phase.OBSERVING:
-            self.arrangement.arrived(index)
-            self._used[index] = True
-        elif self._phase is Phase.REDUCING:
-            from_inner = True
-            self._used[index] = True
-            number = self._readiness.segment_of(index)
-            if self._filled[number]:
-                self._unannounced.came(index)
-                bucket = self.placement.places[number].bucket.index
-                raise RuntimeError(
-                    f"{self._where()}: the gradient of {self.placement.names[index]!r} arrived "
-                    f"after its bucket {bucket} had been flattened or left out. It comes from an "
-                    "inner backward (torch.utils.checkpoint with use_reentrant=True), and in "
-                    "earlier steps it did not. From the next step on such gradients are waited "
-                    "for; with use_reentrant=False they are announced beforehand."
-                )
-        if from_inner and self._phase is not Phase.IDLE:
-            self._unannounced.came(index)
-
-    def segment_full(self, number: int) -> None:
-        """All gradients of a segment are ready."""
-        if self._phase is not Phase.REDUCING or self._filled[number]:
+    def on_first_gradient(self, param: Tensor) -> None:
+        """The first gradient of a backward that has not begun at an output of the module."""
+        self.on_backward()
+        if not self.backward_runs:
             return
-        with self._launching:  # hooks of a multi-device module run on one thread per device
-            self._fill(number)
-            self._unfilled[self.placement.places[number].bucket.index] -= 1
-            self._launch_full()
+        number = self.tracker.number_of(param)
+        if self.run is not None and not self.run.is_local:
+            bucket, _ = self.manager.current.segments[self.tracker.segment_of(number)]
+            bucket.note_early(number - bucket.first)
+        self.tracker.log.append(param)
 
-    def gate_opens(self) -> None:
-        """The gradient that delayed parameters wait for is there."""
-        if self._phase is Phase.REDUCING and self._end_is_queued() is not None:
-            with self._launching:
-                for index in self._delayed_buckets():
-                    self._unfilled[index] -= 1
-                self._launch_full()
-
-    def _delayed_buckets(self) -> list[int]:
-        return [each.index for each in self.buckets if each.names[0] in self._caps.delayed]
-
-    def _fill(self, number: int) -> None:
-        if self._creates_graph and torch.is_grad_enabled():
+    def on_segment_ready(self, number: int) -> None:
+        """All gradients of a segment are ready."""
+        run = self.run
+        if run is None or run.is_local or run.filled[number]:
+            return
+        if run.creates_graph and torch.is_grad_enabled():
             with torch.no_grad():
-                return self._fill(number)
-        place = self.placement.places[number]
-        segment = place.bucket.segments[place.number]
-        for slot in place.bucket.untouched(segment):
-            index = place.first + slot - segment.first
-            self._used[index] = self._used_earlier[index]
-        numbers = slice(place.first, place.last)
-        params, used = self.placement.params[numbers], self._used[numbers]
-        self._window.merge(params)
-        self._window.divide(params, used)
-        try:
-            self._reduction.fill(place.bucket, segment, used)
-        except GradientError as error:
-            raise GradientError(f"{self._where()}: {error}") from None
-        self._filled[number] = True
+                return self.on_segment_ready(number)
+        with self.launching:  # hooks of a multi-device module run on one thread per device
+            run.packed_at[number] = len(self.tracker.log)
+            run.pack(number)
+            index = run.bucket_set.segments[number][0].index
+            run.unfilled[index] -= 1
+            if run.unfilled[index] == 0:
+                run.launch_ready()
 
-    def _launch_full(self) -> None:
-        """Launch the buckets that have all their gradients, in bucket order."""
-        while self._next < len(self.buckets) and self._unfilled[self._next] == 0:
-            self._launch(self.buckets[self._next])
-
-    def _launch(self, bucket: Bucket) -> None:
-        """Send a bucket, with zeros for the gradients that did not come."""
-        if bucket.index not in self._left_out:
-            for number in self.placement.places_of[bucket.index]:
-                if not self._filled[number]:
-                    self._fill(number)
-        with Uninterrupted():
-            if bucket.index not in self._left_out:
-                self._in_flight.append((bucket, self._reduction.start(bucket)))
-            self._next += 1
+    def on_unusual_order(self, number: int) -> None:
+        """Gradients came in another order than last time: is a segment full all the same?"""
+        run = self.run
+        if run is None or run.is_local or not self.tracker.look(number):
+            return
+        for index in self.tracker.came_to(number):
+            if not run.reached[index]:  # from an inner backward
+                run.used[index] = True
+        self.on_segment_ready(number)
 
     # End of backward
 
-    def _end(self) -> None:
+    def _end(self, run: ReductionRun) -> None:
         """The backward is over: bring all gradients home."""
-        if self._creates_graph and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             with torch.no_grad():
-                return self._end()
-        if self._phase is Phase.DETACHED:
+                return self._end(run)
+        run.end = _over
+        self.tracker.stop()
+        for call in self.events.on_compute_end:
+            call(run)
+        if self.is_detached:
             return
-        if self._phase is Phase.LOCAL:
-            self._window.close(self._all_params())
-            self._phase = Phase.IDLE
-            return
-        while self._next < len(self.buckets):
-            self._launch(self.buckets[self._next])
-        if self._strict:
-            self._note_unused()
-        if self._finalizes_on_request and self._in_flight:
-            self._phase = Phase.UNFINISHED
+        is_usual = self.tracker.is_usual()
+        if run.is_local:
+            self._accumulate(run, is_usual)
         else:
-            self._bring_home()
+            if not is_usual or self.manager.is_provisional:
+                self._look_back(run)
+            with self.launching:
+                run.launch_ready(rest=True)
+            if self.finalizes_manually and any(run.works):
+                run.awaits_finalize = True
+            else:
+                self.finish(run)
+        if self.post_backward:
+            self.wait_post_backward()
 
-    def _bring_home(self) -> None:
-        """All buckets have been launched."""
-        with Uninterrupted(), self._finite.telling(self._where):
-            self._conclude()
+    def _accumulate(self, run: ReductionRun, is_usual: bool) -> None:
+        """What has come is reduced later."""
+        self.has_accumulated = True
+        if is_usual:
+            self.accumulated = list(map(or_, self.accumulated, run.reached))
+        else:
+            for number in self.tracker.arrivals():
+                self.accumulated[number] = True
+            for number, _ in self.tracker.unannounced():
+                self.reentrant.came(number)
+            self.tracker.learn()
+        self.close(run)
 
-    def _conclude(self) -> None:
+    def _look_back(self, run: ReductionRun) -> None:
+        """Gradients came in another order than expected, or not all of them, or others.
+
+        Raises:
+            RuntimeError: one came when its bucket was on its way already.
+        """
+        tracker = self.tracker
+        if self.manager.is_provisional:
+            arrived = tracker.arrivals()
+            run.used[:] = self.accumulated
+            for number in arrived:
+                run.used[number] = True
+            run.arrived = arrived
+        late: list[int] = []
+        for number, position in tracker.unannounced():
+            self.reentrant.came(number)
+            run.used[number] = True
+            segment = tracker.segment_of(number)
+            if run.filled[segment] and position >= run.packed_at.get(segment, 0):
+                late.append(number)
+        tracker.learn()
+        if late:
+            bucket, _ = self.manager.current.segments[tracker.segment_of(late[0])]
+            raise RuntimeError(
+                f"{self.where()}: the gradient of {self.manager.current.names[late[0]]!r} arrived "
+                f"after its bucket {bucket.index} had been flattened or left out. It comes from an "
+                "inner backward (torch.utils.checkpoint with use_reentrant=True), and in "
+                "earlier steps it did not. From the next step on such gradients are waited "
+                "for; with use_reentrant=False they are announced beforehand."
+            )
+
+    def finish(self, run: ReductionRun) -> None:
+        """All buckets have been launched: wait for them, and end the run."""
         try:
-            with self._naming_disagreements():
-                self._finish()
-                if self._finite.mode is not None:
-                    # Marks of ranks that do not reduce the same mean nothing, and the host waits
-                    # for the device anyway.
-                    self._reduction.settle()
-                    self._finite.look_at(self.buckets, self._left_out)
-                self._roster.agreed()
-                # Nothing of the frames above may still hold a bucket: some are let go here.
-                self._rearrange()
+            self._bring_back(run)
         except RuntimeError as error:
-            self._note(error)
-            # After a local error the other ranks go on: _recover does with what is in flight.
-            if not (isinstance(error, LocalError) and self._in_flight):
-                self._reset()
+            if self.logger is not None:
+                self.logger.set_error_and_log(str(error))
+            # After a local error the other ranks go on: recovery does with what is in flight.
+            if not (isinstance(error, LocalError) and run.done < len(run.works)):
+                for call in self.events.on_abort:
+                    call(run)
+                self.close(run)
             raise
-        # (After anything else, a KeyboardInterrupt say, buckets may be on their way: see _recover.)
-        self._reset()
+        # (After anything else, a KeyboardInterrupt say, buckets may be on their way: likewise.)
+        self.close(run)
+        for call in self.events.on_end:
+            call(run)
 
-    def _finish(self) -> None:
-        """Wait for the buckets in launch order, emptying one while the next is on its way."""
-        if not self._in_flight:
-            return  # a hook has done so already, see finalize_backward()
-        self.num_buckets_reduced = len(self._in_flight)
-        while self._in_flight:
-            self._reduction.finish(*self._in_flight[0])
-            del self._in_flight[0]
+    def _bring_back(self, run: ReductionRun) -> None:
+        manager = self.manager
+        try:
+            run.finish()
+            if (
+                manager.is_provisional
+                or manager.since_change + 1 == REBUILD_AFTER
+                or self.parameters.is_uncommitted
+                or self.reentrant.suspected
+                or self.events.on_reduced_all
+            ):
+                with Uninterrupted():
+                    for call in self.events.on_reduced_all:
+                        call(run)
+                    self.after_reduction(run)
+                    run.is_finished = True
+            else:
+                manager.since_change += 1
+                run.is_finished = True
+        except _MISMATCHES as error:
+            self.raise_mismatch(error, run)
 
-    # End of backward, when the caller says so
+    def after_reduction(self, run: ReductionRun) -> None:
+        """Buckets follow the order of gradients, and hold what is trainable.
+
+        Every rank that took part in that reduction is here, so the collectives here match.
+        """
+        self.parameters.commit()
+        missing: Collection[int] | None = None
+        if self.manager.is_provisional:
+            missing = self.manager.agree_on_order(run.arrived, self.where(), self.sync.source_rank)
+            if run.source.is_empty:  # it has no gradients to tell from
+                missing = ()
+        self.reentrant.stayed_away(missing)
+        failure = recovery.take_up_added(self, run) if self.parameters.added else None
+        self.renumber(self.manager.renew())
+        if failure is not None:
+            raise failure
+
+    def renumber(self, former: Sequence[int | None] | None) -> None:
+        """Parameter ``i`` was ``former[i]`` until now, or is new; ``None`` if all are as before."""
+        if former is None:
+            return
+        self.reentrant.renumber(former)
+        if self.missing:
+            self.missing = {new for new, old in enumerate(former) if old in self.missing}
+        earlier = self.accumulated
+        self._follow_buckets()
+        # (Where a backward was reduced, its end forgets what was accumulated.)
+        self.accumulated = [old is not None and earlier[old] for old in former]
+
+    def _follow_buckets(self) -> None:
+        """Lists and hooks by the numbers of the parameters in the buckets in force."""
+        current = self.manager.current
+        self.accumulated = [False] * len(current.params)
+        self.parameters.set_bucketed(current.names, current.params)
+        self._forget_added()
+        former = getattr(self, "tracker", None)
+        if former is not None:
+            former.remove()
+        with as_trainable(current.params):
+            self.tracker = ReadyTracker(current.params, current.ranges, current.segments_of, self)
+
+    def _forget_added(self) -> None:
+        """Take the hooks off the parameters that were added."""
+        for handle in self._hooks_of_added:
+            handle.remove()
+        self._hooks_of_added.clear()
+
+    def close(self, run: ReductionRun) -> None:
+        """``run`` is over, whatever has become of it.
+
+        (If a KeyboardInterrupt cuts it short, recovery calls it again.)
+        """
+        if not run.is_local:
+            self.skipped_last = run.skipped
+            self.buckets_reduced = len(run.works) - len(run.skipped)
+            if self.has_accumulated:
+                self.forget_accumulated()
+            for bucket in self.manager.current.to_release:
+                bucket.release()
+        for call in self.events.on_close:
+            call(run)
+        self.run = None
+        self.mark_closed()
+
+    def forget_accumulated(self) -> None:
+        """What was accumulated has been reduced."""
+        self.accumulated = [False] * len(self.accumulated)
+        self.has_accumulated = False
+
+    def raise_mismatch(
+        self,
+        error: Exception,
+        run: ReductionRun | None,
+        named_params: Sequence[tuple[str, Parameter]] | None = None,
+    ) -> NoReturn:
+        """Ranks do not reduce the same: the error, when nothing is under way any more.
+
+        Args:
+            error: one of :func:`tritonddp.coordination.agreement.check`.
+            run: of this rank, if it is not over.
+            named_params: what is reduced on request, ``None`` in a backward.
+        """
+        buckets = self.manager.current.buckets
+        if isinstance(error, SkippedMismatch):  # what is under way may never end
+            skipped = self.skipped_last if run is None else run.skipped
+            here = [bucket.title for bucket in buckets if bucket.index in skipped]
+            raise RuntimeError(
+                f"{self.where()}, bucket 0: skip_all_reduce_unused_params=True needs parameters "
+                "that are unused on all ranks alike, but the ranks leave out different buckets. "
+                f"Here these are left out: {', '.join(here) or 'none'}. The process group is of "
+                "no use any more: leave skip_all_reduce_unused_params off"
+            ) from None
+        for bucket, work in zip(run.buckets, run.works, strict=False) if run else ():
+            if work is None or bucket.index < run.done:  # type: ignore[union-attr]
+                continue
+            # Where the ranks have not sent as many buckets, that takes the group's timeout.
+            said = str(error) or "the ranks reduce different parameters"
+            what = f"all-reduce of {bucket.nbytes} bytes ({said})"
+            with self.group.guard(f"{self.where()}, {bucket.title}", what):
+                work.wait()
+        if isinstance(error, Disagreement):
+            raise RuntimeError(f"{self.where()}, bucket 0: {error}") from None
+        self.parameters.verify(self.where(), named_params)
+
+    # When the caller says where a backward ends
+
+    def finalize_manually(self, required: bool) -> None:
+        """Whether backwards end in :meth:`finalize_backward`, not by themselves.
+
+        Raises:
+            RuntimeError: a backward runs, or is not finalised.
+        """
+        # (One that broke off is over: the next forward makes up for it.)
+        if self.backward_runs or (self.run is not None and self.run.awaits_finalize):
+            raise RuntimeError(
+                f"{self.where()}: set_manual_finalization_required cannot be called after forward "
+                "while a backward pass is expected or in progress. Set "
+                "require_manual_backward_finalization before forward or after backward finalization"
+            )
+        self.finalizes_manually = required
 
     @torch.no_grad()
     def finalize_backward(self) -> None:
@@ -349,29 +751,103 @@ class Reducer(InContext):
         Raises:
             RuntimeError: there are none, or not all have been launched.
         """
-        if not self._finalizes_on_request:
+        if not self.finalizes_manually:
             raise RuntimeError(
                 "finalize_backward() called but manual backward finalization is not required. Set "
                 "require_manual_backward_finalization to true first."
             )
-        if self._phase is Phase.UNFINISHED:
-            self._phase = Phase.REDUCING  # if it fails, the next forward makes up for it
-            self._bring_home()
+        run = self.run
+        if run is not None and run.awaits_finalize:
+            run.awaits_finalize = False  # if it fails, the next forward makes up for it
+            self.finish(run)
             return
-        is_running = self._end_is_queued() is not None
-        if is_running and self._phase in (Phase.OBSERVING, Phase.REDUCING):
-            if self._next < len(self.buckets):
+        if run is not None and self.backward_runs and not run.is_local:
+            if len(run.works) < len(run.buckets):
                 raise RuntimeError(
-                    f"{self._where()}: finalize_backward() called before all DDP buckets were "
-                    f"ready. next_bucket_={self._next}. Call finalize_backward() only after all "
-                    "DDP-managed parameters have computed gradients."
+                    f"{self.where()}: finalize_backward() called before all DDP buckets were "
+                    f"ready. next_bucket_={len(run.works)}. Call finalize_backward() only after "
+                    "all DDP-managed parameters have computed gradients."
                 )
-            if self._in_flight:
-                with Uninterrupted(), self._naming_disagreements():
-                    self._finish()  # the rest comes at the end: hooks may change then
+            if any(run.works):
+                try:
+                    run.finish()  # the rest comes at the end: hooks may change then
+                except _MISMATCHES as error:
+                    self.raise_mismatch(error, run)
                 return
         raise RuntimeError(
-            f"{self._where()}: finalize_backward() called but no gradient reduction requires "
+            f"{self.where()}: finalize_backward() called but no gradient reduction requires "
             "finalization. This can happen if no_sync() is active or finalize_backward() was "
             "already called for this backward pass."
         )
+
+    # What users register
+
+    def register_comm_hook(self, state: Any, hook: Hook) -> None:
+        """Have ``hook`` reduce the buckets of all backwards from now on.
+
+        Args:
+            state: handed to the hook.
+            hook: see :class:`~tritonddp.comm.comm_hook.CommHook`.
+
+        Raises:
+            RuntimeError: there is one already, gradients are quantised, a backward or a trace is
+                under way, or a backward waits for ``finalize_backward()``.
+        """
+        if self.wire.compression is not None:
+            raise RuntimeError(
+                f"compression={self.wire.compression!r} and a communication hook both decide "
+                "how gradients travel: leave one of them out"
+            )
+        if self.comm_hook is not None:
+            raise RuntimeError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once."
+            )
+        if self.backward_runs:
+            raise RuntimeError(
+                f"{self.where()}: a communication hook cannot be registered during a backward, "
+                "or inside trace()"
+            )
+        self.check_finalized()
+        recovery.recover(self.group)
+        self.check_pending()
+        self.comm_hook = state, hook
+        self.transport = CommHook(hook, state, self.group, self.counters)
+
+    @property
+    def hook_steps_optimizers(self) -> bool:
+        """Whether the communication hook is torch's that steps optimizers in the backward."""
+        return self.comm_hook is not None and steps_optimizers(self.comm_hook[1])
+
+    def detach(self) -> None:
+        """Let go of the parameters for good, without waiting for any other rank."""
+        self.is_detached = True
+        self.tracker.remove()
+        self._forget_added()
+        self.group.open_runs.discard(self._reference)
+        self.run = None
+
+
+def _broke_off_callback(
+    reference: weakref.ref[Reducer],
+) -> Callable[[object], None]:
+    """What is called when the engine has dropped the end of a backward without a call."""
+
+    def broke_off(_: object) -> None:
+        reducer = reference()
+        if reducer is not None and reducer.run is not None:
+            reducer.tracker.stop()
+            for call in reducer.events.on_abort:
+                call(reducer.run)
+
+    return broke_off
+
+
+def _added_gradient_hook(reference: weakref.ref[Reducer]) -> Callable[[Tensor], None]:
+    """Hook on a parameter that is in no bucket yet."""
+
+    def gradient_came(_: Tensor) -> None:
+        reducer = reference()
+        if reducer is not None:
+            reducer.on_backward()
+
+    return gradient_came

@@ -9,31 +9,26 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from tritonddp._device import Moments
 from tritonddp.buckets.bucket import Bucket
-from tritonddp.buckets.formats import Wire
-from tritonddp.buckets.residuals import Feedback
-from tritonddp.coordination.collectives import all_reduce
+from tritonddp.buckets.formats import BucketFactory, WireFormat
+from tritonddp.comm.run import ReductionRun
 from tritonddp.coordination.counters import Counters
-from tritonddp.coordination.failures import RollCall
-from tritonddp.diagnostics.sampling import Moments
+from tritonddp.coordination.group import Group
 from tritonddp.features.auto_compression.choice import OWN, Candidates, choose, report
 from tritonddp.features.auto_compression.cost_model import Kernel, Kind, Load, Speed, WireCost
 from tritonddp.features.auto_compression.probe import Figures, Way, measure, name_of
-from tritonddp.kernels.dispatch import select_quantized
+from tritonddp.kernels.dispatch import Kernels, select_quantized
 from tritonddp.kernels.quantized.buffer import BLOCK, QuantizedBuffer
-
-if TYPE_CHECKING:
-    from tritonddp.reducer.state import ReducerState
+from tritonddp.reducer.extension import Events, Extension
 
 logger = logging.getLogger("tritonddp.auto")
 
@@ -44,7 +39,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Reduced backwards that are timed: the first ones compile, allocate and read what no cache holds.
 _TIMED = 8
 
-# What :attr:`Auto.state` is of.
+# What :attr:`AutoPlanner.state` is of.
 _STATES = (OWN, "bfloat16", QUANTISED)
 
 _BEGAN, _ENDED = "backward began", "backward ended"
@@ -91,9 +86,9 @@ def wires(
 
 
 def measured(
-    wire: Wire, group: dist.ProcessGroup, device: torch.device, dtypes: Collection[torch.dtype]
-) -> Wire:
-    """``wire`` with the figures that a choice needs; collective.
+    wire: WireFormat, group: Group, device: torch.device, dtypes: Collection[torch.dtype]
+) -> Figures:
+    """The figures that a choice needs; collective.
 
     Args:
         wire: whose compression is ``"auto"``.
@@ -101,12 +96,11 @@ def measured(
         device: of the gradients.
         dtypes: of them, in an order that is the same on all ranks.
     """
-    own = wire.buckets(Bucket, Bucket)
-    others = _others(wire, own, Bucket, group, Feedback())
+    others = _others(wire)
     ways = {
         dtype: {
             name: Way(
-                make=others.get(name, own),
+                make=_maker(others.get(name, wire), group),
                 collectives=collectives(name),
                 steps=_QUANTISED_STEPS if name == QUANTISED else Way.steps,
             )
@@ -115,78 +109,76 @@ def measured(
         for dtype in dtypes
         if dtype in _DTYPES
     }
-    with RollCall(group).naming(f"rank {group.rank()}, wrapping", 'timing for compression="auto"'):
-        return replace(wire, figures=measure(group, device, ways))
+    with group.guard(f"rank {group.rank}, wrapping", 'timing for compression="auto"'):
+        return measure(group.process_group, device, ways)
 
 
-def _others(
-    wire: Wire,
-    own: Callable[..., Bucket],
-    copying: Callable[..., Bucket],
-    group: dist.ProcessGroup,
-    feedback: Feedback,
-) -> dict[str, Callable[..., Bucket]]:
-    """What makes buckets that take another wire than their own, by its name."""
-    quantised = replace(wire, compression=QUANTISED)
+def _maker(wire: WireFormat, group: Group) -> Callable[..., Bucket]:
+    def make(
+        index: int,
+        params: Sequence[Parameter],
+        names: Sequence[str],
+        kernels: Kernels,
+        counters: Counters,
+    ) -> Bucket:
+        return BucketFactory(wire, group, counters).make(index, params, names)
+
+    return make
+
+
+def _others(wire: WireFormat) -> dict[str, WireFormat]:
+    """How gradients travel on a wire that is not their own, by its name."""
     return {
-        "bfloat16": Wire(reduce_dtype=torch.bfloat16).buckets(own, copying),
-        QUANTISED: quantised.quantized_buckets(own, copying, group, feedback),
+        "bfloat16": replace(wire, reduce_dtype=torch.bfloat16, compression=None),
+        QUANTISED: replace(wire, compression=QUANTISED),
     }
 
 
-class Auto:
+class AutoPlanner:
     """Chooses the wires of one reducer's buckets.
 
     Args:
-        wire: with the figures that were measured.
-        process_group: the ranks.
+        wire: how gradients travel without a choice.
+        figures: what was measured.
+        group: the ranks.
         device: of the gradients.
-        own: makes buckets of gradients that travel in their own dtypes.
-        copying: those of others.
-        feedback: has what was left out of gradients in former buckets.
         counters: count what the ranks tell each other here.
 
     Attributes:
         report: what was chosen, and why.
+        timer: times the first reduced backwards.
     """
 
     def __init__(
         self,
-        wire: Wire,
-        process_group: dist.ProcessGroup,
+        wire: WireFormat,
+        figures: Figures,
+        group: Group,
         device: torch.device,
-        own: Callable[..., Bucket],
-        copying: Callable[..., Bucket],
-        feedback: Feedback,
         counters: Counters,
     ) -> None:
-        assert wire.figures is not None
         assert wire.exact is not None
-        self._figures = wire.figures
+        self._figures = figures
         self._exact = wire.exact
-        self._group = process_group
+        self._group = group
         self._device = device
-        self._own = own
-        self._others = _others(wire, own, copying, process_group, feedback)
+        self._others = _others(wire)
         self._counters = counters
         self._costs = {
             dtype: wires(self._figures, dtype, wire.reduce_dtype) for dtype in self._figures.dtypes
         }
         self._wires: tuple[str, ...] = ()  # of buckets, by index; none before the first choice
         self._loaded: tuple[str, ...] = ()  # of the buckets to come
-        self._timed = 0
-        self._reducer: Callable[[], ReducerState | None] = lambda: None  # nobody is watched
-        self._moments: list[Moments] = []  # of backwards that are not read yet
         self._shortest = math.inf  # reduced backward on this rank; seconds
         self.report = (
             'compression="auto": gradients travel in their own dtypes, as no backward has been '
             "reduced yet"
         )
+        self.timer = BackwardTimer(device)
 
-    def make(self, index: int, params: Sequence[Parameter], *args: Any, **kwargs: Any) -> Bucket:
-        """Make the bucket of this index, for which a wire has been chosen."""
-        wire = self._wires[index] if self._wires else OWN
-        return self._others.get(wire, self._own)(index, params, *args, **kwargs)
+    def wire_of(self, index: int) -> WireFormat | None:
+        """The wire that was chosen for a bucket; ``None`` for its own."""
+        return self._others.get(self._wires[index]) if self._wires else None
 
     def choose(
         self, buckets: Sequence[Sequence[tuple[str, Tensor]]], sparse: Collection[Tensor]
@@ -207,7 +199,7 @@ class Auto:
             self._wires = ()
             return bool(former)
         candidates = [self._candidates(bucket, sparse) for bucket in buckets]
-        choice = choose(candidates, self._group.size(), backward, self._figures.cores)
+        choice = choose(candidates, self._group.size, backward, self._figures.cores)
         wires = tuple(
             OWN if name == each.wires[0].name else name
             for name, each in zip(choice.wires, candidates, strict=True)
@@ -216,7 +208,7 @@ class Auto:
         if former == wires:
             return False
         self.report = report(choice, candidates, self._figures, self._costs, backward)
-        if self._group.rank() == 0:
+        if self._group.rank == 0:
             logger.info("%s", self.report)
         return bool(former) or set(wires) != {OWN}
 
@@ -248,46 +240,57 @@ class Auto:
         load = Load(*elements)
         return Candidates(load, [c for c in costs if load.elements or not c.is_quantised])
 
-    # How long a backward takes
-
-    def watch(self, reducer: ReducerState) -> None:
-        """Time the first reduced backwards of ``reducer``."""
-        self._reducer = weakref.ref(reducer)
-        reducer.on_backward.append(self._begins)
-
-    def _begins(self, end: Callable[[], None]) -> Callable[[], None]:
-        reducer = self._reducer()
-        if reducer is None or not reducer._reduces:
-            return end
-        moments = Moments(self._device)
-        moments.mark(_BEGAN)
-        self._timed += 1
-        if self._timed == _TIMED:
-            reducer.on_backward.remove(self._begins)
-
-        def timed_end() -> None:
-            moments.mark(_ENDED)
-            self._moments.append(moments)
-            end()
-
-        return timed_end
-
     def _slowest_backward(self) -> float | None:
         """The shortest backward of the rank where it is longest; collective.
 
         ``None`` while no rank has timed any. (A rank without inputs has none to offer.)
         """
-        for moments in self._moments:
+        for moments in self.timer.moments:
             moments.wait()
             self._shortest = min(self._shortest, moments.between(_BEGAN, _ENDED) / 1e9)
-        self._moments.clear()
+        self.timer.moments.clear()
         mine = 0.0 if self._shortest == math.inf else self._shortest
         seconds = torch.tensor(mine, dtype=torch.float32, device=self._device)
-        where = f"rank {self._group.rank()}, step {self._counters.reductions}"
-        with RollCall(self._group).naming(where, 'choice of wires for compression="auto"'):
-            all_reduce(seconds, self._group, dist.ReduceOp.MAX).wait()
-        self._counters.collective(seconds.nbytes, self._group.size(), passes=2)
+        where = f"rank {self._group.rank}, step {self._counters.reductions}"
+        what = 'choice of wires for compression="auto"'
+        self._group.all_reduce(seconds, where, what, dist.ReduceOp.MAX)
+        self._counters.collective(seconds.nbytes, self._group.size, passes=2)
         return seconds.item() or None
+
+
+class BackwardTimer(Extension):
+    """Times the first reduced backwards, and is told nothing any more after them.
+
+    Args:
+        device: of the gradients.
+
+    Attributes:
+        moments: of backwards that nobody has looked at yet.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.moments: list[Moments] = []
+        self._device = device
+        self._timed = 0
+        self._running: Moments | None = None
+
+    def on_begin(self, run: ReductionRun) -> None:
+        """A backward begins."""
+        self._running = None
+        if run.reached and not run.is_local:
+            self._running = Moments(self._device)
+            self._running.mark(_BEGAN)
+
+    def on_compute_end(self, run: ReductionRun) -> None:
+        """It is over."""
+        if self._running is None:
+            return
+        self._running.mark(_ENDED)
+        self.moments.append(self._running)
+        self._running = None
+        self._timed += 1
+        if self._timed == _TIMED and isinstance(run.events, Events):
+            run.events.remove(self)
 
 
 def _exchange(bucket: Bucket) -> None:
@@ -312,7 +315,7 @@ def _gather(bucket: Bucket) -> None:
 def _empty(bucket: Bucket) -> None:
     flat = bucket.flat
     assert isinstance(flat, QuantizedBuffer)
-    bucket.unflatten(select_quantized(flat.data.device, flat.numbers).receive(flat, None))
+    bucket.unpack(select_quantized(flat.data.device, flat.numbers).receive(flat, None))
 
 
 _QUANTISED_STEPS = (

@@ -63,7 +63,7 @@ class Way:
 
     make: Callable[..., Bucket]
     collectives: Sequence[tuple[Kind, torch.dtype]]
-    steps: Sequence[tuple[str | None, Callable[[Bucket], object]]] = (("empty", Bucket.unflatten),)
+    steps: Sequence[tuple[str | None, Callable[[Bucket], object]]] = (("empty", Bucket.unpack),)
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ def _time_bucket(
     shape = (1 << 10, numel >> 10)  # of more than one dimension, as what may be quantised
     params = [Parameter(torch.zeros(shape, dtype=dtype, device=device)) for _ in range(_GRADIENTS)]
     names = [f"gradient {number}" for number in range(_GRADIENTS)]
-    bucket = way.make(0, params, names, select(device, dtype), Counters())
+    bucket = way.make(1, params, names, select(device, dtype), Counters())
     values = torch.linspace(-1, 1, numel, device=device).to(dtype).view(shape)
     other = torch.empty(_CACHES, dtype=torch.uint8, device=device)
     passes = []
@@ -273,7 +273,7 @@ def _time_bucket(
 def _pass(way: Way, bucket: Bucket, values: Tensor) -> dict[str, float]:
     """Seconds to fill the bucket, to reduce what came of it, and to empty it.
 
-    Each segment when its gradients have just been made, by a backward: they may be ceded.
+    Each segment when its gradients have just been made, by a backward: their place may be donated.
     """
     seconds = dict.fromkeys(("fill", "reduce", "empty", "unasked"), 0.0)
 
@@ -283,13 +283,14 @@ def _pass(way: Way, bucket: Bucket, values: Tensor) -> dict[str, float]:
             step(*args)
         seconds[name] += _clock(values.device) - start
 
-    bucket.begin()
+    bucket.prepare()
     for segment in bucket.segments:
         params = bucket.params[segment.first : segment.last]
         with torch.enable_grad():
             torch.stack([(param * values).sum() for param in params]).sum().backward()
-        timed("fill", bucket.flatten, segment, [True] * len(params), 1.0)
-    timed("fill", bucket.seal)
+        timed("fill", bucket.pack, segment, [True] * len(params), 1.0)
+    if len(bucket.segments) > 1:
+        timed("fill", bucket.finish_trailer)
     for name, step in way.steps:
         timed(name or "unasked", step, bucket)
     bucket.release()

@@ -5,13 +5,16 @@ The plain-torch twin is in ``reference.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tritonddp.kernels import launch
 from tritonddp.kernels.flatten import INTERPRETED, TRITON_DTYPES, narrow
 from tritonddp.kernels.launch import Launcher
 from tritonddp.kernels.quantized.blocks import BY_BITS, UNFUSED, decode
@@ -98,29 +101,42 @@ def dequantize(
         TypeError: the gradients are not of one dtype, or not on the buffer's device; or the
             factor is of another kind.
     """
-    if factor is not None:
+    tables = flat.tables or QuantizedTables.of(flat)
+    if factor is None:
+        factor = tables.one
+    else:
         flat.check_factor(factor)
-    tables = QuantizedTables.of(flat)
     dtype = tables.update(grads)
     if dtype is None or tables.num_chunks == 0:
         return
+    fitting = factor.data_ptr() % 16 == 0
+    prepared = tables.launches.get((_launch, dtype, tables.aligned, fitting))
+    if prepared is None:
+        prepared = _prepare(flat, tables, dtype, factor)
+        tables.launches[_launch, dtype, tables.aligned, fitting] = prepared
+    run, rest = prepared
+    launch.run(tables.device_index, run, factor, *rest)
+
+
+def _prepare(
+    flat: QuantizedBuffer, tables: QuantizedTables, dtype: torch.dtype, factor: Tensor
+) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """The launch for gradients of this dtype, as in ``unflatten``."""
     layout = flat.message_layout
-    _launch(
-        tables.num_chunks,
-        (
-            tables.chunks,
-            tables.dynamic,
-            flat.gathered,
-            flat.flags,
-            tables.one if factor is None else factor,
-        ),
-        (tables.quantized_chunks, layout.part_blocks, layout.exact_offset, layout.part_bytes),
-        (
-            TRITON_DTYPES[dtype],
-            tables.block,
-            flat.numbers is not torch.int8,
-            tables.aligned,
-            BY_BITS,
-            INTERPRETED,
-        ),
+    tensors = (tables.chunks, tables.dynamic, flat.gathered, flat.flags)
+    integers = (
+        tables.quantized_chunks,
+        layout.part_blocks,
+        layout.exact_offset,
+        layout.part_bytes,
     )
+    constexprs = (
+        TRITON_DTYPES[dtype],
+        tables.block,
+        flat.numbers is not torch.int8,
+        tables.aligned,
+        BY_BITS,
+        INTERPRETED,
+    )
+    run = _launch.prepare(tables.num_chunks, (*tensors, factor), integers, constexprs)
+    return partial(run, *tensors), (*integers, *constexprs)

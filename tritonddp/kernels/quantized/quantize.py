@@ -7,13 +7,16 @@ what the numbers are, is in ``reference.py``; the message in ``buffer.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tritonddp.kernels import launch
 from tritonddp.kernels.device_tables import DeviceTables
 from tritonddp.kernels.flat_buffer import FlatBuffer
 from tritonddp.kernels.flatten import FLAG_BLOCK, INTERPRETED, TRITON_DTYPES, are_finite, widen
@@ -190,25 +193,36 @@ def quantize(
             many as the layout's, or not in 0..255.
         TypeError: the gradients are not of one dtype, or not on the buffer's device.
     """
-    tables = QuantizedTables.of(flat)
+    tables = flat.tables or QuantizedTables.of(flat)
     dtype = tables.update(grads, used, scale, ballots)
+    layout, residuals = flat.message_layout, flat.residuals
+    sent = tables.one if residuals is None else residuals.sent
+    found = tables.launches.get((_launch, dtype, tables.aligned))
+    if found is None or found[0] is not sent:
+        found = sent, _prepare(flat, tables, dtype, sent)
+        tables.launches[_launch, dtype, tables.aligned] = found
+    prepared = found[1]
+    if prepared is None:
+        return
+    if layout.has_marks:
+        flat.clear_marks()  # no program can: others may have marked before it runs
+    launch.run(tables.device_index, prepared)
+
+
+def _prepare(
+    flat: QuantizedBuffer, tables: QuantizedTables, dtype: torch.dtype | None, sent: Tensor
+) -> Callable[[], None] | None:
+    """The launch for gradients of this dtype, as they are aligned now; ``None`` if there is none.
+
+    ``sent`` is what quantisation has left out, or any tensor where nobody asks.
+    """
     layout, slots = flat.message_layout, len(flat.layout.numels)
     trailer = 0 if flat.is_part else slots + layout.ballot
     programs = tables.num_chunks + layout.world_size * -(-trailer // FLAG_BLOCK)
     if programs == 0:
-        return
-    residuals = flat.residuals
-    has_marks = layout.has_marks
-    if has_marks:
-        flat.clear_marks()  # no program can: others may have marked before it runs
-    _launch(
-        programs,
-        (
-            tables.chunks,
-            tables.dynamic,
-            flat.message,
-            tables.one if residuals is None else residuals.sent,
-        ),
+        return None
+    arguments = (
+        (tables.chunks, tables.dynamic, flat.message, sent),
         (
             slots,
             trailer,
@@ -227,11 +241,12 @@ def quantize(
             tables.block,
             FLAG_BLOCK,
             flat.numbers is not torch.int8,
-            residuals is not None,
+            flat.residuals is not None,
             tables.aligned,
-            has_marks,
+            layout.has_marks,
             layout.world_size,
             BY_BITS,
             INTERPRETED,
         ),
     )
+    return partial(_launch.prepare(programs, *arguments), *chain(*arguments))

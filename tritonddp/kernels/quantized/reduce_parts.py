@@ -6,15 +6,21 @@ three passes over memory a rank, and ten more. The plain-torch twin is in ``refe
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from tritonddp.kernels import device_tables
+from tritonddp.kernels import device_tables, launch
 from tritonddp.kernels.flatten import FLAG_BLOCK
 from tritonddp.kernels.launch import Launcher
 from tritonddp.kernels.quantized.blocks import BY_BITS, UNFUSED, decode, encode, error_of
 from tritonddp.kernels.quantized.buffer import BLOCK, QuantizedBuffer
+from tritonddp.kernels.quantized.quantize import QuantizedTables
 
 
 @triton.jit(
@@ -118,7 +124,22 @@ def reduce_parts(flat: QuantizedBuffer) -> None:
     One launch on the current stream, which must be behind the all-to-all. The rest is said of
     ``reference.reduce_parts``.
     """
-    layout, residuals, block = flat.message_layout, flat.residuals, device_tables.BLOCK
+    tables = flat.tables or QuantizedTables.of(flat)
+    reduced = flat.received if flat.residuals is None else flat.residuals.reduced
+    found = tables.launches.get((_launch,))
+    if found is None or found[0] is not reduced:
+        found = tables.launches[(_launch,)] = reduced, _prepare(flat, reduced)
+    prepared = found[1]
+    if prepared is not None:
+        launch.run(tables.device_index, prepared)
+
+
+def _prepare(flat: QuantizedBuffer, reduced: Tensor) -> Callable[[], None] | None:
+    """The launch for this buffer; ``None`` if there is nothing to sum.
+
+    ``reduced`` is what quantisation has left out, or any tensor where nobody asks.
+    """
+    layout, block = flat.message_layout, device_tables.BLOCK
     slots, num_ballots = len(flat.layout.numels), flat.layout.ballots
     owned_blocks = layout.owned_blocks(flat.rank)
     block_programs = -(-owned_blocks * BLOCK // block)
@@ -126,15 +147,9 @@ def reduce_parts(flat: QuantizedBuffer) -> None:
     trailer_programs = -(-max(slots, num_ballots) // FLAG_BLOCK)
     programs = block_programs + exact_programs + trailer_programs
     if programs == 0:
-        return
-    _launch(
-        programs,
-        (
-            flat.received,
-            flat.received if residuals is None else residuals.reduced,
-            flat.flags,
-            flat.ballots,
-        ),
+        return None
+    arguments = (
+        (flat.received, reduced, flat.flags, flat.ballots),
         (
             slots,
             num_ballots,
@@ -152,7 +167,8 @@ def reduce_parts(flat: QuantizedBuffer) -> None:
             block,
             FLAG_BLOCK,
             flat.numbers is not torch.int8,
-            residuals is not None,
+            flat.residuals is not None,
             BY_BITS,
         ),
     )
+    return partial(_launch.prepare(programs, *arguments), *chain(*arguments))

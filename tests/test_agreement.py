@@ -12,19 +12,19 @@ from torch.nn import Parameter
 from tritonddp import DistributedDataParallel
 from tritonddp.coordination.agreement import (
     BYTES,
-    Ballot,
     Disagreement,
-    Source,
-    StructureMismatch,
+    GradSource,
+    RankHeader,
+    SchemaMismatch,
     check,
-    left_out_hash,
-    read,
-    structure_hash,
+    decode,
+    schema_hash,
+    skipped_hash,
     total_weight,
 )
 
 VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-HERE = structure_hash(["here"])
+HERE = schema_hash(["here"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
@@ -32,18 +32,18 @@ HERE = structure_hash(["here"])
 def test_the_sum_of_what_ranks_write_is_read_back_exactly(dtype: torch.dtype, world_size: int):
     weights = [None, 0.0, 0.1, 123_456_789.0, 2.0**-40][:world_size]
     said = [
-        Ballot(
-            structure_hash([str(rank)]),
-            Source(rank % len(Source)),
+        RankHeader(
+            schema_hash([str(rank)]),
+            GradSource(rank % len(GradSource)),
             weight,
-            left_out_hash(range(rank)),
+            skipped_hash(range(rank)),
         )
         for rank, weight in enumerate(weights)
     ]
     total = torch.zeros(world_size * BYTES, dtype=dtype)
-    for rank, ballot in enumerate(said):
-        total += torch.tensor([*ballot.places(rank, world_size)], dtype=dtype)
-    assert read(total) == said
+    for rank, header in enumerate(said):
+        total += torch.tensor([*header.encode(rank, world_size)], dtype=dtype)
+    assert decode(total) == said
     weighted = total[BYTES:]
     if world_size > 1:
         assert total_weight(weighted).item() == pytest.approx(sum(filter(None, weights)), rel=1e-15)
@@ -51,11 +51,13 @@ def test_the_sum_of_what_ranks_write_is_read_back_exactly(dtype: torch.dtype, wo
 
 
 @pytest.mark.parametrize("value", [300.0, -1.0, float("nan"), 9.0])
-def test_what_is_no_ballot_is_a_mismatch(value: float):
-    ballots = torch.tensor([*Ballot(HERE, Source.FORWARD).places(0, 1)], dtype=torch.float32)
-    ballots[-1] = value
-    with pytest.raises(StructureMismatch):
-        read(ballots)
+def test_what_is_no_header_is_a_mismatch(value: float):
+    headers = torch.tensor(
+        [*RankHeader(HERE, GradSource.FORWARD).encode(0, 1)], dtype=torch.float32
+    )
+    headers[-1] = value
+    with pytest.raises(SchemaMismatch):
+        decode(headers)
 
 
 @pytest.mark.parametrize(
@@ -76,17 +78,22 @@ def test_what_is_no_ballot_is_a_mismatch(value: float):
     ],
 )
 def test_which_places_of_programs_belong_together(sources: str, agree: bool):
-    ballots = [Ballot(HERE, Source[source]) for source in sources.split()]
+    headers = [RankHeader(HERE, GradSource[source]) for source in sources.split()]
     if agree:
-        check(ballots)
+        check(headers)
         return
     with pytest.raises(Disagreement, match=r"rank \d: .*; rank \d: "):
-        check(ballots)
+        check(headers)
 
 
 def test_other_parameters_are_a_mismatch_whatever_else():
-    with pytest.raises(StructureMismatch):
-        check([Ballot(HERE, Source.BROKEN), Ballot(structure_hash(["there"]), Source.FORWARD)])
+    with pytest.raises(SchemaMismatch):
+        check(
+            [
+                RankHeader(HERE, GradSource.BROKEN),
+                RankHeader(schema_hash(["there"]), GradSource.FORWARD),
+            ]
+        )
 
 
 class Scale(nn.Module):

@@ -21,8 +21,9 @@ from distributed import ranks
 from launched import ROOT
 
 from tritonddp.coordination import failures
-from tritonddp.coordination.failures import RollCall, enter
-from tritonddp.coordination.processes import Process, announce
+from tritonddp.coordination.failures import FailureReport, History
+from tritonddp.coordination.group import Group
+from tritonddp.coordination.processes import Process
 
 PLACE = "step 4, bucket 1 ('a.weight', 'b.bias', ...)"
 # A process may take long to start on a busy machine; a test that hangs ends here.
@@ -41,7 +42,7 @@ def failure(
     try:
         collective(torch.ones(4), group=group, **options)
     except RuntimeError as error:
-        explained = RollCall(group).explain(f"rank {group.rank()}, {place}", what, error)
+        explained = Group(group).explain(f"rank {group.rank()}, {place}", what, error)
         assert type(explained) is RuntimeError
         return str(explained)
     pytest.fail("the collective was to fail")
@@ -192,7 +193,7 @@ def killed_amid_all_reduce(store: str, rank: int, size: int, victim: int) -> Non
     try:
         work.wait()
     except RuntimeError as error:
-        explained = RollCall(group).explain(f"rank {rank}, {PLACE}", "all-reduce", error)
+        explained = Group(group).explain(f"rank {rank}, {PLACE}", "all-reduce", error)
         Path(f"text{rank}").write_text(str(explained))
         # The store lives with rank 0, which must not end while others read.
         while len(list(Path().glob("text*"))) < size - 1:
@@ -255,7 +256,7 @@ def test_a_killed_rank_0_is_named_where_the_store_has_no_host(tmp_path: Path) ->
 # What is posted and read
 
 
-class Group:
+class FakeGroup:
     """As much of a process group as a roll call needs."""
 
     def __init__(self, rank: int, size: int, store: dist.Store) -> None:
@@ -273,27 +274,28 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     return dist.HashStore()
 
 
-def calls(store: dist.Store, size: int = 2) -> list[RollCall]:
-    """The roll call of each rank."""
-    return [RollCall(Group(rank, size, store)) for rank in range(size)]  # type: ignore[arg-type]
+def reports(store: dist.Store, size: int = 2) -> list[FailureReport]:
+    """Of each rank."""
+    groups: list[Any] = [FakeGroup(rank, size, store) for rank in range(size)]
+    return [FailureReport(group, History()) for group in groups]
 
 
-def explain(call: RollCall, place: str = PLACE, error: str = "broken") -> str:
-    rank = call._group.rank()
-    return str(call.explain(f"rank {rank}, {place}", "all-reduce", RuntimeError(error)))
+def explain(report: FailureReport, place: str = PLACE, error: str = "broken") -> str:
+    rank = report._group.rank()
+    return str(report.explain(f"rank {rank}, {place}", "all-reduce", RuntimeError(error)))
 
 
 def test_a_post_of_a_group_that_was_destroyed_is_not_taken_for_a_new_one(
     store: dist.Store,
 ) -> None:
-    explain(calls(store)[1])
-    first, second = calls(store)  # groups of the same name in the same store
-    enter(second._group)  # type: ignore[arg-type]
+    explain(reports(store)[1])
+    first, second = reports(store)  # groups of the same name in the same store
+    second.enter()
     assert "failed at the same place" not in explain(first)
 
 
 def test_an_old_post_is_not_taken_for_a_new_one(store: dist.Store) -> None:
-    first, second = calls(store)
+    first, second = reports(store)
     explain(second)
     assert "rank 1 failed at the same place" in explain(first)
     text = explain(first, "step 5, bucket 0 ('c')")
@@ -314,9 +316,9 @@ def test_an_old_post_is_not_taken_for_a_new_one(store: dist.Store) -> None:
     ],
 )
 def test_whatever_is_in_the_store_makes_a_bounded_line(store: dist.Store, post: bytes) -> None:
-    call = calls(store)[0]
+    report = reports(store)[0]
     store.set("tritonddp/0/failed/1", post)  # type: ignore[arg-type]
-    text = explain(call)
+    text = explain(report)
     assert len(text) < 1500
     assert text.startswith(f"rank 0, {PLACE}, all-reduce failed: RuntimeError: broken\n")
     assert all(line.isprintable() for line in text.splitlines())
@@ -324,14 +326,14 @@ def test_whatever_is_in_the_store_makes_a_bounded_line(store: dist.Store, post: 
 
 
 def test_only_the_first_line_of_a_long_error_is_repeated(store: dist.Store) -> None:
-    text = explain(calls(store)[0], error="broken " + "x" * 10_000 + "\nframe #0: c10::Error")
+    text = explain(reports(store)[0], error="broken " + "x" * 10_000 + "\nframe #0: c10::Error")
     assert "RuntimeError: broken" in text
     assert len(text) < 1500
     assert "frame #0" not in text
 
 
 def test_many_ranks_are_counted(store: dist.Store) -> None:
-    text = explain(calls(store, 500)[3])
+    text = explain(reports(store, 500)[3])
     assert "ranks 0, 1, 2, 4, 5, 6, 7, 8, 9, 10 and 489 more have not reported" in text
 
 
@@ -371,20 +373,21 @@ def test_a_process_of_this_host_is_told_from_one_that_died(state: str) -> None:
 def test_nothing_is_said_of_a_process_that_is_elsewhere(store: dist.Store) -> None:
     elsewhere = dataclasses.replace(Process.own(), pid=77, scope="another/kernel", host="node7")
     store.set("tritonddp/process/1", elsewhere.post())
-    text = explain(calls(store)[0])
+    text = explain(reports(store)[0])
     assert "rank 1 (process 77 on node7) has not reported: it has died, is stuck elsewhere" in text
 
 
 def test_a_rank_that_has_not_wrapped_its_module_is_told_from_one_that_has(
     store: dist.Store,
 ) -> None:
-    call = calls(store)[0]
-    assert "nor begun to wrap" not in explain(call), "this rank has not, either"
-    announce(call._group)
-    assert "rank 1 has not reported, nor begun to wrap a module: it has died" in explain(call)
-    announce(calls(store)[1]._group)
-    assert "rank 1 (process" in explain(call)
-    assert "runs but has not reported" in explain(call)
+    report = reports(store)[0]
+    assert "nor begun to wrap" not in explain(report), "this rank has not, either"
+    report._history.processes.announce(report._group)
+    assert "rank 1 has not reported, nor begun to wrap a module: it has died" in explain(report)
+    other = reports(store)[1]
+    other._history.processes.announce(other._group)
+    assert "rank 1 (process" in explain(report)
+    assert "runs but has not reported" in explain(report)
 
 
 @pytest.mark.parametrize(
@@ -395,7 +398,7 @@ def test_whatever_is_posted_as_a_process_makes_a_bounded_line(
     store: dist.Store, post: bytes
 ) -> None:
     store.set("tritonddp/process/1", post)  # type: ignore[arg-type]
-    text = explain(calls(store)[0])
+    text = explain(reports(store)[0])
     assert len(text) < 1500
     assert all(line.isprintable() for line in text.splitlines())
     assert len(text.splitlines()) == 3

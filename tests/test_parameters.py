@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn import Parameter
 
 from tritonddp import DistributedDataParallel
-from tritonddp.buckets.manager import SETTLED
-from tritonddp.buckets.parameters import Roster
+from tritonddp.buckets.manager import REBUILD_AFTER
+from tritonddp.buckets.parameters import ModuleParameters
+from tritonddp.coordination.group import Group
 
 VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 
@@ -135,7 +136,7 @@ def test_changes_are_taken_up_at_the_next_forward(
 ) -> None:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Net(), bucket_cap_mb=1e-4, gradient_as_bucket_view=view)
-    for step in range(first + SETTLED + 3):
+    for step in range(first + REBUILD_AFTER + 3):
         if step == first:
             change(ddp.module)
         check_step(ddp, step, local)
@@ -201,7 +202,7 @@ def test_a_module_frozen_as_a_whole_is_still_passed_through(view: bool) -> None:
     check_step(ddp, 0)
     ddp.zero_grad()
     ddp.requires_grad_(False)
-    for step in range(SETTLED + 2):
+    for step in range(REBUILD_AFTER + 2):
         x = batch(dist.get_rank(), step).requires_grad_()
         ddp(x).sum().backward()
         assert x.grad is not None
@@ -335,7 +336,7 @@ def test_a_head_that_is_added_to_a_frozen_model_and_called_beside_it(view: bool)
     ddp.requires_grad_(False)
     ddp.module.head = head = nn.Linear(4, 1).double()
     ddp.module.forward = lambda x: x
-    for step in range(SETTLED + 2):
+    for step in range(REBUILD_AFTER + 2):
         ddp.zero_grad()
         (head(ddp(batch(dist.get_rank(), step))).sum() * (1 + dist.get_rank())).backward()
         assert head.bias.grad.tolist() == [4.5]
@@ -349,7 +350,7 @@ def test_a_forward_of_one_rank_alone_with_everything_frozen_for_once(view: bool)
     ddp = DistributedDataParallel(Net(), bucket_cap_mb=1e-4, gradient_as_bucket_view=view)
     check_step(ddp, 0)
     freeze(ddp.module)
-    for step in range(1, SETTLED + 4):
+    for step in range(1, REBUILD_AFTER + 4):
         check_step(ddp, step)
         if dist.get_rank() == 0 and step == 3:
             trainable = [param for param in ddp.parameters() if param.requires_grad]
@@ -369,21 +370,21 @@ def test_a_dtype_that_cannot_be_reduced_is_named() -> None:
 
 
 @ranks(1)
-def test_the_roster_sees_each_kind_of_change() -> None:
+def test_parameters_see_each_kind_of_change() -> None:
     wrapper = nn.Module()
     wrapper.module = Net()
     for change in CHANGES:
-        roster = Roster(wrapper, (), dist.group.WORLD)
-        roster.place(*zip(*wrapper.module.named_parameters(), strict=True))
-        assert not roster.has_changed()
-        before = roster.structure
+        parameters = ModuleParameters(wrapper, (), Group(dist.group.WORLD))
+        parameters.set_bucketed(*zip(*wrapper.module.named_parameters(), strict=True))
+        assert not parameters.has_changed()
+        before = parameters.schema
         change(wrapper.module)
-        assert roster.has_changed(), change.__name__
-        roster.update()
-        assert not roster.has_changed()
-        assert roster.structure != before, change.__name__
+        assert parameters.has_changed(), change.__name__
+        parameters.update()
+        assert not parameters.has_changed()
+        assert parameters.schema != before, change.__name__
         wrapper.module = Net()
-        assert roster.has_changed()
+        assert parameters.has_changed()
 
 
 @VIEW
@@ -392,7 +393,7 @@ def test_tensors_that_stand_in_for_some_parameters_change_nothing(view: bool) ->
     ddp = DistributedDataParallel(Net(), gradient_as_bucket_view=view)
     ddp.module.layers["b"].requires_grad_(True)
     x = torch.full((1, 4), dist.get_rank() + 1, dtype=torch.float64)
-    for _ in range(SETTLED + 2):
+    for _ in range(REBUILD_AFTER + 2):
         ddp.zero_grad()
         fast = {name: 2 * param for name, param in ddp.named_parameters() if "a." in name}
         torch.func.functional_call(ddp, fast, (x,)).sum().backward()

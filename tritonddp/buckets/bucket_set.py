@@ -1,34 +1,18 @@
-"""Where each parameter is: its number, its segment, its bucket."""
+"""Buckets in launch order, and where in them each parameter is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 from torch.nn import Parameter
 
 from tritonddp.buckets.assignment import UNLIMITED, BucketCaps, assign_buckets
-from tritonddp.buckets.bucket import Bucket
-from tritonddp.buckets.sparse_bucket import SparseBucket
-from tritonddp.coordination.agreement import BYTES
-from tritonddp.coordination.counters import Counters
-from tritonddp.kernels.dispatch import select
-from tritonddp.kernels.flat_buffer import Marks
+from tritonddp.buckets.bucket import Bucket, Segment
+from tritonddp.buckets.formats import BucketFactory, WireFormat
 
 
-@dataclass(frozen=True)
-class Place:
-    """A segment, its bucket, and the numbers ``[first, last)`` of its parameters."""
-
-    bucket: Bucket
-    number: int
-    first: int
-    last: int
-
-
-class Placement:
+class BucketSet:
     """Buckets in launch order, and the place of each parameter in them.
 
     Parameters are numbered in launch order, so that those of a segment are neighbours in every
@@ -38,63 +22,56 @@ class Placement:
         named_params: in the order in which their gradients become ready. What has ``.grad``, a
             shape, a dtype and a device will do.
         caps: bucket sizes.
-        bucket_class: how gradients get in and out.
-        rank, world_size: this rank, and the number of ranks.
-        counters: count what the buckets launch.
+        factory: makes the buckets.
         former: its buckets are let go before new ones are made, so that both never exist at
             once; gradients that live in them move.
         sparse: those of the parameters whose gradients are sparse, each in a bucket of its own.
-        check_finite: the buckets tell which gradients are not finite, and on which ranks.
+        wire_of: how the gradients of a bucket travel, by its index; ``None`` as those of most.
 
     Attributes:
         names, params: by number.
         buckets: in launch order.
-        places: of each segment.
-        places_of: for each bucket, the numbers of its segments.
+        segments: of all buckets, each with its bucket.
+        ranges: for each segment, the numbers of its parameters.
+        segments_of: for each bucket, the numbers of its segments.
+        to_prepare, to_release: those of the buckets that have something to do before each backward,
+            and after it.
     """
 
     def __init__(
         self,
         named_params: Sequence[tuple[str, Parameter]],
         caps: BucketCaps,
-        bucket_class: Callable[..., Bucket],
-        rank: int,
-        world_size: int,
-        counters: Counters,
-        former: Placement | None = None,
+        factory: BucketFactory,
+        former: BucketSet | None = None,
         sparse: Collection[Tensor] = (),
-        check_finite: bool = False,
+        wire_of: Callable[[int], WireFormat | None] = lambda index: None,
     ) -> None:
-        marks = Marks(rank, world_size) if check_finite else None
         assignment = assign(named_params, caps, sparse)
         self.names = [named_params[index][0] for indices in assignment for index in indices]
         self.params = [named_params[index][1] for indices in assignment for index in indices]
         self.buckets: list[Bucket] = []
-        self.places: list[Place] = []
-        self.places_of: list[range] = []
-        placed = former.let_go() if former is not None else {}
+        self.segments: list[tuple[Bucket, Segment]] = []
+        self.ranges: list[range] = []
+        self.segments_of: list[range] = []
+        in_buffer = former.let_go() if former is not None else {}
         first = 0
         for index, indices in enumerate(assignment):
             last = first + len(indices)
-            is_sparse = bool(sparse) and self.params[first] in sparse
-            make = partial(SparseBucket, rank, world_size) if is_sparse else bucket_class
-            bucket = make(
-                index,
-                self.params[first:last],
-                self.names[first:last],
-                select(self.params[first].device, self.params[first].dtype, marks),
-                counters,
-                ballots=BYTES * world_size if index == 0 else 0,
-            )
-            bucket.adopt(placed)
+            params, names = self.params[first:last], self.names[first:last]
+            is_sparse = bool(sparse) and params[0] in sparse
+            bucket = factory.make(index, params, names, is_sparse, wire_of(index))
+            bucket.first = first
+            bucket.adopt(in_buffer)
             self.buckets.append(bucket)
-            before = len(self.places)
-            self.places.extend(
-                Place(bucket, number, first + begin, first + end)
-                for number, (begin, end) in enumerate(bucket.cuts)
-            )
-            self.places_of.append(range(before, len(self.places)))
+            before = len(self.segments)
+            for segment in bucket.segments:
+                self.segments.append((bucket, segment))
+                self.ranges.append(range(first + segment.first, first + segment.last))
+            self.segments_of.append(range(before, len(self.segments)))
             first = last
+        self.to_prepare = [bucket for bucket in self.buckets if bucket.has_to_prepare]
+        self.to_release = [bucket for bucket in self.buckets if bucket.is_lazy]
 
     def fits(
         self,
@@ -102,7 +79,7 @@ class Placement:
         caps: BucketCaps,
         sparse: Collection[Tensor] = (),
     ) -> bool:
-        """Whether another placement of these parameters would be like this one."""
+        """Whether buckets of these parameters would be like these."""
         assignment = assign(named_params, caps, sparse)
         order = [named_params[index][1] for indices in assignment for index in indices]
         return list(map(id, order)) == list(map(id, self.params)) and list(
@@ -114,14 +91,12 @@ class Placement:
 
         A bucket lives on, by these gradients, until the last of them has moved.
         """
-        placed = {
-            param: view
-            for bucket in self.buckets
-            for param, view in bucket.placed_gradients().items()
+        in_buffer = {
+            param: view for bucket in self.buckets for param, view in bucket.in_buffer().items()
         }
-        self.buckets.clear()
-        self.places.clear()
-        return placed
+        for each in (self.buckets, self.segments, self.to_prepare, self.to_release):
+            each.clear()
+        return in_buffer
 
 
 def assign(

@@ -1,0 +1,456 @@
+"""What a buffer prepares when it is first used: later calls cost little, and notice what changed.
+
+Functions of the package are counted, not timed: the numbers are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from poisoned import assert_same_bits, dense, embedded_gradients, values
+from quantized_ranks import quantized_buffers
+
+import tritonddp
+from tritonddp.kernels import flatten as flatten_module
+from tritonddp.kernels import launch, reference
+from tritonddp.kernels import unflatten as unflatten_module
+from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer, Layout, Marks
+from tritonddp.kernels.quantized import dequantize as dequantize_module
+from tritonddp.kernels.quantized import quantize as quantize_module
+from tritonddp.kernels.quantized import reduce_parts as reduce_parts_module
+
+LIBRARY = str(Path(tritonddp.__file__).parent)
+COUNT = 12  # gradients
+VECTORS = [dense([64])] * COUNT
+BOTH = [dense([8, 8]), dense([64])] * (COUNT // 2)
+USED = [True] * COUNT
+BALLOTS = bytes([7, 0, 255])
+ONE = torch.ones(1, dtype=torch.float64)
+
+
+def flat_of(slots=VECTORS, wire=torch.float32, alignment=1, marks=None) -> FlatBuffer:
+    shapes, strides = [shape for shape, _ in slots], [stride for _, stride in slots]
+    layout = Layout.of(shapes, strides, alignment, len(BALLOTS), marks)
+    return FlatBuffer(layout, wire, torch.device("cpu"))
+
+
+def gradients(slots=VECTORS, dtype=torch.float32, seed=0) -> list[torch.Tensor | None]:
+    return [
+        values(math.prod(shape), dtype, seed + slot).as_strided(shape, stride)
+        for slot, (shape, stride) in enumerate(slots)
+    ]
+
+
+def calls(function: Callable[..., Any], *arguments: Any) -> int:
+    """Functions of the package that the third of three calls has called, itself among them."""
+    count = 0
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(LIBRARY)
+
+    for _ in range(2):
+        function(*arguments)
+    sys.setprofile(note)
+    try:
+        function(*arguments)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+class Compiled:
+    """Notes what is launched."""
+
+    def __init__(self, kernel: Kernel, number: int) -> None:
+        self.kernel, self.number = kernel, number
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *arguments: self.kernel.launched.append((self.number, arguments))
+
+
+class Kernel:
+    """Compiles nothing.
+
+    Attributes:
+        launched: number of the variant and arguments of each launch.
+    """
+
+    def __init__(self) -> None:
+        self.variants = 0
+        self.launched: list[tuple[int, tuple[Any, ...]]] = []
+
+    def warmup(self, *arguments: Any, **options: Any) -> Compiled:
+        self.variants += 1
+        return Compiled(self, self.variants)
+
+
+MODULES = {
+    "flatten": flatten_module,
+    "unflatten": unflatten_module,
+    "quantize": quantize_module,
+    "reduce_parts": reduce_parts_module,
+    "dequantize": dequantize_module,
+}
+
+
+@pytest.fixture
+def kernels() -> Iterator[dict[str, Kernel]]:
+    """Kernels of a GPU that are launched on tensors on the CPU, and do nothing."""
+    with contextlib.ExitStack() as stack:
+        fakes = {name: Kernel() for name in MODULES}
+        for name, module in MODULES.items():
+            stack.enter_context(mock.patch.object(module._launch, "kernel", fakes[name]))
+        yield fakes
+
+
+# The CPU's twins.
+
+
+@pytest.mark.parametrize("wire", DTYPES, ids=str)
+@pytest.mark.parametrize("slots", [VECTORS, BOTH], ids=["vectors", "both"])
+def test_the_twins_of_a_steady_step_are_one_function_each(slots, wire):
+    flat, grads = flat_of(slots, wire), gradients(slots, wire)
+    assert calls(reference.flatten, flat, grads, USED, 0.5, BALLOTS) == 1
+    assert calls(reference.unflatten, flat, grads) == 1
+    assert calls(flat.write_trailer, USED, BALLOTS) == 1
+
+
+def test_a_part_of_a_buffer_is_flattened_by_one_function_and_nothing_else_is_written():
+    flat, grads = flat_of(), gradients()
+    reference.flatten(flat, grads, USED, 1.0, BALLOTS)
+    before = flat.data.clone()
+    reference.flatten(flat.part(2, 5), grads[2:5], USED[:3], 0.5)
+    before[2 * 64 : 5 * 64] *= 0.5
+    assert_same_bits(flat.data, before)
+    assert calls(reference.flatten, flat.part(0, 5), grads[:5], USED[:5], 0.5) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"grads": [None, *[torch.ones(64)] * (COUNT - 1)]}, 2),
+        ({"used": tuple(USED)}, 3),
+        ({"ballots": list(BALLOTS)}, 3),
+        ({"marks": Marks(0, 2)}, 2),
+        ({"wire": torch.bfloat16}, 3),
+    ],
+    ids=["missing", "flags", "ballots", "marks", "cast"],
+)
+def test_steps_that_are_less_simple_call_no_more_than_they_need(change, expected):
+    flat = flat_of(wire=change.get("wire", torch.float32), marks=change.get("marks"))
+    given = {"grads": [torch.ones(64)] * COUNT, "used": USED, "ballots": BALLOTS} | change
+    found = calls(reference.flatten, flat, given["grads"], given["used"], 0.5, given["ballots"])
+    assert found == expected
+
+
+def steps(slots, dtype, flat) -> Iterator[tuple[Any, ...]]:
+    """Arguments of ``flatten``, each but for one thing those before."""
+    grads, others = gradients(slots, dtype), gradients(slots, dtype, 50)
+    missing = [*grads[:3], None, *grads[4:]]
+    placed = [*grads[:2], flat.views[2], *grads[3:]]
+    unused = [slot != 4 for slot in range(COUNT)]
+    yield grads, USED, 0.5, BALLOTS
+    yield grads, USED, 0.5, bytes(BALLOTS)
+    yield others, USED, 0.5, BALLOTS
+    yield others, unused, 0.5, BALLOTS
+    yield others, unused, 1 / 3, BALLOTS
+    yield others, unused, 1 / 3, bytes([1, 2, 3])
+    yield others, unused, 1 / 3, [4, 5, 6]
+    yield missing, unused, 1 / 3, BALLOTS
+    yield missing, unused, 1 / 3, BALLOTS
+    yield grads, unused, 1 / 3, BALLOTS
+    yield placed, unused, 1 / 3, BALLOTS
+    yield placed, unused, 1 / 3, BALLOTS
+    yield flat.views, unused, 1 / 3, BALLOTS
+    yield [None, *grads[1:]], USED, 1 / 3, BALLOTS
+    yield [None] * COUNT, USED, 1 / 3, BALLOTS
+    for scale in (1, 1.0, 0.0, -0.0, 1e300, math.inf, math.nan, 1.0):
+        yield grads, USED, scale, BALLOTS
+    odd = [torch.empty(65, dtype=dtype)[1:].copy_(grad.view(-1)) for grad in grads]
+    yield [g.as_strided(*slot, 1) for g, slot in zip(odd, slots, strict=True)], USED, 1.0, BALLOTS
+    # From here on of other dtypes: fp32 and fp64, one of which is not that of the others.
+    for other in (torch.float32, torch.float64, torch.float16):
+        yield gradients(slots, other), USED, 0.5, BALLOTS
+    yield grads, USED, 0.5, BALLOTS
+
+
+@pytest.mark.parametrize("wire", DTYPES, ids=str)
+@pytest.mark.parametrize("slots", [VECTORS, BOTH], ids=["vectors", "both"])
+@pytest.mark.parametrize("run", [reference.flatten, flatten_module.flatten], ids=["twin", "triton"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_buffer_notices_whatever_changes_from_one_step_to_the_next(run, slots, wire):
+    flat = flat_of(slots, wire, alignment=16)
+    for number, (grads, used, scale, ballots) in enumerate(steps(slots, wire, flat)):
+        fresh = flat_of(slots, wire, alignment=16)
+        for view, twin in zip(flat.views, fresh.views, strict=True):
+            twin.copy_(view)
+        twins = [
+            twin if grad is view else grad
+            for grad, view, twin in zip(grads, flat.views, fresh.views, strict=True)
+        ]
+        run(flat, grads, used, scale, ballots)
+        plainly_flatten(fresh, twins, used, scale, ballots)
+        for slot, (view, twin) in enumerate(zip(flat.views, fresh.views, strict=True)):
+            assert_same_bits(view, twin, f"step {number}, slot {slot}")
+        assert_same_bits(
+            flat.data[flat.layout.flags_offset :], fresh.data[flat.layout.flags_offset :]
+        )
+
+
+def plainly_flatten(flat, grads, used, scale, ballots) -> None:
+    """Gradient by gradient, by numbers."""
+    wire = flat.data.dtype
+    for view, grad in zip(flat.views, grads, strict=True):
+        if grad is None:
+            view.zero_()
+        else:
+            compute = reference.compute_dtype(grad.dtype, wire)
+            if grad.dtype is wire:
+                view.copy_(grad * scale)
+            else:
+                view.copy_(grad.to(compute) * scale)
+    flat.flags.copy_(torch.tensor(used))
+    flat.ballots.copy_(torch.tensor(list(ballots)))
+
+
+def test_every_bit_of_a_scaled_gradient_is_what_a_number_makes_of_it():
+    # A tensor without dimensions takes the place of the number: NaN, -0.0 and subnormals too.
+    generator = torch.Generator().manual_seed(0)
+    for wire, bits in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16)):
+        limit = 2 ** (8 * bits.itemsize - 1)
+        grads = [
+            torch.randint(-limit, limit - 1, (64,), generator=generator).to(bits).view(wire)
+            for _ in range(COUNT)
+        ]
+        flat = flat_of(wire=wire)
+        for scale in (1.0, 1 / 3, -2.0, 2.0**-130, 1 + 2.0**-40, 1e300, math.inf):
+            reference.flatten(flat, grads, USED, scale, BALLOTS)
+            for view, grad in zip(flat.views, grads, strict=True):
+                expected = grad.clone().mul_(scale)
+                assert torch.equal(view.view(bits), expected.view(bits)), (wire, scale)
+
+
+@pytest.mark.parametrize("sizes", [(63,), (65,), (64, 64)], ids=str)
+def test_the_twin_still_refuses_what_does_not_fit_when_it_has_flattened_before(sizes):
+    flat = flat_of()
+    for _ in range(2):
+        reference.flatten(flat, gradients(), USED, 0.5, BALLOTS)
+    wrong = [*gradients()[: COUNT - 1], *map(torch.ones, sizes)]
+    with (
+        pytest.warns(UserWarning, match="resized"),
+        pytest.raises(RuntimeError, match="not of the"),
+    ):
+        reference.flatten(flat, wrong, USED, 0.5, BALLOTS)
+    for bad in (b"", bytes(4), [1, 2, 256]):
+        with pytest.raises(ValueError, match="ballot"):
+            reference.flatten(flat, gradients(), USED, 0.5, bad)
+    with pytest.raises(ValueError, match="12 slots, but 11 flags"):
+        reference.flatten(flat, gradients(), USED[1:], 0.5, BALLOTS)
+    part = flat.part(0, 2)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="room for 0 ballots, but 3 came"):
+            reference.flatten(part, gradients()[:2], USED[:2], 0.5, BALLOTS)
+
+
+def test_the_trailer_is_written_anew_after_the_collective_has_been_there():
+    flat = flat_of()
+    for run in (
+        flat.write_trailer,
+        lambda *a: reference.flatten(flat, gradients(), a[0], 1.0, a[1]),
+    ):
+        for _ in range(3):
+            run(USED, BALLOTS)
+            assert flat.flags.tolist() == [1] * COUNT
+            assert flat.ballots.tolist() == list(BALLOTS)
+            flat.data.mul_(2)
+
+
+@pytest.mark.parametrize("what", ["flags", "ballots"])
+def test_what_owners_of_flags_and_ballots_change_in_place_is_noticed(what):
+    flat, used, ballots = flat_of(), list(USED), bytearray(BALLOTS)
+    for place in range(3):
+        flat.write_trailer(used, ballots)
+        if what == "flags":
+            used[place] = False
+        else:
+            ballots[place] = 9
+        flat.write_trailer(used, ballots)
+        assert flat.flags.tolist() == used
+        assert flat.ballots.tolist() == list(ballots)
+
+
+@pytest.mark.parametrize("slots", [VECTORS, BOTH], ids=["vectors", "both"])
+def test_a_gradient_in_its_place_is_not_copied_onto_itself(slots):
+    # Autograd would take it for written to by somebody.
+    flat = flat_of(slots)
+    versions = [view._version for view in flat.views]
+    for _ in range(3):
+        reference.flatten(flat, flat.views, USED, 0.5, BALLOTS)
+    assert [view._version for view in flat.views] == versions
+
+
+def test_what_torch_has_refused_it_is_not_asked_again_for_as_long_as_it_comes(monkeypatch):
+    flat, cat, asked = flat_of(), torch.cat, []
+    monkeypatch.setattr(torch, "cat", lambda *a, **kw: asked.append(1) or cat(*a, **kw))
+    for grads, expected in [
+        (gradients(), [1, 1, 1]),
+        ([*gradients()[1:], None], [1, 0, 0]),  # it takes torch as long as ten copies to refuse
+        ([*gradients()[1:], flat.views[-1]], [0, 0, 0]),
+        (gradients(), [0, 1, 1]),
+        (flat.views, [1, 0, 0]),
+    ]:
+        for times in expected:
+            asked.clear()
+            reference.flatten(flat, grads, USED, 0.5, BALLOTS)
+            assert len(asked) == times
+
+
+def test_large_gradients_get_no_more_views_of_their_memory():
+    # Whoever donates them counts: see Bucket.prepare.
+    from tritonddp._torch import storage_address, storage_use_count
+
+    slots = [dense([10_000]), dense([9_000])]
+    flat = flat_of(slots)
+    address = storage_address(flat.data.untyped_storage())
+    before = storage_use_count(address)
+    for _ in range(2):
+        reference.flatten(flat, [torch.ones(10_000), torch.ones(9_000)], [True] * 2, 0.5, BALLOTS)
+        flat.write_trailer([True] * 2, BALLOTS)
+    assert storage_use_count(address) == before
+
+
+# The kernels of a GPU.
+
+
+@pytest.mark.parametrize("marks", [None, Marks(0, 2)], ids=["plain", "marks"])
+def test_launches_of_a_steady_step_are_two_functions_each(kernels, marks):
+    flat, grads = flat_of(alignment=16, marks=marks), gradients()
+    before = launch.launches
+    assert calls(flatten_module.flatten, flat, grads, USED, 0.5, BALLOTS) == 2
+    assert calls(unflatten_module.unflatten, flat, grads) == 2
+    assert calls(unflatten_module.unflatten, flat, grads, ONE) == 2
+    assert launch.launches - before == 9
+    assert flat.tables.uploads == 1
+
+
+def test_launches_of_a_steady_quantised_step_are_few_functions(kernels):
+    grads = gradients()
+    (flat,) = quantized_buffers(grads, USED, torch.int8, 1)
+    assert calls(quantize_module.quantize, flat, grads, USED, 0.5, BALLOTS) == 3
+    assert calls(reduce_parts_module.reduce_parts, flat) == 2
+    assert calls(dequantize_module.dequantize, flat, grads) == 3
+    assert calls(dequantize_module.dequantize, flat, grads, ONE) == 4
+    assert all(len(kernels[name].launched) >= 3 for name in ("quantize", "dequantize"))
+
+
+def test_no_gpu_is_asked_for_tensors_on_the_cpu(kernels, monkeypatch):
+    monkeypatch.delattr(torch.cuda, "current_device")
+    flat, grads = flat_of(alignment=16), gradients()
+    flatten_module.flatten(flat, grads, USED, 0.5, BALLOTS)
+    unflatten_module.unflatten(flat, grads, ONE)
+
+
+def test_a_launch_is_made_where_its_tensors_are(kernels, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    devices: list[Any] = []
+
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        devices.append(
+            (index, len(kernels["flatten"].launched), len(kernels["unflatten"].launched))
+        )
+        yield
+        devices.append(
+            (index, len(kernels["flatten"].launched), len(kernels["unflatten"].launched))
+        )
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    flat, grads = flat_of(alignment=16), gradients()
+    for index in (None, 0, 1):
+        flatten_module.flatten(flat, grads, USED, 0.5, BALLOTS)
+        unflatten_module.unflatten(flat, grads)
+        flat.tables.device_index = index
+    assert devices == []
+    flatten_module.flatten(flat, grads, USED, 0.5, BALLOTS)
+    unflatten_module.unflatten(flat, grads)
+    assert devices == [(1, 3, 3), (1, 4, 3), (1, 4, 3), (1, 4, 4)]
+
+
+def test_each_variant_of_a_flatten_is_prepared_once_and_taken_again(kernels):
+    flat = flat_of(alignment=16)
+    fp32, fp16 = gradients(), gradients(dtype=torch.float16)
+    odd, _ = embedded_gradients(VECTORS, torch.float32, aligned=False)
+    none = [None] * COUNT
+    for _ in range(2):
+        for grads in (fp32, fp16, odd, [*odd[:1], None, *odd[2:]], [None, *fp32[1:]], none):
+            flatten_module.flatten(flat, grads, USED, 0.5, BALLOTS)
+    # Zeros are compiled as gradients of the wire dtype are.
+    assert [number for number, _ in kernels["flatten"].launched] == [1, 2, 3, 3, 1, 1] * 2
+    for _, arguments in kernels["flatten"].launched:
+        assert arguments[:3] == (flat.tables.chunks, flat.tables.dynamic, flat.data)
+        assert len(arguments) == 10 + 7
+    assert len({id(arguments) for arguments in flat.tables.launches.values()}) == 4
+
+
+def test_gradients_of_two_dtypes_where_those_of_one_were_are_an_error(kernels):
+    flat, grads = flat_of(alignment=16), gradients()
+    flatten_module.flatten(flat, grads, USED, 0.5, BALLOTS)
+    mixed = [grads[0].view(torch.float16), *grads[1:]]  # at the same addresses
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"slot 1 is torch\.float32.*torch\.float16"):
+            flatten_module.flatten(flat, mixed, USED, 0.5, BALLOTS)
+    assert len(kernels["flatten"].launched) == 1
+
+
+def test_each_variant_of_an_unflatten_is_prepared_once_and_gets_its_factor(kernels):
+    flat = flat_of(alignment=16)
+    fp32, fp16 = gradients(), gradients(dtype=torch.float16)
+    odd, _ = embedded_gradients(VECTORS, torch.float32, aligned=False)
+    memory = torch.ones(4, dtype=torch.float64)
+    factors = [None, memory[:1], memory[2:3], memory[1:2]]  # the last one is not aligned
+    for grads in (fp32, fp16, odd):
+        for factor in factors:
+            unflatten_module.unflatten(flat, grads, factor)
+    launched = kernels["unflatten"].launched
+    assert [number for number, _ in launched] == [1, 1, 1, 2, 3, 3, 3, 4, 5, 5, 5, 6]
+    for place, (_, arguments) in enumerate(launched):
+        factor = factors[place % 4]
+        assert arguments[3] is (flat.tables.one if factor is None else factor)
+        assert len(arguments) == 5 + 5
+    with pytest.raises(TypeError, match=r"one torch\.float64 element"):
+        unflatten_module.unflatten(flat, fp32, torch.ones(1))
+
+
+def test_other_residuals_are_given_to_the_next_launch(kernels):
+    grads = gradients()
+    (flat,) = quantized_buffers(grads, USED, torch.int8, 1)
+    for _ in range(2):
+        for _ in range(2):
+            quantize_module.quantize(flat, grads, USED, 0.5, BALLOTS)
+            reduce_parts_module.reduce_parts(flat)
+            assert kernels["quantize"].launched[-1][1][3] is flat.residuals.sent
+            assert kernels["reduce_parts"].launched[-1][1][1] is flat.residuals.reduced
+        flat.residuals.sent = flat.residuals.sent.clone()
+        flat.residuals.reduced = flat.residuals.reduced.clone()
+
+
+def test_a_new_buffer_prepares_launches_of_its_own(kernels):
+    grads = gradients()
+    for _ in range(2):
+        flat = flat_of(alignment=16)
+        flatten_module.flatten(flat, grads, USED, 0.5, BALLOTS)
+        assert kernels["flatten"].launched[-1][1][2] is flat.data
+    assert kernels["flatten"].variants == 1
+    part = flat.part(0, 3)
+    flatten_module.flatten(part, grads[:3], USED[:3], 0.5)
+    assert kernels["flatten"].launched[-1][1][3] == 3  # slots

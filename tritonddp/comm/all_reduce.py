@@ -1,0 +1,94 @@
+"""The sum over ranks by one all-reduce a bucket."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tritonddp.buckets.bucket import Bucket
+from tritonddp.buckets.sparse_bucket import SparseBucket
+from tritonddp.comm.run import ReductionRun
+from tritonddp.comm.sparse import exchange
+from tritonddp.coordination import collectives
+from tritonddp.coordination.counters import Counters
+from tritonddp.coordination.group import Group
+from tritonddp.coordination.interrupts import Uninterrupted
+
+
+class AllReduce:
+    """One SUM all-reduce a bucket.
+
+    The factor ``1 / world_size`` is fused into the flatten kernel: SUM, unlike AVG, stays open to
+    every NCCL algorithm, and a pre-scaled sum does not overflow in half precision. A weighted mean
+    ``sum_r(w_r g_r) / sum_r(w_r)`` takes ``w_r / world_size`` there and ``world_size / sum_r(w_r)``
+    in the unflatten kernel: the weights are in the headers of the ranks. So is the number of ranks
+    that have inputs, for the mean over those.
+    """
+
+    averages = True
+
+    def __init__(self, group: Group, counters: Counters) -> None:
+        self._group = group
+        self._counters = counters
+        self._process_group = group.process_group
+        self._options = dist.AllreduceOptions()
+        # Its work objects need no help, and a call of it no Python.
+        self._is_plain = type(group.process_group) is dist.ProcessGroup
+
+    def launch(self, run: ReductionRun, bucket: Bucket, is_broken: bool = False) -> None:
+        """See :meth:`Transport.launch`."""
+        counters, nbytes, size = self._counters, bucket.nbytes, self._group.size
+        counters.collectives += 1
+        counters.wire_bytes += nbytes
+        counters.sent_bytes -= -2 * (size - 1) * nbytes // size
+        if run.is_logged:
+            run.log(bucket, "is sent with NaN" if is_broken else "is sent")
+        data = bucket.flat.data
+        try:
+            if self._is_plain:
+                # Python handles signals between two instructions. Here is but one from the call to
+                # the note that it was made.
+                run.works.extend(map(self._process_group.allreduce, ([data],), (self._options,)))
+            else:
+                with Uninterrupted():
+                    run.works.append(collectives.all_reduce(data, self._process_group))
+        except RuntimeError as error:
+            raise run.explain(bucket, error) from error
+
+    def wait(self, run: ReductionRun, bucket: Bucket) -> Tensor | None:
+        """See :meth:`Transport.wait`."""
+        try:
+            run.works[bucket.index].wait()
+        except RuntimeError as error:
+            raise run.explain(bucket, error) from error
+        if run.is_logged:
+            # On a GPU the host goes on before it is there.
+            is_there = bucket.flat.data.is_cpu
+            run.log(bucket, "is there" if is_there else "is waited for by the device")
+        if bucket.index == 0:
+            headers, expected = bucket.flat.ballots, run.agreement.expected
+            if (
+                expected is None
+                or not headers.is_cpu
+                or headers.dtype is not expected.dtype
+                or not torch.equal(headers, expected)
+            ):
+                run.read_headers(headers)
+        if isinstance(bucket, SparseBucket):
+            exchange_rows(run, bucket, self._counters)
+        return run.factor
+
+
+def exchange_rows(run: ReductionRun, bucket: SparseBucket, counters: Counters) -> None:
+    """The second step of sparse gradients, when the buffer is reduced.
+
+    Raises:
+        RuntimeError: see :meth:`Transport.wait`.
+    """
+    run.agreement.check_pending()  # ranks that do not reduce the same have announced nothing of use
+    try:
+        with Uninterrupted():
+            exchange(bucket, run.group.process_group, counters)
+    except RuntimeError as error:
+        raise run.explain(bucket, error, "exchange of sparse gradients") from error

@@ -1,0 +1,163 @@
+"""The ranks of a process group: what all wrappers in it share on this rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+import torch.distributed as dist
+from torch import Tensor
+
+from tritonddp._torch import process_groups
+from tritonddp.coordination import collectives
+from tritonddp.coordination.failures import FailureReport, History
+
+
+class Member(Protocol):
+    """Who reduces gradients in a group."""
+
+    def detach(self) -> None:
+        """Reduce nothing any more, without waiting for any other rank."""
+
+
+@dataclass
+class _Shared:
+    """What there is once for a process group, as long as that lives. (It must not hold it.)"""
+
+    history: History = field(default_factory=History)
+    open_runs: set[ref[Any]] = field(default_factory=set)
+    members: WeakSet[Any] = field(default_factory=WeakSet)
+    wrappers: int = 0
+    exchanges: int = 0
+    is_inherited: bool = False  # this process was forked from the rank that made it
+
+
+_shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
+
+
+class Group:
+    """A process group, and what its ranks have said and done so far.
+
+    Args:
+        process_group: its ranks. Two of these for the same process group share all that changes.
+
+    Attributes:
+        rank, size: this rank in the process group, and how many there are.
+        open_runs: weak references to whoever has begun a reduction and has not ended it: a
+            collective of the group must wait until it has made its own, as collectives are matched
+            by their order.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.process_group = process_group
+        self.rank: int = process_group.rank()
+        self.size: int = process_group.size()
+        self._shared = _shared.setdefault(process_group, _Shared())
+        self.open_runs = self._shared.open_runs
+        self._report = FailureReport(process_group, self._shared.history)
+
+    def next_wrapper(self) -> int:
+        """Number of a wrapper among those of the group: alike on all ranks."""
+        self._shared.wrappers += 1
+        return self._shared.wrappers - 1
+
+    def next_exchange(self) -> int:
+        """Number of an exchange of messages among those of the group: alike on all ranks."""
+        self._shared.exchanges += 1
+        return self._shared.exchanges - 1
+
+    # Failures
+
+    def enter(self) -> None:
+        """A module is wrapped: tell the others which process this rank is. Never fails."""
+        self._report.enter()
+
+    def remember_processes(self) -> None:
+        """All ranks have entered: keep what is needed where nobody can be asked. Never fails."""
+        self._shared.history.processes.remember_first(self.process_group)
+
+    def guard(self, where: str, what: str) -> AbstractContextManager[None]:
+        """Context for one collective: if it fails, the error says who is missing.
+
+        Args:
+            where, what: see :meth:`FailureReport.explain`.
+
+        Raises:
+            RuntimeError: see there.
+        """
+        return _guard(self._report, where, what)
+
+    def explain(self, where: str, what: str, error: BaseException) -> RuntimeError:
+        """See :meth:`FailureReport.explain`."""
+        return self._report.explain(where, what, error)
+
+    def rank_list(self, ranks: list[int]) -> str:
+        """``rank 1``, ``ranks 1 and 2``; with global ranks where they differ."""
+        return self._report.rank_list(ranks)
+
+    # Collectives of some bytes, which name who fails
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        where: str,
+        what: str,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    ) -> None:
+        """Reduce ``tensor`` in place, and wait for it; see :meth:`guard`."""
+        with self.guard(where, what):
+            collectives.all_reduce(tensor, self.process_group, op).wait()
+
+    def broadcast(self, tensor: Tensor, source: int, where: str, what: str) -> None:
+        """Overwrite ``tensor`` with that of rank ``source``, and wait for it; see :meth:`guard`."""
+        with self.guard(where, what):
+            collectives.broadcast(tensor, self.process_group, source).wait()
+
+    # Forks
+
+    def join_forks(self, member: Member) -> None:
+        """Have ``member`` detached in every process that is forked from this one."""
+        self._shared.members.add(member)
+
+    def refuse_if_forked(self) -> None:
+        """Nothing may be sent in a group that was there before this process.
+
+        A process that was forked from a rank shares that rank's connections: what it sent the
+        others would take for the rank's own messages, and gloo would end them.
+
+        Raises:
+            RuntimeError: it was; says what to do.
+        """
+        if self._shared.is_inherited:
+            raise RuntimeError(
+                f"process {os.getpid()} was forked from rank {self.rank} of a process group, and "
+                "is no rank of it: what it sent would be taken for that rank's. Here use the bare "
+                "module (ddp.module), on which nothing is averaged; start processes that shall be "
+                "ranks with torchrun or the start method 'spawn'"
+            )
+
+
+@contextmanager
+def _guard(report: FailureReport, where: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise report.explain(where, what, error) from error
+
+
+def _inherit() -> None:
+    """In a process that was forked: it is a rank of none of the groups that it has."""
+    for group in process_groups():
+        _shared.setdefault(group, _Shared())
+    for shared in list(_shared.values()):
+        shared.is_inherited = True
+        for member in list(shared.members):
+            member.detach()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_inherit)

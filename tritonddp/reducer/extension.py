@@ -1,0 +1,121 @@
+"""The one way to plug a feature into a backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tritonddp.buckets.bucket import Bucket, Segment
+from tritonddp.comm.run import ReductionRun
+
+
+class Extension:
+    """What a reducer does beside the plain mean. Override what you need; the rest costs nothing.
+
+    An extension may live as long as the reducer, and must not hold it.
+    """
+
+    def on_forward(self) -> None:
+        """A forward is about to run. May raise what the last backward has left."""
+
+    def on_begin(self, run: ReductionRun) -> None:
+        """A backward begins, or what it accumulated is reduced on request.
+
+        May set ``run.weight`` and ``run.skipped``, or add to ``run.unfilled``. May raise: then this
+        rank takes part in what the others reduce with NaN.
+        """
+
+    def on_pack(self, run: ReductionRun, bucket: Bucket, segment: Segment) -> None:
+        """The gradients of a segment are final, and about to be packed. May replace them."""
+
+    def on_packed(self, run: ReductionRun, bucket: Bucket) -> None:
+        """A segment of ``bucket`` has been packed."""
+
+    def on_launch(self, run: ReductionRun, bucket: Bucket) -> None:
+        """``bucket`` is about to be launched."""
+
+    def on_launched(self, run: ReductionRun, bucket: Bucket, work: Any) -> None:
+        """``bucket`` is on its way."""
+
+    def on_compute_end(self, run: ReductionRun) -> None:
+        """The engine is through with the backward."""
+
+    def on_waited(self, run: ReductionRun, bucket: Bucket) -> None:
+        """The sum over ranks is in ``bucket``: on a GPU, when the current stream comes here."""
+
+    def on_reduced(self, run: ReductionRun, bucket: Bucket) -> None:
+        """``.grad`` of the parameters in ``bucket`` holds the mean. May raise a LocalError."""
+
+    def on_reduced_all(self, run: ReductionRun) -> None:
+        """All buckets of ``run`` are back, and not yet replaced by others."""
+
+    def on_close(self, run: ReductionRun) -> None:
+        """The run is over, whatever has become of it."""
+
+    def on_end(self, run: ReductionRun) -> None:
+        """The run came to its end, and nothing is under way any more. May raise."""
+
+    def on_abort(self, run: ReductionRun) -> None:
+        """The backward of ``run`` broke off, or the run failed."""
+
+
+class Events:
+    """For each event, the methods of the extensions that want it. Loops over none cost no call."""
+
+    on_forward: Sequence[Any] = ()
+    on_begin: Sequence[Any] = ()
+    on_pack: Sequence[Any] = ()
+    on_packed: Sequence[Any] = ()
+    on_launch: Sequence[Any] = ()
+    on_launched: Sequence[Any] = ()
+    on_compute_end: Sequence[Any] = ()
+    on_waited: Sequence[Any] = ()
+    on_reduced: Sequence[Any] = ()
+    on_reduced_all: Sequence[Any] = ()
+    on_close: Sequence[Any] = ()
+    on_end: Sequence[Any] = ()
+    on_abort: Sequence[Any] = ()
+
+    def __init__(self) -> None:
+        self.extensions: tuple[Extension, ...] = ()
+
+    def install(self, extension: Extension) -> None:
+        """Tell ``extension`` of what happens from now on."""
+        self._tell((*self.extensions, extension))
+
+    def remove(self, extension: Extension) -> None:
+        """Tell ``extension`` nothing any more. Nothing happens if it is told nothing."""
+        self._tell(tuple(each for each in self.extensions if each is not extension))
+
+    def _tell(self, extensions: tuple[Extension, ...]) -> None:
+        self.extensions = extensions
+        for event in (name for name in vars(Extension) if name.startswith("on_")):
+            nothing = getattr(Extension, event)
+            methods = (
+                getattr(each, event)
+                for each in extensions
+                if getattr(type(each), event) is not nothing
+            )
+            setattr(self, event, tuple(methods))
+
+
+class SyncState:
+    """What the next backward is: the wrapper writes, the reducer reads.
+
+    Attributes:
+        enabled: it is reduced; off inside ``no_sync``.
+        weight: how much it counts, ``None`` if as much as others.
+        join: what the ranks tell each other inside ``join()``, ``None`` outside.
+    """
+
+    __slots__ = ("enabled", "join", "weight")
+
+    def __init__(self) -> None:
+        self.enabled = True
+        self.weight: Any = None
+        self.join: Any = None
+
+    @property
+    def source_rank(self) -> int:
+        """Whose buffers, and whose order of gradients, all ranks take over."""
+        return 0 if self.join is None else self.join.source_rank
