@@ -204,6 +204,9 @@ current_graph_task_id = torch._C._current_graph_task_id
 # The autograd node that the engine runs on this thread, also while its hooks run.
 current_autograd_node = torch._C._current_autograd_node
 
+# The Python hooks of a tensor, ``None`` if it has had none.
+backward_hooks_of = attrgetter("_backward_hooks")
+
 # Run a function when the backward that runs on this thread is over. FSDP2 and stock DDP end their
 # backward the same way; torch has no public name for it.
 queue_end_of_backward = Variable._execution_engine.queue_callback

@@ -397,7 +397,12 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             raise
         if self.sync.join is not None:
             announce_forward(self)
-        if self._check_sync_bufs_pre_fwd():
+        if (
+            self.forward_sync_buffers
+            and self.require_forward_param_sync
+            and any(self.core.parameters.buffer_tables)
+            and self._check_sync_bufs_pre_fwd()
+        ):
             self._sync_buffers()
         if self.device_ids:
             inputs, kwargs = move_inputs(
@@ -418,7 +423,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         if has_grad:
             context = distributed_context()
             if context is None:
-                self.core.watch(tensors_in(output), syncs)
+                is_one = type(output) is Tensor
+                self.core.watch((output,) if is_one else tensors_in(output), syncs)
             else:
                 in_context.watch(self.core, output, context, syncs)
         # As in stock: after a forward that will not be synchronised, the next one need not
@@ -896,20 +902,12 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     def _check_sync_bufs_pre_fwd(self) -> bool:
         """Whether a forward begins with :meth:`_sync_buffers` now."""
         is_after = self._buffer_hook is not None and self._buffer_hook.is_after_forward
-        return not is_after and self._syncs_buffers
+        return not is_after and self.will_sync_module_buffers()
 
     def _check_sync_bufs_post_fwd(self) -> bool:
         """Whether a forward ends with it, as a hook wants it."""
         is_after = self._buffer_hook is not None and self._buffer_hook.is_after_forward
-        return is_after and self._syncs_buffers
-
-    @property
-    def _syncs_buffers(self) -> bool:
-        return (
-            self.forward_sync_buffers
-            and self.require_forward_param_sync
-            and any(self.core.parameters.buffer_tables)
-        )
+        return is_after and self.will_sync_module_buffers()
 
     def _sync_buffers(self) -> None:
         sync_buffers(self.core.parameters, self.state_broadcast, self.core, self._buffer_hook)

@@ -87,13 +87,18 @@ class Bucket:
         before: gradients that were there when the backward began, and their versions, by slot.
         used: for each slot, whether its gradient counts as one of this rank, once it is packed.
         quantization: of gradients that travel quantised, else ``None``.
+        no_header: as many zeros as there are bytes of headers.
+        has_views: gradients live in the buffer.
         is_sparse: a second exchange follows that of the buffer.
+        last_trailer: of the last reduction: what this rank had said, the whole of it reduced, and
+            the used flags. In most steps it is the same again.
         is_lazy: see above.
         has_to_prepare: :meth:`prepare` is to be called before each backward.
     """
 
     quantization: Quantization | None = None
     is_sparse = False
+    has_views = False
 
     def __init__(
         self,
@@ -110,6 +115,7 @@ class Bucket:
         self.params = list(params)
         self.names = list(names)
         self.first = 0
+        self.no_header = bytes(headers)
         self.before: dict[int, tuple[Tensor, int]] = {}
         self._kernels = kernels
         self._counters = counters
@@ -124,6 +130,8 @@ class Bucket:
         self._casts = self._wire_dtype not in self._dtypes
         self._donates = kernels.cedes(self._layout) and not self._casts
         self.flat: Any = None
+        # The trailer of the last reduction, what this rank had said in it, and the used flags.
+        self.last_trailer: tuple[bytes, Tensor, list[float]] | None = None
         self._counts: Tensor | None = None  # of ranks that used a parameter, of a buffer that went
         self.allocate()
         flat: Any = self.flat
@@ -316,6 +324,8 @@ class Bucket:
 
     def discard(self) -> None:
         """Leave ``.grad`` as it is."""
+        if self.flat is not None:
+            self.flat.known_flags = None
         self._grads = [None] * len(self._grads)
         self.before = {}
 

@@ -36,6 +36,7 @@ class BucketSet:
         segments_of: for each bucket, the numbers of its segments.
         to_prepare, to_release: those of the buckets that have something to do before each backward,
             and after it.
+        needs_reduction: a bucket does something with gradients even if there is but one rank.
     """
 
     def __init__(
@@ -71,7 +72,16 @@ class BucketSet:
             self.segments_of.append(range(before, len(self.segments)))
             first = last
         self.to_prepare = [bucket for bucket in self.buckets if bucket.has_to_prepare]
+        self.needs_reduction = any(b.is_lazy or b.is_sparse for b in self.buckets)
         self.to_release = [bucket for bucket in self.buckets if bucket.is_lazy]
+
+    def make_views(self) -> None:
+        """Have gradients live in the buckets that want it, where nothing is exchanged."""
+        for bucket in self.buckets:
+            if bucket.has_views:
+                for segment in bucket.segments:
+                    bucket.pack(segment, [True] * len(segment.params), 1.0, bucket.no_header)
+                bucket.discard()
 
     def fits(
         self,

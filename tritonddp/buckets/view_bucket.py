@@ -19,6 +19,8 @@ class ViewBucket(Bucket):
     that lies elsewhere (the first backward, ``zero_grad(set_to_none=True)``) is copied in.
     """
 
+    has_views = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._donates = False  # the buffer is never anybody else's

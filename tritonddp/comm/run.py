@@ -82,11 +82,11 @@ class ReductionRun:
         events: whom to tell.
         used: for each parameter, whether its gradient counts as one of this rank.
         source: where the gradients come from.
-        is_local: a backward that only accumulates (``no_sync``): there is nothing to launch.
 
     Attributes:
         buckets: in launch order.
         where: this rank and its step, for messages.
+        is_local: a backward that only accumulates (``no_sync``): there is nothing to launch.
         is_provisional: the order of gradients is observed, and buckets are launched at the end.
         of_backwards: its gradients are those of backwards, and not given by the user.
         earlier: for each parameter, whether a backward before this one has used it.
@@ -114,25 +114,34 @@ class ReductionRun:
             backward breaks off.
         graph_task: id of the backward; -1 without one.
         creates_graph: the backward runs with ``create_graph=True``.
+        is_alone: it is of the only rank, and nothing is exchanged.
         is_late: its first gradient had come when it was noticed.
     """
 
-    __slots__ = (
-        *("__weakref__", "agreement", "arrived", "awaits_finalize", "bucket_set", "buckets"),
-        *("creates_graph", "done", "doubtful", "earlier", "end", "events", "factor", "failure"),
-        *(
-            "filled",
-            "graph_task",
-            "group",
-            "header",
-            "is_finished",
-            "is_late",
-            "is_local",
-            "is_logged",
-        ),
-        *("is_provisional", "of_backwards", "packed_at", "reached", "scale", "schema", "skipped"),
-        *("source", "transport", "transport_state", "unfilled", "used", "weight", "where", "works"),
-    )
+    # What most runs leave as it is: an attribute that is not set costs nothing.
+    where = ""
+    is_local = False
+    is_provisional = False
+    is_alone = False
+    of_backwards = True
+    reached: Sequence[bool] = ()
+    doubtful: Collection[int] = ()
+    schema: bytes | None = None
+    skipped: Collection[int] = ()
+    weight: Any = None
+    scale = 1.0
+    header = b""
+    arrived: Sequence[int] = ()
+    done = 0
+    factor: Tensor | None = None
+    failure: BaseException | None = None
+    awaits_finalize = False
+    is_finished = False
+    transport_state: Any = None
+    is_logged = False
+    graph_task = -1
+    creates_graph = False
+    is_late = False
 
     def __init__(
         self,
@@ -143,9 +152,7 @@ class ReductionRun:
         events: Events,
         used: list[bool],
         source: GradSource,
-        is_local: bool = False,
     ) -> None:
-        # What it is
         self.bucket_set = bucket_set
         self.buckets = bucket_set.buckets
         self.transport = transport
@@ -153,38 +160,13 @@ class ReductionRun:
         self.group = group
         self.events = events
         self.source = source
-        self.where = ""
-        self.is_local = is_local
-        self.is_provisional = False
-        self.of_backwards = True
-        # What this rank says, and has
         self.used = used
         self.earlier: Sequence[bool] = used
-        self.reached: Sequence[bool] = ()
-        self.doubtful: Collection[int] = ()
-        self.schema: bytes | None = None
-        self.skipped: Collection[int] = ()
-        self.weight: Any = None
-        self.scale = 1.0
-        self.header = b""
-        # How far it is
         self.filled = [False] * len(bucket_set.segments)
         self.packed_at: dict[int, int] = {}
         self.unfilled = [0] * len(self.buckets)
         self.works: list[Any] = []
-        self.done = 0
-        self.arrived: Sequence[int] = ()
-        self.factor: Tensor | None = None
-        self.failure: BaseException | None = None
-        self.awaits_finalize = False
-        self.is_finished = False
-        self.transport_state: Any = None
-        self.is_logged = False
-        # Its backward
         self.end: Callable[[], object] = _nothing
-        self.graph_task = -1
-        self.creates_graph = False
-        self.is_late = False
 
     # Into the buckets
 

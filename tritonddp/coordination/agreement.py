@@ -244,8 +244,8 @@ class Agreement:
         header: what this rank says in the reduction that runs, or said in the last one.
         key: what it was made of: if that is as last time, so is all that follows from it.
         encoded: its bytes, for the trailer of the first bucket.
-        expected: the reduced headers if all ranks say what this one says, on the CPU;
-            ``None`` where they have to be looked at, since there are weights.
+        is_unanimous: all ranks said what this one said, without weights: there is nothing to be
+            looked at as long as they do.
         scale: by which gradients are multiplied before the sum: the weight, or 1, over the number
             of ranks.
         unit: in which weights are counted, alike on all ranks: about the last ones.
@@ -257,7 +257,7 @@ class Agreement:
         self.header: RankHeader | None = None
         self.key: object = None
         self.encoded = b""
-        self.expected: Tensor | None = None
+        self.is_unanimous = False
         self.scale = 1.0 / group.size
         self.unit = _FIRST_UNIT
         self.pending = False
@@ -280,8 +280,7 @@ class Agreement:
         self.encoded = header.encode(self._group.rank, self._group.size)
         mine = self.encoded[self._group.rank * BYTES :][:BYTES]
         self._all_alike = torch.tensor([*mine] * self._group.size, dtype=torch.float32)
-        is_plain = header.weight is None and not header.over_present
-        self.expected = self._all_alike if is_plain else None
+        self.is_unanimous = False
 
     def read(self, headers: Tensor, where: str) -> Tensor | None:
         """Find out the sum of the weights, and whether the ranks reduce the same.
@@ -333,9 +332,9 @@ class Agreement:
         assert self.header is not None
         assert self._all_alike is not None
         if self.header.weight is None and torch.equal(headers.float(), self._all_alike):
-            if self.expected is not None and headers.dtype is not self.expected.dtype:
-                self.expected = self._all_alike.to(headers.dtype)  # of the wire
+            self.is_unanimous = not self.header.over_present
             return
+        self.is_unanimous = False
         if is_alone(headers, self.encoded):
             self._note_alone()
             return

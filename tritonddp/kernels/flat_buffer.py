@@ -198,6 +198,8 @@ class FlatBuffer:
         views: one tensor per gradient in its place, with the gradient's own shape and strides.
         is_part: made by :meth:`part`; its flags are written with those of the whole.
         tables: device-side tables of the Triton kernels, made by them at their first launch.
+        known_flags: :attr:`flags` once reduced, if somebody knows them already: ``unflatten`` need
+            not read them, and forgets them.
         batched: what the CPU's ``flatten`` has prepared, at its first call.
     """
 
@@ -206,6 +208,7 @@ class FlatBuffer:
     encoded_flags: Sequence[bool] = ()
     encoded_ballots: bytes = b""
     batched: Any = None
+    known_flags: list[float] | None = None
 
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
         self.layout = layout

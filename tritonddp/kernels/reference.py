@@ -157,7 +157,11 @@ def unflatten(
         TypeError: the factor is of another kind.
     """
     targets, sources = grads, flat.views
-    flags = flat.flags.tolist()
+    flags = flat.known_flags
+    if flags is None:
+        flags = flat.flags.tolist()
+    else:
+        flat.known_flags = None
     if not all(flags) or NoneType in map(type, grads):
         pairs = [
             (grad, view)

@@ -59,6 +59,13 @@ class Extension:
         """The backward of ``run`` broke off, or the run failed."""
 
 
+# Events that tell of a bucket.
+_OF_BUCKETS = (
+    *("on_pack", "on_packed", "on_launch", "on_launched"),
+    *("on_waited", "on_reduced", "on_reduced_all"),
+)
+
+
 class Events:
     """For each event, the methods of the extensions that want it. Loops over none cost no call."""
 
@@ -78,6 +85,7 @@ class Events:
 
     def __init__(self) -> None:
         self.extensions: tuple[Extension, ...] = ()
+        self.has_of_buckets = False  # an extension wants events of single buckets
 
     def install(self, extension: Extension) -> None:
         """Tell ``extension`` of what happens from now on."""
@@ -97,6 +105,7 @@ class Events:
                 if getattr(type(each), event) is not nothing
             )
             setattr(self, event, tuple(methods))
+        self.has_of_buckets = any(getattr(self, event) for event in _OF_BUCKETS)
 
 
 class SyncState:

@@ -218,9 +218,7 @@ def _begin(reducer: Reducer, context: int, forward: Forward) -> None:
         if graph_task in (reducer.seen_in_context, begun):
             return  # through another output, which has decided; perhaps its begin has failed
         reducer.seen_in_context = graph_task
-        is_reduced = reducer.is_reduced(forward)
-        reducer.forwards.backward_begins(is_reduced)
-        if not is_reduced:
+        if not reducer.is_reduced(forward):
             return  # no_sync: the context keeps this rank's gradients
         if former is not None and former.runs:
             raise RuntimeError(

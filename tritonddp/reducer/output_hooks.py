@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from tritonddp._torch import tree_leaves
+from tritonddp._torch import backward_hooks_of, tree_leaves
 
 
 class Forward:
@@ -68,6 +68,23 @@ class Forwards:
         self._is_armed = True
         self._prepared = self._number
 
+    def decide(self, forward: Forward | None, is_enabled: bool) -> bool:
+        """A backward begins: is it reduced, or does it only accumulate?
+
+        Args:
+            forward: through whose outputs it goes; ``None`` if that was not seen.
+            is_enabled: it starts outside ``no_sync``.
+        """
+        if 0 < (self._number if forward is None else forward.number) <= self._prepared:
+            reduced = True
+        elif self._is_armed:
+            reduced = is_enabled
+        else:
+            reduced = is_enabled and (not self.was_local if forward is None else forward.syncs)
+        self.was_local, self._prepared = False, 0
+        self._is_armed = self._is_armed and not reduced
+        return reduced
+
     def forces(self, forward: Forward | None) -> bool:
         """Whether a backward is reduced although it starts inside ``no_sync``."""
         number = self._number if forward is None else forward.number
@@ -88,45 +105,42 @@ class Forwards:
 
 
 class Listener(Protocol):
-    """Who is told; referred to weakly."""
+    """Who is told that a backward begins; referred to weakly."""
 
     def on_backward(self, forward: Forward) -> None:
         """A backward goes through an output of ``forward``."""
 
 
-class Outputs:
-    """Sees the start of each backward that runs through an output of the module.
+def watch(outputs: Iterable[Tensor], listener: weakref.ref[Any], forward: Forward) -> None:
+    """See the start of each backward that runs through one of these outputs of a forward.
 
     Without it the first gradient would do, but a backward that reaches no parameter of this rank
     must still take part, and one that starts with a reentrant checkpoint must be seen before its
     inner backward.
 
     Args:
-        listener: told of each output that a backward goes through.
+        outputs: tensors.
+        listener: told; an output may outlive it.
+        forward: whose outputs they are.
     """
-
-    def __init__(self, listener: Listener) -> None:
-        self._listener = weakref.ref(listener)
-        self._watched = WeakTensorKeyDictionary()
-
-    def watch(self, outputs: Iterable[Tensor], forward: Forward) -> None:
-        """These are the outputs of ``forward``."""
-        for output in outputs:
-            # A tensor that the module only hands on may live long: it gets one hook.
-            if output.grad_fn is not None and output not in self._watched:
-                self._watched[output] = None
-                output.register_hook(_backward_hook(self._listener, forward))
+    for output in outputs:
+        if output.grad_fn is None:
+            continue
+        hooks = backward_hooks_of(output)
+        # A tensor that the module only hands on may live long: it gets one hook.
+        if hooks and any(_is_of(listener, hook) for hook in hooks.values()):
+            continue
+        output.register_hook(partial(_output_reached, listener, forward))
 
 
-def _backward_hook(listener: weakref.ref[Listener], forward: Forward) -> Callable[[Tensor], None]:
-    """An output may outlive the listener: its hook refers weakly."""
+def _output_reached(listener: weakref.ref[Listener], forward: Forward, _: Tensor) -> None:
+    told = listener()
+    if told is not None:
+        told.on_backward(forward)
 
-    def backward(_: Tensor) -> None:
-        told = listener()
-        if told is not None:
-            told.on_backward(forward)
 
-    return backward
+def _is_of(listener: weakref.ref[Any], hook: Any) -> bool:
+    return isinstance(hook, partial) and hook.func is _output_reached and hook.args[0] is listener
 
 
 def tensors_in(output: Any) -> list[Tensor]:

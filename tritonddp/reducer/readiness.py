@@ -58,6 +58,11 @@ class ReadyTracker:
     Attributes:
         nodes: the AccumulateGrad node of each parameter. Holding them keeps them, and the hooks
             registered on them, alive: autograd itself refers to them only weakly.
+        query: for each parameter, whether the backward that runs on this thread will reach it.
+            ``None`` for ``torch.autograd.grad`` with respect to some of the parameters. To be
+            called from a hook. No graph is walked and no output looked at: the engine has just
+            computed which nodes it will run, so the answer is right for any loss. It is blind to
+            inner backwards of reentrant checkpoints.
         log: the parameters in the order in which their gradients came in this backward.
         reached: for each parameter, whether the engine has announced its gradient.
         waiting: for each bucket, how many of its segments have to wait for gradients.
@@ -71,6 +76,7 @@ class ReadyTracker:
         listener: Listener,
     ) -> None:
         self.nodes = gradient_nodes(params)
+        self.query: Callable[[], list[bool] | None] = partial(will_engine_execute, self.nodes)
         self.log: list[Tensor] = []
         self.reached: list[bool] = []
         self.waiting: list[int] = []
@@ -96,17 +102,6 @@ class ReadyTracker:
         # Parameters may outlive the wrapper. (Their autograd nodes, and the end hooks, do not.)
         self._remove = weakref.finalize(self, _remove_all, self._handles)
         self._remove.atexit = False
-
-    def query(self) -> list[bool] | None:
-        """For each parameter, whether the backward that runs on this thread will reach it.
-
-        ``None`` for ``torch.autograd.grad`` with respect to some of the parameters. To be called
-        from a hook. Blind to inner backwards of reentrant checkpoints.
-
-        No graph is walked and no output looked at: the engine has just computed which nodes it will
-        run, so the answer is right for any loss and any way of using the parameters.
-        """
-        return will_engine_execute(self.nodes)
 
     def begin(self, reached: list[bool], doubtful: Collection[int], looks: bool) -> None:
         """A backward begins that will reach these parameters.

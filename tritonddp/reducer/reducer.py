@@ -55,7 +55,7 @@ from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.reducer import recovery
 from tritonddp.reducer.extension import Events, SyncState
-from tritonddp.reducer.output_hooks import Forward, Forwards, Outputs
+from tritonddp.reducer.output_hooks import Forward, Forwards, watch
 from tritonddp.reducer.participation import ReentrantGrads, accumulates, as_trainable
 from tritonddp.reducer.readiness import ReadyTracker
 
@@ -163,7 +163,6 @@ class Reducer:
         self.launching = threading.RLock()
         self._reference = weakref.ref(self, group.open_runs.discard)
         self._broke_off = _broke_off_callback(self._reference)
-        self._outputs = Outputs(self)
         self._hooks_of_added: list[Any] = []
         group.join_forks(self)
         self._follow_buckets()
@@ -214,7 +213,8 @@ class Reducer:
             outputs: its tensors.
             syncs: whether backwards through them may be reduced: it ran outside ``no_sync``.
         """
-        self._outputs.watch(outputs, self.forwards.ended(self.counters.reductions, syncs))
+        forward = self.forwards.ended(self.counters.reductions, syncs)
+        watch(outputs, self._reference, forward)
 
     def settle(self) -> None:
         """No forward follows: see that the last backward came to its end, as if one did.
@@ -299,7 +299,8 @@ class Reducer:
                 return  # likewise, and none of them is ours
             missing = {number for number, comes in enumerate(reached) if not comes}
             self.parameters.check_kinds(missing, self.where)
-        self.check_finalized()
+        if self.run is not None:
+            self.check_finalized()
         if compiled_autograd_runs():
             raise RuntimeError(
                 f"{self.where()}: Compiled autograd is not compatible with tritonddp, whose "
@@ -316,25 +317,16 @@ class Reducer:
 
     def is_reduced(self, forward: Forward | None) -> bool:
         """Whether this backward is reduced, or only accumulates; see :class:`Forwards`."""
-        sync = self.sync
-        if sync.join is not None:
-            if sync.join.is_open:  # the ranks without inputs have heard what the forward said
-                syncs = forward is None or forward.syncs
-                return syncs and sync.join.reduces_backward(sync.enabled, self.where())
-            if not self.forwards.forces(forward) and not self.forwards.keep_local(forward):
-                return sync.join.reduces_backward(sync.enabled, self.where())
-        if self.forwards.forces(forward):
-            return True
-        return sync.enabled and not self.forwards.keep_local(forward)
-
-    def _run(self, source: GradSource, used: list[bool], is_local: bool = False) -> ReductionRun:
-        """A run of the buckets in force."""
-        current, agreement = self.manager.current, self.agreement
-        run = ReductionRun(
-            current, self.transport, agreement, self.group, self.events, used, source, is_local
-        )
-        run.is_provisional = self.manager.is_provisional
-        return run
+        join, forwards = self.sync.join, self.forwards
+        if join is None or (not join.is_open and forwards.forces(forward)):
+            return forwards.decide(forward, self.sync.enabled)
+        if join.is_open:  # the ranks without inputs have heard what the forward said
+            may_sync = forward is None or forward.syncs
+        else:
+            may_sync = not forwards.keep_local(forward)
+        is_reduced: bool = may_sync and join.reduces_backward(self.sync.enabled, self.where())
+        forwards.backward_begins(is_reduced)
+        return is_reduced
 
     def _open(self, forward: Forward | None, reached: list[bool], missing: Collection[int]) -> None:
         """A backward begins that is reduced."""
@@ -346,24 +338,32 @@ class Reducer:
             self.missing = missing
         source = self._source(forward)
         used = list(map(or_, reached, self.accumulated)) if self.has_accumulated else list(reached)
-        run = self._run(source, used)
+        run = ReductionRun(
+            manager.current, self.transport, self.agreement, self.group, events, used, source
+        )
+        run.is_provisional = manager.is_provisional
         run.is_late, run.reached = forward is None, reached
         run.earlier = self.accumulated
         doubtful: Collection[int] = _NONE
         if not manager.is_provisional and (missing or self.reentrant.has_come):
             doubtful = self.reentrant.may_come(set(missing))
             run.doubtful = doubtful
-        self._register(run)
+        # From here on the other ranks wait for the collectives of this run: see recovery.py.
+        self.group.open_runs.add(self._reference)
+        self.run = run
         self.counters.reductions += 1
         run.where = self.where()
-        self.forwards.backward_begins(True)
         try:
-            tracker.begin(reached, doubtful, looks=not manager.is_provisional)
+            run.is_alone = self.group.size == 1 and self._exchanges_nothing()
+            tracker.begin(reached, doubtful, looks=not (run.is_provisional or run.is_alone))
             run.unfilled = list(tracker.waiting)
             for call in events.on_begin:
                 call(run)
             if manager.former_counts or manager.schema is not self.parameters.schema:
                 manager.reduction_begins()
+            if run.is_alone:
+                self._queue_end(run)
+                return
             self.announce(run)
             for bucket in manager.current.to_prepare:
                 bucket.prepare()
@@ -382,13 +382,28 @@ class Reducer:
             with self.launching:
                 run.launch_ready()
 
+    def _exchanges_nothing(self) -> bool:
+        """Whether nobody needs the buckets: there is but one rank, whose gradients are the mean."""
+        current = self.manager.current
+        return (
+            self.transport is self.plain
+            and self.wire.reduce_dtype is None
+            and not self.manager.is_provisional
+            and not self.events.has_of_buckets
+            and not current.needs_reduction
+        )
+
     def _open_local(self, forward: Forward | None, reached: list[bool]) -> None:
         """A backward begins that only accumulates."""
-        run = self._run(GradSource.ELSEWHERE, self.accumulated, is_local=True)
+        run = ReductionRun(
+            *(self.manager.current, self.transport, self.agreement, self.group, self.events),
+            *(self.accumulated, GradSource.ELSEWHERE),
+        )
+        run.is_local = True
         run.is_late, run.reached = forward is None, reached
         run.where = self.where()
-        self._register(run)
-        self.forwards.backward_begins(False)
+        self.mark_open()
+        self.run = run
         try:
             self.tracker.begin(reached, _NONE, looks=False)
             for call in self.events.on_begin:
@@ -408,11 +423,6 @@ class Reducer:
         # An older one may have been passed by, by a backward beside the outputs for example.
         is_new = forward.reductions == self.counters.reductions
         return GradSource.FORWARD if is_new else GradSource.ELSEWHERE
-
-    def _register(self, run: ReductionRun) -> None:
-        """From here on the other ranks wait for the collectives of ``run``: see recovery.py."""
-        self.mark_open()
-        self.run = run
 
     def mark_open(self) -> None:
         """This reducer owes collectives to the other ranks."""
@@ -524,14 +534,18 @@ class Reducer:
             call(run)
         if self.is_detached:
             return
+        if run.is_alone:
+            self.finish(run)
+            return
         is_usual = self.tracker.is_usual()
         if run.is_local:
             self._accumulate(run, is_usual)
         else:
             if not is_usual or self.manager.is_provisional:
                 self._look_back(run)
-            with self.launching:
-                run.launch_ready(rest=True)
+            if len(run.works) < len(run.buckets):
+                with self.launching:
+                    run.launch_ready(rest=True)
             if self.finalizes_manually and any(run.works):
                 run.awaits_finalize = True
             else:
@@ -585,25 +599,10 @@ class Reducer:
 
     def finish(self, run: ReductionRun) -> None:
         """All buckets have been launched: wait for them, and end the run."""
-        try:
-            self._bring_back(run)
-        except RuntimeError as error:
-            if self.logger is not None:
-                self.logger.set_error_and_log(str(error))
-            # After a local error the other ranks go on: recovery does with what is in flight.
-            if not (isinstance(error, LocalError) and run.done < len(run.works)):
-                for call in self.events.on_abort:
-                    call(run)
-                self.close(run)
-            raise
-        # (After anything else, a KeyboardInterrupt say, buckets may be on their way: likewise.)
-        self.close(run)
-        for call in self.events.on_end:
-            call(run)
-
-    def _bring_back(self, run: ReductionRun) -> None:
         manager = self.manager
         try:
+            if run.is_alone:
+                run.bucket_set.make_views()
             run.finish()
             if (
                 manager.is_provisional
@@ -620,8 +619,29 @@ class Reducer:
             else:
                 manager.since_change += 1
                 run.is_finished = True
-        except _MISMATCHES as error:
-            self.raise_mismatch(error, run)
+        except (RuntimeError, *_MISMATCHES) as error:
+            self._fail(run, error)
+        # (After anything else, a KeyboardInterrupt say, buckets may be on their way: recovery does
+        # with what is in flight.)
+        self.close(run)
+        for call in self.events.on_end:
+            call(run)
+
+    def _fail(self, run: ReductionRun, error: Exception) -> NoReturn:
+        """``run`` has come to its end with this error: raise it, in words."""
+        try:
+            if isinstance(error, _MISMATCHES):
+                self.raise_mismatch(error, run)
+            raise error
+        except RuntimeError as named:
+            if self.logger is not None:
+                self.logger.set_error_and_log(str(named))
+            # After a local error the other ranks go on: recovery does with what is in flight.
+            if not (isinstance(named, LocalError) and run.done < len(run.works)):
+                for call in self.events.on_abort:
+                    call(run)
+                self.close(run)
+            raise
 
     def after_reduction(self, run: ReductionRun) -> None:
         """Buckets follow the order of gradients, and hold what is trainable.
@@ -677,7 +697,7 @@ class Reducer:
         """
         if not run.is_local:
             self.skipped_last = run.skipped
-            self.buckets_reduced = len(run.works) - len(run.skipped)
+            self.buckets_reduced = len(run.buckets) - len(run.skipped)
             if self.has_accumulated:
                 self.forget_accumulated()
             for bucket in self.manager.current.to_release:
@@ -685,7 +705,8 @@ class Reducer:
         for call in self.events.on_close:
             call(run)
         self.run = None
-        self.mark_closed()
+        if self.in_context is None:
+            self.group.open_runs.discard(self._reference)
 
     def forget_accumulated(self) -> None:
         """What was accumulated has been reduced."""
