@@ -316,7 +316,7 @@ def measure_parts(side: nn.Module, rounds: Rounds, ranks: Ranks) -> dict[str, An
         start = time.perf_counter()
         if on_cpu:
             for buffer, each in zip(buffers, used, strict=True):
-                buffer.write_trailer(each, bytes(buffer.layout.ballots))
+                buffer.write_trailer(each, bytes(buffer.layout.headers))
         written = time.perf_counter()
         for buffer in buffers:
             buffer.flags.tolist()

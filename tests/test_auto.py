@@ -60,7 +60,7 @@ def backwards(*seconds: float) -> Iterator[None]:
     left = iter(seconds)
 
     class Clock(Moments):
-        def between(self, start: str, end: str) -> int:
+        def nanoseconds(self, start: str, end: str) -> int:
             return int(next(left) * 1e9)
 
     with pytest.MonkeyPatch.context() as monkeypatch:

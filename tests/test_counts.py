@@ -75,7 +75,7 @@ def test_several_buckets_one_all_reduce_each_in_launch_order(view: bool) -> None
     train(ddp, 2)
     buckets = ddp.reducer.buckets
     assert len(buckets) == 3 + 2  # 25,600 and 12,800 bytes
-    ballots = 2 * HEADER_BYTES * buckets[0].params[0].element_size()  # an element a byte and rank
+    headers = 2 * HEADER_BYTES * buckets[0].params[0].element_size()  # an element a byte and rank
     before = copy.copy(ddp.reducer.counters)
     with recorded_collectives() as calls:
         train(ddp, 3)
@@ -85,7 +85,7 @@ def test_several_buckets_one_all_reduce_each_in_launch_order(view: bool) -> None
     assert calls.names == ["all_reduce"] * 15
     assert calls.on_the_group == 15
     assert sum(tensor.numel() * tensor.element_size() for _, tensor in calls) == 3 * (
-        4 * (64 + 1) * 100 + 8 * (32 + 1) * 50 + ballots
+        4 * (64 + 1) * 100 + 8 * (32 + 1) * 50 + headers
     )
     counted = difference(ddp.reducer.counters, before)
     assert counted == Counters(
@@ -93,8 +93,8 @@ def test_several_buckets_one_all_reduce_each_in_launch_order(view: bool) -> None
         flattens=15,
         unflattens=0 if view else 15,
         collectives=15,
-        wire_bytes=3 * (4 * (64 + 1) * 100 + 8 * (32 + 1) * 50 + ballots),
-        sent_bytes=3 * (4 * (64 + 1) * 100 + 8 * (32 + 1) * 50 + ballots),
+        wire_bytes=3 * (4 * (64 + 1) * 100 + 8 * (32 + 1) * 50 + headers),
+        sent_bytes=3 * (4 * (64 + 1) * 100 + 8 * (32 + 1) * 50 + headers),
     )
     assert {tuple(tensor.dtype for _, tensor in calls)} == {
         tuple(bucket.params[0].dtype for bucket in buckets) * 3
@@ -288,7 +288,7 @@ def test_memory_kept_is_the_buckets_and_no_more(view: bool) -> None:
     train(ddp, 3)
     parameters = 4 * sum(sizes)
     buckets = sum(bucket.nbytes for bucket in ddp.reducer.buckets)
-    # One flag a parameter, a ballot a rank, no padding on the CPU.
+    # One flag a parameter, a header a rank, no padding on the CPU.
     assert buckets == parameters + 4 * (len(sizes) + 2 * HEADER_BYTES)
     gradients = 0 if view else parameters
     slack = 1024

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as Stock
 
 from tritonddp import DistributedDataParallel
 
-SIZE = 10_000  # elements, enough to be ceded
+SIZE = 10_000  # elements, enough to be donated
 
 
 class Branches(nn.Module):
@@ -175,7 +175,7 @@ def test_hooks_that_change_a_gradient_come_before_it_is_sent(view: bool) -> None
 
 
 @ranks(2)
-def test_ceded_gradients_are_tensors_in_their_own_right() -> None:
+def test_donated_gradients_are_tensors_in_their_own_right() -> None:
     ours, _ = pair()
     for number in range(2):
         step(ours, number)

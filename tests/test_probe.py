@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -61,10 +62,10 @@ def test_all_is_measured_and_every_rank_has_the_same_figures() -> None:
 @ranks(2)
 def test_the_slowest_rank_counts() -> None:
     class Slow(Bucket):
-        def seal(self, ballots: tuple[int, ...] = ()) -> None:
+        def pack(self, *args: Any) -> None:
             if dist.get_rank() == 1:
                 torch.empty(1 << 22).normal_()  # milliseconds
-            super().seal(ballots)
+            super().pack(*args)
 
     fp32 = torch.float32
     both = {fp32: {"float32": Way(Slow, [(Kind.ALL_REDUCE, fp32)])}}

@@ -47,7 +47,7 @@ def indices(count: int) -> Tensor:
 
 
 class OnlyTables(nn.Module):
-    """Nothing but sparse parameters: the ballots travel with one of these."""
+    """Nothing but sparse parameters: the headers travel with one of these."""
 
     def __init__(self) -> None:
         super().__init__()

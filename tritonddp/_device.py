@@ -132,7 +132,7 @@ class Moments:
         for event in self._events.values():
             event.synchronize()
 
-    def between(self, start: str, end: str) -> int:
+    def nanoseconds(self, start: str, end: str) -> int:
         """Nanoseconds from one to the other, zero where it came before."""
         if self._events:
             passed = round(self._events[start].elapsed_time(self._events[end]) * 1e6)

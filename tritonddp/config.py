@@ -15,14 +15,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
 from tritonddp._arguments import check_flags, plain_names
-from tritonddp._torch import STOCK
+from tritonddp._torch import STOCK, serving_device
 from tritonddp.buckets.assignment import BucketCaps
 from tritonddp.buckets.formats import ExactParams, WireFormat
+from tritonddp.buckets.parameters import ModuleParameters
+from tritonddp.comm.broadcast import StateBroadcast
 from tritonddp.coordination.group import Group
-from tritonddp.features.check_finite import check_mode
-from tritonddp.features.delayed_params import Delay
+from tritonddp.features.auto_compression.planner import AutoPlanner
+from tritonddp.features.auto_compression.probe import Figures
+from tritonddp.features.check_finite import FiniteCheck, check_mode
+from tritonddp.features.delayed_params import DeferredBuckets, Delay
 from tritonddp.features.mixed_precision import check_mixed_precision
+from tritonddp.features.unused_params import SkipUnused, StrictUnused
 from tritonddp.kernels.dispatch import GRADIENT_DTYPES, select
+from tritonddp.reducer.extension import Extension, SyncState
+from tritonddp.reducer.reducer import Reducer
 
 # Options of the constructor that are on or off.
 FLAGS = frozenset(
@@ -51,6 +58,8 @@ class DDPConfig:
         caps: bucket sizes.
         delay: what is delayed, and until when; ``None`` if nothing is.
         device_ids, output_device: indices, ``None`` where they mean nothing.
+        views, lazy, skip_unused, check_finite: ``gradient_as_bucket_view``,
+            ``lazy_bucket_allocation``, ``skip_all_reduce_unused_params``, ``check_finite``.
         options: what has to be alike on all ranks, by name.
     """
 
@@ -59,6 +68,10 @@ class DDPConfig:
     delay: Delay | None
     device_ids: list[int] | None
     output_device: int | None
+    views: bool
+    lazy: bool
+    skip_unused: bool
+    check_finite: str | None
     options: dict[str, Any]
 
     @classmethod
@@ -117,7 +130,74 @@ class DDPConfig:
         for name in ("mixed_precision", "reduce_dtype", "check_finite"):
             if arguments[name] is not None:
                 options[name] = arguments[name]
-        return cls(wire, caps, delay, device_ids, output_device, options | wire_options)
+        return cls(
+            *(wire, caps, delay, device_ids, output_device),
+            views=bool(given.gradient_as_bucket_view),
+            lazy=bool(given.lazy_bucket_allocation),
+            skip_unused=bool(given.skip_all_reduce_unused_params),
+            check_finite=given.check_finite,
+            options=options | wire_options,
+        )
+
+    def build_reducer(
+        self,
+        parameters: ModuleParameters,
+        group: Group,
+        sync: SyncState,
+        broadcast: StateBroadcast | None,
+        delay: Delay | None,
+        figures: Figures | None,
+        is_strict: bool,
+    ) -> tuple[Reducer, StrictUnused | None]:
+        """The reducer of a wrapper, with the extensions that its options ask for. No collective.
+
+        Args:
+            parameters: of the module.
+            group: the ranks.
+            sync: what the wrapper wants of the next backward.
+            broadcast: see :class:`Reducer`.
+            delay: of this wrapper, which may be a copy.
+            figures: what was measured for ``compression="auto"``, ``None`` if nothing was.
+            is_strict: an unused parameter is an error.
+
+        Returns:
+            The reducer, and what makes unused parameters an error.
+        """
+        core = Reducer(
+            *(parameters, group, self.caps, sync, broadcast, self.wire),
+            views=self.views,
+            lazy=self.lazy,
+            check_finite=self.check_finite is not None,
+        )
+        strict = StrictUnused(parameters, group.rank, core) if is_strict else None
+        extensions: list[Extension | None] = [strict]
+        if self.skip_unused:
+            extensions.append(SkipUnused(sync))
+        if delay is not None:
+            extensions.append(DeferredBuckets(delay.until, self.caps.delayed, core.launching))
+        if self.check_finite is not None:
+            extensions.append(FiniteCheck(self.check_finite, group))
+        if figures is not None:
+            device = core.manager.current.params[0].device
+            planner = AutoPlanner(self.wire, figures, group, device, core.counters)
+            core.manager.planner = planner
+            extensions.append(planner.timer)
+        for extension in filter(None, extensions):
+            core.events.install(extension)
+        return core, strict
+
+
+def sendable(group: Group, device: torch.device, device_ids: Any) -> torch.device:
+    """A device whose tensors can be sent, also where the module is on a wrong one."""
+    devices = [torch.device("cpu")]
+    if device.type == "cuda":
+        devices.insert(0, device)
+    elif torch.cuda.is_available():
+        given = device_ids[0] if isinstance(device_ids, list) and device_ids else None
+        if not isinstance(given, int) or given < 0:
+            given = torch.cuda.current_device()
+        devices.append(torch.device("cuda", given))
+    return serving_device(group.process_group, devices)
 
 
 def process_group_of(

@@ -18,43 +18,41 @@ from torch.distributed.algorithms.join import Join, Joinable
 from tritonddp._arguments import check_flags
 from tritonddp._torch import (
     STOCK,
-    BufferCommHookLocation,
     distributed_context,
     keep_dynamo_out,
     leave_join,
     localize_if_sliced,
     move_inputs,
-    serving_device,
     set_active_wrapper,
 )
 from tritonddp.buckets.assignment import MIB
 from tritonddp.buckets.formats import AUTO
 from tritonddp.buckets.parameters import ModuleParameters
-from tritonddp.comm.broadcast import StateBroadcast, broadcast_coalesced
-from tritonddp.compat.hook_checks import builtin_hook, check_hook, register_fused_optimizer
+from tritonddp.comm.broadcast import StateBroadcast
+from tritonddp.compat.hook_checks import check_hook
 from tritonddp.compat.stock_ddp import StockDDPNames, warn_of_static_graph
 from tritonddp.compat.stock_reducer import StockReducer
-from tritonddp.config import DDPConfig, buffer_sync, names_to_ignore, process_group_of
+from tritonddp.config import (
+    DDPConfig,
+    buffer_sync,
+    names_to_ignore,
+    process_group_of,
+    sendable,
+)
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import describe, tell_failure, verify_same
 from tritonddp.diagnostics.check_sync import check_sync
 from tritonddp.diagnostics.debug_log import enable_debug_logging
 from tritonddp.diagnostics.logging_data import Logger
-from tritonddp.diagnostics.sampling import FIRST
-from tritonddp.features.auto_compression.planner import AutoPlanner, measured
-from tritonddp.features.buffer_sync import BufferHook, check_buffers, sync_buffers
-from tritonddp.features.check_finite import FiniteCheck
-from tritonddp.features.delayed_params import DeferredBuckets
+from tritonddp.features.auto_compression.planner import measured
 from tritonddp.features.join import ShadowHook, UnevenInputs, announce_forward, refuse_inside
-from tritonddp.features.join_protocol import JoinProtocol
 from tritonddp.features.mixed_precision import LowPrecision
-from tritonddp.features.optimizer_in_backward import OptimizerSteps, claim_optimizer_hooks
-from tritonddp.features.unused_params import SkipUnused, StrictUnused
+from tritonddp.features.optimizer_in_backward import step_in_backward
 from tritonddp.features.weighted_mean import AccumulationWindow, weight_of
 from tritonddp.reducer import checkpoint, in_context, on_demand
 from tritonddp.reducer.extension import SyncState
+from tritonddp.reducer.finalization import finalize_backward, finalize_manually
 from tritonddp.reducer.output_hooks import tensors_in
-from tritonddp.reducer.reducer import Reducer
 
 # Where it is imported, optimizers may step in the backward.
 _OPTIMIZERS_IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
@@ -160,7 +158,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         model = tritonddp.DistributedDataParallel(model.cuda(), device_ids=[local_rank])
     """
 
-    _wrapped = 0  # modules, in this process
+    wrapped_modules = 0  # modules, in this process
 
     def __init__(
         self,
@@ -221,7 +219,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         except Exception as error:
             # The other ranks must not wait for this one.
             if isinstance(init_sync, int) and init_sync:
-                tell_failure(error, self.group, self._sendable(device_ids))
+                tell_failure(error, self.group, sendable(self.group, self.device, device_ids))
             raise
         self.config, self.caps, self._delay = config, config.caps, config.delay
         self.device_ids, self.output_device = config.device_ids, config.output_device
@@ -236,13 +234,11 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         self.check_finite = check_finite
         self.mixed_precision = mixed_precision
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
-        self.forward_sync_buffers, init_sync_buffers = buffer_sync(
-            broadcast_buffers, forward_sync_buffers
-        )
+        sync_options = buffer_sync(broadcast_buffers, forward_sync_buffers)
+        self.forward_sync_buffers, init_sync_buffers = sync_options
         if check_reduction:
-            warnings.warn(
-                "`check_reduction` is deprecated and has no effect", FutureWarning, stacklevel=2
-            )
+            message = "`check_reduction` is deprecated and has no effect"
+            warnings.warn(message, FutureWarning, stacklevel=2)
         if static_graph:
             warn_of_static_graph(find_unused_parameters, stacklevel=2)
         self.require_forward_param_sync = True
@@ -253,8 +249,6 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         )
         self._delay_all_reduce_params = list(config.delay.params) if config.delay else []
         self._require_manual_backward_finalization = False
-        self._buffer_hook: BufferHook | None = None
-        self._builtin_hook: dist.BuiltinCommHookType | None = None
         self._comm_hooks: list[tuple[Callable[..., Any], Any]] = []
         parameters = self._enter_group()
         if init_sync:
@@ -269,7 +263,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             self._figures = measured(config.wire, self.group, self.device, dtypes)
         self._build_reducer(parameters)
         parameters.register()  # all ranks hold the same module
-        DistributedDataParallel._wrapped += 1
+        DistributedDataParallel.wrapped_modules += 1
 
     def _begin_alike(
         self,
@@ -287,18 +281,6 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         tensors = [tensor.detach() for _, tensor in [*params, *buffers]]
         self.state_broadcast.send(tensors, "wrapping", "parameters and buffers")
 
-    def _sendable(self, device_ids: Any) -> torch.device:
-        """A device whose tensors can be sent, also where the module is on a wrong one."""
-        devices = [torch.device("cpu")]
-        if self.device_type == "cuda":
-            devices.insert(0, self.device)
-        elif torch.cuda.is_available():
-            given = device_ids[0] if isinstance(device_ids, list) and device_ids else None
-            if not isinstance(given, int) or given < 0:
-                given = torch.cuda.current_device()
-            devices.append(torch.device("cuda", given))
-        return serving_device(self.process_group, devices)
-
     def _enter_group(self) -> ModuleParameters:
         """Make what this rank knows of its process group, and of the module. No collective."""
         enable_debug_logging()
@@ -311,41 +293,16 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     def _build_reducer(self, parameters: ModuleParameters) -> None:
         """Make the reducer, from the options. No collective."""
         keep_dynamo_out()
-        config = self.config
-        core = self.core = Reducer(
-            parameters,
-            self.group,
-            config.caps,
-            self.sync,
-            self.state_broadcast if self._init_sync else None,
-            config.wire,
-            views=self.gradient_as_bucket_view,
-            lazy=self.lazy_bucket_allocation,
-            check_finite=self.check_finite is not None,
+        # As in stock: a static graph may leave parameters unused.
+        is_strict = self.find_unused_parameters is False and not self.static_graph
+        broadcast = self.state_broadcast if self._init_sync else None
+        self.core, strict = self.config.build_reducer(
+            *(parameters, self.group, self.sync, broadcast, self._delay, self._figures, is_strict)
         )
         self._window: AccumulationWindow | None = None
-        strict: StrictUnused | None = None
-        # As in stock: a static graph may leave parameters unused.
-        if self.find_unused_parameters is False and not self.static_graph:
-            strict = StrictUnused(parameters, self.group.rank, core)
-            core.events.install(strict)
-        if self.skip_all_reduce_unused_params:
-            core.events.install(SkipUnused(self.sync))
-        if self._delay is not None:
-            deferred = DeferredBuckets(self._delay.until, config.caps.delayed, core.launching)
-            core.events.install(deferred)
-        if self.check_finite is not None:
-            core.events.install(FiniteCheck(self.check_finite, self.group))
-        if self._figures is not None:
-            planner = AutoPlanner(
-                config.wire, self._figures, self.group, self.device, core.counters
-            )
-            core.manager.planner = planner
-            core.events.install(planner.timer)
-        self.reducer = StockReducer(core, strict)
-        core.finalize_manually(self._require_manual_backward_finalization)
-        self.logger = Logger(self)
-        core.logger = self.logger
+        self.reducer = StockReducer(self.core, strict)
+        finalize_manually(self.core, self._require_manual_backward_finalization)
+        self.core.logger = self.logger = Logger(self)
         self._register_hooks_again()
         _alive.add(self)
 
@@ -382,15 +339,11 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         if self.sync.enabled and torch.is_grad_enabled():
             sampler = self.logger.sampler
             sampler.iteration += 1
-            if (
-                sampler.sample is not None
-                or sampler.iteration <= FIRST
-                or sampler.iteration % sampler.rate == 0
-            ):
+            if sampler.sample is not None or sampler.iteration >= sampler.next_sample:
                 sampler.forward_begins()
         try:
             if _OPTIMIZERS_IN_BACKWARD in sys.modules:
-                self._claim_optimizers()
+                step_in_backward(self.core)
             self.core.before_forward()
         except Exception as error:
             self.logger.set_error_and_log(str(error))
@@ -432,14 +385,6 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         self.require_forward_param_sync = has_grad and syncs
         return output
 
-    def _claim_optimizers(self) -> None:
-        """Optimizers that step in the backward are to step when gradients are the means."""
-        core = self.core
-        if claim_optimizer_hooks(param for _, param in core.parameters.params):
-            if not core.steps_optimizers and not core.hook_steps_optimizers:
-                core.events.install(OptimizerSteps())
-            core.steps_optimizers = True
-
     # Which backwards are reduced, and how much they count
 
     @contextmanager
@@ -466,15 +411,6 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             yield
         finally:
             self.sync.enabled = before
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """Whether the next backward is reduced. :meth:`no_sync` sets it."""
-        return self.sync.enabled
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, value: bool) -> None:
-        self.sync.enabled = value
 
     @contextmanager
     def weighted(self, n: float | Tensor, reduction: str = "mean") -> Iterator[None]:
@@ -603,12 +539,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
                 model.check_sync()
         """
         refuse_inside(self, "check_sync()")
-        # (A sliced module has other tensors in the places of its parameters.)
-        params: Any = self.core.parameters.params if self._is_sliced else self._named_parameters()
-        named_buffers = [
-            each for each in self.module.named_buffers() if each[0] not in self.parameters_to_ignore
-        ]
-        check_sync(self.module, self.core, params, named_buffers, buffers, gradients)
+        check_sync(self.module, self.core, self.parameters_to_ignore, buffers, gradients)
 
     def wire_report(self) -> str:
         """How gradients travel with ``compression="auto"``, and why, in some lines.
@@ -704,51 +635,6 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         self.core.register_comm_hook(state, hook)
         self._comm_hooks.append((hook, state))
 
-    @property
-    def comm_hook_name(self) -> str:
-        """Of the communication hook, empty without one. For stock's logging data."""
-        if self._builtin_hook is not None:
-            return str(self._builtin_hook)
-        names = (getattr(hook, "__qualname__", repr(hook)) for hook, _ in self._comm_hooks)
-        return ", ".join(names)
-
-    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        """Register ``ALLREDUCE`` or ``FP16_COMPRESS``; see :meth:`register_comm_hook`.
-
-        Raises:
-            RuntimeError: as there.
-            TypeError: it is none of the two.
-        """
-        self.core.register_comm_hook(self.process_group, builtin_hook(comm_hook_type))
-        self._builtin_hook = comm_hook_type
-
-    def _register_fused_optim(
-        self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any
-    ) -> None:
-        """Have an optimizer step for each bucket once its gradients are the means.
-
-        Args:
-            optim: a class of ``torch.optim`` that has a functional twin in torch.
-            args, kwargs: of its constructor, without the parameters.
-            optim_params: which parameters it steps, by default all.
-
-        Raises:
-            RuntimeError: torch has no such twin that steps here, or a hook is registered already.
-            TypeError: ``optim`` is no class.
-            ValueError: torch has no such twin at all.
-        """
-        register_fused_optimizer(self, optim, optim_params, args, kwargs)
-
-    def _register_hooks_again(self) -> None:
-        """The reducer is a new one: of a copy, or in another process group.
-
-        As in stock, a group that the state of a hook holds stays as it is.
-        """
-        for hook, state in self._comm_hooks:
-            self.core.register_comm_hook(state, hook)
-        if self._builtin_hook is not None:
-            self.core.register_comm_hook(self.process_group, builtin_hook(self._builtin_hook))
-
     # When the caller says where a backward ends
 
     @property
@@ -773,7 +659,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     @require_manual_backward_finalization.setter
     def require_manual_backward_finalization(self, required: bool) -> None:
         check_flags({"require_manual_backward_finalization": required})
-        self.core.finalize_manually(required)
+        finalize_manually(self.core, required)
         self._require_manual_backward_finalization = required
 
     @property
@@ -795,7 +681,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             RuntimeError: :attr:`require_manual_backward_finalization` is off, buckets still wait
                 for gradients, or there is nothing to wait for, as under ``no_sync``.
         """
-        self.core.finalize_backward()
+        finalize_backward(self.core)
 
     # Uneven inputs
 
@@ -866,111 +752,12 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         divides = kwargs.get("divide_by_initial_world_size", True)
         check_flags({"divide_by_initial_world_size": divides})
         self.group.refuse_if_forked()
-        self.logger._set_uneven_input_join()
+        self.logger.joins = True
         return ShadowHook(self, divides)
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where torch's ``Join`` counts the ranks that have inputs."""
-        return self.device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """In which torch's ``Join`` counts them."""
-        return self.process_group
-
-    @property
-    def _join_config(self) -> Any:
-        """What torch's ``Join`` sets when it is entered, and reads in each forward."""
-        return self.__dict__["_join_config"]
-
-    @_join_config.setter
-    def _join_config(self, config: Any) -> None:
-        self.__dict__["_join_config"] = config
-        self.sync.join = JoinProtocol(self.group, self.device) if config.enable else None
 
     # Module buffers
 
-    def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward begins with a broadcast of module buffers."""
-        return (
-            self.forward_sync_buffers
-            and self.require_forward_param_sync
-            and len(self.core.parameters.buffers()) > 0
-        )
-
-    def _check_sync_bufs_pre_fwd(self) -> bool:
-        """Whether a forward begins with :meth:`_sync_buffers` now."""
-        is_after = self._buffer_hook is not None and self._buffer_hook.is_after_forward
-        return not is_after and self.will_sync_module_buffers()
-
-    def _check_sync_bufs_post_fwd(self) -> bool:
-        """Whether a forward ends with it, as a hook wants it."""
-        is_after = self._buffer_hook is not None and self._buffer_hook.is_after_forward
-        return is_after and self.will_sync_module_buffers()
-
-    def _sync_buffers(self) -> None:
-        sync_buffers(self.core.parameters, self.state_broadcast, self.core, self._buffer_hook)
-
-    def _register_buffer_comm_hook(
-        self,
-        state: Any,
-        hook: Callable[[Any, dict[str, Tensor]], Any],
-        comm_hook_location: BufferCommHookLocation = BufferCommHookLocation.POST_FORWARD,
-    ) -> None:
-        """Synchronise module buffers by ``hook`` instead of a broadcast from rank 0.
-
-        It runs in the forwards that would broadcast (see ``forward_sync_buffers``), and changes
-        the buffers in place, with whatever collectives it likes. As in stock it has their place:
-        a second call replaces the hook.
-
-        Args:
-            state: handed to the hook.
-            hook: ``hook(state, {name: buffer})``, with names as the wrapped module has them. May
-                return a list of :class:`torch.futures.Future`, which are waited for at the end of
-                the next backward.
-            comm_hook_location: ``PRE_FORWARD`` or ``POST_FORWARD`` of
-                ``torch.nn.parallel.distributed._BufferCommHookLocation``.
-
-        Raises:
-            TypeError: ``hook`` cannot be called.
-        """
-        if not callable(hook):
-            raise TypeError(f"hook must be callable, got {type(hook).__name__}")
-        self._buffer_hook = BufferHook(
-            hook, state, comm_hook_location == BufferCommHookLocation.POST_FORWARD
-        )
-
-    def _default_broadcast_coalesced(
-        self,
-        bufs: Sequence[Tensor] | None = None,
-        bucket_size: int | None = None,
-        authoritative_rank: int = 0,
-    ) -> None:
-        """What happens to buffers without a hook, for hooks that add something to it.
-
-        Args:
-            bufs: all buffers of the module by default.
-            bucket_size: most bytes of one message.
-            authoritative_rank: whose values all get, by its rank in the process group.
-
-        Raises:
-            TypeError: ``bufs`` are no tensors.
-        """
-        if bufs is not None:
-            check_buffers(bufs)
-        broadcast_coalesced(
-            [buffer for _, buffer in self.core.parameters.buffers()] if bufs is None else bufs,
-            self.process_group,
-            authoritative_rank,
-            bucket_size or self.broadcast_bucket_size,
-        )
-
     # Copies, and other process groups
-
-    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        named = self.module.named_parameters()
-        return [each for each in named if each[0] not in self.parameters_to_ignore]
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what belongs to the process group.
@@ -994,26 +781,6 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         self._build_reducer(self._enter_group())
         if self._low is not None:
             self._low.remove_hooks_with(self)
-
-    def _update_process_group(self, new_process_group: Any) -> None:
-        """Average over other ranks from now on, for training whose ranks come and go.
-
-        No rank is waited for. What was accumulated under :meth:`no_sync` stays in ``.grad``, and
-        the order of gradients is observed anew. What quantisation has left out is dropped. With
-        ``compression="auto"`` gradients travel in their own dtypes from then on: nobody has
-        measured the new group.
-
-        Args:
-            new_process_group: as on all of its ranks. A rank that is not in it gives what
-                ``torch.distributed.new_group`` returned there, and begins anew in its old group.
-        """
-        self.core.detach()
-        if isinstance(new_process_group, dist.ProcessGroup):
-            self.process_group = new_process_group
-            self.group = Group(new_process_group)
-        # A choice by other figures, or by none, would be another one than that of other ranks.
-        self._figures = None
-        self._build_reducer(self._enter_group())
 
 
 # What is made anew for a process group, and the group itself.

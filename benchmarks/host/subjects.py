@@ -35,7 +35,7 @@ class Times:
     backward: float
     marks: list[float]
 
-    def between(self, first: int, second: int) -> float:
+    def nanoseconds(self, first: int, second: int) -> float:
         """Seconds from one mark to another, by number."""
         return self.marks[second] - self.marks[first]
 

@@ -80,8 +80,8 @@ def one_parameter(rounds: int) -> Rounds:
 def test_parameter(benchmark: Any, name: str, pytestconfig: Any) -> None:
     rounds = many_parameters(pytestconfig.option.rounds or ROUNDS)
     own, bare = _backwards(rounds[name, 1]), _backwards(rounds[BARE.name, 1])
-    own_span = [times.between(0, 1) for times in rounds[name, 1]]
-    bare_span = [times.between(0, 1) for times in rounds[BARE.name, 1]]
+    own_span = [times.nanoseconds(0, 1) for times in rounds[name, 1]]
+    bare_span = [times.nanoseconds(0, 1) for times in rounds[BARE.name, 1]]
     _report(
         benchmark,
         "parameter",
@@ -135,7 +135,7 @@ def _backwards(rounds: Sequence[Times]) -> list[float]:
 
 def _median_gap(times: Times, first: int) -> float:
     """Of the gaps from mark ``first`` of each bucket to the next mark, in seconds."""
-    gaps = [times.between(mark, mark + 1) for mark in range(first, len(times.marks), 4)]
+    gaps = [times.nanoseconds(mark, mark + 1) for mark in range(first, len(times.marks), 4)]
     return Spread.of(gaps).median
 
 

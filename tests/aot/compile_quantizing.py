@@ -84,7 +84,7 @@ def variants(architecture: str) -> Iterator[dict]:
         compiled = compile_as_launched(
             reduce_parts._launch,
             target,
-            {"received": "*u8", "residuals": "*fp32", "flags": "*fp32", "ballots": "*fp32"},
+            {"received": "*u8", "residuals": "*fp32", "flags": "*fp32", "headers": "*fp32"},
             {
                 **common,
                 "FP8": numbers == "fp8",
@@ -92,7 +92,7 @@ def variants(architecture: str) -> Iterator[dict]:
                 "FLAG_BLOCK": FLAG_BLOCK,
                 "FEEDBACK": feedback,
             },
-            anywhere=["ballots"],
+            anywhere=["headers"],
         )
         yield {
             "architecture": architecture,

@@ -82,7 +82,7 @@ def test_reduce_parts_moves_16_bytes_at_a_time_and_loads_of_several_ranks_at_onc
             continue
         together, residuals = min(variant["ranks"], 4), fp32 if variant["feedback"] else 0
         expected = [16] * (residuals + fp32) + [numbers]
-        # And a scale, a flag and a ballot.
+        # And a scale, a flag and a header.
         if (
             sum(size >= 8 for size in variant["loads"]) < residuals + together * (fp32 + 1)
             or variant["loads"].count(16) < residuals + together * fp32

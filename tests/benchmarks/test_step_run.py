@@ -43,7 +43,7 @@ def test_step_measures_every_configuration(tmp_path: Path) -> None:
             )
             extra = 4 * TENSORS[name] if searches or configuration.startswith("ours") else 0
             if configuration.startswith("ours"):
-                extra += 4 * BYTES * 2  # the ballots of two ranks
+                extra += 4 * BYTES * 2  # the headers of two ranks
             if configuration == "unwrapped":
                 assert result["wire_bytes"][configuration] == 0
                 assert result["collectives"][configuration] == 0

@@ -1,6 +1,6 @@
-"""What the ballots carry, over NCCL: weights, changed parameters, ranks that disagree.
+"""What the headers carry, over NCCL: weights, changed parameters, ranks that disagree.
 
-On a card the host does not wait for the ballots in the backward: it reads them at the next forward,
+On a card the host does not wait for the headers in the backward: it reads them at the next forward,
 and at once where parameters were added.
 """
 

@@ -102,16 +102,16 @@ def test_unflatten_has_the_bits_of_the_reference(kernels, dtype, wire, aligned):
 
 @pytest.mark.parametrize("count", [1, 200, 12 * 1024])
 @pytest.mark.parametrize("wire", DTYPES, ids=str)
-def test_ballots_are_written_behind_the_flags(kernels, wire, count):
+def test_headers_are_written_behind_the_flags(kernels, wire, count):
     slots = [dense([5000]), dense([17])]
     grads, _ = embedded_gradients(slots, torch.float32, True, "cuda")
-    flat, memory = embedded_flat(slots, wire, "cuda", ballots=count)
-    ballots = bytes((7 * place + 255) % 256 for place in range(count))
+    flat, memory = embedded_flat(slots, wire, "cuda", headers=count)
+    headers = bytes((7 * place + 255) % 256 for place in range(count))
     before = launch.launches
-    for given in (ballots, ballots[::-1]):
+    for given in (headers, headers[::-1]):
         kernels.flatten(flat, grads, [True, False], 0.5, given)
         assert flat.flags.tolist() == [1, 0]
-        assert flat.ballots.tolist() == list(given)
+        assert flat.headers.tolist() == list(given)
     assert launch.launches - before == 2
     assert_gaps_intact(flat)
     memory.assert_guards_intact("the flat buffer")
@@ -122,7 +122,7 @@ def test_ballots_are_written_behind_the_flags(kernels, wire, count):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_that_are_not_finite_are_marked(kernels, dtype, wire, value):
     slots = [dense([5000]), dense([0]), dense([17]), dense([300, 257], [1, 0])]
-    flat, memory = embedded_flat(slots, wire, "cuda", ballots=3, marks=Marks(9, 12))
+    flat, memory = embedded_flat(slots, wire, "cuda", headers=3, marks=Marks(9, 12))
     for slot, place in ((0, 0), (0, 2047), (0, 2048), (0, 4999), (2, 16), (3, 77_099)):
         for broken in (True, False):
             grads = [
@@ -134,7 +134,7 @@ def test_gradients_that_are_not_finite_are_marked(kernels, dtype, wire, value):
             kernels.flatten(flat, grads, [True] * 4, 0.5, [1, 2, 3])
             assert flat.marked() == ({slot: [9]} if broken else {}), (slot, place)
     assert flat.flags.tolist() == [1] * 4
-    assert flat.ballots.tolist() == [1, 2, 3]
+    assert flat.headers.tolist() == [1, 2, 3]
     assert_gaps_intact(flat)
     memory.assert_guards_intact("the flat buffer")
 

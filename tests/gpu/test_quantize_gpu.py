@@ -71,14 +71,14 @@ def test_gradients_that_are_not_finite_are_marked_for_all_ranks(kernels, numbers
             grads = [torch.ones_like(each, device="cuda") for each in like()]
             if step == 1 and rank > 0:
                 grads[9][100_000], grads[12][19_999] = torch.inf, torch.nan
-            ballots = bytes(3 * rank) + bytes([7] * 3) + bytes(3 * (2 - rank))
-            kernels.quantize(flat, grads, [True] * len(SLOTS), 1 / 3, ballots)
+            headers = bytes(3 * rank) + bytes([7] * 3) + bytes(3 * (2 - rank))
+            kernels.quantize(flat, grads, [True] * len(SLOTS), 1 / 3, headers)
         exchange(flats)
         for flat in flats:
             assert flat.marked() == ({9: [1, 2], 12: [1, 2]} if step == 1 else {})
             kernels.reduce_parts(flat)
             assert flat.flags.tolist() == [3] * len(SLOTS)
-            assert flat.ballots.tolist() == [7] * 9
+            assert flat.headers.tolist() == [7] * 9
 
 
 def like():
@@ -112,7 +112,7 @@ def test_all_ranks_have_the_bits_of_the_reference(kernels, numbers, world_size, 
         for flat, twin in zip(mine.flats, twins.flats, strict=True):
             assert_same_residuals(flat, twin)
             assert flat.flags.tolist() == twin.flags.tolist()
-            assert flat.ballots.tolist() == twin.ballots.tolist()
+            assert flat.headers.tolist() == twin.headers.tolist()
         for slot in slots:
             for rank in range(world_size):
                 assert_same_bits(results[rank][slot], expected[rank][slot], f"slot {slot}")

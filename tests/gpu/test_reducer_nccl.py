@@ -325,7 +325,7 @@ def test_the_profiler_sees_these_launches_and_no_others(device: torch.device, vi
     assert count("flatten_kernel") == copies + buckets, wrapped
     # One rank has nothing to send: NCCL launches nothing in place.
     assert collectives in ({buckets} if dist.get_world_size() > 1 else {0, buckets}), wrapped
-    headers = count("Memcpy DtoH")  # the ballots of the first bucket, which the host reads later
+    headers = count("Memcpy DtoH")  # the headers of the first bucket, which the host reads later
     assert headers == 1, wrapped
     assert len(wrapped) - len(bare) == buckets + copies + collectives + headers, (bare, wrapped)
 

@@ -49,7 +49,7 @@ class Guarded:
         flat.incoming = flat._sections(flat.received)
         flat.result = flat._sections(flat.gathered)
         flat.flags = inside("the flags", flat.flags)
-        flat.ballots = inside("the ballots", flat.ballots)
+        flat.headers = inside("the headers", flat.headers)
         if flat.residuals is not None:
             flat.residuals.sent = inside("what was left out", flat.residuals.sent).zero_()
             flat.residuals.reduced = inside("what sums left out", flat.residuals.reduced).zero_()

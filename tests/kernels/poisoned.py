@@ -126,20 +126,20 @@ def embedded_flat(
     slots: Sequence[tuple[tuple, tuple]],
     wire: torch.dtype,
     device: str = "cpu",
-    ballots: int = 0,
+    headers: int = 0,
     marks: Marks | None = None,
 ) -> tuple[FlatBuffer, Arena]:
     """A flat buffer full of poison, gaps and trailer too, in an arena."""
     shapes, strides = [shape for shape, _ in slots], [stride for _, stride in slots]
-    layout = Layout.of(shapes, strides, 16, ballots, marks)
+    layout = Layout.of(shapes, strides, 16, headers, marks)
     flat = FlatBuffer(layout, wire, torch.device(device))
     arena = Arena(layout.numel, wire, device=device)
     flat.data = arena.inside()
     flat.payload = flat.data[: layout.flags_offset]
-    ballots_offset = layout.flags_offset + len(slots)
-    flat.flags = flat.data[layout.flags_offset : ballots_offset]
-    flat.ballots = flat.data[ballots_offset : ballots_offset + ballots]
-    flat.trailer = flat.data[layout.flags_offset : ballots_offset + ballots]
+    headers_offset = layout.flags_offset + len(slots)
+    flat.flags = flat.data[layout.flags_offset : headers_offset]
+    flat.headers = flat.data[headers_offset : headers_offset + headers]
+    flat.trailer = flat.data[layout.flags_offset : headers_offset + headers]
     words = 0 if marks is None else marks.words
     flat.marks = flat.data[layout.marks_offset :][: len(slots) * words].view(len(slots), words)
     flat.views = [
@@ -150,7 +150,7 @@ def embedded_flat(
 
 
 def assert_gaps_intact(flat: FlatBuffer) -> None:
-    """Nothing but slots, flags, ballots and marks was written."""
+    """Nothing but slots, flags, headers and marks was written."""
     layout, poison = flat.layout, POISON[flat.data.element_size()]
     gap = torch.ones(layout.numel, dtype=torch.bool)
     for offset, numel in zip(layout.offsets, layout.numels, strict=True):

@@ -22,23 +22,23 @@ def quantized_buffers(
     numbers: torch.dtype,
     world_size: int,
     feedback: bool = True,
-    ballot: int = 3,
+    header: int = 3,
     device: torch.device = CPU,
     has_marks: bool = False,
 ) -> list[QuantizedBuffer]:
-    """The buffer of each rank for gradients like these, with ``ballot`` bytes for each rank's."""
+    """The buffer of each rank for gradients like these, with ``header`` bytes for each rank's."""
     layouts = [
         Layout.of(
             [tensor.shape for tensor in like],
             [gradient_strides(tensor) for tensor in like],
             1,
-            ballot * world_size,
+            header * world_size,
             Marks(rank, world_size) if has_marks else None,
         )
         for rank in range(world_size)
     ]
-    numels, ballots = layouts[0].numels, layouts[0].ballots
-    message = MessageLayout.of(numels, quantized, world_size, ballots, has_marks)
+    numels, headers = layouts[0].numels, layouts[0].headers
+    message = MessageLayout.of(numels, quantized, world_size, headers, has_marks)
     return [
         QuantizedBuffer(
             layout,
@@ -79,11 +79,11 @@ def all_reduce(
     """The sum of ``grads[rank][slot]``, as each rank gets it."""
     size, slots = len(flats), len(flats[0].layout.numels)
     for rank, flat in enumerate(flats):
-        ballots = bytearray(flat.layout.ballots)
-        each = len(ballots) // size
-        ballots[rank * each : (rank + 1) * each] = bytes([rank + 1] * each)
+        headers = bytearray(flat.layout.headers)
+        each = len(headers) // size
+        headers[rank * each : (rank + 1) * each] = bytes([rank + 1] * each)
         flags = [True] * slots if used is None else used[rank]
-        kernels.quantize(flat, grads[rank], flags, scale, ballots)
+        kernels.quantize(flat, grads[rank], flags, scale, headers)
     exchange(flats)
     for flat in flats:
         kernels.reduce_parts(flat)

@@ -13,67 +13,67 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("alignment", [1, 16])
-@pytest.mark.parametrize("ballots", [0, 1, 13, 12 * 1024])
-def test_ballots_follow_the_flags_and_the_end_is_aligned(ballots, alignment):
-    layout = Layout.of([(3,), (17,)], [(1,), (1,)], alignment, ballots)
+@pytest.mark.parametrize("headers", [0, 1, 13, 12 * 1024])
+def test_headers_follow_the_flags_and_the_end_is_aligned(headers, alignment):
+    layout = Layout.of([(3,), (17,)], [(1,), (1,)], alignment, headers)
     flat = FlatBuffer(layout, torch.float32, torch.device("cpu"))
-    assert layout.ballots == len(flat.ballots) == ballots
-    end = layout.flags_offset + 2 + ballots
+    assert layout.headers == len(flat.headers) == headers
+    end = layout.flags_offset + 2 + headers
     assert end <= layout.numel < end + alignment
     assert layout.numel % alignment == 0
     flat.flags.fill_(1)
-    flat.ballots.fill_(2)
-    expected = [0.0] * layout.flags_offset + [1.0] * 2 + [2.0] * ballots
+    flat.headers.fill_(2)
+    expected = [0.0] * layout.flags_offset + [1.0] * 2 + [2.0] * headers
     assert flat.data[:end].tolist() == expected
     assert flat.data[end:].count_nonzero() == 0
 
 
-def test_without_ballots_a_layout_is_what_it_was():
+def test_without_headers_a_layout_is_what_it_was():
     assert Layout.of([(3,)], [(1,)], 16) == Layout.of([(3,)], [(1,)], 16, 0)
     assert Layout.of([(3,)], [(1,)], 16).numel == 32
 
 
-def test_a_part_has_flags_of_its_own_and_no_ballots():
+def test_a_part_has_flags_of_its_own_and_no_headers():
     layout = Layout.of([(3,), (4,), (5,)], [(1,)] * 3, 1, 7)
     flat = FlatBuffer(layout, torch.float32, torch.device("cpu"))
     part = flat.part(1, 3)
-    assert part.layout.ballots == len(part.ballots) == 0
+    assert part.layout.headers == len(part.headers) == 0
     part.flags.fill_(1)
     assert flat.flags.tolist() == [0, 1, 1]
-    assert flat.ballots.count_nonzero() == 0
-    assert len(flat.ballots) == 7
+    assert flat.headers.count_nonzero() == 0
+    assert len(flat.headers) == 7
 
 
 @pytest.mark.parametrize("used", [[True] * 3, [True, False, True], [False] * 3], ids=str)
-@pytest.mark.parametrize("ballots", [[], [0, 1, 255], bytes(range(256))], ids=len)
+@pytest.mark.parametrize("headers", [[], [0, 1, 255], bytes(range(256))], ids=len)
 @pytest.mark.parametrize("wire", DTYPES, ids=str)
-def test_the_trailer_is_written_and_nothing_beside_it(wire, ballots, used):
-    flat, memory = embedded_flat([dense([5])] * 3, wire, ballots=len(ballots))
+def test_the_trailer_is_written_and_nothing_beside_it(wire, headers, used):
+    flat, memory = embedded_flat([dense([5])] * 3, wire, headers=len(headers))
     payload = raw(flat.payload).clone()
-    flat.write_trailer(used, ballots)
+    flat.write_trailer(used, headers)
     assert flat.flags.tolist() == list(map(float, used))
-    assert flat.ballots.tolist() == list(map(float, ballots))
+    assert flat.headers.tolist() == list(map(float, headers))
     assert torch.equal(raw(flat.payload), payload)
     assert_gaps_intact(flat)
     memory.assert_guards_intact("the flat buffer")
 
 
-@pytest.mark.parametrize("ballots", [(), [1], [1, 2, 3, 4], [1, 2, 256], [-1, 2, 3]], ids=str)
-def test_a_trailer_that_does_not_fit_is_an_error_and_not_begun(ballots):
-    flat, _ = embedded_flat([dense([5])], torch.float32, ballots=3)
+@pytest.mark.parametrize("headers", [(), [1], [1, 2, 3, 4], [1, 2, 256], [-1, 2, 3]], ids=str)
+def test_a_trailer_that_does_not_fit_is_an_error_and_not_begun(headers):
+    flat, _ = embedded_flat([dense([5])], torch.float32, headers=3)
     before = raw(flat.data).clone()
-    with pytest.raises(ValueError, match="ballot"):
-        flat.write_trailer([True], ballots)
+    with pytest.raises(ValueError, match="header"):
+        flat.write_trailer([True], headers)
     assert torch.equal(raw(flat.data), before)
 
 
 def test_the_reference_leaves_the_trailer_to_the_whole_of_which_it_flattens_a_part():
-    flat, _ = embedded_flat([dense([16])] * 2, torch.float32, ballots=3)
+    flat, _ = embedded_flat([dense([16])] * 2, torch.float32, headers=3)
     before = raw(flat.data[flat.layout.flags_offset :]).clone()
     for slot in range(2):
         part = flat.part(slot, slot + 1)
         reference.flatten(part, [torch.ones(16)], [True], 1.0)
-        with pytest.raises(ValueError, match="room for 0 ballots, but 3 came"):
+        with pytest.raises(ValueError, match="room for 0 headers, but 3 came"):
             reference.flatten(part, [torch.ones(16)], [True], 1.0, [1, 2, 3])
     assert torch.equal(raw(flat.data[flat.layout.flags_offset :]), before)
     flat.write_trailer([True, True], [1, 2, 3])
@@ -104,8 +104,8 @@ def test_marks_of_all_ranks_are_in_their_sum(size, wire):
 
 def test_a_poisoned_buffer_is_marked():
     flat = FlatBuffer(Layout.of([(3,)] * 2, [(1,)] * 2, 1, 0, Marks(9, 12)), torch.float32, CPU)
-    flat.poison()
+    flat.fill_nan()
     assert flat.marked() == {0: [9], 1: [9]}
     unmarked = FlatBuffer(Layout.of([(3,)], [(1,)], 1), torch.float32, CPU)
-    unmarked.poison()
+    unmarked.fill_nan()
     assert unmarked.marked() == {}

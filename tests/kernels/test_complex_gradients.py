@@ -22,7 +22,7 @@ KERNELS = {"triton": (flatten, unflatten), "reference": (reference.flatten, refe
 @pytest.mark.parametrize("dtype", REAL, ids=str)
 def test_complex_gradients_go_through_the_buffer_and_back(dtype, kernels):
     into, out = map(on_real_parts, KERNELS[kernels])
-    layout = Layout.of(SHAPES, STRIDES, ALIGNMENT, ballots=3)
+    layout = Layout.of(SHAPES, STRIDES, ALIGNMENT, headers=3)
     flat = ComplexBuffer(layout, dtype, torch.device("cpu"))
     grads = [
         torch.empty_strided(shape, strides, dtype=dtype).copy_(torch.randn(shape, dtype=dtype))
@@ -35,7 +35,7 @@ def test_complex_gradients_go_through_the_buffer_and_back(dtype, kernels):
 
     assert flat.data.dtype == REAL[dtype]
     assert flat.flags.tolist() == [1, 1, 1, 0, 1]
-    assert flat.ballots.tolist() == [1, 2, 3]
+    assert flat.headers.tolist() == [1, 2, 3]
     for view, grad in zip(flat.views, grads, strict=True):
         assert torch.equal(view, torch.zeros_like(view) if grad is None else grad * 0.5)
         assert grad is None or view.stride() == grad.stride()

@@ -139,20 +139,20 @@ def test_flags_beyond_one_program_and_of_empty_gradients_are_written(wire):
 
 @pytest.mark.parametrize("count", [1, FLAG_BLOCK - 2, 2 * FLAG_BLOCK + 9])
 @pytest.mark.parametrize("wire", DTYPES, ids=str)
-def test_ballots_are_written_behind_the_flags_in_the_same_launch(wire, count):
+def test_headers_are_written_behind_the_flags_in_the_same_launch(wire, count):
     slots = [dense([20]), dense([0]), dense([300])]
     grads, _ = embedded_gradients(slots, torch.float32)
-    flat, memory = embedded_flat(slots, wire, ballots=count)
-    expected, twin_memory = embedded_flat(slots, wire, ballots=count)
+    flat, memory = embedded_flat(slots, wire, headers=count)
+    expected, twin_memory = embedded_flat(slots, wire, headers=count)
     used = [True, False, True]
-    ballots = [(7 * place + 255) % 256 for place in range(count)]
+    headers = [(7 * place + 255) % 256 for place in range(count)]
     before = launch.launches
-    flatten(flat, grads, used, 1 / 3, ballots)
+    flatten(flat, grads, used, 1 / 3, headers)
     assert launch.launches - before == 1
-    reference.flatten(expected, grads, used, 1 / 3, ballots)
+    reference.flatten(expected, grads, used, 1 / 3, headers)
     for buffer, arena in ((flat, memory), (expected, twin_memory)):
         assert buffer.flags.tolist() == [1, 0, 1]
-        assert buffer.ballots.tolist() == ballots
+        assert buffer.headers.tolist() == headers
         assert_gaps_intact(buffer)
         arena.assert_guards_intact("the flat buffer")
     for slot, (view, twin) in enumerate(zip(flat.views, expected.views, strict=True)):
@@ -161,38 +161,38 @@ def test_ballots_are_written_behind_the_flags_in_the_same_launch(wire, count):
 
 @pytest.mark.parametrize("wire", DTYPES, ids=str)
 @pytest.mark.parametrize("run", [flatten, reference.flatten], ids=["triton", "reference"])
-def test_a_sum_over_ranks_gives_everybody_all_ballots_exactly(run, wire):
+def test_a_sum_over_ranks_gives_everybody_all_headers_exactly(run, wire):
     ranks, everything = 4, bytes(range(256))
     total = torch.zeros(256, dtype=wire)
     for rank in range(ranks):
         own = bytes(b if b % ranks == rank else 0 for b in everything)
-        flat, _ = embedded_flat([], wire, ballots=256)  # no gradient: just the trailer
+        flat, _ = embedded_flat([], wire, headers=256)  # no gradient: just the trailer
         run(flat, [], [], 1.0, own)
-        total += flat.ballots
+        total += flat.headers
     assert total.tolist() == list(everything)
 
 
 @pytest.mark.parametrize("run", [flatten, reference.flatten], ids=["triton", "reference"])
 @pytest.mark.parametrize(
-    ("ballots", "message"),
+    ("headers", "message"),
     [
-        ((), "room for 3 ballots, but 0 came"),
-        ([1], "room for 3 ballots, but 1 came"),
-        ([1, 2, 3, 4], "room for 3 ballots, but 4 came"),
-        ([1, 256, 3], r"ballot 1 should be in 0\.\.255, but is 256"),
-        ([1, 2, -1], r"ballot 2 should be in 0\.\.255, but is -1"),
+        ((), "room for 3 headers, but 0 came"),
+        ([1], "room for 3 headers, but 1 came"),
+        ([1, 2, 3, 4], "room for 3 headers, but 4 came"),
+        ([1, 256, 3], r"header 1 should be in 0\.\.255, but is 256"),
+        ([1, 2, -1], r"header 2 should be in 0\.\.255, but is -1"),
     ],
 )
-def test_ballots_that_do_not_fit_are_an_error_and_nothing_is_written(run, ballots, message):
-    flat, _ = embedded_flat([dense([20])], torch.float32, ballots=3)
+def test_headers_that_do_not_fit_are_an_error_and_nothing_is_written(run, headers, message):
+    flat, _ = embedded_flat([dense([20])], torch.float32, headers=3)
     before = raw(flat.data).clone()
     with pytest.raises(ValueError, match=message):
-        run(flat, [torch.ones(20)], [True], 1.0, ballots)
+        run(flat, [torch.ones(20)], [True], 1.0, headers)
     assert torch.equal(raw(flat.data), before)
 
 
-def test_a_part_writes_its_own_flags_and_no_ballot():
-    flat, memory = embedded_flat([dense([20])] * 3, torch.float32, ballots=5)
+def test_a_part_writes_its_own_flags_and_no_header():
+    flat, memory = embedded_flat([dense([20])] * 3, torch.float32, headers=5)
     before = raw(flat.data).clone()
     part = flat.part(1, 2)
     flatten(part, [torch.ones(20)], [True], 1.0)
@@ -201,7 +201,7 @@ def test_a_part_writes_its_own_flags_and_no_ballot():
     flat.views[1].copy_(before.view(torch.float32)[32:52])
     assert torch.equal(raw(flat.data), before)
     memory.assert_guards_intact("the flat buffer")
-    with pytest.raises(ValueError, match="room for 0 ballots, but 5 came"):
+    with pytest.raises(ValueError, match="room for 0 headers, but 5 came"):
         flatten(part, [torch.ones(20)], [True], 1.0, bytes(5))
 
 
@@ -268,22 +268,22 @@ def test_the_table_is_uploaded_only_when_an_address_a_flag_or_the_scale_changed(
     assert flat.views[1].count_nonzero() == 0
 
 
-def test_ballots_are_uploaded_only_when_they_changed():
-    flat, _ = embedded_flat([dense([20])], torch.float32, ballots=4)
-    grad, ballots = torch.ones(20), [1, 2, 3, 4]
+def test_headers_are_uploaded_only_when_they_changed():
+    flat, _ = embedded_flat([dense([20])], torch.float32, headers=4)
+    grad, headers = torch.ones(20), [1, 2, 3, 4]
 
     def uploads(given):
         before = DeviceTables.of(flat).uploads
         flatten(flat, [grad], [True], 0.5, given)
-        assert flat.ballots.tolist() == list(given)
+        assert flat.headers.tolist() == list(given)
         return flat.tables.uploads - before
 
-    assert uploads(ballots) == 1
-    assert uploads(ballots) == 0
+    assert uploads(headers) == 1
+    assert uploads(headers) == 0
     assert uploads((1, 2, 3, 4)) == 0
-    assert uploads(bytes(ballots)) == 0
-    ballots[3] = 0  # by their owner, in place
-    assert uploads(ballots) == 1
+    assert uploads(bytes(headers)) == 0
+    headers[3] = 0  # by their owner, in place
+    assert uploads(headers) == 1
     assert uploads(bytes(4)) == 1
 
 

@@ -46,7 +46,7 @@ def spoil(grad, place, value):
 @KERNELS
 def test_a_number_that_is_not_finite_marks_its_gradient_wherever_it_is(kernels, wire, value):
     marks = Marks(rank=11, world_size=19)
-    flat, memory = embedded_flat(SLOTS, wire, ballots=3, marks=marks)
+    flat, memory = embedded_flat(SLOTS, wire, headers=3, marks=marks)
     flat.tables = DeviceTables(flat, block=256) if kernels is flatten_module else None
     places = [(0, 0), (0, 255), (0, 256), (0, 999), (2, 4), (3, 100), (3, 152), (4, 0), (5, 255)]
     for slot, place in places:
@@ -55,7 +55,7 @@ def test_a_number_that_is_not_finite_marks_its_gradient_wherever_it_is(kernels, 
         kernels.flatten(flat, grads, [True] * 6, 0.5, [1, 2, 3])
         assert flat.marked() == {slot: [11]}, place
     assert flat.flags.tolist() == [1] * 6
-    assert flat.ballots.tolist() == [1, 2, 3]
+    assert flat.headers.tolist() == [1, 2, 3]
     kernels.flatten(flat, ones(wire), [True] * 6, 0.5, [1, 2, 3])
     assert flat.marked() == {}, "marks of an earlier reduction"
     assert_gaps_intact(flat)
@@ -105,25 +105,25 @@ def test_both_parts_of_complex_numbers_are_looked_at(kernels, number):
     grads[1][29] = number
     on_real_parts(kernels.flatten)(flat, grads, [True, True], 1.0, [1, 2])
     assert flat.marked() == {1: [1]}
-    assert flat.ballots.tolist() == [1, 2]
+    assert flat.headers.tolist() == [1, 2]
 
 
 def test_a_poisoned_buffer_keeps_no_marks_of_the_reduction_before():
     flat, _ = embedded_flat(SLOTS, torch.bfloat16, marks=Marks(rank=9, world_size=19))
     flat.marks.fill_(255)  # those of all ranks, once reduced
-    flat.poison()
+    flat.fill_nan()
     assert flat.marked() == {slot: [9] for slot in range(6)}
 
 
 def test_the_twin_marks_the_parts_of_a_buffer_one_by_one():
-    flat, _ = embedded_flat(SLOTS, torch.float32, ballots=1, marks=Marks(0, 1))
+    flat, _ = embedded_flat(SLOTS, torch.float32, headers=1, marks=Marks(0, 1))
     grads = ones()
     grads[2][1], grads[5][1] = math.nan, math.inf
     for first, last in ((0, 3), (3, 6)):
         reference.flatten(flat.part(first, last), grads[first:last], [True] * 3, 1.0)
     flat.write_trailer([True] * 6, [9])
     assert flat.marked() == {2: [0], 5: [0]}
-    assert flat.ballots.tolist() == [9]
+    assert flat.headers.tolist() == [9]
 
 
 @pytest.mark.parametrize("numbers", [torch.int8, torch.float8_e4m3fn], ids=str)
@@ -139,16 +139,16 @@ def test_every_rank_learns_what_each_has_quantised(kernels, numbers):
             grads = ones()
             for slot, place in found[rank].items() if step == 1 else ():
                 spoil(grads[slot], place, (math.nan, math.inf)[rank % 2])
-            ballots = bytes(3 * rank) + bytes([rank + 1] * 3) + bytes(3 * (2 - rank))
-            kernels.quantize(flat, grads, [True] * 6, 1 / 3, ballots)
+            headers = bytes(3 * rank) + bytes([rank + 1] * 3) + bytes(3 * (2 - rank))
+            kernels.quantize(flat, grads, [True] * 6, 1 / 3, headers)
         exchange(flats)
         for flat in flats:
             marked = flat.marked()
             assert marked == ({0: [1, 2], 2: [1], 3: [2], 4: [2]} if step == 1 else {})
             quantize_reference.reduce_parts(flat)
             assert flat.flags.tolist() == [3] * 6
-            assert flat.ballots.tolist() == [1] * 3 + [2] * 3 + [3] * 3
-    flats[1].poison()
+            assert flat.headers.tolist() == [1] * 3 + [2] * 3 + [3] * 3
+    flats[1].fill_nan()
     exchange(flats)
     assert flats[0].marked() == {slot: [1] for slot in range(6)}
 

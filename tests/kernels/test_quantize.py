@@ -83,7 +83,7 @@ def test_all_ranks_have_the_bits_of_the_reference(numbers, world_size, feedback)
         for flat, twin in zip(mine.flats, twins.flats, strict=True):
             assert_same_residuals(flat, twin)
             assert torch.equal(flat.flags, twin.flags)
-            assert torch.equal(flat.ballots, twin.ballots)
+            assert torch.equal(flat.headers, twin.headers)
             assert_same_bits(flat.result.scales, twin.result.scales, "scales")
         for rank in range(world_size):
             for slot in range(len(SLOTS)):
@@ -103,9 +103,9 @@ def test_gradients_of_any_dtype_are_quantised_as_by_the_reference(numbers, dtype
     grads, arenas = embedded_gradients(SLOTS, dtype, aligned)
     grads[0].copy_(torch.randn(1000) * 3e4)  # one that stays finite
     before = [raw(arena.memory).clone() for arena in arenas]
-    used, ballots = [True, False, True, True, False, True], bytes([0, 0, 0, 7, 8, 255])
-    quantize(flat, grads, used, 1 / 3, ballots)
-    reference.quantize(twin, grads, used, 1 / 3, ballots)
+    used, headers = [True, False, True, True, False, True], bytes([0, 0, 0, 7, 8, 255])
+    quantize(flat, grads, used, 1 / 3, headers)
+    reference.quantize(twin, grads, used, 1 / 3, headers)
     assert flat.tables.aligned is aligned
     assert_same_messages(flat.message, twin.message, flat)
     assert_same_residuals(flat, twin)
@@ -203,7 +203,7 @@ def test_a_part_of_many_ranks_is_summed_in_rank_order(numbers):
     assert_same_messages(both[0].received, both[1].received, both[0])
     assert_same_residuals(*both)
     assert both[0].flags.tolist() == [35, 35]
-    assert both[0].ballots.tolist() == [rank % 2 for rank in range(ranks) for _ in range(3)]
+    assert both[0].headers.tolist() == [rank % 2 for rank in range(ranks) for _ in range(3)]
 
 
 @settings(max_examples=50, deadline=None)
@@ -263,12 +263,12 @@ def test_a_missing_gradient_is_zeros_whatever_the_scale():
 def test_parts_of_a_buffer_fill_the_same_message_as_the_whole():
     grads = gradients(0, False)
     whole, cut = (quantized_buffers(like(SLOTS), QUANTIZED, torch.int8, 2)[0] for _ in range(2))
-    ballots = bytes([1, 2, 3, 0, 0, 0])
-    quantize(whole, grads, [True] * 6, 0.5, ballots)
+    headers = bytes([1, 2, 3, 0, 0, 0])
+    quantize(whole, grads, [True] * 6, 0.5, headers)
     for first, last in [(0, 3), (3, 6)]:
         quantize(cut.part(first, last), grads[first:last], [True] * 3, 0.5)
     assert cut.outgoing.trailers.count_nonzero() == 0
-    cut.write_trailer([True] * 6, ballots)
+    cut.write_trailer([True] * 6, headers)
     assert torch.equal(whole.message, cut.message)
     assert_same_residuals(whole, cut)
 
@@ -278,7 +278,7 @@ def test_arguments_that_do_not_fit_are_errors_and_nothing_is_written():
     grads = gradients(0, False)
     with pytest.raises(ValueError, match="6 slots, but 5 gradients"):
         quantize(flat, grads[:5], [True] * 6, 1.0, bytes(6))
-    with pytest.raises(ValueError, match="room for 6 ballots, but 3 came"):
+    with pytest.raises(ValueError, match="room for 6 headers, but 3 came"):
         quantize(flat, grads, [True] * 6, 1.0, bytes(3))
     mixed = [*grads[:2], grads[2].half(), *grads[3:]]
     with pytest.raises(TypeError, match=r"slot 2 is torch\.float16"):

@@ -176,11 +176,11 @@ def test_a_slot_that_is_not_used_keeps_its_residual_and_sends_none_of_it(has_gra
     assert (result - expected).abs().max() < expected.abs().max() / 80
 
 
-def test_the_ballots_of_all_ranks_come_in_rank_order():
+def test_the_headers_of_all_ranks_come_in_rank_order():
     flats = quantized_buffers([torch.empty(300), torch.empty(20)], [True, False], torch.int8, 3)
     all_reduce(flats, [[torch.ones(300), torch.ones(20)]] * 3)
     for flat in flats:
-        assert flat.ballots.tolist() == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+        assert flat.headers.tolist() == [1, 1, 1, 2, 2, 2, 3, 3, 3]
         assert flat.flags.tolist() == [3, 3]
 
 
@@ -191,7 +191,7 @@ def test_the_message_of_a_poisoned_rank_makes_all_nan_and_no_residual():
     before = flats[1].residuals.sent.clone()
     owned = [flat.residuals.reduced.clone() for flat in flats]
     reference.quantize(flats[0], grads[0], [True, True], 1.0, bytes(6))
-    flats[1].poison()
+    flats[1].fill_nan()
     flats[1].write_trailer([False, False], bytes(6))
     exchange(flats)
     for flat in flats:
@@ -216,13 +216,13 @@ def test_parts_of_a_buffer_fill_the_same_message_as_the_whole(size):
     used = [True, True, True, False, True, True]
     whole = quantized_buffers(like, quantized, torch.int8, size)[0]
     cut = quantized_buffers(like, quantized, torch.int8, size)[0]
-    ballots = bytes(range(1, 1 + whole.layout.ballots))
-    reference.quantize(whole, grads, used, 0.5, ballots)
+    headers = bytes(range(1, 1 + whole.layout.headers))
+    reference.quantize(whole, grads, used, 0.5, headers)
     for first, last in [(0, 2), (2, 3), (3, 6)]:
         part = cut.part(first, last)
         reference.quantize(part, grads[first:last], used[first:last], 0.5)
     assert cut.outgoing.trailers.count_nonzero() == 0
-    cut.write_trailer(used, ballots)
+    cut.write_trailer(used, headers)
     assert torch.equal(whole.message, cut.message)
     assert torch.equal(whole.residuals.sent, cut.residuals.sent)
 
@@ -261,17 +261,17 @@ def test_all_fp8_numbers_are_decoded_as_torch_does():
 
 
 @settings(max_examples=100, deadline=None)
-@given(slots=_slots, size=st.integers(1, 5), ballot=st.integers(0, 14))
+@given(slots=_slots, size=st.integers(1, 5), header=st.integers(0, 14))
 def test_the_size_of_a_message_is_that_of_the_docstring_and_every_element_has_one_place(
-    slots, size, ballot
+    slots, size, header
 ):
     numels, quantized = [n for n, _ in slots], [flag for _, flag in slots]
-    layout = MessageLayout.of(numels, quantized, size, ballot * size)
+    layout = MessageLayout.of(numels, quantized, size, header * size)
     blocks = sum(-(-n // 256) for n, flag in slots if flag)
     exact = sum(-(-n // 16) * 16 for n, flag in slots if not flag)
     part_blocks, part_exact = math.ceil(blocks / size), math.ceil(exact / size / 16) * 16
     part = 256 * part_blocks + -(-4 * part_blocks // 16) * 16 + 4 * part_exact
-    trailer = -(-(len(slots) + ballot) // 16) * 16
+    trailer = -(-(len(slots) + header) // 16) * 16
     assert layout.gathered_numel == size * part
     assert layout.sent_numel == size * (part + trailer)
     assert sum(map(layout.owned_blocks, range(size))) == blocks

@@ -33,13 +33,13 @@ COUNT = 12  # gradients
 VECTORS = [dense([64])] * COUNT
 BOTH = [dense([8, 8]), dense([64])] * (COUNT // 2)
 USED = [True] * COUNT
-BALLOTS = bytes([7, 0, 255])
+HEADERS = bytes([7, 0, 255])
 ONE = torch.ones(1, dtype=torch.float64)
 
 
 def flat_of(slots=VECTORS, wire=torch.float32, alignment=1, marks=None) -> FlatBuffer:
     shapes, strides = [shape for shape, _ in slots], [stride for _, stride in slots]
-    layout = Layout.of(shapes, strides, alignment, len(BALLOTS), marks)
+    layout = Layout.of(shapes, strides, alignment, len(HEADERS), marks)
     return FlatBuffer(layout, wire, torch.device("cpu"))
 
 
@@ -120,14 +120,14 @@ def kernels() -> Iterator[dict[str, Kernel]]:
 @pytest.mark.parametrize("slots", [VECTORS, BOTH], ids=["vectors", "both"])
 def test_the_twins_of_a_steady_step_are_one_function_each(slots, wire):
     flat, grads = flat_of(slots, wire), gradients(slots, wire)
-    assert calls(reference.flatten, flat, grads, USED, 0.5, BALLOTS) == 1
+    assert calls(reference.flatten, flat, grads, USED, 0.5, HEADERS) == 1
     assert calls(reference.unflatten, flat, grads) == 1
-    assert calls(flat.write_trailer, USED, BALLOTS) == 1
+    assert calls(flat.write_trailer, USED, HEADERS) == 1
 
 
 def test_a_part_of_a_buffer_is_flattened_by_one_function_and_nothing_else_is_written():
     flat, grads = flat_of(), gradients()
-    reference.flatten(flat, grads, USED, 1.0, BALLOTS)
+    reference.flatten(flat, grads, USED, 1.0, HEADERS)
     before = flat.data.clone()
     reference.flatten(flat.part(2, 5), grads[2:5], USED[:3], 0.5)
     before[2 * 64 : 5 * 64] *= 0.5
@@ -140,16 +140,16 @@ def test_a_part_of_a_buffer_is_flattened_by_one_function_and_nothing_else_is_wri
     [
         ({"grads": [None, *[torch.ones(64)] * (COUNT - 1)]}, 2),
         ({"used": tuple(USED)}, 3),
-        ({"ballots": list(BALLOTS)}, 3),
+        ({"headers": list(HEADERS)}, 3),
         ({"marks": Marks(0, 2)}, 2),
         ({"wire": torch.bfloat16}, 3),
     ],
-    ids=["missing", "flags", "ballots", "marks", "cast"],
+    ids=["missing", "flags", "headers", "marks", "cast"],
 )
 def test_steps_that_are_less_simple_call_no_more_than_they_need(change, expected):
     flat = flat_of(wire=change.get("wire", torch.float32), marks=change.get("marks"))
-    given = {"grads": [torch.ones(64)] * COUNT, "used": USED, "ballots": BALLOTS} | change
-    found = calls(reference.flatten, flat, given["grads"], given["used"], 0.5, given["ballots"])
+    given = {"grads": [torch.ones(64)] * COUNT, "used": USED, "headers": HEADERS} | change
+    found = calls(reference.flatten, flat, given["grads"], given["used"], 0.5, given["headers"])
     assert found == expected
 
 
@@ -159,29 +159,29 @@ def steps(slots, dtype, flat) -> Iterator[tuple[Any, ...]]:
     missing = [*grads[:3], None, *grads[4:]]
     placed = [*grads[:2], flat.views[2], *grads[3:]]
     unused = [slot != 4 for slot in range(COUNT)]
-    yield grads, USED, 0.5, BALLOTS
-    yield grads, USED, 0.5, bytes(BALLOTS)
-    yield others, USED, 0.5, BALLOTS
-    yield others, unused, 0.5, BALLOTS
-    yield others, unused, 1 / 3, BALLOTS
+    yield grads, USED, 0.5, HEADERS
+    yield grads, USED, 0.5, bytes(HEADERS)
+    yield others, USED, 0.5, HEADERS
+    yield others, unused, 0.5, HEADERS
+    yield others, unused, 1 / 3, HEADERS
     yield others, unused, 1 / 3, bytes([1, 2, 3])
     yield others, unused, 1 / 3, [4, 5, 6]
-    yield missing, unused, 1 / 3, BALLOTS
-    yield missing, unused, 1 / 3, BALLOTS
-    yield grads, unused, 1 / 3, BALLOTS
-    yield placed, unused, 1 / 3, BALLOTS
-    yield placed, unused, 1 / 3, BALLOTS
-    yield flat.views, unused, 1 / 3, BALLOTS
-    yield [None, *grads[1:]], USED, 1 / 3, BALLOTS
-    yield [None] * COUNT, USED, 1 / 3, BALLOTS
+    yield missing, unused, 1 / 3, HEADERS
+    yield missing, unused, 1 / 3, HEADERS
+    yield grads, unused, 1 / 3, HEADERS
+    yield placed, unused, 1 / 3, HEADERS
+    yield placed, unused, 1 / 3, HEADERS
+    yield flat.views, unused, 1 / 3, HEADERS
+    yield [None, *grads[1:]], USED, 1 / 3, HEADERS
+    yield [None] * COUNT, USED, 1 / 3, HEADERS
     for scale in (1, 1.0, 0.0, -0.0, 1e300, math.inf, math.nan, 1.0):
-        yield grads, USED, scale, BALLOTS
+        yield grads, USED, scale, HEADERS
     odd = [torch.empty(65, dtype=dtype)[1:].copy_(grad.view(-1)) for grad in grads]
-    yield [g.as_strided(*slot, 1) for g, slot in zip(odd, slots, strict=True)], USED, 1.0, BALLOTS
+    yield [g.as_strided(*slot, 1) for g, slot in zip(odd, slots, strict=True)], USED, 1.0, HEADERS
     # From here on of other dtypes: fp32 and fp64, one of which is not that of the others.
     for other in (torch.float32, torch.float64, torch.float16):
-        yield gradients(slots, other), USED, 0.5, BALLOTS
-    yield grads, USED, 0.5, BALLOTS
+        yield gradients(slots, other), USED, 0.5, HEADERS
+    yield grads, USED, 0.5, HEADERS
 
 
 @pytest.mark.parametrize("wire", DTYPES, ids=str)
@@ -190,7 +190,7 @@ def steps(slots, dtype, flat) -> Iterator[tuple[Any, ...]]:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_buffer_notices_whatever_changes_from_one_step_to_the_next(run, slots, wire):
     flat = flat_of(slots, wire, alignment=16)
-    for number, (grads, used, scale, ballots) in enumerate(steps(slots, wire, flat)):
+    for number, (grads, used, scale, headers) in enumerate(steps(slots, wire, flat)):
         fresh = flat_of(slots, wire, alignment=16)
         for view, twin in zip(flat.views, fresh.views, strict=True):
             twin.copy_(view)
@@ -198,8 +198,8 @@ def test_a_buffer_notices_whatever_changes_from_one_step_to_the_next(run, slots,
             twin if grad is view else grad
             for grad, view, twin in zip(grads, flat.views, fresh.views, strict=True)
         ]
-        run(flat, grads, used, scale, ballots)
-        plainly_flatten(fresh, twins, used, scale, ballots)
+        run(flat, grads, used, scale, headers)
+        plainly_flatten(fresh, twins, used, scale, headers)
         for slot, (view, twin) in enumerate(zip(flat.views, fresh.views, strict=True)):
             assert_same_bits(view, twin, f"step {number}, slot {slot}")
         assert_same_bits(
@@ -207,7 +207,7 @@ def test_a_buffer_notices_whatever_changes_from_one_step_to_the_next(run, slots,
         )
 
 
-def plainly_flatten(flat, grads, used, scale, ballots) -> None:
+def plainly_flatten(flat, grads, used, scale, headers) -> None:
     """Gradient by gradient, by numbers."""
     wire = flat.data.dtype
     for view, grad in zip(flat.views, grads, strict=True):
@@ -220,7 +220,7 @@ def plainly_flatten(flat, grads, used, scale, ballots) -> None:
             else:
                 view.copy_(grad.to(compute) * scale)
     flat.flags.copy_(torch.tensor(used))
-    flat.ballots.copy_(torch.tensor(list(ballots)))
+    flat.headers.copy_(torch.tensor(list(headers)))
 
 
 def test_every_bit_of_a_scaled_gradient_is_what_a_number_makes_of_it():
@@ -234,7 +234,7 @@ def test_every_bit_of_a_scaled_gradient_is_what_a_number_makes_of_it():
         ]
         flat = flat_of(wire=wire)
         for scale in (1.0, 1 / 3, -2.0, 2.0**-130, 1 + 2.0**-40, 1e300, math.inf):
-            reference.flatten(flat, grads, USED, scale, BALLOTS)
+            reference.flatten(flat, grads, USED, scale, HEADERS)
             for view, grad in zip(flat.views, grads, strict=True):
                 expected = grad.clone().mul_(scale)
                 assert torch.equal(view.view(bits), expected.view(bits)), (wire, scale)
@@ -244,22 +244,22 @@ def test_every_bit_of_a_scaled_gradient_is_what_a_number_makes_of_it():
 def test_the_twin_still_refuses_what_does_not_fit_when_it_has_flattened_before(sizes):
     flat = flat_of()
     for _ in range(2):
-        reference.flatten(flat, gradients(), USED, 0.5, BALLOTS)
+        reference.flatten(flat, gradients(), USED, 0.5, HEADERS)
     wrong = [*gradients()[: COUNT - 1], *map(torch.ones, sizes)]
     with (
         pytest.warns(UserWarning, match="resized"),
         pytest.raises(RuntimeError, match="not of the"),
     ):
-        reference.flatten(flat, wrong, USED, 0.5, BALLOTS)
+        reference.flatten(flat, wrong, USED, 0.5, HEADERS)
     for bad in (b"", bytes(4), [1, 2, 256]):
-        with pytest.raises(ValueError, match="ballot"):
+        with pytest.raises(ValueError, match="header"):
             reference.flatten(flat, gradients(), USED, 0.5, bad)
     with pytest.raises(ValueError, match="12 slots, but 11 flags"):
-        reference.flatten(flat, gradients(), USED[1:], 0.5, BALLOTS)
+        reference.flatten(flat, gradients(), USED[1:], 0.5, HEADERS)
     part = flat.part(0, 2)
     for _ in range(2):
-        with pytest.raises(ValueError, match="room for 0 ballots, but 3 came"):
-            reference.flatten(part, gradients()[:2], USED[:2], 0.5, BALLOTS)
+        with pytest.raises(ValueError, match="room for 0 headers, but 3 came"):
+            reference.flatten(part, gradients()[:2], USED[:2], 0.5, HEADERS)
 
 
 def test_the_trailer_is_written_anew_after_the_collective_has_been_there():
@@ -269,24 +269,24 @@ def test_the_trailer_is_written_anew_after_the_collective_has_been_there():
         lambda *a: reference.flatten(flat, gradients(), a[0], 1.0, a[1]),
     ):
         for _ in range(3):
-            run(USED, BALLOTS)
+            run(USED, HEADERS)
             assert flat.flags.tolist() == [1] * COUNT
-            assert flat.ballots.tolist() == list(BALLOTS)
+            assert flat.headers.tolist() == list(HEADERS)
             flat.data.mul_(2)
 
 
-@pytest.mark.parametrize("what", ["flags", "ballots"])
-def test_what_owners_of_flags_and_ballots_change_in_place_is_noticed(what):
-    flat, used, ballots = flat_of(), list(USED), bytearray(BALLOTS)
+@pytest.mark.parametrize("what", ["flags", "headers"])
+def test_what_owners_of_flags_and_headers_change_in_place_is_noticed(what):
+    flat, used, headers = flat_of(), list(USED), bytearray(HEADERS)
     for place in range(3):
-        flat.write_trailer(used, ballots)
+        flat.write_trailer(used, headers)
         if what == "flags":
             used[place] = False
         else:
-            ballots[place] = 9
-        flat.write_trailer(used, ballots)
+            headers[place] = 9
+        flat.write_trailer(used, headers)
         assert flat.flags.tolist() == used
-        assert flat.ballots.tolist() == list(ballots)
+        assert flat.headers.tolist() == list(headers)
 
 
 @pytest.mark.parametrize("slots", [VECTORS, BOTH], ids=["vectors", "both"])
@@ -295,7 +295,7 @@ def test_a_gradient_in_its_place_is_not_copied_onto_itself(slots):
     flat = flat_of(slots)
     versions = [view._version for view in flat.views]
     for _ in range(3):
-        reference.flatten(flat, flat.views, USED, 0.5, BALLOTS)
+        reference.flatten(flat, flat.views, USED, 0.5, HEADERS)
     assert [view._version for view in flat.views] == versions
 
 
@@ -311,7 +311,7 @@ def test_what_torch_has_refused_it_is_not_asked_again_for_as_long_as_it_comes(mo
     ]:
         for times in expected:
             asked.clear()
-            reference.flatten(flat, grads, USED, 0.5, BALLOTS)
+            reference.flatten(flat, grads, USED, 0.5, HEADERS)
             assert len(asked) == times
 
 
@@ -324,8 +324,8 @@ def test_large_gradients_get_no_more_views_of_their_memory():
     address = storage_address(flat.data.untyped_storage())
     before = storage_use_count(address)
     for _ in range(2):
-        reference.flatten(flat, [torch.ones(10_000), torch.ones(9_000)], [True] * 2, 0.5, BALLOTS)
-        flat.write_trailer([True] * 2, BALLOTS)
+        reference.flatten(flat, [torch.ones(10_000), torch.ones(9_000)], [True] * 2, 0.5, HEADERS)
+        flat.write_trailer([True] * 2, HEADERS)
     assert storage_use_count(address) == before
 
 
@@ -336,7 +336,7 @@ def test_large_gradients_get_no_more_views_of_their_memory():
 def test_launches_of_a_steady_step_are_two_functions_each(kernels, marks):
     flat, grads = flat_of(alignment=16, marks=marks), gradients()
     before = launch.launches
-    assert calls(flatten_module.flatten, flat, grads, USED, 0.5, BALLOTS) == 2
+    assert calls(flatten_module.flatten, flat, grads, USED, 0.5, HEADERS) == 2
     assert calls(unflatten_module.unflatten, flat, grads) == 2
     assert calls(unflatten_module.unflatten, flat, grads, ONE) == 2
     assert launch.launches - before == 9
@@ -346,7 +346,7 @@ def test_launches_of_a_steady_step_are_two_functions_each(kernels, marks):
 def test_launches_of_a_steady_quantised_step_are_few_functions(kernels):
     grads = gradients()
     (flat,) = quantized_buffers(grads, USED, torch.int8, 1)
-    assert calls(quantize_module.quantize, flat, grads, USED, 0.5, BALLOTS) == 3
+    assert calls(quantize_module.quantize, flat, grads, USED, 0.5, HEADERS) == 3
     assert calls(reduce_parts_module.reduce_parts, flat) == 2
     assert calls(dequantize_module.dequantize, flat, grads) == 3
     assert calls(dequantize_module.dequantize, flat, grads, ONE) == 4
@@ -356,7 +356,7 @@ def test_launches_of_a_steady_quantised_step_are_few_functions(kernels):
 def test_no_gpu_is_asked_for_tensors_on_the_cpu(kernels, monkeypatch):
     monkeypatch.delattr(torch.cuda, "current_device")
     flat, grads = flat_of(alignment=16), gradients()
-    flatten_module.flatten(flat, grads, USED, 0.5, BALLOTS)
+    flatten_module.flatten(flat, grads, USED, 0.5, HEADERS)
     unflatten_module.unflatten(flat, grads, ONE)
 
 
@@ -377,11 +377,11 @@ def test_a_launch_is_made_where_its_tensors_are(kernels, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", device)
     flat, grads = flat_of(alignment=16), gradients()
     for index in (None, 0, 1):
-        flatten_module.flatten(flat, grads, USED, 0.5, BALLOTS)
+        flatten_module.flatten(flat, grads, USED, 0.5, HEADERS)
         unflatten_module.unflatten(flat, grads)
         flat.tables.device_index = index
     assert devices == []
-    flatten_module.flatten(flat, grads, USED, 0.5, BALLOTS)
+    flatten_module.flatten(flat, grads, USED, 0.5, HEADERS)
     unflatten_module.unflatten(flat, grads)
     assert devices == [(1, 3, 3), (1, 4, 3), (1, 4, 3), (1, 4, 4)]
 
@@ -393,7 +393,7 @@ def test_each_variant_of_a_flatten_is_prepared_once_and_taken_again(kernels):
     none = [None] * COUNT
     for _ in range(2):
         for grads in (fp32, fp16, odd, [*odd[:1], None, *odd[2:]], [None, *fp32[1:]], none):
-            flatten_module.flatten(flat, grads, USED, 0.5, BALLOTS)
+            flatten_module.flatten(flat, grads, USED, 0.5, HEADERS)
     # Zeros are compiled as gradients of the wire dtype are.
     assert [number for number, _ in kernels["flatten"].launched] == [1, 2, 3, 3, 1, 1] * 2
     for _, arguments in kernels["flatten"].launched:
@@ -404,11 +404,11 @@ def test_each_variant_of_a_flatten_is_prepared_once_and_taken_again(kernels):
 
 def test_gradients_of_two_dtypes_where_those_of_one_were_are_an_error(kernels):
     flat, grads = flat_of(alignment=16), gradients()
-    flatten_module.flatten(flat, grads, USED, 0.5, BALLOTS)
+    flatten_module.flatten(flat, grads, USED, 0.5, HEADERS)
     mixed = [grads[0].view(torch.float16), *grads[1:]]  # at the same addresses
     for _ in range(2):
         with pytest.raises(TypeError, match=r"slot 1 is torch\.float32.*torch\.float16"):
-            flatten_module.flatten(flat, mixed, USED, 0.5, BALLOTS)
+            flatten_module.flatten(flat, mixed, USED, 0.5, HEADERS)
     assert len(kernels["flatten"].launched) == 1
 
 
@@ -436,7 +436,7 @@ def test_other_residuals_are_given_to_the_next_launch(kernels):
     (flat,) = quantized_buffers(grads, USED, torch.int8, 1)
     for _ in range(2):
         for _ in range(2):
-            quantize_module.quantize(flat, grads, USED, 0.5, BALLOTS)
+            quantize_module.quantize(flat, grads, USED, 0.5, HEADERS)
             reduce_parts_module.reduce_parts(flat)
             assert kernels["quantize"].launched[-1][1][3] is flat.residuals.sent
             assert kernels["reduce_parts"].launched[-1][1][1] is flat.residuals.reduced
@@ -448,7 +448,7 @@ def test_a_new_buffer_prepares_launches_of_its_own(kernels):
     grads = gradients()
     for _ in range(2):
         flat = flat_of(alignment=16)
-        flatten_module.flatten(flat, grads, USED, 0.5, BALLOTS)
+        flatten_module.flatten(flat, grads, USED, 0.5, HEADERS)
         assert kernels["flatten"].launched[-1][1][2] is flat.data
     assert kernels["flatten"].variants == 1
     part = flat.part(0, 3)

@@ -13,10 +13,10 @@ from tritonddp.kernels.device_tables import BLOCK, DeviceTables
 from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
 
 
-def flat_of(numels, alignment=16, ballots=0) -> FlatBuffer:
+def flat_of(numels, alignment=16, headers=0) -> FlatBuffer:
     slots = [dense([numel]) for numel in numels]
     shapes, strides = [shape for shape, _ in slots], [stride for _, stride in slots]
-    layout = Layout.of(shapes, strides, alignment, ballots)
+    layout = Layout.of(shapes, strides, alignment, headers)
     return FlatBuffer(layout, torch.float32, torch.device("cpu"))
 
 
@@ -82,16 +82,16 @@ def test_the_dynamic_table_is_addresses_then_flags_then_the_scale():
     assert scale_in(tables) == 1 / 3
 
 
-def test_ballots_lie_between_the_flags_and_the_scale():
-    tables = DeviceTables(flat_of([4, 0], ballots=3))
+def test_headers_lie_between_the_flags_and_the_scale():
+    tables = DeviceTables(flat_of([4, 0], headers=3))
     assert tables.dynamic.tolist() == [0] * 8
     tables.update([None, None], [True, False], 1 / 3, [0, 255, 7])
     assert tables.dynamic[:-1].tolist() == [0, 0, 1, 0, 0, 255, 7]
     assert scale_in(tables) == 1 / 3
 
 
-def test_without_new_ballots_the_last_ones_stay():
-    tables = DeviceTables(flat_of([4], ballots=2))
+def test_without_new_headers_the_last_ones_stay():
+    tables = DeviceTables(flat_of([4], headers=2))
     tables.update([None], [True], 1.0, [3, 4])
     before = tables.uploads
     tables.update([None], [True], 1.0)
@@ -101,12 +101,12 @@ def test_without_new_ballots_the_last_ones_stay():
     assert tables.dynamic[2:4].tolist() == [3, 4]
 
 
-def test_the_same_ballots_again_are_known_by_their_identity():
-    ballots = bytes(12 * 1024)
-    tables = DeviceTables(flat_of([4], ballots=len(ballots)))
+def test_the_same_headers_again_are_known_by_their_identity():
+    headers = bytes(12 * 1024)
+    tables = DeviceTables(flat_of([4], headers=len(headers)))
     for _ in range(2):
-        tables.update([None], [True], 1.0, ballots)
-        assert tables._ballots is ballots  # neither a copy, nor what was there before
+        tables.update([None], [True], 1.0, headers)
+        assert tables._headers is headers  # neither a copy, nor what was there before
 
 
 def test_the_factor_of_an_unflatten_without_one_is_made_once():
@@ -180,18 +180,18 @@ def test_too_few_gradients_or_flags_are_an_error():
         tables.update([None])
     with pytest.raises(ValueError, match="2 slots, but 3 flags"):
         tables.update([None, None], [True] * 3, 1.0)
-    with pytest.raises(ValueError, match="room for 0 ballots, but 1 came"):
+    with pytest.raises(ValueError, match="room for 0 headers, but 1 came"):
         tables.update([None, None], [True] * 2, 1.0, [1])
 
 
 def test_a_failed_update_leaves_the_table_as_it_was():
-    tables = DeviceTables(flat_of([4, 4], ballots=1))
+    tables = DeviceTables(flat_of([4, 4], headers=1))
     good = [torch.ones(4), torch.ones(4)]
     tables.update(good, [True, True], 1.0, [5])
     before = tables.dynamic.clone()
     with pytest.raises(ValueError, match="flags"):
         tables.update([None, None], [True], 1.0, [6])
-    with pytest.raises(ValueError, match="ballots"):
+    with pytest.raises(ValueError, match="headers"):
         tables.update([None, None], [True, True], 2.0, [6, 6])
     tables.update(good, [True, True], 1.0, [5])
     assert torch.equal(tables.dynamic, before)

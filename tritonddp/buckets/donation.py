@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from operator import attrgetter
+from operator import attrgetter, is_, not_
 from sys import getrefcount
 
 import torch
@@ -23,13 +23,10 @@ _requires_grad = attrgetter("requires_grad")
 
 def sole_owners(params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[bool]:
     """For each gradient, whether it is known to its parameter and to the list ``grads`` alone."""
-    expected = _of_sole_owner()
-    return [
-        grad is held and not requires_grad and holders == expected
-        for grad, held, requires_grad, holders in zip(
-            grads, map(_grad_of, params), map(_requires_grad, grads), _holders(grads), strict=True
-        )
-    ]
+    is_held = map(is_, grads, map(_grad_of, params))
+    is_plain = map(not_, map(_requires_grad, grads))
+    is_private = map(_of_sole_owner().__eq__, _holders(grads))
+    return list(map(all, zip(is_held, is_plain, is_private, strict=True)))
 
 
 def _holders(grads: Sequence[Tensor]) -> list[tuple[int, int, int]]:

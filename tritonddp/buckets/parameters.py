@@ -51,7 +51,7 @@ class ModuleParameters:
         group: Group,
         is_fixed: bool = False,
     ) -> None:
-        self._is_fixed = is_fixed
+        self.is_fixed = is_fixed
         # Not the wrapper itself: its reducer holds this object, and it the reducer.
         self._children = wrapper._modules
         self._ignored = ignored
@@ -209,7 +209,7 @@ class ModuleParameters:
 
     def has_changed(self) -> bool:
         """Whether anything is not as it was at the last :meth:`update`."""
-        if self._is_fixed:
+        if self.is_fixed:
             return False
         if list(map(_requires_grad, self._looked_at)) != self._required or any(self._empty_tables):
             return True

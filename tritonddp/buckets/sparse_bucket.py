@@ -89,8 +89,8 @@ class SparseBucket(Bucket):
     def allocate(self) -> None:
         """See :meth:`Bucket.allocate`."""
         super().allocate()
-        trailer = self.flat.ballots
-        self.flat.ballots = trailer[: self._headers]  # what is behind them is no header
+        trailer = self.flat.headers
+        self.flat.headers = trailer[: self._headers]  # what is behind them is no header
         self._announcements = trailer[self._headers :]
 
     def prepare(self) -> None:

@@ -72,7 +72,7 @@ class AllReduce:
             flat.known_flags = last[2]
             return None
         if bucket.index == 0:
-            run.read_headers(flat.ballots)
+            run.read_headers(flat.headers)
         if isinstance(bucket, SparseBucket):
             exchange_rows(run, bucket, self._counters)
         elif flat.data.is_cpu and run.agreement.is_unanimous and type(flat) is FlatBuffer:

@@ -183,7 +183,7 @@ class CommHook:
         *trailers, broken = message.split([*sizes, len(calls)])
         for call, trailer in zip(calls, trailers, strict=True):
             _trailer(call.bucket).copy_(trailer)
-        run.read_headers(calls[0].bucket.flat.ballots)
+        run.read_headers(calls[0].bucket.flat.headers)
         factor = 1.0 if run.factor is None else run.factor
         factors = torch.where(broken > 0, torch.nan, factor).to(torch.float64)
         state.factors = {

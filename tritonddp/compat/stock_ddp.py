@@ -17,12 +17,23 @@ from torch import Tensor, nn
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from tritonddp._arguments import plain_names
-from tritonddp._torch import active_wrapper, move_inputs, patches_of_stock, set_active_wrapper
+from tritonddp._torch import (
+    BufferCommHookLocation,
+    active_wrapper,
+    move_inputs,
+    patches_of_stock,
+    set_active_wrapper,
+)
 from tritonddp.buckets.assignment import MIB, BucketCaps
 from tritonddp.buckets.sparse_bucket import sparse_parameters
-from tritonddp.comm.broadcast import MESSAGE_BYTES
+from tritonddp.comm.broadcast import MESSAGE_BYTES, StateBroadcast, broadcast_coalesced
+from tritonddp.compat.hook_checks import builtin_hook, register_fused_optimizer
 from tritonddp.compat.stock_reducer import StockReducer
+from tritonddp.coordination.group import Group
 from tritonddp.diagnostics.logging_data import Logger
+from tritonddp.features.buffer_sync import BufferHook, check_buffers, sync_buffers
+from tritonddp.features.join_protocol import JoinProtocol
+from tritonddp.reducer.extension import SyncState
 from tritonddp.reducer.reducer import Reducer
 
 
@@ -43,11 +54,24 @@ class StockDDPNames:
         parameters_to_ignore: set[str]
         forward_sync_buffers: bool
         caps: BucketCaps
+        state_broadcast: StateBroadcast
+        require_forward_param_sync: bool
+        device: torch.device
+        group: Group
+        sync: SyncState
+        _figures: Any
+        _enter_group: Callable[[], Any]
+        _build_reducer: Callable[[Any], None]
+        _comm_hooks: list[tuple[Callable[..., Any], Any]]
 
     # No clone is made of outputs, so that there is nothing to choose: see _set_ddp_sink_clone.
     _ddp_sink_clone = True
 
     broadcast_bucket_size = MESSAGE_BYTES
+
+    # What users register.
+    _buffer_hook: BufferHook | None = None
+    _builtin_hook: dist.BuiltinCommHookType | None = None
 
     # By these stock's forward, or a subclass that has one like it, decides what to leave out.
     _use_python_reducer = False
@@ -249,6 +273,35 @@ class StockDDPNames:
 
     # Options that are set late
 
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next backward is reduced. :meth:`no_sync` sets it."""
+        return self.sync.enabled
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self.sync.enabled = value
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Average over other ranks from now on, for training whose ranks come and go.
+
+        No rank is waited for. What was accumulated under :meth:`no_sync` stays in ``.grad``, and
+        the order of gradients is observed anew. What quantisation has left out is dropped. With
+        ``compression="auto"`` gradients travel in their own dtypes from then on: nobody has
+        measured the new group.
+
+        Args:
+            new_process_group: as on all of its ranks. A rank that is not in it gives what
+                ``torch.distributed.new_group`` returned there, and begins anew in its old group.
+        """
+        self.core.detach()
+        if isinstance(new_process_group, dist.ProcessGroup):
+            self.process_group = new_process_group
+            self.group = Group(new_process_group)
+        # A choice by other figures, or by none, would be another one than that of other ranks.
+        self._figures = None
+        self._build_reducer(self._enter_group())
+
     def _set_static_graph(self) -> None:
         """As ``static_graph=True``: allows parameters that no backward reaches.
 
@@ -299,6 +352,7 @@ class StockDDPNames:
             message = "DDP runtime logging sample rate should be equal or greater than 1"
             self._log_and_throw(ValueError, f"{message}, got {sample_rate}")
         self.logger.sampler.rate = sample_rate
+        self.logger.sampler.next_sample = 0
 
     def _noting(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call ``function``, and note with what error it fails."""
@@ -311,6 +365,152 @@ class StockDDPNames:
     def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
         self.logger.set_error_and_log(f"{err_type}: {err_msg}")
         raise err_type(err_msg)
+
+    # Communication hooks
+
+    @property
+    def comm_hook_name(self) -> str:
+        """Of the communication hook, empty without one. For stock's logging data."""
+        if self._builtin_hook is not None:
+            return str(self._builtin_hook)
+        names = (getattr(hook, "__qualname__", repr(hook)) for hook, _ in self._comm_hooks)
+        return ", ".join(names)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        """Register ``ALLREDUCE`` or ``FP16_COMPRESS``; see :meth:`register_comm_hook`.
+
+        Raises:
+            RuntimeError: as there.
+            TypeError: it is none of the two.
+        """
+        self.core.register_comm_hook(self.process_group, builtin_hook(comm_hook_type))
+        self._builtin_hook = comm_hook_type
+
+    def _register_fused_optim(
+        self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any
+    ) -> None:
+        """Have an optimizer step for each bucket once its gradients are the means.
+
+        Args:
+            optim: a class of ``torch.optim`` that has a functional twin in torch.
+            args, kwargs: of its constructor, without the parameters.
+            optim_params: which parameters it steps, by default all.
+
+        Raises:
+            RuntimeError: torch has no such twin that steps here, or a hook is registered already.
+            TypeError: ``optim`` is no class.
+            ValueError: torch has no such twin at all.
+        """
+        register_fused_optimizer(self, optim, optim_params, args, kwargs)
+
+    def _register_hooks_again(self) -> None:
+        """The reducer is a new one: of a copy, or in another process group.
+
+        As in stock, a group that the state of a hook holds stays as it is.
+        """
+        for hook, state in self._comm_hooks:
+            self.core.register_comm_hook(state, hook)
+        if self._builtin_hook is not None:
+            self.core.register_comm_hook(self.process_group, builtin_hook(self._builtin_hook))
+
+    # Module buffers
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward begins with a broadcast of module buffers."""
+        return (
+            self.forward_sync_buffers
+            and self.require_forward_param_sync
+            and len(self.core.parameters.buffers()) > 0
+        )
+
+    def _check_sync_bufs_pre_fwd(self) -> bool:
+        """Whether a forward begins with :meth:`_sync_buffers` now."""
+        is_after = self._buffer_hook is not None and self._buffer_hook.is_after_forward
+        return not is_after and self.will_sync_module_buffers()
+
+    def _check_sync_bufs_post_fwd(self) -> bool:
+        """Whether a forward ends with it, as a hook wants it."""
+        is_after = self._buffer_hook is not None and self._buffer_hook.is_after_forward
+        return is_after and self.will_sync_module_buffers()
+
+    def _sync_buffers(self) -> None:
+        sync_buffers(self.core.parameters, self.state_broadcast, self.core, self._buffer_hook)
+
+    def _register_buffer_comm_hook(
+        self,
+        state: Any,
+        hook: Callable[[Any, dict[str, Tensor]], Any],
+        comm_hook_location: BufferCommHookLocation = BufferCommHookLocation.POST_FORWARD,
+    ) -> None:
+        """Synchronise module buffers by ``hook`` instead of a broadcast from rank 0.
+
+        It runs in the forwards that would broadcast (see ``forward_sync_buffers``), and changes
+        the buffers in place, with whatever collectives it likes. As in stock it has their place:
+        a second call replaces the hook.
+
+        Args:
+            state: handed to the hook.
+            hook: ``hook(state, {name: buffer})``, with names as the wrapped module has them. May
+                return a list of :class:`torch.futures.Future`, which are waited for at the end of
+                the next backward.
+            comm_hook_location: ``PRE_FORWARD`` or ``POST_FORWARD`` of
+                ``torch.nn.parallel.distributed._BufferCommHookLocation``.
+
+        Raises:
+            TypeError: ``hook`` cannot be called.
+        """
+        if not callable(hook):
+            raise TypeError(f"hook must be callable, got {type(hook).__name__}")
+        self._buffer_hook = BufferHook(
+            hook, state, comm_hook_location == BufferCommHookLocation.POST_FORWARD
+        )
+
+    def _default_broadcast_coalesced(
+        self,
+        bufs: Sequence[Tensor] | None = None,
+        bucket_size: int | None = None,
+        authoritative_rank: int = 0,
+    ) -> None:
+        """What happens to buffers without a hook, for hooks that add something to it.
+
+        Args:
+            bufs: all buffers of the module by default.
+            bucket_size: most bytes of one message.
+            authoritative_rank: whose values all get, by its rank in the process group.
+
+        Raises:
+            TypeError: ``bufs`` are no tensors.
+        """
+        if bufs is not None:
+            check_buffers(bufs)
+        broadcast_coalesced(
+            [buffer for _, buffer in self.core.parameters.buffers()] if bufs is None else bufs,
+            self.process_group,
+            authoritative_rank,
+            bucket_size or self.broadcast_bucket_size,
+        )
+
+    # What torch's Join reads
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where torch's ``Join`` counts the ranks that have inputs."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """In which torch's ``Join`` counts them."""
+        return self.process_group
+
+    @property
+    def _join_config(self) -> Any:
+        """What torch's ``Join`` sets when it is entered, and reads in each forward."""
+        return self.__dict__["_join_config"]
+
+    @_join_config.setter
+    def _join_config(self, config: Any) -> None:
+        self.__dict__["_join_config"] = config
+        self.sync.join = JoinProtocol(self.group, self.device) if config.enable else None
 
     # The reducer
 

@@ -10,7 +10,7 @@ say which differ; and what only some ranks know to differ by design has to be le
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,8 +52,7 @@ class _Item:
 def check_sync(
     module: nn.Module,
     reducer: Reducer,
-    params: Sequence[tuple[str, nn.Parameter]],
-    held: Sequence[tuple[str, Tensor]],
+    ignored: Collection[str],
     buffers: bool | None,
     gradients: bool | None,
 ) -> None:
@@ -62,7 +61,7 @@ def check_sync(
     Args:
         module: what is wrapped.
         reducer: of its wrapper.
-        params, held: its parameters and buffers.
+        ignored: names of parameters and buffers to leave out.
         buffers, gradients: what the user has given.
     """
     for name, value in (("buffers", buffers), ("gradients", gradients)):
@@ -71,7 +70,12 @@ def check_sync(
     reduced = prepare_to_compare(reducer)
     group, device = reducer.group, reducer.manager.current.params[0].device
     where = f"{reducer.where()}, check_sync()"
-    held = held if buffers is not False else []
+    # (A sliced module has other tensors in the places of its parameters.)
+    named = reducer.parameters.params if reducer.parameters.is_fixed else module.named_parameters()
+    params = [each for each in named if each[0] not in ignored]
+    held = [each for each in module.named_buffers() if each[0] not in ignored]
+    if buffers is False:
+        held = []
     own = _of_own_batches(module, group) if buffers is None else []
     compared = {
         "buffers": f"{buffers}, without {own}" if own else buffers,

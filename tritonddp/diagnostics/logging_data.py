@@ -79,6 +79,7 @@ class Logger:
 
     Attributes:
         sampler: takes these times.
+        joins: ``join()`` was entered.
     """
 
     def __init__(self, wrapper: Wrapper) -> None:
@@ -88,7 +89,7 @@ class Logger:
         self._noted: dict[str, str] = {
             "bucket_sizes": _join(map(_nbytes, _buckets(wrapper))),
         }
-        self._joins = False
+        self.joins = False
         self._has_error = False
 
     def set_error_and_log(self, message: str) -> None:
@@ -101,10 +102,6 @@ class Logger:
         """A forward begins whose backward is to be reduced."""
         self.sampler.iteration += 1
         self.sampler.forward_begins()
-
-    def _set_uneven_input_join(self) -> None:
-        """``join()`` was entered."""
-        self._joins = True
 
     def _get_ddp_logging_data(self) -> LoggingData:
         """What is known now."""
@@ -132,7 +129,7 @@ class Logger:
             "is_multi_device_module": wrapper.is_multi_device_module,
             "output_device": -1 if wrapper.output_device is None else wrapper.output_device,
             "static_graph": wrapper.static_graph or None,
-            "join_uneven_inputs": self._joins or None,
+            "join_uneven_inputs": self.joins or None,
             "gloo_num_threads": gloo_threads(wrapper.process_group) if backend == "gloo" else None,
             **self.sampler.times,
         }

@@ -90,6 +90,7 @@ class Sampler:
     Attributes:
         rate: one step in so many is measured after the first ten.
         iteration: how many steps began so far: forwards whose backward is to be reduced.
+        next_sample: no step before this one is measured.
         sample: of the step that is measured, ``None`` if none is.
         measured: the last step whose times are known.
         times: its times in nanoseconds, and the means so far, under stock's names.
@@ -100,6 +101,7 @@ class Sampler:
         self._device = device
         self.rate = RATE
         self.iteration = 0
+        self.next_sample = 0
         self.sample: Sample | None = None
         self.measured = 0
         self.times: dict[str, int] = {}
@@ -110,6 +112,7 @@ class Sampler:
         if self.sample is not None:
             self._close(self.sample)
         if self.iteration > FIRST and self.iteration % self.rate:
+            self.next_sample = self.iteration + self.rate - self.iteration % self.rate
             return
         reducer = self._reducer()
         if reducer is not None and self._device is not None and self.sample is None:
@@ -136,7 +139,7 @@ class Sampler:
 
     def _take(self, moments: Moments) -> None:
         for field, start, end in _TIMES:
-            time, mean = moments.between(start, end), f"avg_{field}"
+            time, mean = moments.nanoseconds(start, end), f"avg_{field}"
             self.times[field] = time
             self.times[mean] = (
                 self.times.get(mean, 0) * (self._recorded - 1) + time

@@ -11,6 +11,7 @@ from tritonddp.buckets.bucket import Bucket
 from tritonddp.comm.run import LocalError, ReductionRun
 from tritonddp.coordination.agreement import GradSource
 from tritonddp.reducer.extension import Extension
+from tritonddp.reducer.reducer import Reducer
 
 
 def claim_optimizer_hooks(params: Iterable[Tensor]) -> bool:
@@ -29,6 +30,14 @@ def claim_optimizer_hooks(params: Iterable[Tensor]) -> bool:
             for handle in handles_of.get(param, ()):
                 handle.remove()
     return found
+
+
+def step_in_backward(reducer: Reducer) -> None:
+    """Where optimizers step in the backward, have them step when gradients are the means."""
+    if claim_optimizer_hooks(param for _, param in reducer.parameters.params):
+        if not reducer.steps_optimizers and not reducer.hook_steps_optimizers:
+            reducer.events.install(OptimizerSteps())
+        reducer.steps_optimizers = True
 
 
 class OptimizerStepError(LocalError):

@@ -83,10 +83,10 @@ def instead_of_stock() -> Iterator[None]:
         with tritonddp.instead_of_stock():
             trainer = SomeTrainer(model)  # wraps here
     """
-    wrapped = DistributedDataParallel._wrapped
+    wrapped = DistributedDataParallel.wrapped_modules
     with stock_replaced():
         yield
-    if DistributedDataParallel._wrapped == wrapped:
+    if DistributedDataParallel.wrapped_modules == wrapped:
         bound = _bound()
         warnings.warn(
             "Nothing was wrapped with tritonddp inside instead_of_stock(). "

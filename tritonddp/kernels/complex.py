@@ -26,7 +26,7 @@ class ComplexBuffer(FlatBuffer):
         self.data = self.real.data
         self.payload = self.real.payload
         self.flags = self.real.flags
-        self.ballots = self.real.ballots
+        self.headers = self.real.headers
         self.marks = self.real.marks
         self._dtype = dtype
         self.views = list(map(self.tensor_at, range(len(layout.numels))))
@@ -44,9 +44,9 @@ class ComplexBuffer(FlatBuffer):
         part.real = self.real.part(first, last)
         return part
 
-    def write_trailer(self, used: Sequence[bool], ballots: Sequence[int]) -> None:
+    def write_trailer(self, used: Sequence[bool], headers: Sequence[int]) -> None:
         """See :meth:`FlatBuffer.write_trailer`."""
-        self.real.write_trailer(used, ballots)
+        self.real.write_trailer(used, headers)
 
     def real_parts(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The memory of these gradients, which are not flagged as conjugate, as real tensors.
@@ -78,8 +78,8 @@ def _real_layout(layout: Layout) -> Layout:
         numels=tuple(2 * numel for numel in layout.numels),
         offsets=tuple(2 * offset for offset in layout.offsets),
         flags_offset=flags_offset,
-        ballots=layout.ballots,
-        marks_offset=flags_offset + len(layout.numels) + layout.ballots,
+        headers=layout.headers,
+        marks_offset=flags_offset + len(layout.numels) + layout.headers,
         numel=2 * layout.numel,
         marks=layout.marks,
     )

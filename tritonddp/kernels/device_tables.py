@@ -2,7 +2,7 @@
 
 A *chunk* is the share of one program, at most ``block`` consecutive elements of one gradient. The
 chunks of a buffer never change. The addresses of the gradients may change every step, and with
-the used flags, the ballots and the scale they make up one small table that is uploaded when it
+the used flags, the headers and the scale they make up one small table that is uploaded when it
 changed.
 """
 
@@ -43,7 +43,7 @@ class DeviceTables:
             gradient, first element within the buffer, number of elements (1 to ``block``).
             Gradients without elements have no rows.
         dynamic: int64 ``(2 n + m + 1,)``: n addresses (0 where there is no gradient), n used flags
-            (0 or 1), m ballots, the bits of the scale as fp64. An int64 table holds the scale
+            (0 or 1), m headers, the bits of the scale as fp64. An int64 table holds the scale
             too, so that one copy uploads everything and no launch depends on its value.
         one: fp64 ``(1,)``, 1.0: the factor of an unflatten that is given none.
         num_chunks: rows of ``chunks``.
@@ -74,7 +74,7 @@ class DeviceTables:
         self.block = block
         self.chunks = self._rows(flat, block).to(device)
         self.num_chunks = self.chunks.shape[0]
-        words = 2 * len(layout.numels) + layout.ballots + 1
+        words = 2 * len(layout.numels) + layout.headers + 1
         self.dynamic = torch.zeros(words, dtype=torch.int64, device=device)
         self.one = torch.ones(1, dtype=torch.float64).to(device)
         self.aligned = True
@@ -86,7 +86,7 @@ class DeviceTables:
         self._dtype: torch.dtype | None = None
         self._addresses: list[int] = [0] * len(layout.numels)
         self._used: list[bool] = [False] * len(layout.numels)
-        self._ballots = bytes(layout.ballots)
+        self._headers = bytes(layout.headers)
         self._scale = 0.0
         self._scale_bits = 0
 
@@ -106,7 +106,7 @@ class DeviceTables:
         grads: Sequence[Tensor | None],
         used: Sequence[bool] | None = None,
         scale: float | None = None,
-        ballots: Sequence[int] | None = None,
+        headers: Sequence[int] | None = None,
     ) -> torch.dtype | None:
         """Bring ``dynamic`` up to date on the current stream, uploading it only if it changed.
 
@@ -114,14 +114,14 @@ class DeviceTables:
             grads: one per slot, each with its slot's shape and strides.
             used: one per slot, or ``None`` to keep the last flags.
             scale: the factor, or ``None`` to keep the last one.
-            ballots: as many as the layout has, or ``None`` to keep the last ones. Many are best
+            headers: as many as the layout has, or ``None`` to keep the last ones. Many are best
                 given as the same ``bytes`` again and again, which are known by their identity.
 
         Returns:
             The dtype of the gradients, ``None`` if there are none.
 
         Raises:
-            ValueError: there is not one gradient, or not one flag, per slot; or the ballots are
+            ValueError: there is not one gradient, or not one flag, per slot; or the headers are
                 not as many as the layout's, or not in 0..255.
             TypeError: a gradient has another dtype or device than it should. Checked when an
                 address or the first dtype changed, not at every launch.
@@ -137,11 +137,11 @@ class DeviceTables:
             addresses != self._addresses
             or dtype is not self._dtype
             or (used is not None and used != self._used)
-            or (ballots is not None and (ballots or b"") != self._ballots)
+            or (headers is not None and (headers or b"") != self._headers)
             # 0.0 equals -0.0.
             or (scale is not None and (scale != self._scale or not scale))
         ):
-            self._change(grads, addresses, dtype, used, scale, ballots)
+            self._change(grads, addresses, dtype, used, scale, headers)
         return dtype
 
     def _change(
@@ -151,7 +151,7 @@ class DeviceTables:
         dtype: torch.dtype | None,
         used: Sequence[bool] | None,
         scale: float | None,
-        ballots: Sequence[int] | None,
+        headers: Sequence[int] | None,
     ) -> None:
         """See :meth:`update`: look at everything, and upload if the table is another one."""
         if len(addresses) != len(self._addresses):
@@ -160,7 +160,7 @@ class DeviceTables:
             )
         if used is not None and len(used) != len(self._used):
             raise ValueError(f"the buffer has {len(self._used)} slots, but {len(used)} flags came")
-        encoded = self._ballots if ballots is None else self._layout.encode_ballots(ballots)
+        encoded = self._headers if headers is None else self._layout.encode_headers(headers)
         stale = False
         if addresses != self._addresses or dtype is not self._dtype:
             self._check(grads, dtype)
@@ -171,9 +171,9 @@ class DeviceTables:
             flags = list(used)
             if flags != self._used:
                 self._used, stale = flags, True
-        if encoded is not self._ballots:
-            stale = stale or encoded != self._ballots
-            self._ballots = encoded
+        if encoded is not self._headers:
+            stale = stale or encoded != self._headers
+            self._headers = encoded
         if scale is not None:
             # By bits: -0.0 equals 0.0 and NaN does not equal itself.
             (bits,) = _INT64.unpack(_FLOAT64.pack(scale))
@@ -203,7 +203,7 @@ class DeviceTables:
     def _upload(self) -> None:
         flags = map(int, map(bool, self._used))
         host = torch.frombuffer(
-            array("q", [*self._addresses, *flags, *self._ballots, self._scale_bits]),
+            array("q", [*self._addresses, *flags, *self._headers, self._scale_bits]),
             dtype=torch.int64,
         )
         if self._device.type == "cpu":

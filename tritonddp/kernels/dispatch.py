@@ -39,7 +39,7 @@ class Flatten(Protocol):
         grads: Sequence[Tensor | None],
         used: Sequence[bool],
         scale: float,
-        ballots: Sequence[int] = (),
+        headers: Sequence[int] = (),
     ) -> None: ...
 
 
@@ -56,12 +56,12 @@ class Kernels:
     """The kernels of one kind of device.
 
     Attributes:
-        flatten: ``flatten(flat, grads, used, scale, ballots=())``, see ``reference.flatten``.
+        flatten: ``flatten(flat, grads, used, scale, headers=())``, see ``reference.flatten``.
         unflatten: ``unflatten(flat, grads, factor=None)``, see ``reference.unflatten``.
         alignment: what these kernels want of ``Layout.of``, in elements.
         by_address: they read gradients by address, which must lie in memory as their slots do.
         segments: cuts a layout into runs of slots ``[first, last)``, each flattened by one launch.
-        cedes: whether gradients of a bucket with this layout are better handed over in its buffer
+        donates: whether gradients of a bucket with this layout are better handed over in its buffer
             than copied out of it.
         buffer: makes the flat buffer of a layout, for gradients of a dtype, on a device.
         marks: what ``flatten`` says of gradients that are not finite; ``None``: it does not look.
@@ -72,7 +72,7 @@ class Kernels:
     alignment: int
     by_address: bool
     segments: Callable[[Layout], list[tuple[int, int]]]
-    cedes: Callable[[Layout], bool]
+    donates: Callable[[Layout], bool]
     buffer: Callable[[Layout, torch.dtype, torch.device], FlatBuffer] = FlatBuffer
     marks: Marks | None = None
 
@@ -191,7 +191,7 @@ def _for_complex(kernels: Kernels) -> Kernels:
         flatten=on_real_parts(kernels.flatten),
         unflatten=on_real_parts(kernels.unflatten),
         by_address=True,  # what is flagged as conjugate has no real parts to be written to
-        cedes=_never,
+        donates=_never,
         buffer=ComplexBuffer,
     )
 
@@ -207,7 +207,7 @@ def _for_device_type(device_type: str) -> Kernels:
             reference.ALIGNMENT,
             False,
             reference.segments,
-            reference.cedes,
+            reference.donates,
         )
     if device_type != "cuda":
         raise RuntimeError(

@@ -2,11 +2,11 @@
 
 ::
 
-    | grad 0 | grad 1 .. | pad | .. | grad n-1 | pad | flags | ballots | marks | pad |
+    | grad 0 | grad 1 .. | pad | .. | grad n-1 | pad | flags | headers | marks | pad |
     |<----------------- payload ------------------->|<----------- trailer ---------->|
 
-A *ballot* is a whole number from 0 to 255. Each rank fills places of its own and leaves zeros in
-those of others, so that a sum over ranks hands everybody all ballots, exactly in every wire dtype.
+A *header* is a whole number from 0 to 255. Each rank fills places of its own and leaves zeros in
+those of others, so that a sum over ranks hands everybody all headers, exactly in every wire dtype.
 A *mark* says of one gradient on which ranks it is not finite: see :class:`Marks`.
 
 Offsets and sizes are in elements of the buffer's dtype, the *wire* dtype.
@@ -39,7 +39,7 @@ class Marks(NamedTuple):
     """Where a rank says that a gradient of its own is not finite: in a bit of its own.
 
     For each gradient there is one word for 8 ranks, a whole number from 0 to 255. No two ranks have
-    the same bit, so that a sum over ranks is exact, like that of ballots.
+    the same bit, so that a sum over ranks is exact, like that of headers.
 
     Attributes:
         rank: this one.
@@ -76,8 +76,8 @@ class Layout:
         numels: number of elements of each gradient (0 allowed).
         offsets: first element of each gradient, multiples of ``alignment``.
         flags_offset: first element of the trailer; flag ``i`` is element ``flags_offset + i``.
-        ballots: number of ballots, which follow the last flag; all ranks' together.
-        marks_offset: first element behind the ballots: that of the first mark.
+        headers: number of headers, which follow the last flag; all ranks' together.
+        marks_offset: first element behind the headers: that of the first mark.
         numel: length of the whole buffer, trailer included.
         marks: ``None`` if nobody looks whether gradients are finite: then there are no marks.
     """
@@ -87,7 +87,7 @@ class Layout:
     numels: tuple[int, ...]
     offsets: tuple[int, ...]
     flags_offset: int
-    ballots: int
+    headers: int
     marks_offset: int
     numel: int
     marks: Marks | None = None
@@ -98,20 +98,20 @@ class Layout:
         shapes: Sequence[Sequence[int]],
         strides: Sequence[Sequence[int]],
         alignment: int,
-        ballots: int = 0,
+        headers: int = 0,
         marks: Marks | None = None,
     ) -> Layout:
         """Lay gradients of these shapes and dense strides out one behind the other.
 
         ``alignment`` is in elements: 16 lets the Triton kernels use 16-byte accesses for every
-        wire dtype of one byte and more, 1 leaves no gaps. ``ballots`` is the number of ballots.
+        wire dtype of one byte and more, 1 leaves no gaps. ``headers`` is the number of headers.
         """
         numels, offsets, end = [], [], 0
         for shape in shapes:
             numels.append(prod(shape))
             offsets.append(end)
             end = round_up(end + numels[-1], alignment)
-        marks_offset = end + len(numels) + ballots
+        marks_offset = end + len(numels) + headers
         words = 0 if marks is None else len(numels) * marks.words
         return cls(
             shapes=tuple(map(tuple, shapes)),
@@ -119,7 +119,7 @@ class Layout:
             numels=tuple(numels),
             offsets=tuple(offsets),
             flags_offset=end,
-            ballots=ballots,
+            headers=headers,
             marks_offset=marks_offset,
             numel=round_up(marks_offset + words, alignment),
             marks=marks,
@@ -128,7 +128,7 @@ class Layout:
     def part(self, first: int, last: int) -> Layout:
         """The layout of slots ``[first, last)`` alone, at the same places of the same buffer.
 
-        Ballots belong to the whole: a part has none.
+        Headers belong to the whole: a part has none.
         """
         return Layout(
             shapes=self.shapes[first:last],
@@ -136,27 +136,27 @@ class Layout:
             numels=self.numels[first:last],
             offsets=self.offsets[first:last],
             flags_offset=self.flags_offset + first,
-            ballots=0,
+            headers=0,
             marks_offset=self.marks_offset + first * (self.marks.words if self.marks else 0),
             numel=self.numel,
             marks=self.marks,
         )
 
-    def encode_ballots(self, ballots: Sequence[int]) -> bytes:
-        """The ballots, a byte each; ``bytes`` come back as they are, which costs nothing.
+    def encode_headers(self, headers: Sequence[int]) -> bytes:
+        """The headers, a byte each; ``bytes`` come back as they are, which costs nothing.
 
         Raises:
             ValueError: there are more or fewer than there is room for, or one is not in 0..255.
         """
-        if len(ballots) != self.ballots:
+        if len(headers) != self.headers:
             raise ValueError(
-                f"the buffer has room for {self.ballots} ballots, but {len(ballots)} came"
+                f"the buffer has room for {self.headers} headers, but {len(headers)} came"
             )
         try:
-            return bytes(ballots)
+            return bytes(headers)
         except ValueError:
-            place, ballot = next((i, b) for i, b in enumerate(ballots) if not 0 <= b <= 255)
-            raise ValueError(f"ballot {place} should be in 0..255, but is {ballot}") from None
+            place, header = next((i, b) for i, b in enumerate(headers) if not 0 <= b <= 255)
+            raise ValueError(f"header {place} should be in 0..255, but is {header}") from None
 
     @cached_property
     def gapless(self) -> tuple[int, int] | None:
@@ -188,12 +188,12 @@ class FlatBuffer:
         flags: view of the used flags, one element per gradient: 1 or 0 before the collective,
             afterwards the number of ranks that used the parameter (any non-zero value: the
             sum of many ones saturates in fp16 and bf16, but never becomes zero).
-        ballots: view of the ballots, one element each: before the collective this rank's and
+        headers: view of the headers, one element each: before the collective this rank's and
             zeros, afterwards all ranks'. Empty in a part.
-        trailer: view of the used flags and the ballots, which :meth:`write_trailer` writes. (Not of
+        trailer: view of the used flags and the headers, which :meth:`write_trailer` writes. (Not of
             the marks.) A part has none of its own.
         encoded: what ``trailer`` is to be before the collective, made by :meth:`encode_trailer` of
-            ``encoded_flags`` and ``encoded_ballots``. ``None`` before that.
+            ``encoded_flags`` and ``encoded_headers``. ``None`` before that.
         marks: view of the marks, ``(n, words)``; without columns if there are none.
         views: one tensor per gradient in its place, with the gradient's own shape and strides.
         is_part: made by :meth:`part`; its flags are written with those of the whole.
@@ -206,7 +206,7 @@ class FlatBuffer:
     # Also of subclasses, which make the rest their own way.
     encoded: Tensor | None = None
     encoded_flags: Sequence[bool] = ()
-    encoded_ballots: bytes = b""
+    encoded_headers: bytes = b""
     batched: Any = None
     known_flags: list[float] | None = None
 
@@ -216,9 +216,9 @@ class FlatBuffer:
         self.payload = self.data[: layout.flags_offset]
         trailer = self.data[layout.flags_offset :]
         self.flags = trailer[: len(layout.numels)]
-        self.ballots = trailer[len(layout.numels) :][: layout.ballots]
+        self.headers = trailer[len(layout.numels) :][: layout.headers]
         # Made now: a view that comes later would look like somebody else's hold on the memory.
-        self.trailer = trailer[: len(layout.numels) + layout.ballots]
+        self.trailer = trailer[: len(layout.numels) + layout.headers]
         words = 0 if layout.marks is None else layout.marks.words
         marks = self.data[layout.marks_offset :][: len(layout.numels) * words]
         self.marks = marks.view(len(layout.numels), words)
@@ -247,47 +247,47 @@ class FlatBuffer:
         part = copy.copy(self)
         part.layout = self.layout.part(first, last)
         part.flags = self.flags[first:last]
-        part.ballots = self.ballots[:0]
+        part.headers = self.headers[:0]
         part.marks = self.marks[first:last]
         part.views = self.views[first:last]
         part.is_part = True
         part.tables = part.batched = None
         return part
 
-    def write_trailer(self, used: Sequence[bool], ballots: Sequence[int]) -> None:
-        """Write the used flags, one a gradient, and the ballots.
+    def write_trailer(self, used: Sequence[bool], headers: Sequence[int]) -> None:
+        """Write the used flags, one a gradient, and the headers.
 
         On the CPU, where it is done once a buffer.
 
         Raises:
-            ValueError: there is not one flag per gradient; or see :meth:`Layout.encode_ballots`.
+            ValueError: there is not one flag per gradient; or see :meth:`Layout.encode_headers`.
         """
         if (
             self.encoded is None
             or used != self.encoded_flags
-            or (ballots or b"") != self.encoded_ballots
+            or (headers or b"") != self.encoded_headers
         ):
-            self.encode_trailer(used, ballots)
+            self.encode_trailer(used, headers)
         self.trailer.copy_(self.encoded)  # type: ignore[arg-type]
 
-    def encode_trailer(self, used: Sequence[bool], ballots: Sequence[int]) -> None:
+    def encode_trailer(self, used: Sequence[bool], headers: Sequence[int]) -> None:
         """Bring :attr:`encoded` up to date: in most steps it need not be made again.
 
         Raises:
             ValueError: see :meth:`write_trailer`.
         """
-        own_ballots = self.layout.encode_ballots(ballots)
+        own_headers = self.layout.encode_headers(headers)
         if len(used) != len(self.flags):
             raise ValueError(f"the buffer has {len(self.flags)} slots, but {len(used)} flags came")
         # Bytes, since torch.tensor takes 0.1 us a flag; a bytearray, since torch warns of memory
         # that must not be written. (Nor does it take one without bytes.)
-        content = bytearray(used) + own_ballots
+        content = bytearray(used) + own_headers
         encoded = torch.empty_like(self.trailer)
         if content:
             encoded.copy_(torch.frombuffer(content, dtype=torch.uint8))
         self.encoded = None  # or what it is of would not be, if this broke off here
         # A list of its own: owners change theirs in place.
-        self.encoded_flags, self.encoded_ballots = list(used), own_ballots
+        self.encoded_flags, self.encoded_headers = list(used), own_headers
         self.encoded = encoded
 
     @property
@@ -295,7 +295,7 @@ class FlatBuffer:
         """Bytes that a reduction hands to collectives: payload and trailer."""
         return self.data.numel() * self.data.element_size()
 
-    def poison(self) -> None:
+    def fill_nan(self) -> None:
         """Make NaN of all gradients."""
         self.payload.fill_(torch.nan)
         self.clear_marks()  # those of other ranks are of the last reduction

@@ -28,7 +28,7 @@ TRITON_DTYPES = {
 }
 
 
-# Flags and ballots a program writes: one a thread. A whole BLOCK of int64 would cost the chunks
+# Flags and headers a program writes: one a thread. A whole BLOCK of int64 would cost the chunks
 # registers.
 FLAG_BLOCK = 128
 
@@ -98,7 +98,7 @@ def flatten_kernel(  # type: ignore[no-untyped-def]
     MARK: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """One program a chunk, then one for each ``FLAG_BLOCK`` of the ``trailer`` flags and ballots.
+    """One program a chunk, then one for each ``FLAG_BLOCK`` of the ``trailer`` flags and headers.
 
     With ``MARK`` a program whose numbers are not all finite, as it writes them, writes ``bit`` into
     the mark of its gradient, which has ``mark_words`` words.
@@ -164,9 +164,9 @@ def flatten(
     grads: Sequence[Tensor | None],
     used: Sequence[bool],
     scale: float,
-    ballots: Sequence[int] = (),
+    headers: Sequence[int] = (),
 ) -> None:
-    """Write ``cast(scale * grad)`` of every gradient, used flags and ballots into ``flat``.
+    """Write ``cast(scale * grad)`` of every gradient, used flags and headers into ``flat``.
 
     One launch on the current stream, which should be the one that produced the gradients. Where the
     layout has marks, they say which of the numbers that are written are not finite; they are
@@ -178,18 +178,18 @@ def flatten(
             as zero. A gradient may be ``flat.views[i]`` itself: it is then scaled in place.
         used: one per slot; written to the trailer as 1 or 0.
         scale: factor, applied in fp32 (fp64 if either dtype is) before the cast to the wire dtype.
-        ballots: as many as the layout has, in 0..255; see :meth:`DeviceTables.update`.
+        headers: as many as the layout has, in 0..255; see :meth:`DeviceTables.update`.
 
     Raises:
-        ValueError: there is not one gradient and one flag per slot, or the ballots are not as
+        ValueError: there is not one gradient and one flag per slot, or the headers are not as
             many as the layout's, or not in 0..255.
         TypeError: the gradients are not of one dtype, or not on the buffer's device.
     """
     tables = flat.tables or DeviceTables.of(flat)
-    dtype = tables.update(grads, used, scale, ballots)
+    dtype = tables.update(grads, used, scale, headers)
     run = tables.launches.get((_launch, dtype, tables.aligned))
     if run is None:
-        if not flat.layout.numels and not flat.layout.ballots:
+        if not flat.layout.numels and not flat.layout.headers:
             return
         run = tables.launches[_launch, dtype, tables.aligned] = _prepare(flat, tables, dtype)
     if flat.layout.marks is not None:
@@ -212,7 +212,7 @@ def _prepare(
     wire = TRITON_DTYPES[flat.data.dtype]
     source = wire if dtype is None else TRITON_DTYPES[dtype]
     slots = len(layout.numels)
-    trailer = slots + layout.ballots
+    trailer = slots + layout.headers
     arguments = (
         (tables.chunks, tables.dynamic, flat.data),
         (

@@ -41,22 +41,22 @@ def flatten(
     grads: Sequence[Tensor | None],
     used: Sequence[bool],
     scale: float,
-    ballots: Sequence[int] = (),
+    headers: Sequence[int] = (),
 ) -> None:
-    """Write ``cast(scale * grad)`` of every gradient, used flags and ballots into ``flat``.
+    """Write ``cast(scale * grad)`` of every gradient, used flags and headers into ``flat``.
 
     Args:
-        flat: the destination; gaps and everything behind the ballots stay as they are.
+        flat: the destination; gaps and everything behind the headers stay as they are.
         grads: one per slot, of one dtype, with the slot's shape and strides. ``None`` counts
             as zero. A gradient may be ``flat.views[i]`` itself: it is then scaled in place.
         used: one per slot; written to the trailer as 1 or 0, unless ``flat`` is a part of a buffer.
         scale: factor, applied in :func:`compute_dtype` before the cast to the wire dtype.
-        ballots: as many as the layout has, in 0..255; none for a part of a buffer.
+        headers: as many as the layout has, in 0..255; none for a part of a buffer.
 
     Where the layout has marks, they say which of the numbers that are written are not finite.
 
     Raises:
-        ValueError: the ballots are not as many as the layout's, or not in 0..255.
+        ValueError: the headers are not as many as the layout's, or not in 0..255.
     """
     wire = flat.data.dtype
     batched = flat.batched
@@ -65,14 +65,14 @@ def flatten(
     if scale != batched.scale or not scale:  # 0.0 equals -0.0
         batched.rescale(scale)
     if flat.is_part:
-        if ballots:
-            flat.layout.encode_ballots(ballots)  # raises
+        if headers:
+            flat.layout.encode_headers(headers)  # raises
     elif (
         flat.encoded is None
         or used != flat.encoded_flags
-        or (ballots or b"") != flat.encoded_ballots
+        or (headers or b"") != flat.encoded_headers
     ):
-        flat.encode_trailer(used, ballots)
+        flat.encode_trailer(used, headers)
     # What nearly all steps are like, without a call of another function: Python would take longer
     # than the copy. Other gradients are refused by torch before it writes anything.
     if (
@@ -194,7 +194,7 @@ def segments(layout: Layout) -> list[tuple[int, int]]:
     return cuts
 
 
-def cedes(layout: Layout) -> bool:
+def donates(layout: Layout) -> bool:
     """Whether a tensor in the buffer costs less than a copy out of it: from some KiB a gradient."""
     return layout.mean_numel >= _SMALL
 
@@ -240,7 +240,7 @@ class _Batched:
     """What the flattens of one buffer have in common; made at the first of them.
 
     Small gradients that touch in the buffer are copied together, and then scaled together. Large
-    ones may be ceded from it: of those this holds no views, which would look like somebody else's
+    ones may be donated from it: of those this holds no views, which would look like somebody else's
     hold on the memory.
 
     Attributes:

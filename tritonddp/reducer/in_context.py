@@ -44,6 +44,7 @@ from tritonddp.coordination.agreement import (
     SkippedMismatch,
 )
 from tritonddp.coordination.interrupts import Uninterrupted
+from tritonddp.reducer import recovery
 from tritonddp.reducer.output_hooks import Forward, tensors_in
 
 if TYPE_CHECKING:
@@ -324,7 +325,7 @@ def _end(reducer: Reducer, backward: ContextBackward) -> None:
             if reducer.parameters.added:
                 _reduce_added(reducer, backward.context)
     except (Disagreement, SchemaMismatch, SkippedMismatch) as error:
-        reducer.raise_mismatch(error, run)
+        recovery.raise_mismatch(reducer, error, run)
     finally:
         _leave(reducer, backward)
     for call in reducer.events.on_end:
@@ -379,7 +380,7 @@ def recover(reducer: Reducer) -> None:
                 reducer.announce(added)
                 added.take_part()
     except (Disagreement, SchemaMismatch, SkippedMismatch) as error:
-        reducer.raise_mismatch(error, run)
+        recovery.raise_mismatch(reducer, error, run)
 
 
 @contextmanager

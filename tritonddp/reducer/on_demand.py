@@ -204,7 +204,7 @@ def _reduce_now(
     except (Disagreement, SchemaMismatch, SkippedMismatch) as error:
         for call in reducer.events.on_abort:
             call(run)
-        reducer.raise_mismatch(error, None, named_params)
+        recovery.raise_mismatch(reducer, error, None, named_params)
 
 
 def _where(reducer: Reducer) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
+from torch.nn import Parameter
 
 from tritonddp._torch import preserve_version_counters
 from tritonddp.buckets.bucket import GradientError
@@ -81,7 +83,7 @@ def _make_up(reducer: Reducer) -> None:
             run.source = GradSource.BROKEN
             reducer.after_reduction(run)
         except (Disagreement, SchemaMismatch, SkippedMismatch) as error:
-            reducer.raise_mismatch(error, run)
+            raise_mismatch(reducer, error, run)
         finally:
             for call in reducer.events.on_abort:
                 call(run)
@@ -114,7 +116,7 @@ def shadow_backward(reducer: Reducer, source: GradSource) -> None:
                 call(run)
             reducer.after_reduction(run)
     except (Disagreement, SchemaMismatch, SkippedMismatch) as error:
-        reducer.raise_mismatch(error, run)
+        raise_mismatch(reducer, error, run)
     finally:
         for bucket in reducer.manager.current.to_release:
             bucket.release()
@@ -165,3 +167,39 @@ def take_up_added(reducer: Reducer, run: ReductionRun) -> GradientError | None:
     except GradientError as error:
         return error
     return None
+
+
+def raise_mismatch(
+    reducer: Reducer,
+    error: Exception,
+    run: ReductionRun | None,
+    named_params: Sequence[tuple[str, Parameter]] | None = None,
+) -> NoReturn:
+    """Ranks do not reduce the same: the error, when nothing is under way any more.
+
+    Args:
+        error: one of :func:`tritonddp.coordination.agreement.check`.
+        run: of this rank, if it is not over.
+        named_params: what is reduced on request, ``None`` in a backward.
+    """
+    buckets = reducer.manager.current.buckets
+    if isinstance(error, SkippedMismatch):  # what is under way may never end
+        skipped = reducer.skipped_last if run is None else run.skipped
+        here = [bucket.title for bucket in buckets if bucket.index in skipped]
+        raise RuntimeError(
+            f"{reducer.where()}, bucket 0: skip_all_reduce_unused_params=True needs parameters "
+            "that are unused on all ranks alike, but the ranks leave out different buckets. "
+            f"Here these are left out: {', '.join(here) or 'none'}. The process group is of "
+            "no use any more: leave skip_all_reduce_unused_params off"
+        ) from None
+    for bucket, work in zip(run.buckets, run.works, strict=False) if run else ():
+        if work is None or bucket.index < run.done:  # type: ignore[union-attr]
+            continue
+        # Where the ranks have not sent as many buckets, that takes the group's timeout.
+        said = str(error) or "the ranks reduce different parameters"
+        what = f"all-reduce of {bucket.nbytes} bytes ({said})"
+        with reducer.group.guard(f"{reducer.where()}, {bucket.title}", what):
+            work.wait()
+    if isinstance(error, Disagreement):
+        raise RuntimeError(f"{reducer.where()}, bucket 0: {error}") from None
+    reducer.parameters.verify(reducer.where(), named_params)

@@ -22,7 +22,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from tritonddp._torch import (
     compiled_autograd_runs,
@@ -250,7 +249,7 @@ class Reducer:
         try:
             self.agreement.check_pending()
         except _MISMATCHES as error:
-            self.raise_mismatch(error, None)
+            recovery.raise_mismatch(self, error, None)
 
     def check_finalized(self) -> None:
         """Raise a RuntimeError if a backward waits for :meth:`finalize_backward`."""
@@ -352,7 +351,7 @@ class Reducer:
         self.group.open_runs.add(self._reference)
         self.run = run
         self.counters.reductions += 1
-        run.where = self.where()
+        run.where = f"rank {self.group.rank}, step {self.counters.reductions}"
         try:
             run.is_alone = self.group.size == 1 and self._exchanges_nothing()
             tracker.begin(reached, doubtful, looks=not (run.is_provisional or run.is_alone))
@@ -631,7 +630,7 @@ class Reducer:
         """``run`` has come to its end with this error: raise it, in words."""
         try:
             if isinstance(error, _MISMATCHES):
-                self.raise_mismatch(error, run)
+                recovery.raise_mismatch(self, error, run)
             raise error
         except RuntimeError as named:
             if self.logger is not None:
@@ -712,94 +711,6 @@ class Reducer:
         """What was accumulated has been reduced."""
         self.accumulated = [False] * len(self.accumulated)
         self.has_accumulated = False
-
-    def raise_mismatch(
-        self,
-        error: Exception,
-        run: ReductionRun | None,
-        named_params: Sequence[tuple[str, Parameter]] | None = None,
-    ) -> NoReturn:
-        """Ranks do not reduce the same: the error, when nothing is under way any more.
-
-        Args:
-            error: one of :func:`tritonddp.coordination.agreement.check`.
-            run: of this rank, if it is not over.
-            named_params: what is reduced on request, ``None`` in a backward.
-        """
-        buckets = self.manager.current.buckets
-        if isinstance(error, SkippedMismatch):  # what is under way may never end
-            skipped = self.skipped_last if run is None else run.skipped
-            here = [bucket.title for bucket in buckets if bucket.index in skipped]
-            raise RuntimeError(
-                f"{self.where()}, bucket 0: skip_all_reduce_unused_params=True needs parameters "
-                "that are unused on all ranks alike, but the ranks leave out different buckets. "
-                f"Here these are left out: {', '.join(here) or 'none'}. The process group is of "
-                "no use any more: leave skip_all_reduce_unused_params off"
-            ) from None
-        for bucket, work in zip(run.buckets, run.works, strict=False) if run else ():
-            if work is None or bucket.index < run.done:  # type: ignore[union-attr]
-                continue
-            # Where the ranks have not sent as many buckets, that takes the group's timeout.
-            said = str(error) or "the ranks reduce different parameters"
-            what = f"all-reduce of {bucket.nbytes} bytes ({said})"
-            with self.group.guard(f"{self.where()}, {bucket.title}", what):
-                work.wait()
-        if isinstance(error, Disagreement):
-            raise RuntimeError(f"{self.where()}, bucket 0: {error}") from None
-        self.parameters.verify(self.where(), named_params)
-
-    # When the caller says where a backward ends
-
-    def finalize_manually(self, required: bool) -> None:
-        """Whether backwards end in :meth:`finalize_backward`, not by themselves.
-
-        Raises:
-            RuntimeError: a backward runs, or is not finalised.
-        """
-        # (One that broke off is over: the next forward makes up for it.)
-        if self.backward_runs or (self.run is not None and self.run.awaits_finalize):
-            raise RuntimeError(
-                f"{self.where()}: set_manual_finalization_required cannot be called after forward "
-                "while a backward pass is expected or in progress. Set "
-                "require_manual_backward_finalization before forward or after backward finalization"
-            )
-        self.finalizes_manually = required
-
-    @torch.no_grad()
-    def finalize_backward(self) -> None:
-        """Wait for the buckets of a backward that is over, or has launched all of them.
-
-        Raises:
-            RuntimeError: there are none, or not all have been launched.
-        """
-        if not self.finalizes_manually:
-            raise RuntimeError(
-                "finalize_backward() called but manual backward finalization is not required. Set "
-                "require_manual_backward_finalization to true first."
-            )
-        run = self.run
-        if run is not None and run.awaits_finalize:
-            run.awaits_finalize = False  # if it fails, the next forward makes up for it
-            self.finish(run)
-            return
-        if run is not None and self.backward_runs and not run.is_local:
-            if len(run.works) < len(run.buckets):
-                raise RuntimeError(
-                    f"{self.where()}: finalize_backward() called before all DDP buckets were "
-                    f"ready. next_bucket_={len(run.works)}. Call finalize_backward() only after "
-                    "all DDP-managed parameters have computed gradients."
-                )
-            if any(run.works):
-                try:
-                    run.finish()  # the rest comes at the end: hooks may change then
-                except _MISMATCHES as error:
-                    self.raise_mismatch(error, run)
-                return
-        raise RuntimeError(
-            f"{self.where()}: finalize_backward() called but no gradient reduction requires "
-            "finalization. This can happen if no_sync() is active or finalize_backward() was "
-            "already called for this backward pass."
-        )
 
     # What users register
 

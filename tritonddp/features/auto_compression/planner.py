@@ -247,7 +247,7 @@ class AutoPlanner:
         """
         for moments in self.timer.moments:
             moments.wait()
-            self._shortest = min(self._shortest, moments.between(_BEGAN, _ENDED) / 1e9)
+            self._shortest = min(self._shortest, moments.nanoseconds(_BEGAN, _ENDED) / 1e9)
         self.timer.moments.clear()
         mine = 0.0 if self._shortest == math.inf else self._shortest
         seconds = torch.tensor(mine, dtype=torch.float32, device=self._device)

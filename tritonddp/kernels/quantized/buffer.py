@@ -8,7 +8,7 @@ Of W ranks each owns one part of the blocks, and of the exact elements: it sums 
 it of them, and sends the sum to all. So the message of a rank to all others has W equal parts::
 
     part p      | numbers: 256 Bp bytes | scales: 4 Bp, pad to 16 | exact: 4 Ep | trailer, pad |
-    trailer     | flag 0 .. flag n-1 | this rank's ballot | mark 0 .. mark n-1 |  (a byte each)
+    trailer     | flag 0 .. flag n-1 | this rank's header | mark 0 .. mark n-1 |  (a byte each)
 
     Bp = ceil(blocks / W)        Ep = ceil(exact elements / W), up to a multiple of 16
 
@@ -71,7 +71,7 @@ class MessageLayout:
             of its first element among the exact ones.
         blocks: number of blocks of all gradients.
         exact: number of exact elements of all gradients, and of what aligns them.
-        ballot: bytes of the ballot of one rank.
+        header: bytes of the header of one rank.
         has_marks: whether the trailer has marks.
     """
 
@@ -81,7 +81,7 @@ class MessageLayout:
     places: tuple[int, ...]
     blocks: int
     exact: int
-    ballot: int
+    header: int
     has_marks: bool = False
 
     @classmethod
@@ -90,10 +90,10 @@ class MessageLayout:
         numels: Sequence[int],
         quantized: Sequence[bool],
         world_size: int,
-        ballots: int = 0,
+        headers: int = 0,
         has_marks: bool = False,
     ) -> MessageLayout:
-        """Lay gradients of so many elements out; ``ballots`` are bytes, those of all ranks."""
+        """Lay gradients of so many elements out; ``headers`` are bytes, those of all ranks."""
         places, blocks, exact = [], 0, 0
         for numel, is_quantized in zip(numels, quantized, strict=True):
             if is_quantized:
@@ -109,7 +109,7 @@ class MessageLayout:
             places=tuple(places),
             blocks=blocks,
             exact=exact,
-            ballot=ballots // world_size,
+            header=headers // world_size,
             has_marks=has_marks,
         )
 
@@ -146,7 +146,7 @@ class MessageLayout:
     @property
     def marks_offset(self) -> int:
         """Byte of a part at which its marks begin."""
-        return self.part_bytes + len(self.numels) + self.ballot
+        return self.part_bytes + len(self.numels) + self.header
 
     @cached_property
     def stride(self) -> int:
@@ -188,7 +188,7 @@ class Sections(NamedTuple):
         numbers: ``(rows, Bp, 256)``, int8 or fp8.
         scales: ``(rows, Bp)``, fp32. A NaN makes the block one; 0 a block of zeros.
         exact: ``(rows, Ep)``, fp32.
-        trailers: ``(rows, n + bytes of a ballot)``, uint8; no columns in gathered sums.
+        trailers: ``(rows, n + bytes of a header)``, uint8; no columns in gathered sums.
         marks: ``(rows, n)``, uint8; no columns in gathered sums, or where there are none.
     """
 
@@ -271,11 +271,11 @@ class QuantizedBuffer(FlatBuffer):
     ``dequantize`` the gradients.
 
     Memory: on a GPU twice the message, about two bytes an element. On the CPU three times, and
-    ``data``, where the mean is put together, and from which large gradients are ceded
+    ``data``, where the mean is put together, and from which large gradients are donated
     (:class:`Bucket`).
 
     Args:
-        layout: shapes, strides and number of ballots (of all ranks); offsets are made anew.
+        layout: shapes, strides and number of headers (of all ranks); offsets are made anew.
         dtype: has to be fp32.
         device: of the gradients.
         quantized: for each gradient, whether it is.
@@ -293,7 +293,7 @@ class QuantizedBuffer(FlatBuffer):
         first_slot: of this part of a buffer; 0 for the whole.
         data: fp32, one gradient behind the other, quantised ones first, each from a multiple of
             256 on. Elements between them have no meaning. On a GPU it is the message.
-        flags, ballots: fp32, after ``reduce_parts``; see :class:`FlatBuffer`.
+        flags, headers: fp32, after ``reduce_parts``; see :class:`FlatBuffer`.
         marks: uint8 ``(n, W)``, once received: of each rank.
         views: on the CPU only.
     """
@@ -313,7 +313,7 @@ class QuantizedBuffer(FlatBuffer):
             raise ValueError(f"a quantised buffer is of torch.float32, not {dtype}")
         size, slots = world_size, len(layout.numels)
         has_marks = layout.marks is not None
-        message = MessageLayout.of(layout.numels, quantized, size, layout.ballots, has_marks)
+        message = MessageLayout.of(layout.numels, quantized, size, layout.headers, has_marks)
         self.message_layout = message
         self.layout = _layout_of_data(layout, message)
         self.rank = rank
@@ -328,9 +328,9 @@ class QuantizedBuffer(FlatBuffer):
         self.outgoing = self._sections(self.message)
         self.incoming = self._sections(self.received)
         self.result = self._sections(self.gathered)
-        trailer = torch.zeros(slots + layout.ballots, dtype=dtype, device=device)
+        trailer = torch.zeros(slots + layout.headers, dtype=dtype, device=device)
         self.flags = trailer[:slots]
-        self.ballots = trailer[slots:]
+        self.headers = trailer[slots:]
         self.marks = self.incoming.marks.T
         self.views: list[Tensor] = []
         self.data = self.message
@@ -364,14 +364,14 @@ class QuantizedBuffer(FlatBuffer):
         part.first_slot = first
         return part
 
-    def own_ballot(self, encoded: bytes) -> bytes:
-        """This rank's ballot, of those of all ranks as ``Layout.encode_ballots`` returns them."""
-        size = self.message_layout.ballot
+    def own_header(self, encoded: bytes) -> bytes:
+        """This rank's header, of those of all ranks as ``Layout.encode_headers`` returns them."""
+        size = self.message_layout.header
         return encoded[self.rank * size :][:size]
 
-    def write_trailer(self, used: Sequence[bool], ballots: Sequence[int]) -> None:
-        """See :meth:`FlatBuffer.write_trailer`. Of the ballots only this rank's is sent."""
-        own = self.own_ballot(self.layout.encode_ballots(ballots))
+    def write_trailer(self, used: Sequence[bool], headers: Sequence[int]) -> None:
+        """See :meth:`FlatBuffer.write_trailer`. Of the headers only this rank's is sent."""
+        own = self.own_header(self.layout.encode_headers(headers))
         trailer = bytearray(map(bool, used)) + own
         if trailer:
             self.outgoing.trailers.copy_(torch.frombuffer(trailer, dtype=torch.uint8))
@@ -381,8 +381,8 @@ class QuantizedBuffer(FlatBuffer):
         """See :attr:`FlatBuffer.nbytes`: of both collectives."""
         return self.message.numel() + self.gathered.numel()
 
-    def poison(self) -> None:
-        """See :meth:`FlatBuffer.poison`. Residuals stay as they are."""
+    def fill_nan(self) -> None:
+        """See :meth:`FlatBuffer.fill_nan`. Residuals stay as they are."""
         self.outgoing.scales.fill_(torch.nan)
         self.outgoing.exact.fill_(torch.nan)
         self.mark(slice(None))
@@ -413,7 +413,7 @@ def _layout_of_data(layout: Layout, message: MessageLayout) -> Layout:
             for place, is_quantized in zip(message.places, message.quantized, strict=True)
         ),
         flags_offset=end,
-        ballots=layout.ballots,
+        headers=layout.headers,
         marks_offset=end,
         numel=end,
         marks=layout.marks,

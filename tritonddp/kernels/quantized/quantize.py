@@ -35,7 +35,7 @@ def mark_unless(finite, marks, stride, PARTS: tl.constexpr):  # type: ignore[no-
 
 @triton.jit(
     do_not_specialize=[
-        *("slots", "trailer", "own_ballot", "scale_place", "quantized_chunks", "num_chunks"),
+        *("slots", "trailer", "own_header", "scale_place", "quantized_chunks", "num_chunks"),
         *("part_blocks", "exact_offset", "part_bytes", "stride", "marks_offset"),
     ]
 )
@@ -46,7 +46,7 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     residuals,
     slots,
     trailer,
-    own_ballot,
+    own_header,
     scale_place,
     quantized_chunks,
     num_chunks,
@@ -76,7 +76,7 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
         per_part = tl.cdiv(trailer, FLAG_BLOCK)
         part = ((program - num_chunks) // per_part).to(tl.int64)
         place = ((program - num_chunks) % per_part) * FLAG_BLOCK + tl.arange(0, FLAG_BLOCK)
-        word = slots + place + tl.where(place < slots, 0, own_ballot)
+        word = slots + place + tl.where(place < slots, 0, own_header)
         value = tl.load(dynamic + word, mask=place < trailer, other=0)
         target = message + part * stride + part_bytes + place
         tl.store(target, value.to(tl.uint8), mask=place < trailer)
@@ -181,20 +181,20 @@ def quantize(
     grads: Sequence[Tensor | None],
     used: Sequence[bool],
     scale: float,
-    ballots: Sequence[int] = (),
+    headers: Sequence[int] = (),
 ) -> None:
-    """Write ``scale * grad`` of every gradient, used flags and ballots into ``flat.message``.
+    """Write ``scale * grad`` of every gradient, used flags and headers into ``flat.message``.
 
     One launch on the current stream, which should be the one that produced the gradients. Arguments
     and residuals are those of ``reference.quantize``.
 
     Raises:
-        ValueError: there is not one gradient and one flag per slot, or the ballots are not as
+        ValueError: there is not one gradient and one flag per slot, or the headers are not as
             many as the layout's, or not in 0..255.
         TypeError: the gradients are not of one dtype, or not on the buffer's device.
     """
     tables = flat.tables or QuantizedTables.of(flat)
-    dtype = tables.update(grads, used, scale, ballots)
+    dtype = tables.update(grads, used, scale, headers)
     layout, residuals = flat.message_layout, flat.residuals
     sent = tables.one if residuals is None else residuals.sent
     found = tables.launches.get((_launch, dtype, tables.aligned))
@@ -217,7 +217,7 @@ def _prepare(
     ``sent`` is what quantisation has left out, or any tensor where nobody asks.
     """
     layout, slots = flat.message_layout, len(flat.layout.numels)
-    trailer = 0 if flat.is_part else slots + layout.ballot
+    trailer = 0 if flat.is_part else slots + layout.header
     programs = tables.num_chunks + layout.world_size * -(-trailer // FLAG_BLOCK)
     if programs == 0:
         return None
@@ -226,8 +226,8 @@ def _prepare(
         (
             slots,
             trailer,
-            flat.rank * layout.ballot,
-            2 * slots + flat.layout.ballots,
+            flat.rank * layout.header,
+            2 * slots + flat.layout.headers,
             tables.quantized_chunks,
             tables.num_chunks,
             layout.part_blocks,

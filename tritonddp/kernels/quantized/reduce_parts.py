@@ -25,7 +25,7 @@ from tritonddp.kernels.quantized.quantize import QuantizedTables
 
 @triton.jit(
     do_not_specialize=[
-        *("slots", "num_ballots", "block_programs", "exact_programs", "owned_blocks"),
+        *("slots", "num_headers", "block_programs", "exact_programs", "owned_blocks"),
         *("part_blocks", "exact_offset", "part_exact", "part_bytes", "stride"),
     ]
 )
@@ -33,9 +33,9 @@ def reduce_parts_kernel(  # type: ignore[no-untyped-def]
     received,
     residuals,
     flags,
-    ballots,
+    headers,
     slots,
-    num_ballots,
+    num_headers,
     block_programs,
     exact_programs,
     owned_blocks,
@@ -52,7 +52,7 @@ def reduce_parts_kernel(  # type: ignore[no-untyped-def]
     BY_BITS: tl.constexpr,
 ):
     """One program for each ``BLOCK`` quantised elements, each ``BLOCK`` exact ones, and each
-    ``FLAG_BLOCK`` of the flags and of the ballots.
+    ``FLAG_BLOCK`` of the flags and of the headers.
 
     Each writes in the place of rank 0 what it alone has read there. Sums begin with the zero that
     changes nothing, -0.0 (``tl.full`` would make it 0.0). Loops are unrolled, for several loads to
@@ -68,10 +68,10 @@ def reduce_parts_kernel(  # type: ignore[no-untyped-def]
             flag = trailers + tl.cast(rank, tl.int64) * stride + place
             count += tl.load(flag, mask=place < slots, other=0).to(tl.float32)
         tl.store(flags + place, count, mask=place < slots)
-        size = tl.maximum(num_ballots // RANKS, 1)
-        ballot = trailers + (place // size) * stride + slots + place % size
-        value = tl.load(ballot, mask=place < num_ballots, other=0).to(tl.float32)
-        tl.store(ballots + place, value, mask=place < num_ballots)
+        size = tl.maximum(num_headers // RANKS, 1)
+        header = trailers + (place // size) * stride + slots + place % size
+        value = tl.load(header, mask=place < num_headers, other=0).to(tl.float32)
+        tl.store(headers + place, value, mask=place < num_headers)
         return
     if program >= block_programs:
         line = (program - block_programs).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -140,19 +140,19 @@ def _prepare(flat: QuantizedBuffer, reduced: Tensor) -> Callable[[], None] | Non
     ``reduced`` is what quantisation has left out, or any tensor where nobody asks.
     """
     layout, block = flat.message_layout, device_tables.BLOCK
-    slots, num_ballots = len(flat.layout.numels), flat.layout.ballots
+    slots, num_headers = len(flat.layout.numels), flat.layout.headers
     owned_blocks = layout.owned_blocks(flat.rank)
     block_programs = -(-owned_blocks * BLOCK // block)
     exact_programs = -(-layout.part_exact // block)
-    trailer_programs = -(-max(slots, num_ballots) // FLAG_BLOCK)
+    trailer_programs = -(-max(slots, num_headers) // FLAG_BLOCK)
     programs = block_programs + exact_programs + trailer_programs
     if programs == 0:
         return None
     arguments = (
-        (flat.received, reduced, flat.flags, flat.ballots),
+        (flat.received, reduced, flat.flags, flat.headers),
         (
             slots,
-            num_ballots,
+            num_headers,
             block_programs,
             exact_programs,
             owned_blocks,

@@ -125,9 +125,9 @@ def quantize(
     grads: Sequence[Tensor | None],
     used: Sequence[bool],
     scale: float,
-    ballots: Sequence[int] = (),
+    headers: Sequence[int] = (),
 ) -> None:
-    """Write ``scale * grad`` of every gradient, used flags and ballots into ``flat.message``.
+    """Write ``scale * grad`` of every gradient, used flags and headers into ``flat.message``.
 
     Quantised gradients with what quantisation has left out of them before, ``residuals.sent``,
     which becomes what it leaves out now. The residual of a slot that is not ``used`` is not sent
@@ -140,13 +140,13 @@ def quantize(
             counts as zero.
         used: one per slot; written to the trailer as 1 or 0.
         scale: factor, applied in fp32.
-        ballots: as many as the layout has, in 0..255; none for a part of a buffer.
+        headers: as many as the layout has, in 0..255; none for a part of a buffer.
 
     Raises:
-        ValueError: the ballots are not as many as the layout's, or not in 0..255; or there is not
+        ValueError: the headers are not as many as the layout's, or not in 0..255; or there is not
             one gradient per slot.
     """
-    encoded = flat.layout.encode_ballots(ballots)
+    encoded = flat.layout.encode_headers(headers)
     if len(grads) != len(flat.layout.numels):
         raise ValueError(
             f"the buffer has {len(flat.layout.numels)} slots, but {len(grads)} gradients came"
@@ -170,7 +170,7 @@ def reduce_parts(flat: QuantizedBuffer) -> None:
     Blocks are summed in fp32, with what quantisation has left out of the sums before,
     ``residuals.reduced``, and quantised again. The residual of a block that is zeros on all ranks
     is not sent and stays as it is, and so is that of a block which becomes NaN. Then ``flat.flags``
-    and ``flat.ballots`` are those of all ranks.
+    and ``flat.headers`` are those of all ranks.
 
     Args:
         flat: a whole buffer, ``received`` from all ranks. On a GPU one launch.
@@ -196,7 +196,7 @@ def reduce_parts(flat: QuantizedBuffer) -> None:
         exact[0].add_(exact[rank])
     slots = len(flat.flags)
     flat.flags.copy_(trailers[:, :slots].sum(0))
-    flat.ballots.copy_(trailers[:, slots:].reshape(-1))
+    flat.headers.copy_(trailers[:, slots:].reshape(-1))
 
 
 def dequantize(
