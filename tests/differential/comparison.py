@@ -11,7 +11,7 @@ from distributed import run_ranks
 from torch import Tensor
 
 from differential.generator import scenario_of
-from differential.in_ranks import OURS, STOCK, Played, build, play_all
+from differential.in_ranks import LONG, OURS, STOCK, Played, build, play_all
 from differential.oracle import Expected, Oracle
 from differential.scenario import Scenario
 from differential.trace import Entry, Snapshot, Trace, dense
@@ -66,6 +66,10 @@ def differences(
 def _differences(scenario: Scenario, played: Sequence[Played]) -> Iterator[str]:
     """In words, ``played`` being what each rank saw."""
     yield from _from_oracle(scenario, OURS, [each[OURS] for each in played])
+    for rank, each in enumerate(played):
+        for mine, long in zip(each[OURS], each.get(LONG, each[OURS]), strict=True):
+            if mine != long:
+                yield f"{_where(scenario, LONG, rank, long)} has other bits than with all prepared"
     if STOCK not in played[0]:
         return
     is_sparse = "sparse embedding" in scenario.network.blocks  # and rounded in another order

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as Stock
 from differential.generator import scenario_of
 from differential.mutations import MUTATIONS
 from differential.networks import Network
+from differential.paths import nothing_prepared
 from differential.player import Player
 from differential.scenario import Options, Scenario
 from differential.trace import Trace
@@ -28,6 +29,7 @@ from tritonddp.kernels import reference
 
 Played = dict[str, Trace]
 OURS, STOCK = "tritonddp", "stock DDP"
+LONG = "tritonddp with nothing prepared"
 
 # Of torch 2.13 or newer. Older ones lack options, and fail where two forwards see one buffer.
 _STOCK_DEFINES = "forward_sync_buffers" in inspect.signature(Stock.__init__).parameters
@@ -54,7 +56,8 @@ def play_all(seeds: Sequence[int], mutation: str | None = None) -> list[Played]:
     logging.getLogger("tritonddp").setLevel(logging.ERROR)  # of backwards that break off
     with warnings.catch_warnings(), MUTATIONS[mutation]() if mutation else contextlib.nullcontext():
         warnings.simplefilter("ignore")
-        return [_play_both(scenario_of(seed, dist.get_world_size())) for seed in seeds]
+        scenarios = [scenario_of(seed, dist.get_world_size()) for seed in seeds]
+        return [_play_all_ways(each, mutation is not None) for each in scenarios]
 
 
 def build(scenario: Scenario, rank: int) -> Network:
@@ -64,10 +67,13 @@ def build(scenario: Scenario, rank: int) -> Network:
     return Network(scenario.network)
 
 
-def _play_both(scenario: Scenario) -> Played:
+def _play_all_ways(scenario: Scenario, is_mutated: bool) -> Played:
     played = {}
     with _thresholds(scenario.thresholds):
         played[OURS] = _play(scenario, OURS, DistributedDataParallel, scenario.options)
+        if not is_mutated:
+            with nothing_prepared():
+                played[LONG] = _play(scenario, LONG, DistributedDataParallel, scenario.options)
     if scenario.stock is not None and _STOCK_DEFINES:
         played[STOCK] = _play(scenario, STOCK, Stock, scenario.stock)
     return played
