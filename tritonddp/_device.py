@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -37,19 +39,44 @@ class Readback:
         return self._copy
 
 
+def upload(target: Tensor, host: Tensor) -> None:
+    """Copy ``host``, of the CPU, into ``target``, and wait for nothing.
+
+    By a fresh pinned tensor each time: the copy is asynchronous, and writing the next content into
+    memory that it still reads would corrupt this one. The caching host allocator reuses a block
+    only after the copy that used it. The device side needs no such care: kernels that read the
+    former content are ahead of this copy on the same stream.
+    """
+    if target.device.type == "cpu":
+        target.copy_(host)
+        return
+    pinned = torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
+    pinned.copy_(host)
+    target.copy_(pinned, non_blocking=True)
+
+
 class SideStreams:
     """A stream of its own on each device."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def behind_current(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream of ``device``, which waits for what the current one has been given so far."""
+    @contextmanager
+    def behind_current(self, device: torch.device, *memory: Tensor) -> Iterator[None]:
+        """Context: the stream of ``device``, behind what the current one has been given so far.
+
+        Args:
+            device: whose stream.
+            memory: what is used inside. It may be let go before the stream is through.
+        """
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
-        return stream
+        with torch.cuda.stream(stream):
+            yield
+        for tensor in memory:
+            tensor.record_stream(stream)
 
 
 class Clock(Protocol):

@@ -104,19 +104,15 @@ class QuantizedAllReduce:
     def _start_on_stream(self, flat: QuantizedBuffer) -> Work:
         device = flat.data.device
         group = self._group.process_group
-        stream = self._streams.behind_current(device)
-        with torch.cuda.stream(stream):
+        memory = [flat.message, flat.received, flat.flags]
+        if flat.residuals is not None:
+            memory.append(flat.residuals.reduced)
+        with self._streams.behind_current(device, *memory):
             first = dist.all_to_all_single(flat.received, flat.message, group=group, async_op=True)
             assert first is not None
             first.wait()  # the stream does, not the host
             select_quantized(device, flat.numbers).reduce_parts(flat)
-            second = all_gather_single(flat.gathered, flat.reduced, group)
-        # They may be let go before the stream is through, by a reducer that is.
-        for memory in (flat.message, flat.received, flat.flags):
-            memory.record_stream(stream)
-        if flat.residuals is not None:
-            flat.residuals.reduced.record_stream(stream)
-        return second
+            return all_gather_single(flat.gathered, flat.reduced, group)
 
 
 def _go_on(queue: SimpleQueue[_Exchange | None]) -> None:

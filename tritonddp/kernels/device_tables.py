@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tritonddp._device import upload
 from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
 
 if TYPE_CHECKING:
@@ -206,16 +207,7 @@ class DeviceTables:
             array("q", [*self._addresses, *flags, *self._headers, self._scale_bits]),
             dtype=torch.int64,
         )
-        if self._device.type == "cpu":
-            self.dynamic.copy_(host)
-        else:
-            # A fresh pinned tensor per upload: the copy is asynchronous, and writing the next
-            # table into memory it still reads would corrupt this one. The caching host allocator
-            # reuses a block only after the copy that used it. The device side needs no such care:
-            # kernels that read the former table are ahead of this copy on the same stream.
-            pinned = torch.empty(host.shape, dtype=torch.int64, pin_memory=True)
-            pinned.copy_(host)
-            self.dynamic.copy_(pinned, non_blocking=True)
+        upload(self.dynamic, host)
         self.uploads += 1
 
 
