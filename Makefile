@@ -1,6 +1,8 @@
 # make demo    train the digits on 2 processes, stock DDP beside tritonddp
-# make test    the tests (make test TORCH=2.11.0: against another torch, in a venv of its own)
-# make test-faults    each rank in turn dies, stops or errs: all faults (make test plays a quarter)
+# make test    the tests that are quick, of every room, in under 5 minutes on 2 cores once installed
+#              (make test TORCH=2.11.0: against another torch, in a venv of its own)
+# make test-all       the tests, also those that take long: what CI runs, in under 15 minutes with lint
+# make test-faults    each rank in turn dies, stops or errs: all faults (the others play a quarter)
 # make test-clients   mmengine, ignite, Lightning, transformers and others train beside stock DDP (minutes)
 # make soak    10,000 random steps beside an oracle: does anything pile up or drift? (some minutes)
 # make lint    formatter, linter, type checker, which rooms may import which
@@ -35,7 +37,7 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 
-.PHONY: demo test test-faults test-clients soak lint bench figures bench-compare gpu clean
+.PHONY: demo test test-all test-faults test-clients soak lint bench figures bench-compare gpu clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-installed
@@ -43,7 +45,11 @@ demo: $(VENV)/.demo-installed
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train.py --task digits --ddp both $(ARGS)
 
 test: $(VENV)/.test-installed
-	@echo "Running the tests (minutes: many of them start processes) ..."
+	@echo "Running the tests that are quick, of every room (minutes: many of them start processes) ..."
+	@$(BIN)/python -m pytest -m "not gpu and not thorough and not clients and not long" -n 2 --dist loadfile $(ARGS)
+
+test-all: $(VENV)/.test-installed
+	@echo "Running the tests (about ten minutes) ..."
 	@$(BIN)/python -m pytest -m "not gpu and not thorough and not clients" -n 2 --dist loadfile $(ARGS)
 
 test-faults: $(VENV)/.test-installed

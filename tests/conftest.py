@@ -1,8 +1,9 @@
-"""What holds for all tests: kernels that are interpreted, and which faults a run plays."""
+"""What holds for all tests: interpreted kernels, which faults a run plays, what is a sample."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 import pytest
 from faults.table import FAULTS, SEED, chosen, seed
@@ -19,6 +20,22 @@ def pytest_report_header() -> str:
     return (
         f"faults: {len(chosen())} of {len(FAULTS)}, {SEED}={seed()} (all of them: make test-faults)"
     )
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not want
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test that is marked ``sampled(n)`` every n-th case is quick, and the others ``long``.
+
+    With an odd n both sides of what comes in pairs are in the sample.
+    """
+    seen: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is not None:
+            name = item.nodeid.partition("[")[0]
+            if seen[name] % mark.args[0]:
+                item.add_marker(pytest.mark.long)
+            seen[name] += 1
 
 
 def _import_interpreted_kernels() -> None:

@@ -48,11 +48,12 @@ RAN_TOO_LONG = "ran longer than"  # in the failure of a test that hangs
 # Once one rank has failed, the others have this long to end by themselves.
 _GRACE = 1.0
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-# A process may take this long to start on a busy machine.
-_START = 120.0
+# Only what hangs takes as long, to start and to run a test: the machine may be a busy one.
+_START = 240.0
+_TIMEOUT = 120.0
 
 
-def ranks(*world_sizes: int, timeout: float = 60) -> Callable[[Any], Any]:
+def ranks(*world_sizes: int, timeout: float = _TIMEOUT) -> Callable[[Any], Any]:
     """Decorator: run the body of a test on this many ranks (once for each number given)."""
 
     def decorate(test: Any) -> Any:
@@ -80,7 +81,7 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 60,
+    timeout: float = _TIMEOUT,
     backend: str = "gloo",
 ) -> list[Any]:
     """Call ``function(*args)`` in ``world_size`` processes and return what each rank returns.
@@ -358,6 +359,14 @@ def _hash(tensor: torch.Tensor) -> str:
     content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     kind = f"{tensor.dtype} {tuple(tensor.shape)} "
     return kind + hashlib.sha256(content).hexdigest()
+
+
+def give_up_after(seconds: float, group: Any) -> None:
+    """From now on a collective of ``group`` in which a rank is that late fails.
+
+    Not from the start on, since on a busy machine a rank may be late that is not to be.
+    """
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 # Methods of a process group, whoever calls them, and what the function of torch.distributed is

@@ -36,7 +36,7 @@ def hosts_or_skip(count: int, rate: float | None = None) -> Iterator[list[namesp
 
 
 def outputs(
-    hosts: Sequence[namespaces.Host], *arguments: str | Path, timeout: float = 120
+    hosts: Sequence[namespaces.Host], *arguments: str | Path, timeout: float = 200
 ) -> list[str]:
     """Run a script as one rank on each host; what each printed, when all have succeeded."""
     environment = os.environ | {

@@ -31,7 +31,7 @@ def run(
     *arguments: str | Path,
     nproc: int | None = 2,
     env: dict[str, str] | None = None,
-    timeout: float = 90,
+    timeout: float = 200,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script under torchrun (without it if ``nproc`` is None); nothing outlives the call."""
     launcher = [] if nproc is None else ["-m", "torch.distributed.run", "--standalone"]

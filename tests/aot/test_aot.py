@@ -43,7 +43,7 @@ def run(script: str) -> list[dict]:
         capture_output=True,
         text=True,
         env=environment,
-        timeout=280,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr

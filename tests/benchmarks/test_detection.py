@@ -35,7 +35,7 @@ PARAMETERS = 800  # of 400 layers
 def measured(script: Path, out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     """The result file of a run that starts its ranks itself, and what it printed."""
     options = ("--backend", "gloo", *arguments, "--out", out)
-    done = run(script, *options, nproc=None, env={"CUDA_VISIBLE_DEVICES": ""}, timeout=200)
+    done = run(script, *options, nproc=None, env={"CUDA_VISIBLE_DEVICES": ""}, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(out.read_text()), done.stdout
 

@@ -17,6 +17,7 @@ PARAMETERS = {"mlp": 12 * (512 * 512 + 512), "branchy": 400 * (32 * 32 + 32)}
 TENSORS = {"mlp": 24, "branchy": 800}
 
 
+@pytest.mark.long
 def test_step_measures_every_configuration(tmp_path: Path) -> None:
     content, printed = measured(
         ROOT / "benchmarks" / "step.py",
@@ -63,6 +64,7 @@ def test_step_measures_every_configuration(tmp_path: Path) -> None:
     assert "branchy: gradients bit-equal to stock's" in printed
 
 
+@pytest.mark.long
 def test_a_late_run_takes_few_rounds_of_what_is_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,6 +81,7 @@ def test_a_late_run_takes_few_rounds_of_what_is_compared(
     assert f"{deadline.LEAST_ROUNDS} rounds" in printed
 
 
+@pytest.mark.long
 def test_late_memory_has_one_row_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(deadline.VARIABLE, "0")
     content, _ = measured(

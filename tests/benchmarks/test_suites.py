@@ -22,7 +22,7 @@ def run(suite, tmp_path, *arguments):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("PYTEST_XDIST_WORKER", None)  # pytest-benchmark would measure nothing
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads(result.read_text())
@@ -48,6 +48,7 @@ def test_kernels_are_reported_as_shares_of_a_copy(tmp_path):
         assert abs(info["of_ceiling"]["median"] - sum(shares) / 2) < 1e-3
 
 
+@pytest.mark.long
 def test_late_kernels_have_few_rounds(tmp_path, monkeypatch):
     monkeypatch.setenv(deadline.VARIABLE, "0")
     rows, _ = run("kernels", tmp_path, "-k", "many_small-bf16", "--rounds", "5000")

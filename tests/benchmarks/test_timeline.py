@@ -95,6 +95,7 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
         import timeline_plot  # noqa: F401
 
 
+@pytest.mark.long
 def test_the_benchmark_writes_picture_trace_and_times(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra [bench]")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
@@ -104,7 +105,7 @@ def test_the_benchmark_writes_picture_trace_and_times(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "timeline-mlp.png").read_bytes().startswith(b"\x89PNG")

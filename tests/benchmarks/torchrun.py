@@ -19,7 +19,7 @@ def torchrun(
     script: Path, *arguments: str, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run ``script`` under torchrun on two CPU ranks; nothing outlives the call."""
-    return run(script, "--backend", "gloo", *arguments, env=env, timeout=120)
+    return run(script, "--backend", "gloo", *arguments, env=env, timeout=300)
 
 
 def measured(script: Path, out: Path, *arguments: str) -> tuple[dict[str, Any], str]:

@@ -9,7 +9,7 @@ one, write it into the module of its subject:
     def last_branch_is_unused(net, rank, step):
         net(batch(), "abcde").sum().backward()
 
-``test_nothing_to_know.py`` runs each in all variants against the oracle, and
+``reducer/test_nothing_to_know.py`` runs each in all variants against the oracle, and
 ``docs/differences.md`` names each.
 """
 

@@ -42,12 +42,14 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("world_size", "seeds"), BATCHES)
 def test_random_programs_see_what_one_process_and_stock_see(world_size: int, seeds: range) -> None:
-    for difference in differences(seeds, world_size, timeout=120):
+    for difference in differences(seeds, world_size, timeout=240):
         pytest.fail(str(difference), pytrace=False)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mutation", FAULTS)
 def test_a_planted_fault_is_found(mutation: str) -> None:
     batches = (range(first, first + 5) for first in range(0, ENOUGH, 5))

@@ -38,9 +38,9 @@ from faults.program import Program
 from faults.table import FAULTS, Fault
 
 # Seconds of the group's timeout: where ranks stall it has to pass; else it is not to be reached.
-STALLS, ENDS = 4.0, 60.0
+STALLS, ENDS = 4.0, 150.0
 # Seconds that the ranks that are left have in all.
-LIMIT = 45.0
+LIMIT = 120.0
 _AT_ONCE = 8
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 

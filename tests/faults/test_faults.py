@@ -19,7 +19,7 @@ from faults.verdict import Result, complaints
 
 PLAYER = Path(__file__).with_name("player.py")
 # Seconds for all faults of a run; each has a limit of its own.
-LIMIT = 280
+LIMIT = 560
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +43,7 @@ def played(request: pytest.FixtureRequest) -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", chosen(), ids=lambda fault: fault.name)
 def test_fault(fault: Fault, played: Path) -> None:
     result = Result.read(played / fault.name, fault)
@@ -50,6 +51,7 @@ def test_fault(fault: Fault, played: Path) -> None:
         pytest.fail(complaint, pytrace=False)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("fault", "message"),
     [pytest.param(FAULTS[name], message, id=name) for name, message in messages()],

@@ -15,7 +15,7 @@ def one_rank() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=20)
+        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60)
     )
     yield
     dist.destroy_process_group()

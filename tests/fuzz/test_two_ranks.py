@@ -6,14 +6,13 @@ import copy
 import math
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from random import Random
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_on_all_ranks, ranks
+from distributed import assert_same_on_all_ranks, give_up_after, ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -123,14 +122,14 @@ def _misuse(seed: int, steps: int, view: bool) -> None:
         assert_right(ddp, step)
 
 
-@ranks(2, timeout=30)
+@ranks(2)
 def test_what_is_refused_on_some_ranks_leaves_the_next_step_right() -> None:
     for view in (False, True):
         _misuse(seed=int(view), steps=25, view=view)
 
 
 @pytest.mark.thorough
-@ranks(2, timeout=200)
+@ranks(2, timeout=300)
 def test_much_that_is_refused_on_some_ranks_leaves_the_next_steps_right() -> None:
     for seed in range(20):
         _misuse(seed, steps=100, view=seed % 2 == 1)
@@ -169,14 +168,14 @@ DIFFERENT: dict[str, Callable[[DDP], Any]] = {
 @pytest.mark.thorough
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("name", DIFFERENT)
-@ranks(2, timeout=60)
+@ranks(2)
 def test_a_rank_that_does_something_else_ends_by_name_on_both(name: str, who: int) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=_LIMIT))
+    group = dist.new_group()
     ddp = DDP(layers(), process_group=group)
     for seed in range(2):
         assert_right(ddp, seed)
+    give_up_after(_LIMIT, group)
     said = None
-    began = time.monotonic()
     try:
         if dist.get_rank() == who:
             DIFFERENT[name](ddp)
@@ -184,7 +183,6 @@ def test_a_rank_that_does_something_else_ends_by_name_on_both(name: str, who: in
             loss(ddp, 5, dist.get_rank()).backward()
     except RuntimeError as error:
         said = str(error)
-    assert time.monotonic() - began < 4 * _LIMIT
     if dist.get_rank() != who:
         assert said is not None, "the rank that trained was told nothing"
         assert "rank" in said, said

@@ -31,7 +31,7 @@ def run(example: str, *arguments: str) -> dict[str, list[str]]:
         ROOT / "examples" / example,
         *arguments,
         env={"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
-        timeout=200,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr[-6000:]
     lines = re.findall(r"^(\S.*?):? {2,}(\S+) +(\S+)$", done.stdout, re.MULTILINE)
@@ -47,6 +47,7 @@ def check(table: dict[str, list[str]], below: float) -> None:
     assert "largest difference of the final parameters, stock to triton: 0" in table[""]
 
 
+@pytest.mark.long
 @needs("sklearn")
 def test_zero_redundancy_optimizer() -> None:
     table = run("zero.py", "--steps", "30")
@@ -68,6 +69,7 @@ def test_accelerate_script() -> None:
     check(run("accelerate_script.py", "--steps", "20"), below=1.0)
 
 
+@pytest.mark.long
 @needs("transformers")
 @needs("accelerate")
 def test_hugging_face_trainer() -> None:

@@ -25,7 +25,7 @@ def run(code: str, **environment: str) -> str:
         capture_output=True,
         text=True,
         env=env,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -84,6 +84,7 @@ def test_cuda_tensors_get_the_triton_kernels():
     assert printed == "tritonddp.kernels.flatten tritonddp.kernels.unflatten 16"
 
 
+@pytest.mark.long
 def test_cuda_tensors_are_quantised_by_the_triton_kernels():
     printed = run(
         """
@@ -103,6 +104,7 @@ def test_cuda_tensors_are_quantised_by_the_triton_kernels():
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 9), False)])
 def test_fp8_needs_capability_8_9_and_says_so_before_anything_is_compiled(capability, refused):
     printed = run(

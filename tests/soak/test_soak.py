@@ -11,7 +11,8 @@ from soak.oracle import Oracle
 from soak.plan import KINDS, lives
 
 
-@ranks(2, timeout=120)
+@pytest.mark.long
+@ranks(2, timeout=240)
 def test_nothing_piles_up_or_drifts_over_some_steps() -> None:
     report = run.soak(seed=1, steps=160)
     assert report.grown == []
@@ -19,7 +20,7 @@ def test_nothing_piles_up_or_drifts_over_some_steps() -> None:
     assert report.wrappers > len(KINDS)
 
 
-@ranks(2, timeout=120)
+@ranks(2, timeout=240)
 def test_an_open_file_in_each_step_is_found() -> None:
     report = run.soak(seed=2, steps=90, leak="file")
     assert any("files" in each for each in report.grown), report.grown
@@ -27,20 +28,20 @@ def test_an_open_file_in_each_step_is_found() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("leak", ["tensor", "object"])
-@ranks(2, timeout=120)
+@ranks(2, timeout=240)
 def test_what_each_step_keeps_is_found(leak: str) -> None:
     report = run.soak(seed=3, steps=1000, leak=leak)
     assert any(f"{leak}s" in each for each in report.grown), report.grown
 
 
 @pytest.mark.thorough
-@ranks(2, timeout=280)
+@ranks(2, timeout=500)
 def test_bytes_that_each_step_keeps_are_found() -> None:
     report = run.soak(seed=4, steps=2000, leak="memory")
     assert any("memory" in each for each in report.grown), report.grown
 
 
-@ranks(2, timeout=120)
+@ranks(2, timeout=240)
 def test_a_mean_that_is_wrong_in_its_last_bit_is_found() -> None:
     """The oracle's, since it does not matter whose."""
     mean = Oracle._mean

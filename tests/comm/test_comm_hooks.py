@@ -1,0 +1,458 @@
+"""Communication hooks: each of torch's reaches the loss that it reaches under stock DDP."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_on_all_ranks, gather, ranks
+from hooked import FIVE_BUCKETS, OURS, STOCK, divide_later, net, power_sgd, train
+from torch import Tensor, nn
+from torch.distributed.algorithms import ddp_comm_hooks as hooks
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    optimizer_overlap_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+    quantization_hooks,
+)
+
+from tritonddp.comm.grad_bucket import GradBucket
+
+
+def trained(
+    ddp_class: Any, register: Callable[[Any], None], steps: int = 6, **options: Any
+) -> tuple[list[float], Any]:
+    model = ddp_class(net(), **options)
+    register(model)
+    return train(model, steps, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)), model
+
+
+def named(hook: Any) -> Any:
+    """The same hook under another name: torch refuses those for bfloat16 without a GPU."""
+
+    def renamed(state, bucket):  # type: ignore[no-untyped-def]
+        return hook(state, bucket)
+
+    return renamed
+
+
+def post_local_sgd(model: Any, **options: Any) -> None:
+    subgroup = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    state = post_localSGD_hook.PostLocalSGDState(None, subgroup, 3, **options)
+    model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+
+
+def plain(hook: Any) -> Callable[[Any], None]:
+    return lambda model: model.register_comm_hook(None, hook)
+
+
+@contextlib.contextmanager
+def hooks_mended() -> Iterator[None]:
+    """Two kinds of hooks of torch 2.13 fail over gloo, under whatever DDP: here they do not.
+
+    Batched PowerSGD hands a matrix to what takes batches of matrices (on every device).
+    Quantisation takes the future of an all-gather to hold a tensor of all ranks in a list (per
+    channel), or a list in a list, as NCCL's does (per tensor); gloo's holds a list.
+    """
+    orthogonalize = powerSGD_hook._orthogonalize
+
+    def mended(matrices: Tensor, epsilon: float = 0) -> None:
+        orthogonalize(matrices if matrices.dim() == 3 else matrices.unsqueeze(0), epsilon)
+
+    def all_gather(*args: Any, **kwargs: Any) -> Any:
+        future = dist.all_gather(*args, **kwargs).get_future()
+        future = future.then(lambda done: [torch.stack(done.value())])
+        return SimpleNamespace(get_future=lambda: future)
+
+    like_nccl = SimpleNamespace(all_gather=all_gather, group=dist.group, get_rank=dist.get_rank)
+    with (
+        mock.patch.object(powerSGD_hook, "_orthogonalize", mended),
+        mock.patch.object(quantization_hooks, "dist", like_nccl),
+    ):
+        yield
+
+
+HOOKS: dict[str, Callable[[Any], None]] = {
+    "allreduce": plain(default_hooks.allreduce_hook),
+    "fp16": plain(default_hooks.fp16_compress_hook),
+    "bf16": plain(named(default_hooks.bf16_compress_hook)),
+    "fp16 wrapper": plain(default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+    "bf16 wrapper": plain(named(default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook))),
+    "noop": plain(debugging_hooks.noop_hook),
+    "post-local SGD": post_local_sgd,
+    "post-local SGD, nothing after": functools.partial(
+        post_local_sgd, post_local_gradient_allreduce=False
+    ),
+    "PowerSGD": power_sgd,
+    "PowerSGD, cold": functools.partial(power_sgd, warm_start=False, use_error_feedback=False),
+    "PowerSGD, batched tensors": functools.partial(power_sgd, batch_tensors_with_same_shape=True),
+    "fp16 PowerSGD": lambda model: power_sgd(
+        model, default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)
+    ),
+    "batched PowerSGD": lambda model: power_sgd(model, powerSGD_hook.batched_powerSGD_hook),
+    "per tensor": plain(quantization_hooks.quantization_pertensor_hook),
+    "per channel": plain(quantization_hooks.quantization_perchannel_hook),
+    "built-in allreduce": lambda model: model._register_builtin_comm_hook(
+        dist.BuiltinCommHookType.ALLREDUCE
+    ),
+    "built-in fp16": lambda model: model._register_builtin_comm_hook(
+        dist.BuiltinCommHookType.FP16_COMPRESS
+    ),
+}
+
+
+@ranks(2)
+def test_hooks_of_torch_reach_the_loss_that_they_reach_under_stock() -> None:
+    # One bucket: under stock the collectives of several mix over gloo.
+    for name, register in HOOKS.items():
+        with hooks_mended():
+            stock, _ = trained(STOCK, register, gradient_as_bucket_view=True)
+            ours, _ = trained(OURS, register, gradient_as_bucket_view=True)
+        assert stock == pytest.approx(ours, rel=1e-4), name
+
+
+@ranks(2)
+def test_the_registry_of_torch_registers_its_hooks() -> None:
+    for kind in hooks.DDPCommHookType:
+        model = OURS(net())
+        bf16 = kind is hooks.DDPCommHookType.BF16_COMPRESS
+        if bf16 and not torch.cuda.is_available():
+            with pytest.raises(TypeError, match="BF16"):
+                hooks.register_ddp_comm_hook(kind, model)
+            continue
+        hooks.register_ddp_comm_hook(kind, model, dist.group.WORLD)
+        assert model._comm_hooks[0][0] is kind.value.keywords["comm_hook"]
+        with hooks_mended():
+            train(model, 2)
+
+
+# The collectives of hooks never mix.
+
+
+@ranks(2, 3)
+def test_power_sgd_of_many_small_buckets_never_mixes_their_collectives() -> None:
+    """Of full rank it loses nothing, so that anything mixed up would show."""
+    options: dict[str, Any] = {"bucket_cap_mb": 1e-6}
+    exact = OURS(net(6, 8), **options)
+    model = OURS(net(6, 8), **options)
+    power_sgd(
+        model,
+        matrix_approximation_rank=8,
+        min_compression_rate=0.01,
+        use_error_feedback=False,
+        warm_start=False,
+    )
+    both = []
+    for each in (exact, model):
+        both.append(train(each, 8, torch.optim.SGD(each.parameters(), lr=0.1), width=8))
+    assert len(model.reducer.buckets) == 12
+    assert both[0] == pytest.approx(both[1], rel=1e-3)
+    assert_same_on_all_ranks(list(model.parameters()))
+
+
+@ranks(3)
+def test_hooks_whose_callbacks_issue_collectives_run_one_after_the_other() -> None:
+    under_way = 0
+    order: list[int] = []
+
+    def chain(state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        nonlocal under_way
+        under_way += 1
+        assert under_way == 1
+        order.append(bucket.index())
+        assert bucket.is_last() == (bucket.index() == 4)
+
+        def again(future: Any) -> Tensor:
+            nonlocal under_way
+            result = dist.all_reduce(future.value()[0], async_op=True).get_future().wait()[0]
+            under_way -= 1
+            return result.div_(dist.get_world_size() ** 2)
+
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(again)
+
+    plain_losses = train(OURS(net(), **FIVE_BUCKETS), 3)
+    model = OURS(net(), **FIVE_BUCKETS)
+    model.register_comm_hook(None, chain)
+    assert train(model, 3) == pytest.approx(plain_losses)
+    assert order == 3 * list(range(5))
+
+
+@ranks(2)
+def test_hooks_of_one_collective_are_called_while_the_backward_goes_on() -> None:
+    events: list[Any] = []
+    allreduce_hook = default_hooks.allreduce_hook
+
+    def noting(state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        events.append(bucket.index())
+        return allreduce_hook(None, bucket)
+
+    module = net()
+    model = OURS(module, **FIVE_BUCKETS)
+    with mock.patch.object(default_hooks, "allreduce_hook", noting):
+        model.register_comm_hook(None, noting)
+    train(model, 2)
+    events.clear()
+    module[0][0].weight.register_post_accumulate_grad_hook(lambda _: events.append("last"))
+    train(model, 1)
+    assert events[:4] == [0, 1, 2, 3]
+    assert set(events[4:]) == {4, "last"}
+
+
+# Whatever a backward can be like.
+
+
+class Branchy(nn.Module):
+    """Layers that may be left out, of several memory formats and dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.conv = nn.Conv2d(2, 4, 3, padding=1).to(memory_format=torch.channels_last)
+        self.left = nn.Conv2d(4, 3, 2).to(memory_format=torch.channels_last)
+        self.right = nn.Conv2d(4, 3, 2)
+        self.rotation = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.scalar = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+        self.never = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, left: bool, right: bool) -> Tensor:
+        x = self.conv(x)
+        out = x.mean((1, 2, 3)) * self.scalar
+        for used, layer in ((left, self.left), (right, self.right)):
+            if used:
+                out = out + (layer(x).mean((2, 3)) * self.rotation).abs().sum(1)
+        return out.square().mean()
+
+
+def steps(model: Any) -> Iterator[None]:
+    """Backwards of many kinds, up to each place where gradients are compared."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(rank)
+
+    def loss(left: bool, right: bool) -> Tensor:
+        return model(torch.randn(3, 2, 5, 5, generator=generator), left, right)
+
+    loss(True, True).backward()
+    yield
+    loss(rank == 0, False).backward()  # on top of what is there
+    yield
+    model.zero_grad()
+    loss(rank == 1, rank == 0).backward()
+    yield
+    model.zero_grad(set_to_none=False)
+    with model.no_sync():
+        loss(True, False).backward()
+    loss(False, rank == 1).backward()
+    yield
+    model.zero_grad()
+    both = loss(True, True)
+    both.backward(retain_graph=True)
+    (2 * both).backward()
+    yield
+    model.zero_grad()
+    with model.weighted(rank + 2):
+        loss(True, rank == 1).backward()
+    yield
+    with model.weighted(0 if rank == 0 else 5, reduction="sum"):
+        loss(False, True).backward()
+    yield
+    model.zero_grad()
+    with model.no_sync():
+        loss(True, True).backward()
+    model.reduce_gradients()
+    yield
+    model.zero_grad()
+    model.module.right.requires_grad_(False)
+    model.module.added = nn.Parameter(torch.ones(3))
+    for _ in range(9):  # the frozen layer leaves its bucket
+        (loss(True, False) + model.module.added.sum() * (rank + 1)).backward()
+        yield
+    model.zero_grad()
+    loss(True, False).backward(create_graph=True)
+    yield
+    assert world_size == model.process_group.size()
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("views", [False, True])
+@ranks(2, 3)
+def test_a_hook_that_averages_changes_nothing(views: bool) -> None:
+    options: dict[str, Any] = {"gradient_as_bucket_view": views, "bucket_cap_mb": 1e-4}
+    for registered_at in (0, 2):
+        for hook in (divide_later, default_hooks.allreduce_hook):
+            without, model = OURS(Branchy(), **options), OURS(Branchy(), **options)
+            for number, _ in enumerate(zip(steps(without), steps(model), strict=True)):
+                for (name, a), b in zip(
+                    without.module.named_parameters(), model.module.parameters(), strict=True
+                ):
+                    what = f"{hook.__name__}, step {number}, {name}"
+                    if a.grad is None or b.grad is None:
+                        assert a.grad is b.grad, what
+                    else:
+                        torch.testing.assert_close(
+                            b.grad, a.grad, msg=lambda text, what=what: f"{what}: {text}"
+                        )
+                        assert b.grad.stride() == a.grad.stride(), what
+                if number == registered_at:
+                    model.register_comm_hook(None, hook)
+
+
+@ranks(2)
+def test_what_is_reduced_on_request_does_without_the_hook() -> None:
+    """A hook that keeps errors for each bucket would take other buckets for these."""
+    model, rank = OURS(net(), **FIVE_BUCKETS), dist.get_rank()
+    model.register_comm_hook(None, debugging_hooks.noop_hook)
+    x = torch.full((1, 16), rank + 1.0)
+    model(x).sum().backward()
+    own = [param.grad.clone() for param in model.parameters()]
+    assert any(len({*map(str, each)}) > 1 for each in zip(*gather(own), strict=True))
+    means = [sum(each) / len(each) for each in zip(*gather(own), strict=True)]
+    returned = model.reduce_gradients(own)
+    model.reduce_gradients()
+    for param, mean, other in zip(model.parameters(), means, returned, strict=True):
+        torch.testing.assert_close(param.grad, mean)
+        torch.testing.assert_close(other, mean)
+
+
+@ranks(2)
+def test_what_a_hook_sees() -> None:
+    """Gradients row-major whatever their strides, complex ones as numbers and as reals."""
+    rank, model = dist.get_rank(), OURS(Branchy(), bucket_cap_mb=1.0)
+    seen: list[GradBucket] = []
+
+    def look(state: str, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        assert state == "state"
+        seen.append(bucket)
+        elements = sum(p.numel() * (2 if p.is_complex() else 1) for p in bucket.parameters())
+        assert bucket.buffer().shape == (elements,)
+        for gradient, param in zip(bucket.gradients(), bucket.parameters(), strict=True):
+            # With both gradients as they are here, before any hook.
+            expected = torch.zeros_like(param) if param.grad is None else param.grad
+            torch.testing.assert_close(gradient, expected, rtol=0, atol=0)
+            assert gradient.is_contiguous()
+        bucket.set_buffer(bucket.buffer().double())
+        assert {gradient.to(torch.complex128).dtype for gradient in bucket.gradients()}
+        assert bucket.buffer().dtype == torch.float64
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer() + 1)
+        return future
+
+    model.register_comm_hook("state", look)
+    for _ in range(2):
+        model.zero_grad()
+        seen.clear()
+        model(torch.randn(3, 2, 5, 5) + rank, True, True).backward()
+        indices = [bucket.index() for bucket in seen]
+        assert indices == list(range(len(model.reducer.buckets)))
+        assert [bucket.is_last() for bucket in seen] == [False] * (len(seen) - 1) + [True]
+    assert {p.dtype for bucket in seen for p in bucket.parameters()} == {
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+    }
+
+
+@ranks(2)
+def test_a_step_made_in_a_hook_is_right_for_channels_last_too() -> None:
+    """Stock hands the hook the elements in memory order, with the shape of another order."""
+    state = optimizer_overlap_hooks._OptimizerHookState(_Descent())
+    model, reference = OURS(Branchy()), OURS(Branchy())
+    hook = optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, state)
+    model.register_comm_hook(None, hook)
+    for step in range(3):
+        x = torch.randn(3, 2, 5, 5, generator=torch.Generator().manual_seed(step))
+        for each in (model, reference):
+            each(x, True, True).backward()
+        with torch.no_grad():
+            for param in reference.parameters():
+                if param.grad is not None:
+                    param -= 0.1 * param.grad
+        reference.zero_grad()
+        model.zero_grad()
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class _Descent:
+    def step_param(self, param: Tensor, grad: Tensor) -> None:
+        with torch.no_grad():
+            param -= 0.1 * grad
+
+
+@ranks(2)
+def test_power_sgd_begins_anew_where_a_bucket_holds_other_parameters() -> None:
+    """Errors that it feeds back are kept by the number of the bucket."""
+    module = net(3)
+    model = OURS(module, bucket_cap_mb=1e-6)
+    power_sgd(model, matrix_approximation_rank=1, min_compression_rate=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, 5, optimizer)
+    module[2].append(nn.Linear(16, 16))
+    module[0].requires_grad_(False)
+    losses = train(model, 12, optimizer)
+    assert_same_on_all_ranks(list(model.parameters()))
+    assert losses[-1] < losses[0]
+
+
+# What torch's join and hooks ask of the reducer.
+
+
+@ranks(2)
+def test_copies_of_a_wrapper_keep_its_hook() -> None:
+    """Under stock they go on without it, and say nothing."""
+    for register in (HOOKS["fp16"], HOOKS["built-in fp16"]):
+        model = OURS(net())
+        register(model)
+        train(model, 2)
+        model.zero_grad()
+        copied = copy.deepcopy(model)
+        for each in (model, copied):
+            train(each, 1)
+        for a, b in zip(model.parameters(), copied.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+            assert torch.equal(a.grad, a.grad.half().float())
+        copied._update_process_group(dist.new_group([0, 1]))
+        train(copied, 2)
+        with pytest.raises(RuntimeError, match="only be called once"):
+            register(copied)
+
+
+@ranks(2)
+def test_methods_of_the_reducer_that_reduce_a_bucket() -> None:
+    model = OURS(net(), **FIVE_BUCKETS)
+    for expected in (dist.get_world_size(), 1):
+        buckets = model.reducer._get_zeros_like_grad_buckets()
+        assert [bucket.index() for bucket in buckets] == list(range(5))
+        assert buckets[4].is_last()
+        assert not any(bucket.buffer().any() for bucket in buckets)
+        buckets[0].buffer().fill_(1)
+        result = model.reducer._run_comm_hook(buckets[0]).wait()
+        result = result[0] if isinstance(result, list) else result
+        assert (result == expected).all()
+        model.reducer._run_allreduce_hook(buckets[1]).wait()
+        if expected > 1:
+            assert not model._has_rebuilt_buckets
+            model.register_comm_hook(None, default_hooks.allreduce_hook)
+    train(model, 1)
+    assert model._has_rebuilt_buckets
+
+
+@ranks(2)
+def test_uneven_inputs_with_a_hook() -> None:
+    models = OURS(net(), **FIVE_BUCKETS), OURS(net(), **FIVE_BUCKETS)
+    models[1].register_comm_hook(None, divide_later)
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with model.join():
+            train(model, 2 + 2 * dist.get_rank(), optimizer)
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b)

@@ -1,0 +1,354 @@
+"""Whatever is a ``ProcessGroup`` serves: written in Python, not registered, of several backends."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tritonddp import DistributedDataParallel
+
+STOCK = torch.nn.parallel.DistributedDataParallel
+VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+LIMIT = 60.0
+
+
+def completed(result: Any) -> Future:
+    future: Future = Future()
+    future.set_result(result)
+    return future
+
+
+# Work objects written in Python
+
+
+class WantsTimeout(dist.Work):
+    """``wait`` cannot be called without a timeout, as in torch's own tests."""
+
+    def __init__(self, work: Any, result: Any, group: Any) -> None:
+        super().__init__()
+        self.work, self.result, self.group = work, result, group
+
+    def wait(self, timeout: timedelta) -> bool:
+        self.group.waits += 1
+        return self.work is None or self.work.wait()
+
+    def get_future(self) -> Future:
+        self.group.futures += 1
+        return completed(self.result)
+
+
+class WaitsByFuture(WantsTimeout):
+    """``wait`` returns a future, which is complete later."""
+
+    def wait(self, timeout: timedelta | None = None) -> Any:
+        future: Future = Future()
+
+        def complete() -> None:
+            super(WaitsByFuture, self).wait(timedelta(0))
+            future.set_result(None)
+
+        threading.Thread(target=complete, daemon=True).start()
+        return future
+
+
+class HasNoFuture(dist.Work):
+    """Nothing but ``wait``."""
+
+    def __init__(self, work: Any, result: Any, group: Any) -> None:
+        super().__init__()
+        self.work, self.group = work, group
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.group.waits += 1
+        return self.work is None or self.work.wait()
+
+
+class InPython(dist.ProcessGroup):
+    """The few collectives that torch's own tests and torchft's groups have.
+
+    Args:
+        backend: does the work; without one the group has one rank.
+        make_work: of what the backend returns, of the result, and this group.
+        in_place: results lie where the gradients were; otherwise futures hold them.
+    """
+
+    def __init__(
+        self,
+        make_work: Callable[..., Any] | None = WantsTimeout,
+        backend: Any = None,
+        in_place: bool = True,
+    ) -> None:
+        rank, size = (backend.rank(), backend.size()) if backend else (0, 1)
+        super().__init__(rank, size)
+        self.backend, self.make_work, self.in_place = backend, make_work, in_place
+        self.waits = self.futures = 0
+
+    def getBackendName(self) -> str:
+        return "in-python"
+
+    def done(self, work: Any, result: Any) -> Any:
+        return None if self.make_work is None else self.make_work(work, result, self)
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
+        results = tensors if self.in_place else [tensor.clone() for tensor in tensors]
+        work = self.backend and self.backend.allreduce(results, options)
+        return self.done(work, results)
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
+        work = self.backend and self.backend.broadcast(tensors, options)
+        return self.done(work, tensors)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any) -> Any:
+        if self.backend:
+            return self.done(self.backend.allgather(outputs, inputs, options), outputs)
+        outputs[0][0].copy_(inputs[0])
+        return self.done(None, outputs)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def train(model: nn.Module, rank: int, steps: int = 4) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(6, 4, generator=generator)).square().sum().backward()
+        optimizer.step()
+
+
+@VIEW
+@pytest.mark.parametrize("work", [WantsTimeout, WaitsByFuture, HasNoFuture, None])
+def test_one_rank_of_a_group_in_python_without_a_default_group(work: Any, view: bool) -> None:
+    assert not dist.is_initialized()
+    group, alone = InPython(work), net()
+    ddp = DistributedDataParallel(net(), process_group=group, gradient_as_bucket_view=view)
+    train(ddp, 0)
+    train(alone, 0)
+    for mine, param in zip(ddp.parameters(), alone.parameters(), strict=True):
+        assert_same_bits(mine, param)
+    assert group.waits > 0 or work is None
+    assert group.futures > 0 or work in (HasNoFuture, None)
+    assert ddp._get_ddp_logging_data()["backend_name"] == "in-python"
+    ddp.check_sync()
+    ddp.load_comm_state_dict(ddp.comm_state_dict())
+
+
+def test_nothing_is_sent_where_nothing_is_to_be_synchronised() -> None:
+    group = InPython()
+    DistributedDataParallel(net(), process_group=group, init_sync=False)
+    assert (group.waits, group.futures) == (0, 0)
+
+
+def test_compression_names_what_a_group_in_python_lacks() -> None:
+    class Two(InPython):
+        def getSize(self) -> int:
+            return 2
+
+    with pytest.raises(RuntimeError, match="needs gloo for 'cpu', but the process group has in-p"):
+        DistributedDataParallel(net(), process_group=Two(), compression="int8", init_sync=False)
+
+
+def in_two_threads(rank_program: Callable[[int, Any], None]) -> None:
+    """Two ranks without a default group; each has a backend of its own."""
+    store, failed = dist.HashStore(), []
+
+    def run(rank: int) -> None:
+        try:
+            torch.set_num_threads(1)
+            rank_program(rank, dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60)))
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert not any(thread.is_alive() for thread in threads)
+    if failed:
+        raise failed[0]
+
+
+@VIEW
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "in futures"])
+@pytest.mark.parametrize("work", [WantsTimeout, WaitsByFuture])
+def test_two_ranks_of_a_group_in_python_without_a_default_group(
+    work: Any, in_place: bool, view: bool
+) -> None:
+    trained: list[Any] = [None, None]
+
+    def program(rank: int, backend: Any) -> None:
+        assert not dist.is_initialized()
+        group = InPython(work, backend, in_place)
+        ddp = DistributedDataParallel(
+            copy.deepcopy(initial), process_group=group, gradient_as_bucket_view=view
+        )
+        train(ddp, rank)
+        ddp.check_sync()
+        trained[rank] = list(ddp.parameters())
+
+    initial = net()
+    in_two_threads(program)
+    for mine, theirs in zip(*trained, strict=True):
+        assert_same_bits(mine, theirs)
+    alone = net()
+    train(alone, 0)
+    assert not torch.equal(trained[0][0], next(alone.parameters()))
+
+
+def test_a_group_that_does_not_know_its_ranks_is_refused() -> None:
+    """As torchft's ``ProcessGroupGloo`` if it is given itself: each rank is 0 there."""
+
+    class CallsItselfZero(InPython):
+        def getRank(self) -> int:
+            return 0
+
+    def program(rank: int, backend: Any) -> None:
+        with pytest.raises(RuntimeError, match=r"call themselves \[0, 0\], but should be \[0, 1\]"):
+            DistributedDataParallel(net(), process_group=CallsItselfZero(WantsTimeout, backend))
+
+    in_two_threads(program)
+
+
+def test_an_unregistered_group_of_torchs_own_class_without_a_default_group() -> None:
+    """As torchft makes them: a ``ProcessGroup`` with a backend that nobody has registered."""
+
+    def program(rank: int, backend: Any) -> None:
+        group = dist.ProcessGroup(store, rank, 2)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        for options in ({}, {"compression": "int8"}, {"reduce_dtype": torch.bfloat16}):
+            ddp = DistributedDataParallel(copy.deepcopy(initial), process_group=group, **options)
+            train(ddp, rank)
+            ddp.check_sync()
+
+    initial, store = net(), dist.HashStore()
+    in_two_threads(program)
+
+
+class Broken(InPython):
+    """Loses its connection with the first gradients."""
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
+        raise RuntimeError("connection lost")
+
+
+def test_a_failure_in_a_group_without_a_store_says_why_no_rank_is_named() -> None:
+    ddp = DistributedDataParallel(nn.Linear(4, 2), process_group=Broken())
+    with pytest.raises(
+        RuntimeError, match=r"rank 0, step 1, bucket 0 .* connection lost"
+    ) as caught:
+        train(ddp, 0)
+    assert "this process group, a Broken, has no store" in str(caught.value)
+
+
+def test_what_has_no_group_at_all_says_what_to_call() -> None:
+    with pytest.raises(ValueError, match="init_process_group"):
+        DistributedDataParallel(net())
+
+
+@VIEW
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_fake_backend(world_size: int, view: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """It exchanges nothing, by intention: gradients are this rank's, over the number of ranks."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        ddp = DistributedDataParallel(nn.Linear(2, 1), gradient_as_bucket_view=view)
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(torch.ones(1, 2)).sum().backward()
+            assert ddp.module.weight.grad.tolist() == [[1 / world_size] * 2]
+        said = [each.message for each in caplog.records if "exchanges nothing" in each.message]
+        assert len(said) == 1
+        assert "(fake)" in said[0]
+    finally:
+        dist.destroy_process_group()
+
+
+@ranks(2)
+def test_a_group_of_several_backends_and_a_group_that_was_split() -> None:
+    several = dist.new_group(backend="cpu:gloo,cuda:gloo")
+    groups = [several, dist.new_group([0, 1])]
+    if hasattr(dist, "split_group"):
+        with contextlib.suppress(RuntimeError):  # gloo of some releases cannot be split
+            groups.append(dist.split_group(split_ranks=[[0, 1]]))
+    for group in groups:
+        ours, stock = (cls(net(), process_group=group) for cls in (DistributedDataParallel, STOCK))
+        for model in (ours, stock):
+            train(model, dist.get_rank())
+        assert_same_on_all_ranks(list(ours.parameters()))
+        for mine, theirs in zip(ours.parameters(), stock.parameters(), strict=True):
+            assert_same_bits(mine, theirs)
+        DistributedDataParallel(net(), process_group=group, compression="int8")
+
+
+# torchft, or what is like it
+
+
+class Managed(dist.Work):
+    """The work of a manager: its future divides by the ranks that take part."""
+
+    def __init__(self, work: Any, tensor: Tensor, size: int) -> None:
+        super().__init__()
+        self.work, self.tensor, self.size, self.future = work, tensor, size, Future()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.work.wait()
+        if not self.future.done():
+            self.tensor /= self.size
+            self.future.set_result(self.tensor)
+        return True
+
+    def get_future(self) -> Future:
+        return self.future
+
+
+def fault_tolerant(base: Any) -> Any:
+    """torchft's wrapper: a group of one takes the place of all, and a hook does the averaging."""
+
+    class FaultTolerant(base):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__(module, process_group=InPython(), find_unused_parameters=True)
+            self.average.__annotations__.clear()  # stock compares them, and here they are texts
+            self.register_comm_hook(None, self.average)
+
+        @staticmethod
+        def average(state: Any, bucket: Any) -> Any:
+            tensor = bucket.buffer()
+            work = Managed(dist.all_reduce(tensor, async_op=True), tensor, dist.get_world_size())
+            work.wait()
+            return work.get_future()
+
+    return FaultTolerant
+
+
+@ranks(2)
+def test_a_wrapper_like_torchfts_trains_to_the_bits_of_stocks() -> None:
+    trained = []
+    for base in (STOCK, DistributedDataParallel):
+        model = fault_tolerant(base)(net())
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(15):
+            optimizer.zero_grad()
+            model(torch.randn(6, 4, generator=generator)).square().sum().backward()
+            optimizer.step()
+        trained.append(list(model.parameters()))
+        assert_same_on_all_ranks(trained[-1])
+    for theirs, mine in zip(*trained, strict=True):
+        assert_same_bits(mine, theirs)

@@ -1,0 +1,408 @@
+"""Ranks run out of inputs at different times: join()."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import (
+    assert_same_bits,
+    assert_same_on_all_ranks,
+    gather,
+    ranks,
+    recorded_collectives,
+)
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel as Stock
+from uneven import LR, STOCK, VIEW, Alone, Net, assert_close, draw, loss_of, net, train
+
+from tritonddp import DistributedDataParallel
+
+
+def schedules(world_size: int) -> list[tuple[int, ...]]:
+    """How many inputs each rank has."""
+    some = [
+        tuple(range(world_size)),  # rank 0 has none at all
+        tuple(range(world_size, 0, -1)),  # the others leave before rank 0
+        (0,) * (world_size - 1) + (3,),
+        (2,) + (0,) * (world_size - 1),
+        (2,) * world_size,
+        (0,) * (world_size - 1) + (0,),
+        (1,) + (7,) * (world_size - 1),
+    ]
+    return some if world_size < 4 else [some[0], some[1], (0, 3, 1, 3)]
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("over_present", [False, True], ids=["over_all", "over_present"])
+@VIEW
+@ranks(2, 3, 4)
+def test_ranks_that_leave_at_different_times_train_as_one_process(
+    view: bool, over_present: bool
+) -> None:
+    rank = dist.get_rank()
+    for counts in schedules(dist.get_world_size()):
+        what = f"rank {rank} of {counts}"
+        ddp = DistributedDataParallel(net(), bucket_cap_mb=1e-4, gradient_as_bucket_view=view)
+        grads = train(ddp, counts[rank], ddp.join(divide_by_initial_world_size=not over_present))
+        assert len(ddp.reducer.buckets) > 3 or not any(counts)
+        if any(counts):
+            alone = Alone(counts, over_present)
+            assert_close(grads, alone.means[: counts[rank]], what)
+            assert_close(ddp.module.state_dict(), alone.final, what)
+        assert_same_on_all_ranks(list(ddp.module.state_dict().values()), what)
+        assert [p.grad for p in ddp.parameters()] == [None] * len(list(ddp.parameters())), what
+        # After it all is as before it.
+        ddp.zero_grad()
+        loss_of(ddp, rank, 0).backward()
+        assert_same_on_all_ranks([param.grad for param in ddp.parameters()], what)
+
+
+@ranks(3)
+def test_gradients_and_models_are_those_of_stock() -> None:
+    rank = dist.get_rank()
+    for counts, over_all in itertools.product([(0, 2, 3), (4, 1, 2)], [True, False]):
+        found = []
+        for cls, options in [(DistributedDataParallel, {}), (Stock, STOCK)]:
+            ddp = cls(net(), bucket_cap_mb=1e-4, **options)
+            grads = train(ddp, counts[rank], ddp.join(divide_by_initial_world_size=over_all))
+            # With a rank that has left, stock makes zeros for parameters that no rank uses.
+            filled = [
+                [torch.zeros_like(param) if grad is None else grad for param, grad in pairs]
+                for pairs in (zip(ddp.parameters(), each, strict=True) for each in grads)
+            ]
+            found.append((filled, ddp.state_dict(), ddp._authoritative_rank))
+        assert_close(*found, what=f"rank {rank} of {counts}, {over_all=}")
+
+
+def accumulate(ddp: Any, count: int, over_all: bool) -> dict[str, Tensor]:
+    """Every third forward is reduced; a rank may leave in the middle of a window."""
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+    with ddp.join(divide_by_initial_world_size=over_all):
+        for step in range(count):
+            is_last = step % 3 == 2
+            with contextlib.nullcontext() if is_last else ddp.no_sync():
+                loss_of(ddp, dist.get_rank(), step).backward()
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+    return ddp.state_dict()
+
+
+@VIEW
+@ranks(2, 3)
+def test_windows_of_no_sync_are_those_of_stock(view: bool) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for counts, over_all in itertools.product([(1, 6, 7), (5, 9, 2), (0, 4, 3)], [True, False]):
+        options = {"gradient_as_bucket_view": view}
+        models = [
+            accumulate(cls(net(), bucket_cap_mb=1e-4, **more), counts[rank], over_all)
+            for cls, more in [(DistributedDataParallel, options), (Stock, options | STOCK)]
+        ]
+        assert_close(*models, what=f"rank {rank} of {counts[:world_size]}, {over_all=}")
+
+
+@ranks(3)
+def test_mean_over_samples_counts_the_ranks_that_have_any() -> None:
+    rank = dist.get_rank()
+    counts, items = (1, 3, 2), (5, 2, 3)
+    for over_all in (True, False):
+        ddp = DistributedDataParallel(net(), bucket_cap_mb=1e-4)
+        models = [copy.deepcopy(ddp.module) for _ in counts]
+        with ddp.join(divide_by_initial_world_size=over_all):
+            for step in range(counts[rank]):
+                present = [r for r, count in enumerate(counts) if step < count]
+                total = sum(items[r] for r in present)
+                for r in present:
+                    models[r].zero_grad()
+                    loss_of(models[r], r, step).backward()
+                ddp.zero_grad()
+                with ddp.weighted(items[rank]):
+                    loss_of(ddp, rank, step).backward()
+                for name, param in ddp.module.named_parameters():
+                    grads = [(models[r].get_parameter(name).grad, items[r]) for r in present]
+                    terms = [grad * n / total for grad, n in grads if grad is not None]
+                    mean = sum(terms, torch.zeros(())) if terms else None
+                    assert_close(param.grad, mean, f"rank {rank}, step {step}, {name}")
+
+
+@VIEW
+@ranks(2)
+def test_a_rank_that_has_left_keeps_its_gradients_and_reduces_nan_of_nobody(view: bool) -> None:
+    ddp = DistributedDataParallel(net(), gradient_as_bucket_view=view)
+    rank = dist.get_rank()
+    uses = [0, 2]
+    with ddp.join():
+        for step in range(2 if rank else 1):
+            ddp.zero_grad()
+            ddp(draw(rank, step)[0], uses).sum().backward()
+            if rank == 0:  # neither is it sent, nor does it change
+                ddp.module.last.bias.grad.fill_(torch.nan)
+            own = [None if param.grad is None else param.grad.clone() for param in ddp.parameters()]
+    for (name, param), grad in zip(ddp.named_parameters(), own, strict=True):
+        assert_same_bits(param.grad, grad, name)
+        assert rank == 0 or grad is None or not grad.isnan().any(), name
+    ddp.zero_grad()
+    ddp(draw(rank, 2)[0], uses).sum().backward()
+    assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+
+
+@ranks(2)
+def test_what_is_accumulated_when_a_rank_leaves_belongs_to_the_next_reduction() -> None:
+    ddp = DistributedDataParallel(net(), bucket_cap_mb=1e-4)
+    alone = [net() for _ in range(2)]
+    rank = dist.get_rank()
+    with ddp.join():
+        for step in range(2 if rank else 1):
+            with ddp.no_sync() if step == 0 else contextlib.nullcontext():
+                ddp(draw(rank, step)[0], [rank]).sum().backward()
+    if rank == 1:
+        ddp.zero_grad()
+    alone[0](draw(0, 0)[0], [0]).sum().backward()
+    for r in range(2):
+        for mine, buffer in zip(alone[r].buffers(), ddp.module.buffers(), strict=True):
+            mine.copy_(buffer)
+        alone[r](draw(r, 2)[0], []).sum().backward()
+    ddp(draw(rank, 2)[0], []).sum().backward()
+    for name, param in ddp.module.named_parameters():
+        grads = [each.get_parameter(name).grad for each in alone]
+        terms = [grad / 2 for grad in grads if grad is not None]
+        assert_close(param.grad, sum(terms) if terms else None, f"rank {rank}, {name}")
+
+
+@pytest.mark.parametrize("over_present", [False, True], ids=["over_all", "over_present"])
+@ranks(3)
+def test_zero_optimizer_joins_too_and_does_the_same_steps(over_present: bool) -> None:
+    """A rank without inputs updates its share of the parameters with what the others reduced."""
+    rank, counts = dist.get_rank(), (1, 4, 2)
+    adam = {"lr": 0.01, "weight_decay": 0.1}
+    models = []
+    for cls, options in [(DistributedDataParallel, {}), (Stock, STOCK)]:
+        ddp = cls(net(), bucket_cap_mb=1e-4, **options)
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, **adam)
+        join = Join([ddp, optimizer], divide_by_initial_world_size=not over_present)
+        train(ddp, counts[rank], join, optimizer)
+        models.append(ddp.module.state_dict())
+        assert_same_on_all_ranks(list(models[-1].values()))
+    alone = Alone(counts, over_present, torch.optim.AdamW, **adam)
+    assert_close(models[0], alone.final, f"rank {rank}")
+    with pytest.raises(AssertionError):
+        assert_close(models[1], alone.final, f"stock on rank {rank}")
+
+
+@ranks(3)
+def test_first_rank_to_end_ends_all_where_that_is_wanted() -> None:
+    rank, counts = dist.get_rank(), (4, 2, 3)
+    for context in (lambda ddp: ddp.join(throw_on_early_termination=True), throwing_join):
+        ddp = DistributedDataParallel(net())
+        steps = 0
+        error = "Rank 1 exhausted all inputs" if rank == 1 else "Detected at least one rank that"
+        with pytest.raises(RuntimeError, match=error), context(ddp):  # noqa: PT012
+            for step in range(counts[rank]):
+                loss_of(ddp, rank, step).backward()
+                steps += 1
+        assert steps == 2
+        assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+        ddp.zero_grad()
+        loss_of(ddp, rank, 5).backward()
+        ddp.reduce_gradients()
+        assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+
+
+def throwing_join(ddp: DistributedDataParallel) -> Join:
+    return Join([ddp], throw_on_early_termination=True)
+
+
+@ranks(2)
+def test_outside_and_switched_off_nothing_is_told() -> None:
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(net(), forward_sync_buffers=False)
+
+    def collectives() -> list[str]:
+        with recorded_collectives() as calls:
+            loss_of(ddp, rank, 0).backward()
+        return calls.names
+
+    collectives()
+    before = collectives()
+    assert len(before) == len(ddp.reducer.buckets)
+    with ddp.join(enable=False):
+        assert collectives() == before
+    with ddp.join():
+        assert collectives() == ["all_reduce", "all_reduce", *before]
+    assert collectives() == before
+    with pytest.raises(ValueError, match="stop"), ddp.join():  # noqa: PT012
+        collectives()
+        raise ValueError("stop")
+    assert collectives() == before
+
+
+@ranks(2)
+def test_buffers_are_left_alone_without_forward_sync_buffers() -> None:
+    ddp = DistributedDataParallel(net(), forward_sync_buffers=False)
+    rank = dist.get_rank()
+    with ddp.join():
+        for step in range(rank + 1):
+            loss_of(ddp, rank, step).backward()
+    assert ddp.module.norm.num_batches_tracked == rank + 1
+    assert_same_on_all_ranks(list(ddp.parameters()))
+
+
+@ranks(2)
+def test_evaluation_inside_is_followed() -> None:
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(net())
+    with ddp.join():
+        for step in range(rank, 3):
+            with torch.no_grad():
+                loss_of(ddp, rank, step)
+            loss_of(ddp, rank, step).backward()
+    assert_same_on_all_ranks(list(ddp.module.state_dict().values()))
+
+
+@VIEW
+@ranks(3)
+def test_parameters_frozen_and_unfrozen_after_a_rank_has_left_are_followed(view: bool) -> None:
+    """Also when they leave their buckets, and when they had been in none."""
+    rank, count = dist.get_rank(), (0, 25, 3)[dist.get_rank()]
+    model = net()
+    model.layers[0].requires_grad_(False)
+    model.never.requires_grad_(False)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4, gradient_as_bucket_view=view)
+    names = [tuple(ddp.reducer.placement.names)]
+    trained = 0
+    with ddp.join():
+        for step in range(count):
+            if step == 2:
+                model.last.requires_grad_(False)
+                model.layers[0].requires_grad_(True)
+            if step == 20:
+                model.last.requires_grad_(True)
+            ddp.zero_grad()
+            loss_of(ddp, rank, step).backward()
+            trained += model.layers[0].weight.grad is not None
+            if step > 2:  # each other rank counts as zero
+                assert (model.last.weight.grad is not None) == (step >= 20)
+            names.append(tuple(ddp.reducer.placement.names))
+    assert rank == 0 or trained
+    assert rank != 1 or len(set(names)) == 5, names
+    assert len(set(gather(names[-1] if count > 3 else tuple(ddp.reducer.placement.names)))) == 1
+    required = [param.requires_grad for param in model.parameters()]
+    assert gather(required) == [[*required[:-2], False, False]] * 3
+    assert_same_on_all_ranks(list(model.state_dict().values()))
+    for step in range(2):
+        ddp.zero_grad()
+        loss_of(ddp, rank, step).backward()
+        assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+
+
+@VIEW
+@ranks(2)
+def test_parameters_that_change_on_all_ranks_are_taken_up_by_one_that_leaves_then(
+    view: bool,
+) -> None:
+    class Scaled(Net):
+        def forward(self, inputs: Tensor, uses: Sequence[int] = (0, 1, 2)) -> Tensor:
+            scale = getattr(self.last, "scale", 1.0)
+            return super().forward(inputs, uses) * scale
+
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(Scaled().double(), gradient_as_bucket_view=view)
+    with ddp.join():
+        for step in range(12 if rank else 2):
+            if step == 1:
+                scale = nn.Parameter(torch.full((2,), 1.0 + rank).double())
+                ddp.module.last.register_parameter("scale", scale)
+                ddp.module.norm.bias.requires_grad_(False)
+                if rank == 0:
+                    break
+            ddp.zero_grad()
+            loss_of(ddp, rank, step).backward()
+    # Taken over from the rank that trains, in the bucket that is made for it at first.
+    assert_same_bits(ddp.module.last.scale.detach(), torch.full((2,), 2.0).double())
+    assert len(gather(ddp.reducer.placement.names)[0]) == 12
+    ddp.zero_grad()
+    loss_of(ddp, rank, 0).backward()
+    assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+
+
+@ranks(3)
+def test_order_of_gradients_is_that_of_a_rank_that_has_some() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Parameter(torch.ones(2)) for _ in range(3))
+
+        def forward(self) -> Tensor:
+            return ((self.b * 2 + self.a).exp() + self.c).sum()
+
+    ddp = DistributedDataParallel(Pair(), bucket_cap_mb=1e-6)
+    assert ddp.reducer.placement.names == ["c", "b", "a"]
+    with ddp.join():
+        for _ in range(0 if dist.get_rank() == 0 else 2):
+            ddp().backward()
+    orders = gather(ddp.reducer.placement.names)
+    assert orders == [orders[1]] * 3
+    assert orders[0] != ["c", "b", "a"]
+
+
+@ranks(2)
+def test_a_backward_that_breaks_off_leaves_no_rank_waiting() -> None:
+    """Whether its rank goes on or runs out of inputs then."""
+
+    def stop(_: Tensor) -> None:
+        raise ValueError("stop")
+
+    rank = dist.get_rank()
+    for last in (0, 2):
+        ddp = DistributedDataParallel(net(), bucket_cap_mb=1e-4)
+        with ddp.join():
+            for step in range(4 if rank else last + 1):
+                ddp.zero_grad()
+                output = ddp(*draw(rank, step))
+                if rank == 0 and step == 0:
+                    output.register_hook(stop)
+                with (
+                    pytest.raises(ValueError, match="stop")
+                    if rank == step == 0
+                    else (contextlib.nullcontext())
+                ):
+                    output.sum().backward()
+                if step and rank:
+                    assert not ddp.module.last.bias.grad.isnan().any()
+        assert_same_on_all_ranks(list(ddp.module.parameters()))
+
+
+@ranks(2)
+def test_several_wrapped_modules_join_together() -> None:
+    rank = dist.get_rank()
+    one, two = (DistributedDataParallel(net(), bucket_cap_mb=1e-4) for _ in range(2))
+    with Join([one, two], divide_by_initial_world_size=False):
+        for step in range(1 + 2 * rank):
+            for each in (one, two):
+                each.zero_grad()
+                loss_of(each, rank, step).backward()
+    for each in (one, two):
+        assert_same_on_all_ranks(list(each.state_dict().values()))
+
+
+@ranks(2)
+def test_a_wrapped_module_that_has_joined_is_freed_with_its_last_reference() -> None:
+    ddp = DistributedDataParallel(net())
+    with ddp.join():
+        for step in range(dist.get_rank() + 1):
+            loss_of(ddp, 0, step).backward()
+    reference = weakref.ref(ddp.reducer)
+    del ddp
+    gc.collect()
+    assert reference() is None

@@ -1,0 +1,54 @@
+"""The pages of ``docs`` name tests that exist, every case, and what stock is tested to do."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from cases import CASES
+from cases.stock import STOCK
+from launched import ROOT
+
+PAGES = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "SECURITY.md"]
+PAGE = (ROOT / "docs" / "differences.md").read_text()
+ROW = re.compile(r"^\| (.*) \| ([^|]*) \| ([^|]*) \| `(\w+)` \|$", re.MULTILINE)
+
+
+def functions(path: Path) -> set[str]:
+    return {
+        node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)
+    }
+
+
+def test_every_test_that_a_page_names_exists() -> None:
+    assert "::test_" in PAGE
+    for page in PAGES:
+        for path, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text()):
+            assert name.startswith("test_"), f"{path}::{name} is not run by itself"
+            assert name in functions(ROOT / path), f"{page.name} names {path}::{name}"
+
+
+def test_the_page_has_every_case_once_with_what_stock_does() -> None:
+    rows = {name: (default, flagged) for _, default, flagged, name in ROW.findall(PAGE)}
+    assert set(rows) == set(CASES)
+    assert len(ROW.findall(PAGE)) == len(rows)
+    assert rows == STOCK
+
+
+def test_the_page_of_frameworks_has_a_row_for_every_library_that_is_tested() -> None:
+    page = (ROOT / "docs" / "frameworks.md").read_text().lower()
+    tables = "\n".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| "))
+    for script in (ROOT / "tests" / "clients").glob("with_*.py"):
+        assert script.stem.removeprefix("with_") in tables, script.name
+
+
+def test_every_file_that_a_page_names_exists() -> None:
+    named = [
+        (page.name, path)
+        for page in PAGES
+        for path in re.findall(r"`((?:tests|examples)/[\w/]+(?:\.py)?)[` ]", page.read_text())
+    ]
+    assert len([path for name, path in named if name == "frameworks.md"]) >= 5
+    for name, path in named:
+        assert (ROOT / path).exists(), f"{name} names {path}"

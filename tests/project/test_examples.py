@@ -1,0 +1,152 @@
+"""The example does what it prints: it learns, ranks agree, both wrappers end with the same bits."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import launched
+import pytest
+from launched import ROOT
+
+pytest.importorskip("sklearn", reason="needs the extra [examples]")
+pytest.importorskip("tqdm", reason="needs the extra [examples]")
+
+EXAMPLE = ROOT / "examples" / "train.py"
+
+
+def run(
+    *arguments: str | Path, nproc: int | None = 2, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a script with this checkout's tritonddp."""
+    return launched.run(*arguments, nproc=nproc, env={"PYTHONPATH": str(ROOT), **(env or {})})
+
+
+def row(output: str, label: str) -> list[str]:
+    """The cells of the line of the final table that begins with ``label``."""
+    match = re.search(rf"^{re.escape(label)} {{2,}}(.+)$", output, re.MULTILINE)
+    assert match, f"no line {label!r} in:\n{output}"
+    return match[1].split()
+
+
+def test_digits_are_learnt_alike_with_stock_and_triton() -> None:
+    done = run(EXAMPLE, "--task", "digits", "--steps", "60", "--ddp", "both")
+    assert done.returncode == 0, done.stderr
+    assert row(done.stdout, "bit-identical on all 2 ranks") == ["yes", "yes"]
+    assert "stock to triton: 0 (bit-identical)" in done.stdout
+    stock, triton = row(done.stdout, "held-out loss, nats per digit")
+    assert stock == triton
+    assert float(stock) < 0.3
+    assert all(float(cell) > 93 for cell in row(done.stdout, "held-out accuracy, %"))
+    assert all(float(cell) > 0 for cell in row(done.stdout, "steps per second"))
+    assert len(row(done.stdout, "gradient sync, ms per step")) == 2
+    assert done.stderr.count("step 60 of 60") == 2  # lines instead of a bar, from rank 0 alone
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "wire",
+    [
+        pytest.param(["--reduce-dtype", "bf16"], marks=pytest.mark.thorough),
+        ["--compression", "int8"],
+        pytest.param(["--compression", "int8", "--no-error-feedback"], marks=pytest.mark.thorough),
+        pytest.param(["--compression", "fp8"], marks=pytest.mark.thorough),
+    ],
+    ids=" ".join,
+)
+def test_the_wire_that_was_asked_for_is_tritonddp_s(wire: list[str]) -> None:
+    done = run(EXAMPLE, "--steps", "4", "--ddp", "both", *wire)
+    assert done.returncode == 0, done.stderr
+    assert row(done.stdout, "bit-identical on all 2 ranks") == ["yes", "yes"]
+    (largest,) = re.findall(r"stock to triton: (\S+)\n", done.stdout)
+    assert 0 < float(largest) < 0.1
+
+
+@pytest.mark.thorough
+def test_text_is_learnt_with_gradients_as_bucket_views() -> None:
+    done = run(
+        EXAMPLE,
+        *("--task", "text", "--steps", "12", "--batch-size", "4", "--bucket-cap-mb", "0.5"),
+        "--gradient-as-bucket-view",
+    )
+    assert done.returncode == 0, done.stderr
+    assert row(done.stdout, "bit-identical on all 2 ranks") == ["yes"]
+    (nats,) = map(float, row(done.stdout, "held-out loss, nats per character"))
+    (bits,) = map(float, row(done.stdout, "held-out loss, bits per character"))
+    assert nats < 4.2  # log(96) = 4.56 before the first step
+    assert bits == pytest.approx(nats / 0.693147, abs=1e-3)
+    assert "frequencies of character pairs alone: 2." in done.stdout
+
+
+@pytest.mark.long
+def test_ranks_that_differ_are_found_and_named(tmp_path: Path) -> None:
+    script = tmp_path / "unsynchronised.py"
+    script.write_text(
+        f"""
+import contextlib, sys
+sys.path.insert(0, {str(EXAMPLE.parent)!r})
+import torch, train
+
+class Unsynchronised(torch.nn.Module):
+    def __init__(self, module, **_):
+        super().__init__()
+        self.module = module
+        self.no_sync = contextlib.nullcontext
+
+    def forward(self, x):
+        return self.module(x)
+
+train.WRAPPERS["triton"] = Unsynchronised
+sys.exit(train.main())
+"""
+    )
+    done = run(script, "--task", "digits", "--steps", "3")
+    assert done.returncode != 0
+    assert row(done.stdout, "bit-identical on all 2 ranks") == ["NO"]
+    assert "ERROR: triton: 0.weight differs between the ranks" in done.stderr
+    assert re.search(r"exitcode *: 1 ", done.stderr)
+
+
+ONE_RANK = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(
+    ("arguments", "env", "message"),
+    [
+        ([], {}, "start it with torchrun: torchrun --standalone --nproc-per-node 2 "),
+        (["--device", "cuda"], {**ONE_RANK, "CUDA_VISIBLE_DEVICES": ""}, "use --device cpu"),
+        (["--backend", "nccl"], ONE_RANK, "use --device cuda, or gloo"),
+        (["--batch-size", "1439"], ONE_RANK, "use fewer processes or a smaller --batch-size"),
+        ([], {**ONE_RANK, "WORLD_SIZE": "45"}, "use fewer processes or a smaller --batch-size"),
+        (["--steps", "1"], ONE_RANK, "argument --steps: 1 is not at least 2"),
+        (["--ddp", "stock", "--compression", "int8"], ONE_RANK, "need --ddp triton, or both"),
+    ],
+    ids=[
+        *("no torchrun", "no CUDA", "nccl on CPU", "batch too large", "too many ranks"),
+        *("one step", "stock's wire"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    arguments: list[str], env: dict[str, str], message: str
+) -> None:
+    done = run(EXAMPLE, *arguments, nproc=None, env=env)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("train.py: error: ")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_bad_input_under_torchrun_is_said_once() -> None:
+    done = run(EXAMPLE, "--backend", "nccl")
+    assert done.returncode != 0
+    assert done.stderr.count("train.py: error: ") == 1
+    assert re.search(r"exitcode *: 2 ", done.stderr)

@@ -1,0 +1,222 @@
+"""``reduce_gradients``: gradients that no ``backward()`` of the wrapped module made."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_on_all_ranks, gather, ranks, recorded_collectives
+from torch import nn
+
+from tritonddp import DistributedDataParallel
+
+VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.unused, self.last = nn.Linear(3, 30), nn.Linear(2, 2), nn.Linear(30, 2)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).tanh())
+
+
+def wrapped(view: bool = False, **options: object) -> tuple[DistributedDataParallel, torch.Tensor]:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Net(), gradient_as_bucket_view=view, **options)
+    torch.manual_seed(dist.get_rank())
+    return ddp, torch.randn(4, 3, dtype=torch.float64)
+
+
+def mean(tensor: torch.Tensor) -> torch.Tensor:
+    """Over the ranks."""
+    return torch.stack(gather(tensor.detach())).mean(0)
+
+
+@pytest.mark.sampled(3)
+@VIEW
+@pytest.mark.parametrize("cap", [None, 1e-4])
+@ranks(2, 3)
+def test_gradients_of_autograd_grad_come_back_as_means(view: bool, cap: float) -> None:
+    ddp, x = wrapped(view, bucket_cap_mb=cap)
+    params = list(ddp.parameters())
+    grads = torch.autograd.grad(ddp(x).square().sum(), params, allow_unused=True)
+    kept = [None if grad is None else grad.clone() for grad in grads]
+    with ddp.no_sync():  # a request is a request
+        means = ddp.reduce_gradients(grads)
+    assert isinstance(means, tuple)
+    for param, grad, before, found in zip(params, grads, kept, means, strict=True):
+        assert param.grad is None
+        if grad is None:
+            assert found is None
+        else:
+            torch.testing.assert_close(found, mean(before))
+            assert torch.equal(grad, before), "inputs stay as they are"
+    assert_same_on_all_ranks(means)
+
+
+@ranks(3)
+def test_none_of_one_rank_counts_as_zero_and_comes_back_as_the_mean() -> None:
+    ddp, _ = wrapped()
+    params = [ddp.module.first.weight, ddp.module.last.bias]
+    rank = dist.get_rank()
+    mine = [None if rank == 1 else torch.full_like(params[0], 3.0), None]
+    first, second = ddp.reduce_gradients(mine, params)
+    assert second is None
+    torch.testing.assert_close(first, torch.full_like(first, 2.0))
+
+
+@ranks(2)
+def test_a_mapping_of_names_comes_back_as_one() -> None:
+    ddp, _ = wrapped()
+    rank = dist.get_rank()
+    bias = torch.full((30,), float(rank), dtype=torch.float64)
+    means = ddp.reduce_gradients({"first.bias": bias})
+    assert list(means) == [name for name, _ in ddp.module.named_parameters()]
+    torch.testing.assert_close(means["first.bias"], torch.full_like(bias, 0.5))
+    assert [name for name, value in means.items() if value is not None] == ["first.bias"]
+
+
+@VIEW
+@ranks(2)
+def test_grad_attributes_are_reduced_in_place_and_end_the_window(view: bool) -> None:
+    ddp, x = wrapped(view)
+    for step in range(3):
+        ddp.zero_grad()
+        with ddp.no_sync():
+            ddp(x).sum().backward()
+        expected = [None if p.grad is None else mean(p.grad) for p in ddp.parameters()]
+        if step == 2:  # one that only this rank has
+            ddp.module.unused.bias.grad = torch.full((2,), float(dist.get_rank())).double()
+            expected = [
+                mean(p.grad) if p is ddp.module.unused.bias else e
+                for p, e in zip(ddp.parameters(), expected, strict=True)
+            ]
+        assert ddp.reduce_gradients() is None
+        for param, value in zip(ddp.parameters(), expected, strict=True):
+            assert (param.grad is None) == (value is None)
+            if value is not None:
+                torch.testing.assert_close(param.grad, value)
+    # What the window had used counts no longer: nobody uses `first` now.
+    ddp.zero_grad()
+    ddp.module.last(torch.ones(1, 30, dtype=torch.float64)).sum().backward()
+    assert ddp.module.first.weight.grad is None
+
+
+@VIEW
+@ranks(2)
+def test_what_is_frozen_keeps_its_gradient_but_for_what_was_accumulated_before(view: bool) -> None:
+    ddp, x = wrapped(view)
+    ddp(x).sum().backward()
+    first, last = ddp.module.first.weight, ddp.module.last.weight
+    ddp.zero_grad()
+    with ddp.no_sync():
+        ddp(x).square().sum().backward()
+    accumulated = last.grad.clone()
+    last.requires_grad_(False)
+    first.requires_grad_(False)
+    first.grad = None
+    ddp.reduce_gradients()
+    torch.testing.assert_close(last.grad, mean(accumulated))
+    last.grad = torch.full_like(last, dist.get_rank())  # from now on it is no business of ours
+    ddp.reduce_gradients()
+    assert first.grad is None
+    assert torch.equal(last.grad, torch.full_like(last, dist.get_rank()))
+
+
+@VIEW
+@ranks(2)
+def test_a_gradient_penalty_reduces_as_one_process_would(view: bool) -> None:
+    ddp, x = wrapped(view)
+    params = [p for name, p in ddp.named_parameters() if "unused" not in name]
+
+    def grads(net: nn.Module) -> tuple[torch.Tensor, ...]:
+        loss = net(x).square().sum()
+        first = torch.autograd.grad(loss, params, create_graph=True)
+        return torch.autograd.grad(loss + sum(g.square().sum() for g in first), params)
+
+    before = ddp.reducer.counters.collectives
+    found = ddp.reduce_gradients(grads(ddp), params)
+    assert ddp.reducer.counters.collectives - before == 1
+    for one, alone in zip(found, grads(ddp.module), strict=True):
+        torch.testing.assert_close(one, mean(alone))
+    ddp(x).sum().backward()  # and the next backward is reduced as ever
+    torch.testing.assert_close(params[-1].grad, mean(torch.full((2,), 4.0, dtype=torch.float64)))
+
+
+@ranks(2)
+def test_one_collective_a_bucket() -> None:
+    ddp, x = wrapped(bucket_cap_mb=1e-4)
+    ddp(x).sum().backward()
+    with recorded_collectives() as calls:
+        ddp.reduce_gradients()
+    assert calls.names == ["all_reduce"] * len(ddp.reducer.buckets)
+
+
+@ranks(2)
+def test_weights_count() -> None:
+    ddp, _ = wrapped()
+    rank = dist.get_rank()
+    param = ddp.module.last.bias
+    with ddp.weighted(1 + 2 * rank):
+        (found,) = ddp.reduce_gradients([torch.full_like(param, float(rank))], [param])
+    torch.testing.assert_close(found, torch.full_like(param, 0.75))
+
+
+@ranks(2)
+def test_requests_that_make_no_sense_are_refused_before_anything_is_sent() -> None:
+    ddp, x = wrapped()
+    params = list(ddp.parameters())
+    wrong = torch.ones(7)
+    with recorded_collectives() as calls:
+        with pytest.raises(ValueError, match="5 gradients came for 6 parameters"):
+            ddp.reduce_gradients([None] * 5)
+        with pytest.raises(ValueError, match=r"'first.weight' should be \(30, 3\)"):
+            ddp.reduce_gradients([wrong] + [None] * 5)
+        with pytest.raises(TypeError, match=r"'first.weight' should be a tensor, got 3"):
+            ddp.reduce_gradients([3] + [None] * 5)
+        with pytest.raises(ValueError, match=r"no\.such"):
+            ddp.reduce_gradients({"no.such": wrong})
+        with pytest.raises(ValueError, match="give the gradients too"):
+            ddp.reduce_gradients(params=params)
+        with ddp.weighted(1), ddp.no_sync():
+            ddp(x).sum().backward()
+        with ddp.weighted(2), pytest.raises(RuntimeError, match="weights of their backwards"):
+            ddp.reduce_gradients()
+    assert not calls.names
+
+
+@ranks(2)
+def test_a_request_during_a_backward_is_refused() -> None:
+    ddp, x = wrapped()
+    out = ddp(x)
+    out.register_hook(lambda _: ddp.reduce_gradients())
+    with pytest.raises(RuntimeError, match="while a backward runs"):
+        out.sum().backward()
+
+
+@ranks(2)
+def test_different_requests_are_an_error_on_every_rank_that_names_the_difference() -> None:
+    ddp, _ = wrapped()
+    params = [ddp.module.unused.bias if dist.get_rank() else ddp.module.last.bias]
+    with pytest.raises(RuntimeError, match=r"(?s)'last.bias'.*'unused.bias'"):
+        ddp.reduce_gradients([torch.ones(2, dtype=torch.float64)], params)
+    (found,) = ddp.reduce_gradients([torch.ones(2, dtype=torch.float64)], [ddp.module.last.bias])
+    assert found.tolist() == [1, 1]
+
+
+@ranks(2)
+def test_a_gradient_that_does_not_fit_leaves_nobody_waiting() -> None:
+    ddp, x = wrapped()
+    with ddp.no_sync():
+        ddp(x).sum().backward()
+    if dist.get_rank():
+        ddp.module.last.bias.grad = torch.ones(2, dtype=torch.float64).to_sparse()
+        with pytest.raises(RuntimeError, match=r"last\.bias"):
+            ddp.reduce_gradients()
+    else:
+        ddp.reduce_gradients()
+        assert ddp.module.last.bias.grad.isnan().all()
+    ddp.zero_grad()
+    ddp(x).sum().backward()
+    assert_same_on_all_ranks([param.grad for param in ddp.parameters()])

@@ -1,0 +1,208 @@
+"""torch.compile of a wrapped module, and of what is wrapped: its gradients, its graphs, overlap."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from distributed import assert_same_on_all_ranks, ranks
+from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.utils import (
+    clear_compilation_metrics,
+    counters,
+    get_compilation_metrics,
+)
+
+from tritonddp import DistributedDataParallel
+
+WIDTH = 520  # each layer fills a bucket of 1 MiB
+DEPTH = 4
+
+Step = Callable[[Tensor], Any]
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+class Graphs(list[Any]):
+    """A backend that compiles by ``name`` and keeps the graphs."""
+
+    def __init__(self, name: str) -> None:
+        self.backend = lookup_backend(name)
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.append(graph)
+        return self.backend(graph, inputs)
+
+
+def batch(rank: int, step: int) -> Tensor:
+    torch.manual_seed(100 * step + rank)
+    return torch.randn(3, WIDTH)
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def of_the_wrapper(module: nn.Module, **options: Any) -> tuple[nn.Module, Step]:
+    ddp = DistributedDataParallel(module, bucket_cap_mb=1)
+    compiled = torch.compile(ddp, **options)
+    return ddp, lambda x: loss_of(compiled(x)).backward()
+
+
+def of_the_wrapper_in_place(module: nn.Module, **options: Any) -> tuple[nn.Module, Step]:
+    ddp = DistributedDataParallel(module, bucket_cap_mb=1)
+    ddp.compile(**options)
+    return ddp, lambda x: loss_of(ddp(x)).backward()
+
+
+def of_the_module(module: nn.Module, **options: Any) -> tuple[nn.Module, Step]:
+    ddp = DistributedDataParallel(torch.compile(module, **options), bucket_cap_mb=1)
+    return ddp, lambda x: loss_of(ddp(x)).backward()
+
+
+def of_the_module_in_place(module: nn.Module, **options: Any) -> tuple[nn.Module, Step]:
+    ddp = DistributedDataParallel(module, bucket_cap_mb=1)
+    module.compile(**options)
+    return ddp, lambda x: loss_of(ddp(x)).backward()
+
+
+def of_a_step(module: nn.Module, **options: Any) -> tuple[nn.Module, Step]:
+    ddp = DistributedDataParallel(module, bucket_cap_mb=1)
+
+    def step(x: Tensor) -> None:
+        loss_of(ddp(x)).backward()
+
+    return ddp, torch.compile(step, **options)
+
+
+WAYS = pytest.mark.parametrize(
+    "way",
+    [of_the_wrapper, of_the_wrapper_in_place, of_the_module, of_the_module_in_place, of_a_step],
+)
+
+
+@contextlib.contextmanager
+def fresh_dynamo(**settings: Any) -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    clear_compilation_metrics()
+    with torch._dynamo.config.patch(**settings):
+        yield
+    torch._dynamo.reset()
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    return [param.grad for param in module.parameters() if param.grad is not None]
+
+
+def means(module: nn.Module, number: int) -> list[Tensor]:
+    """Gradients of this step by a copy of ``module`` that plays all ranks, not compiled."""
+    alone = copy.deepcopy(module)
+    for rank in range(dist.get_world_size()):
+        (loss_of(alone(batch(rank, number))) / dist.get_world_size()).backward()
+    return gradients(alone)
+
+
+def check(way: Any, backend: str, **options: Any) -> Graphs:
+    graphs = Graphs(backend)
+    module = Layers()
+    original = copy.deepcopy(module)
+    ddp, step = way(module, backend=graphs, **options)
+    found = []
+    for number in range(4):
+        ddp.zero_grad()
+        step(batch(dist.get_rank(), number))
+        assert_same_on_all_ranks(gradients(ddp))
+        torch.testing.assert_close(gradients(ddp), means(original, number))
+        found.append((len(graphs), len(get_compilation_metrics())))
+    assert found[1:] == found[:1] * 3, f"graphs and frames compiled after each step: {found}"
+    return graphs
+
+
+@pytest.mark.sampled(3)
+@WAYS
+@ranks(2, timeout=300)
+def test_a_compiled_module_has_the_means_and_is_compiled_once(way: Any) -> None:
+    is_module = way in (of_the_module, of_the_module_in_place)
+    with fresh_dynamo():
+        graphs = check(way, "aot_eager", fullgraph=is_module)
+        breaks = {reason.splitlines()[0] for reason in counters["graph_break"]}
+    assert len(graphs) == DEPTH + (way is of_a_step)  # one a bucket, and the loss
+    assert breaks <= {
+        "Attempted to inline function marked as skipped",  # forward of the wrapper
+        "Unsupported Tensor.backward() call",
+        "Attempted to call function marked as skipped",  # the same, after tests of other files
+    }, breaks
+
+
+@ranks(2, timeout=300)
+def test_without_splits_there_is_one_graph() -> None:
+    with fresh_dynamo(optimize_ddp=False):
+        assert len(check(of_the_wrapper, "aot_eager")) == 1
+
+
+@pytest.mark.parametrize("splits", [True, False])
+@ranks(2, timeout=300)
+def test_buckets_leave_while_the_compiled_backward_runs(splits: bool) -> None:
+    sent = []
+    with fresh_dynamo(optimize_ddp=splits):
+        ddp, step = of_the_wrapper(Layers(), backend="aot_eager")
+        step(batch(dist.get_rank(), 0))  # the first backward only looks at the order
+        before = ddp.reducer.counters.collectives
+        ddp.module.layers[0].weight.register_post_accumulate_grad_hook(
+            lambda _: sent.append(ddp.reducer.counters.collectives - before)
+        )
+        step(batch(dist.get_rank(), 1))
+    assert sent == [DEPTH - 1 if splits else 0]
+
+
+@ranks(2)
+def test_a_compiled_function_may_look_at_the_wrapped_module() -> None:
+    """dynamo leaves alone what asks an attribute of a class that has a ``__getattr__`` of ours."""
+    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    graphs = Graphs("eager")
+
+    def step(x: Tensor) -> Tensor:
+        return ddp.module(x) @ ddp.module.weight if hasattr(ddp, "module") else x
+
+    torch.compile(step, backend=graphs, fullgraph=True)(torch.ones(2, 4))
+    assert len(graphs) == 1
+
+
+@ranks(2, timeout=300)
+def test_no_sync_around_a_compiled_step() -> None:
+    with fresh_dynamo():
+        module = Layers()
+        original = copy.deepcopy(module)
+        ddp, step = of_the_wrapper(module, backend="aot_eager")
+        with ddp.no_sync():
+            step(batch(dist.get_rank(), 0))
+        step(batch(dist.get_rank(), 1))
+    expected = [sum(pair) for pair in zip(means(original, 0), means(original, 1), strict=True)]
+    torch.testing.assert_close(gradients(ddp), expected)
+
+
+@ranks(2, timeout=300)
+def test_a_compiled_backward_is_refused() -> None:
+    with fresh_dynamo(compiled_autograd=True):
+        ddp, step = of_a_step(nn.Linear(WIDTH, 1), backend="aot_eager")
+        with pytest.raises(RuntimeError, match=r"rank \d, step 0: Compiled autograd is not compat"):
+            step(batch(dist.get_rank(), 0))
+    loss_of(ddp(batch(dist.get_rank(), 0))).backward()
+    assert_same_on_all_ranks(gradients(ddp))

@@ -1,0 +1,526 @@
+"""Wrapping a model: what is accepted, what is refused, and what an error says."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
+from launched import ROOT
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as Stock
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from tritonddp import DistributedDataParallel
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+
+
+def assert_works(model: nn.Module | None = None) -> None:
+    """A model can be wrapped and trained with the default group: nothing is out of step."""
+    ddp = DistributedDataParallel(model or small())
+    for _ in range(2):
+        ddp(torch.randn(4, 3) + dist.get_rank()).pow(2).sum().backward()
+        assert_same_on_all_ranks([*ddp.parameters(), *(p.grad for p in ddp.parameters())])
+
+
+# The signature
+
+
+def test_signature_is_that_of_torch() -> None:
+    theirs = inspect.signature(Stock.__init__).parameters
+    ours = inspect.signature(DistributedDataParallel.__init__).parameters
+    assert [name for name in ours if name in theirs] == list(theirs), "torch's names and order"
+    # torch 2.13 and 2.15 have added these, at the end.
+    added = ["batched_grad_copy", "forward_sync_buffers", "lazy_bucket_allocation"]
+    by_name = [name for name, each in ours.items() if each.kind is inspect.Parameter.KEYWORD_ONLY]
+    added = [*(name for name in added if name not in theirs), *by_name]
+    assert [*theirs, *added] == list(ours)
+    assert not {*by_name} & {*theirs}, "what stock lacks, and nothing else, goes by name only"
+    for name, parameter in theirs.items():
+        assert ours[name].kind is parameter.kind, name
+        # Automatic detection instead of stock's strict mode: that is the point. And None means
+        # what True meant until torch 2.13.
+        ours_is_none = name in ("find_unused_parameters", "broadcast_buffers")
+        default = None if ours_is_none else parameter.default
+        assert ours[name].default == default, name
+
+
+def test_methods_of_torch_that_are_promised_are_there() -> None:
+    for name in ("forward", "no_sync", "train", "eval", "state_dict", "will_sync_module_buffers"):
+        theirs, ours = getattr(Stock, name, None), getattr(DistributedDataParallel, name)
+        if theirs is not None:
+            assert list(inspect.signature(theirs).parameters) == list(
+                inspect.signature(ours).parameters
+            ), name
+
+
+# What is refused, before anything is sent
+
+
+def lazy() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
+
+
+def frozen() -> nn.Module:
+    return small().requires_grad_(False)
+
+
+def complex_weights() -> nn.Module:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(2, dtype=torch.complex32))
+    return module
+
+
+def two_kinds_of_devices() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+
+
+def on_meta() -> nn.Module:
+    return nn.Linear(2, 2, device="meta")
+
+
+def sync_batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
+
+
+class NoModule:
+    pass
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
+    "no module": (NoModule, {}, TypeError, ["torch.nn.Module", "NoModule"]),
+    "nothing to train": (frozen, {}, RuntimeError, ["requires a gradient", "Sequential"]),
+    "no parameters": (nn.ReLU, {}, RuntimeError, ["requires a gradient", "ReLU"]),
+    "lazy": (lazy, {}, RuntimeError, ["uninitialized", "1.weight, 1.bias", "dummy forward"]),
+    "complex": (complex_weights, {}, NotImplementedError, ["'weight'", "torch.complex32"]),
+    "two kinds of devices": (two_kinds_of_devices, {}, ValueError, ["'cpu'", "'meta'"]),
+    "device without kernels": (on_meta, {}, RuntimeError, ["'meta'", "'cpu'", "move the module"]),
+    "sync batch norm on CPU": (sync_batch_norm, {}, ValueError, ["SyncBatchNorm", "'1'", "CPU"]),
+    "device_ids on CPU": (small, {"device_ids": [0]}, ValueError, ["device_ids [0]", "cpu"]),
+    "two device_ids": (small, {"device_ids": [0, 1]}, ValueError, ["single element", "[0, 1]"]),
+    "output_device on CPU": (small, {"output_device": 1}, ValueError, ["output_device 1"]),
+    "zero bucket": (small, {"bucket_cap_mb": 0}, ValueError, ["bucket_cap_mb", "positive", "0"]),
+    "negative bucket": (small, {"bucket_cap_mb": -1}, ValueError, ["bucket_cap_mb", "-1"]),
+    "nan bucket": (small, {"bucket_cap_mb": float("nan")}, ValueError, ["finite", "nan"]),
+    "infinite bucket": (small, {"bucket_cap_mb": float("inf")}, ValueError, ["finite", "inf"]),
+    "bucket in words": (small, {"bucket_cap_mb": "25"}, TypeError, ["bucket_cap_mb", "'25'"]),
+    "bucket of truth": (small, {"bucket_cap_mb": True}, TypeError, ["bucket_cap_mb", "True"]),
+    "no list": (small, {"bucket_cap_mb_list": []}, ValueError, ["bucket_cap_mb_list", "empty"]),
+    "bad list": (small, {"bucket_cap_mb_list": [1, -2]}, ValueError, ["bucket_cap_mb_list", "-2"]),
+    "delayed": (
+        small,
+        {"delay_all_reduce_named_params": [("a", nn.Parameter(torch.ones(1)))]},
+        ValueError,
+        ["delay_all_reduce_named_params", "need to be set at the same time"],
+    ),
+    "param hook": (
+        small,
+        {"param_to_hook_all_reduce": nn.Parameter(torch.ones(2))},
+        ValueError,
+        ["param_to_hook_all_reduce", "need to be set at the same time"],
+    ),
+    "delayed strangers": (
+        small,
+        {
+            "delay_all_reduce_named_params": [("a", nn.Parameter(torch.ones(1)))],
+            "param_to_hook_all_reduce": nn.Parameter(torch.ones(2)),
+        },
+        ValueError,
+        ["none of the wrapped module's: a"],
+    ),
+    "mixed precision": (
+        small,
+        {"mixed_precision": object()},
+        TypeError,
+        ["mixed_precision", "_MixedPrecision"],
+    ),
+    "mixed precision of integers": (
+        small,
+        {"mixed_precision": _MixedPrecision(reduce_dtype=torch.int8)},
+        ValueError,
+        ["torch.int8", "reduce_dtype"],
+    ),
+    "reduce_dtype by name": (
+        small,
+        {"reduce_dtype": "bf16"},
+        TypeError,
+        ["reduce_dtype", "'bf16'"],
+    ),
+    "reduce_dtype of integers": (
+        small,
+        {"reduce_dtype": torch.int8},
+        ValueError,
+        ["torch.bfloat16, torch.float16, torch.float32", "torch.int8"],
+    ),
+    "not in the group": (
+        small,
+        {"process_group": dist.GroupMember.NON_GROUP_MEMBER},
+        ValueError,
+        ["does not belong to process_group", "on the ranks of the group only"],
+    ),
+    "group and mesh": (
+        small,
+        {"process_group": object(), "device_mesh": object()},
+        RuntimeError,
+        ["process_group and device_mesh"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(REFUSED))
+@ranks(2)
+def test_refused_with_the_reason_and_nothing_left_half_done(case: str) -> None:
+    make, options, error, parts = REFUSED[case]
+    with pytest.raises(error) as caught:
+        DistributedDataParallel(make(), **options)
+    for part in parts:
+        assert part in str(caught.value), f"{part!r} is not in: {caught.value}"
+    assert type(caught.value) is error
+    assert_works()
+
+
+@pytest.mark.parametrize("case", ["nothing to train", "lazy", "complex", "sync batch norm on CPU"])
+@ranks(3)
+def test_a_module_that_one_rank_cannot_wrap_is_an_error_on_every_rank(case: str) -> None:
+    make, _, _, parts = REFUSED[case]
+    model = make() if dist.get_rank() == 1 else small()
+    with pytest.raises(RuntimeError) as caught:
+        DistributedDataParallel(model)
+    for part in ["rank 1", *parts]:
+        assert part in str(caught.value), f"{part!r} is not in: {caught.value}"
+    assert_works()
+
+
+@ranks(2)
+def test_where_no_rank_can_wrap_its_module_each_raises_its_own_error() -> None:
+    """The commonest mistake: ``device_ids`` with the model still on the CPU."""
+    rank = dist.get_rank()
+    with pytest.raises(ValueError, match=rf"device_ids \[{rank}\], output_device None"):
+        DistributedDataParallel(small(), device_ids=[rank])
+    assert_works()
+
+
+@ranks(2)
+def test_where_a_failure_cannot_be_told_each_rank_raises_its_own_error() -> None:
+    """A module on the CPU in a group for GPUs."""
+    group = dist.new_group(backend="cuda:gloo")
+    with pytest.raises(ValueError, match=r"device_ids .* only work with"):
+        DistributedDataParallel(small(), device_ids=[dist.get_rank()], process_group=group)
+    assert_works()
+
+
+@ranks(2)
+def test_output_device_0_on_the_cpu_is_ignored_as_in_stock() -> None:
+    assert DistributedDataParallel(small(), output_device=0).output_device is None
+    assert_works()
+
+
+def test_without_a_process_group_the_error_says_what_to_call() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(ValueError, match=r"Default process group .*init_process_group\('gloo'\)"):
+        DistributedDataParallel(small())
+
+
+# Models that differ
+
+
+def other_name() -> nn.Module:
+    model = nn.Module()
+    model.first, model.second = nn.Linear(3, 2), nn.BatchNorm1d(2)
+    return model
+
+
+def other_shape() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
+
+
+def other_shape_same_size() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+
+
+def other_dtype() -> nn.Module:
+    model = small()
+    model[0].bfloat16()
+    return model
+
+
+def other_strides() -> nn.Module:
+    model = small()
+    model[0].weight = nn.Parameter(torch.randn(3, 2).t())
+    return model
+
+
+def one_more() -> nn.Module:
+    return nn.Sequential(*small(), nn.Linear(2, 2))
+
+
+def one_frozen() -> nn.Module:
+    model = small()
+    model[0].bias.requires_grad_(False)
+    return model
+
+
+def other_buffer() -> nn.Module:
+    model = small()
+    model.register_buffer("extra", torch.ones(3))
+    return model
+
+
+def other_order() -> nn.Module:
+    model = small()
+    weight = model[0]._parameters.pop("weight")
+    model[0]._parameters["weight"] = weight
+    return model
+
+
+DIFFERENT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[str]]] = {
+    "name": (other_name, {}, ["'0.weight'", "'first.weight'", "none of this name"]),
+    "shape": (other_shape, {}, ["'0.weight'", "(2, 3)", "(2, 4)"]),
+    "shape of one size": (other_shape_same_size, {}, ["'0.weight'", "(2, 3)", "(3, 2)"]),
+    "dtype": (other_dtype, {}, ["'0.weight'", "torch.float32", "torch.bfloat16"]),
+    "strides": (other_strides, {}, ["'0.weight'", "strides (3, 1)", "strides (1, 2)"]),
+    "number": (one_more, {}, ["Rank 0 has 4 params", "inconsistent 6 params", "'2.weight'"]),
+    "frozen": (one_frozen, {}, ["'0.bias'", "frozen"]),
+    "buffer": (other_buffer, {}, ["buffer 'extra'", "none of this name", "(3,)"]),
+    "order": (other_order, {}, ["another order"]),
+    "bucket_cap_mb": (small, {"bucket_cap_mb": 7}, ["option 'bucket sizes'", str(7 * 2**20)]),
+    "find_unused": (small, {"find_unused_parameters": False}, []),
+    "views": (
+        small,
+        {"gradient_as_bucket_view": True},
+        [],  # each rank may do as it likes: what travels is the same
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(DIFFERENT))
+@ranks(3)
+def test_models_that_differ_are_named_on_every_rank_and_nothing_is_left_half_done(
+    case: str,
+) -> None:
+    make, options, parts = DIFFERENT[case]
+    odd = dist.get_rank() == 2
+    model = make() if odd else small()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    wrap = lambda: DistributedDataParallel(model, **options if odd else {})  # noqa: E731
+    if not parts:
+        wrap()
+        assert_works()
+        return
+    with pytest.raises(RuntimeError) as caught:
+        wrap()
+    message = str(caught.value)
+    for part in ["same model across all ranks", "rank 2", "on every rank", *parts]:
+        assert part in message, f"{part!r} is not in: {message}"
+    assert set(gather(message)) == {message}, "every rank gets the same message"
+    for name, value in model.state_dict().items():
+        assert_same_bits(value, before[name], name)
+    assert_works()
+    assert_works(copy.deepcopy(small()))
+
+
+@ranks(2)
+def test_a_thousand_differences_make_a_short_message() -> None:
+    model = nn.ModuleList(nn.Linear(2, 2 + dist.get_rank()) for _ in range(500))
+    with pytest.raises(RuntimeError) as caught:
+        DistributedDataParallel(model)
+    assert len(str(caught.value).splitlines()) < 15
+    assert "990 more" in str(caught.value)
+    assert_works()
+
+
+# What is accepted
+
+
+@ranks(2)
+def test_parameters_become_those_of_rank_0_unless_init_sync_is_off() -> None:
+    torch.manual_seed(dist.get_rank())
+    models = {
+        "contiguous": small(),
+        "channels_last": nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last),
+        "mixed": nn.Sequential(nn.Linear(3, 2).bfloat16(), nn.Linear(2, 2).double()),
+        "frozen": nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2).requires_grad_(False)),
+        "transposed": one_more(),
+    }
+    models["transposed"][2].weight = nn.Parameter(torch.randn(4, 2).t())
+    for name, model in models.items():
+        mine = [param.detach().clone() for param in model.parameters()]
+        first = gather(mine)[0]
+        same = DistributedDataParallel(copy.deepcopy(model), init_sync=False)
+        for param, value in zip(same.parameters(), mine, strict=True):
+            assert_same_bits(param, value, f"{name}, init_sync=False")
+        ddp = DistributedDataParallel(model)
+        for param, value in zip(ddp.parameters(), first, strict=True):
+            assert_same_bits(param, value, name)
+            assert param.is_leaf
+
+
+@ranks(1)
+def test_a_world_of_one_works() -> None:
+    for view in (False, True):
+        model = small()
+        alone = copy.deepcopy(model)
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
+        for _ in range(3):
+            x = torch.randn(4, 3)
+            for net in (ddp, alone):
+                net.zero_grad()
+                net(x).pow(2).sum().backward()
+            for param, expected in zip(ddp.parameters(), alone.parameters(), strict=True):
+                assert_same_bits(param.grad, expected.grad, "gradient")
+
+
+@ranks(3)
+def test_a_group_of_some_ranks_averages_over_these() -> None:
+    group = dist.new_group([2, 1])
+    rank = dist.get_rank()
+    if rank:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(model.weight, float(rank))
+        ddp = DistributedDataParallel(model, process_group=group)
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(torch.full((1, 1), float(rank))).sum().backward()
+            assert model.weight.grad.item() == 1.5
+            first = dist.get_global_rank(group, 0)
+            assert model.weight.item() == first, "the first rank of the group is its source"
+
+
+@ranks(2)
+def test_a_device_mesh_is_a_group() -> None:
+    mesh = dist.init_device_mesh("cpu", (2,))
+    ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False), device_mesh=mesh)
+    ddp(torch.full((1, 1), float(dist.get_rank()))).sum().backward()
+    assert ddp.module.weight.grad.item() == 0.5
+    square = dist.init_device_mesh("cpu", (2, 1))
+    with pytest.raises(RuntimeError, match="Only 1D device mesh"):
+        DistributedDataParallel(small(), device_mesh=square)
+
+
+@ranks(2)
+def test_it_passes_for_what_it_replaces() -> None:
+    model = small()
+    ddp = DistributedDataParallel(model)
+    assert isinstance(ddp, Stock)
+    assert ddp.module is model
+    assert list(ddp.state_dict()) == [f"module.{name}" for name in model.state_dict()]
+    assert list(ddp.state_dict()) == list(Stock(copy.deepcopy(model)).state_dict())
+    state = {name: torch.zeros_like(value) for name, value in ddp.state_dict().items()}
+    ddp.load_state_dict(state)
+    assert all(not param.any() for param in model.parameters())
+    assert ddp.train() is ddp
+    assert model.training
+    ddp.eval()
+    assert not model.training
+    assert not isinstance(model, Stock)
+
+
+@ranks(2)
+def test_arguments_without_effect_are_accepted() -> None:
+    with pytest.warns(FutureWarning, match="check_reduction"):
+        DistributedDataParallel(small(), check_reduction=True)
+    with pytest.warns(FutureWarning, match="forward_sync_buffers"):
+        DistributedDataParallel(small(), broadcast_buffers=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ddp = DistributedDataParallel(
+            small(), None, None, 1, static_graph=True, batched_grad_copy=True
+        )
+    ddp(torch.randn(4, 3)).sum().backward()
+
+
+@ranks(2)
+def test_ignored_parameters_and_buffers_are_left_alone() -> None:
+    model = one_more()
+    model._ddp_params_and_buffers_to_ignore = ["2.weight", "1.running_mean"]
+    torch.nn.init.constant_(model[2].weight, float(dist.get_rank()))
+    model[1].running_mean.fill_(float(dist.get_rank()))
+    ddp = DistributedDataParallel(model)
+    assert model[2].weight.unique().item() == dist.get_rank()
+    assert model[1].running_mean.unique().item() == dist.get_rank()
+    x = torch.full((4, 3), float(dist.get_rank())) + torch.arange(12.0).view(4, 3)
+    ddp(x).pow(2).sum().backward()
+    assert "2.weight" not in [name for bucket in ddp.reducer.buckets for name in bucket.names]
+    assert gather(model[2].weight.grad)[0].ne(gather(model[2].weight.grad)[1]).any()
+    assert_same_on_all_ranks([model[2].bias.grad, model[0].weight.grad])
+
+
+# Importing
+
+
+def python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_needs_neither_triton_nor_a_group_and_wrapping_needs_no_triton() -> None:
+    output = python(
+        """
+import sys
+sys.modules["triton"] = None  # importing it fails
+import torch, tritonddp
+import torch.distributed as dist
+assert not dist.is_initialized()
+from tritonddp.kernels.dispatch import select
+try:
+    select(torch.device("cuda"))
+except RuntimeError as error:
+    print(error)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+ddp = tritonddp.DistributedDataParallel(torch.nn.Linear(2, 2))
+for _ in range(2):
+    ddp(torch.ones(1, 2)).sum().backward()
+print(ddp.module.bias.grad.tolist())
+dist.destroy_process_group()
+"""
+    )
+    error, grads = output.splitlines()
+    assert "needs Triton for 'cuda' tensors" in error
+    assert "pip install" in error
+    assert grads == "[2.0, 2.0]"
+
+
+@ranks(2)
+def test_a_wrapper_within_a_wrapper_cannot_share_gradients_by_view() -> None:
+    inner = DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="wrapped already"):
+        DistributedDataParallel(nn.Sequential(inner), gradient_as_bucket_view=True)
+    DistributedDataParallel(nn.Sequential(inner))
+
+
+@ranks(2)
+def test_wrappers_that_share_a_parameter_cannot_both_own_its_gradient() -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+    wrapped = DistributedDataParallel(first, gradient_as_bucket_view=True)
+    for view in (False, True):
+        with pytest.raises(ValueError, match=r"a Linear, .* too: weight\."):
+            DistributedDataParallel(second, gradient_as_bucket_view=view)
+    wrapped = DistributedDataParallel(first, gradient_as_bucket_view=True)  # anew
+    del wrapped
+    both = [DistributedDataParallel(each) for each in (first, second)]
+    for _ in range(3):
+        sum(each(torch.ones(1, 2)).sum() for each in both).backward()
+        torch.testing.assert_close(first.weight.grad, torch.full((2, 2), 2.0))
+        first.zero_grad()

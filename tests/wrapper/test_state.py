@@ -1,0 +1,337 @@
+"""Copies of a wrapper, saved ones, and the state of what it wraps."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from distributed import (
+    assert_same_bits,
+    assert_same_on_all_ranks,
+    gather,
+    ranks,
+    recorded_collectives,
+    run_ranks,
+)
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.parallel import DistributedDataParallel as Stock
+
+from tritonddp import DistributedDataParallel
+
+VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * seed + dist.get_rank()))
+
+
+def step(net: nn.Module, seed: int) -> None:
+    net.zero_grad()
+    net(batch(seed)).pow(2).sum().backward()
+
+
+def assert_averages(net: nn.Module, seed: int) -> None:
+    """One more step of ``net`` gives the mean of what each rank has alone."""
+    alone = copy.deepcopy(net.module)
+    step(net, seed)
+    step(alone, seed)
+    for param, own in zip(net.parameters(), alone.parameters(), strict=True):
+        assert param.grad is not None
+        torch.testing.assert_close(param.grad, sum(gather(own.grad)) / dist.get_world_size())
+    assert_same_on_all_ranks([param.grad for param in net.parameters()])
+
+
+def by_pickle(net: Any) -> Any:
+    return pickle.loads(pickle.dumps(net))
+
+
+def by_torch_save(net: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPY = pytest.mark.parametrize("make_copy", [copy.deepcopy, by_pickle, by_torch_save])
+
+
+@pytest.mark.sampled(5)
+@VIEW
+@COPY
+@pytest.mark.parametrize("steps", [0, 2])
+@ranks(2)
+def test_a_copy_trains_like_its_original_and_beside_it(
+    make_copy: Callable[[Any], Any], steps: int, view: bool
+) -> None:
+    net = DistributedDataParallel(layers(), gradient_as_bucket_view=view)
+    for seed in range(steps):
+        step(net, seed)
+    before = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+    with recorded_collectives() as calls:
+        other = make_copy(net)
+    assert not calls.on_the_group, "a rank may do it alone"
+    assert type(other) is DistributedDataParallel
+    for ours, theirs in zip(net.state_dict().values(), other.state_dict().values(), strict=True):
+        assert_same_bits(theirs, ours)
+        assert theirs.data_ptr() != ours.data_ptr()
+    for seed in range(10, 13):
+        assert_averages(other, seed)
+    for param, grad in zip(net.parameters(), before, strict=True):
+        assert_same_bits(param.grad, grad, "the original, while its copy trained")
+    for seed in range(3):
+        assert_averages(net, seed)
+        assert_averages(other, seed)
+
+
+@COPY
+@ranks(2)
+def test_a_copy_has_the_options_of_its_original(make_copy: Callable[[Any], Any]) -> None:
+    model = layers()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["2.bias"])
+    net = DistributedDataParallel(
+        model,
+        bucket_cap_mb_list=[0.00001, 3],
+        find_unused_parameters=False,
+        gradient_as_bucket_view=True,
+        forward_sync_buffers=False,
+    )
+    net.require_backward_grad_sync = False
+    other = make_copy(net)
+    assert not other.require_backward_grad_sync
+    assert not other.will_sync_module_buffers()
+    assert other.bucket_bytes_cap_list == net.bucket_bytes_cap_list == [10, 3 * 2**20]
+    other.require_backward_grad_sync = True
+    other(batch(0)).sum().backward()
+    memory = {param.grad.untyped_storage().data_ptr() for param in other.parameters()}
+    assert len(memory) == len(other.reducer.buckets) + 1, "views of the buckets"
+    assert len(set(map(tuple, gather(other.module[2].weight.grad.flatten().tolist())))) == 1
+    other.module[2].bias.grad.fill_(dist.get_rank())
+    other.module[0](batch(1)).sum().backward()
+    assert other.module[2].bias.grad.eq(dist.get_rank()).all(), "ignored"
+    with pytest.raises(RuntimeError, match="finished reduction"):
+        other(batch(1))
+
+
+@ranks(2)
+def test_copies_on_one_rank_only_do_not_disturb_the_others() -> None:
+    net = DistributedDataParallel(layers())
+    assert_averages(net, 0)
+    kept = [copy.deepcopy(net), by_pickle(net)] if dist.get_rank() == 1 else []
+    for each in kept:
+        each.eval()
+        with torch.no_grad():
+            each.module(batch(0))
+    assert_averages(net, 1)
+    late = DistributedDataParallel(layers())
+    assert_averages(late, 2)
+    # Made in between on one rank, a copy of all ranks still belongs together.
+    assert_averages(copy.deepcopy(net), 3)
+
+
+@ranks(2)
+def test_copies_that_ranks_use_in_different_order_are_an_error_on_all() -> None:
+    net = DistributedDataParallel(layers())
+    copies = [copy.deepcopy(net), copy.deepcopy(net)]
+    for each in copies:
+        step(each, 0)
+    with pytest.raises(RuntimeError, match="number 1 in its process group"):
+        step(copies[dist.get_rank()], 1)
+
+
+@ranks(2)
+def test_the_state_of_a_wrapper_of_another_group_is_refused_with_stocks_words() -> None:
+    group = dist.new_group([0, 1])
+    net = DistributedDataParallel(layers(), process_group=group)
+    expected = (
+        "DDP Pickling/Unpickling are only supported when using DDP with the default process group"
+    )
+    for make_copy in (copy.deepcopy, pickle.dumps, by_torch_save):
+        with pytest.raises(RuntimeError, match=expected) as caught:
+            make_copy(net)
+        assert "wrap that again" in str(caught.value)
+    assert_averages(net, 0)
+
+
+def pickled() -> bytes:
+    return pickle.dumps(DistributedDataParallel(layers()))
+
+
+def test_loading_needs_a_process_group_and_says_so() -> None:
+    saved = run_ranks(pickled, 2)
+    with pytest.raises(ValueError, match="Default process group has not been initialized"):
+        pickle.loads(saved[0])
+
+
+@ranks(2)
+def test_a_state_can_be_taken_at_any_time() -> None:
+    """dynamo's guards ask for it in the middle of a forward."""
+
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 2)
+            self.seen: list[int] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.append(len(pickle.dumps(wrappers[0].__getstate__())))
+            return self.inner(x)
+
+    globals()["Asks"] = Asks
+    Asks.__qualname__ = "Asks"
+    wrappers: list[DistributedDataParallel] = [DistributedDataParallel(Asks())]
+    net = wrappers[0]
+    with net.weighted(3), net.no_sync():
+        net(batch(0)).sum().backward()
+    with net.weighted(3):
+        net(batch(0)).sum().backward()
+        copied = copy.deepcopy(net)
+    assert len(net.module.seen) == 2
+    step(copied, 1)  # without the weight that the original has at this moment
+    assert_same_on_all_ranks([param.grad for param in copied.parameters()])
+
+
+@COPY
+@ranks(2)
+def test_delayed_parameters_and_joining_belong_to_each_copy(
+    make_copy: Callable[[Any], Any],
+) -> None:
+    model = layers()
+    net = DistributedDataParallel(
+        model,
+        delay_all_reduce_named_params=[("any", model[0].weight)],
+        param_to_hook_all_reduce=model[0].bias,
+    )
+    with net.join():
+        assert_averages(net, 0)
+        other = make_copy(net)
+    assert not other._join_config.enable, "its forwards would tell the ranks of another wrapper"
+    assert other._delay.until is other.module[0].bias
+    for seed in range(1, 4):
+        assert_averages(other, seed)
+    with other.join():
+        for seed in range(2 + dist.get_rank()):
+            step(other, seed)
+    assert_same_on_all_ranks(list(other.state_dict().values()))
+
+
+# The state of the module
+
+
+@ranks(2)
+def test_state_dicts_are_stocks() -> None:
+    ours, stock = DistributedDataParallel(layers()), Stock(layers())
+    assert list(ours.state_dict()) == list(stock.state_dict())
+    assert all(name.startswith("module.") for name in ours.state_dict())
+    step(stock, 0)
+    with torch.no_grad():
+        for param in stock.parameters():
+            param.sub_(param.grad)
+    ours.load_state_dict(stock.state_dict())
+    for name, value in stock.state_dict().items():
+        assert_same_bits(ours.state_dict()[name], value, name)
+    assert_averages(ours, 1)
+    stock.load_state_dict(ours.state_dict())
+
+
+@pytest.mark.parametrize("to_stock", [False, True], ids=["to ours", "to stock"])
+@pytest.mark.parametrize("from_stock", [False, True], ids=["from ours", "from stock"])
+@ranks(2)
+def test_distributed_checkpoints_have_the_modules_own_names(
+    from_stock: bool, to_stock: bool
+) -> None:
+    folder = gather(tempfile.mkdtemp())[0]
+    source: Any = (Stock if from_stock else DistributedDataParallel)(layers())
+    optimizer = torch.optim.Adam(source.parameters(), lr=0.1)
+    step(source, 0)
+    optimizer.step()
+    model_state, optimizer_state = get_state_dict(source, optimizer)
+    assert list(model_state) == list(source.module.state_dict()), "without `module.`"
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+
+    torch.manual_seed(1)
+    target: Any = (Stock if to_stock else DistributedDataParallel)(layers())
+    other = torch.optim.Adam(target.parameters(), lr=0.1)
+    model_state, optimizer_state = get_state_dict(target, other)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        target, other, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    # (Statistics of batches differ between ranks, and one rank writes them.)
+    for name, value in source.named_parameters():
+        assert_same_bits(target.get_parameter(name), value, name)
+    for theirs, ours in zip(source.parameters(), target.parameters(), strict=True):
+        assert_same_bits(other.state[ours]["exp_avg"], optimizer.state[theirs]["exp_avg"])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for file in Path(folder).iterdir():
+            file.unlink()
+        Path(folder).rmdir()
+
+
+# Other ranks
+
+
+@VIEW
+@ranks(3)
+def test_a_wrapper_goes_on_with_other_ranks(view: bool) -> None:
+    net = DistributedDataParallel(layers(), gradient_as_bucket_view=view, broadcast_buffers=False)
+    for seed in range(2):
+        step(net, seed)
+    two = dist.new_group([0, 2])
+    with recorded_collectives() as calls:
+        net._update_process_group(two)
+    assert not calls.on_the_group
+    group = dist.group.WORLD if dist.get_rank() == 1 else two
+    assert net.process_group is group
+    if dist.get_rank() != 1:
+        for seed in range(2, 5):
+            alone = copy.deepcopy(net.module)
+            step(net, seed)
+            step(alone, seed)
+            for param, own in zip(net.parameters(), alone.parameters(), strict=True):
+                total = own.grad.clone()
+                dist.all_reduce(total, group=two)
+                torch.testing.assert_close(param.grad, total / 2)
+    # The one that was left out is taken in again.
+    net._update_process_group(dist.group.WORLD)
+    assert_averages(net, 7)
+    assert_averages(net, 8)
+
+
+@ranks(2)
+def test_a_backward_that_broke_off_does_not_follow_a_wrapper_into_another_group() -> None:
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise RuntimeError("a peer is gone")
+
+    net = DistributedDataParallel(layers())
+    step(net, 0)
+    with pytest.raises(RuntimeError, match="a peer is gone"):
+        net(Breaks.apply(batch(1).requires_grad_())).sum().backward()
+    group, former = dist.new_group([0, 1]), net.reducer  # somebody may keep it
+    with recorded_collectives() as calls:
+        net._update_process_group(group)
+        assert not calls, "peers that are gone would be waited for"
+    net.zero_grad()
+    assert_averages(net, 2)
+    assert former.counters.reductions == 2, "it takes part in nothing any more"
