@@ -45,7 +45,7 @@ from rounds import Rounds, added, counted, flat, gather, slowest
 from step import judged, verdict
 from traffic import bucket_bytes
 
-from tritonddp import DistributedDataParallel
+from tritonddp import DistributedDataParallel, _torch
 
 MODELS = ("many_small", "branchy")
 ASKING = Bound("ratio", 1.02)  # the backward that asks / the one that is told
@@ -78,15 +78,18 @@ class Side(nn.Module):
         outputs = self.wrapped(inputs)
         # Behind the forward: what the reducer asks may be made anew there.
         tracker = self.tracker
-        vars(tracker).pop("query", None)
-        if self.query is not None:
-            tracker.query = self.query
+        tracker.query = self.query or partial(_ask, tracker)
         return outputs
 
     @property
     def tracker(self) -> Any:
         """What the reducer asks: the one thing of its insides that is known here."""
         return self.wrapped.core.tracker
+
+
+def _ask(tracker: Any) -> list[bool] | None:
+    """What the reducer does when it asks."""
+    return _torch.will_engine_execute(tracker.nodes)
 
 
 class Answers:
@@ -272,15 +275,14 @@ def count_queries(models: dict[str, nn.Module], batches: list[Batch]) -> dict[st
 
 def asked(side: Side, batch: Batch) -> list[list[bool] | None]:
     """What the engine answered in a backward, once for each time that it was asked; collective."""
-    kind = type(side.tracker)
-    query = kind.query
+    query = _torch.will_engine_execute
     answers: list[list[bool] | None] = []
 
-    def recorded(tracker: Any) -> list[bool] | None:
-        answers.append(query(tracker))
+    def recorded(nodes: Any) -> list[bool] | None:
+        answers.append(query(nodes))
         return answers[-1]
 
-    with mock.patch.object(kind, "query", recorded):
+    with mock.patch.object(_torch, "will_engine_execute", recorded):
         _backward(side, batch)
     return answers
 
@@ -299,9 +301,8 @@ def measure_parts(side: nn.Module, rounds: Rounds, ranks: Ranks) -> dict[str, An
 
     def timed_query() -> list[bool] | None:
         tracker = timed.tracker
-        query = type(tracker).query
         start = time.perf_counter()
-        answer: list[bool] | None = query(tracker)
+        answer = _ask(tracker)
         seconds["query"].append(time.perf_counter() - start)
         return answer
 

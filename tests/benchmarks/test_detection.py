@@ -158,12 +158,12 @@ def test_a_slow_question_is_found(tmp_path: Path) -> None:
     for name in ("tritonddp", "benchmarks"):
         ignore = shutil.ignore_patterns("__pycache__", "results")
         shutil.copytree(ROOT / name, folder / name, ignore=ignore)
-    with (folder / "tritonddp" / "reducer" / "readiness.py").open("a") as source:
+    with (folder / "tritonddp" / "_torch.py").open("a") as source:
         source.write(
-            "\n\ndef _slow(self, query=ReadyTracker.query):\n"
+            "\n\ndef _slow(nodes, query=will_engine_execute):\n"
             "    __import__('time').sleep(0.2)\n"
-            "    return query(self)\n"
-            "\n\nReadyTracker.query = _slow\n"
+            "    return query(nodes)\n"
+            "\n\nwill_engine_execute = _slow\n"
         )
     content, printed = measured(
         folder / "benchmarks" / "detection.py",

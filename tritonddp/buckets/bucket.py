@@ -331,6 +331,7 @@ class Bucket:
         if set(map(type, grads)) != {NoneType}:
             self._counters.unflattens += 1
             self._kernels.unflatten(self.flat, grads, factor)
+        self.flat.known_flags = None  # of this reduction
 
     def discard(self) -> None:
         """Leave ``.grad`` as it is."""

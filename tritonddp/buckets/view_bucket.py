@@ -65,6 +65,7 @@ class ViewBucket(Bucket):
                     self.params[slot].grad = views[slot]
         self._grads = [None] * len(views)
         self.before = {}
+        self.flat.known_flags = None
 
     def discard(self) -> None:
         """See :meth:`Bucket.discard`."""

@@ -71,12 +71,14 @@ class AllReduce:
         if last is not None and last[0] is run.header and torch.equal(flat.trailer, last[1]):
             flat.known_flags = last[2]
             return None
+        flat.known_flags = None
         if bucket.index == 0:
             run.read_headers(flat.headers)
         if isinstance(bucket, SparseBucket):
             exchange_rows(run, bucket, self._counters)
         elif flat.data.is_cpu and run.agreement.is_unanimous and type(flat) is FlatBuffer:
-            bucket.last_trailer = run.header, flat.trailer.clone(), flat.flags.tolist()
+            trailer = torch.empty_like(flat.trailer).copy_(flat.trailer)
+            bucket.last_trailer = run.header, trailer, flat.flags.tolist()
         return run.factor
 
 

@@ -23,11 +23,15 @@ class StateBroadcast:
     Args:
         group: the ranks.
         source: has the rank whose values all get, as ``source_rank``.
+
+    Attributes:
+        max_bytes: most bytes of one message.
     """
 
     def __init__(self, group: Group, source: Any) -> None:
         self._group = group
         self._source = source
+        self.max_bytes = MESSAGE_BYTES
 
     def send(self, tensors: Sequence[Tensor], place: str, what: str) -> None:
         """Overwrite ``tensors``.
@@ -43,7 +47,7 @@ class StateBroadcast:
         group = self._group
         try:
             broadcast_coalesced(
-                tensors, group.process_group, self._source.source_rank, MESSAGE_BYTES
+                tensors, group.process_group, self._source.source_rank, self.max_bytes
             )
         except RuntimeError as error:
             nbytes = sum(tensor.nbytes for tensor in tensors)

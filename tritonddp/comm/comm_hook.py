@@ -268,6 +268,9 @@ class _Call:
         self._future: Any = None
         self._ended: Future | None = None  # for traces
 
+    def wait(self) -> None:
+        """Nothing: when the trailers are back all calls have come to their end."""
+
     def get_future(self) -> Future:
         """See :meth:`Work.get_future`."""
         self._ended = self._ended or Future()

@@ -71,7 +71,7 @@ def _nothing() -> None:
 class ReductionRun:
     """All that is known of one reduction, and that dies with it.
 
-    Whoever opens a run has promised its collectives to the other ranks: :meth:`launch_rest` and
+    Whoever opens a run has promised its collectives to the other ranks: :meth:`launch_ready` and
     :meth:`finish` make them, or, if this rank cannot go on, :meth:`launch_nan` and :meth:`discard`.
 
     Args:
@@ -203,14 +203,16 @@ class ReductionRun:
 
     # On the way
 
-    def launch_ready(self, rest: bool = False) -> None:
+    def launch_ready(self, rest: bool = False, until: int | None = None) -> None:
         """Launch the buckets that have all their gradients, in bucket order.
 
         Args:
             rest: also those that have not: a gradient that has not come counts as zero.
+            until: none from this index on.
         """
         works, buckets, unfilled = self.works, self.buckets, self.unfilled
-        while len(works) < len(buckets) and (rest or not unfilled[len(works)]):
+        end = len(buckets) if until is None else until
+        while len(works) < end and (rest or not unfilled[len(works)]):
             bucket = buckets[len(works)]
             if bucket.index in self.skipped:
                 works.append(None)
@@ -237,8 +239,7 @@ class ReductionRun:
             bucket.to_slot_layout()
         except GradientError as error:
             raise GradientError(f"{self.where}: {error}") from None
-        self.unfilled[bucket.index] = 0
-        self.launch_ready()
+        self.launch_ready(rest=True, until=bucket.index + 1)
 
     def launch_nan(self) -> None:
         """Take part in what is not launched yet with NaN instead of gradients.
@@ -303,8 +304,6 @@ class ReductionRun:
             RuntimeError: see :meth:`finish`.
         """
         try:
-            for bucket in self.buckets:
-                self.unfilled[bucket.index] = 1
             for bucket in self.buckets:
                 self.launch_now(bucket)
         except BaseException:

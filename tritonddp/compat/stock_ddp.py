@@ -26,7 +26,7 @@ from tritonddp._torch import (
 )
 from tritonddp.buckets.assignment import MIB, BucketCaps
 from tritonddp.buckets.sparse_bucket import sparse_parameters
-from tritonddp.comm.broadcast import MESSAGE_BYTES, StateBroadcast, broadcast_coalesced
+from tritonddp.comm.broadcast import StateBroadcast, broadcast_coalesced
 from tritonddp.compat.hook_checks import builtin_hook, register_fused_optimizer
 from tritonddp.compat.stock_reducer import StockReducer
 from tritonddp.coordination.group import Group
@@ -66,8 +66,6 @@ class StockDDPNames:
 
     # No clone is made of outputs, so that there is nothing to choose: see _set_ddp_sink_clone.
     _ddp_sink_clone = True
-
-    broadcast_bucket_size = MESSAGE_BYTES
 
     # What users register.
     _buffer_hook: BufferHook | None = None
@@ -202,6 +200,15 @@ class StockDDPNames:
         return not self.core.manager.is_provisional
 
     # Forward
+
+    @property
+    def broadcast_bucket_size(self) -> int:
+        """Most bytes of one message of parameters or buffers."""
+        return self.state_broadcast.max_bytes
+
+    @broadcast_bucket_size.setter
+    def broadcast_bucket_size(self, value: int) -> None:
+        self.state_broadcast.max_bytes = value
 
     @property
     def broadcast_buffers(self) -> bool:

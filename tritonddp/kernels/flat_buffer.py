@@ -198,8 +198,8 @@ class FlatBuffer:
         views: one tensor per gradient in its place, with the gradient's own shape and strides.
         is_part: made by :meth:`part`; its flags are written with those of the whole.
         tables: device-side tables of the Triton kernels, made by them at their first launch.
-        known_flags: :attr:`flags` once reduced, if somebody knows them already: ``unflatten`` need
-            not read them, and forgets them.
+        known_flags: :attr:`flags` once reduced, where whoever calls ``unflatten`` knows them
+            already; ``None`` if they have to be read.
         batched: what the CPU's ``flatten`` has prepared, at its first call.
     """
 

@@ -157,11 +157,7 @@ def unflatten(
         TypeError: the factor is of another kind.
     """
     targets, sources = grads, flat.views
-    flags = flat.known_flags
-    if flags is None:
-        flags = flat.flags.tolist()
-    else:
-        flat.known_flags = None
+    flags = flat.flags.tolist() if flat.known_flags is None else flat.known_flags
     if not all(flags) or NoneType in map(type, grads):
         pairs = [
             (grad, view)

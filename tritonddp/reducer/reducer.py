@@ -161,6 +161,7 @@ class Reducer:
         self.seen_in_context = -1
         self.launching = threading.RLock()
         self._reference = weakref.ref(self, group.open_runs.discard)
+        hash(self._reference)  # which it keeps, and could not find out when this is gone
         self._broke_off = _broke_off_callback(self._reference)
         self._hooks_of_added: list[Any] = []
         group.join_forks(self)
