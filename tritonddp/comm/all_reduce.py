@@ -89,8 +89,11 @@ def exchange_rows(run: ReductionRun, bucket: SparseBucket, counters: Counters) -
         RuntimeError: see :meth:`Transport.wait`.
     """
     run.agreement.check_pending()  # ranks that do not reduce the same have announced nothing of use
+    if bucket.index in run.exchanged:  # before an interrupt
+        return
     try:
         with Uninterrupted():
             exchange(bucket, run.group.process_group, counters)
+            run.exchanged = {*run.exchanged, bucket.index}
     except RuntimeError as error:
         raise run.explain(bucket, error, "exchange of sparse gradients") from error

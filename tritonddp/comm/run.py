@@ -99,6 +99,9 @@ class ReductionRun:
         header: what this rank says, as bytes for the first bucket.
         filled: for each segment, whether it is packed.
         packed_at: for segments, how many gradients had come then.
+        came: the parameters in the order of their gradients, as far as they have come.
+        has_missing: the engine has not announced the gradients of all parameters.
+        exchanged: indices of sparse buckets whose rows have been exchanged.
         unfilled: for each bucket, how many segments or others it waits for.
         works: of the buckets that are launched, in launch order; ``None`` where there is nothing
             to wait for.
@@ -139,6 +142,9 @@ class ReductionRun:
     is_finished = False
     transport_state: Any = None
     is_logged = False
+    came: Sequence[Tensor] = ()
+    has_missing = False
+    exchanged: Collection[int] = ()
     graph_task = -1
     creates_graph = False
     is_late = False
@@ -198,6 +204,7 @@ class ReductionRun:
         except GradientError as error:
             raise GradientError(f"{self.where}: {error}") from None
         self.filled[number] = True
+        self.packed_at[number] = len(self.came)
         for observe in self.events.on_packed:
             observe(self, bucket)
 
@@ -219,6 +226,8 @@ class ReductionRun:
                 continue
             for number in self.bucket_set.segments_of[bucket.index]:
                 if not self.filled[number]:
+                    if self.has_missing:
+                        self._note_came(number)
                     self.pack(number)
             if len(bucket.segments) > 1:
                 bucket.finish_trailer(b"" if bucket.index else self.header)
@@ -227,6 +236,13 @@ class ReductionRun:
             self.transport.launch(self, bucket)
             for observe in self.events.on_launched:
                 observe(self, bucket, works[bucket.index])
+
+    def _note_came(self, number: int) -> None:
+        """A segment has gradients that were not announced: those that came all the same count."""
+        came = set(map(id, self.came))
+        for index in self.bucket_set.ranges[number]:
+            if not self.used[index]:
+                self.used[index] = id(self.bucket_set.params[index]) in came
 
     def launch_now(self, bucket: Bucket) -> None:
         """Launch the next bucket, whose gradients no backward of this run has made.

@@ -91,8 +91,11 @@ class StockReducer:
             int32, one element for each parameter that requires a gradient, by its index.
         """
         counts: dict[Parameter, int] = {}
+        alone = self._core.last_alone
+        if alone is not None:
+            counts = dict(zip(alone.bucket_set.params, map(int, alone.used), strict=True))
         for index, (params, flags) in enumerate(self._core.manager.rank_counts()):
-            if index not in self._core.skipped_last:
+            if index not in self._core.skipped_last and alone is None:
                 counts.update(zip(params, flags.tolist(), strict=True))
         params = [param for _, param in self._core.parameters.trainable]
         return torch.tensor(

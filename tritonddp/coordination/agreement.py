@@ -12,7 +12,7 @@ import hashlib
 import logging
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -247,7 +247,7 @@ class Agreement:
         is_unanimous: all ranks said what this one said, without weights: there is nothing to be
             looked at as long as they do.
         scale: by which gradients are multiplied before the sum: the weight, or 1, over the number
-            of ranks.
+            of ranks unless something else divides by that.
         unit: in which weights are counted, alike on all ranks: about the last ones.
         pending: on a GPU, where the host does not wait for the headers: they are not looked at yet.
     """
@@ -266,21 +266,38 @@ class Agreement:
         self._readback = Readback()
         self._is_alone = False  # the group exchanges nothing, which was said once
 
-    def open(self, header: RankHeader, scale: float) -> None:
-        """A reduction begins in which this rank says something else than in the last one.
+    def open(
+        self,
+        schema: bytes,
+        source: GradSource,
+        weight: Weight | None,
+        skipped: Collection[int],
+        over_present: bool,
+        averages: bool,
+    ) -> None:
+        """A reduction begins.
 
         Args:
-            header: what it says.
-            scale: by which its gradients are multiplied: their weight, or 1.
+            schema, source, over_present: see :class:`RankHeader`.
+            weight: how much the gradients count, ``None`` if the mean is not weighted.
+            skipped: indices of the buckets that are not sent.
+            averages: gradients are divided by the number of ranks before they are sent.
         """
-        self.scale = scale / self._group.size
-        if header.weight is not None:
-            self.scale /= self.unit
+        key = schema, source, weight, tuple(skipped), over_present, averages
+        if key == self.key and weight is None:  # otherwise the unit may be another one now
+            return
+        self.key = None  # until all that follows from it is there
+        items = None if weight is None else weight.items
+        header = RankHeader(schema, source, items, skipped_hash(list(skipped)), over_present)
+        self.scale = 1.0 if weight is None else weight.scale / self.unit
+        if averages:
+            self.scale /= self._group.size
         self.header = header
         self.encoded = header.encode(self._group.rank, self._group.size)
         mine = self.encoded[self._group.rank * BYTES :][:BYTES]
         self._all_alike = torch.tensor([*mine] * self._group.size, dtype=torch.float32)
         self.is_unanimous = False
+        self.key = key
 
     def read(self, headers: Tensor, where: str) -> Tensor | None:
         """Find out the sum of the weights, and whether the ranks reduce the same.

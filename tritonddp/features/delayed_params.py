@@ -18,7 +18,6 @@ from torch import Tensor
 
 from tritonddp._torch import gradient_node, register_post_accumulate_grad_hook, will_engine_execute
 from tritonddp.comm.run import ReductionRun
-from tritonddp.coordination.agreement import GradSource
 from tritonddp.reducer.extension import Extension
 
 
@@ -113,7 +112,8 @@ class DeferredBuckets(Extension):
     def on_begin(self, run: ReductionRun) -> None:
         """Have the buckets wait, if there is something to wait for."""
         self._waits = None
-        if run.is_local or run.is_provisional or run.source is GradSource.REQUEST:
+        is_backward = bool(run.reached) and not run.is_local
+        if not is_backward or run.is_provisional or run.is_alone:
             return
         if will_engine_execute([self._node]) == [True]:
             self._waits = run

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
+from torch import Tensor
 from torch.nn import Parameter
 
-from tritonddp._torch import gradient_node, will_engine_execute
+from tritonddp._torch import (
+    gradient_node,
+    register_post_accumulate_grad_hook,
+    will_engine_execute,
+)
 
 
 def gradient_nodes(params: Sequence[Parameter]) -> list[Any]:
@@ -56,6 +62,39 @@ def accumulates(node: Any) -> bool:
         if leaves:
             return any(will_engine_execute(leaves) or ())
         node = parents[0]
+
+
+class _Listener(Protocol):
+    def on_backward(self) -> None: ...
+
+
+class AddedParams:
+    """Hooks on parameters that are in no bucket yet: a gradient of one tells of a backward.
+
+    Args:
+        listener: who is told; referred to weakly.
+    """
+
+    def __init__(self, listener: _Listener) -> None:
+        self._listener = weakref.ref(listener)
+        self._handles: list[Any] = []
+
+    def watch(self, params: Sequence[Parameter]) -> None:
+        """These are the ones, and those until now are no more."""
+        while self._handles:
+            self._handles.pop().remove()
+        hook = _any_gradient_hook(self._listener)
+        with as_trainable(params):
+            self._handles = [register_post_accumulate_grad_hook(param, hook) for param in params]
+
+
+def _any_gradient_hook(listener: weakref.ref[_Listener]) -> Callable[[Tensor], None]:
+    def gradient_came(_: Tensor) -> None:
+        told = listener()
+        if told is not None:
+            told.on_backward()
+
+    return gradient_came
 
 
 class ReentrantGrads:

@@ -89,6 +89,7 @@ class ReadyTracker:
         self._doubtful: Collection[int] = ()
         # What the end hooks read: lists that are changed in place.
         self._usual: list[Tensor] = []  # the log that is expected
+        self._expected: list[Tensor] = []  # what is in it
         self._full_at = [_NEVER] * len(ranges)  # for each segment, how long the log is then
         self._last = [_NEVER] * len(ranges)  # for each segment, who is expected to come last
         self._looked = [_NOBODY_LOOKS]  # how much of the log is known to be as expected
@@ -131,9 +132,9 @@ class ReadyTracker:
         self._end_hooks.clear()
 
     def _expect(self, reached: list[bool], doubtful: Collection[int]) -> None:
-        self.reached, self._doubtful = reached, doubtful
+        self.reached = []  # until all that follows is there
         usual = [number for number in self._order if reached[number]]
-        self._usual[:] = [self._params[number] for number in usual]
+        self._usual[:] = self._expected = [self._params[number] for number in usual]
         self._full_at[:] = self._last[:] = [_NEVER] * len(self._ranges)
         for position, number in enumerate(usual, start=1):
             segment = self._segment_of[number]
@@ -145,6 +146,7 @@ class ReadyTracker:
         self.waiting = [sum(waits[each.start : each.stop]) for each in self._segments_of]
         for number in self._last:
             self._hook_end(number)
+        self.reached, self._doubtful = reached, doubtful
 
     def look(self, number: int) -> bool:
         """Whether segment ``number`` has all gradients that it waits for.
@@ -162,10 +164,10 @@ class ReadyTracker:
             self._hook_end(missing[0])
         return not missing
 
-    def came_to(self, number: int) -> list[int]:
-        """Of the parameters of segment ``number`` those that have a gradient by now."""
+    def has_unannounced(self) -> bool:
+        """Whether something came that was not announced, or again."""
         came = set(map(id, self.log))
-        return [index for index in self._ranges[number] if id(self._params[index]) in came]
+        return len(came) < len(self.log) or not came.issubset(map(id, self._expected))
 
     def is_usual(self) -> bool:
         """At the end: whether all that was announced has come, each once, in the usual order."""

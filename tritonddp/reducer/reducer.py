@@ -28,7 +28,6 @@ from tritonddp._torch import (
     current_autograd_node,
     current_graph_task_id,
     queue_end_of_backward,
-    register_post_accumulate_grad_hook,
     steps_optimizers,
 )
 from tritonddp.buckets.assignment import BucketCaps
@@ -44,10 +43,8 @@ from tritonddp.coordination.agreement import (
     Agreement,
     Disagreement,
     GradSource,
-    RankHeader,
     SchemaMismatch,
     SkippedMismatch,
-    skipped_hash,
 )
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
@@ -55,7 +52,7 @@ from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.reducer import recovery
 from tritonddp.reducer.extension import Events, SyncState
 from tritonddp.reducer.output_hooks import Forward, Forwards, watch
-from tritonddp.reducer.participation import ReentrantGrads, accumulates, as_trainable
+from tritonddp.reducer.participation import AddedParams, ReentrantGrads, accumulates, as_trainable
 from tritonddp.reducer.readiness import ReadyTracker
 
 logger = logging.getLogger("tritonddp.in_step")
@@ -67,7 +64,12 @@ _MISMATCHES = (Disagreement, SchemaMismatch, SkippedMismatch)
 
 
 def _over() -> None:
-    """In the place of what the engine calls at the end: it has been called."""
+    """In the place of what the engine calls at the end: it has been called, or never will be."""
+
+
+def _opening() -> bool:
+    """Likewise, before the engine has it: the backward runs."""
+    return True
 
 
 class Reducer:
@@ -100,6 +102,7 @@ class Reducer:
         missing: numbers of the parameters that the last reduced backward has not reached.
         is_static: all reduced backwards have reached the same parameters.
         skipped_last, buckets_reduced: which buckets the last run left out, and how many it did not.
+        last_alone: the last run, if it exchanged nothing.
         own_gradients_at: reductions when ``.grad`` was last set to what this rank alone has.
         deferred_error: what the next forward raises.
         post_backward: futures that the end of the next backward waits for.
@@ -148,6 +151,7 @@ class Reducer:
         self.is_static = True
         self.skipped_last: Collection[int] = ()
         self.buckets_reduced = 0
+        self.last_alone: ReductionRun | None = None
         self.own_gradients_at = 0
         self.deferred_error: str | None = None
         self.post_backward: list[torch.futures.Future] = []
@@ -163,7 +167,7 @@ class Reducer:
         self._reference = weakref.ref(self, group.open_runs.discard)
         hash(self._reference)  # which it keeps, and could not find out when this is gone
         self._broke_off = _broke_off_callback(self._reference)
-        self._hooks_of_added: list[Any] = []
+        self._added = AddedParams(self)
         group.join_forks(self)
         self._follow_buckets()
 
@@ -236,14 +240,8 @@ class Reducer:
     def refresh_parameters(self) -> None:
         """See what has become of the parameters."""
         self.parameters.refresh(self.where)
-        self._forget_added()
         # A backward may reach nothing else that has a hook of ours.
-        added = [param for _, param in self.parameters.added]
-        hook = _added_gradient_hook(self._reference)
-        with as_trainable(added):
-            self._hooks_of_added = [
-                register_post_accumulate_grad_hook(param, hook) for param in added
-            ]
+        self._added.watch([param for _, param in self.parameters.added])
 
     def check_pending(self) -> None:
         """On a GPU: raise what the last reduction could not tell yet."""
@@ -343,12 +341,14 @@ class Reducer:
         )
         run.is_provisional = manager.is_provisional
         run.is_late, run.reached = forward is None, reached
-        run.earlier = self.accumulated
+        run.earlier, run.came = self.accumulated, tracker.log
+        run.has_missing = bool(missing)
         doubtful: Collection[int] = _NONE
         if not manager.is_provisional and (missing or self.reentrant.has_come):
             doubtful = self.reentrant.may_come(set(missing))
             run.doubtful = doubtful
         # From here on the other ranks wait for the collectives of this run: see recovery.py.
+        run.end = _opening
         self.group.open_runs.add(self._reference)
         self.run = run
         self.counters.reductions += 1
@@ -376,6 +376,7 @@ class Reducer:
                     run.filled[number] = True  # or a late gradient would wait for nothing
             self._queue_end(run)
         except BaseException:
+            run.end = _over
             tracker.stop()
             raise
         if not manager.is_provisional and not all(run.unfilled):
@@ -387,6 +388,8 @@ class Reducer:
         current = self.manager.current
         return (
             self.transport is self.plain
+            and not self.finalizes_manually
+            and self.sync.join is None
             and self.wire.reduce_dtype is None
             and not self.manager.is_provisional
             and not self.events.has_of_buckets
@@ -402,6 +405,7 @@ class Reducer:
         run.is_local = True
         run.is_late, run.reached = forward is None, reached
         run.where = self.where()
+        run.end = _opening
         self.mark_open()
         self.run = run
         try:
@@ -410,6 +414,7 @@ class Reducer:
                 call(run)
             self._queue_end(run)
         except BaseException:
+            run.end = _over
             self.tracker.stop()
             raise
 
@@ -446,17 +451,8 @@ class Reducer:
             # Communication hooks divide themselves, by whatever number of ranks.
             over_present = join.mean_over_present and run.transport.averages
         schema = self.parameters.schema if run.schema is None else run.schema
-        scale = 1.0 if weight is None else weight.scale
-        if not run.transport.averages:
-            scale *= self.group.size  # by which it is divided again: exactly
-        key = (schema, run.source, weight, tuple(run.skipped), over_present, scale)
-        if key != agreement.key or weight is not None:  # whose unit may be another one now
-            skipped, items = (
-                skipped_hash(list(run.skipped)),
-                None if weight is None else weight.items,
-            )
-            agreement.open(RankHeader(schema, run.source, items, skipped, over_present), scale)
-            agreement.key = key
+        averages = run.transport.averages
+        agreement.open(schema, run.source, weight, run.skipped, over_present, averages)
         run.scale, run.header = agreement.scale, agreement.encoded
         run.is_logged = run_logger.isEnabledFor(logging.DEBUG)
         if logger.isEnabledFor(logging.DEBUG):
@@ -504,7 +500,6 @@ class Reducer:
             with torch.no_grad():
                 return self.on_segment_ready(number)
         with self.launching:  # hooks of a multi-device module run on one thread per device
-            run.packed_at[number] = len(self.tracker.log)
             run.pack(number)
             index = run.bucket_set.segments[number][0].index
             run.unfilled[index] -= 1
@@ -514,12 +509,12 @@ class Reducer:
     def on_unusual_order(self, number: int) -> None:
         """Gradients came in another order than last time: is a segment full all the same?"""
         run = self.run
-        if run is None or run.is_local or not self.tracker.look(number):
+        if run is None or run.is_local:
             return
-        for index in self.tracker.came_to(number):
-            if not run.reached[index]:  # from an inner backward
-                run.used[index] = True
-        self.on_segment_ready(number)
+        if self.tracker.has_unannounced():
+            self._note_unannounced(run)
+        if self.tracker.look(number):
+            self.on_segment_ready(number)
 
     # End of backward
 
@@ -534,12 +529,11 @@ class Reducer:
             call(run)
         if self.is_detached:
             return
-        if run.is_alone:
-            self.finish(run)
-            return
-        is_usual = self.tracker.is_usual()
+        is_usual = run.is_alone or self.tracker.is_usual()
         if run.is_local:
             self._accumulate(run, is_usual)
+        elif run.is_alone:
+            self.finish(run)
         else:
             if not is_usual or self.manager.is_provisional:
                 self._look_back(run)
@@ -579,6 +573,16 @@ class Reducer:
             for number in arrived:
                 run.used[number] = True
             run.arrived = arrived
+        self._note_unannounced(run)
+        tracker.learn()
+
+    def _note_unannounced(self, run: ReductionRun) -> None:
+        """Gradients came that the engine has not announced: from inner backwards.
+
+        Raises:
+            RuntimeError: one came when its bucket was on its way already.
+        """
+        tracker = self.tracker
         late: list[int] = []
         for number, position in tracker.unannounced():
             self.reentrant.came(number)
@@ -586,8 +590,8 @@ class Reducer:
             segment = tracker.segment_of(number)
             if run.filled[segment] and position >= run.packed_at.get(segment, 0):
                 late.append(number)
-        tracker.learn()
         if late:
+            tracker.learn()
             bucket, _ = self.manager.current.segments[tracker.segment_of(late[0])]
             raise RuntimeError(
                 f"{self.where()}: the gradient of {self.manager.current.names[late[0]]!r} arrived "
@@ -637,7 +641,7 @@ class Reducer:
             if self.logger is not None:
                 self.logger.set_error_and_log(str(named))
             # After a local error the other ranks go on: recovery does with what is in flight.
-            if not (isinstance(named, LocalError) and run.done < len(run.works)):
+            if not isinstance(named, LocalError):
                 for call in self.events.on_abort:
                     call(run)
                 self.close(run)
@@ -677,18 +681,12 @@ class Reducer:
         current = self.manager.current
         self.accumulated = [False] * len(current.params)
         self.parameters.set_bucketed(current.names, current.params)
-        self._forget_added()
+        self._added.watch(())
         former = getattr(self, "tracker", None)
         if former is not None:
             former.remove()
         with as_trainable(current.params):
             self.tracker = ReadyTracker(current.params, current.ranges, current.segments_of, self)
-
-    def _forget_added(self) -> None:
-        """Take the hooks off the parameters that were added."""
-        for handle in self._hooks_of_added:
-            handle.remove()
-        self._hooks_of_added.clear()
 
     def close(self, run: ReductionRun) -> None:
         """``run`` is over, whatever has become of it.
@@ -702,9 +700,13 @@ class Reducer:
                 self.forget_accumulated()
             for bucket in self.manager.current.to_release:
                 bucket.release()
+            if run.skipped or run.is_alone:
+                for bucket in self.manager.current.buckets:
+                    bucket.before = {}  # gradients that nobody asks about any more
         for call in self.events.on_close:
             call(run)
         self.run = None
+        self.last_alone = run if run.is_alone else None
         if self.in_context is None:
             self.group.open_runs.discard(self._reference)
 
@@ -755,7 +757,7 @@ class Reducer:
         """Let go of the parameters for good, without waiting for any other rank."""
         self.is_detached = True
         self.tracker.remove()
-        self._forget_added()
+        self._added.watch(())
         self.group.open_runs.discard(self._reference)
         self.run = None
 
@@ -773,14 +775,3 @@ def _broke_off_callback(
                 call(reducer.run)
 
     return broke_off
-
-
-def _added_gradient_hook(reference: weakref.ref[Reducer]) -> Callable[[Tensor], None]:
-    """Hook on a parameter that is in no bucket yet."""
-
-    def gradient_came(_: Tensor) -> None:
-        reducer = reference()
-        if reducer is not None:
-            reducer.on_backward()
-
-    return gradient_came
