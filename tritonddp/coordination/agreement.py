@@ -12,7 +12,7 @@ import hashlib
 import logging
 import math
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -242,7 +242,7 @@ class Agreement:
 
     Attributes:
         header: what this rank says in the reduction that runs, or said in the last one.
-        key: what it was made of: if that is as last time, so is all that follows from it.
+        key: the arguments of :meth:`open` then: if they are as last time, so is all that follows.
         encoded: its bytes, for the trailer of the first bucket.
         is_unanimous: all ranks said what this one said, without weights: there is nothing to be
             looked at as long as they do.
@@ -271,11 +271,11 @@ class Agreement:
         schema: bytes,
         source: GradSource,
         weight: Weight | None,
-        skipped: Collection[int],
+        skipped: tuple[int, ...],
         over_present: bool,
         averages: bool,
     ) -> None:
-        """A reduction begins.
+        """A reduction begins in which this rank says something else than in the last one.
 
         Args:
             schema, source, over_present: see :class:`RankHeader`.
@@ -283,12 +283,9 @@ class Agreement:
             skipped: indices of the buckets that are not sent.
             averages: gradients are divided by the number of ranks before they are sent.
         """
-        key = schema, source, weight, tuple(skipped), over_present, averages
-        if key == self.key and weight is None:  # otherwise the unit may be another one now
-            return
         self.key = None  # until all that follows from it is there
         items = None if weight is None else weight.items
-        header = RankHeader(schema, source, items, skipped_hash(list(skipped)), over_present)
+        header = RankHeader(schema, source, items, skipped_hash(skipped), over_present)
         self.scale = 1.0 if weight is None else weight.scale / self.unit
         if averages:
             self.scale /= self._group.size
@@ -297,7 +294,7 @@ class Agreement:
         mine = self.encoded[self._group.rank * BYTES :][:BYTES]
         self._all_alike = torch.tensor([*mine] * self._group.size, dtype=torch.float32)
         self.is_unanimous = False
-        self.key = key
+        self.key = schema, source, weight, skipped, over_present, averages
 
     def read(self, headers: Tensor, where: str) -> Tensor | None:
         """Find out the sum of the weights, and whether the ranks reduce the same.

@@ -451,8 +451,12 @@ class Reducer:
             # Communication hooks divide themselves, by whatever number of ranks.
             over_present = join.mean_over_present and run.transport.averages
         schema = self.parameters.schema if run.schema is None else run.schema
-        averages = run.transport.averages
-        agreement.open(schema, run.source, weight, run.skipped, over_present, averages)
+        key = (
+            *(schema, run.source, weight, tuple(run.skipped)),
+            *(over_present, run.transport.averages),
+        )
+        if key != agreement.key or weight is not None:  # whose unit may be another one now
+            agreement.open(*key)
         run.scale, run.header = agreement.scale, agreement.encoded
         run.is_logged = run_logger.isEnabledFor(logging.DEBUG)
         if logger.isEnabledFor(logging.DEBUG):
