@@ -12,7 +12,6 @@ from torch import Tensor
 from tritonddp.buckets.bucket import Bucket, GradientError, Segment
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.coordination.agreement import Agreement, GradSource
-from tritonddp.coordination.group import Group
 
 logger = logging.getLogger("tritonddp.comm.reduction")
 
@@ -48,7 +47,7 @@ class Transport(Protocol):
 
         Raises:
             RuntimeError: the collective failed; says which ranks are missing.
-            SchemaMismatch, SkippedMismatch, Disagreement: the ranks do not reduce the same, see
+            Mismatch: the ranks do not reduce the same, see
                 :func:`tritonddp.coordination.agreement.check`.
         """
 
@@ -62,6 +61,7 @@ class Events(Protocol):
     on_launched: Sequence[Callable[[ReductionRun, Bucket, Any], None]]
     on_waited: Sequence[Callable[[ReductionRun, Bucket], None]]
     on_reduced: Sequence[Callable[[ReductionRun, Bucket], None]]
+    on_reduced_all: Sequence[Callable[[ReductionRun], None]]
 
 
 def _nothing() -> None:
@@ -78,7 +78,6 @@ class ReductionRun:
         bucket_set: what is reduced.
         transport: how.
         agreement: what this rank says to the others, and what they say.
-        group: the ranks.
         events: whom to tell.
         used: for each parameter, whether its gradient counts as one of this rank.
         source: where the gradients come from.
@@ -154,7 +153,6 @@ class ReductionRun:
         bucket_set: BucketSet,
         transport: Transport,
         agreement: Agreement,
-        group: Group,
         events: Events,
         used: list[bool],
         source: GradSource,
@@ -163,7 +161,7 @@ class ReductionRun:
         self.buckets = bucket_set.buckets
         self.transport = transport
         self.agreement = agreement
-        self.group = group
+        self.group = agreement.group
         self.events = events
         self.source = source
         self.used = used
@@ -328,6 +326,8 @@ class ReductionRun:
             raise
         self.finish()
         self.agreement.check_pending()
+        for call in self.events.on_reduced_all:
+            call(self)
 
     @torch.no_grad()
     def take_part(self) -> None:

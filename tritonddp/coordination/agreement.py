@@ -174,15 +174,19 @@ def ranks_with_inputs(headers: Tensor) -> Tensor:
     return (headers.view(-1, BYTES)[:, -1] != GradSource.JOINED).sum().to(torch.float64)
 
 
-class Disagreement(Exception):
+class Mismatch(Exception):
+    """The ranks do not reduce the same."""
+
+
+class Disagreement(Mismatch):
     """Some ranks are at another place of their program than others; the text names them."""
 
 
-class SkippedMismatch(Exception):
+class SkippedMismatch(Mismatch):
     """Some ranks send buckets that others leave out: their collectives match no more."""
 
 
-class SchemaMismatch(Exception):
+class SchemaMismatch(Mismatch):
     """Ranks reduce different sets of parameters. Only the ranks together can tell which."""
 
 
@@ -241,6 +245,7 @@ class Agreement:
         group: the ranks.
 
     Attributes:
+        group: likewise.
         header: what this rank says in the reduction that runs, or said in the last one.
         key: the arguments of :meth:`open` then: if they are as last time, so is all that follows.
         encoded: its bytes, for the trailer of the first bucket.
@@ -253,7 +258,7 @@ class Agreement:
     """
 
     def __init__(self, group: Group) -> None:
-        self._group = group
+        self.group = group
         self.header: RankHeader | None = None
         self.key: object = None
         self.encoded = b""
@@ -288,11 +293,11 @@ class Agreement:
         header = RankHeader(schema, source, items, skipped_hash(skipped), over_present)
         self.scale = 1.0 if weight is None else weight.scale / self.unit
         if averages:
-            self.scale /= self._group.size
+            self.scale /= self.group.size
         self.header = header
-        self.encoded = header.encode(self._group.rank, self._group.size)
-        mine = self.encoded[self._group.rank * BYTES :][:BYTES]
-        self._all_alike = torch.tensor([*mine] * self._group.size, dtype=torch.float32)
+        self.encoded = header.encode(self.group.rank, self.group.size)
+        mine = self.encoded[self.group.rank * BYTES :][:BYTES]
+        self._all_alike = torch.tensor([*mine] * self.group.size, dtype=torch.float32)
         self.is_unanimous = False
         self.key = schema, source, weight, skipped, over_present, averages
 
@@ -328,7 +333,7 @@ class Agreement:
             self._check(self._readback.wait())
 
     def _factor(self, headers: Tensor, header: RankHeader) -> Tensor | None:
-        size = self._group.size
+        size = self.group.size
         factor: Tensor | None = None
         if header.over_present:
             factor = (size / ranks_with_inputs(headers)).view(1)
@@ -370,7 +375,7 @@ class Agreement:
                 "%s: no other rank has said anything: this process group (%s) exchanges nothing, "
                 "and gradients are not averaged",
                 self._where,
-                group_backend(self._group.process_group),
+                group_backend(self.group.process_group),
             )
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from tritonddp.coordination.agreement import Disagreement, SchemaMismatch, SkippedMismatch
+from tritonddp.coordination.agreement import Mismatch
 from tritonddp.reducer import recovery
 from tritonddp.reducer.reducer import Reducer
-
-_MISMATCHES = (Disagreement, SchemaMismatch, SkippedMismatch)
 
 
 def finalize_manually(reducer: Reducer, required: bool) -> None:
@@ -54,7 +52,7 @@ def finalize_backward(reducer: Reducer) -> None:
         if any(run.works):
             try:
                 run.finish()  # the rest comes at the end: hooks may change then
-            except _MISMATCHES as error:
+            except Mismatch as error:
                 recovery.raise_mismatch(reducer, error, run)
             return
     raise RuntimeError(

@@ -38,10 +38,8 @@ from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.run import ReductionRun
 from tritonddp.coordination.agreement import (
-    Disagreement,
     GradSource,
-    SchemaMismatch,
-    SkippedMismatch,
+    Mismatch,
 )
 from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.reducer import recovery
@@ -198,7 +196,7 @@ def _run(
     reducer: Reducer, stand_ins: StandIns, source: GradSource = GradSource.CONTEXT
 ) -> ReductionRun:
     run = ReductionRun(
-        *(stand_ins.bucket_set, reducer.plain, reducer.agreement, reducer.group, reducer.events),
+        *(stand_ins.bucket_set, reducer.plain, reducer.agreement, reducer.events),
         *([False] * len(stand_ins.params), source),
     )
     run.where, run.of_backwards = f"{reducer.where()}, torch.distributed.autograd", False
@@ -324,7 +322,7 @@ def _end(reducer: Reducer, backward: ContextBackward) -> None:
             # Now the ranks know that they have added the same.
             if reducer.parameters.added:
                 _reduce_added(reducer, backward.context)
-    except (Disagreement, SchemaMismatch, SkippedMismatch) as error:
+    except Mismatch as error:
         recovery.raise_mismatch(reducer, error, run)
     finally:
         _leave(reducer, backward)
@@ -339,8 +337,6 @@ def _reduce_added(reducer: Reducer, context: int) -> None:
     run.used = stand_ins.read(range(len(stand_ins.params)))
     reducer.announce(run)
     run.reduce_now()
-    for call in reducer.events.on_reduced_all:
-        call(run)
     stand_ins.write()
 
 
@@ -379,7 +375,7 @@ def recover(reducer: Reducer) -> None:
                 added = _run(reducer, stand_ins, GradSource.BROKEN)
                 reducer.announce(added)
                 added.take_part()
-    except (Disagreement, SchemaMismatch, SkippedMismatch) as error:
+    except Mismatch as error:
         recovery.raise_mismatch(reducer, error, run)
 
 

@@ -12,10 +12,8 @@ from torch.nn import Parameter
 from tritonddp.buckets.parameters import schema_of
 from tritonddp.comm.run import ReductionRun
 from tritonddp.coordination.agreement import (
-    Disagreement,
     GradSource,
-    SchemaMismatch,
-    SkippedMismatch,
+    Mismatch,
     Weight,
 )
 from tritonddp.coordination.interrupts import Uninterrupted
@@ -185,7 +183,7 @@ def _run(
 ) -> ReductionRun:
     run = ReductionRun(
         reducer.manager.temporary(named_params, views, sparse),
-        *(reducer.plain, reducer.agreement, reducer.group, reducer.events),
+        *(reducer.plain, reducer.agreement, reducer.events),
         *([], GradSource.REQUEST),
     )
     run.where = _where(reducer)
@@ -199,9 +197,7 @@ def _reduce_now(
     try:
         with Uninterrupted():
             run.reduce_now()
-            for call in reducer.events.on_reduced_all:
-                call(run)
-    except (Disagreement, SchemaMismatch, SkippedMismatch) as error:
+    except Mismatch as error:
         for call in reducer.events.on_abort:
             call(run)
         recovery.raise_mismatch(reducer, error, None, named_params)

@@ -16,7 +16,7 @@ from tritonddp.coordination.agreement import (
     NOTHING,
     Disagreement,
     GradSource,
-    SchemaMismatch,
+    Mismatch,
     SkippedMismatch,
 )
 from tritonddp.coordination.failures import listed
@@ -82,7 +82,7 @@ def _make_up(reducer: Reducer) -> None:
             run.arrived = reducer.tracker.arrivals()
             run.source = GradSource.BROKEN
             reducer.after_reduction(run)
-        except (Disagreement, SchemaMismatch, SkippedMismatch) as error:
+        except Mismatch as error:
             raise_mismatch(reducer, error, run)
         finally:
             for call in reducer.events.on_abort:
@@ -104,7 +104,7 @@ def shadow_backward(reducer: Reducer, source: GradSource) -> None:
     reducer.manager.reduction_begins()
     current = reducer.manager.current
     run = ReductionRun(
-        *(current, reducer.transport, reducer.agreement, reducer.group, reducer.events),
+        *(current, reducer.transport, reducer.agreement, reducer.events),
         *([False] * len(current.params), source),
     )
     run.weight, run.where = NOTHING, reducer.where()
@@ -112,10 +112,8 @@ def shadow_backward(reducer: Reducer, source: GradSource) -> None:
     try:
         with Uninterrupted(), torch.no_grad():
             run.reduce_now()
-            for call in reducer.events.on_reduced_all:
-                call(run)
             reducer.after_reduction(run)
-    except (Disagreement, SchemaMismatch, SkippedMismatch) as error:
+    except Mismatch as error:
         raise_mismatch(reducer, error, run)
     finally:
         for bucket in reducer.manager.current.to_release:
@@ -148,7 +146,7 @@ def take_up_added(reducer: Reducer, run: ReductionRun) -> GradientError | None:
     is_empty = run.source.is_empty
     added = ReductionRun(
         *(reducer.manager.temporary(parameters.added), reducer.plain, reducer.agreement),
-        *(reducer.group, reducer.events),
+        reducer.events,
         [not is_empty and parameters.has_new_gradient(param) for param in params],
         run.source,
     )
@@ -162,8 +160,6 @@ def take_up_added(reducer: Reducer, run: ReductionRun) -> GradientError | None:
             added.take_part()
         else:
             added.reduce_now()
-            for call in reducer.events.on_reduced_all:
-                call(added)
     except GradientError as error:
         return error
     return None

@@ -41,10 +41,8 @@ from tritonddp.comm.quantized import QuantizedAllReduce
 from tritonddp.comm.run import LocalError, ReductionRun, Transport
 from tritonddp.coordination.agreement import (
     Agreement,
-    Disagreement,
     GradSource,
-    SchemaMismatch,
-    SkippedMismatch,
+    Mismatch,
 )
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
@@ -60,7 +58,6 @@ run_logger = logging.getLogger("tritonddp.comm.reduction")
 
 _grad_of = attrgetter("grad")
 _NONE: frozenset[int] = frozenset()
-_MISMATCHES = (Disagreement, SchemaMismatch, SkippedMismatch)
 
 
 def _over() -> None:
@@ -247,7 +244,7 @@ class Reducer:
         """On a GPU: raise what the last reduction could not tell yet."""
         try:
             self.agreement.check_pending()
-        except _MISMATCHES as error:
+        except Mismatch as error:
             recovery.raise_mismatch(self, error, None)
 
     def check_finalized(self) -> None:
@@ -336,9 +333,7 @@ class Reducer:
             self.missing = missing
         source = self._source(forward)
         used = list(map(or_, reached, self.accumulated)) if self.has_accumulated else list(reached)
-        run = ReductionRun(
-            manager.current, self.transport, self.agreement, self.group, events, used, source
-        )
+        run = ReductionRun(manager.current, self.transport, self.agreement, events, used, source)
         run.is_provisional = manager.is_provisional
         run.is_late, run.reached = forward is None, reached
         run.earlier, run.came = self.accumulated, tracker.log
@@ -399,7 +394,7 @@ class Reducer:
     def _open_local(self, forward: Forward | None, reached: list[bool]) -> None:
         """A backward begins that only accumulates."""
         run = ReductionRun(
-            *(self.manager.current, self.transport, self.agreement, self.group, self.events),
+            *(self.manager.current, self.transport, self.agreement, self.events),
             *(self.accumulated, GradSource.ELSEWHERE),
         )
         run.is_local = True
@@ -627,7 +622,7 @@ class Reducer:
             else:
                 manager.since_change += 1
                 run.is_finished = True
-        except (RuntimeError, *_MISMATCHES) as error:
+        except (RuntimeError, Mismatch) as error:
             self._fail(run, error)
         # (After anything else, a KeyboardInterrupt say, buckets may be on their way: recovery does
         # with what is in flight.)
@@ -638,7 +633,7 @@ class Reducer:
     def _fail(self, run: ReductionRun, error: Exception) -> NoReturn:
         """``run`` has come to its end with this error: raise it, in words."""
         try:
-            if isinstance(error, _MISMATCHES):
+            if isinstance(error, Mismatch):
                 recovery.raise_mismatch(self, error, run)
             raise error
         except RuntimeError as named:
