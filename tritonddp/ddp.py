@@ -23,6 +23,7 @@ from tritonddp._torch import (
     leave_join,
     localize_if_sliced,
     move_inputs,
+    profiled,
     set_active_wrapper,
 )
 from tritonddp.buckets.assignment import MIB
@@ -318,7 +319,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
                 of them is gone; or inside ``torch.distributed.autograd.context()``, what the user
                 has asked for cannot be had there.
         """
-        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+        with profiled("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 

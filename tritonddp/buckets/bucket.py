@@ -91,7 +91,7 @@ class Bucket:
         has_views: gradients live in the buffer.
         is_sparse: a second exchange follows that of the buffer.
         last_trailer: of the last reduction: what this rank had said, the whole of it reduced, and
-            the used flags. In most steps it is the same again.
+            the used flags, empty if all are set. In most steps it is the same again.
         is_lazy: see above.
         has_to_prepare: :meth:`prepare` is to be called before each backward.
     """
@@ -125,13 +125,14 @@ class Bucket:
         self.used = [False] * len(params)
         # Flattened and not yet unflattened.
         self._grads: list[Tensor | None] = [None] * len(params)
+        self._has_missing = False  # not all of them are there
         self._layout = self._make_layout(headers)
         self.segments = [Segment(*cut, self.params) for cut in kernels.segments(self._layout)]
         self._casts = self._wire_dtype not in self._dtypes
         self._donates = kernels.donates(self._layout) and not self._casts
         self.flat: Any = None
         # The trailer of the last reduction, what this rank had said in it, and the used flags.
-        self.last_trailer: tuple[bytes, Tensor, list[float]] | None = None
+        self.last_trailer: tuple[bytes, bytes, Sequence[float]] | None = None
         self._counts: Tensor | None = None  # of ranks that used a parameter, of a buffer that went
         self.allocate()
         flat: Any = self.flat
@@ -252,6 +253,7 @@ class Bucket:
             self.allocate()
         grads: list[Any] = list(map(_grad_of, segment.params))
         if NoneType in map(type, grads):
+            self._has_missing = True
             # Also of a parameter that was used under no_sync, whose gradient was dropped since.
             used = [flag and grad is not None for flag, grad in zip(used, grads, strict=True)]
         self.used[first:last] = used
@@ -313,13 +315,14 @@ class Bucket:
         """
         grads, self._grads = self._grads, [None] * len(self._grads)
         before, self.before = self.before, {}  # or they would outlive zero_grad
+        has_missing, self._has_missing = self._has_missing, False
         in_kernel = self._kernels.by_address or self._casts
         if factor is not None and not in_kernel:
             # A pass of its own: what is donated below is not copied, but has to be scaled too.
             if factor.item() != 1:
                 self.flat.payload.mul_(factor.item())
             factor = None
-        if NoneType in map(type, grads):
+        if has_missing:
             for slot, flag in enumerate(self.flat.flags.tolist()):
                 if flag and grads[slot] is None:
                     if in_kernel:
@@ -328,7 +331,7 @@ class Bucket:
                         self.params[slot].grad = self.flat.views[slot].clone()
         if self._donates:
             self._donate(grads, before)
-        if set(map(type, grads)) != {NoneType}:
+        if not (has_missing or self._donates) or set(map(type, grads)) != {NoneType}:
             self._counters.unflattens += 1
             self._kernels.unflatten(self.flat, grads, factor)
         self.flat.known_flags = None  # of this reduction
@@ -338,6 +341,7 @@ class Bucket:
         if self.flat is not None:
             self.flat.known_flags = None
         self._grads = [None] * len(self._grads)
+        self._has_missing = False
         self.before = {}
 
     def release(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -68,7 +67,7 @@ class AllReduce:
             is_there = bucket.flat.data.is_cpu
             run.log(bucket, "is there" if is_there else "is waited for by the device")
         flat, last = bucket.flat, bucket.last_trailer
-        if last is not None and last[0] is run.header and torch.equal(flat.trailer, last[1]):
+        if last is not None and last[0] is run.header and flat.trailer_memory.raw == last[1]:
             flat.known_flags = last[2]
             return None
         flat.known_flags = None
@@ -77,8 +76,9 @@ class AllReduce:
         if isinstance(bucket, SparseBucket):
             exchange_rows(run, bucket, self._counters)
         elif flat.data.is_cpu and run.agreement.is_unanimous and type(flat) is FlatBuffer:
-            trailer = torch.empty_like(flat.trailer).copy_(flat.trailer)
-            bucket.last_trailer = run.header, trailer, flat.flags.tolist()
+            flags = flat.flags.tolist()
+            trailer = flat.trailer_memory.raw
+            bucket.last_trailer = run.header, trailer, () if all(flags) else flags
         return run.factor
 
 

@@ -15,6 +15,7 @@ Offsets and sizes are in elements of the buffer's dtype, the *wire* dtype.
 from __future__ import annotations
 
 import copy
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -199,7 +200,7 @@ class FlatBuffer:
         is_part: made by :meth:`part`; its flags are written with those of the whole.
         tables: device-side tables of the Triton kernels, made by them at their first launch.
         known_flags: :attr:`flags` once reduced, where whoever calls ``unflatten`` knows them
-            already; ``None`` if they have to be read.
+            already; empty if all are set, ``None`` if they have to be read.
         batched: what the CPU's ``flatten`` has prepared, at its first call.
     """
 
@@ -208,7 +209,7 @@ class FlatBuffer:
     encoded_flags: Sequence[bool] = ()
     encoded_headers: bytes = b""
     batched: Any = None
-    known_flags: list[float] | None = None
+    known_flags: Sequence[float] | None = None
 
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
         self.layout = layout
@@ -289,6 +290,12 @@ class FlatBuffer:
         # A list of its own: owners change theirs in place.
         self.encoded_flags, self.encoded_headers = list(used), own_headers
         self.encoded = encoded
+
+    @cached_property
+    def trailer_memory(self) -> Any:
+        """Of :attr:`trailer` on the CPU: its ``raw`` are the bytes that are there now."""
+        nbytes = self.trailer.numel() * self.trailer.element_size()
+        return (ctypes.c_char * nbytes).from_address(self.trailer.data_ptr())
 
     @property
     def nbytes(self) -> int:

@@ -159,6 +159,7 @@ def unflatten(
     targets, sources = grads, flat.views
     flags = flat.flags.tolist() if flat.known_flags is None else flat.known_flags
     if not all(flags) or NoneType in map(type, grads):
+        flags = flags or [1] * len(grads)
         pairs = [
             (grad, view)
             for flag, grad, view in zip(flags, grads, flat.views, strict=True)
