@@ -85,6 +85,55 @@ def test_reentrant_checkpoint_that_is_new_and_late_is_named_and_then_waited_for(
     train_from_the_second_step_on(ddp, checkpoint_in_front, error)
 
 
+class Numbers(nn.Module):
+    """Two vectors, each large enough for a segment of its own; the second one in a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        size = 1_100_000
+        self.first = nn.Parameter(torch.ones(size))
+        self.second = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        total = (self.first * x).mean()
+        return checkpoint(self._inner, total, use_reentrant=True) if both else total
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return (self.second * x).mean()
+
+
+@VIEW
+@ranks(2)
+def test_a_segment_that_only_an_inner_backward_fills_counts_once_it_does(view: bool) -> None:
+    """Nothing of the segment was announced, and it is packed behind the gradient all the same."""
+    ddp = DistributedDataParallel(Numbers(), bucket_cap_mb=100, gradient_as_bucket_view=view)
+    alone = one_per_rank(ddp.module)
+    for number, both in enumerate([False] * 3 + [True] * 2 + [False, True]):
+        for net in (ddp, *alone):
+            net.zero_grad()
+        for rank, net in [*enumerate(alone), (dist.get_rank(), ddp)]:
+            net(torch.tensor(1.0 + rank), both).backward()
+        assert_mean(ddp, alone, f"step {number}")
+    assert [len(bucket.segments) for bucket in ddp.reducer.buckets] == [2]
+
+
+@VIEW
+@ranks(2)
+def test_a_layer_that_is_back_has_the_mean_in_that_very_step(view: bool) -> None:
+    """Nobody uses it for some steps, then both ranks, or one of them, in a bucket of its own."""
+    ddp = DistributedDataParallel(branches(), bucket_cap_mb=1e-6, gradient_as_bucket_view=view)
+    alone = one_per_rank(ddp.module)
+    used = [*2 * ["ab ab"], *3 * ["a a"], *2 * ["ab ab"], *2 * ["a a"], "a ab", "ab ab"]
+    for number, names in enumerate(map(str.split, used)):
+        for net in (ddp, *alone):
+            net.zero_grad()
+
+        def step(net: Net, rank: int, names: list[str] = names) -> None:
+            net(batch(), names[rank]).sum().backward()
+
+        in_step(step, ddp, alone, number)
+
+
 @VIEW
 @ranks(3)
 def test_gradients_nobody_used_stay_bit_for_bit(view: bool) -> None:
