@@ -25,7 +25,6 @@ from tritonddp.comm import point_to_point, quantized
 from tritonddp.comm.all_reduce import AllReduce
 from tritonddp.comm.run import ReductionRun
 from tritonddp.coordination import collectives
-from tritonddp.coordination.agreement import Agreement
 from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.reducer.readiness import ReadyTracker
 from tritonddp.reducer.reducer import Reducer
@@ -219,48 +218,40 @@ def traced(lines: Lines) -> Iterator[None]:
         sys.settrace(former)
 
 
-@pytest.mark.parametrize("function", [ReadyTracker._expect, Agreement.open])
 @ranks(2)
-def test_what_an_interrupt_leaves_half_made_at_the_start_is_made_again(function: Any) -> None:
-    """Before each line in turn of what a step prepares that differs from the one before."""
+def test_what_an_interrupt_leaves_half_made_is_made_again() -> None:
+    """Before each line in turn of what is prepared for other layers than those of the last step."""
     ddp, rank = DistributedDataParallel(OnDemand(), bucket_cap_mb=1e-6), dist.get_rank()
-    layers = ddp.module
+    layers, prepare = ddp.module, ReadyTracker._expect
 
     def step(both: bool) -> None:
-        """The second one is used, and the mean weighted, by turns."""
         ddp.zero_grad()
-        with ddp.weighted(1.0 + rank) if both else contextlib.nullcontext():
-            ddp(torch.full((2, 4), 1.0 + rank), both).backward()
+        ddp(torch.full((2, 4), 1.0 + rank), both).backward()
 
-    def assert_right(both: bool, where: str) -> None:
-        wanted = 2 * (1 * 1 + 2 * 2) / 3 if both else 2 * (1 + 2) / 2
-        for layer, factor in ((layers.first, 1), (layers.second, both)):
-            if not factor:
-                assert layer.weight.grad is None, where
-                continue
-            torch.testing.assert_close(layer.weight.grad, torch.full((3, 4), wanted), msg=where)
+    def right_step(both: bool, where: str) -> None:
+        step(both)
+        for layer in (layers.first, layers.second)[: 1 + both]:
+            torch.testing.assert_close(layer.weight.grad, torch.full((3, 4), 3.0), msg=where)
             torch.testing.assert_close(layer.bias.grad, torch.full((3,), 2.0), msg=where)
+        assert both or layers.second.weight.grad is None, where
 
     for both in (True, False, False, True, False):
-        step(both)
-        assert_right(both, "before any interrupt")
-    with traced(lines := Lines(function)):
+        right_step(both, "before any interrupt")
+    with traced(lines := Lines(prepare)):
         step(True)
     assert len(lines.seen) > 5
-    for number in range(len(lines.seen)):
-        where = f"behind an interrupt before line {lines.seen[number]}"
-        step(False)
-        assert_right(False, where)
+    for number, line in enumerate(lines.seen):
+        where = f"behind an interrupt before line {line}"
+        right_step(False, where)
         if rank == 1:
-            with pytest.raises(KeyboardInterrupt), traced(Lines(function, number)):
+            with pytest.raises(KeyboardInterrupt), traced(Lines(prepare, number)):
                 step(True)
         else:
             step(True)
             for param in ddp.parameters():
                 assert param.grad.isnan().all(), where
         for both in (bool(number % 2), True, False):
-            step(both)
-            assert_right(both, where)
+            right_step(both, where)
 
 
 def test_an_interrupt_waits_for_the_end_and_a_second_one_does_not() -> None:

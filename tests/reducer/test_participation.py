@@ -85,36 +85,68 @@ def test_reentrant_checkpoint_that_is_new_and_late_is_named_and_then_waited_for(
     train_from_the_second_step_on(ddp, checkpoint_in_front, error)
 
 
-class Numbers(nn.Module):
-    """Two vectors, each large enough for a segment of its own; the second one in a checkpoint."""
+class Inner(nn.Module):
+    """Two vectors; the second one on demand, in a reentrant checkpoint behind the first, or before.
 
-    def __init__(self) -> None:
+    Args:
+        size: of each.
+        is_before: where.
+    """
+
+    def __init__(self, size: int, is_before: bool = False) -> None:
         super().__init__()
-        size = 1_100_000
+        self.is_before = is_before
         self.first = nn.Parameter(torch.ones(size))
         self.second = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor, both: bool) -> Tensor:
-        total = (self.first * x).mean()
-        return checkpoint(self._inner, total, use_reentrant=True) if both else total
+        if both and self.is_before:
+            x = checkpoint(self._inner, x, use_reentrant=True)
+        x = (self.first * x).mean()
+        if both and not self.is_before:
+            x = checkpoint(self._inner, x, use_reentrant=True)
+        return x
 
     def _inner(self, x: Tensor) -> Tensor:
         return (self.second * x).mean()
 
 
-@VIEW
-@ranks(2)
-def test_a_segment_that_only_an_inner_backward_fills_counts_once_it_does(view: bool) -> None:
-    """Nothing of the segment was announced, and it is packed behind the gradient all the same."""
-    ddp = DistributedDataParallel(Numbers(), bucket_cap_mb=100, gradient_as_bucket_view=view)
+def use_the_second_again(ddp: DistributedDataParallel, factor: Tensor) -> None:
+    """After steps enough without it that nobody waits for its gradient."""
     alone = one_per_rank(ddp.module)
     for number, both in enumerate([False] * 3 + [True] * 2 + [False, True]):
         for net in (ddp, *alone):
             net.zero_grad()
         for rank, net in [*enumerate(alone), (dist.get_rank(), ddp)]:
-            net(torch.tensor(1.0 + rank), both).backward()
+            net(factor * (1.0 + rank), both).backward()
         assert_mean(ddp, alone, f"step {number}")
-    assert [len(bucket.segments) for bucket in ddp.reducer.buckets] == [2]
+
+
+@VIEW
+@pytest.mark.parametrize("size", [100, 1_100_000], ids=["one segment", "two segments"])
+@ranks(2)
+def test_a_gradient_of_an_inner_backward_counts_in_the_first_step_that_has_it(
+    size: int, view: bool
+) -> None:
+    """Also where nothing of its segment was announced: that is packed behind it all the same."""
+    ddp = DistributedDataParallel(Inner(size), bucket_cap_mb=100, gradient_as_bucket_view=view)
+    use_the_second_again(ddp, torch.ones((), requires_grad=True))
+    assert [len(bucket.segments) for bucket in ddp.reducer.buckets] == [1 if size == 100 else 2]
+
+
+@VIEW
+@ranks(2)
+def test_a_gradient_of_an_inner_backward_counts_in_a_bucket_that_is_sent_later(view: bool) -> None:
+    """No gradient comes behind it but the one that its bucket waits for."""
+    module, outside = Inner(100, is_before=True), nn.Parameter(torch.ones(()))
+    ddp = DistributedDataParallel(
+        module,
+        gradient_as_bucket_view=view,
+        delay_all_reduce_named_params=[("second", module.second)],
+        param_to_hook_all_reduce=outside,
+    )
+    use_the_second_again(ddp, outside)
+    assert [bucket.names for bucket in ddp.reducer.buckets] == [["first"], ["second"]]
 
 
 @VIEW
