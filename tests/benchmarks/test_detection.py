@@ -33,9 +33,13 @@ PARAMETERS = 800  # of 400 layers
 
 
 def measured(script: Path, out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    """The result file of a run that starts its ranks itself, and what it printed."""
+    """The result file of a run that starts its ranks itself, and what it printed.
+
+    The package is the one beside the script, whichever is installed.
+    """
     options = ("--backend", "gloo", *arguments, "--out", out)
-    done = run(script, *options, nproc=None, env={"CUDA_VISIBLE_DEVICES": ""}, timeout=300)
+    env = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(script.parents[1])}
+    done = run(script, *options, nproc=None, env=env, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(out.read_text()), done.stdout
 

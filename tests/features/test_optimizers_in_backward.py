@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 import weakref
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import ranks
+from distributed import gather, ranks
 from hooked import FIVE_BUCKETS, OURS, STOCK, divide_later, net, train
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
@@ -22,6 +23,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     optimizer_overlap_hooks,
 )
 from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
+
+from tritonddp.buckets.manager import REBUILD_AFTER
 
 
 @contextlib.contextmanager
@@ -214,3 +217,65 @@ def test_an_optimizer_that_fails_on_one_rank_is_named_and_leaves_the_ranks_in_st
     other = mine.clone()
     dist.broadcast(other, 1)
     torch.testing.assert_close(mine, other)
+
+
+FROZEN_AT = 2
+REBUILT_AT = FROZEN_AT + REBUILD_AFTER - 1
+AT = {"the first": 0, "one before buckets change": FROZEN_AT + 2, "the one they change": REBUILT_AT}
+
+
+@pytest.mark.parametrize("when", list(AT))
+@pytest.mark.parametrize("cap", [None, 1e-6], ids=["one bucket", "one a parameter"])
+@ranks(2)
+def test_one_that_fails_in_the_last_bucket_leaves_the_ranks_with_the_same_buckets(
+    cap: float | None, when: str
+) -> None:
+    """In the first step they agree on an order, and some steps after freezing they rebuild."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double()
+    rank, fails_at, failing = dist.get_rank(), AT[when], False
+
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if failing and self.param_groups[0]["params"][0] is module[0].weight:
+                raise ValueError("on purpose")
+            return super().step(closure)
+
+    _apply_optimizer_in_backward(Failing, module.parameters(), {"lr": 0.1})
+    ddp = OURS(module, bucket_cap_mb=cap)
+    own: list[list[torch.Tensor]] = []  # gradients of this rank alone
+    steps: list[list[torch.Tensor]] = []  # by how much parameters changed
+    names: list[list[list[str]]] = []  # in the buckets
+    for number in range(REBUILT_AT + 3):
+        if number == FROZEN_AT:
+            module[1].weight.requires_grad_(False)
+        alone = copy.deepcopy(module)
+        before = [param.detach().clone() for param in module.parameters()]
+        inputs = torch.randn(4, 4, dtype=torch.float64) + rank
+        alone(inputs).square().mean().backward()
+        failing = rank == 1 and number == fails_at
+        match = rf"rank 1, step {number + 1}, bucket \d .*optimizer of '0.weight'.*on purpose"
+        with (
+            pytest.raises(RuntimeError, match=match) if failing else contextlib.nullcontext()
+        ) as raised:
+            ddp(inputs).square().mean().backward()
+        if failing:
+            assert isinstance(raised.value.__cause__, ValueError)
+            assert module[0].weight.grad is not None
+            ddp.zero_grad()  # or the next backward would add to it
+        params = list(module.parameters())
+        own.append([torch.zeros_like(p) if p.grad is None else p.grad for p in alone.parameters()])
+        steps.append([p.detach() - was for p, was in zip(params, before, strict=True)])
+        names.append([list(bucket.names) for bucket in ddp.reducer.buckets])
+    # (Not before: after a failure the next forward makes what this rank still owes to the other.)
+    everyone = gather(own)
+    for number, (changes, *grads) in enumerate(zip(steps, *everyone, strict=True)):
+        for param, (change, *both) in enumerate(zip(changes, *grads, strict=True)):
+            is_lost = rank == 1 and number == fails_at and param == 0
+            wanted = torch.zeros_like(change) if is_lost else -0.1 * sum(both) / 2
+            torch.testing.assert_close(change, wanted, msg=f"step {number}, parameter {param}")
+    for number, both in enumerate(zip(*gather(names), strict=True)):
+        if number != fails_at:
+            assert both[0] == both[1], number
+            frozen = "1.weight" in (name for bucket in both[0] for name in bucket)
+            assert frozen is (number < REBUILT_AT)

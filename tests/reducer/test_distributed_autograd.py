@@ -170,6 +170,22 @@ def test_unused_parameters_count_as_zero(tmp_path: Path) -> None:
 
 
 @ranks(3)
+def test_buckets_that_fill_out_of_order_are_all_read(tmp_path: Path) -> None:
+    """The first bucket is that of the last layer, whatever order the layers are used in."""
+    with workers(tmp_path) as group:
+        if group is None:
+            return
+        ddp = DistributedDataParallel(Branches(), process_group=group, bucket_cap_mb=1e-6)
+        alone, rank = Branches(), dist.get_rank()
+        orders = [((3, 2, 1, 0),) * 2, ((3, 0),) * 2, ((0, 1),) * 2, ((2, 3, 0), (1, 0, 2))]
+        for step, used in enumerate(orders):
+            with dist_autograd.context() as context:
+                dist_autograd.backward(context, [loss_of(ddp(batch(step), *used[rank]))])
+                assert_close(gradients(context, ddp.module), expected(step, alone, *used))
+        assert len(ddp.reducer.buckets) == 8
+
+
+@ranks(3)
 def test_sparse_gradients_stay_sparse(tmp_path: Path) -> None:
     with workers(tmp_path) as group:
         if group is None:

@@ -85,6 +85,87 @@ def test_reentrant_checkpoint_that_is_new_and_late_is_named_and_then_waited_for(
     train_from_the_second_step_on(ddp, checkpoint_in_front, error)
 
 
+class Inner(nn.Module):
+    """Two vectors; the second one on demand, in a reentrant checkpoint behind the first, or before.
+
+    Args:
+        size: of each.
+        is_before: where.
+    """
+
+    def __init__(self, size: int, is_before: bool = False) -> None:
+        super().__init__()
+        self.is_before = is_before
+        self.first = nn.Parameter(torch.ones(size))
+        self.second = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        if both and self.is_before:
+            x = checkpoint(self._inner, x, use_reentrant=True)
+        x = (self.first * x).mean()
+        if both and not self.is_before:
+            x = checkpoint(self._inner, x, use_reentrant=True)
+        return x
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return (self.second * x).mean()
+
+
+def use_the_second_again(ddp: DistributedDataParallel, factor: Tensor) -> None:
+    """After steps enough without it that nobody waits for its gradient."""
+    alone = one_per_rank(ddp.module)
+    for number, both in enumerate([False] * 3 + [True] * 2 + [False, True]):
+        for net in (ddp, *alone):
+            net.zero_grad()
+        for rank, net in [*enumerate(alone), (dist.get_rank(), ddp)]:
+            net(factor * (1.0 + rank), both).backward()
+        assert_mean(ddp, alone, f"step {number}")
+
+
+@VIEW
+@pytest.mark.parametrize("size", [100, 1_100_000], ids=["one segment", "two segments"])
+@ranks(2)
+def test_a_gradient_of_an_inner_backward_counts_in_the_first_step_that_has_it(
+    size: int, view: bool
+) -> None:
+    """Also where nothing of its segment was announced: that is packed behind it all the same."""
+    ddp = DistributedDataParallel(Inner(size), bucket_cap_mb=100, gradient_as_bucket_view=view)
+    use_the_second_again(ddp, torch.ones((), requires_grad=True))
+    assert [len(bucket.segments) for bucket in ddp.reducer.buckets] == [1 if size == 100 else 2]
+
+
+@VIEW
+@ranks(2)
+def test_a_gradient_of_an_inner_backward_counts_in_a_bucket_that_is_sent_later(view: bool) -> None:
+    """No gradient comes behind it but the one that its bucket waits for."""
+    module, outside = Inner(100, is_before=True), nn.Parameter(torch.ones(()))
+    ddp = DistributedDataParallel(
+        module,
+        gradient_as_bucket_view=view,
+        delay_all_reduce_named_params=[("second", module.second)],
+        param_to_hook_all_reduce=outside,
+    )
+    use_the_second_again(ddp, outside)
+    assert [bucket.names for bucket in ddp.reducer.buckets] == [["first"], ["second"]]
+
+
+@VIEW
+@ranks(2)
+def test_a_layer_that_is_back_has_the_mean_in_that_very_step(view: bool) -> None:
+    """Nobody uses it for some steps, then both ranks, or one of them, in a bucket of its own."""
+    ddp = DistributedDataParallel(branches(), bucket_cap_mb=1e-6, gradient_as_bucket_view=view)
+    alone = one_per_rank(ddp.module)
+    used = [*2 * ["ab ab"], *3 * ["a a"], *2 * ["ab ab"], *2 * ["a a"], "a ab", "ab ab"]
+    for number, names in enumerate(map(str.split, used)):
+        for net in (ddp, *alone):
+            net.zero_grad()
+
+        def step(net: Net, rank: int, names: list[str] = names) -> None:
+            net(batch(), names[rank]).sum().backward()
+
+        in_step(step, ddp, alone, number)
+
+
 @VIEW
 @ranks(3)
 def test_gradients_nobody_used_stay_bit_for_bit(view: bool) -> None:

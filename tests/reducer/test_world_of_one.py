@@ -1,0 +1,325 @@
+"""A world of one: nothing is exchanged, and all else is as on several ranks."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases.models import Branches, batch
+from distributed import ranks, recorded_collectives
+from oracle import assert_mean, one_per_rank, seed
+from torch import Tensor, nn
+
+from tritonddp import DistributedDataParallel
+from tritonddp.buckets.manager import REBUILD_AFTER
+from tritonddp.diagnostics import sampling
+
+VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+
+
+def wrapped(module: nn.Module, **options: Any) -> DistributedDataParallel:
+    """No step of it is measured for the logging data: such a step goes through the buckets."""
+    ddp = DistributedDataParallel(module, **options)
+    ddp.logger.sampler.next_sample = 1 << 60
+    return ddp
+
+
+def linear() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(4, 3).double()
+
+
+def inputs(value: float = 1.0) -> Tensor:
+    """Rows by which each element of the gradient of a :func:`linear` weight is twice ``value``."""
+    return torch.full((2, 4), value, dtype=torch.float64)
+
+
+def weight_of(ddp: DistributedDataParallel) -> float:
+    """The gradient of the weight, all of whose elements are alike."""
+    (value,) = set(ddp.module.weight.grad.flatten().tolist())
+    return value
+
+
+def is_in_bucket(ddp: DistributedDataParallel, grad: Tensor) -> bool:
+    storages = {b.flat.data.untyped_storage().data_ptr() for b in ddp.reducer.buckets}
+    return grad.untyped_storage().data_ptr() in storages
+
+
+def branch_of(name: str) -> str:
+    """Of the parameter of this name."""
+    return name.split(".")[1]
+
+
+@VIEW
+@pytest.mark.parametrize("cap", [None, 1e-6])
+@ranks(1)
+def test_once_steps_are_no_longer_measured_nothing_is_exchanged(
+    cap: float | None, view: bool
+) -> None:
+    """Some layers, and in some steps others; gradients are kept, zeroed or dropped."""
+    module = Branches().double()
+    ddp = DistributedDataParallel(module, bucket_cap_mb=cap, gradient_as_bucket_view=view)
+    alone = one_per_rank(module)
+    names = ["abc", "ab", "a", "cba", "ab"]
+    for number in range(sampling.FIRST + 10):
+        for net in (*alone, ddp):
+            if number % 3:
+                net.zero_grad(set_to_none=number % 3 == 1)
+        before = ddp.reducer.counters.collectives
+        with recorded_collectives() as calls:
+            for net in (*alone, ddp):
+                seed(0, number)
+                if number % 4 == 3:
+                    with net.no_sync():
+                        net(batch(), "bd").sum().backward()
+                net(batch(), names[number % 5]).sum().backward()
+            is_measured = number < sampling.FIRST
+            assert bool(calls.on_the_group) == bool(calls.names) == is_measured, number
+            assert (ddp.reducer.counters.collectives > before) == is_measured, number
+        assert ddp.reducer.counters.reductions == number + 1
+        assert_mean(ddp, alone, f"step {number}")
+        for name, param in module.named_parameters():
+            if view and branch_of(name) in names[number % 5]:
+                assert is_in_bucket(ddp, param.grad), (number, name)
+
+
+@ranks(1)
+def test_a_backward_that_the_caller_finalises() -> None:
+    ddp = wrapped(linear())
+    ddp.require_manual_backward_finalization = True
+    for step in range(1, 5):
+        ddp.zero_grad()
+        ddp(inputs(step)).sum().backward()
+        with pytest.raises(RuntimeError, match="finalize"):
+            ddp(inputs())
+        ddp.finalize_backward()
+        assert weight_of(ddp) == 2 * step
+        with pytest.raises(RuntimeError, match="already called"):
+            ddp.finalize_backward()
+
+
+@ranks(1)
+def test_which_parameters_were_used_is_known() -> None:
+    ddp = wrapped(Branches().double())
+    for names in ("abcdef", "ab", "a", "a", "", "fa"):
+        x = batch()
+        ddp(x, names).sum().backward()
+        used = ddp.reducer._get_local_used_map()
+        assert used.dtype == torch.int32
+        expected = [int(branch_of(name) in names) for name, _ in ddp.module.named_parameters()]
+        assert used.tolist() == expected, names
+    with ddp.no_sync():
+        ddp(batch(), "bc").sum().backward()
+    ddp(batch(), "a").sum().backward()
+    expected = [int(branch_of(name) in "abc") for name, _ in ddp.module.named_parameters()]
+    assert ddp.reducer._get_local_used_map().tolist() == expected
+
+
+@ranks(1)
+def test_join_counts_and_checks() -> None:
+    ddp = wrapped(linear())
+    with ddp.join():
+        for step in range(1, 5):
+            ddp.zero_grad()
+            ddp(inputs(step)).sum().backward()
+            assert weight_of(ddp) == 2 * step
+            assert ddp.reducer.counters.reductions == step
+    assert ddp.reducer.counters.reductions == 4
+    with ddp.join():
+        loss = ddp(inputs()).sum()
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="that no forward has announced"):
+            loss.backward()
+    with recorded_collectives() as calls:
+        for step in range(3):
+            ddp.zero_grad()
+            ddp(inputs(step)).sum().backward()
+            assert weight_of(ddp) == 2 * step
+    assert calls.names == []
+
+
+class Three(nn.Module):
+    """Three layers side by side; the last one on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 3).double() for _ in range(3))
+
+    def forward(self, x: Tensor, is_third: bool) -> Tensor:
+        total = self.first(x).sum() + self.second(x).sum()
+        return total + self.third(x).sum() if is_third else total
+
+
+@pytest.mark.parametrize("wrap", [wrapped, DistributedDataParallel], ids=["alone", "measured"])
+@ranks(1)
+def test_delayed_parameters_and_a_first_bucket_that_is_not_reached(wrap: Any) -> None:
+    module = Three()
+    ddp = wrap(
+        module,
+        bucket_cap_mb=1e-5,
+        delay_all_reduce_named_params=[("first.weight", module.first.weight)],
+        param_to_hook_all_reduce=module.second.weight,
+    )
+    for step in range(sampling.FIRST + 5):
+        ddp.zero_grad()
+        is_third = step % 5 == 0
+        ddp(inputs(1.0 + step), is_third).backward()
+        for layer in (module.first, module.second, module.third)[: 2 + is_third]:
+            wanted = torch.full_like(layer.weight, 2 * (1.0 + step))
+            torch.testing.assert_close(layer.weight.grad, wanted, msg=f"step {step}")
+            assert layer.bias.grad.tolist() == [2.0] * 3
+        assert is_third or module.third.weight.grad is None
+    buckets = [bucket.names for bucket in ddp.reducer.buckets]
+    assert "third.weight" in buckets[0] + buckets[1]
+    assert buckets[-1] == ["first.weight"]
+
+
+@ranks(1)
+def test_the_end_of_a_backward_waits_for_hooks_of_buffers() -> None:
+    ddp = wrapped(nn.BatchNorm1d(4).double())
+    futures: list[torch.futures.Future[Any]] = []
+
+    def hook(state: None, buffers: dict[str, Tensor]) -> Any:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        futures.append(future)
+        threading.Timer(0.1, future.set_result, [None]).start()
+        return [future]
+
+    ddp._register_buffer_comm_hook(None, hook)
+    for step in range(1, 4):
+        ddp(inputs()).sum().backward()
+        assert [future.done() for future in futures] == [True] * step
+
+
+@ranks(1)
+def test_views_and_what_is_accumulated_under_no_sync() -> None:
+    ddp = wrapped(linear(), gradient_as_bucket_view=True)
+    for step in range(1, 5):
+        ddp.zero_grad()
+        ddp(inputs(step)).sum().backward()
+        assert weight_of(ddp) == 2 * step
+        assert is_in_bucket(ddp, ddp.module.weight.grad)
+    with ddp.no_sync():
+        ddp(inputs()).sum().backward()
+    assert weight_of(ddp) == 8 + 2
+    ddp(inputs()).sum().backward()
+    assert weight_of(ddp) == 8 + 2 + 2
+    ddp.zero_grad(set_to_none=False)
+    ddp(inputs(3)).sum().backward()
+    assert weight_of(ddp) == 6
+    assert is_in_bucket(ddp, ddp.module.weight.grad)
+
+
+@VIEW
+@ranks(1)
+def test_gradients_that_were_dropped_are_let_go(view: bool) -> None:
+    """Also those of a backward beside the outputs, whose first gradient told of it."""
+    ddp = wrapped(linear(), gradient_as_bucket_view=view)
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(inputs()).sum().backward()
+    ddp.zero_grad()
+    grads: list[weakref.ref[Tensor]] = []
+    handle = ddp.module.weight.register_post_accumulate_grad_hook(
+        lambda param: grads.append(weakref.ref(param.grad))
+    )
+    (2 * ddp.module.weight).sum().backward()
+    handle.remove()
+    assert weight_of(ddp) == 2
+    ddp.zero_grad()
+    assert [grad() for grad in grads] == [None]
+
+
+def names_of(ddp: DistributedDataParallel) -> list[str]:
+    return sorted(name for bucket in ddp.reducer.buckets for name in bucket.names)
+
+
+@VIEW
+@ranks(1)
+def test_frozen_and_added_parameters_and_a_hook_that_comes_later(view: bool) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double()
+    ddp = wrapped(module, gradient_as_bucket_view=view)
+    alone = one_per_rank(module)
+
+    sent: list[str] = []  # by the last step
+
+    def step() -> None:
+        with recorded_collectives() as calls:
+            for net in (ddp, *alone):
+                net.zero_grad()
+                net(inputs()).square().sum().backward()
+        sent[:] = calls.names
+        assert_mean(ddp, alone, f"after {ddp.reducer.counters.reductions} reductions")
+
+    for _ in range(3):
+        step()
+    for net in (ddp, *alone):
+        net.module[0].weight.requires_grad_(False)
+    for number in range(REBUILD_AFTER + 1):
+        step()
+        assert ("0.weight" in names_of(ddp)) is (number + 1 < REBUILD_AFTER)
+        assert sent == []
+    ddp.check_sync()
+    for net in (ddp, *alone):
+        net.module[0].weight.requires_grad_(True)
+    step()
+    assert "0.weight" in names_of(ddp)
+    ddp.check_sync()
+    added = nn.Linear(3, 2).double()
+    for net in (ddp, *alone):
+        net.module.add_module("added", nn.Linear(3, 2).double())
+        net.module.added.load_state_dict(added.state_dict())
+    for _ in range(3):
+        step()
+        assert {"added.weight", "added.bias"} < {*names_of(ddp)}
+    ddp.check_sync()
+    step()
+    assert sent == []
+    seen: list[int] = []
+
+    def hook(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        state.append(bucket.index())
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    ddp.register_comm_hook(seen, hook)
+    for _ in range(2):
+        step()
+        assert sent == ["all_reduce"]  # what the ranks say to each other
+    assert seen == [0, 0]
+    ddp.check_sync()
+
+
+@VIEW
+@ranks(1)
+def test_gradients_on_request_and_weights(view: bool) -> None:
+    ddp = wrapped(linear(), gradient_as_bucket_view=view)
+    for step in range(1, 4):
+        ddp.zero_grad()
+        ddp(inputs(step)).sum().backward()
+    ddp.zero_grad()
+    with ddp.no_sync():
+        ddp(inputs(5)).sum().backward()
+    ddp.reduce_gradients()
+    assert weight_of(ddp) == 10
+    means = ddp.reduce_gradients({"weight": torch.full((3, 4), 7.0).double()})
+    assert means["weight"].tolist() == [[7.0] * 4] * 3
+    for weight, reduction, wanted in ((3, "mean", 12.0), (3, "sum", 4.0), (0, "mean", 0.0)):
+        ddp.zero_grad()
+        with ddp.weighted(weight, reduction):
+            ddp(inputs(6)).sum().backward()
+        assert weight_of(ddp) == wanted
+    ddp.zero_grad()
+    with ddp.no_sync(), ddp.weighted(1):
+        ddp(inputs(1)).sum().backward()
+    with ddp.weighted(3):
+        ddp(inputs(2)).sum().backward()
+    assert weight_of(ddp) == (1 * 2 + 3 * 4) / 4
+    ddp.zero_grad()
+    ddp(inputs(6)).sum().backward()
+    assert weight_of(ddp) == 12
