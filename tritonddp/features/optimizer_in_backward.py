@@ -71,3 +71,10 @@ class OptimizerSteps(Extension):
                     ) from error
             if optimizers:
                 param.grad = None
+
+    def on_abort(self, run: ReductionRun) -> None:
+        """What has not stepped is dropped: nobody calls ``zero_grad`` before the next backward."""
+        if not run.is_local:
+            for param in run.bucket_set.params:
+                if optimizers_in_backward(param):
+                    param.grad = None
