@@ -52,16 +52,16 @@ class Transport(Protocol):
         """
 
 
-class Events(Protocol):
-    """Whom a run tells of its progress; all empty by default. See ``reducer/extension.py``."""
+class RunEvents:
+    """Whom a run tells of its progress: see ``Extension``. Loops over nobody cost no call."""
 
-    on_pack: Sequence[Callable[[ReductionRun, Bucket, Segment], None]]
-    on_packed: Sequence[Callable[[ReductionRun, Bucket], None]]
-    on_launch: Sequence[Callable[[ReductionRun, Bucket], None]]
-    on_launched: Sequence[Callable[[ReductionRun, Bucket, Any], None]]
-    on_waited: Sequence[Callable[[ReductionRun, Bucket], None]]
-    on_reduced: Sequence[Callable[[ReductionRun, Bucket], None]]
-    on_reduced_all: Sequence[Callable[[ReductionRun], None]]
+    on_pack: Sequence[Callable[[ReductionRun, Bucket, Segment], None]] = ()
+    on_packed: Sequence[Callable[[ReductionRun, Bucket], None]] = ()
+    on_launch: Sequence[Callable[[ReductionRun, Bucket], None]] = ()
+    on_launched: Sequence[Callable[[ReductionRun, Bucket, Any], None]] = ()
+    on_waited: Sequence[Callable[[ReductionRun, Bucket], None]] = ()
+    on_reduced: Sequence[Callable[[ReductionRun, Bucket], None]] = ()
+    on_reduced_all: Sequence[Callable[[ReductionRun], None]] = ()
 
 
 def _nothing() -> None:
@@ -153,7 +153,7 @@ class ReductionRun:
         bucket_set: BucketSet,
         transport: Transport,
         agreement: Agreement,
-        events: Events,
+        events: RunEvents,
         used: list[bool],
         source: GradSource,
     ) -> None:

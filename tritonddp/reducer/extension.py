@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tritonddp.buckets.bucket import Bucket, Segment
-from tritonddp.comm.run import ReductionRun
+from tritonddp.comm.run import ReductionRun, RunEvents
 
 
 class Extension:
@@ -59,33 +59,23 @@ class Extension:
         """The backward of ``run`` broke off, or the run failed."""
 
 
-# Events that tell of a bucket.
-_OF_BUCKETS = (
-    *("on_pack", "on_packed", "on_launch", "on_launched"),
-    *("on_waited", "on_reduced", "on_reduced_all"),
-)
+class Events(RunEvents):
+    """For each event, the methods of the extensions that want it.
 
+    Attributes:
+        extensions: all of them.
+        has_of_runs: one wants to know of the buckets of a run.
+    """
 
-class Events:
-    """For each event, the methods of the extensions that want it. Loops over none cost no call."""
+    on_forward: Sequence[Callable[[], None]] = ()
+    on_begin: Sequence[Callable[[ReductionRun], None]] = ()
+    on_compute_end: Sequence[Callable[[ReductionRun], None]] = ()
+    on_close: Sequence[Callable[[ReductionRun], None]] = ()
+    on_end: Sequence[Callable[[ReductionRun], None]] = ()
+    on_abort: Sequence[Callable[[ReductionRun], None]] = ()
 
-    on_forward: Sequence[Any] = ()
-    on_begin: Sequence[Any] = ()
-    on_pack: Sequence[Any] = ()
-    on_packed: Sequence[Any] = ()
-    on_launch: Sequence[Any] = ()
-    on_launched: Sequence[Any] = ()
-    on_compute_end: Sequence[Any] = ()
-    on_waited: Sequence[Any] = ()
-    on_reduced: Sequence[Any] = ()
-    on_reduced_all: Sequence[Any] = ()
-    on_close: Sequence[Any] = ()
-    on_end: Sequence[Any] = ()
-    on_abort: Sequence[Any] = ()
-
-    def __init__(self) -> None:
-        self.extensions: tuple[Extension, ...] = ()
-        self.has_of_buckets = False  # an extension wants events of single buckets
+    extensions: tuple[Extension, ...] = ()
+    has_of_runs = False
 
     def install(self, extension: Extension) -> None:
         """Tell ``extension`` of what happens from now on."""
@@ -105,7 +95,7 @@ class Events:
                 if getattr(type(each), event) is not nothing
             )
             setattr(self, event, tuple(methods))
-        self.has_of_buckets = any(getattr(self, event) for event in _OF_BUCKETS)
+        self.has_of_runs = any(getattr(self, event) for event in RunEvents.__annotations__)
 
 
 class SyncState:

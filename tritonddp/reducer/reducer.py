@@ -387,7 +387,7 @@ class Reducer:
             and self.sync.join is None
             and self.wire.reduce_dtype is None
             and not self.manager.is_provisional
-            and not self.events.has_of_buckets
+            and not self.events.has_of_runs
             and not current.needs_reduction
         )
 
