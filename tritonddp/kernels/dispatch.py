@@ -5,10 +5,9 @@ Imports without Triton; only the kernels of a CUDA or ROCm device need it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Protocol
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -17,38 +16,8 @@ from tritonddp.kernels.complex import REAL, ComplexBuffer, on_real_parts
 from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer, Layout, Marks
 from tritonddp.kernels.quantized.buffer import Quantization, QuantizedBuffer
 
-__all__ = [
-    "GRADIENT_DTYPES",
-    "Kernels",
-    "QuantizedKernels",
-    "quantizing",
-    "select",
-    "select_quantized",
-]
-
 # What gradients may be.
 GRADIENT_DTYPES = (*DTYPES, *REAL)
-
-
-class Flatten(Protocol):
-    """See ``reference.flatten``."""
-
-    def __call__(
-        self,
-        flat: FlatBuffer,
-        grads: Sequence[Tensor | None],
-        used: Sequence[bool],
-        scale: float,
-        headers: Sequence[int] = (),
-    ) -> None: ...
-
-
-class Unflatten(Protocol):
-    """See ``reference.unflatten``."""
-
-    def __call__(
-        self, flat: FlatBuffer, grads: Sequence[Tensor | None], factor: Tensor | None = None
-    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -67,8 +36,8 @@ class Kernels:
         marks: what ``flatten`` says of gradients that are not finite; ``None``: it does not look.
     """
 
-    flatten: Flatten
-    unflatten: Unflatten
+    flatten: Callable[..., None]
+    unflatten: Callable[..., None]
     alignment: int
     by_address: bool
     segments: Callable[[Layout], list[tuple[int, int]]]
@@ -89,10 +58,10 @@ class QuantizedKernels:
         unflatten: see ``reference.unflatten``.
     """
 
-    quantize: Flatten
+    quantize: Callable[..., None]
     reduce_parts: Callable[[QuantizedBuffer], None]
     receive: Callable[[QuantizedBuffer, Tensor | None], Tensor | None]
-    unflatten: Unflatten
+    unflatten: Callable[..., None]
 
 
 def select(
@@ -100,8 +69,10 @@ def select(
 ) -> Kernels:
     """The kernels for gradients on ``device``: Triton on GPUs, plain torch on the CPU.
 
-    ``dtype`` is one of :data:`GRADIENT_DTYPES`. With ``marks`` they look for gradients that are not
-    finite.
+    Args:
+        device: of the gradients.
+        dtype: one of :data:`GRADIENT_DTYPES`.
+        marks: see :class:`Kernels`.
 
     Raises:
         RuntimeError: there are no kernels for this kind of device, Triton is not installed, or
@@ -125,7 +96,7 @@ def quantizing(kernels: Kernels, device: torch.device, quantization: Quantizatio
         flatten=quantized.quantize,
         unflatten=quantized.unflatten,
         by_address=True,  # blocks follow the memory order
-        buffer=quantization.buffer,
+        buffer=partial(QuantizedBuffer, quantization),
     )
 
 
@@ -161,21 +132,15 @@ def _quantized_for(device_type: str) -> QuantizedKernels:
     _for_device_type(device_type)  # raises where there are none
     if device_type == "cpu":
         from tritonddp.kernels import reference
-        from tritonddp.kernels.quantized import reference as quantize_reference
+        from tritonddp.kernels.quantized import reference as quantized
 
         return QuantizedKernels(
-            quantize_reference.quantize,  # type: ignore[arg-type]
-            quantize_reference.reduce_parts,
-            quantize_reference.put_together,
-            reference.unflatten,
+            quantized.quantize, quantized.reduce_parts, quantized.put_together, reference.unflatten
         )
     from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
 
     return QuantizedKernels(
-        quantize.quantize,  # type: ignore[arg-type]
-        reduce_parts.reduce_parts,
-        _leave_factor,
-        dequantize.dequantize,  # type: ignore[arg-type]
+        quantize.quantize, reduce_parts.reduce_parts, _leave_factor, dequantize.dequantize
     )
 
 
@@ -204,10 +169,10 @@ def _for_device_type(device_type: str) -> Kernels:
         return Kernels(
             reference.flatten,
             reference.unflatten,
-            reference.ALIGNMENT,
-            False,
-            reference.segments,
-            reference.donates,
+            alignment=reference.ALIGNMENT,
+            by_address=False,
+            segments=reference.segments,
+            donates=reference.donates,
         )
     if device_type != "cuda":
         raise RuntimeError(
@@ -231,10 +196,10 @@ def _for_device_type(device_type: str) -> Kernels:
     return Kernels(
         flatten.flatten,
         unflatten.unflatten,
-        device_tables.ALIGNMENT,
-        True,
-        _whole,
-        _never,
+        alignment=device_tables.ALIGNMENT,
+        by_address=True,
+        segments=_whole,
+        donates=_never,
     )
 
 

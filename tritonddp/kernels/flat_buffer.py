@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from operator import add
@@ -130,7 +130,8 @@ class Layout:
 
         Headers belong to the whole: a part has none.
         """
-        return Layout(
+        return replace(
+            self,
             shapes=self.shapes[first:last],
             strides=self.strides[first:last],
             numels=self.numels[first:last],
@@ -138,8 +139,6 @@ class Layout:
             flags_offset=self.flags_offset + first,
             headers=0,
             marks_offset=self.marks_offset + first * (self.marks.words if self.marks else 0),
-            numel=self.numel,
-            marks=self.marks,
         )
 
     def encode_headers(self, headers: Sequence[int]) -> bytes:
@@ -182,6 +181,7 @@ class FlatBuffer:
 
     Attributes:
         layout: see :class:`Layout`.
+        dtype: of the views: that of ``data``, but for complex gradients.
         data: 1-D tensor of the wire dtype, ``layout.numel`` long. Gaps between gradients hold
             zeros and are never written, so that a sum over ranks keeps them zero.
         payload: view of ``data`` without the trailer.
@@ -212,6 +212,7 @@ class FlatBuffer:
 
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
         self.layout = layout
+        self.dtype = dtype
         self.data = torch.zeros(layout.numel, dtype=dtype, device=device)
         self.payload = self.data[: layout.flags_offset]
         trailer = self.data[layout.flags_offset :]
@@ -231,11 +232,8 @@ class FlatBuffer:
 
         (Views in autograd's sense share one: a write to any of them would look like one to all.)
         """
-        return self._tensor_at(slot, self.data.dtype)
-
-    def _tensor_at(self, slot: int, dtype: torch.dtype) -> Tensor:
         layout = self.layout
-        return torch.empty(0, dtype=dtype, device=self.data.device).set_(
+        return torch.empty(0, dtype=self.dtype, device=self.data.device).set_(
             self.data.untyped_storage(),
             layout.offsets[slot],
             layout.shapes[slot],
@@ -256,8 +254,6 @@ class FlatBuffer:
 
     def write_trailer(self, used: Sequence[bool], headers: Sequence[int]) -> None:
         """Write the used flags, one a gradient, and the headers.
-
-        On the CPU, where it is done once a buffer.
 
         Raises:
             ValueError: there is not one flag per gradient; or see :meth:`Layout.encode_headers`.
@@ -293,7 +289,7 @@ class FlatBuffer:
     @property
     def nbytes(self) -> int:
         """Bytes that a reduction hands to collectives: payload and trailer."""
-        return self.data.numel() * self.data.element_size()
+        return self.data.nbytes
 
     def fill_nan(self) -> None:
         """Make NaN of all gradients."""

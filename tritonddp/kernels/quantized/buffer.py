@@ -20,7 +20,7 @@ not finite on this rank; there are none if nobody looks. Padding has no meaning.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -241,19 +241,6 @@ class Quantization:
     residuals: Residuals | None
     unit: float | None = None
 
-    def buffer(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> QuantizedBuffer:
-        """A buffer for gradients of this layout; see :class:`QuantizedBuffer`."""
-        return QuantizedBuffer(
-            layout,
-            dtype,
-            device,
-            self.message.quantized,
-            self.numbers,
-            self.rank,
-            self.message.world_size,
-            self.residuals,
-        )
-
     def rescale(self, unit: float) -> None:
         """Weights are divided by another unit from now on: so is what was left out of them."""
         before, self.unit = self.unit, unit
@@ -275,13 +262,10 @@ class QuantizedBuffer(FlatBuffer):
     (:class:`Bucket`).
 
     Args:
+        quantization: of the bucket; its numbers, rank and residuals are attributes, too.
         layout: shapes, strides and number of headers (of all ranks); offsets are made anew.
         dtype: has to be fp32.
         device: of the gradients.
-        quantized: for each gradient, whether it is.
-        numbers: dtype on the wire: int8 or float8_e4m3fn.
-        rank, world_size: this rank, and how many there are.
-        residuals: of the bucket; ``None`` where errors are not fed back.
 
     Attributes:
         message: uint8, ``message_layout.sent_numel`` bytes: what goes to all ranks.
@@ -300,25 +284,20 @@ class QuantizedBuffer(FlatBuffer):
 
     def __init__(
         self,
+        quantization: Quantization,
         layout: Layout,
         dtype: torch.dtype,
         device: torch.device,
-        quantized: Sequence[bool],
-        numbers: torch.dtype,
-        rank: int,
-        world_size: int,
-        residuals: Residuals | None = None,
     ) -> None:
         if dtype is not torch.float32:
             raise ValueError(f"a quantised buffer is of torch.float32, not {dtype}")
-        size, slots = world_size, len(layout.numels)
-        has_marks = layout.marks is not None
-        message = MessageLayout.of(layout.numels, quantized, size, layout.headers, has_marks)
-        self.message_layout = message
+        slots = len(layout.numels)
+        self.message_layout = message = quantization.message
         self.layout = _layout_of_data(layout, message)
-        self.rank = rank
-        self.numbers = numbers
-        self.residuals = residuals
+        self.dtype = dtype
+        self.rank = quantization.rank
+        self.numbers = quantization.numbers
+        self.residuals = quantization.residuals
         self.message = torch.zeros(message.sent_numel, dtype=torch.uint8, device=device)
         self.received = torch.zeros_like(self.message)
         self.gathered = self.message[: message.gathered_numel]
@@ -364,15 +343,11 @@ class QuantizedBuffer(FlatBuffer):
         part.first_slot = first
         return part
 
-    def own_header(self, encoded: bytes) -> bytes:
-        """This rank's header, of those of all ranks as ``Layout.encode_headers`` returns them."""
-        size = self.message_layout.header
-        return encoded[self.rank * size :][:size]
-
     def write_trailer(self, used: Sequence[bool], headers: Sequence[int]) -> None:
         """See :meth:`FlatBuffer.write_trailer`. Of the headers only this rank's is sent."""
-        own = self.own_header(self.layout.encode_headers(headers))
-        trailer = bytearray(map(bool, used)) + own
+        size = self.message_layout.header
+        own_header = self.layout.encode_headers(headers)[self.rank * size :][:size]
+        trailer = bytearray(map(bool, used)) + own_header
         if trailer:
             self.outgoing.trailers.copy_(torch.frombuffer(trailer, dtype=torch.uint8))
 
@@ -404,17 +379,13 @@ class QuantizedBuffer(FlatBuffer):
 def _layout_of_data(layout: Layout, message: MessageLayout) -> Layout:
     quantized = message.blocks * BLOCK
     end = quantized + message.exact
-    return Layout(
-        shapes=layout.shapes,
-        strides=layout.strides,
-        numels=layout.numels,
+    return replace(
+        layout,
         offsets=tuple(
             place * BLOCK if is_quantized else quantized + place
             for place, is_quantized in zip(message.places, message.quantized, strict=True)
         ),
         flags_offset=end,
-        headers=layout.headers,
         marks_offset=end,
         numel=end,
-        marks=layout.marks,
     )
