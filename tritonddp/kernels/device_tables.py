@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tritonddp._device import upload
-from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
+from tritonddp.kernels.flat_buffer import FlatBuffer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -56,13 +56,12 @@ class DeviceTables:
             that may be compiled in and changes from step to step.
     """
 
-    def __init__(self, flat: FlatBuffer, block: int | None = None) -> None:
-        """Build the chunk rows of ``flat``, with ``block`` (default :data:`BLOCK`) elements each.
+    def __init__(self, flat: FlatBuffer, block: int = BLOCK) -> None:
+        """Build the chunk rows of ``flat``.
 
         Raises:
             ValueError: ``block`` is unfit, or the buffer is not laid out for 16-byte accesses.
         """
-        block = BLOCK if block is None else block
         if block < 16 or block & (block - 1):
             raise ValueError(f"block should be a power of two of at least 16, but is {block}")
         layout, device = flat.layout, flat.data.device
@@ -93,7 +92,14 @@ class DeviceTables:
 
     def _rows(self, flat: FlatBuffer, block: int) -> Tensor:
         """The rows of :attr:`chunks`, on the CPU."""
-        return _chunk_rows(flat.layout, block)
+        numels = torch.tensor(flat.layout.numels, dtype=torch.int64)
+        offsets = torch.tensor(flat.layout.offsets, dtype=torch.int64)
+        per_slot = (numels + block - 1) // block
+        slot = torch.repeat_interleave(torch.arange(len(numels)), per_slot)
+        first_row = torch.cumsum(per_slot, 0) - per_slot
+        start = (torch.arange(len(slot)) - first_row[slot]) * block
+        count = torch.clamp(numels[slot] - start, max=block)
+        return torch.stack([slot, start, offsets[slot] + start, count], dim=1)
 
     @classmethod
     def of(cls, flat: FlatBuffer) -> Self:
@@ -169,20 +175,20 @@ class DeviceTables:
             stale = addresses != self._addresses
             self._addresses, self._dtype = addresses, dtype
         if used is not None:
-            flags = list(used)
-            if flags != self._used:
-                self._used, stale = flags, True
-        if encoded is not self._headers:
-            stale = stale or encoded != self._headers
-            self._headers = encoded
+            stale = stale or list(used) != self._used
+            self._used = list(used)
+        stale = stale or encoded != self._headers
+        self._headers = encoded
         if scale is not None:
             # By bits: -0.0 equals 0.0 and NaN does not equal itself.
             (bits,) = _INT64.unpack(_FLOAT64.pack(scale))
-            self._scale = scale
-            if bits != self._scale_bits:
-                self._scale_bits, stale = bits, True
+            stale = stale or bits != self._scale_bits
+            self._scale, self._scale_bits = scale, bits
         if stale:
-            self._upload()
+            flags = map(int, map(bool, self._used))
+            words = array("q", [*self._addresses, *flags, *self._headers, self._scale_bits])
+            upload(self.dynamic, torch.frombuffer(words, dtype=torch.int64))
+            self.uploads += 1
 
     def _check(self, grads: Sequence[Tensor | None], dtype: torch.dtype | None) -> None:
         # An address tells the kernel nothing about what lies there: a wrong dtype would be read
@@ -200,24 +206,3 @@ class DeviceTables:
                     f"the gradient in slot {slot} is on {grad.device}, but its buffer is on "
                     f"{self._device}: move the parameter or the buffer"
                 )
-
-    def _upload(self) -> None:
-        flags = map(int, map(bool, self._used))
-        host = torch.frombuffer(
-            array("q", [*self._addresses, *flags, *self._headers, self._scale_bits]),
-            dtype=torch.int64,
-        )
-        upload(self.dynamic, host)
-        self.uploads += 1
-
-
-def _chunk_rows(layout: Layout, block: int) -> Tensor:
-    """The rows of :attr:`DeviceTables.chunks`, on the CPU."""
-    numels = torch.tensor(layout.numels, dtype=torch.int64)
-    offsets = torch.tensor(layout.offsets, dtype=torch.int64)
-    per_slot = (numels + block - 1) // block
-    slot = torch.repeat_interleave(torch.arange(len(numels)), per_slot)
-    first_row = torch.cumsum(per_slot, 0) - per_slot
-    start = (torch.arange(len(slot)) - first_row[slot]) * block
-    count = torch.clamp(numels[slot] - start, max=block)
-    return torch.stack([slot, start, offsets[slot] + start, count], dim=1)

@@ -72,6 +72,17 @@ class Launcher:
                 self._compiled[key] = compiled
             return compiled[shape]
 
+    def bind(
+        self,
+        grid: int,
+        tensors: Sequence[Tensor],
+        integers: Sequence[int],
+        constexprs: Sequence[Any],
+    ) -> Callable[[], None]:
+        """What :meth:`prepare` returns, for these very arguments."""
+        prepared = self.prepare(grid, tensors, integers, constexprs)
+        return partial(prepared, *tensors, *integers, *constexprs)
+
 
 def run(device_index: int | None, prepared: Callable[..., None], *arguments: Any) -> None:
     """Launch what is prepared for a GPU, or for tensors on the CPU, and count it."""

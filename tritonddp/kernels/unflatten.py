@@ -81,17 +81,8 @@ def unflatten(
     """Write ``cast(factor * payload)`` of the reduced ``flat`` into ``grads``.
 
     One launch on the current stream, which must be behind the collective; none where there is
-    nothing to write. A gradient whose used flag is zero (no rank used the parameter) is left
-    untouched, and so is a slot whose gradient is ``None``.
-
-    Args:
-        flat: the source; stays as it is, but for gradients that live in it.
-        grads: one per slot, of one dtype, with the slot's shape and strides. A gradient may be
-            ``flat.views[i]`` itself: it is then scaled in place.
-        factor: one fp64 element on the buffer's device, ready on the current stream; the host
-            does not read it. Rounded to fp32 (not if either dtype is fp64) and applied in that
-            before the cast to the gradients' dtype. ``None`` counts as 1, which changes no
-            number, also not -0.0; a NaN stays one, but which is not promised.
+    nothing to write. Arguments are those of ``reference.unflatten``. Gradients have the strides of
+    their slots; the factor is ready on the current stream, and the host does not read it.
 
     Raises:
         ValueError: there is not one gradient per slot.

@@ -8,8 +8,6 @@ what the numbers are, is in ``reference.py``; the message in ``buffer.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import chain
 
 import torch
 import triton
@@ -186,12 +184,8 @@ def quantize(
     """Write ``scale * grad`` of every gradient, used flags and headers into ``flat.message``.
 
     One launch on the current stream, which should be the one that produced the gradients. Arguments
-    and residuals are those of ``reference.quantize``.
-
-    Raises:
-        ValueError: there is not one gradient and one flag per slot, or the headers are not as
-            many as the layout's, or not in 0..255.
-        TypeError: the gradients are not of one dtype, or not on the buffer's device.
+    and residuals are those of ``reference.quantize``; see :meth:`DeviceTables.update` for what it
+    raises.
     """
     tables = flat.tables or QuantizedTables.of(flat)
     dtype = tables.update(grads, used, scale, headers)
@@ -221,7 +215,8 @@ def _prepare(
     programs = tables.num_chunks + layout.world_size * -(-trailer // FLAG_BLOCK)
     if programs == 0:
         return None
-    arguments = (
+    return _launch.bind(
+        programs,
         (tables.chunks, tables.dynamic, flat.message, sent),
         (
             slots,
@@ -249,4 +244,3 @@ def _prepare(
             INTERPRETED,
         ),
     )
-    return partial(_launch.prepare(programs, *arguments), *chain(*arguments))

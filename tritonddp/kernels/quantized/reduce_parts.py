@@ -7,8 +7,6 @@ three passes over memory a rank, and ten more. The plain-torch twin is in ``refe
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from itertools import chain
 
 import torch
 import triton
@@ -148,7 +146,8 @@ def _prepare(flat: QuantizedBuffer, reduced: Tensor) -> Callable[[], None] | Non
     programs = block_programs + exact_programs + trailer_programs
     if programs == 0:
         return None
-    arguments = (
+    return _launch.bind(
+        programs,
         (flat.received, reduced, flat.flags, flat.headers),
         (
             slots,
@@ -171,4 +170,3 @@ def _prepare(flat: QuantizedBuffer, reduced: Tensor) -> Callable[[], None] | Non
             BY_BITS,
         ),
     )
-    return partial(_launch.prepare(programs, *arguments), *chain(*arguments))
