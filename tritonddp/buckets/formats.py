@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from itertools import compress
 from typing import Any
 
 import torch
@@ -120,12 +121,12 @@ class WireFormat:
         """Of what has to be alike on all ranks for these parameters, by option."""
         if self.compression is None or self.exact is None:
             return {}
-        names, tensors = [name for name, _ in params], [param for _, param in params]
-        found = self.exact.find(names, tensors)
+        names = [name for name, _ in params]
+        found = self.exact.find(names, [param for _, param in params])
         return {
             "compression": self.compression,
             "error_feedback": self.error_feedback,
-            "exact": [name for name, is_exact in zip(names, found, strict=True) if is_exact],
+            "exact": list(compress(names, found)),
         }
 
     def casts(self, gradient: Tensor) -> bool:
@@ -134,47 +135,32 @@ class WireFormat:
         return self.reduce_dtype not in (None, dtype) and dtype.is_floating_point
 
 
+@dataclass
 class BucketFactory:
     """Makes buckets for gradients that travel in one format, or in one of several.
 
-    Args:
+    Attributes:
         wire: how gradients travel, unless :meth:`make` is told otherwise.
         group: the ranks. Where there is but one nothing travels, and nothing is quantised.
         counters: count what the buckets launch.
         views: gradients live in the buckets, if they travel in their own dtype.
         lazy: buckets have memory during backwards only.
         check_finite: buckets tell which gradients are not finite, and on which ranks.
-
-    Attributes:
         feedback: carries over what quantisation has left out of gradients in former buckets.
     """
 
-    def __init__(
-        self,
-        wire: WireFormat,
-        group: Group,
-        counters: Counters,
-        views: bool = False,
-        lazy: bool = False,
-        check_finite: bool = False,
-    ) -> None:
-        self._wire = wire
-        self._group = group
-        self._counters = counters
-        self._views = views
-        self._lazy = lazy
-        self._marks = Marks(group.rank, group.size) if check_finite else None
-        self.feedback = Feedback()
+    wire: WireFormat
+    group: Group
+    counters: Counters
+    views: bool = False
+    lazy: bool = False
+    check_finite: bool = False
+    feedback: Feedback = field(default_factory=Feedback, init=False)
 
     def temporary(self, views: bool = False) -> BucketFactory:
         """Of buckets for one reduction: nothing is quantised in them."""
-        return BucketFactory(
-            replace(self._wire, compression=None),
-            self._group,
-            self._counters,
-            views,
-            check_finite=self._marks is not None,
-        )
+        wire = replace(self.wire, compression=None)
+        return replace(self, wire=wire, views=views, lazy=False)
 
     def make(
         self,
@@ -193,13 +179,14 @@ class BucketFactory:
             is_sparse: it is one parameter with sparse gradients.
             wire: how its gradients travel, if otherwise than those of most buckets.
         """
-        wire = wire or self._wire
+        wire = wire or self.wire
         device, dtype = params[0].device, params[0].dtype
-        headers = BYTES * self._group.size if index == 0 else 0
-        kernels = select(device, dtype, self._marks)
+        headers = BYTES * self.group.size if index == 0 else 0
+        marks = Marks(self.group.rank, self.group.size) if self.check_finite else None
+        kernels = select(device, dtype, marks)
         if is_sparse:
-            args = (index, params, names, kernels, self._counters)
-            return SparseBucket(self._group.rank, self._group.size, *args, headers=headers)
+            args = (index, params, names, kernels, self.counters)
+            return SparseBucket(self.group.rank, self.group.size, *args, headers=headers)
         quantization = self._quantization(wire, params, names, headers)
         kind: type[Bucket] = Bucket
         wire_dtype = None
@@ -207,11 +194,9 @@ class BucketFactory:
             kernels, wire_dtype = quantizing(kernels, device, quantization), torch.float32
         elif wire.casts(params[0]):
             wire_dtype = wire.reduce_dtype
-        elif self._views:
+        elif self.views:
             kind = ViewBucket
-        bucket = kind(
-            index, params, names, kernels, self._counters, headers, wire_dtype, self._lazy
-        )
+        bucket = kind(index, params, names, kernels, self.counters, headers, wire_dtype, self.lazy)
         if quantization is not None:
             bucket.quantization = quantization
             self.feedback.hand_over(bucket)
@@ -221,7 +206,7 @@ class BucketFactory:
         self, wire: WireFormat, params: Sequence[Parameter], names: Sequence[str], headers: int
     ) -> Quantization | None:
         """How gradients of these parameters are quantised; ``None`` if they are not."""
-        size, exact = self._group.size, wire.exact
+        size, exact = self.group.size, wire.exact
         if wire.compression in (None, AUTO) or size == 1 or exact is None:
             return None
         is_exact = exact.find(names, params)
@@ -229,12 +214,12 @@ class BucketFactory:
             return None
         numels = [param.numel() for param in params]
         quantized = [not each for each in is_exact]
-        message = MessageLayout.of(numels, quantized, size, headers, self._marks is not None)
+        message = MessageLayout.of(numels, quantized, size, headers, self.check_finite)
         residuals = None
         if wire.error_feedback:
-            residuals = Residuals.zeros(message, self._group.rank, params[0].device)
+            residuals = Residuals.zeros(message, self.group.rank, params[0].device)
         numbers = COMPRESSIONS[str(wire.compression)]
-        return Quantization(message, numbers, self._group.rank, residuals)
+        return Quantization(message, numbers, self.group.rank, residuals)
 
 
 class ExactParams:
@@ -256,19 +241,15 @@ class ExactParams:
 
     def __init__(self, module: nn.Module, wanted: Any = None) -> None:
         self._module = module
-        self._asks: Callable[[str, Tensor], Any] | None = None
-        self._patterns: tuple[str, ...] = ()
-        if callable(wanted):
-            self._asks = wanted
-        elif wanted is not None:
-            self._patterns = _patterns_of(wanted)
-            names = [name for name, _ in module.named_parameters()]
-            for pattern in self._patterns:
-                if not any(fnmatchcase(name, pattern) for name in names):
-                    raise ValueError(
-                        f"exact: the module has no parameter {pattern!r}. Give names as its "
-                        f"named_parameters() has them ({(names or ['none'])[0]!r}), or patterns"
-                    )
+        self._asks: Callable[[str, Tensor], Any] | None = wanted if callable(wanted) else None
+        self._patterns = () if self._asks or wanted is None else _patterns_of(wanted)
+        names = [name for name, _ in module.named_parameters()] if self._patterns else []
+        for pattern in self._patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ValueError(
+                    f"exact: the module has no parameter {pattern!r}. Give names as its "
+                    f"named_parameters() has them ({(names or ['none'])[0]!r}), or patterns"
+                )
 
     def find(self, names: Sequence[str], params: Sequence[Tensor]) -> list[bool]:
         """For each of these parameters, whether its gradient is exact."""

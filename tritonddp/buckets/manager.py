@@ -25,31 +25,22 @@ REBUILD_AFTER = 8
 
 
 class Planner(Protocol):
-    """Who chooses how the gradients of each bucket travel.
-
-    Attributes:
-        report: what was chosen, and why.
-    """
+    """Who chooses how the gradients of each bucket travel: see :class:`AutoPlanner`."""
 
     report: str
 
     def choose(
         self, buckets: Sequence[Sequence[tuple[str, Tensor]]], sparse: Collection[Tensor]
-    ) -> bool:
-        """Choose for buckets of these parameters; whether it is another choice than before."""
+    ) -> bool: ...
 
-    def wire_of(self, index: int) -> WireFormat | None:
-        """What was chosen for a bucket; ``None`` for what it would be without a choice."""
+    def wire_of(self, index: int) -> WireFormat | None: ...
 
     @property
-    def state(self) -> list[int]:
-        """What the buckets take, as small numbers, for :meth:`load`."""
+    def state(self) -> list[int]: ...
 
-    def knows(self, state: Sequence[int]) -> bool:
-        """Whether :meth:`load` can make something of these numbers."""
+    def knows(self, state: Sequence[int]) -> bool: ...
 
-    def load(self, state: Sequence[int]) -> None:
-        """The next buckets take what those took that had this :attr:`state`; alike on all ranks."""
+    def load(self, state: Sequence[int]) -> None: ...
 
 
 class BucketManager:
@@ -121,8 +112,8 @@ class BucketManager:
         sparse: Collection[Tensor] | None = None,
     ) -> BucketSet:
         sparse = self._parameters.sparse if sparse is None else sparse
-        chosen = self.planner is not None and factory is self.factory
-        wire_of = self.planner.wire_of if chosen and self.planner else lambda index: None
+        planner = self.planner if factory is self.factory else None
+        wire_of = planner.wire_of if planner is not None else lambda index: None
         built = BucketSet(named_params, self._caps, factory, former, sparse, wire_of)
         if logger.isEnabledFor(logging.DEBUG):
             self._log(built)
