@@ -34,10 +34,10 @@ class StateBroadcast:
         self.max_bytes = MESSAGE_BYTES
 
     def send(self, tensors: Sequence[Tensor], place: str, what: str) -> None:
-        """Overwrite ``tensors``.
+        """Overwrite ``tensors``, parameters or buffers.
 
         Args:
-            tensors: parameters or buffers.
+            tensors: see :func:`broadcast_coalesced`.
             place: where in its program this rank is, for errors.
             what: what they are, for errors.
 
@@ -60,8 +60,8 @@ class StateBroadcast:
 
 def broadcast_coalesced(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, group_src: int, max_bytes: int
-) -> int:
-    """Overwrite ``tensors`` with those of rank ``group_src``; returns the number of broadcasts.
+) -> None:
+    """Overwrite ``tensors`` with those of rank ``group_src`` of ``group``.
 
     Tensors of all dtypes travel together as bytes, so that a model with float and integer buffers
     needs one broadcast, not one per dtype. Messages hold at most ``max_bytes``, or one tensor.
@@ -72,7 +72,6 @@ def broadcast_coalesced(
         group_src: rank within ``group`` whose values all get.
         max_bytes: upper limit of one message.
     """
-    broadcasts = 0
     is_source = group.rank() == group_src
     with torch.no_grad():
         for batch in _batches(tensors, max_bytes):
@@ -82,7 +81,6 @@ def broadcast_coalesced(
             pieces = [row.detach().view(-1).view(torch.uint8) for row in rows]
             message = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
             broadcast(message, group, group_src).wait()
-            broadcasts += 1
             if is_source:
                 continue
             if len(pieces) > 1:
@@ -90,7 +88,6 @@ def broadcast_coalesced(
             for tensor, row in zip(batch, rows, strict=True):
                 if row is not tensor:
                     tensor.copy_(row)
-    return broadcasts
 
 
 def _batches(tensors: Sequence[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
@@ -103,10 +100,9 @@ def _batches(tensors: Sequence[Tensor], max_bytes: int) -> Iterator[list[Tensor]
         batch: list[Tensor] = []
         size = 0
         for tensor in group:
-            nbytes = tensor.numel() * tensor.element_size()
-            if batch and size + nbytes > max_bytes:
+            if batch and size + tensor.nbytes > max_bytes:
                 yield batch
                 batch, size = [], 0
             batch.append(tensor)
-            size += nbytes
+            size += tensor.nbytes
         yield batch
