@@ -53,7 +53,7 @@ class Inputs:
         strides = [grad.stride() for grad in grads]
         layout = Layout.of(shapes, strides, select(device).alignment)
         quantized = [True] * len(shapes)
-        message = MessageLayout.of(layout.numels, quantized, WORLD_SIZE)
+        message = MessageLayout(layout.numels, quantized, WORLD_SIZE)
         residuals = Residuals.zeros(message, 0, device)
         quantization = Quantization(message, numbers, 0, residuals)
         flat = QuantizedBuffer(quantization, layout, torch.float32, device)

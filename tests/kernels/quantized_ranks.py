@@ -43,7 +43,7 @@ def quantized_buffers(
         for rank in range(world_size)
     ]
     numels, headers = layouts[0].numels, layouts[0].headers
-    message = MessageLayout.of(numels, quantized, world_size, headers, has_marks)
+    message = MessageLayout(numels, quantized, world_size, headers, has_marks)
     flats = []
     for rank, layout in enumerate(layouts):
         residuals = Residuals.zeros(message, rank, device) if feedback else None

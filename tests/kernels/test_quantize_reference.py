@@ -272,7 +272,7 @@ def test_the_size_of_a_message_is_that_of_the_docstring_and_every_element_has_on
     slots, size, header
 ):
     numels, quantized = [n for n, _ in slots], [flag for _, flag in slots]
-    layout = MessageLayout.of(numels, quantized, size, header * size)
+    layout = MessageLayout(numels, quantized, size, header * size)
     blocks = sum(-(-n // 256) for n, flag in slots if flag)
     exact = sum(-(-n // 16) * 16 for n, flag in slots if not flag)
     part_blocks, part_exact = math.ceil(blocks / size), math.ceil(exact / size / 16) * 16

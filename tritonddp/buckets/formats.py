@@ -214,7 +214,7 @@ class BucketFactory:
             return None
         numels = [param.numel() for param in params]
         quantized = [not each for each in is_exact]
-        message = MessageLayout.of(numels, quantized, size, headers, self.check_finite)
+        message = MessageLayout(numels, quantized, size, headers, self.check_finite)
         residuals = None
         if wire.error_feedback:
             residuals = Residuals.zeros(message, self.group.rank, params[0].device)

@@ -34,10 +34,7 @@ class ComplexBuffer(FlatBuffer):
         return part
 
     def real_parts(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The memory of these gradients, which are not flagged as conjugate, as real tensors.
-
-        What is a view of this buffer becomes the view of the real one, which kernels know.
-        """
+        """These gradients, none flagged as conjugate, as real tensors; views as those of `real`."""
         return [
             None if grad is None else real if grad is view else torch.view_as_real(grad)
             for grad, view, real in zip(grads, self.views, self.real.views, strict=True)

@@ -44,16 +44,16 @@ class DeviceTables:
             gradient, first element within the buffer, number of elements (1 to ``block``).
             Gradients without elements have no rows.
         dynamic: int64 ``(2 n + m + 1,)``: n addresses (0 where there is no gradient), n used flags
-            (0 or 1), m headers, the bits of the scale as fp64. An int64 table holds the scale
-            too, so that one copy uploads everything and no launch depends on its value.
+            (0 or 1), m headers, the bits of the scale as fp64. One copy uploads everything, and no
+            launch depends on the scale's value.
         one: fp64 ``(1,)``, 1.0: the factor of an unflatten that is given none.
         num_chunks: rows of ``chunks``.
         block: most elements of a chunk, a power of two and a multiple of 16.
         aligned: every address is a multiple of 16 bytes.
         uploads: copies of ``dynamic`` to the device so far.
         device_index: of the GPU; ``None`` for tensors on the CPU.
-        launches: what kernels launch for this buffer, prepared, by the kernel's launcher and all
-            that may be compiled in and changes from step to step.
+        launches: what kernels have prepared for this buffer, by the kernel's launcher and all that
+            may be compiled in and changes from step to step.
     """
 
     def __init__(self, flat: FlatBuffer, block: int = BLOCK) -> None:
@@ -119,10 +119,9 @@ class DeviceTables:
 
         Args:
             grads: one per slot, each with its slot's shape and strides.
-            used: one per slot, or ``None`` to keep the last flags.
-            scale: the factor, or ``None`` to keep the last one.
-            headers: as many as the layout has, or ``None`` to keep the last ones. Many are best
-                given as the same ``bytes`` again and again, which are known by their identity.
+            used: one per slot. ``None``, here and below, keeps the last.
+            scale: the factor.
+            headers: as many as the layout has, best as the same ``bytes`` again and again.
 
         Returns:
             The dtype of the gradients, ``None`` if there are none.

@@ -85,11 +85,7 @@ def select(
 
 
 def quantizing(kernels: Kernels, device: torch.device, quantization: Quantization) -> Kernels:
-    """``kernels`` of ``device`` for a bucket whose gradients are quantised.
-
-    Raises:
-        RuntimeError: see :func:`select_quantized`.
-    """
+    """``kernels`` of ``device`` for a bucket whose gradients are quantised."""
     quantized = select_quantized(device, quantization.numbers)
     return replace(
         kernels,

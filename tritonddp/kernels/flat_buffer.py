@@ -104,7 +104,7 @@ class Layout:
         """Lay gradients of these shapes and dense strides out one behind the other.
 
         ``alignment`` is in elements: 16 lets the Triton kernels use 16-byte accesses for every
-        wire dtype of one byte and more, 1 leaves no gaps. ``headers`` is the number of headers.
+        wire dtype, 1 leaves no gaps.
         """
         numels, offsets, end = [], [], 0
         for shape in shapes:
@@ -190,20 +190,20 @@ class FlatBuffer:
             sum of many ones saturates in fp16 and bf16, but never becomes zero).
         headers: view of the headers, one element each: before the collective this rank's and
             zeros, afterwards all ranks'. Empty in a part.
-        trailer: view of the used flags and the headers, which :meth:`write_trailer` writes. (Not of
-            the marks.) A part has none of its own.
-        encoded: what ``trailer`` is to be before the collective, made by :meth:`encode_trailer` of
-            ``encoded_flags`` and ``encoded_headers``. ``None`` before that.
+        trailer: view of the used flags and the headers, without the marks. A part has none.
+        encoded: what ``trailer`` is to be before the collective: ``encoded_flags`` and
+            ``encoded_headers``. ``None`` before :meth:`encode_trailer`.
         marks: view of the marks, ``(n, words)``; without columns if there are none.
         views: one tensor per gradient in its place, with the gradient's own shape and strides.
         is_part: made by :meth:`part`; its flags are written with those of the whole.
-        tables: device-side tables of the Triton kernels, made by them at their first launch.
-        known_flags: :attr:`flags` once reduced, where whoever calls ``unflatten`` knows them
-            already; ``None`` if they have to be read.
+        tables: of the kernels, made at their first launch.
+        known_flags: :attr:`flags` once reduced; ``None`` if ``unflatten`` has to read them.
         batched: what the CPU's ``flatten`` has prepared, at its first call.
     """
 
     # Also of subclasses, which make the rest their own way.
+    is_part = False
+    tables: Any = None
     encoded: Tensor | None = None
     encoded_flags: Sequence[bool] = ()
     encoded_headers: bytes = b""
@@ -224,8 +224,6 @@ class FlatBuffer:
         marks = self.data[layout.marks_offset :][: len(layout.numels) * words]
         self.marks = marks.view(len(layout.numels), words)
         self.views: list[Tensor] = list(map(self.tensor_at, range(len(layout.numels))))
-        self.is_part = False
-        self.tables: Any = None
 
     def tensor_at(self, slot: int) -> Tensor:
         """A new tensor in the place of gradient ``slot``, with a version counter of its own.
@@ -253,11 +251,7 @@ class FlatBuffer:
         return part
 
     def write_trailer(self, used: Sequence[bool], headers: Sequence[int]) -> None:
-        """Write the used flags, one a gradient, and the headers.
-
-        Raises:
-            ValueError: there is not one flag per gradient; or see :meth:`Layout.encode_headers`.
-        """
+        """Write the used flags, one a gradient, and the headers. Raises as :meth:`encode_trailer`."""
         if (
             self.encoded is None
             or used != self.encoded_flags
@@ -270,7 +264,7 @@ class FlatBuffer:
         """Bring :attr:`encoded` up to date: in most steps it need not be made again.
 
         Raises:
-            ValueError: see :meth:`write_trailer`.
+            ValueError: there is not one flag per gradient; or see :meth:`Layout.encode_headers`.
         """
         own_headers = self.layout.encode_headers(headers)
         if len(used) != len(self.flags):
@@ -298,7 +292,7 @@ class FlatBuffer:
         self.mark(slice(None))
 
     def clear_marks(self) -> None:
-        """No gradient, of this part of a buffer, is known not to be finite."""
+        """No gradient of this buffer, or part of one, is known not to be finite."""
         self.marks.zero_()
 
     def mark(self, slots: int | slice) -> None:
@@ -318,16 +312,10 @@ class FlatBuffer:
 
     def _ranks_of(self, row: list[int]) -> list[int]:
         """Those whose marks are in the words of one gradient."""
-        return [
-            8 * place + bit for place, word in enumerate(row) for bit in range(8) if word >> bit & 1
-        ]
+        return [rank for rank in range(8 * len(row)) if row[rank // 8] >> rank % 8 & 1]
 
     def check_factor(self, factor: Tensor) -> None:
-        """Look at all of ``unflatten``'s factor but its value, which the host need not know.
-
-        Raises:
-            TypeError: it is not a tensor of one fp64 element on the buffer's device.
-        """
+        """Raise a TypeError if it is not a tensor of one fp64 element on the buffer's device."""
         if (
             factor.dtype is not torch.float64
             or factor.numel() != 1

@@ -46,7 +46,7 @@ def flatten(
     """Write ``cast(scale * grad)`` of every gradient, used flags and headers into ``flat``.
 
     Args:
-        flat: the destination; gaps and everything behind the headers stay as they are.
+        flat: the destination; gaps and what pads the trailer stay as they are.
         grads: one per slot, of one dtype, with the slot's shape and strides. ``None`` counts
             as zero. A gradient may be ``flat.views[i]`` itself: it is then scaled in place.
         used: one per slot; written to the trailer as 1 or 0, unless ``flat`` is a part of a buffer.
@@ -235,9 +235,9 @@ def _scale_and_cast(view: Tensor, grad: Tensor, scale: float) -> None:
 class _Batched:
     """What the flattens of one buffer have in common; made at the first of them.
 
-    Small gradients that touch in the buffer are copied together, and then scaled together. Large
-    ones may be donated from it: of those this holds no views, which would look like somebody else's
-    hold on the memory.
+    Small gradients that touch in the buffer are copied together, and then scaled together. Of large
+    ones, which may be donated, this holds no views: they would look like somebody else's hold on
+    the memory.
 
     Attributes:
         is_small: the gradients are small, touch, and are copied together if of the wire dtype.
@@ -282,10 +282,7 @@ class _Batched:
 
 
 def _flatten_together(flat: FlatBuffer, grads: Sequence[Tensor | None]) -> bool:
-    """The way of :class:`_Batched` for any gradients of the wire dtype.
-
-    Returns whether they were all there and none of them in its place.
-    """
+    """The way of :class:`_Batched` for any gradients of the wire dtype; whether it applies."""
     payload = flat.batched.payload
     targets, sources = flat.views, list(grads)
     missing, in_place = NoneType in map(type, grads), any(map(is_, grads, flat.views))

@@ -119,10 +119,10 @@ def unflatten(
 def _prepare(
     flat: FlatBuffer, tables: DeviceTables, dtype: torch.dtype, factor: Tensor
 ) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """The launch of ``unflatten`` for gradients of this dtype, as they are aligned now.
+    """The launch for gradients of this dtype, as they are aligned now, but for two arguments.
 
-    And what it takes behind the factor, which may be another one each time. What is compiled for
-    the storage of one factor is right for that of each: only its first element is read.
+    The factor, which may be another one each time, and what is behind it. What is compiled for the
+    storage of one factor is right for that of each: only its first element is read.
     """
     target = TRITON_DTYPES[dtype]
     compute = compute_dtype(target, TRITON_DTYPES[flat.data.dtype])

@@ -21,8 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,109 +58,58 @@ class Piece(NamedTuple):
     place: int
 
 
-@dataclass(frozen=True)
 class MessageLayout:
     """Where each gradient lies in the message.
 
     Attributes:
-        world_size: number of ranks, and of parts.
         numels: number of elements of each gradient.
         quantized: which gradients are; the others are exact.
+        world_size: number of ranks, and of parts.
+        header: bytes of the header of one rank.
+        has_marks: whether the trailer has marks.
         places: of a quantised gradient the number of its first block, of an exact one the number
             of its first element among the exact ones.
         blocks: number of blocks of all gradients.
         exact: number of exact elements of all gradients, and of what aligns them.
-        header: bytes of the header of one rank.
-        has_marks: whether the trailer has marks.
+        part_blocks, part_exact: blocks (``Bp``) and exact elements (``Ep``) in a part.
+        scales_offset, exact_offset, marks_offset: byte of a part at which these begin.
+        part_bytes: bytes of a part without its trailer, and that at which the trailer begins.
+        stride: bytes from one part of the message to the next.
+        sent_numel, gathered_numel: bytes of the message to all ranks, and of the sums of all ranks.
     """
 
-    world_size: int
-    numels: tuple[int, ...]
-    quantized: tuple[bool, ...]
-    places: tuple[int, ...]
-    blocks: int
-    exact: int
-    header: int
-    has_marks: bool = False
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         numels: Sequence[int],
         quantized: Sequence[bool],
         world_size: int,
         headers: int = 0,
         has_marks: bool = False,
-    ) -> MessageLayout:
+    ) -> None:
         """Lay gradients of so many elements out; ``headers`` are bytes, those of all ranks."""
-        places, blocks, exact = [], 0, 0
+        self.numels = tuple(numels)
+        self.quantized = tuple(quantized)
+        self.world_size = world_size
+        self.header = headers // world_size
+        self.has_marks = has_marks
+        self.places: list[int] = []
+        self.blocks = self.exact = 0
         for numel, is_quantized in zip(numels, quantized, strict=True):
             if is_quantized:
-                places.append(blocks)
-                blocks += -(-numel // BLOCK)
+                self.places.append(self.blocks)
+                self.blocks += -(-numel // BLOCK)
             else:
-                places.append(exact)
-                exact += round_up(numel, EXACT_ALIGNMENT)
-        return cls(
-            world_size=world_size,
-            numels=tuple(numels),
-            quantized=tuple(quantized),
-            places=tuple(places),
-            blocks=blocks,
-            exact=exact,
-            header=headers // world_size,
-            has_marks=has_marks,
-        )
-
-    @cached_property
-    def part_blocks(self) -> int:
-        """Blocks in a part (``Bp``)."""
-        return -(-self.blocks // self.world_size)
-
-    @cached_property
-    def part_exact(self) -> int:
-        """Exact elements in a part (``Ep``)."""
-        return round_up(-(-self.exact // self.world_size), EXACT_ALIGNMENT)
-
-    @cached_property
-    def scales_offset(self) -> int:
-        """Byte of a part at which its scales begin."""
-        return self.part_blocks * BLOCK
-
-    @cached_property
-    def exact_offset(self) -> int:
-        """Byte of a part at which its exact elements begin."""
-        return self.scales_offset + round_up(4 * self.part_blocks, 16)
-
-    @cached_property
-    def part_bytes(self) -> int:
-        """Bytes of a part without its trailer, and that at which the trailer begins."""
-        return self.exact_offset + 4 * self.part_exact
-
-    @cached_property
-    def trailer_bytes(self) -> int:
-        """Bytes of a trailer, what pads it included."""
-        return round_up(self.marks_offset + len(self.numels) * self.has_marks - self.part_bytes, 16)
-
-    @property
-    def marks_offset(self) -> int:
-        """Byte of a part at which its marks begin."""
-        return self.part_bytes + len(self.numels) + self.header
-
-    @cached_property
-    def stride(self) -> int:
-        """Bytes from one part of the message to the next."""
-        return self.part_bytes + self.trailer_bytes
-
-    @property
-    def sent_numel(self) -> int:
-        """Bytes of the message to all ranks."""
-        return self.world_size * self.stride
-
-    @property
-    def gathered_numel(self) -> int:
-        """Bytes of the sums of all ranks."""
-        return self.world_size * self.part_bytes
+                self.places.append(self.exact)
+                self.exact += round_up(numel, EXACT_ALIGNMENT)
+        self.part_blocks = -(-self.blocks // world_size)
+        self.part_exact = round_up(-(-self.exact // world_size), EXACT_ALIGNMENT)
+        self.scales_offset = self.part_blocks * BLOCK
+        self.exact_offset = self.scales_offset + round_up(4 * self.part_blocks, 16)
+        self.part_bytes = self.exact_offset + 4 * self.part_exact
+        self.marks_offset = self.part_bytes + len(numels) + self.header
+        self.stride = round_up(self.marks_offset + len(numels) * has_marks, 16)
+        self.sent_numel = world_size * self.stride
+        self.gathered_numel = world_size * self.part_bytes
 
     def owned_blocks(self, rank: int) -> int:
         """Blocks that ``rank`` owns: less than :attr:`part_blocks` where there are no more."""
@@ -263,7 +211,7 @@ class QuantizedBuffer(FlatBuffer):
 
     Args:
         quantization: of the bucket; its numbers, rank and residuals are attributes, too.
-        layout: shapes, strides and number of headers (of all ranks); offsets are made anew.
+        layout: of the gradients; offsets are made anew.
         dtype: has to be fp32.
         device: of the gradients.
 
@@ -281,6 +229,8 @@ class QuantizedBuffer(FlatBuffer):
         marks: uint8 ``(n, W)``, once received: of each rank.
         views: on the CPU only.
     """
+
+    first_slot = 0
 
     def __init__(
         self,
@@ -317,9 +267,6 @@ class QuantizedBuffer(FlatBuffer):
             self.data = torch.zeros(self.layout.numel, dtype=dtype, device=device)
             self.views = list(map(self.tensor_at, range(slots)))
         self.payload = self.data
-        self.is_part = False
-        self.first_slot = 0
-        self.tables: Any = None
 
     def _sections(self, parts: Tensor) -> Sections:
         layout = self.message_layout

@@ -208,39 +208,23 @@ def _prepare(
 ) -> Callable[[], None] | None:
     """The launch for gradients of this dtype, as they are aligned now; ``None`` if there is none.
 
-    ``sent`` is what quantisation has left out, or any tensor where nobody asks.
+    ``sent`` are residuals, or any tensor where there are none.
     """
     layout, slots = flat.message_layout, len(flat.layout.numels)
     trailer = 0 if flat.is_part else slots + layout.header
     programs = tables.num_chunks + layout.world_size * -(-trailer // FLAG_BLOCK)
     if programs == 0:
         return None
+    own_header, scale_place = flat.rank * layout.header, 2 * slots + flat.layout.headers
+    chunks = (tables.quantized_chunks, tables.num_chunks)
+    offsets = (layout.part_blocks, layout.exact_offset, layout.part_bytes, layout.stride)
+    marks_offset = layout.marks_offset + flat.first_slot
+    source = tl.float32 if dtype is None else TRITON_DTYPES[dtype]
+    kind = (flat.numbers is not torch.int8, flat.residuals is not None, tables.aligned)
+    marks = (layout.has_marks, layout.world_size)
     return _launch.bind(
         programs,
         (tables.chunks, tables.dynamic, flat.message, sent),
-        (
-            slots,
-            trailer,
-            flat.rank * layout.header,
-            2 * slots + flat.layout.headers,
-            tables.quantized_chunks,
-            tables.num_chunks,
-            layout.part_blocks,
-            layout.exact_offset,
-            layout.part_bytes,
-            layout.stride,
-            layout.marks_offset + flat.first_slot,
-        ),
-        (
-            tl.float32 if dtype is None else TRITON_DTYPES[dtype],
-            tables.block,
-            FLAG_BLOCK,
-            flat.numbers is not torch.int8,
-            flat.residuals is not None,
-            tables.aligned,
-            layout.has_marks,
-            layout.world_size,
-            BY_BITS,
-            INTERPRETED,
-        ),
+        (slots, trailer, own_header, scale_place, *chunks, *offsets, marks_offset),
+        (source, tables.block, FLAG_BLOCK, *kind, *marks, BY_BITS, INTERPRETED),
     )
