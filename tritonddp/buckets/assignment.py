@@ -50,10 +50,8 @@ class BucketCaps:
 
         The default is 1 MiB for the first bucket, so that communication starts early, and 25 MiB
         for the others. An explicit ``bucket_cap_mb`` holds for all buckets, the first one too.
-
-        Args:
-            few_bytes_on: the type of device, where gradients travel in fewer bytes than they have:
-                there buckets grow from 1 to 25 MiB by default, on the CPU to 8.
+        ``few_bytes_on`` is the type of device where gradients travel in fewer bytes than they have:
+        there buckets grow from 1 to 25 MiB by default, on the CPU to 8.
 
         Raises:
             TypeError: a size is not a number, or the list is none.

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from tritonddp._torch import MixedPrecision, backend_name
 from tritonddp.buckets.bucket import Bucket
-from tritonddp.buckets.residuals import Feedback
+from tritonddp.buckets.residuals import Left, add_to
 from tritonddp.buckets.sparse_bucket import SparseBucket
 from tritonddp.buckets.view_bucket import ViewBucket
 from tritonddp.coordination.agreement import BYTES
@@ -28,9 +28,8 @@ from tritonddp.kernels.quantized.buffer import MessageLayout, Quantization, Resi
 # What the constructor's ``reduce_dtype`` may be.
 REDUCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# What its ``compression`` may be, and the dtypes of quantised numbers. What ``"auto"`` takes for
-# buckets that it quantises (:mod:`tritonddp.features.auto_compression.planner`) is kept to what all
-# hardware has.
+# What its ``compression`` may be, and the dtypes of quantised numbers: that of ``"auto"``, for the
+# buckets that it quantises, is what all hardware has.
 AUTO = "auto"
 COMPRESSIONS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, AUTO: torch.int8}
 # What quantised gradients are, before and after.
@@ -102,8 +101,8 @@ class WireFormat:
         """Can gradients on these devices travel like that?
 
         Raises:
-            RuntimeError: quantised ones cannot: the backend of a device lacks what it takes, or the
-                device has no such numbers.
+            RuntimeError: the backend of a device cannot send quantised ones, or the device has no
+                such numbers.
         """
         if self.compression is None or group.size() == 1:
             return
@@ -146,7 +145,7 @@ class BucketFactory:
         views: gradients live in the buckets, if they travel in their own dtype.
         lazy: buckets have memory during backwards only.
         check_finite: buckets tell which gradients are not finite, and on which ranks.
-        feedback: carries over what quantisation has left out of gradients in former buckets.
+        kept: what quantisation has left out of gradients in buckets that are being replaced.
     """
 
     wire: WireFormat
@@ -155,7 +154,7 @@ class BucketFactory:
     views: bool = False
     lazy: bool = False
     check_finite: bool = False
-    feedback: Feedback = field(default_factory=Feedback, init=False)
+    kept: dict[Tensor, Left] = field(default_factory=dict, init=False)
 
     def temporary(self, views: bool = False) -> BucketFactory:
         """Of buckets for one reduction: nothing is quantised in them."""
@@ -174,8 +173,7 @@ class BucketFactory:
 
         Args:
             index: the first bucket carries the headers.
-            params, names: in launch order. What has ``.grad``, a shape, a dtype and a device will
-                do.
+            params, names: in launch order.
             is_sparse: it is one parameter with sparse gradients.
             wire: how its gradients travel, if otherwise than those of most buckets.
         """
@@ -199,7 +197,9 @@ class BucketFactory:
         bucket = kind(index, params, names, kernels, self.counters, headers, wire_dtype, self.lazy)
         if quantization is not None:
             bucket.quantization = quantization
-            self.feedback.hand_over(bucket)
+            for param in bucket.params:
+                if (left := self.kept.pop(param, None)) is not None:
+                    add_to(bucket, param, left)
         return bucket
 
     def _quantization(

@@ -14,6 +14,7 @@ from tritonddp.buckets.assignment import BucketCaps
 from tritonddp.buckets.bucket_set import BucketSet, assign
 from tritonddp.buckets.formats import BucketFactory, WireFormat
 from tritonddp.buckets.parameters import ModuleParameters
+from tritonddp.buckets.residuals import residuals_of
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 
@@ -55,7 +56,6 @@ class BucketManager:
 
     Attributes:
         current: the buckets in force.
-        factory: see above.
         planner: chooses how the gradients of each bucket travel, ``None`` if that is settled.
         is_provisional: the order of gradients is still to be observed.
         schema: hash of what is trained that the last reduction had.
@@ -98,9 +98,8 @@ class BucketManager:
     ) -> BucketSet:
         """Buckets of these parameters for one reduction, beside those in force.
 
-        Args:
-            views: ``.grad`` is replaced by views of them, instead of being written to.
-            sparse: those whose gradients are sparse, by default as the module says.
+        With ``views``, ``.grad`` is replaced by views of them. Which of the parameters are
+        ``sparse`` the module says by default.
         """
         return self._build(named_params, self.factory.temporary(views), sparse=sparse)
 
@@ -156,16 +155,15 @@ class BucketManager:
         return [(bucket.params, bucket.rank_counts()) for bucket in self.current.buckets]
 
     def agree_on_order(self, arrived: Sequence[int], where: str, source_rank: int) -> list[int]:
-        """At the end of the first reduced backward: all ranks take one rank's order of gradients.
+        """At the end of the first reduced backward: all ranks take the order of ``source_rank``.
 
         Args:
-            arrived: numbers of parameters in the order in which their gradients came here. What
-                never arrived goes last.
+            arrived: numbers of parameters in the order in which their gradients came here.
             where: this rank and step, for errors.
             source_rank: whose order it is.
 
         Returns:
-            What never arrived here.
+            What never arrived here; it goes last.
         """
         self.is_provisional = False
         arrived = list(dict.fromkeys(arrived))
@@ -190,11 +188,9 @@ class BucketManager:
         is_settled = self.since_change == REBUILD_AFTER
         if self._order is None and not self._parameters.added and not is_settled:
             return None
-        named = list(zip(self.current.names, self.current.params, strict=True))
-        if self._order is not None:
-            named = [named[number] for number in self._order]
-            self._order = None
-        parameters = self._parameters
+        parameters, names, params = self._parameters, self.current.names, self.current.params
+        order, self._order = self._order, None
+        named = [(names[n], params[n]) for n in (range(len(params)) if order is None else order)]
         held = {param for _, param in (parameters.trainable if is_settled else parameters.params)}
         kept = [(name, param) for name, param in named if param in held]
         kept += parameters.added
@@ -203,15 +199,12 @@ class BucketManager:
     def restore(self, order: Sequence[int], since_change: int) -> list[int | None] | None:
         """Have the parameters where an earlier run had them. Alike on all ranks, between backwards.
 
-        The next backward is observed like a first one: for gradients that the engine does not
-        announce. The order in which they come counts for nothing.
+        The next backward is observed like a first one, for gradients that the engine does not
+        announce, but their order counts for nothing.
 
         Args:
             order: numbers of the module's parameters; trainable ones that are not there go last.
             since_change: as it was in that run.
-
-        Returns:
-            As :meth:`renew`.
         """
         self.is_provisional, self._order, self._is_restored = True, None, True
         self.schema, self.since_change = self._parameters.schema, since_change
@@ -224,8 +217,7 @@ class BucketManager:
         """Build buckets of these instead of those in force; returns what :meth:`renew` does."""
         if not named:
             return None
-        sparse = self._parameters.sparse
-        is_rewired = False
+        sparse, is_rewired = self._parameters.sparse, False
         if self.planner is not None:
             assignment = assign(named, self._caps, sparse)
             planned = [[named[number] for number in bucket] for bucket in assignment]
@@ -236,8 +228,9 @@ class BucketManager:
         self.has_moved = True
         number_of = {param: number for number, param in enumerate(self.current.params)}
         with torch.no_grad():
-            feedback = self.factory.feedback
-            feedback.keep(self.current.buckets)
+            self.factory.kept = {p: left for _, p, left in residuals_of(self.current.buckets)}
             self.current = self._build(named, self.factory, former=self.current)
-            feedback.drop()
+            # What is left is of gradients that are quantised no longer. It would keep the residuals
+            # of whole buckets alive.
+            self.factory.kept = {}
         return [number_of.get(param) for param in self.current.params]

@@ -21,44 +21,12 @@ from tritonddp.kernels.quantized.buffer import BLOCK, Quantization
 
 @dataclass
 class Left:
-    """What was left out of the gradients of one parameter, on this rank.
+    """What was left out of the gradients of one parameter, on this rank."""
 
-    Attributes:
-        sent: fp32 ``(blocks, 256)``: of this rank's.
-        reduced: fp32 ``(owned blocks, 256)``: of the sums.
-        first: number of the first of these among the parameter's blocks.
-        unit: of weights, in which they are; ``None`` before the first reduction.
-    """
-
-    sent: Tensor
-    reduced: Tensor
-    first: int
-    unit: float | None
-
-
-class Feedback:
-    """Carries residuals from buckets to those that take their place."""
-
-    def __init__(self) -> None:
-        self._kept: dict[Tensor, Left] = {}
-
-    def keep(self, buckets: Iterable[Bucket]) -> None:
-        """These buckets are about to be replaced."""
-        self._kept = {param: left for _, param, left in residuals_of(buckets)}
-
-    def hand_over(self, bucket: Bucket) -> None:
-        """Give a new bucket what was kept for its parameters."""
-        for param in bucket.params:
-            left = self._kept.pop(param, None)
-            if left is not None:
-                add_to(bucket, param, left)
-
-    def drop(self) -> None:
-        """All new buckets are made: what is left is of gradients that are quantised no longer.
-
-        (Each of them would keep the residuals of its whole former bucket alive.)
-        """
-        self._kept.clear()
+    sent: Tensor  # (blocks, 256), fp32: of this rank's
+    reduced: Tensor  # (owned blocks, 256), fp32: of the sums
+    first: int  # number of the first of these among the parameter's blocks
+    unit: float | None  # of weights, in which they are; None before the first reduction
 
 
 def residuals_of(buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor, Left]]:

@@ -64,9 +64,7 @@ class SparseBucket(Bucket):
     Where a rank has a dense gradient for it, the mean is dense on all ranks. Gradients never live
     in the buffer, whatever ``gradient_as_bucket_view`` says.
 
-    Args:
-        rank, world_size: whose place in the announcements is this rank's.
-        args: those of :class:`Bucket`, for one parameter.
+    The first two arguments say which place in the announcements is this rank's.
     """
 
     is_sparse = True
@@ -151,11 +149,6 @@ class SparseBucket(Bucket):
 
     # Once the buffer is reduced
 
-    @property
-    def is_used(self) -> bool:
-        """Whether any rank has used the parameter. The host waits for the answer."""
-        return bool(self.flat.flags.item())
-
     def announced(self) -> list[Announcement]:
         """What each rank sends. The host waits for the answer."""
         content = bytes(map(int, self._announcements.tolist()))
@@ -169,10 +162,8 @@ class SparseBucket(Bucket):
         rows, self._rows = self._rows, None
         if rows is None:
             param = self.params[0]
-            return (
-                torch.empty(0, dtype=torch.int64, device=param.device),
-                torch.empty((0, *param.shape[1:]), dtype=param.dtype, device=param.device),
-            )
+            none = param.new_empty(0, dtype=torch.int64)
+            return none, param.new_empty(0, *param.shape[1:])
         return rows
 
     def take_dense(self) -> Tensor:

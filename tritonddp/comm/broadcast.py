@@ -23,9 +23,6 @@ class StateBroadcast:
     Args:
         group: the ranks.
         source: has the rank whose values all get, as ``source_rank``.
-
-    Attributes:
-        max_bytes: most bytes of one message.
     """
 
     def __init__(self, group: Group, source: Any) -> None:
@@ -64,13 +61,8 @@ def broadcast_coalesced(
     """Overwrite ``tensors`` with those of rank ``group_src`` of ``group``.
 
     Tensors of all dtypes travel together as bytes, so that a model with float and integer buffers
-    needs one broadcast, not one per dtype. Messages hold at most ``max_bytes``, or one tensor.
-
-    Args:
-        tensors: dense tensors, the same shapes and dtypes in the same order on every rank.
-        group: the process group.
-        group_src: rank within ``group`` whose values all get.
-        max_bytes: upper limit of one message.
+    needs one broadcast, not one per dtype. They are dense, of the same shapes and dtypes in the
+    same order on every rank. Messages hold at most ``max_bytes``, or one tensor.
     """
     is_source = group.rank() == group_src
     with torch.no_grad():

@@ -215,17 +215,11 @@ def _named(run: ReductionRun, bucket: Bucket, error: BaseException) -> BaseExcep
 
 @dataclass
 class _Calls:
-    """The calls of a hook in one run.
+    """The calls of a hook in one run."""
 
-    Attributes:
-        calls: of all buckets so far.
-        trailers: of all buckets, on their way.
-        factors: by the index of the bucket, once all is known.
-    """
-
-    calls: list[_Call] = field(default_factory=list)
-    trailers: tuple[Tensor, Work] | None = None
-    factors: dict[int, Tensor | None] | None = None
+    calls: list[_Call] = field(default_factory=list)  # of all buckets so far
+    trailers: tuple[Tensor, Work] | None = None  # of all buckets, on their way
+    factors: dict[int, Tensor | None] | None = None  # by index of bucket, once all is known
 
 
 class _Call:

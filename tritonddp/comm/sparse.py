@@ -27,7 +27,7 @@ def exchange(bucket: SparseBucket, group: dist.ProcessGroup, counters: Counters)
 
     One collective, or none where no rank has rows. The host waits for what the ranks announced.
     """
-    if not bucket.is_used:
+    if not bucket.flat.flags.item():  # nobody has used the parameter
         return
     announced = bucket.announced()
     kinds = {each.kind for each in announced}

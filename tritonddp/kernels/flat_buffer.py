@@ -40,13 +40,9 @@ class Marks(NamedTuple):
 
     For each gradient there is one word for 8 ranks, a whole number from 0 to 255. No two ranks have
     the same bit, so that a sum over ranks is exact, like that of headers.
-
-    Attributes:
-        rank: this one.
-        world_size: number of ranks.
     """
 
-    rank: int
+    rank: int  # this one
     world_size: int
 
     @property
@@ -251,7 +247,7 @@ class FlatBuffer:
         return part
 
     def write_trailer(self, used: Sequence[bool], headers: Sequence[int]) -> None:
-        """Write the used flags, one a gradient, and the headers. Raises as :meth:`encode_trailer`."""
+        """Write the used flags, one a gradient, and the headers: see :meth:`encode_trailer`."""
         if (
             self.encoded is None
             or used != self.encoded_flags

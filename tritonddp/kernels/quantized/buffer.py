@@ -19,6 +19,7 @@ not finite on this rank; there are none if nobody looks. Padding has no meaning.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -40,22 +41,13 @@ LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 class Piece(NamedTuple):
-    """Consecutive elements of one gradient that lie in one part of the message.
-
-    Attributes:
-        slot: of the gradient.
-        start: first element within the gradient, in memory order. A multiple of 256 where it is
-            quantised, else of 16.
-        numel: number of elements, at least 1.
-        part: which one.
-        place: where in it: the first block, or the first of the exact elements.
-    """
+    """Consecutive elements of one gradient that lie in one part of the message."""
 
     slot: int
-    start: int
-    numel: int
+    start: int  # within the gradient, in memory order: a multiple of 256, of 16 if it is exact
+    numel: int  # at least 1
     part: int
-    place: int
+    place: int  # in the part: its first block, or the first of its exact elements
 
 
 class MessageLayout:
@@ -115,8 +107,11 @@ class MessageLayout:
         """Blocks that ``rank`` owns: less than :attr:`part_blocks` where there are no more."""
         return min(max(self.blocks - rank * self.part_blocks, 0), self.part_blocks)
 
-    def pieces(self, first: int, last: int) -> Iterator[Piece]:
-        """What slots ``[first, last)`` consist of, in slot order, then by element."""
+    def pieces(self, first: int, last: int, most: int = sys.maxsize) -> Iterator[Piece]:
+        """What slots ``[first, last)`` consist of, in slot order, then by element.
+
+        No piece has more than ``most`` elements, a multiple of 256.
+        """
         for slot in range(first, last):
             quantized, numel, place = self.quantized[slot], self.numels[slot], self.places[slot]
             per_part = self.part_blocks if quantized else self.part_exact
@@ -124,27 +119,19 @@ class MessageLayout:
             start = 0
             while start < numel:
                 part, at = divmod(place + start // size, per_part)
-                piece = Piece(slot, start, min(numel - start, (per_part - at) * size), part, at)
-                yield piece
-                start += piece.numel
+                count = min(numel - start, (per_part - at) * size, most)
+                yield Piece(slot, start, count, part, at)
+                start += count
 
 
 class Sections(NamedTuple):
-    """Views of some parts of a message, one row a part.
+    """Views of some parts of a message, one row a part."""
 
-    Attributes:
-        numbers: ``(rows, Bp, 256)``, int8 or fp8.
-        scales: ``(rows, Bp)``, fp32. A NaN makes the block one; 0 a block of zeros.
-        exact: ``(rows, Ep)``, fp32.
-        trailers: ``(rows, n + bytes of a header)``, uint8; no columns in gathered sums.
-        marks: ``(rows, n)``, uint8; no columns in gathered sums, or where there are none.
-    """
-
-    numbers: Tensor
-    scales: Tensor
-    exact: Tensor
-    trailers: Tensor
-    marks: Tensor
+    numbers: Tensor  # (rows, Bp, 256), int8 or fp8
+    scales: Tensor  # (rows, Bp), fp32. A NaN makes the block one; 0 a block of zeros
+    exact: Tensor  # (rows, Ep), fp32
+    trailers: Tensor  # (rows, n + bytes of a header), uint8; no columns in gathered sums
+    marks: Tensor  # (rows, n), uint8; no columns in gathered sums, or where there are none
 
 
 @dataclass
@@ -153,14 +140,10 @@ class Residuals:
 
     In the unit of what is sent: the scale of gradients is in it. Lives as long as its bucket, in
     which buffers may come and go.
-
-    Attributes:
-        sent: fp32 ``(blocks, 256)``: of this rank's gradients.
-        reduced: fp32 ``(owned blocks, 256)``: of the sums that this rank sends to all.
     """
 
-    sent: Tensor
-    reduced: Tensor
+    sent: Tensor  # (blocks, 256), fp32: of this rank's gradients
+    reduced: Tensor  # (owned blocks, 256), fp32: of the sums that this rank sends to all
 
     @classmethod
     def zeros(cls, message: MessageLayout, rank: int, device: torch.device) -> Residuals:
@@ -173,21 +156,13 @@ class Residuals:
 
 @dataclass
 class Quantization:
-    """How the gradients of one bucket are quantised, as long as it lives.
-
-    Attributes:
-        message: where they lie in the message.
-        numbers: the dtype on the wire: int8 or float8_e4m3fn.
-        rank: this one.
-        residuals: ``None`` where errors are not fed back.
-        unit: of weights, in which the residuals are, once it is known; see :meth:`rescale`.
-    """
+    """How the gradients of one bucket are quantised, as long as it lives."""
 
     message: MessageLayout
-    numbers: torch.dtype
-    rank: int
-    residuals: Residuals | None
-    unit: float | None = None
+    numbers: torch.dtype  # on the wire: int8 or float8_e4m3fn
+    rank: int  # this one
+    residuals: Residuals | None  # None where errors are not fed back
+    unit: float | None = None  # of weights, in which residuals are, once known: see rescale()
 
     def rescale(self, unit: float) -> None:
         """Weights are divided by another unit from now on: so is what was left out of them."""

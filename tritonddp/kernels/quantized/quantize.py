@@ -160,16 +160,14 @@ class QuantizedTables(DeviceTables):
         assert isinstance(flat, QuantizedBuffer)
         if block < BLOCK:
             raise ValueError(f"block should be at least {BLOCK}, but is {block}")
-        layout, first_slot = flat.message_layout, flat.first_slot
+        layout, first = flat.message_layout, flat.first_slot
         quantized: list[tuple[int, ...]] = []
         exact: list[tuple[int, ...]] = []
-        for piece in layout.pieces(first_slot, first_slot + len(flat.layout.numels)):
-            is_quantized = layout.quantized[piece.slot]
-            rows, size = (quantized, BLOCK) if is_quantized else (exact, 1)
-            slot = piece.slot - first_slot
-            for start in range(0, piece.numel, block):
-                place, count = piece.place + start // size, min(piece.numel - start, block)
-                rows.append((slot, piece.start + start, piece.part, place, count))
+        for slot, start, numel, part, place in layout.pieces(
+            first, first + len(flat.layout.numels), block
+        ):
+            rows = quantized if layout.quantized[slot] else exact
+            rows.append((slot - first, start, part, place, numel))
         self.quantized_chunks = len(quantized)
         return torch.tensor(quantized + exact, dtype=torch.int64).view(-1, 5)
 

@@ -43,21 +43,14 @@ _LARGEST_SCALE = {
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Blocks that follow each other in the message and in the buffer.
-
-    Attributes:
-        part, first, last: the blocks ``[first, last)`` of this part.
-        pieces: of which they consist; their slots are those of the whole buffer.
-        sizes: elements of the pieces and of what pads their last blocks, in order.
-        gaps: which of these pad.
-    """
+    """Blocks ``[first, last)`` of a part of the message, which follow each other in the buffer."""
 
     part: int
     first: int
     last: int
-    pieces: list[Piece]
-    sizes: list[int]
-    gaps: list[bool]
+    pieces: list[Piece]  # of which they consist; their slots are those of the whole buffer
+    sizes: list[int]  # elements of the pieces and of what pads their last blocks, in order
+    gaps: list[bool]  # which of these pad
 
     @classmethod
     def of(cls, pieces: list[Piece]) -> _Chunk:
@@ -81,19 +74,17 @@ def _cut(flat: QuantizedBuffer) -> tuple[list[_Chunk], list[Piece]]:
     runs: list[list[Piece]] = []
     exact: list[Piece] = []
     size = 0  # of the last run, in blocks
-    for piece in layout.pieces(flat.first_slot, flat.first_slot + len(flat.layout.numels)):
+    end = flat.first_slot + len(flat.layout.numels)
+    for piece in layout.pieces(flat.first_slot, end, _BLOCKS * BLOCK):
         if not layout.quantized[piece.slot]:
             exact.append(piece)
             continue
-        for start in range(0, piece.numel, _BLOCKS * BLOCK):
-            count = min(piece.numel - start, _BLOCKS * BLOCK)
-            blocks = -(-count // BLOCK)
-            if not runs or runs[-1][0].part != piece.part or size + blocks > _BLOCKS:
-                runs.append([])
-                size = 0
-            place = piece.place + start // BLOCK
-            runs[-1].append(Piece(piece.slot, piece.start + start, count, piece.part, place))
-            size += blocks
+        blocks = -(-piece.numel // BLOCK)
+        if not runs or runs[-1][0].part != piece.part or size + blocks > _BLOCKS:
+            runs.append([])
+            size = 0
+        runs[-1].append(piece)
+        size += blocks
     return list(map(_Chunk.of, runs)), exact
 
 
@@ -273,15 +264,6 @@ def _gather(
     scale: float,
 ) -> None:
     """``scale`` times these pieces of the gradients into ``targets``, which lie in ``line``."""
-    if len(pieces) == 1:
-        source = sources[pieces[0].slot]
-        if source is None:
-            targets[0].zero_()
-            return
-        source = source[pieces[0].start :][: pieces[0].numel]
-        if source.dtype is line.dtype:
-            torch.mul(source, scale, out=targets[0])
-            return
     present, there, absent = [], [], []
     for piece, target in zip(pieces, targets, strict=True):
         source = sources[piece.slot]
@@ -292,7 +274,9 @@ def _gather(
                 source = source[piece.start :][: piece.numel]
             present.append(source)
             there.append(target)
-    if there:
+    if len(present) == len(pieces) == 1 and present[0].dtype is line.dtype:
+        torch.mul(present[0], scale, out=targets[0])
+    elif there:
         foreach_copy_(there, present)
         line.mul_(scale)
     if absent:
