@@ -27,16 +27,11 @@ class BucketCaps:
 
     A bucket closes when its size *reaches* its limit, as in stock DDP, so it overshoots by less
     than one parameter.
-
-    Attributes:
-        limits: sizes in bytes: of the first buckets in order, the last one for all others.
-        delayed: names of parameters that have a bucket of their own, of any size, after all others.
-        is_list: the limits were given one by one.
     """
 
-    limits: tuple[int, ...]
-    delayed: frozenset[str] = frozenset()
-    is_list: bool = False
+    limits: tuple[int, ...]  # in bytes: of the first buckets in order, the last one for all others
+    delayed: frozenset[str] = frozenset()  # names of parameters with buckets behind all others
+    is_list: bool = False  # the limits were given one by one
 
     @classmethod
     def of(

@@ -43,20 +43,15 @@ _SMALL = 1_024
 class WireFormat:
     """How gradients travel.
 
-    Attributes:
-        reduce_dtype: the dtype of all dense real ones, fp64 too; ``None`` if each travels in its
-            own. Complex and sparse gradients always do.
-        compression: a key of :data:`COMPRESSIONS`, ``None`` if nothing is quantised. Then
-            gradients of fp64, complex and sparse ones, and buckets in which all are exact travel
-            as without it.
-        error_feedback: what quantisation leaves out is added to later gradients.
-        exact: which parameters' gradients are not quantised.
+    All dense real ones, fp64 too, travel in ``reduce_dtype``, complex and sparse ones in their own.
+    With ``compression`` gradients of fp64, complex and sparse ones, and buckets in which all are
+    exact travel as without it.
     """
 
-    reduce_dtype: torch.dtype | None = None
-    compression: str | None = None
-    error_feedback: bool = True
-    exact: ExactParams | None = None
+    reduce_dtype: torch.dtype | None = None  # None: each in its own
+    compression: str | None = None  # a key of COMPRESSIONS; None: nothing is quantised
+    error_feedback: bool = True  # what quantisation leaves out is added to later gradients
+    exact: ExactParams | None = None  # which parameters' gradients are not quantised
 
     @classmethod
     def of(
@@ -82,20 +77,18 @@ class WireFormat:
                 f"{compression!r}"
             )
         names = ", ".join(map(str, REDUCE_DTYPES))
-        if reduce_dtype is not None and not isinstance(reduce_dtype, torch.dtype):
-            raise TypeError(f"reduce_dtype should be one of {names}, got {reduce_dtype!r}")
-        if reduce_dtype is not None and reduce_dtype not in REDUCE_DTYPES:
-            raise ValueError(f"reduce_dtype should be one of {names}, got {reduce_dtype}")
-        if mixed_precision is None:
-            return cls(reduce_dtype, compression, error_feedback, exact)
-        low = mixed_precision.reduce_dtype
-        if None not in (low, reduce_dtype) and low != reduce_dtype:
-            raise ValueError(
-                f"reduce_dtype={reduce_dtype} contradicts mixed_precision, whose reduce_dtype is "
-                f"{low}: give one of them"
-            )
-        dtype = reduce_dtype or low or mixed_precision.param_dtype
-        return cls(dtype, compression, error_feedback, exact)
+        if reduce_dtype is not None and not any(reduce_dtype is each for each in REDUCE_DTYPES):
+            kind = ValueError if isinstance(reduce_dtype, torch.dtype) else TypeError
+            raise kind(f"reduce_dtype should be one of {names}, got {reduce_dtype!r}")
+        if mixed_precision is not None:
+            low = mixed_precision.reduce_dtype
+            if None not in (low, reduce_dtype) and low != reduce_dtype:
+                raise ValueError(
+                    f"reduce_dtype={reduce_dtype} contradicts mixed_precision, whose reduce_dtype "
+                    f"is {low}: give one of them"
+                )
+            reduce_dtype = reduce_dtype or low or mixed_precision.param_dtype
+        return cls(reduce_dtype, compression, error_feedback, exact)
 
     def check(self, group: dist.ProcessGroup, devices: Iterable[torch.device]) -> None:
         """Can gradients on these devices travel like that?
@@ -136,24 +129,15 @@ class WireFormat:
 
 @dataclass
 class BucketFactory:
-    """Makes buckets for gradients that travel in one format, or in one of several.
+    """Makes buckets for gradients that travel in one format, or in one of several."""
 
-    Attributes:
-        wire: how gradients travel, unless :meth:`make` is told otherwise.
-        group: the ranks. Where there is but one nothing travels, and nothing is quantised.
-        counters: count what the buckets launch.
-        views: gradients live in the buckets, if they travel in their own dtype.
-        lazy: buckets have memory during backwards only.
-        check_finite: buckets tell which gradients are not finite, and on which ranks.
-        kept: what quantisation has left out of gradients in buckets that are being replaced.
-    """
-
-    wire: WireFormat
-    group: Group
-    counters: Counters
-    views: bool = False
-    lazy: bool = False
-    check_finite: bool = False
+    wire: WireFormat  # unless make() is told otherwise
+    group: Group  # of one rank: nothing travels, and nothing is quantised
+    counters: Counters  # of what the buckets launch
+    views: bool = False  # gradients live in the buckets, if they travel in their own dtype
+    lazy: bool = False  # buckets have memory during backwards only
+    check_finite: bool = False  # buckets tell which gradients are not finite, and on which ranks
+    # What quantisation has left out of gradients in buckets that are being replaced.
     kept: dict[Tensor, Left] = field(default_factory=dict, init=False)
 
     def temporary(self, views: bool = False) -> BucketFactory:
@@ -228,11 +212,9 @@ class ExactParams:
     These are: all of one dimension (biases, scales of norms), those of fewer than 1,024 elements,
     the weights of embeddings, in whose gradients many rows are zero, and what the user wants.
 
-    Args:
-        module: what is wrapped.
-        wanted: names of further parameters as ``module.named_parameters()`` gives them, or patterns
-            of such names (:mod:`fnmatch`), one or several; or ``wanted(name, parameter)``, true of
-            what shall be exact.
+    That is ``wanted``: names of parameters as ``module.named_parameters()`` gives them, or patterns
+    of such names (:mod:`fnmatch`), one or several; or ``wanted(name, parameter)``, true of what
+    shall be exact.
 
     Raises:
         TypeError: ``wanted`` is none of these.

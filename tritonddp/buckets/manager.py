@@ -115,25 +115,16 @@ class BucketManager:
         wire_of = planner.wire_of if planner is not None else lambda index: None
         built = BucketSet(named_params, self._caps, factory, former, sparse, wire_of)
         if logger.isEnabledFor(logging.DEBUG):
-            self._log(built)
+            where = f"rank {self._group.rank}, step {self._counters.reductions}"
+            for bucket in built.buckets:
+                params = bucket.params
+                numel, nbytes = sum(p.numel() for p in params), sum(p.nbytes for p in params)
+                logger.debug(
+                    f"{where}: bucket {bucket.index} of {len(built.buckets)}: {len(params)} "
+                    f"parameters, {numel} elements, {nbytes} bytes, travels in "
+                    f"{bucket.wire_dtype}, on {params[0].device}: {', '.join(bucket.names)}"
+                )
         return built
-
-    def _log(self, built: BucketSet) -> None:
-        for bucket in built.buckets:
-            logger.debug(
-                "rank %d, step %d: bucket %d of %d: %d parameters, %d elements, %d bytes, travels "
-                "in %s, on %s: %s",
-                self._group.rank,
-                self._counters.reductions,
-                bucket.index,
-                len(built.buckets),
-                len(bucket.params),
-                sum(param.numel() for param in bucket.params),
-                sum(param.nbytes for param in bucket.params),
-                bucket.wire_dtype,
-                bucket.params[0].device,
-                ", ".join(bucket.names),
-            )
 
     @property
     def order(self) -> list[str]:

@@ -64,10 +64,9 @@ def add_to(bucket: Bucket, param: Tensor, left: Left) -> None:
 
 
 def _blocks_of(quantization: Quantization) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """Of each quantised gradient: slot, first block, number of blocks.
+    """Of each quantised gradient: slot, first block, number of blocks, first, last, shift.
 
-    And which of its blocks, ``[first, last)``, this rank owns; block b of it is then that of number
-    ``shift + b`` among the owned ones.
+    This rank owns its blocks ``[first, last)``; block b is ``shift + b`` among all that it owns.
     """
     message, rank = quantization.message, quantization.rank
     for slot, (numel, place) in enumerate(zip(message.numels, message.places, strict=True)):

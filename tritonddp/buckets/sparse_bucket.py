@@ -34,18 +34,16 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a rank will send of one gradient."""
+    """What a rank will send of one gradient; encoded as :data:`_ANNOUNCEMENT` bytes."""
 
     kind: Kind
     rows: int = 0
 
     def encode(self) -> bytes:
-        """As :data:`_ANNOUNCEMENT` bytes."""
         return bytes([self.kind]) + self.rows.to_bytes(_ANNOUNCEMENT - 1, "little")
 
     @classmethod
     def decode(cls, encoded: bytes) -> Announcement:
-        """The inverse of :meth:`encode`."""
         return cls(Kind(encoded[0]), int.from_bytes(encoded[1:], "little"))
 
 
@@ -131,11 +129,7 @@ class SparseBucket(Bucket):
         super().fill_nan(header + self._places(Announcement(Kind.BROKEN)))
 
     def _take(self, grad: Tensor, scale: float) -> None:
-        """Make ``grad`` what this rank sends.
-
-        Raises:
-            GradientError: it does not fit the parameter.
-        """
+        """Make ``grad`` what this rank sends. Raises a GradientError if it does not fit."""
         self._check_kind(0, grad)
         if grad.layout is torch.sparse_coo and grad.sparse_dim() == 1:
             grad = grad.coalesce()

@@ -73,12 +73,10 @@ class ViewBucket(Bucket):
         self._stashed.clear()
 
     def _scale(self, factor: Tensor) -> None:
-        """Multiply the reduced gradients by one fp64 element, where they are, in one launch.
-
-        Not by ``payload.mul_(factor)``: on a GPU torch rounds an operand without dimensions to the
-        dtype of the other one first, bf16 too.
-        """
+        """Multiply the reduced gradients by one fp64 element, where they are, in one launch."""
         if self._kernels.by_address:
+            # Not by payload.mul_(factor): on a GPU torch rounds an operand without dimensions to
+            # the dtype of the other one first, bf16 too.
             self._kernels.unflatten(self.flat, self.flat.views, factor)
         else:  # one call is less than one for each gradient
             self.flat.payload.mul_(factor.item())

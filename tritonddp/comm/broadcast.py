@@ -18,12 +18,7 @@ MESSAGE_BYTES = 250 * 1024 * 1024
 
 
 class StateBroadcast:
-    """Overwrites parameters and buffers with those of one rank.
-
-    Args:
-        group: the ranks.
-        source: has the rank whose values all get, as ``source_rank``.
-    """
+    """Overwrites parameters and buffers with those of one rank: of ``source.source_rank``."""
 
     def __init__(self, group: Group, source: Any) -> None:
         self._group = group
@@ -31,12 +26,9 @@ class StateBroadcast:
         self.max_bytes = MESSAGE_BYTES
 
     def send(self, tensors: Sequence[Tensor], place: str, what: str) -> None:
-        """Overwrite ``tensors``, parameters or buffers.
+        """Overwrite ``tensors``; see :func:`broadcast_coalesced`.
 
-        Args:
-            tensors: see :func:`broadcast_coalesced`.
-            place: where in its program this rank is, for errors.
-            what: what they are, for errors.
+        For errors, ``place`` says where in its program this rank is, and ``what`` what they are.
 
         Raises:
             RuntimeError: a rank is missing, which is named.

@@ -223,24 +223,15 @@ class _Calls:
 
 
 class _Call:
-    """The hook's work on one bucket.
-
-    Args:
-        bucket: packed.
-        is_broken: its gradients do not count.
-        transport: has the hook.
-
-    Attributes:
-        trailer: what this rank says in the bucket's trailer. Saved before the hook is called, which
-            may resize the buffer and write behind its end.
-        error: what the hook raised on this rank.
-    """
+    """The hook's work on one bucket, which is packed."""
 
     def __init__(self, bucket: Bucket, is_broken: bool, transport: CommHook) -> None:
         self.bucket = bucket
-        self.is_broken = is_broken
+        self.is_broken = is_broken  # its gradients do not count
+        # What this rank says. Saved before the hook is called, which may resize the buffer and
+        # write behind its end.
         self.trailer = _trailer(bucket).to(_TRAILERS, copy=True)
-        self.error: BaseException | None = None
+        self.error: BaseException | None = None  # what the hook raised on this rank
         self._transport = transport
         self._has_begun = False
         self._buffer: Tensor | None = None

@@ -19,10 +19,9 @@ from torch import Tensor
 def all_to_all(incoming: Tensor, outgoing: Tensor, group: dist.ProcessGroup, tag: int) -> list[Any]:
     """Row ``r`` of ``outgoing`` goes to rank ``r``, and row ``r`` of ``incoming`` comes from it.
 
-    An all-gather is one whose rows are all the same memory (``part.expand(W, -1)``).
-
-    Messages between two ranks are matched by their tags, and by their order only among those of one
-    tag, so that several may be under way and other collectives of the group beside them.
+    An all-gather is one whose rows are all the same memory (``part.expand(W, -1)``). Messages
+    between two ranks are matched by their tags, and by their order only among those of one tag, so
+    that several may be under way and other collectives of the group beside them.
 
     Args:
         incoming, outgoing: ``W`` rows of one shape and dtype each, contiguous by row, on the CPU.

@@ -150,10 +150,7 @@ def _end_threads() -> None:
 class _Exchange:
     """The work on one bucket over gloo: its :class:`Work`. The all-to-all is issued at once.
 
-    Args:
-        flat: packed.
-        group: the ranks.
-        number: of the exchanges that this rank has made in the group: as on all of its ranks.
+    The ``number`` is of the exchanges that this rank has made in the group, as on all of its ranks.
     """
 
     def __init__(self, flat: QuantizedBuffer, group: dist.ProcessGroup, number: int) -> None:

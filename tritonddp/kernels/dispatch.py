@@ -22,44 +22,31 @@ GRADIENT_DTYPES = (*DTYPES, *REAL)
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of one kind of device.
+    """The kernels of one kind of device."""
 
-    Attributes:
-        flatten: ``flatten(flat, grads, used, scale, headers=())``, see ``reference.flatten``.
-        unflatten: ``unflatten(flat, grads, factor=None)``, see ``reference.unflatten``.
-        alignment: what these kernels want of ``Layout.of``, in elements.
-        by_address: they read gradients by address, which must lie in memory as their slots do.
-        segments: cuts a layout into runs of slots ``[first, last)``, each flattened by one launch.
-        donates: whether gradients of a bucket with this layout are better handed over in its buffer
-            than copied out of it.
-        buffer: makes the flat buffer of a layout, for gradients of a dtype, on a device.
-        marks: what ``flatten`` says of gradients that are not finite; ``None``: it does not look.
-    """
-
-    flatten: Callable[..., None]
-    unflatten: Callable[..., None]
-    alignment: int
-    by_address: bool
+    flatten: Callable[..., None]  # (flat, grads, used, scale, headers=()): see reference.flatten
+    unflatten: Callable[..., None]  # (flat, grads, factor=None): see reference.unflatten
+    alignment: int  # what these kernels want of Layout.of, in elements
+    by_address: bool  # they read gradients by address, which lie in memory as their slots do
+    # Cuts a layout into runs of slots [first, last), each flattened by one launch.
     segments: Callable[[Layout], list[tuple[int, int]]]
+    # Whether gradients are better handed over in the buffer than copied out of it.
     donates: Callable[[Layout], bool]
     buffer: Callable[[Layout, torch.dtype, torch.device], FlatBuffer] = FlatBuffer
-    marks: Marks | None = None
+    marks: Marks | None = None  # of gradients that are not finite; None: flatten does not look
 
 
 @dataclass(frozen=True)
 class QuantizedKernels:
     """The kernels of one kind of device for buckets whose gradients are quantised.
 
-    Attributes:
-        quantize: takes the place of ``flatten``, see ``quantized.reference.quantize``.
-        reduce_parts: ``reduce_parts(flat)``, see ``quantized.reference.reduce_parts``.
-        receive: ``receive(flat, factor)``: what there is to do before ``unflatten`` when the sums
-            of all ranks have come; returns the factor that is left for that.
-        unflatten: see ``reference.unflatten``.
+    See ``quantized.reference`` for the first two.
     """
 
-    quantize: Callable[..., None]
+    quantize: Callable[..., None]  # takes the place of flatten
     reduce_parts: Callable[[QuantizedBuffer], None]
+    # (flat, factor): what is to be done when the sums of all ranks have come; returns the factor
+    # that is left for unflatten.
     receive: Callable[[QuantizedBuffer, Tensor | None], Tensor | None]
     unflatten: Callable[..., None]
 

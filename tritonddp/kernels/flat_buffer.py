@@ -65,28 +65,19 @@ class Marks(NamedTuple):
 class Layout:
     """Where each gradient lies in the flat buffer, and where the trailer begins.
 
-    Attributes:
-        shapes: logical shape of each gradient.
-        strides: strides of each gradient in elements; always dense, so a gradient fills
-            ``prod(shape)`` consecutive elements of the buffer in *memory* order.
-        numels: number of elements of each gradient (0 allowed).
-        offsets: first element of each gradient, multiples of ``alignment``.
-        flags_offset: first element of the trailer; flag ``i`` is element ``flags_offset + i``.
-        headers: number of headers, which follow the last flag; all ranks' together.
-        marks_offset: first element behind the headers: that of the first mark.
-        numel: length of the whole buffer, trailer included.
-        marks: ``None`` if nobody looks whether gradients are finite: then there are no marks.
+    Strides are always dense: a gradient fills ``prod(shape)`` consecutive elements of the buffer in
+    *memory* order.
     """
 
     shapes: tuple[tuple[int, ...], ...]
-    strides: tuple[tuple[int, ...], ...]
-    numels: tuple[int, ...]
-    offsets: tuple[int, ...]
-    flags_offset: int
-    headers: int
-    marks_offset: int
-    numel: int
-    marks: Marks | None = None
+    strides: tuple[tuple[int, ...], ...]  # in elements
+    numels: tuple[int, ...]  # of each gradient; 0 is allowed
+    offsets: tuple[int, ...]  # first element of each gradient, a multiple of the alignment
+    flags_offset: int  # first element of the trailer: that of the first flag
+    headers: int  # number of headers, which follow the last flag; all ranks' together
+    marks_offset: int  # first element behind the headers: that of the first mark
+    numel: int  # length of the whole buffer, trailer included
+    marks: Marks | None = None  # None if nobody looks whether gradients are finite
 
     @classmethod
     def of(

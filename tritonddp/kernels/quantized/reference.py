@@ -143,10 +143,7 @@ def reduce_parts(flat: QuantizedBuffer) -> None:
     Blocks are summed in fp32, with what quantisation has left out of the sums before,
     ``residuals.reduced``, and quantised again. The residual of a block that is zeros on all ranks
     is not sent and stays as it is, and so is that of a block which becomes NaN. Then ``flat.flags``
-    and ``flat.headers`` are those of all ranks.
-
-    Args:
-        flat: a whole buffer, ``received`` from all ranks. On a GPU one launch.
+    and ``flat.headers`` are those of all ranks. ``flat`` is a whole buffer.
     """
     numbers, scales, exact, trailers, _ = flat.incoming
     residuals = flat.residuals
@@ -291,15 +288,10 @@ def _encode(
     residual: Tensor | None,
     kept: Tensor | None = None,
 ) -> None:
-    """Quantise blocks.
+    """Quantise ``values``, fp32 ``(n, 256)``, into ``numbers`` and ``scales``, with their errors.
 
-    Args:
-        values: fp32 ``(n, 256)``; overwritten.
-        other: memory like it.
-        numbers, scales: the destination, ``(n, 256)`` and ``(n,)``.
-        residual: the errors, like ``values``; ``None`` if nobody asks.
-        kept: of which blocks the residual stays as it is; ``None``: of none but those that are not
-            finite.
+    ``values`` is overwritten; ``other`` is memory like it. The ``residual`` of blocks that are
+    ``kept``, and of those that are not finite, stays as it is.
     """
     dtype = numbers.dtype
     amax = torch.amax(torch.abs(values, out=other), dim=1)
