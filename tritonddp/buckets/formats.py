@@ -155,11 +155,8 @@ class BucketFactory:
     ) -> Bucket:
         """Bucket number ``index`` of these parameters, which are of one dtype and device.
 
-        Args:
-            index: the first bucket carries the headers.
-            params, names: in launch order.
-            is_sparse: it is one parameter with sparse gradients.
-            wire: how its gradients travel, if otherwise than those of most buckets.
+        The first bucket carries the headers. One of a parameter with sparse gradients
+        ``is_sparse``; ``wire`` is how gradients travel, if otherwise than those of most buckets.
         """
         wire = wire or self.wire
         device, dtype = params[0].device, params[0].dtype

@@ -47,15 +47,9 @@ class Planner(Protocol):
 class BucketManager:
     """The buckets in force, and when others take their place: after a reduction only.
 
-    Args:
-        parameters: of the module, alike on every rank.
-        group: the ranks.
-        caps: bucket sizes.
-        factory: makes the buckets that backwards fill.
-        counters: count the agreement on the order of gradients.
-
     Attributes:
         current: the buckets in force.
+        factory: makes those that backwards fill.
         planner: chooses how the gradients of each bucket travel, ``None`` if that is settled.
         is_provisional: the order of gradients is still to be observed.
         schema: hash of what is trained that the last reduction had.

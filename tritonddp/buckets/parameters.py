@@ -45,11 +45,7 @@ class ModuleParameters:
     """
 
     def __init__(
-        self,
-        wrapper: nn.Module,
-        ignored: Collection[str],
-        group: Group,
-        is_fixed: bool = False,
+        self, wrapper: nn.Module, ignored: Collection[str], group: Group, is_fixed: bool = False
     ) -> None:
         self.is_fixed = is_fixed
         # Not the wrapper itself: its reducer holds this object, and it the reducer.

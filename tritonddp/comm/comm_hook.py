@@ -68,14 +68,8 @@ class CommHook:
     rank that fails, or whose backward broke off, takes part with zeros, since NaN would stay in the
     state of hooks that feed errors back; but it tells the others, who see NaN in ``.grad``. What is
     no error (KeyboardInterrupt, SystemExit) goes on from there as it is. A future that is not
-    completed within the timeout of the process group is an error of the hook.
-
-    Args:
-        hook: called with the state and a :class:`GradBucket`; returns a future of one tensor with
-            as many elements as the buffer, or of a list that holds it.
-        state: handed to the hook.
-        group: the ranks.
-        counters: count the all-reduce of the trailers.
+    completed within the timeout of the process group is an error of the hook. What it holds is one
+    tensor with as many elements as the buffer, or a list of that.
     """
 
     averages = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -53,17 +52,14 @@ class GradBucket:
 
     def gradients(self) -> list[Tensor]:
         """Views of the buffer, row-major, with the shapes of :meth:`parameters`."""
-        sizes = [param.numel() * (1 + param.is_complex()) for param in self._params]
-        pieces = [
-            self._buffer[end - size : end]
-            for size, end in zip(sizes, accumulate(sizes), strict=True)
-        ]
-        return [
-            torch.view_as_complex(piece.view(*param.shape, 2))
-            if param.is_complex()
-            else piece.view(param.shape)
-            for piece, param in zip(pieces, self._params, strict=True)
-        ]
+        views, end = [], 0
+        for param in self._params:
+            start, end = end, end + param.numel() * (1 + param.is_complex())
+            piece = self._buffer[start:end]
+            if param.is_complex():
+                piece = torch.view_as_complex(piece.view(-1, 2))
+            views.append(piece.view(param.shape))
+        return views
 
     def parameters(self) -> list[Parameter]:
         """The parameters whose gradients the bucket holds, in their order in it."""

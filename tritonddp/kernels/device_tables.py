@@ -74,8 +74,8 @@ class DeviceTables:
         self.block = block
         self.chunks = self._rows(flat, block).to(device)
         self.num_chunks = self.chunks.shape[0]
-        words = 2 * len(layout.numels) + layout.headers + 1
-        self.dynamic = torch.zeros(words, dtype=torch.int64, device=device)
+        self._words = [0] * (2 * len(layout.numels) + layout.headers + 1)  # those of dynamic
+        self.dynamic = torch.zeros(len(self._words), dtype=torch.int64, device=device)
         self.one = torch.ones(1, dtype=torch.float64).to(device)
         self.aligned = True
         self.uploads = 0
@@ -86,9 +86,8 @@ class DeviceTables:
         self._dtype: torch.dtype | None = None
         self._addresses: list[int] = [0] * len(layout.numels)
         self._used: list[bool] = [False] * len(layout.numels)
-        self._headers = bytes(layout.headers)
+        self._headers: Sequence[int] = bytes(layout.headers)
         self._scale = 0.0
-        self._scale_bits = 0
 
     def _rows(self, flat: FlatBuffer, block: int) -> Tensor:
         """The rows of :attr:`chunks`, on the CPU."""
@@ -164,29 +163,21 @@ class DeviceTables:
             raise ValueError(
                 f"the buffer has {len(self._addresses)} slots, but {len(addresses)} gradients came"
             )
-        if used is not None and len(used) != len(self._used):
-            raise ValueError(f"the buffer has {len(self._used)} slots, but {len(used)} flags came")
-        encoded = self._headers if headers is None else self._layout.encode_headers(headers)
-        stale = False
+        used = self._used if used is None else list(used)
+        if len(used) != len(addresses):
+            raise ValueError(f"the buffer has {len(addresses)} slots, but {len(used)} flags came")
+        headers = self._headers if headers is None else self._layout.encode_headers(headers)
         if addresses != self._addresses or dtype is not self._dtype:
             self._check(grads, dtype)
             self.aligned = not reduce(or_, addresses, 0) & 15
-            stale = addresses != self._addresses
-            self._addresses, self._dtype = addresses, dtype
-        if used is not None:
-            stale = stale or list(used) != self._used
-            self._used = list(used)
-        stale = stale or encoded != self._headers
-        self._headers = encoded
-        if scale is not None:
-            # By bits: -0.0 equals 0.0 and NaN does not equal itself.
-            (bits,) = _INT64.unpack(_FLOAT64.pack(scale))
-            stale = stale or bits != self._scale_bits
-            self._scale, self._scale_bits = scale, bits
-        if stale:
-            flags = map(int, map(bool, self._used))
-            words = array("q", [*self._addresses, *flags, *self._headers, self._scale_bits])
-            upload(self.dynamic, torch.frombuffer(words, dtype=torch.int64))
+        self._addresses, self._dtype, self._used, self._headers = addresses, dtype, used, headers
+        self._scale = self._scale if scale is None else scale
+        # The scale by its bits: -0.0 equals 0.0 and NaN does not equal itself.
+        (bits,) = _INT64.unpack(_FLOAT64.pack(self._scale))
+        words = [*addresses, *map(int, map(bool, used)), *headers, bits]
+        if words != self._words:
+            upload(self.dynamic, torch.frombuffer(array("q", words), dtype=torch.int64))
+            self._words = words
             self.uploads += 1
 
     def _check(self, grads: Sequence[Tensor | None], dtype: torch.dtype | None) -> None:

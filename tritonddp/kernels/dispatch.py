@@ -56,10 +56,7 @@ def select(
 ) -> Kernels:
     """The kernels for gradients on ``device``: Triton on GPUs, plain torch on the CPU.
 
-    Args:
-        device: of the gradients.
-        dtype: one of :data:`GRADIENT_DTYPES`.
-        marks: see :class:`Kernels`.
+    ``dtype`` is one of :data:`GRADIENT_DTYPES`.
 
     Raises:
         RuntimeError: there are no kernels for this kind of device, Triton is not installed, or

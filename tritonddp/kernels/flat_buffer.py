@@ -202,11 +202,10 @@ class FlatBuffer:
         self.dtype = dtype
         self.data = torch.zeros(layout.numel, dtype=dtype, device=device)
         self.payload = self.data[: layout.flags_offset]
-        trailer = self.data[layout.flags_offset :]
-        self.flags = trailer[: len(layout.numels)]
-        self.headers = trailer[len(layout.numels) :][: layout.headers]
         # Made now: a view that comes later would look like somebody else's hold on the memory.
-        self.trailer = trailer[: len(layout.numels) + layout.headers]
+        self.trailer = self.data[layout.flags_offset : layout.marks_offset]
+        self.flags = self.trailer[: len(layout.numels)]
+        self.headers = self.trailer[len(layout.numels) :]
         words = 0 if layout.marks is None else layout.marks.words
         marks = self.data[layout.marks_offset :][: len(layout.numels) * words]
         self.marks = marks.view(len(layout.numels), words)

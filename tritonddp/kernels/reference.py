@@ -238,25 +238,18 @@ class _Batched:
     Small gradients that touch in the buffer are copied together, and then scaled together. Of large
     ones, which may be donated, this holds no views: they would look like somebody else's hold on
     the memory.
-
-    Attributes:
-        is_small: the gradients are small, touch, and are copied together if of the wire dtype.
-        applies: and the last ones were all there, and none of them in its place.
-        payload: the place of all gradients.
-        line: where they are all vectors: that, and the trailer behind it. Copies of vectors in
-            one call take a third of the time of separate ones.
-        numel: of ``line``.
-        places: where they are not: that of each gradient, and the trailer. A part of a buffer has
-            no trailer in either.
-        scale: that of ``factor``.
-        factor: a tensor without dimensions, which torch multiplies by in half the time that it
-            takes for a number, and with the same bits: of the dtype that it computes in.
     """
 
-    payload: Tensor
+    is_small: bool  # the gradients are small, touch, and are copied together if of the wire dtype
+    applies: bool  # and the last ones were all there, and none of them in its place
+    payload: Tensor  # the place of all gradients
+    # Where they are all vectors: that, and the trailer behind it, which a part of a buffer has not.
+    # Copies of vectors in one call take a third of the time of separate ones.
     line: Tensor | None = None
-    numel: int
-    places: list[Tensor]
+    numel: int  # of line
+    places: list[Tensor]  # that of each gradient, and the trailer, likewise
+    # Without dimensions: torch multiplies by it in half the time that it takes for a number, and
+    # with the same bits. Of the dtype that it computes in.
     factor: Tensor
 
     def __init__(self, flat: FlatBuffer) -> None:

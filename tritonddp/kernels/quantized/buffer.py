@@ -184,11 +184,8 @@ class QuantizedBuffer(FlatBuffer):
     ``data``, where the mean is put together, and from which large gradients are donated
     (:class:`Bucket`).
 
-    Args:
-        quantization: of the bucket; its numbers, rank and residuals are attributes, too.
-        layout: of the gradients; offsets are made anew.
-        dtype: has to be fp32.
-        device: of the gradients.
+    The quantisation is that of its bucket; its numbers, rank and residuals are attributes, too. Of
+    the layout the offsets are made anew.
 
     Attributes:
         message: uint8, ``message_layout.sent_numel`` bytes: what goes to all ranks.
@@ -208,11 +205,7 @@ class QuantizedBuffer(FlatBuffer):
     first_slot = 0
 
     def __init__(
-        self,
-        quantization: Quantization,
-        layout: Layout,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, quantization: Quantization, layout: Layout, dtype: torch.dtype, device: torch.device
     ) -> None:
         if dtype is not torch.float32:
             raise ValueError(f"a quantised buffer is of torch.float32, not {dtype}")

@@ -94,12 +94,7 @@ def dequantize(
 
     One launch on the current stream, which must be behind the all-gather; none where there is
     nothing to write. Arguments, and what is left untouched, are those of
-    ``reference.dequantize``; the host does not read the factor.
-
-    Raises:
-        ValueError: there is not one gradient per slot.
-        TypeError: the gradients are not of one dtype, or not on the buffer's device; or the
-            factor is of another kind.
+    ``reference.dequantize``; the host does not read the factor. Raises as ``unflatten`` does.
     """
     tables = flat.tables or QuantizedTables.of(flat)
     if factor is None:

@@ -102,13 +102,8 @@ def quantize(
     and stays as it is, and so is that of a block which becomes NaN. Where the layout has marks,
     they say which gradients have such a block, or an exact number that is not finite.
 
-    Args:
-        flat: the destination. A part of a buffer writes no trailer.
-        grads: one per slot, of one dtype (not fp64), with the slot's shape and strides. ``None``
-            counts as zero.
-        used: one per slot; written to the trailer as 1 or 0.
-        scale: factor, applied in fp32.
-        headers: as many as the layout has, in 0..255; none for a part of a buffer.
+    Arguments are those of ``reference.flatten``. Gradients are not of fp64, and the factor is
+    applied in fp32. A part of a buffer writes no trailer.
 
     Raises:
         ValueError: the headers are not as many as the layout's, or not in 0..255; or there is not
