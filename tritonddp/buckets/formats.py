@@ -196,11 +196,9 @@ class BucketFactory:
         numels = [param.numel() for param in params]
         quantized = [not each for each in is_exact]
         message = MessageLayout(numels, quantized, size, headers, self.check_finite)
-        residuals = None
-        if wire.error_feedback:
-            residuals = Residuals.zeros(message, self.group.rank, params[0].device)
-        numbers = COMPRESSIONS[str(wire.compression)]
-        return Quantization(message, numbers, self.group.rank, residuals)
+        rank, device = self.group.rank, params[0].device
+        residuals = Residuals.zeros(message, rank, device) if wire.error_feedback else None
+        return Quantization(message, COMPRESSIONS[str(wire.compression)], rank, residuals)
 
 
 class ExactParams:
@@ -221,7 +219,7 @@ class ExactParams:
     def __init__(self, module: nn.Module, wanted: Any = None) -> None:
         self._module = module
         self._asks: Callable[[str, Tensor], Any] | None = wanted if callable(wanted) else None
-        self._patterns = () if self._asks or wanted is None else _patterns_of(wanted)
+        self._patterns = () if callable(wanted) or wanted is None else _patterns_of(wanted)
         names = [name for name, _ in module.named_parameters()] if self._patterns else []
         for pattern in self._patterns:
             if not any(fnmatchcase(name, pattern) for name in names):

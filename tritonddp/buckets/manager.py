@@ -153,7 +153,7 @@ class BucketManager:
         self.is_provisional = False
         arrived = list(dict.fromkeys(arrived))
         self.ready_order = [self.current.names[number] for number in arrived]
-        missing = [n for n in range(len(self.current.params)) if n not in set(arrived)]
+        missing = sorted({*range(len(self.current.params))} - {*arrived})
         if self._is_restored:  # and agreed on already
             return missing
         order = torch.tensor([*arrived, *missing], device=self.current.params[0].device)
@@ -174,12 +174,11 @@ class BucketManager:
         if self._order is None and not self._parameters.added and not is_settled:
             return None
         parameters, names, params = self._parameters, self.current.names, self.current.params
-        order, self._order = self._order, None
-        named = [(names[n], params[n]) for n in (range(len(params)) if order is None else order)]
         held = {param for _, param in (parameters.trainable if is_settled else parameters.params)}
-        kept = [(name, param) for name, param in named if param in held]
-        kept += parameters.added
-        return self._replace(kept)
+        order = range(len(params)) if self._order is None else self._order
+        self._order = None
+        kept = [(names[number], params[number]) for number in order if params[number] in held]
+        return self._replace([*kept, *parameters.added])
 
     def restore(self, order: Sequence[int], since_change: int) -> list[int | None] | None:
         """Have the parameters where an earlier run had them. Alike on all ranks, between backwards.

@@ -61,8 +61,6 @@ class SparseBucket(Bucket):
 
     Where a rank has a dense gradient for it, the mean is dense on all ranks. Gradients never live
     in the buffer, whatever ``gradient_as_bucket_view`` says.
-
-    The first two arguments say which place in the announcements is this rank's.
     """
 
     is_sparse = True
@@ -116,8 +114,7 @@ class SparseBucket(Bucket):
             0 if self._rows is None else len(self._rows[0]),
         )
         self._counters.flattens += 1
-        trailer = header + self._places(mine)
-        self._kernels.flatten(segment.flat, [None], self.used, 1.0, trailer)
+        self._kernels.flatten(segment.flat, [None], self.used, 1.0, header + self._places(mine))
         marks = self._kernels.marks
         values = self._dense if self._rows is None else self._rows[1]
         if marks is not None and values is not None:  # in a pass of its own
@@ -145,11 +142,8 @@ class SparseBucket(Bucket):
 
     def announced(self) -> list[Announcement]:
         """What each rank sends. The host waits for the answer."""
-        content = bytes(map(int, self._announcements.tolist()))
-        return [
-            Announcement.decode(content[first:][:_ANNOUNCEMENT])
-            for first in range(0, len(content), _ANNOUNCEMENT)
-        ]
+        rows = self._announcements.view(-1, _ANNOUNCEMENT).tolist()
+        return [Announcement.decode(bytes(map(int, row))) for row in rows]
 
     def take_rows(self) -> tuple[Tensor, Tensor]:
         """What this rank has announced: ``n`` int64 indices and values of shape ``(n, ...)``."""

@@ -181,13 +181,14 @@ class CommHook:
         run.read_headers(calls[0].bucket.flat.headers)
         factor = 1.0 if run.factor is None else run.factor
         factors = torch.where(broken > 0, torch.nan, factor).to(torch.float64)
-        # Hooks divide what they get by the number of ranks; what does not go through them is a sum.
-        state.factors = {
-            call.bucket.index: _factor_on(
-                call.bucket.flat.data.device, own * (1.0 / size if call.bucket.is_sparse else 1.0)
-            )
-            for call, own in zip(calls, factors.split(1), strict=True)
-        }
+        found: dict[int, Tensor | None] = {}
+        for call, own in zip(calls, factors.split(1), strict=True):
+            if call.bucket.is_sparse:  # a sum; hooks divide what they get by the number of ranks
+                own = own * (1.0 / size)
+            data = call.bucket.flat.data  # on the CPU 1 is worth a question
+            is_one = data.is_cpu and own.item() == 1
+            found[call.bucket.index] = None if is_one else own.to(data.device)
+        state.factors = found
         for call in calls:  # before a failure is raised on this rank
             if isinstance(call.bucket, SparseBucket):
                 exchange_rows(run, call.bucket, self._counters)
@@ -289,13 +290,6 @@ class _Call:
 
 def _trailer(bucket: Bucket) -> Tensor:
     return bucket.flat.data[bucket.flat.payload.numel() :]
-
-
-def _factor_on(device: torch.device, factor: Tensor) -> Tensor | None:
-    """A factor as ``Bucket.unpack`` takes it: on the CPU 1 is worth a question."""
-    if device.type == "cpu" and factor.item() == 1:
-        return None
-    return factor.to(device)
 
 
 def _forget(state: Any, index: int) -> None:

@@ -47,8 +47,7 @@ class QuantizedAllReduce:
     makes its gradients of the same bytes, so that all have the same bits.
 
     Two collectives a bucket. They send together (W-1)/W of a message of one byte an element to all
-    ranks, and as much for the sums, half the bytes of an all-reduce in bf16: see
-    ``kernels/quantized/buffer.py``.
+    ranks, and as much for the sums, half the bytes of an all-reduce in bf16: see ``MessageLayout``.
     """
 
     averages = True

@@ -61,8 +61,7 @@ def _gather(
     counters.collective(gathered.nbytes, group.size())
     all_gather_into(gathered, message, group).wait()
     all_indices, all_values = [], []
-    for rank, count in enumerate(counts):
-        theirs = gathered[rank * size :][:size]
+    for theirs, count in zip(gathered.split(size), counts, strict=True):
         all_indices.append(theirs[: 8 * count].view(torch.int64))
         rows = theirs[_values_at(count) :][: count * width].view(values.dtype)
         all_values.append(rows.view(count, *values.shape[1:]))

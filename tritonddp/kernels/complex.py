@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,15 +27,14 @@ class ComplexBuffer(FlatBuffer):
         vars(self).update(vars(self.real), layout=layout, dtype=dtype)  # the same memory
         self.views = list(map(self.tensor_at, range(len(layout.numels))))
 
-    def part(self, first: int, last: int) -> ComplexBuffer:
+    def part(self, first: int, last: int) -> Any:
         """See :meth:`FlatBuffer.part`."""
         part = super().part(first, last)
-        assert isinstance(part, ComplexBuffer)
         part.real = self.real.part(first, last)
         return part
 
     def real_parts(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """These gradients, none flagged as conjugate, as real tensors; views as those of `real`."""
+        """These gradients, not flagged as conjugate, as real ones; a view as that of ``real``."""
         return [
             None if grad is None else real if grad is view else torch.view_as_real(grad)
             for grad, view, real in zip(grads, self.views, self.real.views, strict=True)

@@ -12,17 +12,14 @@ from array import array
 from collections.abc import Sequence
 from functools import reduce
 from operator import or_
-from struct import Struct
-from typing import TYPE_CHECKING, Any
+from struct import pack, unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonddp._device import upload
 from tritonddp.kernels.flat_buffer import FlatBuffer
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 # In elements of the wire dtype: the bucket side of every 16-byte access is then aligned for any
 # wire dtype, and the compiler may be told so without a check per launch.
@@ -31,8 +28,6 @@ ALIGNMENT = 16
 # 2048 elements by 4 warps: 4 accesses of 16 bytes in flight per thread at about 30 registers.
 BLOCK = 2048
 
-_FLOAT64 = Struct("<d")
-_INT64 = Struct("<q")
 _ADDRESS_OF = Tensor.data_ptr
 
 
@@ -101,7 +96,7 @@ class DeviceTables:
         return torch.stack([slot, start, offsets[slot] + start, count], dim=1)
 
     @classmethod
-    def of(cls, flat: FlatBuffer) -> Self:
+    def of(cls, flat: FlatBuffer) -> Any:
         """The tables of ``flat``, built when they are first asked for."""
         if flat.tables is None:
             flat.tables = cls(flat)
@@ -173,7 +168,7 @@ class DeviceTables:
         self._addresses, self._dtype, self._used, self._headers = addresses, dtype, used, headers
         self._scale = self._scale if scale is None else scale
         # The scale by its bits: -0.0 equals 0.0 and NaN does not equal itself.
-        (bits,) = _INT64.unpack(_FLOAT64.pack(self._scale))
+        (bits,) = unpack("<q", pack("<d", self._scale))
         words = [*addresses, *map(int, map(bool, used)), *headers, bits]
         if words != self._words:
             upload(self.dynamic, torch.frombuffer(array("q", words), dtype=torch.int64))

@@ -183,6 +183,7 @@ class FlatBuffer:
         marks: view of the marks, ``(n, words)``; without columns if there are none.
         views: one tensor per gradient in its place, with the gradient's own shape and strides.
         is_part: made by :meth:`part`; its flags are written with those of the whole.
+        first_slot: of a part, among those of the whole.
         tables: of the kernels, made at their first launch.
         known_flags: :attr:`flags` once reduced; ``None`` if ``unflatten`` has to read them.
         batched: what the CPU's ``flatten`` has prepared, at its first call.
@@ -190,6 +191,7 @@ class FlatBuffer:
 
     # Also of subclasses, which make the rest their own way.
     is_part = False
+    first_slot = 0
     tables: Any = None
     encoded: Tensor | None = None
     encoded_flags: Sequence[bool] = ()
@@ -224,7 +226,7 @@ class FlatBuffer:
             layout.strides[slot],
         )
 
-    def part(self, first: int, last: int) -> FlatBuffer:
+    def part(self, first: int, last: int) -> Any:
         """Slots ``[first, last)`` as a flat buffer of their own, in the same storage."""
         part = copy.copy(self)
         part.layout = self.layout.part(first, last)
@@ -232,7 +234,7 @@ class FlatBuffer:
         part.headers = self.headers[:0]
         part.marks = self.marks[first:last]
         part.views = self.views[first:last]
-        part.is_part = True
+        part.is_part, part.first_slot = True, first
         part.tables = part.batched = None
         return part
 

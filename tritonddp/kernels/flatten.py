@@ -17,6 +17,7 @@ from tritonddp.kernels import launch
 from tritonddp.kernels.device_tables import DeviceTables
 from tritonddp.kernels.flat_buffer import FlatBuffer
 from tritonddp.kernels.launch import Launcher
+from tritonddp.kernels.reference import compute_dtype
 
 TRITON_DTYPES = {
     torch.float16: tl.float16,
@@ -194,9 +195,9 @@ def _prepare(
 ) -> Callable[[], None]:
     """The launch of ``flatten`` for gradients of this dtype, as they are aligned now."""
     layout, marks = flat.layout, flat.layout.marks
-    wire = TRITON_DTYPES[flat.data.dtype]
-    source = wire if dtype is None else TRITON_DTYPES[dtype]
-    compute, aligned = compute_dtype(source, wire), tables.aligned
+    source = dtype or flat.data.dtype
+    compute = TRITON_DTYPES[compute_dtype(source, flat.data.dtype)]
+    kind = (TRITON_DTYPES[source], compute, tables.block, FLAG_BLOCK, tables.aligned)
     slots, num_chunks = len(layout.numels), tables.num_chunks
     trailer = slots + layout.headers
     mark = (0, 0, 0)
@@ -206,10 +207,5 @@ def _prepare(
         num_chunks + -(-trailer // FLAG_BLOCK),
         (tables.chunks, tables.dynamic, flat.data),
         (slots, trailer, num_chunks, layout.flags_offset, *mark),
-        (source, compute, tables.block, FLAG_BLOCK, aligned, marks is not None, INTERPRETED),
+        (*kind, marks is not None, INTERPRETED),
     )
-
-
-def compute_dtype(source: tl.dtype, wire: tl.dtype) -> tl.dtype:
-    """The dtype in which gradients are scaled: fp32, or fp64 if either side is fp64."""
-    return tl.float64 if tl.float64 in (source, wire) else tl.float32

@@ -182,11 +182,9 @@ def segments(layout: Layout) -> list[tuple[int, int]]:
     first, size = 0, 0
     for slot, numel in enumerate(layout.numels, start=1):
         size += numel
-        if size >= _SEGMENT:
+        if size >= _SEGMENT or slot == len(layout.numels):
             cuts.append((first, slot))
             first, size = slot, 0
-    if first < len(layout.numels):
-        cuts.append((first, len(layout.numels)))
     return cuts
 
 

@@ -19,8 +19,9 @@ from torch import Tensor
 from tritonddp.kernels import launch
 from tritonddp.kernels.device_tables import DeviceTables
 from tritonddp.kernels.flat_buffer import FlatBuffer
-from tritonddp.kernels.flatten import INTERPRETED, TRITON_DTYPES, compute_dtype, narrow, widen
+from tritonddp.kernels.flatten import INTERPRETED, TRITON_DTYPES, narrow, widen
 from tritonddp.kernels.launch import Launcher
+from tritonddp.kernels.reference import compute_dtype
 
 
 @triton.jit(do_not_specialize=["flags_offset"])
@@ -124,8 +125,7 @@ def _prepare(
     The factor, which may be another one each time, and what is behind it. What is compiled for the
     storage of one factor is right for that of each: only its first element is read.
     """
-    target = TRITON_DTYPES[dtype]
-    compute = compute_dtype(target, TRITON_DTYPES[flat.data.dtype])
+    target, compute = TRITON_DTYPES[dtype], TRITON_DTYPES[compute_dtype(dtype, flat.data.dtype)]
     tensors = (tables.chunks, tables.dynamic, flat.data)
     integers = (flat.layout.flags_offset,)
     constexprs = (target, compute, tables.block, tables.aligned, INTERPRETED)

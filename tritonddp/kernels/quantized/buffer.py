@@ -194,15 +194,12 @@ class QuantizedBuffer(FlatBuffer):
             then; on the CPU others may send it before.
         reduced: uint8, the beginning of ``received``: the sums that this rank owns.
         outgoing, incoming, result: their sections. ``result`` is of ``gathered``.
-        first_slot: of this part of a buffer; 0 for the whole.
         data: fp32, one gradient behind the other, quantised ones first, each from a multiple of
             256 on. Elements between them have no meaning. On a GPU it is the message.
         flags, headers: fp32, after ``reduce_parts``; see :class:`FlatBuffer`.
         marks: uint8 ``(n, W)``, once received: of each rank.
         views: on the CPU only.
     """
-
-    first_slot = 0
 
     def __init__(
         self, quantization: Quantization, layout: Layout, dtype: torch.dtype, device: torch.device
@@ -211,7 +208,15 @@ class QuantizedBuffer(FlatBuffer):
             raise ValueError(f"a quantised buffer is of torch.float32, not {dtype}")
         slots = len(layout.numels)
         self.message_layout = message = quantization.message
-        self.layout = _layout_of_data(layout, message)
+        of_blocks = message.blocks * BLOCK
+        end = of_blocks + message.exact
+        offsets = tuple(
+            place * BLOCK if is_quantized else of_blocks + place
+            for place, is_quantized in zip(message.places, message.quantized, strict=True)
+        )
+        self.layout = replace(
+            layout, offsets=offsets, flags_offset=end, marks_offset=end, numel=end
+        )
         self.dtype = dtype
         self.rank = quantization.rank
         self.numbers = quantization.numbers
@@ -251,13 +256,6 @@ class QuantizedBuffer(FlatBuffer):
             marks[:, : len(layout.numels) * layout.has_marks],
         )
 
-    def part(self, first: int, last: int) -> QuantizedBuffer:
-        """See :meth:`FlatBuffer.part`."""
-        part = super().part(first, last)
-        assert isinstance(part, QuantizedBuffer)
-        part.first_slot = first
-        return part
-
     def write_trailer(self, used: Sequence[bool], headers: Sequence[int]) -> None:
         """See :meth:`FlatBuffer.write_trailer`. Of the headers only this rank's is sent."""
         size = self.message_layout.header
@@ -289,18 +287,3 @@ class QuantizedBuffer(FlatBuffer):
 
     def _ranks_of(self, row: list[int]) -> list[int]:
         return [rank for rank, mark in enumerate(row) if mark]
-
-
-def _layout_of_data(layout: Layout, message: MessageLayout) -> Layout:
-    quantized = message.blocks * BLOCK
-    end = quantized + message.exact
-    return replace(
-        layout,
-        offsets=tuple(
-            place * BLOCK if is_quantized else quantized + place
-            for place, is_quantized in zip(message.places, message.quantized, strict=True)
-        ),
-        flags_offset=end,
-        marks_offset=end,
-        numel=end,
-    )
