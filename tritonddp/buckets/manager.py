@@ -142,13 +142,8 @@ class BucketManager:
     def agree_on_order(self, arrived: Sequence[int], where: str, source_rank: int) -> list[int]:
         """At the end of the first reduced backward: all ranks take the order of ``source_rank``.
 
-        Args:
-            arrived: numbers of parameters in the order in which their gradients came here.
-            where: this rank and step, for errors.
-            source_rank: whose order it is.
-
-        Returns:
-            What never arrived here; it goes last.
+        ``arrived`` are numbers of parameters in the order in which their gradients came here.
+        Returns those of parameters whose gradients never came here; they go last.
         """
         self.is_provisional = False
         arrived = list(dict.fromkeys(arrived))

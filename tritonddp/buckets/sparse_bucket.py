@@ -109,10 +109,8 @@ class SparseBucket(Bucket):
         self._rows = self._dense = None
         if grad is not None and scale and (earlier or self.used[0]):
             self._take(grad.detach(), scale)
-        mine = Announcement(
-            Kind.ROWS if self._dense is None else Kind.DENSE,
-            0 if self._rows is None else len(self._rows[0]),
-        )
+        kind = Kind.ROWS if self._dense is None else Kind.DENSE
+        mine = Announcement(kind, 0 if self._rows is None else len(self._rows[0]))
         self._counters.flattens += 1
         self._kernels.flatten(segment.flat, [None], self.used, 1.0, header + self._places(mine))
         marks = self._kernels.marks

@@ -96,11 +96,8 @@ class ViewBucket(Bucket):
         if self.flat is None:
             return {}
         views: list[Tensor] = self.flat.views
-        return {
-            param: view
-            for param, view in zip(self.params, views, strict=True)
-            if param.grad is view
-        }
+        pairs = zip(self.params, views, strict=True)
+        return {param: view for param, view in pairs if param.grad is view}
 
     def adopt(self, in_buffer: dict[Parameter, Tensor]) -> None:
         """See :meth:`Bucket.adopt`."""

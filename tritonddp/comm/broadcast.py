@@ -13,9 +13,6 @@ from tritonddp._torch import foreach_copy_
 from tritonddp.coordination.collectives import broadcast
 from tritonddp.coordination.group import Group
 
-# Most bytes of one message.
-MESSAGE_BYTES = 250 * 1024 * 1024
-
 
 class StateBroadcast:
     """Overwrites parameters and buffers with those of one rank: of ``source.source_rank``."""
@@ -23,7 +20,7 @@ class StateBroadcast:
     def __init__(self, group: Group, source: Any) -> None:
         self._group = group
         self._source = source
-        self.max_bytes = MESSAGE_BYTES
+        self.max_bytes = 250 * 1024 * 1024  # of one message
 
     def send(self, tensors: Sequence[Tensor], place: str, what: str) -> None:
         """Overwrite ``tensors``; see :func:`broadcast_coalesced`.

@@ -135,10 +135,8 @@ def zeros_like(buckets: Sequence[Bucket]) -> list[GradBucket]:
     """What a hook would get where all gradients are zero."""
     hooked = those_of_hooks(buckets)
     return [
-        GradBucket(
-            bucket.index, bucket is hooked[-1], torch.zeros_like(buffer_of(bucket)), bucket.params
-        )
-        for bucket in hooked
+        GradBucket(each.index, each is hooked[-1], torch.zeros_like(buffer_of(each)), each.params)
+        for each in hooked
     ]
 
 
