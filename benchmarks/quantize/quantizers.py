@@ -10,7 +10,13 @@ from torch import Tensor
 
 from tritonddp.kernels.dispatch import select, select_quantized
 from tritonddp.kernels.flat_buffer import Layout
-from tritonddp.kernels.quantized.buffer import BLOCK, MessageLayout, QuantizedBuffer, Residuals
+from tritonddp.kernels.quantized.buffer import (
+    BLOCK,
+    MessageLayout,
+    Quantization,
+    QuantizedBuffer,
+    Residuals,
+)
 
 WORLD_SIZE = 8
 OURS, EAGER, CEILING = "tritonddp", "torch, eager", "device copy"
@@ -47,11 +53,10 @@ class Inputs:
         strides = [grad.stride() for grad in grads]
         layout = Layout.of(shapes, strides, select(device).alignment)
         quantized = [True] * len(shapes)
-        message = MessageLayout.of(layout.numels, quantized, WORLD_SIZE)
+        message = MessageLayout(layout.numels, quantized, WORLD_SIZE)
         residuals = Residuals.zeros(message, 0, device)
-        flat = QuantizedBuffer(
-            layout, torch.float32, device, quantized, numbers, 0, WORLD_SIZE, residuals
-        )
+        quantization = Quantization(message, numbers, 0, residuals)
+        flat = QuantizedBuffer(quantization, layout, torch.float32, device)
         for sections in (flat.incoming, flat.outgoing):
             sections.numbers.copy_(torch.randn(sections.numbers.shape, device=device) * 40)
             sections.scales.uniform_(0, 1)

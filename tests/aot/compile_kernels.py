@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 
 from tritonddp.kernels import flatten, unflatten
 from tritonddp.kernels.device_tables import BLOCK
-from tritonddp.kernels.flatten import FLAG_BLOCK, compute_dtype
+from tritonddp.kernels.flatten import FLAG_BLOCK
 from tritonddp.kernels.launch import Launcher
 
 SPELLING = {tl.float16: "fp16", tl.bfloat16: "bf16", tl.float32: "fp32", tl.float64: "fp64"}
@@ -82,7 +82,7 @@ def compile_variant(
     pointers = {"chunks": "*i64", "dynamic": "*i64", "bucket": f"*{SPELLING[wire]}"}
     constexprs = {
         grad_name: grad,
-        "COMPUTE": compute_dtype(grad, wire),
+        "COMPUTE": tl.float64 if tl.float64 in (grad, wire) else tl.float32,
         "BLOCK": BLOCK,
         "ALIGNED": aligned,
         "EMULATE": False,

@@ -11,7 +11,12 @@ from torch import Tensor
 from tritonddp.kernels.flat_buffer import Layout, Marks
 from tritonddp.kernels.memory_order import gradient_strides
 from tritonddp.kernels.quantized import reference
-from tritonddp.kernels.quantized.buffer import MessageLayout, QuantizedBuffer, Residuals
+from tritonddp.kernels.quantized.buffer import (
+    MessageLayout,
+    Quantization,
+    QuantizedBuffer,
+    Residuals,
+)
 
 CPU = torch.device("cpu")
 
@@ -38,20 +43,13 @@ def quantized_buffers(
         for rank in range(world_size)
     ]
     numels, headers = layouts[0].numels, layouts[0].headers
-    message = MessageLayout.of(numels, quantized, world_size, headers, has_marks)
-    return [
-        QuantizedBuffer(
-            layout,
-            torch.float32,
-            device,
-            quantized,
-            numbers,
-            rank,
-            world_size,
-            Residuals.zeros(message, rank, device) if feedback else None,
-        )
-        for rank, layout in enumerate(layouts)
-    ]
+    message = MessageLayout(numels, quantized, world_size, headers, has_marks)
+    flats = []
+    for rank, layout in enumerate(layouts):
+        residuals = Residuals.zeros(message, rank, device) if feedback else None
+        quantization = Quantization(message, numbers, rank, residuals)
+        flats.append(QuantizedBuffer(quantization, layout, torch.float32, device))
+    return flats
 
 
 def exchange(flats: Sequence[QuantizedBuffer]) -> None:

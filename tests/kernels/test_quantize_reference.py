@@ -12,7 +12,13 @@ from quantized_ranks import all_reduce, exchange, gather, quantized_buffers
 from torch import Tensor
 
 from tritonddp.kernels.quantized import reference
-from tritonddp.kernels.quantized.buffer import BLOCK, LIMITS, MessageLayout, QuantizedBuffer
+from tritonddp.kernels.quantized.buffer import (
+    BLOCK,
+    LIMITS,
+    MessageLayout,
+    Quantization,
+    QuantizedBuffer,
+)
 
 NUMBERS = [torch.int8, torch.float8_e4m3fn]
 _MAX = torch.finfo(torch.float32).max
@@ -266,7 +272,7 @@ def test_the_size_of_a_message_is_that_of_the_docstring_and_every_element_has_on
     slots, size, header
 ):
     numels, quantized = [n for n, _ in slots], [flag for _, flag in slots]
-    layout = MessageLayout.of(numels, quantized, size, header * size)
+    layout = MessageLayout(numels, quantized, size, header * size)
     blocks = sum(-(-n // 256) for n, flag in slots if flag)
     exact = sum(-(-n // 16) * 16 for n, flag in slots if not flag)
     part_blocks, part_exact = math.ceil(blocks / size), math.ceil(exact / size / 16) * 16
@@ -293,5 +299,6 @@ def test_the_size_of_a_message_is_that_of_the_docstring_and_every_element_has_on
 
 def test_a_buffer_of_another_dtype_than_fp32_is_refused():
     flat = quantized_buffers([torch.empty(3)], [True], torch.int8, 1)[0]
+    quantization = Quantization(flat.message_layout, torch.int8, 0, None)
     with pytest.raises(ValueError, match=r"torch\.float32, not torch\.bfloat16"):
-        QuantizedBuffer(flat.layout, torch.bfloat16, torch.device("cpu"), [True], torch.int8, 0, 1)
+        QuantizedBuffer(quantization, flat.layout, torch.bfloat16, torch.device("cpu"))

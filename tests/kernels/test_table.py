@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,10 +55,8 @@ def test_the_tables_of_a_buffer_are_built_once():
 def test_a_large_bucket_is_cut_without_a_loop_over_chunks():
     # 2**33 elements are 4 million rows: offsets must not wrap, and a Python loop would take seconds
     # (Layout is used alone: nobody has the memory).
-    from tritonddp.kernels.device_tables import _chunk_rows
-
     layout = Layout.of([(2**33 - 1,), (5,)], [(1,), (1,)], 16)
-    rows = _chunk_rows(layout, 2048)
+    rows = DeviceTables(flat_of([3]))._rows(SimpleNamespace(layout=layout), 2048)
     assert rows[-2].tolist() == [0, 2**33 - 2048, 2**33 - 2048, 2047]
     assert rows[-1].tolist() == [1, 0, 2**33, 5]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count
 from numbers import Real
 
 import torch
@@ -27,15 +27,11 @@ class BucketCaps:
 
     A bucket closes when its size *reaches* its limit, as in stock DDP, so it overshoots by less
     than one parameter.
-
-    Attributes:
-        limits: sizes in bytes: of the first buckets in order, the last one for all others.
-        delayed: names of parameters that have a bucket of their own, of any size, after all others.
     """
 
-    limits: tuple[int, ...]
-    delayed: frozenset[str] = frozenset()
-    is_list: bool = False  # they were given one by one
+    limits: tuple[int, ...]  # in bytes: of the first buckets in order, the last one for all others
+    delayed: frozenset[str] = frozenset()  # names of parameters with buckets behind all others
+    is_list: bool = False  # the limits were given one by one
 
     @classmethod
     def of(
@@ -49,10 +45,8 @@ class BucketCaps:
 
         The default is 1 MiB for the first bucket, so that communication starts early, and 25 MiB
         for the others. An explicit ``bucket_cap_mb`` holds for all buckets, the first one too.
-
-        Args:
-            few_bytes_on: the type of device, where gradients travel in fewer bytes than they have:
-                there buckets grow from 1 to 25 MiB by default, on the CPU to 8.
+        ``few_bytes_on`` is the type of device where gradients travel in fewer bytes than they have:
+        there buckets grow from 1 to 25 MiB by default, on the CPU to 8.
 
         Raises:
             TypeError: a size is not a number, or the list is none.
@@ -100,8 +94,8 @@ def assign_buckets(
     later gradient than need be.
     """
     open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-    closed: dict[tuple[torch.dtype, torch.device], int] = {}
+    sizes: Counter[tuple[torch.dtype, torch.device]] = Counter()  # in bytes, of the open ones
+    closed: Counter[tuple[torch.dtype, torch.device]] = Counter()
     buckets: list[list[int]] = []
     for index in order:
         param = params[index]
@@ -112,11 +106,10 @@ def assign_buckets(
         if key not in open_buckets:
             open_buckets[key] = []
             buckets.append(open_buckets[key])
-            sizes[key] = 0
         open_buckets[key].append(index)
         sizes[key] += param.numel() * param.element_size()
-        if sizes[key] >= caps.limit(closed.get(key, 0)):
-            closed[key] = closed.get(key, 0) + 1
-            del open_buckets[key]
-    position = dict(zip(order, count()))
+        if sizes[key] >= caps.limit(closed[key]):
+            closed[key] += 1
+            del open_buckets[key], sizes[key]
+    position = {index: place for place, index in enumerate(order)}
     return sorted(buckets, key=lambda bucket: position[bucket[-1]])

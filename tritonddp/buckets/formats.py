@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from itertools import compress
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn import Parameter
 
 from tritonddp._torch import MixedPrecision, backend_name
 from tritonddp.buckets.bucket import Bucket
-from tritonddp.buckets.residuals import Feedback
+from tritonddp.buckets.residuals import Left, add_to
 from tritonddp.buckets.sparse_bucket import SparseBucket
 from tritonddp.buckets.view_bucket import ViewBucket
 from tritonddp.coordination.agreement import BYTES
@@ -27,9 +28,8 @@ from tritonddp.kernels.quantized.buffer import MessageLayout, Quantization, Resi
 # What the constructor's ``reduce_dtype`` may be.
 REDUCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# What its ``compression`` may be, and the dtypes of quantised numbers. What ``"auto"`` takes for
-# buckets that it quantises (:mod:`tritonddp.features.auto_compression.planner`) is kept to what all
-# hardware has.
+# What its ``compression`` may be, and the dtypes of quantised numbers: that of ``"auto"``, for the
+# buckets that it quantises, is what all hardware has.
 AUTO = "auto"
 COMPRESSIONS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, AUTO: torch.int8}
 # What quantised gradients are, before and after.
@@ -43,20 +43,15 @@ _SMALL = 1_024
 class WireFormat:
     """How gradients travel.
 
-    Attributes:
-        reduce_dtype: the dtype of all dense real ones, fp64 too; ``None`` if each travels in its
-            own. Complex and sparse gradients always do.
-        compression: a key of :data:`COMPRESSIONS`, ``None`` if nothing is quantised. Then
-            gradients of fp64, complex and sparse ones, and buckets in which all are exact travel
-            as without it.
-        error_feedback: what quantisation leaves out is added to later gradients.
-        exact: which parameters' gradients are not quantised.
+    All dense real ones, fp64 too, travel in ``reduce_dtype``, complex and sparse ones in their own.
+    With ``compression`` gradients of fp64, complex and sparse ones, and buckets in which all are
+    exact travel as without it.
     """
 
-    reduce_dtype: torch.dtype | None = None
-    compression: str | None = None
-    error_feedback: bool = True
-    exact: ExactParams | None = None
+    reduce_dtype: torch.dtype | None = None  # None: each in its own
+    compression: str | None = None  # a key of COMPRESSIONS; None: nothing is quantised
+    error_feedback: bool = True  # what quantisation leaves out is added to later gradients
+    exact: ExactParams | None = None  # which parameters' gradients are not quantised
 
     @classmethod
     def of(
@@ -82,27 +77,25 @@ class WireFormat:
                 f"{compression!r}"
             )
         names = ", ".join(map(str, REDUCE_DTYPES))
-        if reduce_dtype is not None and not isinstance(reduce_dtype, torch.dtype):
-            raise TypeError(f"reduce_dtype should be one of {names}, got {reduce_dtype!r}")
-        if reduce_dtype is not None and reduce_dtype not in REDUCE_DTYPES:
-            raise ValueError(f"reduce_dtype should be one of {names}, got {reduce_dtype}")
-        if mixed_precision is None:
-            return cls(reduce_dtype, compression, error_feedback, exact)
-        low = mixed_precision.reduce_dtype
-        if None not in (low, reduce_dtype) and low != reduce_dtype:
-            raise ValueError(
-                f"reduce_dtype={reduce_dtype} contradicts mixed_precision, whose reduce_dtype is "
-                f"{low}: give one of them"
-            )
-        dtype = reduce_dtype or low or mixed_precision.param_dtype
-        return cls(dtype, compression, error_feedback, exact)
+        if reduce_dtype is not None and not any(reduce_dtype is each for each in REDUCE_DTYPES):
+            kind = ValueError if isinstance(reduce_dtype, torch.dtype) else TypeError
+            raise kind(f"reduce_dtype should be one of {names}, got {reduce_dtype!r}")
+        if mixed_precision is not None:
+            low = mixed_precision.reduce_dtype
+            if None not in (low, reduce_dtype) and low != reduce_dtype:
+                raise ValueError(
+                    f"reduce_dtype={reduce_dtype} contradicts mixed_precision, whose reduce_dtype "
+                    f"is {low}: give one of them"
+                )
+            reduce_dtype = reduce_dtype or low or mixed_precision.param_dtype
+        return cls(reduce_dtype, compression, error_feedback, exact)
 
     def check(self, group: dist.ProcessGroup, devices: Iterable[torch.device]) -> None:
         """Can gradients on these devices travel like that?
 
         Raises:
-            RuntimeError: quantised ones cannot: the backend of a device lacks what it takes, or the
-                device has no such numbers.
+            RuntimeError: the backend of a device cannot send quantised ones, or the device has no
+                such numbers.
         """
         if self.compression is None or group.size() == 1:
             return
@@ -120,12 +113,12 @@ class WireFormat:
         """Of what has to be alike on all ranks for these parameters, by option."""
         if self.compression is None or self.exact is None:
             return {}
-        names, tensors = [name for name, _ in params], [param for _, param in params]
-        found = self.exact.find(names, tensors)
+        names = [name for name, _ in params]
+        found = self.exact.find(names, [param for _, param in params])
         return {
             "compression": self.compression,
             "error_feedback": self.error_feedback,
-            "exact": [name for name, is_exact in zip(names, found, strict=True) if is_exact],
+            "exact": list(compress(names, found)),
         }
 
     def casts(self, gradient: Tensor) -> bool:
@@ -134,47 +127,23 @@ class WireFormat:
         return self.reduce_dtype not in (None, dtype) and dtype.is_floating_point
 
 
+@dataclass
 class BucketFactory:
-    """Makes buckets for gradients that travel in one format, or in one of several.
+    """Makes buckets for gradients that travel in one format, or in one of several."""
 
-    Args:
-        wire: how gradients travel, unless :meth:`make` is told otherwise.
-        group: the ranks. Where there is but one nothing travels, and nothing is quantised.
-        counters: count what the buckets launch.
-        views: gradients live in the buckets, if they travel in their own dtype.
-        lazy: buckets have memory during backwards only.
-        check_finite: buckets tell which gradients are not finite, and on which ranks.
-
-    Attributes:
-        feedback: carries over what quantisation has left out of gradients in former buckets.
-    """
-
-    def __init__(
-        self,
-        wire: WireFormat,
-        group: Group,
-        counters: Counters,
-        views: bool = False,
-        lazy: bool = False,
-        check_finite: bool = False,
-    ) -> None:
-        self._wire = wire
-        self._group = group
-        self._counters = counters
-        self._views = views
-        self._lazy = lazy
-        self._marks = Marks(group.rank, group.size) if check_finite else None
-        self.feedback = Feedback()
+    wire: WireFormat  # unless make() is told otherwise
+    group: Group  # of one rank: nothing travels, and nothing is quantised
+    counters: Counters  # of what the buckets launch
+    views: bool = False  # gradients live in the buckets, if they travel in their own dtype
+    lazy: bool = False  # buckets have memory during backwards only
+    check_finite: bool = False  # buckets tell which gradients are not finite, and on which ranks
+    # What quantisation has left out of gradients in buckets that are being replaced.
+    kept: dict[Tensor, Left] = field(default_factory=dict, init=False)
 
     def temporary(self, views: bool = False) -> BucketFactory:
         """Of buckets for one reduction: nothing is quantised in them."""
-        return BucketFactory(
-            replace(self._wire, compression=None),
-            self._group,
-            self._counters,
-            views,
-            check_finite=self._marks is not None,
-        )
+        wire = replace(self.wire, compression=None)
+        return replace(self, wire=wire, views=views, lazy=False)
 
     def make(
         self,
@@ -186,20 +155,17 @@ class BucketFactory:
     ) -> Bucket:
         """Bucket number ``index`` of these parameters, which are of one dtype and device.
 
-        Args:
-            index: the first bucket carries the headers.
-            params, names: in launch order. What has ``.grad``, a shape, a dtype and a device will
-                do.
-            is_sparse: it is one parameter with sparse gradients.
-            wire: how its gradients travel, if otherwise than those of most buckets.
+        The first bucket carries the headers. One of a parameter with sparse gradients
+        ``is_sparse``; ``wire`` is how gradients travel, if otherwise than those of most buckets.
         """
-        wire = wire or self._wire
+        wire = wire or self.wire
         device, dtype = params[0].device, params[0].dtype
-        headers = BYTES * self._group.size if index == 0 else 0
-        kernels = select(device, dtype, self._marks)
+        headers = BYTES * self.group.size if index == 0 else 0
+        marks = Marks(self.group.rank, self.group.size) if self.check_finite else None
+        kernels = select(device, dtype, marks)
         if is_sparse:
-            args = (index, params, names, kernels, self._counters)
-            return SparseBucket(self._group.rank, self._group.size, *args, headers=headers)
+            args = (index, params, names, kernels, self.counters)
+            return SparseBucket(self.group.rank, self.group.size, *args, headers=headers)
         quantization = self._quantization(wire, params, names, headers)
         kind: type[Bucket] = Bucket
         wire_dtype = None
@@ -207,21 +173,21 @@ class BucketFactory:
             kernels, wire_dtype = quantizing(kernels, device, quantization), torch.float32
         elif wire.casts(params[0]):
             wire_dtype = wire.reduce_dtype
-        elif self._views:
+        elif self.views:
             kind = ViewBucket
-        bucket = kind(
-            index, params, names, kernels, self._counters, headers, wire_dtype, self._lazy
-        )
+        bucket = kind(index, params, names, kernels, self.counters, headers, wire_dtype, self.lazy)
         if quantization is not None:
             bucket.quantization = quantization
-            self.feedback.hand_over(bucket)
+            for param in bucket.params:
+                if (left := self.kept.pop(param, None)) is not None:
+                    add_to(bucket, param, left)
         return bucket
 
     def _quantization(
         self, wire: WireFormat, params: Sequence[Parameter], names: Sequence[str], headers: int
     ) -> Quantization | None:
         """How gradients of these parameters are quantised; ``None`` if they are not."""
-        size, exact = self._group.size, wire.exact
+        size, exact = self.group.size, wire.exact
         if wire.compression in (None, AUTO) or size == 1 or exact is None:
             return None
         is_exact = exact.find(names, params)
@@ -229,12 +195,10 @@ class BucketFactory:
             return None
         numels = [param.numel() for param in params]
         quantized = [not each for each in is_exact]
-        message = MessageLayout.of(numels, quantized, size, headers, self._marks is not None)
-        residuals = None
-        if wire.error_feedback:
-            residuals = Residuals.zeros(message, self._group.rank, params[0].device)
-        numbers = COMPRESSIONS[str(wire.compression)]
-        return Quantization(message, numbers, self._group.rank, residuals)
+        message = MessageLayout(numels, quantized, size, headers, self.check_finite)
+        rank, device = self.group.rank, params[0].device
+        residuals = Residuals.zeros(message, rank, device) if wire.error_feedback else None
+        return Quantization(message, COMPRESSIONS[str(wire.compression)], rank, residuals)
 
 
 class ExactParams:
@@ -243,11 +207,9 @@ class ExactParams:
     These are: all of one dimension (biases, scales of norms), those of fewer than 1,024 elements,
     the weights of embeddings, in whose gradients many rows are zero, and what the user wants.
 
-    Args:
-        module: what is wrapped.
-        wanted: names of further parameters as ``module.named_parameters()`` gives them, or patterns
-            of such names (:mod:`fnmatch`), one or several; or ``wanted(name, parameter)``, true of
-            what shall be exact.
+    That is ``wanted``: names of parameters as ``module.named_parameters()`` gives them, or patterns
+    of such names (:mod:`fnmatch`), one or several; or ``wanted(name, parameter)``, true of what
+    shall be exact.
 
     Raises:
         TypeError: ``wanted`` is none of these.
@@ -256,19 +218,15 @@ class ExactParams:
 
     def __init__(self, module: nn.Module, wanted: Any = None) -> None:
         self._module = module
-        self._asks: Callable[[str, Tensor], Any] | None = None
-        self._patterns: tuple[str, ...] = ()
-        if callable(wanted):
-            self._asks = wanted
-        elif wanted is not None:
-            self._patterns = _patterns_of(wanted)
-            names = [name for name, _ in module.named_parameters()]
-            for pattern in self._patterns:
-                if not any(fnmatchcase(name, pattern) for name in names):
-                    raise ValueError(
-                        f"exact: the module has no parameter {pattern!r}. Give names as its "
-                        f"named_parameters() has them ({(names or ['none'])[0]!r}), or patterns"
-                    )
+        self._asks: Callable[[str, Tensor], Any] | None = wanted if callable(wanted) else None
+        self._patterns = () if callable(wanted) or wanted is None else _patterns_of(wanted)
+        names = [name for name, _ in module.named_parameters()] if self._patterns else []
+        for pattern in self._patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ValueError(
+                    f"exact: the module has no parameter {pattern!r}. Give names as its "
+                    f"named_parameters() has them ({(names or ['none'])[0]!r}), or patterns"
+                )
 
     def find(self, names: Sequence[str], params: Sequence[Tensor]) -> list[bool]:
         """For each of these parameters, whether its gradient is exact."""

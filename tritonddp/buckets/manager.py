@@ -14,6 +14,7 @@ from tritonddp.buckets.assignment import BucketCaps
 from tritonddp.buckets.bucket_set import BucketSet, assign
 from tritonddp.buckets.formats import BucketFactory, WireFormat
 from tritonddp.buckets.parameters import ModuleParameters
+from tritonddp.buckets.residuals import residuals_of
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 
@@ -25,46 +26,30 @@ REBUILD_AFTER = 8
 
 
 class Planner(Protocol):
-    """Who chooses how the gradients of each bucket travel.
-
-    Attributes:
-        report: what was chosen, and why.
-    """
+    """Who chooses how the gradients of each bucket travel: see :class:`AutoPlanner`."""
 
     report: str
 
     def choose(
         self, buckets: Sequence[Sequence[tuple[str, Tensor]]], sparse: Collection[Tensor]
-    ) -> bool:
-        """Choose for buckets of these parameters; whether it is another choice than before."""
+    ) -> bool: ...
 
-    def wire_of(self, index: int) -> WireFormat | None:
-        """What was chosen for a bucket; ``None`` for what it would be without a choice."""
+    def wire_of(self, index: int) -> WireFormat | None: ...
 
     @property
-    def state(self) -> list[int]:
-        """What the buckets take, as small numbers, for :meth:`load`."""
+    def state(self) -> list[int]: ...
 
-    def knows(self, state: Sequence[int]) -> bool:
-        """Whether :meth:`load` can make something of these numbers."""
+    def knows(self, state: Sequence[int]) -> bool: ...
 
-    def load(self, state: Sequence[int]) -> None:
-        """The next buckets take what those took that had this :attr:`state`; alike on all ranks."""
+    def load(self, state: Sequence[int]) -> None: ...
 
 
 class BucketManager:
     """The buckets in force, and when others take their place: after a reduction only.
 
-    Args:
-        parameters: of the module, alike on every rank.
-        group: the ranks.
-        caps: bucket sizes.
-        factory: makes the buckets that backwards fill.
-        counters: count the agreement on the order of gradients.
-
     Attributes:
         current: the buckets in force.
-        factory: see above.
+        factory: makes those that backwards fill.
         planner: chooses how the gradients of each bucket travel, ``None`` if that is settled.
         is_provisional: the order of gradients is still to be observed.
         schema: hash of what is trained that the last reduction had.
@@ -107,9 +92,8 @@ class BucketManager:
     ) -> BucketSet:
         """Buckets of these parameters for one reduction, beside those in force.
 
-        Args:
-            views: ``.grad`` is replaced by views of them, instead of being written to.
-            sparse: those whose gradients are sparse, by default as the module says.
+        With ``views``, ``.grad`` is replaced by views of them. Which of the parameters are
+        ``sparse`` the module says by default.
         """
         return self._build(named_params, self.factory.temporary(views), sparse=sparse)
 
@@ -121,29 +105,20 @@ class BucketManager:
         sparse: Collection[Tensor] | None = None,
     ) -> BucketSet:
         sparse = self._parameters.sparse if sparse is None else sparse
-        chosen = self.planner is not None and factory is self.factory
-        wire_of = self.planner.wire_of if chosen and self.planner else lambda index: None
+        planner = self.planner if factory is self.factory else None
+        wire_of = planner.wire_of if planner is not None else lambda index: None
         built = BucketSet(named_params, self._caps, factory, former, sparse, wire_of)
         if logger.isEnabledFor(logging.DEBUG):
-            self._log(built)
+            where = f"rank {self._group.rank}, step {self._counters.reductions}"
+            for bucket in built.buckets:
+                params = bucket.params
+                numel, nbytes = sum(p.numel() for p in params), sum(p.nbytes for p in params)
+                logger.debug(
+                    f"{where}: bucket {bucket.index} of {len(built.buckets)}: {len(params)} "
+                    f"parameters, {numel} elements, {nbytes} bytes, travels in "
+                    f"{bucket.wire_dtype}, on {params[0].device}: {', '.join(bucket.names)}"
+                )
         return built
-
-    def _log(self, built: BucketSet) -> None:
-        for bucket in built.buckets:
-            logger.debug(
-                "rank %d, step %d: bucket %d of %d: %d parameters, %d elements, %d bytes, travels "
-                "in %s, on %s: %s",
-                self._group.rank,
-                self._counters.reductions,
-                bucket.index,
-                len(built.buckets),
-                len(bucket.params),
-                sum(param.numel() for param in bucket.params),
-                sum(param.nbytes for param in bucket.params),
-                bucket.wire_dtype,
-                bucket.params[0].device,
-                ", ".join(bucket.names),
-            )
 
     @property
     def order(self) -> list[str]:
@@ -165,21 +140,15 @@ class BucketManager:
         return [(bucket.params, bucket.rank_counts()) for bucket in self.current.buckets]
 
     def agree_on_order(self, arrived: Sequence[int], where: str, source_rank: int) -> list[int]:
-        """At the end of the first reduced backward: all ranks take one rank's order of gradients.
+        """At the end of the first reduced backward: all ranks take the order of ``source_rank``.
 
-        Args:
-            arrived: numbers of parameters in the order in which their gradients came here. What
-                never arrived goes last.
-            where: this rank and step, for errors.
-            source_rank: whose order it is.
-
-        Returns:
-            What never arrived here.
+        ``arrived`` are numbers of parameters in the order in which their gradients came here.
+        Returns those of parameters whose gradients never came here; they go last.
         """
         self.is_provisional = False
         arrived = list(dict.fromkeys(arrived))
         self.ready_order = [self.current.names[number] for number in arrived]
-        missing = [n for n in range(len(self.current.params)) if n not in set(arrived)]
+        missing = sorted({*range(len(self.current.params))} - {*arrived})
         if self._is_restored:  # and agreed on already
             return missing
         order = torch.tensor([*arrived, *missing], device=self.current.params[0].device)
@@ -199,28 +168,22 @@ class BucketManager:
         is_settled = self.since_change == REBUILD_AFTER
         if self._order is None and not self._parameters.added and not is_settled:
             return None
-        named = list(zip(self.current.names, self.current.params, strict=True))
-        if self._order is not None:
-            named = [named[number] for number in self._order]
-            self._order = None
-        parameters = self._parameters
+        parameters, names, params = self._parameters, self.current.names, self.current.params
         held = {param for _, param in (parameters.trainable if is_settled else parameters.params)}
-        kept = [(name, param) for name, param in named if param in held]
-        kept += parameters.added
-        return self._replace(kept)
+        order = range(len(params)) if self._order is None else self._order
+        self._order = None
+        kept = [(names[number], params[number]) for number in order if params[number] in held]
+        return self._replace([*kept, *parameters.added])
 
     def restore(self, order: Sequence[int], since_change: int) -> list[int | None] | None:
         """Have the parameters where an earlier run had them. Alike on all ranks, between backwards.
 
-        The next backward is observed like a first one: for gradients that the engine does not
-        announce. The order in which they come counts for nothing.
+        The next backward is observed like a first one, for gradients that the engine does not
+        announce, but their order counts for nothing.
 
         Args:
             order: numbers of the module's parameters; trainable ones that are not there go last.
             since_change: as it was in that run.
-
-        Returns:
-            As :meth:`renew`.
         """
         self.is_provisional, self._order, self._is_restored = True, None, True
         self.schema, self.since_change = self._parameters.schema, since_change
@@ -233,8 +196,7 @@ class BucketManager:
         """Build buckets of these instead of those in force; returns what :meth:`renew` does."""
         if not named:
             return None
-        sparse = self._parameters.sparse
-        is_rewired = False
+        sparse, is_rewired = self._parameters.sparse, False
         if self.planner is not None:
             assignment = assign(named, self._caps, sparse)
             planned = [[named[number] for number in bucket] for bucket in assignment]
@@ -245,8 +207,9 @@ class BucketManager:
         self.has_moved = True
         number_of = {param: number for number, param in enumerate(self.current.params)}
         with torch.no_grad():
-            feedback = self.factory.feedback
-            feedback.keep(self.current.buckets)
+            self.factory.kept = {p: left for _, p, left in residuals_of(self.current.buckets)}
             self.current = self._build(named, self.factory, former=self.current)
-            feedback.drop()
+            # What is left is of gradients that are quantised no longer. It would keep the residuals
+            # of whole buckets alive.
+            self.factory.kept = {}
         return [number_of.get(param) for param in self.current.params]

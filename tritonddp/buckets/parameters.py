@@ -45,11 +45,7 @@ class ModuleParameters:
     """
 
     def __init__(
-        self,
-        wrapper: nn.Module,
-        ignored: Collection[str],
-        group: Group,
-        is_fixed: bool = False,
+        self, wrapper: nn.Module, ignored: Collection[str], group: Group, is_fixed: bool = False
     ) -> None:
         self.is_fixed = is_fixed
         # Not the wrapper itself: its reducer holds this object, and it the reducer.
@@ -90,10 +86,8 @@ class ModuleParameters:
 
         What is in a bucket and gets no gradient any more is unused from now on, which needs no
         action. What is in no bucket, :attr:`added`, waits for the end of the next reduced
-        backward: by then the headers have told whether all ranks have changed alike.
-
-        Args:
-            where: asked for this rank's place, for errors.
+        backward: by then the headers have told whether all ranks have changed alike. ``where`` is
+        asked for this rank's place, for errors.
 
         Raises:
             NotImplementedError: a parameter was added that cannot be reduced.
@@ -117,9 +111,7 @@ class ModuleParameters:
     def check_kinds(self, unreached: Collection[int], where: Callable[[], str]) -> None:
         """Why does a backward not reach these parameters? Mostly because they are unused.
 
-        Args:
-            unreached: numbers of parameters, as :meth:`set_bucketed` has them.
-            where: asked for this rank's place, for errors.
+        They are numbered as by :meth:`set_bucketed`.
 
         Raises:
             RuntimeError: a parameter has changed its dtype or device, and with it the autograd
@@ -203,8 +195,6 @@ class ModuleParameters:
 
     def names_of_sparse(self) -> list[str]:
         """Of the trainable parameters, those whose gradients are expected to be sparse."""
-        if not self.sparse:
-            return []
         return [name for name, param in self.trainable if param in self.sparse]
 
     def has_changed(self) -> bool:
@@ -230,18 +220,16 @@ class ModuleParameters:
     def verify(self, where: str, requested: Sequence[tuple[str, Tensor]] | None = None) -> NoReturn:
         """Explain, together with all ranks, why they do not reduce the same.
 
-        Args:
-            where: this rank's place, for an error that is about something else.
-            requested: what this rank reduces on request, ``None`` in a backward.
+        ``requested`` is what this rank reduces on request, ``None`` in a backward.
 
         Raises:
             RuntimeError: always, naming what differs.
         """
-        module = self._children["module"]
+        kind = type(self._children["module"]).__name__
         options = {
             "new parameters": [name for name, _ in self.added],
             "sparse gradients": self.names_of_sparse(),
-            "wrapper": f"number {self.number} in its process group, of a {type(module).__name__}",
+            "wrapper": f"number {self.number} in its process group, of a {kind}",
             "reduction": "of a backward" if requested is None else "on request (reduce_gradients)",
         }
         params = self.params if requested is None else requested

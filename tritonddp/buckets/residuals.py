@@ -21,44 +21,12 @@ from tritonddp.kernels.quantized.buffer import BLOCK, Quantization
 
 @dataclass
 class Left:
-    """What was left out of the gradients of one parameter, on this rank.
+    """What was left out of the gradients of one parameter, on this rank."""
 
-    Attributes:
-        sent: fp32 ``(blocks, 256)``: of this rank's.
-        reduced: fp32 ``(owned blocks, 256)``: of the sums.
-        first: number of the first of these among the parameter's blocks.
-        unit: of weights, in which they are; ``None`` before the first reduction.
-    """
-
-    sent: Tensor
-    reduced: Tensor
-    first: int
-    unit: float | None
-
-
-class Feedback:
-    """Carries residuals from buckets to those that take their place."""
-
-    def __init__(self) -> None:
-        self._kept: dict[Tensor, Left] = {}
-
-    def keep(self, buckets: Iterable[Bucket]) -> None:
-        """These buckets are about to be replaced."""
-        self._kept = {param: left for _, param, left in residuals_of(buckets)}
-
-    def hand_over(self, bucket: Bucket) -> None:
-        """Give a new bucket what was kept for its parameters."""
-        for param in bucket.params:
-            left = self._kept.pop(param, None)
-            if left is not None:
-                add_to(bucket, param, left)
-
-    def drop(self) -> None:
-        """All new buckets are made: what is left is of gradients that are quantised no longer.
-
-        (Each of them would keep the residuals of its whole former bucket alive.)
-        """
-        self._kept.clear()
+    sent: Tensor  # (blocks, 256), fp32: of this rank's
+    reduced: Tensor  # (owned blocks, 256), fp32: of the sums
+    first: int  # number of the first of these among the parameter's blocks
+    unit: float | None  # of weights, in which they are; None before the first reduction
 
 
 def residuals_of(buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor, Left]]:
@@ -68,15 +36,9 @@ def residuals_of(buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor, Left]
         if quantization is None or quantization.residuals is None:
             continue
         sent, reduced = quantization.residuals.sent, quantization.residuals.reduced
-        for slot, place, size in _slots(quantization):
-            first, last = _owned(quantization, place, size)
-            begin = place + first - _first_owned(quantization)
-            left = Left(
-                sent[place : place + size],
-                reduced[begin : begin + last - first],
-                first,
-                quantization.unit,
-            )
+        for slot, place, size, first, last, shift in _blocks_of(quantization):
+            own = reduced[shift + first : shift + last]
+            left = Left(sent[place : place + size], own, first, quantization.unit)
             yield bucket.names[slot], bucket.params[slot], left
 
 
@@ -86,7 +48,7 @@ def add_to(bucket: Bucket, param: Tensor, left: Left) -> None:
     if quantization is None or quantization.residuals is None:
         return
     sent, reduced = quantization.residuals.sent, quantization.residuals.reduced
-    for slot, place, size in _slots(quantization):
+    for slot, place, size, first, last, shift in _blocks_of(quantization):
         if bucket.params[slot] is not param or len(left.sent) != size:
             continue
         if left.unit is not None:
@@ -94,34 +56,25 @@ def add_to(bucket: Bucket, param: Tensor, left: Left) -> None:
         sent[place : place + size].add_(left.sent)
         # Of the blocks [left.first, end) this rank owns [first, last).
         end = left.first + len(left.reduced)
-        first, last = (
-            min(max(each, left.first), end) for each in _owned(quantization, place, size)
-        )
+        first, last = (min(max(each, left.first), end) for each in (first, last))
         before, mine, behind = left.reduced.split([first - left.first, last - first, end - last])
         sent[place + left.first : place + first].add_(before)
         sent[place + last : place + end].add_(behind)
-        begin = place + first - _first_owned(quantization)
-        reduced[begin : begin + len(mine)].add_(mine)
+        reduced[shift + first : shift + last].add_(mine)
 
 
-def _first_owned(quantization: Quantization) -> int:
-    return quantization.rank * quantization.message.part_blocks
+def _blocks_of(quantization: Quantization) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """Of each quantised gradient: slot, first block, number of blocks, first, last, shift.
 
-
-def _owned(quantization: Quantization, place: int, size: int) -> tuple[int, int]:
-    """Of the ``size`` blocks from ``place`` on: those ``[first, last)`` that this rank owns."""
-    begin = _first_owned(quantization) - place
-    end = begin + quantization.message.owned_blocks(quantization.rank)
-    first = min(max(begin, 0), size)
-    return first, min(max(end, first), size)
-
-
-def _slots(quantization: Quantization) -> Iterator[tuple[int, int, int]]:
-    """Of the quantised gradients: slot, first block, number of blocks."""
-    message = quantization.message
+    This rank owns its blocks ``[first, last)``; block b is ``shift + b`` among all that it owns.
+    """
+    message, rank = quantization.message, quantization.rank
     for slot, (numel, place) in enumerate(zip(message.numels, message.places, strict=True)):
         if message.quantized[slot]:
-            yield slot, place, -(-numel // BLOCK)
+            size, shift = -(-numel // BLOCK), place - rank * message.part_blocks
+            first = min(max(-shift, 0), size)
+            last = min(max(message.owned_blocks(rank) - shift, first), size)
+            yield slot, place, size, first, last, shift
 
 
 # In checkpoints
@@ -150,21 +103,18 @@ def check_state(params: Iterable[tuple[str, Tensor]], states: Sequence[Mapping[s
         ValueError: a residual has another shape than its parameter, or is not finite.
     """
     for name, param in params:
-        for state in states:
-            for left in (state.get(kind, {}).get(name) for kind in ("sent", "reduced")):
-                if left is None:
-                    continue
-                if left.shape != param.shape:
-                    raise ValueError(
-                        f"the state has residuals of shape {tuple(left.shape)} for {name!r}, which "
-                        f"is of shape {tuple(param.shape)}: load the state of a run with the same "
-                        "model"
-                    )
-                if not left.isfinite().all():
-                    raise ValueError(
-                        f"the state has residuals for {name!r} that are not finite, and would stay "
-                        "in its gradients: load one without them"
-                    )
+        for _, saved in _saved(states, name):
+            if saved.shape != param.shape:
+                raise ValueError(
+                    f"the state has residuals of shape {tuple(saved.shape)} for {name!r}, which "
+                    f"is of shape {tuple(param.shape)}: load the state of a run with the same "
+                    "model"
+                )
+            if not saved.isfinite().all():
+                raise ValueError(
+                    f"the state has residuals for {name!r} that are not finite, and would stay "
+                    "in its gradients: load one without them"
+                )
 
 
 def load_state(buckets: Iterable[Bucket], states: Sequence[Mapping[str, Any]], unit: float) -> None:
@@ -173,14 +123,20 @@ def load_state(buckets: Iterable[Bucket], states: Sequence[Mapping[str, Any]], u
         for name, param, left in residuals_of([bucket]):
             left.sent.zero_()
             left.reduced.zero_()
-            for state in states:
-                sent, reduced = (state.get(kind, {}).get(name) for kind in ("sent", "reduced"))
-                if sent is not None:
-                    rows = _in_blocks(sent, param)
+            for kind, saved in _saved(states, name):
+                rows = _in_blocks(saved, param)
+                if kind == "sent":
                     add_to(bucket, param, Left(rows, rows[:0], 0, unit))
-                if reduced is not None:
-                    rows = _in_blocks(reduced, param)
+                else:
                     add_to(bucket, param, Left(torch.zeros_like(rows), rows, 0, unit))
+
+
+def _saved(states: Sequence[Mapping[str, Any]], name: str) -> Iterator[tuple[str, Tensor]]:
+    """The residuals of a parameter in these states, each with its kind."""
+    for state in states:
+        for kind in ("sent", "reduced"):
+            if (saved := state.get(kind, {}).get(name)) is not None:
+                yield kind, saved
 
 
 def _in_shape(rows: Tensor, first: int, param: Tensor) -> Tensor:

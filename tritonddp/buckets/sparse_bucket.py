@@ -34,18 +34,16 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a rank will send of one gradient."""
+    """What a rank will send of one gradient; encoded as :data:`_ANNOUNCEMENT` bytes."""
 
     kind: Kind
     rows: int = 0
 
     def encode(self) -> bytes:
-        """As :data:`_ANNOUNCEMENT` bytes."""
         return bytes([self.kind]) + self.rows.to_bytes(_ANNOUNCEMENT - 1, "little")
 
     @classmethod
     def decode(cls, encoded: bytes) -> Announcement:
-        """The inverse of :meth:`encode`."""
         return cls(Kind(encoded[0]), int.from_bytes(encoded[1:], "little"))
 
 
@@ -63,10 +61,6 @@ class SparseBucket(Bucket):
 
     Where a rank has a dense gradient for it, the mean is dense on all ranks. Gradients never live
     in the buffer, whatever ``gradient_as_bucket_view`` says.
-
-    Args:
-        rank, world_size: whose place in the announcements is this rank's.
-        args: those of :class:`Bucket`, for one parameter.
     """
 
     is_sparse = True
@@ -115,13 +109,10 @@ class SparseBucket(Bucket):
         self._rows = self._dense = None
         if grad is not None and scale and (earlier or self.used[0]):
             self._take(grad.detach(), scale)
-        mine = Announcement(
-            Kind.ROWS if self._dense is None else Kind.DENSE,
-            0 if self._rows is None else len(self._rows[0]),
-        )
+        kind = Kind.ROWS if self._dense is None else Kind.DENSE
+        mine = Announcement(kind, 0 if self._rows is None else len(self._rows[0]))
         self._counters.flattens += 1
-        trailer = header + self._places(mine)
-        self._kernels.flatten(segment.flat, [None], self.used, 1.0, trailer)
+        self._kernels.flatten(segment.flat, [None], self.used, 1.0, header + self._places(mine))
         marks = self._kernels.marks
         values = self._dense if self._rows is None else self._rows[1]
         if marks is not None and values is not None:  # in a pass of its own
@@ -133,11 +124,7 @@ class SparseBucket(Bucket):
         super().fill_nan(header + self._places(Announcement(Kind.BROKEN)))
 
     def _take(self, grad: Tensor, scale: float) -> None:
-        """Make ``grad`` what this rank sends.
-
-        Raises:
-            GradientError: it does not fit the parameter.
-        """
+        """Make ``grad`` what this rank sends. Raises a GradientError if it does not fit."""
         self._check_kind(0, grad)
         if grad.layout is torch.sparse_coo and grad.sparse_dim() == 1:
             grad = grad.coalesce()
@@ -151,28 +138,18 @@ class SparseBucket(Bucket):
 
     # Once the buffer is reduced
 
-    @property
-    def is_used(self) -> bool:
-        """Whether any rank has used the parameter. The host waits for the answer."""
-        return bool(self.flat.flags.item())
-
     def announced(self) -> list[Announcement]:
         """What each rank sends. The host waits for the answer."""
-        content = bytes(map(int, self._announcements.tolist()))
-        return [
-            Announcement.decode(content[first:][:_ANNOUNCEMENT])
-            for first in range(0, len(content), _ANNOUNCEMENT)
-        ]
+        rows = self._announcements.view(-1, _ANNOUNCEMENT).tolist()
+        return [Announcement.decode(bytes(map(int, row))) for row in rows]
 
     def take_rows(self) -> tuple[Tensor, Tensor]:
         """What this rank has announced: ``n`` int64 indices and values of shape ``(n, ...)``."""
         rows, self._rows = self._rows, None
         if rows is None:
             param = self.params[0]
-            return (
-                torch.empty(0, dtype=torch.int64, device=param.device),
-                torch.empty((0, *param.shape[1:]), dtype=param.dtype, device=param.device),
-            )
+            none = param.new_empty(0, dtype=torch.int64)
+            return none, param.new_empty(0, *param.shape[1:])
         return rows
 
     def take_dense(self) -> Tensor:

@@ -73,12 +73,10 @@ class ViewBucket(Bucket):
         self._stashed.clear()
 
     def _scale(self, factor: Tensor) -> None:
-        """Multiply the reduced gradients by one fp64 element, where they are, in one launch.
-
-        Not by ``payload.mul_(factor)``: on a GPU torch rounds an operand without dimensions to the
-        dtype of the other one first, bf16 too.
-        """
+        """Multiply the reduced gradients by one fp64 element, where they are, in one launch."""
         if self._kernels.by_address:
+            # Not by payload.mul_(factor): on a GPU torch rounds an operand without dimensions to
+            # the dtype of the other one first, bf16 too.
             self._kernels.unflatten(self.flat, self.flat.views, factor)
         else:  # one call is less than one for each gradient
             self.flat.payload.mul_(factor.item())
@@ -98,11 +96,8 @@ class ViewBucket(Bucket):
         if self.flat is None:
             return {}
         views: list[Tensor] = self.flat.views
-        return {
-            param: view
-            for param, view in zip(self.params, views, strict=True)
-            if param.grad is view
-        }
+        pairs = zip(self.params, views, strict=True)
+        return {param: view for param, view in pairs if param.grad is view}
 
     def adopt(self, in_buffer: dict[Parameter, Tensor]) -> None:
         """See :meth:`Bucket.adopt`."""

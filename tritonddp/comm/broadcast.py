@@ -13,33 +13,19 @@ from tritonddp._torch import foreach_copy_
 from tritonddp.coordination.collectives import broadcast
 from tritonddp.coordination.group import Group
 
-# Most bytes of one message.
-MESSAGE_BYTES = 250 * 1024 * 1024
-
 
 class StateBroadcast:
-    """Overwrites parameters and buffers with those of one rank.
-
-    Args:
-        group: the ranks.
-        source: has the rank whose values all get, as ``source_rank``.
-
-    Attributes:
-        max_bytes: most bytes of one message.
-    """
+    """Overwrites parameters and buffers with those of one rank: of ``source.source_rank``."""
 
     def __init__(self, group: Group, source: Any) -> None:
         self._group = group
         self._source = source
-        self.max_bytes = MESSAGE_BYTES
+        self.max_bytes = 250 * 1024 * 1024  # of one message
 
     def send(self, tensors: Sequence[Tensor], place: str, what: str) -> None:
-        """Overwrite ``tensors``.
+        """Overwrite ``tensors``; see :func:`broadcast_coalesced`.
 
-        Args:
-            tensors: parameters or buffers.
-            place: where in its program this rank is, for errors.
-            what: what they are, for errors.
+        For errors, ``place`` says where in its program this rank is, and ``what`` what they are.
 
         Raises:
             RuntimeError: a rank is missing, which is named.
@@ -60,19 +46,13 @@ class StateBroadcast:
 
 def broadcast_coalesced(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, group_src: int, max_bytes: int
-) -> int:
-    """Overwrite ``tensors`` with those of rank ``group_src``; returns the number of broadcasts.
+) -> None:
+    """Overwrite ``tensors`` with those of rank ``group_src`` of ``group``.
 
     Tensors of all dtypes travel together as bytes, so that a model with float and integer buffers
-    needs one broadcast, not one per dtype. Messages hold at most ``max_bytes``, or one tensor.
-
-    Args:
-        tensors: dense tensors, the same shapes and dtypes in the same order on every rank.
-        group: the process group.
-        group_src: rank within ``group`` whose values all get.
-        max_bytes: upper limit of one message.
+    needs one broadcast, not one per dtype. They are dense, of the same shapes and dtypes in the
+    same order on every rank. Messages hold at most ``max_bytes``, or one tensor.
     """
-    broadcasts = 0
     is_source = group.rank() == group_src
     with torch.no_grad():
         for batch in _batches(tensors, max_bytes):
@@ -82,7 +62,6 @@ def broadcast_coalesced(
             pieces = [row.detach().view(-1).view(torch.uint8) for row in rows]
             message = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
             broadcast(message, group, group_src).wait()
-            broadcasts += 1
             if is_source:
                 continue
             if len(pieces) > 1:
@@ -90,7 +69,6 @@ def broadcast_coalesced(
             for tensor, row in zip(batch, rows, strict=True):
                 if row is not tensor:
                     tensor.copy_(row)
-    return broadcasts
 
 
 def _batches(tensors: Sequence[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
@@ -103,10 +81,9 @@ def _batches(tensors: Sequence[Tensor], max_bytes: int) -> Iterator[list[Tensor]
         batch: list[Tensor] = []
         size = 0
         for tensor in group:
-            nbytes = tensor.numel() * tensor.element_size()
-            if batch and size + nbytes > max_bytes:
+            if batch and size + tensor.nbytes > max_bytes:
                 yield batch
                 batch, size = [], 0
             batch.append(tensor)
-            size += nbytes
+            size += tensor.nbytes
         yield batch

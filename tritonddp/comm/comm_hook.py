@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -67,14 +68,8 @@ class CommHook:
     rank that fails, or whose backward broke off, takes part with zeros, since NaN would stay in the
     state of hooks that feed errors back; but it tells the others, who see NaN in ``.grad``. What is
     no error (KeyboardInterrupt, SystemExit) goes on from there as it is. A future that is not
-    completed within the timeout of the process group is an error of the hook.
-
-    Args:
-        hook: called with the state and a :class:`GradBucket`; returns a future of one tensor with
-            as many elements as the buffer, or of a list that holds it.
-        state: handed to the hook.
-        group: the ranks.
-        counters: count the all-reduce of the trailers.
+    completed within the timeout of the process group is an error of the hook. What it holds is one
+    tensor with as many elements as the buffer, or a list of that.
     """
 
     averages = False
@@ -96,14 +91,12 @@ class CommHook:
             self._held[bucket.index] = holds
             _forget(self._state, bucket.index)
         if run.is_logged:
-            what = "goes to the communication hook"
-            run.log(bucket, f"{what} with zeros" if is_broken else what)
+            run.log(bucket, "goes to the communication hook" + " with zeros" * is_broken)
         with Uninterrupted():
             if run.transport_state is None:
                 run.transport_state = _Calls()
-            calls = run.transport_state.calls
             call = _Call(bucket, is_broken, self)
-            calls.append(call)
+            run.transport_state.calls.append(call)
             run.works.append(call)
             device = bucket.flat.data.device
             if self._issues_one or backend_name(self._group.process_group, device) == "nccl":
@@ -152,10 +145,6 @@ class CommHook:
                 )
         return result_of(future.wait(), buffer)
 
-    def issued(self) -> int:
-        """How many collectives this rank has issued."""
-        return collectives_issued(self._group.process_group)
-
     def _agree(self, run: ReductionRun, state: _Calls) -> None:
         """All buckets have been launched: end their calls, then reduce all trailers at once."""
         calls = state.calls
@@ -164,21 +153,27 @@ class CommHook:
             if call.error is not None and run.failure is None:
                 run.failure = _named(run, call.bucket, call.error)
         device = calls[0].bucket.flat.data.device
-        if backend_name(self._group.process_group, device) == "gloo":
-            _last_group[:] = [self._group.process_group]
-        if state.trailers is None:
-            # Nothing here may make the host wait for the device.
-            broken = torch.zeros(len(calls), dtype=_TRAILERS, device=device)
-            for number, call in enumerate(calls):
-                if call.is_broken:
-                    broken[number].fill_(1)
-            message = torch.cat([*(call.trailer.to(device) for call in calls), broken])
-            state.trailers = message, self._send(run, state, message)
-        message, work = state.trailers
+        group, size = self._group.process_group, self._group.size
+        if backend_name(group, device) == "gloo":
+            _last_group[:] = [group]
         try:
+            if state.trailers is None:
+                # Nothing here may make the host wait for the device.
+                broken = torch.zeros(len(calls), dtype=_TRAILERS, device=device)
+                for number, call in enumerate(calls):
+                    if call.is_broken:
+                        broken[number].fill_(1)
+                message = torch.cat([*(call.trailer.to(device) for call in calls), broken])
+                state.trailers = message, self._send(message)
+            message, work = state.trailers
             work.wait()
         except RuntimeError as error:
-            raise self._explained(run, state, error) from (run.failure or error)
+            cause = run.failure or error
+            raise self._group.explain(
+                f"{run.where}, buckets up to {calls[-1].bucket.title}",
+                "all-reduce of their flags, behind the communication hooks",
+                cause,
+            ) from cause
         sizes = [call.trailer.numel() for call in calls]
         *trailers, broken = message.split([*sizes, len(calls)])
         for call, trailer in zip(calls, trailers, strict=True):
@@ -186,82 +181,52 @@ class CommHook:
         run.read_headers(calls[0].bucket.flat.headers)
         factor = 1.0 if run.factor is None else run.factor
         factors = torch.where(broken > 0, torch.nan, factor).to(torch.float64)
-        state.factors = {
-            call.bucket.index: _factor_on(
-                call.bucket.flat.data.device,
-                factors[number : number + 1] * self._scale_of(call.bucket),
-            )
-            for number, call in enumerate(calls)
-        }
+        found: dict[int, Tensor | None] = {}
+        for call, own in zip(calls, factors.split(1), strict=True):
+            if call.bucket.is_sparse:  # a sum; hooks divide what they get by the number of ranks
+                own = own * (1.0 / size)
+            data = call.bucket.flat.data  # on the CPU 1 is worth a question
+            is_one = data.is_cpu and own.item() == 1
+            found[call.bucket.index] = None if is_one else own.to(data.device)
+        state.factors = found
         for call in calls:  # before a failure is raised on this rank
             if isinstance(call.bucket, SparseBucket):
                 exchange_rows(run, call.bucket, self._counters)
         calls.clear()  # or they would keep buckets whose time is over
 
-    def _scale_of(self, bucket: Bucket) -> float:
-        """By which the sum is to be multiplied. Hooks divide what they get."""
-        return 1.0 / self._group.size if bucket.is_sparse else 1.0
-
-    def _send(self, run: ReductionRun, state: _Calls, message: Tensor) -> Work:
+    def _send(self, message: Tensor) -> Work:
         self._counters.collective(message.nbytes, self._group.size, passes=2)
-        try:
-            return collectives.all_reduce(message, self._group.process_group)
-        except RuntimeError as error:
-            raise self._explained(run, state, error) from (run.failure or error)
-
-    def _explained(self, run: ReductionRun, state: _Calls, error: RuntimeError) -> RuntimeError:
-        return self._group.explain(
-            f"{run.where}, buckets up to {state.calls[-1].bucket.title}",
-            "all-reduce of their flags, behind the communication hooks",
-            run.failure or error,
-        )
+        return collectives.all_reduce(message, self._group.process_group)
 
 
 def _named(run: ReductionRun, bucket: Bucket, error: BaseException) -> BaseException:
     if not isinstance(error, Exception):
         return error
-    failure = HookError(
-        f"{run.where}, {bucket.title}: the "
-        f"communication hook failed: {type(error).__name__}: {error}"
-    )
+    what = f"the communication hook failed: {type(error).__name__}: {error}"
+    failure = HookError(f"{run.where}, {bucket.title}: {what}")
     failure.__cause__ = error
     return failure
 
 
+@dataclass
 class _Calls:
-    """The calls of a hook in one run.
+    """The calls of a hook in one run."""
 
-    Attributes:
-        calls: of all buckets so far.
-        trailers: of all buckets, on their way.
-        factors: by the index of the bucket, once all is known.
-    """
-
-    def __init__(self) -> None:
-        self.calls: list[_Call] = []
-        self.trailers: tuple[Tensor, Work] | None = None
-        self.factors: dict[int, Tensor | None] | None = None
+    calls: list[_Call] = field(default_factory=list)  # of all buckets so far
+    trailers: tuple[Tensor, Work] | None = None  # of all buckets, on their way
+    factors: dict[int, Tensor | None] | None = None  # by index of bucket, once all is known
 
 
 class _Call:
-    """The hook's work on one bucket.
-
-    Args:
-        bucket: packed.
-        is_broken: its gradients do not count.
-        transport: has the hook.
-
-    Attributes:
-        trailer: what this rank says in the bucket's trailer. Saved before the hook is called, which
-            may resize the buffer and write behind its end.
-        error: what the hook raised on this rank.
-    """
+    """The hook's work on one bucket, which is packed."""
 
     def __init__(self, bucket: Bucket, is_broken: bool, transport: CommHook) -> None:
         self.bucket = bucket
-        self.is_broken = is_broken
+        self.is_broken = is_broken  # its gradients do not count
+        # What this rank says. Saved before the hook is called, which may resize the buffer and
+        # write behind its end.
         self.trailer = _trailer(bucket).to(_TRAILERS, copy=True)
-        self.error: BaseException | None = None
+        self.error: BaseException | None = None  # what the hook raised on this rank
         self._transport = transport
         self._has_begun = False
         self._buffer: Tensor | None = None
@@ -283,9 +248,10 @@ class _Call:
         self._has_begun = True
         if isinstance(self.bucket, SparseBucket):
             return
-        issued = self._transport.issued()
+        group = run.group.process_group
+        issued = collectives_issued(group)
         self._try(run)
-        if self.error is not None and self._transport.issued() == issued:
+        if self.error is not None and collectives_issued(group) == issued:
             # The other ranks wait for what it has not sent: take part, if it can do with zeros.
             self.bucket.flat.payload.zero_()
             self._try(run)
@@ -324,13 +290,6 @@ class _Call:
 
 def _trailer(bucket: Bucket) -> Tensor:
     return bucket.flat.data[bucket.flat.payload.numel() :]
-
-
-def _factor_on(device: torch.device, factor: Tensor) -> Tensor | None:
-    """A factor as ``Bucket.unpack`` takes it: on the CPU 1 is worth a question."""
-    if device.type == "cpu" and factor.item() == 1:
-        return None
-    return factor.to(device)
 
 
 def _forget(state: Any, index: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,13 +19,7 @@ from tritonddp.coordination.collectives import all_reduce
 class GradBucket:
     """A bucket as a communication hook sees it: the methods of ``torch.distributed.GradBucket``.
 
-    (That class of torch cannot be made in Python.)
-
-    Args:
-        index: place of the bucket in the launch order.
-        is_last: no bucket follows it in this backward.
-        buffer: its gradients one behind the other, each row-major; 1-D.
-        params: what they belong to.
+    (That class of torch cannot be made in Python.) The arguments are what its methods return.
     """
 
     def __init__(
@@ -42,13 +35,14 @@ class GradBucket:
         return self._index
 
     def is_last(self) -> bool:
-        """Whether it is the last bucket of this backward."""
+        """Whether no bucket follows it in this backward."""
         return self._is_last
 
     def buffer(self) -> Tensor:
-        """All gradients, 1-D, of their dtype unless :meth:`set_buffer` has changed it.
+        """All gradients one behind the other, each row-major; 1-D.
 
-        Complex gradients as real numbers, two for each element.
+        Of their dtype unless :meth:`set_buffer` has changed it; complex ones as real numbers, two
+        for each element.
         """
         return self._buffer
 
@@ -58,17 +52,14 @@ class GradBucket:
 
     def gradients(self) -> list[Tensor]:
         """Views of the buffer, row-major, with the shapes of :meth:`parameters`."""
-        sizes = [param.numel() * (1 + param.is_complex()) for param in self._params]
-        pieces = [
-            self._buffer[end - size : end]
-            for size, end in zip(sizes, accumulate(sizes), strict=True)
-        ]
-        return [
-            torch.view_as_complex(piece.view(*param.shape, 2))
-            if param.is_complex()
-            else piece.view(param.shape)
-            for piece, param in zip(pieces, self._params, strict=True)
-        ]
+        views, end = [], 0
+        for param in self._params:
+            start, end = end, end + param.numel() * (1 + param.is_complex())
+            piece = self._buffer[start:end]
+            if param.is_complex():
+                piece = torch.view_as_complex(piece.view(-1, 2))
+            views.append(piece.view(param.shape))
+        return views
 
     def parameters(self) -> list[Parameter]:
         """The parameters whose gradients the bucket holds, in their order in it."""
@@ -76,18 +67,14 @@ class GradBucket:
 
 
 def buffer_of(bucket: Bucket) -> Tensor:
-    """What the hook gets: the payload itself, or a copy where that has gaps or other strides.
-
-    The payload as a tensor that is no view, and may be resized.
-    """
+    """What the hook gets: the payload itself, or a copy where that has gaps or other strides."""
     if bucket.flat is None:
         bucket.allocate()
     flat = bucket.flat
     if _is_row_major(bucket):
-        size = flat.payload.shape
-        return torch.empty(0, dtype=flat.data.dtype, device=flat.data.device).set_(
-            flat.data.untyped_storage(), 0, size, (1,)
-        )
+        # A tensor that is no view, and may be resized.
+        alone = torch.empty(0, dtype=flat.data.dtype, device=flat.data.device)
+        return alone.set_(flat.data.untyped_storage(), 0, flat.payload.shape, (1,))
     copy = torch.cat([view.reshape(-1) for view in flat.views])
     return torch.view_as_real(copy).view(-1) if copy.is_complex() else copy
 
@@ -148,10 +135,8 @@ def zeros_like(buckets: Sequence[Bucket]) -> list[GradBucket]:
     """What a hook would get where all gradients are zero."""
     hooked = those_of_hooks(buckets)
     return [
-        GradBucket(
-            bucket.index, bucket is hooked[-1], torch.zeros_like(buffer_of(bucket)), bucket.params
-        )
-        for bucket in hooked
+        GradBucket(each.index, each is hooked[-1], torch.zeros_like(buffer_of(each)), each.params)
+        for each in hooked
     ]
 
 

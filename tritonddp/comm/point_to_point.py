@@ -19,15 +19,10 @@ from torch import Tensor
 def all_to_all(incoming: Tensor, outgoing: Tensor, group: dist.ProcessGroup, tag: int) -> list[Any]:
     """Row ``r`` of ``outgoing`` goes to rank ``r``, and row ``r`` of ``incoming`` comes from it.
 
-    An all-gather is one whose rows are all the same memory (``part.expand(W, -1)``).
-
-    Messages between two ranks are matched by their tags, and by their order only among those of one
-    tag, so that several may be under way and other collectives of the group beside them.
-
-    Args:
-        incoming, outgoing: ``W`` rows of one shape and dtype each, contiguous by row, on the CPU.
-        group: ``W`` ranks, over gloo.
-        tag: the same on all ranks, not negative.
+    Of ``W`` ranks over gloo; rows are of one shape and dtype each, contiguous, on the CPU. An
+    all-gather is one whose rows are all the same memory (``part.expand(W, -1)``). Messages between
+    two ranks are matched by their tags, which are not negative, and by their order only among those
+    of one tag, so that several may be under way and other collectives of the group beside them.
 
     Returns:
         What to wait for; until then the memory of both belongs to gloo.

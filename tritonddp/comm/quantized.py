@@ -47,8 +47,7 @@ class QuantizedAllReduce:
     makes its gradients of the same bytes, so that all have the same bits.
 
     Two collectives a bucket. They send together (W-1)/W of a message of one byte an element to all
-    ranks, and as much for the sums, half the bytes of an all-reduce in bf16; see
-    :class:`~tritonddp.kernels.quantized.buffer.MessageLayout`.
+    ranks, and as much for the sums, half the bytes of an all-reduce in bf16: see ``MessageLayout``.
     """
 
     averages = True
@@ -70,10 +69,9 @@ class QuantizedAllReduce:
             run.log(bucket, "is sent with NaN" if is_broken else "is sent")
         for message in (flat.message, flat.gathered):
             self._counters.collective(message.nbytes, self._group.size)
-        on_host = flat.data.device.type == "cpu"
+        start = self._start_in_thread if flat.data.is_cpu else self._start_on_stream
         try:
             with Uninterrupted():
-                start = self._start_in_thread if on_host else self._start_on_stream
                 run.works.append(start(flat))
         except RuntimeError as error:
             raise run.explain(bucket, error) from error
@@ -151,10 +149,7 @@ def _end_threads() -> None:
 class _Exchange:
     """The work on one bucket over gloo: its :class:`Work`. The all-to-all is issued at once.
 
-    Args:
-        flat: packed.
-        group: the ranks.
-        number: of the exchanges that this rank has made in the group: as on all of its ranks.
+    The ``number`` is of the exchanges that this rank has made in the group, as on all of its ranks.
     """
 
     def __init__(self, flat: QuantizedBuffer, group: dist.ProcessGroup, number: int) -> None:

@@ -27,7 +27,7 @@ def exchange(bucket: SparseBucket, group: dist.ProcessGroup, counters: Counters)
 
     One collective, or none where no rank has rows. The host waits for what the ranks announced.
     """
-    if not bucket.is_used:
+    if not bucket.flat.flags.item():  # nobody has used the parameter
         return
     announced = bucket.announced()
     kinds = {each.kind for each in announced}
@@ -61,8 +61,7 @@ def _gather(
     counters.collective(gathered.nbytes, group.size())
     all_gather_into(gathered, message, group).wait()
     all_indices, all_values = [], []
-    for rank, count in enumerate(counts):
-        theirs = gathered[rank * size :][:size]
+    for theirs, count in zip(gathered.split(size), counts, strict=True):
         all_indices.append(theirs[: 8 * count].view(torch.int64))
         rows = theirs[_values_at(count) :][: count * width].view(values.dtype)
         all_values.append(rows.view(count, *values.shape[1:]))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,38 +23,18 @@ class ComplexBuffer(FlatBuffer):
     """
 
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
-        self.layout = layout
         self.real = FlatBuffer(_real_layout(layout), REAL[dtype], device)
-        self.data = self.real.data
-        self.payload = self.real.payload
-        self.flags = self.real.flags
-        self.headers = self.real.headers
-        self.marks = self.real.marks
-        self._dtype = dtype
+        vars(self).update(vars(self.real), layout=layout, dtype=dtype)  # the same memory
         self.views = list(map(self.tensor_at, range(len(layout.numels))))
-        self.is_part = False
-        self.tables = None
 
-    def tensor_at(self, slot: int) -> Tensor:
-        """See :meth:`FlatBuffer.tensor_at`."""
-        return self._tensor_at(slot, self._dtype)
-
-    def part(self, first: int, last: int) -> ComplexBuffer:
+    def part(self, first: int, last: int) -> Any:
         """See :meth:`FlatBuffer.part`."""
         part = super().part(first, last)
-        assert isinstance(part, ComplexBuffer)
         part.real = self.real.part(first, last)
         return part
 
-    def write_trailer(self, used: Sequence[bool], headers: Sequence[int]) -> None:
-        """See :meth:`FlatBuffer.write_trailer`."""
-        self.real.write_trailer(used, headers)
-
     def real_parts(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The memory of these gradients, which are not flagged as conjugate, as real tensors.
-
-        What is a view of this buffer becomes the view of the real one, which kernels know.
-        """
+        """These gradients, not flagged as conjugate, as real ones; a view as that of ``real``."""
         return [
             None if grad is None else real if grad is view else torch.view_as_real(grad)
             for grad, view, real in zip(grads, self.views, self.real.views, strict=True)
@@ -72,14 +54,13 @@ def on_real_parts(kernel: Callable[..., None]) -> Callable[..., None]:
 
 def _real_layout(layout: Layout) -> Layout:
     flags_offset = 2 * layout.flags_offset
-    return Layout(
+    return replace(
+        layout,
         shapes=tuple((*shape, 2) for shape in layout.shapes),
         strides=tuple((*(2 * stride for stride in each), 1) for each in layout.strides),
         numels=tuple(2 * numel for numel in layout.numels),
         offsets=tuple(2 * offset for offset in layout.offsets),
         flags_offset=flags_offset,
-        headers=layout.headers,
         marks_offset=flags_offset + len(layout.numels) + layout.headers,
         numel=2 * layout.numel,
-        marks=layout.marks,
     )

@@ -12,17 +12,14 @@ from array import array
 from collections.abc import Sequence
 from functools import reduce
 from operator import or_
-from struct import Struct
-from typing import TYPE_CHECKING, Any
+from struct import pack, unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonddp._device import upload
-from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from tritonddp.kernels.flat_buffer import FlatBuffer
 
 # In elements of the wire dtype: the bucket side of every 16-byte access is then aligned for any
 # wire dtype, and the compiler may be told so without a check per launch.
@@ -31,8 +28,6 @@ ALIGNMENT = 16
 # 2048 elements by 4 warps: 4 accesses of 16 bytes in flight per thread at about 30 registers.
 BLOCK = 2048
 
-_FLOAT64 = Struct("<d")
-_INT64 = Struct("<q")
 _ADDRESS_OF = Tensor.data_ptr
 
 
@@ -44,25 +39,24 @@ class DeviceTables:
             gradient, first element within the buffer, number of elements (1 to ``block``).
             Gradients without elements have no rows.
         dynamic: int64 ``(2 n + m + 1,)``: n addresses (0 where there is no gradient), n used flags
-            (0 or 1), m headers, the bits of the scale as fp64. An int64 table holds the scale
-            too, so that one copy uploads everything and no launch depends on its value.
+            (0 or 1), m headers, the bits of the scale as fp64. One copy uploads everything, and no
+            launch depends on the scale's value.
         one: fp64 ``(1,)``, 1.0: the factor of an unflatten that is given none.
         num_chunks: rows of ``chunks``.
         block: most elements of a chunk, a power of two and a multiple of 16.
         aligned: every address is a multiple of 16 bytes.
         uploads: copies of ``dynamic`` to the device so far.
         device_index: of the GPU; ``None`` for tensors on the CPU.
-        launches: what kernels launch for this buffer, prepared, by the kernel's launcher and all
-            that may be compiled in and changes from step to step.
+        launches: what kernels have prepared for this buffer, by the kernel's launcher and all that
+            may be compiled in and changes from step to step.
     """
 
-    def __init__(self, flat: FlatBuffer, block: int | None = None) -> None:
-        """Build the chunk rows of ``flat``, with ``block`` (default :data:`BLOCK`) elements each.
+    def __init__(self, flat: FlatBuffer, block: int = BLOCK) -> None:
+        """Build the chunk rows of ``flat``.
 
         Raises:
             ValueError: ``block`` is unfit, or the buffer is not laid out for 16-byte accesses.
         """
-        block = BLOCK if block is None else block
         if block < 16 or block & (block - 1):
             raise ValueError(f"block should be a power of two of at least 16, but is {block}")
         layout, device = flat.layout, flat.data.device
@@ -75,8 +69,8 @@ class DeviceTables:
         self.block = block
         self.chunks = self._rows(flat, block).to(device)
         self.num_chunks = self.chunks.shape[0]
-        words = 2 * len(layout.numels) + layout.headers + 1
-        self.dynamic = torch.zeros(words, dtype=torch.int64, device=device)
+        self._words = [0] * (2 * len(layout.numels) + layout.headers + 1)  # those of dynamic
+        self.dynamic = torch.zeros(len(self._words), dtype=torch.int64, device=device)
         self.one = torch.ones(1, dtype=torch.float64).to(device)
         self.aligned = True
         self.uploads = 0
@@ -87,16 +81,22 @@ class DeviceTables:
         self._dtype: torch.dtype | None = None
         self._addresses: list[int] = [0] * len(layout.numels)
         self._used: list[bool] = [False] * len(layout.numels)
-        self._headers = bytes(layout.headers)
+        self._headers: Sequence[int] = bytes(layout.headers)
         self._scale = 0.0
-        self._scale_bits = 0
 
     def _rows(self, flat: FlatBuffer, block: int) -> Tensor:
         """The rows of :attr:`chunks`, on the CPU."""
-        return _chunk_rows(flat.layout, block)
+        numels = torch.tensor(flat.layout.numels, dtype=torch.int64)
+        offsets = torch.tensor(flat.layout.offsets, dtype=torch.int64)
+        per_slot = (numels + block - 1) // block
+        slot = torch.repeat_interleave(torch.arange(len(numels)), per_slot)
+        first_row = torch.cumsum(per_slot, 0) - per_slot
+        start = (torch.arange(len(slot)) - first_row[slot]) * block
+        count = torch.clamp(numels[slot] - start, max=block)
+        return torch.stack([slot, start, offsets[slot] + start, count], dim=1)
 
     @classmethod
-    def of(cls, flat: FlatBuffer) -> Self:
+    def of(cls, flat: FlatBuffer) -> Any:
         """The tables of ``flat``, built when they are first asked for."""
         if flat.tables is None:
             flat.tables = cls(flat)
@@ -113,10 +113,9 @@ class DeviceTables:
 
         Args:
             grads: one per slot, each with its slot's shape and strides.
-            used: one per slot, or ``None`` to keep the last flags.
-            scale: the factor, or ``None`` to keep the last one.
-            headers: as many as the layout has, or ``None`` to keep the last ones. Many are best
-                given as the same ``bytes`` again and again, which are known by their identity.
+            used: one per slot. ``None``, here and below, keeps the last.
+            scale: the factor.
+            headers: as many as the layout has, best as the same ``bytes`` again and again.
 
         Returns:
             The dtype of the gradients, ``None`` if there are none.
@@ -159,30 +158,22 @@ class DeviceTables:
             raise ValueError(
                 f"the buffer has {len(self._addresses)} slots, but {len(addresses)} gradients came"
             )
-        if used is not None and len(used) != len(self._used):
-            raise ValueError(f"the buffer has {len(self._used)} slots, but {len(used)} flags came")
-        encoded = self._headers if headers is None else self._layout.encode_headers(headers)
-        stale = False
+        used = self._used if used is None else list(used)
+        if len(used) != len(addresses):
+            raise ValueError(f"the buffer has {len(addresses)} slots, but {len(used)} flags came")
+        headers = self._headers if headers is None else self._layout.encode_headers(headers)
         if addresses != self._addresses or dtype is not self._dtype:
             self._check(grads, dtype)
             self.aligned = not reduce(or_, addresses, 0) & 15
-            stale = addresses != self._addresses
-            self._addresses, self._dtype = addresses, dtype
-        if used is not None:
-            flags = list(used)
-            if flags != self._used:
-                self._used, stale = flags, True
-        if encoded is not self._headers:
-            stale = stale or encoded != self._headers
-            self._headers = encoded
-        if scale is not None:
-            # By bits: -0.0 equals 0.0 and NaN does not equal itself.
-            (bits,) = _INT64.unpack(_FLOAT64.pack(scale))
-            self._scale = scale
-            if bits != self._scale_bits:
-                self._scale_bits, stale = bits, True
-        if stale:
-            self._upload()
+        self._addresses, self._dtype, self._used, self._headers = addresses, dtype, used, headers
+        self._scale = self._scale if scale is None else scale
+        # The scale by its bits: -0.0 equals 0.0 and NaN does not equal itself.
+        (bits,) = unpack("<q", pack("<d", self._scale))
+        words = [*addresses, *map(int, map(bool, used)), *headers, bits]
+        if words != self._words:
+            upload(self.dynamic, torch.frombuffer(array("q", words), dtype=torch.int64))
+            self._words = words
+            self.uploads += 1
 
     def _check(self, grads: Sequence[Tensor | None], dtype: torch.dtype | None) -> None:
         # An address tells the kernel nothing about what lies there: a wrong dtype would be read
@@ -200,24 +191,3 @@ class DeviceTables:
                     f"the gradient in slot {slot} is on {grad.device}, but its buffer is on "
                     f"{self._device}: move the parameter or the buffer"
                 )
-
-    def _upload(self) -> None:
-        flags = map(int, map(bool, self._used))
-        host = torch.frombuffer(
-            array("q", [*self._addresses, *flags, *self._headers, self._scale_bits]),
-            dtype=torch.int64,
-        )
-        upload(self.dynamic, host)
-        self.uploads += 1
-
-
-def _chunk_rows(layout: Layout, block: int) -> Tensor:
-    """The rows of :attr:`DeviceTables.chunks`, on the CPU."""
-    numels = torch.tensor(layout.numels, dtype=torch.int64)
-    offsets = torch.tensor(layout.offsets, dtype=torch.int64)
-    per_slot = (numels + block - 1) // block
-    slot = torch.repeat_interleave(torch.arange(len(numels)), per_slot)
-    first_row = torch.cumsum(per_slot, 0) - per_slot
-    start = (torch.arange(len(slot)) - first_row[slot]) * block
-    count = torch.clamp(numels[slot] - start, max=block)
-    return torch.stack([slot, start, offsets[slot] + start, count], dim=1)

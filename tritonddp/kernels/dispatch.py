@@ -5,10 +5,9 @@ Imports without Triton; only the kernels of a CUDA or ROCm device need it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Protocol
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -17,82 +16,39 @@ from tritonddp.kernels.complex import REAL, ComplexBuffer, on_real_parts
 from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer, Layout, Marks
 from tritonddp.kernels.quantized.buffer import Quantization, QuantizedBuffer
 
-__all__ = [
-    "GRADIENT_DTYPES",
-    "Kernels",
-    "QuantizedKernels",
-    "quantizing",
-    "select",
-    "select_quantized",
-]
-
 # What gradients may be.
 GRADIENT_DTYPES = (*DTYPES, *REAL)
 
 
-class Flatten(Protocol):
-    """See ``reference.flatten``."""
-
-    def __call__(
-        self,
-        flat: FlatBuffer,
-        grads: Sequence[Tensor | None],
-        used: Sequence[bool],
-        scale: float,
-        headers: Sequence[int] = (),
-    ) -> None: ...
-
-
-class Unflatten(Protocol):
-    """See ``reference.unflatten``."""
-
-    def __call__(
-        self, flat: FlatBuffer, grads: Sequence[Tensor | None], factor: Tensor | None = None
-    ) -> None: ...
-
-
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of one kind of device.
+    """The kernels of one kind of device."""
 
-    Attributes:
-        flatten: ``flatten(flat, grads, used, scale, headers=())``, see ``reference.flatten``.
-        unflatten: ``unflatten(flat, grads, factor=None)``, see ``reference.unflatten``.
-        alignment: what these kernels want of ``Layout.of``, in elements.
-        by_address: they read gradients by address, which must lie in memory as their slots do.
-        segments: cuts a layout into runs of slots ``[first, last)``, each flattened by one launch.
-        donates: whether gradients of a bucket with this layout are better handed over in its buffer
-            than copied out of it.
-        buffer: makes the flat buffer of a layout, for gradients of a dtype, on a device.
-        marks: what ``flatten`` says of gradients that are not finite; ``None``: it does not look.
-    """
-
-    flatten: Flatten
-    unflatten: Unflatten
-    alignment: int
-    by_address: bool
+    flatten: Callable[..., None]  # (flat, grads, used, scale, headers=()): see reference.flatten
+    unflatten: Callable[..., None]  # (flat, grads, factor=None): see reference.unflatten
+    alignment: int  # what these kernels want of Layout.of, in elements
+    by_address: bool  # they read gradients by address, which lie in memory as their slots do
+    # Cuts a layout into runs of slots [first, last), each flattened by one launch.
     segments: Callable[[Layout], list[tuple[int, int]]]
+    # Whether gradients are better handed over in the buffer than copied out of it.
     donates: Callable[[Layout], bool]
     buffer: Callable[[Layout, torch.dtype, torch.device], FlatBuffer] = FlatBuffer
-    marks: Marks | None = None
+    marks: Marks | None = None  # of gradients that are not finite; None: flatten does not look
 
 
 @dataclass(frozen=True)
 class QuantizedKernels:
     """The kernels of one kind of device for buckets whose gradients are quantised.
 
-    Attributes:
-        quantize: takes the place of ``flatten``, see ``quantized.reference.quantize``.
-        reduce_parts: ``reduce_parts(flat)``, see ``quantized.reference.reduce_parts``.
-        receive: ``receive(flat, factor)``: what there is to do before ``unflatten`` when the sums
-            of all ranks have come; returns the factor that is left for that.
-        unflatten: see ``reference.unflatten``.
+    See ``quantized.reference`` for the first two.
     """
 
-    quantize: Flatten
+    quantize: Callable[..., None]  # takes the place of flatten
     reduce_parts: Callable[[QuantizedBuffer], None]
+    # (flat, factor): what is to be done when the sums of all ranks have come; returns the factor
+    # that is left for unflatten.
     receive: Callable[[QuantizedBuffer, Tensor | None], Tensor | None]
-    unflatten: Unflatten
+    unflatten: Callable[..., None]
 
 
 def select(
@@ -100,8 +56,7 @@ def select(
 ) -> Kernels:
     """The kernels for gradients on ``device``: Triton on GPUs, plain torch on the CPU.
 
-    ``dtype`` is one of :data:`GRADIENT_DTYPES`. With ``marks`` they look for gradients that are not
-    finite.
+    ``dtype`` is one of :data:`GRADIENT_DTYPES`.
 
     Raises:
         RuntimeError: there are no kernels for this kind of device, Triton is not installed, or
@@ -114,18 +69,14 @@ def select(
 
 
 def quantizing(kernels: Kernels, device: torch.device, quantization: Quantization) -> Kernels:
-    """``kernels`` of ``device`` for a bucket whose gradients are quantised.
-
-    Raises:
-        RuntimeError: see :func:`select_quantized`.
-    """
+    """``kernels`` of ``device`` for a bucket whose gradients are quantised."""
     quantized = select_quantized(device, quantization.numbers)
     return replace(
         kernels,
         flatten=quantized.quantize,
         unflatten=quantized.unflatten,
         by_address=True,  # blocks follow the memory order
-        buffer=quantization.buffer,
+        buffer=partial(QuantizedBuffer, quantization),
     )
 
 
@@ -161,21 +112,15 @@ def _quantized_for(device_type: str) -> QuantizedKernels:
     _for_device_type(device_type)  # raises where there are none
     if device_type == "cpu":
         from tritonddp.kernels import reference
-        from tritonddp.kernels.quantized import reference as quantize_reference
+        from tritonddp.kernels.quantized import reference as quantized
 
         return QuantizedKernels(
-            quantize_reference.quantize,  # type: ignore[arg-type]
-            quantize_reference.reduce_parts,
-            quantize_reference.put_together,
-            reference.unflatten,
+            quantized.quantize, quantized.reduce_parts, quantized.put_together, reference.unflatten
         )
     from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
 
     return QuantizedKernels(
-        quantize.quantize,  # type: ignore[arg-type]
-        reduce_parts.reduce_parts,
-        _leave_factor,
-        dequantize.dequantize,  # type: ignore[arg-type]
+        quantize.quantize, reduce_parts.reduce_parts, _leave_factor, dequantize.dequantize
     )
 
 
@@ -204,10 +149,10 @@ def _for_device_type(device_type: str) -> Kernels:
         return Kernels(
             reference.flatten,
             reference.unflatten,
-            reference.ALIGNMENT,
-            False,
-            reference.segments,
-            reference.donates,
+            alignment=reference.ALIGNMENT,
+            by_address=False,
+            segments=reference.segments,
+            donates=reference.donates,
         )
     if device_type != "cuda":
         raise RuntimeError(
@@ -231,10 +176,10 @@ def _for_device_type(device_type: str) -> Kernels:
     return Kernels(
         flatten.flatten,
         unflatten.unflatten,
-        device_tables.ALIGNMENT,
-        True,
-        _whole,
-        _never,
+        alignment=device_tables.ALIGNMENT,
+        by_address=True,
+        segments=_whole,
+        donates=_never,
     )
 
 

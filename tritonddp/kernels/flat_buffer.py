@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from operator import add
@@ -41,13 +41,9 @@ class Marks(NamedTuple):
 
     For each gradient there is one word for 8 ranks, a whole number from 0 to 255. No two ranks have
     the same bit, so that a sum over ranks is exact, like that of headers.
-
-    Attributes:
-        rank: this one.
-        world_size: number of ranks.
     """
 
-    rank: int
+    rank: int  # this one
     world_size: int
 
     @property
@@ -70,28 +66,19 @@ class Marks(NamedTuple):
 class Layout:
     """Where each gradient lies in the flat buffer, and where the trailer begins.
 
-    Attributes:
-        shapes: logical shape of each gradient.
-        strides: strides of each gradient in elements; always dense, so a gradient fills
-            ``prod(shape)`` consecutive elements of the buffer in *memory* order.
-        numels: number of elements of each gradient (0 allowed).
-        offsets: first element of each gradient, multiples of ``alignment``.
-        flags_offset: first element of the trailer; flag ``i`` is element ``flags_offset + i``.
-        headers: number of headers, which follow the last flag; all ranks' together.
-        marks_offset: first element behind the headers: that of the first mark.
-        numel: length of the whole buffer, trailer included.
-        marks: ``None`` if nobody looks whether gradients are finite: then there are no marks.
+    Strides are always dense: a gradient fills ``prod(shape)`` consecutive elements of the buffer in
+    *memory* order.
     """
 
     shapes: tuple[tuple[int, ...], ...]
-    strides: tuple[tuple[int, ...], ...]
-    numels: tuple[int, ...]
-    offsets: tuple[int, ...]
-    flags_offset: int
-    headers: int
-    marks_offset: int
-    numel: int
-    marks: Marks | None = None
+    strides: tuple[tuple[int, ...], ...]  # in elements
+    numels: tuple[int, ...]  # of each gradient; 0 is allowed
+    offsets: tuple[int, ...]  # first element of each gradient, a multiple of the alignment
+    flags_offset: int  # first element of the trailer: that of the first flag
+    headers: int  # number of headers, which follow the last flag; all ranks' together
+    marks_offset: int  # first element behind the headers: that of the first mark
+    numel: int  # length of the whole buffer, trailer included
+    marks: Marks | None = None  # None if nobody looks whether gradients are finite
 
     @classmethod
     def of(
@@ -105,7 +92,7 @@ class Layout:
         """Lay gradients of these shapes and dense strides out one behind the other.
 
         ``alignment`` is in elements: 16 lets the Triton kernels use 16-byte accesses for every
-        wire dtype of one byte and more, 1 leaves no gaps. ``headers`` is the number of headers.
+        wire dtype, 1 leaves no gaps.
         """
         numels, offsets, end = [], [], 0
         for shape in shapes:
@@ -131,7 +118,8 @@ class Layout:
 
         Headers belong to the whole: a part has none.
         """
-        return Layout(
+        return replace(
+            self,
             shapes=self.shapes[first:last],
             strides=self.strides[first:last],
             numels=self.numels[first:last],
@@ -139,8 +127,6 @@ class Layout:
             flags_offset=self.flags_offset + first,
             headers=0,
             marks_offset=self.marks_offset + first * (self.marks.words if self.marks else 0),
-            numel=self.numel,
-            marks=self.marks,
         )
 
     def encode_headers(self, headers: Sequence[int]) -> bytes:
@@ -183,6 +169,7 @@ class FlatBuffer:
 
     Attributes:
         layout: see :class:`Layout`.
+        dtype: of the views: that of ``data``, but for complex gradients.
         data: 1-D tensor of the wire dtype, ``layout.numel`` long. Gaps between gradients hold
             zeros and are never written, so that a sum over ranks keeps them zero.
         payload: view of ``data`` without the trailer.
@@ -191,20 +178,23 @@ class FlatBuffer:
             sum of many ones saturates in fp16 and bf16, but never becomes zero).
         headers: view of the headers, one element each: before the collective this rank's and
             zeros, afterwards all ranks'. Empty in a part.
-        trailer: view of the used flags and the headers, which :meth:`write_trailer` writes. (Not of
-            the marks.) A part has none of its own.
-        encoded: what ``trailer`` is to be before the collective, made by :meth:`encode_trailer` of
-            ``encoded_flags`` and ``encoded_headers``. ``None`` before that.
+        trailer: view of the used flags and the headers, without the marks. A part has none.
+        encoded: what ``trailer`` is to be before the collective: ``encoded_flags`` and
+            ``encoded_headers``. ``None`` before :meth:`encode_trailer`.
         marks: view of the marks, ``(n, words)``; without columns if there are none.
         views: one tensor per gradient in its place, with the gradient's own shape and strides.
         is_part: made by :meth:`part`; its flags are written with those of the whole.
-        tables: device-side tables of the Triton kernels, made by them at their first launch.
-        known_flags: :attr:`flags` once reduced, where whoever calls ``unflatten`` knows them
-            already; empty if all are set, ``None`` if they have to be read.
+        first_slot: of a part, among those of the whole.
+        tables: of the kernels, made at their first launch.
+        known_flags: :attr:`flags` once reduced, empty if all are set; ``None`` if ``unflatten`` has
+            to read them.
         batched: what the CPU's ``flatten`` has prepared, at its first call.
     """
 
     # Also of subclasses, which make the rest their own way.
+    is_part = False
+    first_slot = 0
+    tables: Any = None
     encoded: Tensor | None = None
     encoded_flags: Sequence[bool] = ()
     encoded_headers: bytes = b""
@@ -213,37 +203,32 @@ class FlatBuffer:
 
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
         self.layout = layout
+        self.dtype = dtype
         self.data = torch.zeros(layout.numel, dtype=dtype, device=device)
         self.payload = self.data[: layout.flags_offset]
-        trailer = self.data[layout.flags_offset :]
-        self.flags = trailer[: len(layout.numels)]
-        self.headers = trailer[len(layout.numels) :][: layout.headers]
         # Made now: a view that comes later would look like somebody else's hold on the memory.
-        self.trailer = trailer[: len(layout.numels) + layout.headers]
+        self.trailer = self.data[layout.flags_offset : layout.marks_offset]
+        self.flags = self.trailer[: len(layout.numels)]
+        self.headers = self.trailer[len(layout.numels) :]
         words = 0 if layout.marks is None else layout.marks.words
         marks = self.data[layout.marks_offset :][: len(layout.numels) * words]
         self.marks = marks.view(len(layout.numels), words)
         self.views: list[Tensor] = list(map(self.tensor_at, range(len(layout.numels))))
-        self.is_part = False
-        self.tables: Any = None
 
     def tensor_at(self, slot: int) -> Tensor:
         """A new tensor in the place of gradient ``slot``, with a version counter of its own.
 
         (Views in autograd's sense share one: a write to any of them would look like one to all.)
         """
-        return self._tensor_at(slot, self.data.dtype)
-
-    def _tensor_at(self, slot: int, dtype: torch.dtype) -> Tensor:
         layout = self.layout
-        return torch.empty(0, dtype=dtype, device=self.data.device).set_(
+        return torch.empty(0, dtype=self.dtype, device=self.data.device).set_(
             self.data.untyped_storage(),
             layout.offsets[slot],
             layout.shapes[slot],
             layout.strides[slot],
         )
 
-    def part(self, first: int, last: int) -> FlatBuffer:
+    def part(self, first: int, last: int) -> Any:
         """Slots ``[first, last)`` as a flat buffer of their own, in the same storage."""
         part = copy.copy(self)
         part.layout = self.layout.part(first, last)
@@ -251,18 +236,12 @@ class FlatBuffer:
         part.headers = self.headers[:0]
         part.marks = self.marks[first:last]
         part.views = self.views[first:last]
-        part.is_part = True
+        part.is_part, part.first_slot = True, first
         part.tables = part.batched = None
         return part
 
     def write_trailer(self, used: Sequence[bool], headers: Sequence[int]) -> None:
-        """Write the used flags, one a gradient, and the headers.
-
-        On the CPU, where it is done once a buffer.
-
-        Raises:
-            ValueError: there is not one flag per gradient; or see :meth:`Layout.encode_headers`.
-        """
+        """Write the used flags, one a gradient, and the headers: see :meth:`encode_trailer`."""
         if (
             self.encoded is None
             or used != self.encoded_flags
@@ -275,7 +254,7 @@ class FlatBuffer:
         """Bring :attr:`encoded` up to date: in most steps it need not be made again.
 
         Raises:
-            ValueError: see :meth:`write_trailer`.
+            ValueError: there is not one flag per gradient; or see :meth:`Layout.encode_headers`.
         """
         own_headers = self.layout.encode_headers(headers)
         if len(used) != len(self.flags):
@@ -300,7 +279,7 @@ class FlatBuffer:
     @property
     def nbytes(self) -> int:
         """Bytes that a reduction hands to collectives: payload and trailer."""
-        return self.data.numel() * self.data.element_size()
+        return self.data.nbytes
 
     def fill_nan(self) -> None:
         """Make NaN of all gradients."""
@@ -309,7 +288,7 @@ class FlatBuffer:
         self.mark(slice(None))
 
     def clear_marks(self) -> None:
-        """No gradient, of this part of a buffer, is known not to be finite."""
+        """No gradient of this buffer, or part of one, is known not to be finite."""
         self.marks.zero_()
 
     def mark(self, slots: int | slice) -> None:
@@ -329,16 +308,10 @@ class FlatBuffer:
 
     def _ranks_of(self, row: list[int]) -> list[int]:
         """Those whose marks are in the words of one gradient."""
-        return [
-            8 * place + bit for place, word in enumerate(row) for bit in range(8) if word >> bit & 1
-        ]
+        return [rank for rank in range(8 * len(row)) if row[rank // 8] >> rank % 8 & 1]
 
     def check_factor(self, factor: Tensor) -> None:
-        """Look at all of ``unflatten``'s factor but its value, which the host need not know.
-
-        Raises:
-            TypeError: it is not a tensor of one fp64 element on the buffer's device.
-        """
+        """Raise a TypeError if it is not a tensor of one fp64 element on the buffer's device."""
         if (
             factor.dtype is not torch.float64
             or factor.numel() != 1

@@ -7,8 +7,6 @@ scale and a cast by the passes over memory. The plain-torch twin is in ``referen
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import chain
 
 import torch
 import triton
@@ -17,8 +15,9 @@ from torch import Tensor
 
 from tritonddp.kernels import launch
 from tritonddp.kernels.device_tables import DeviceTables
-from tritonddp.kernels.flat_buffer import FlatBuffer, Marks
+from tritonddp.kernels.flat_buffer import FlatBuffer
 from tritonddp.kernels.launch import Launcher
+from tritonddp.kernels.reference import compute_dtype
 
 TRITON_DTYPES = {
     torch.float16: tl.float16,
@@ -169,21 +168,8 @@ def flatten(
     """Write ``cast(scale * grad)`` of every gradient, used flags and headers into ``flat``.
 
     One launch on the current stream, which should be the one that produced the gradients. Where the
-    layout has marks, they say which of the numbers that are written are not finite; they are
-    cleared before, in a small launch of their own.
-
-    Args:
-        flat: the destination; gaps and what pads the trailer stay as they are.
-        grads: one per slot, of one dtype, with the slot's shape and strides. ``None`` counts
-            as zero. A gradient may be ``flat.views[i]`` itself: it is then scaled in place.
-        used: one per slot; written to the trailer as 1 or 0.
-        scale: factor, applied in fp32 (fp64 if either dtype is) before the cast to the wire dtype.
-        headers: as many as the layout has, in 0..255; see :meth:`DeviceTables.update`.
-
-    Raises:
-        ValueError: there is not one gradient and one flag per slot, or the headers are not as
-            many as the layout's, or not in 0..255.
-        TypeError: the gradients are not of one dtype, or not on the buffer's device.
+    layout has marks, they are cleared before, in a small launch of their own. Arguments are those
+    of ``reference.flatten``; see :meth:`DeviceTables.update` for what it raises.
     """
     tables = flat.tables or DeviceTables.of(flat)
     dtype = tables.update(grads, used, scale, headers)
@@ -208,39 +194,18 @@ def _prepare(
     flat: FlatBuffer, tables: DeviceTables, dtype: torch.dtype | None
 ) -> Callable[[], None]:
     """The launch of ``flatten`` for gradients of this dtype, as they are aligned now."""
-    layout = flat.layout
-    wire = TRITON_DTYPES[flat.data.dtype]
-    source = wire if dtype is None else TRITON_DTYPES[dtype]
-    slots = len(layout.numels)
+    layout, marks = flat.layout, flat.layout.marks
+    source = dtype or flat.data.dtype
+    compute = TRITON_DTYPES[compute_dtype(source, flat.data.dtype)]
+    kind = (TRITON_DTYPES[source], compute, tables.block, FLAG_BLOCK, tables.aligned)
+    slots, num_chunks = len(layout.numels), tables.num_chunks
     trailer = slots + layout.headers
-    arguments = (
+    mark = (0, 0, 0)
+    if marks is not None:
+        mark = (layout.marks_offset + marks.word, marks.words, marks.bit)
+    return _launch.bind(
+        num_chunks + -(-trailer // FLAG_BLOCK),
         (tables.chunks, tables.dynamic, flat.data),
-        (
-            slots,
-            trailer,
-            tables.num_chunks,
-            layout.flags_offset,
-            *places_of(layout.marks, layout.marks_offset),
-        ),
-        (
-            source,
-            compute_dtype(source, wire),
-            tables.block,
-            FLAG_BLOCK,
-            tables.aligned,
-            layout.marks is not None,
-            INTERPRETED,
-        ),
+        (slots, trailer, num_chunks, layout.flags_offset, *mark),
+        (*kind, marks is not None, INTERPRETED),
     )
-    programs = tables.num_chunks + -(-trailer // FLAG_BLOCK)
-    return partial(_launch.prepare(programs, *arguments), *chain(*arguments))
-
-
-def places_of(marks: Marks | None, offset: int) -> tuple[int, int, int]:
-    """Where the word of this rank for the first gradient is, words to the next, this rank's bit."""
-    return (0, 0, 0) if marks is None else (offset + marks.word, marks.words, marks.bit)
-
-
-def compute_dtype(source: tl.dtype, wire: tl.dtype) -> tl.dtype:
-    """The dtype in which gradients are scaled: fp32, or fp64 if either side is fp64."""
-    return tl.float64 if tl.float64 in (source, wire) else tl.float32

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# Launches of all kernels since the import, counted by who launches; tests and benchmarks read
-# differences of it.
+# Launches of all kernels since the import, for tests and benchmarks.
 launches = 0
 
 _INT32_MAX = 2**31 - 1
@@ -45,16 +45,11 @@ class Launcher:
         integers: Sequence[int],
         constexprs: Sequence[Any],
     ) -> Callable[..., None]:
-        """What launches ``grid`` programs on the current stream of the current device.
+        """What launches ``grid`` programs, at least one, on the current stream.
 
         It takes all arguments in order, these or others that are compiled alike: see
-        :func:`specialisation`. The current device then has to be that of the tensors.
-
-        Args:
-            grid: number of programs, at least 1.
-            tensors: all on one device.
-            integers: non-negative.
-            constexprs: hashable; dtypes as ``tl.dtype``.
+        :func:`specialisation`. Tensors are on one device, which has to be the current one then,
+        integers not negative, constexprs hashable, dtypes given as ``tl.dtype``.
         """
         if self.kernel is not self._compiled_kernel:  # by a test
             self._compiled, self._compiled_kernel = {}, self.kernel
@@ -71,6 +66,10 @@ class Launcher:
                     compiled = compiled.result()
                 self._compiled[key] = compiled
             return compiled[shape]
+
+    def bind(self, grid: int, *arguments: Sequence[Any]) -> Callable[[], None]:
+        """What :meth:`prepare` returns, with these very arguments."""
+        return partial(self.prepare(grid, *arguments), *chain(*arguments))
 
 
 def run(device_index: int | None, prepared: Callable[..., None], *arguments: Any) -> None:

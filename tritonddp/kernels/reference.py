@@ -46,7 +46,7 @@ def flatten(
     """Write ``cast(scale * grad)`` of every gradient, used flags and headers into ``flat``.
 
     Args:
-        flat: the destination; gaps and everything behind the headers stay as they are.
+        flat: the destination; gaps and what pads the trailer stay as they are.
         grads: one per slot, of one dtype, with the slot's shape and strides. ``None`` counts
             as zero. A gradient may be ``flat.views[i]`` itself: it is then scaled in place.
         used: one per slot; written to the trailer as 1 or 0, unless ``flat`` is a part of a buffer.
@@ -183,11 +183,9 @@ def segments(layout: Layout) -> list[tuple[int, int]]:
     first, size = 0, 0
     for slot, numel in enumerate(layout.numels, start=1):
         size += numel
-        if size >= _SEGMENT:
+        if size >= _SEGMENT or slot == len(layout.numels):
             cuts.append((first, slot))
             first, size = slot, 0
-    if first < len(layout.numels):
-        cuts.append((first, len(layout.numels)))
     return cuts
 
 
@@ -236,28 +234,21 @@ def _scale_and_cast(view: Tensor, grad: Tensor, scale: float) -> None:
 class _Batched:
     """What the flattens of one buffer have in common; made at the first of them.
 
-    Small gradients that touch in the buffer are copied together, and then scaled together. Large
-    ones may be donated from it: of those this holds no views, which would look like somebody else's
-    hold on the memory.
-
-    Attributes:
-        is_small: the gradients are small, touch, and are copied together if of the wire dtype.
-        applies: and the last ones were all there, and none of them in its place.
-        payload: the place of all gradients.
-        line: where they are all vectors: that, and the trailer behind it. Copies of vectors in
-            one call take a third of the time of separate ones.
-        numel: of ``line``.
-        places: where they are not: that of each gradient, and the trailer. A part of a buffer has
-            no trailer in either.
-        scale: that of ``factor``.
-        factor: a tensor without dimensions, which torch multiplies by in half the time that it
-            takes for a number, and with the same bits: of the dtype that it computes in.
+    Small gradients that touch in the buffer are copied together, and then scaled together. Of large
+    ones, which may be donated, this holds no views: they would look like somebody else's hold on
+    the memory.
     """
 
-    payload: Tensor
+    is_small: bool  # the gradients are small, touch, and are copied together if of the wire dtype
+    applies: bool  # and the last ones were all there, and none of them in its place
+    payload: Tensor  # the place of all gradients
+    # Where they are all vectors: that, and the trailer behind it, which a part of a buffer has not.
+    # Copies of vectors in one call take a third of the time of separate ones.
     line: Tensor | None = None
-    numel: int
-    places: list[Tensor]
+    numel: int  # of line
+    places: list[Tensor]  # that of each gradient, and the trailer, likewise
+    # Without dimensions: torch multiplies by it in half the time that it takes for a number, and
+    # with the same bits. Of the dtype that it computes in.
     factor: Tensor
 
     def __init__(self, flat: FlatBuffer) -> None:
@@ -283,10 +274,7 @@ class _Batched:
 
 
 def _flatten_together(flat: FlatBuffer, grads: Sequence[Tensor | None]) -> bool:
-    """The way of :class:`_Batched` for any gradients of the wire dtype.
-
-    Returns whether they were all there and none of them in its place.
-    """
+    """The way of :class:`_Batched` for any gradients of the wire dtype; whether it applies."""
     payload = flat.batched.payload
     targets, sources = flat.views, list(grads)
     missing, in_place = NoneType in map(type, grads), any(map(is_, grads, flat.views))

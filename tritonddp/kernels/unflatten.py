@@ -19,8 +19,9 @@ from torch import Tensor
 from tritonddp.kernels import launch
 from tritonddp.kernels.device_tables import DeviceTables
 from tritonddp.kernels.flat_buffer import FlatBuffer
-from tritonddp.kernels.flatten import INTERPRETED, TRITON_DTYPES, compute_dtype, narrow, widen
+from tritonddp.kernels.flatten import INTERPRETED, TRITON_DTYPES, narrow, widen
 from tritonddp.kernels.launch import Launcher
+from tritonddp.kernels.reference import compute_dtype
 
 
 @triton.jit(do_not_specialize=["flags_offset"])
@@ -81,17 +82,8 @@ def unflatten(
     """Write ``cast(factor * payload)`` of the reduced ``flat`` into ``grads``.
 
     One launch on the current stream, which must be behind the collective; none where there is
-    nothing to write. A gradient whose used flag is zero (no rank used the parameter) is left
-    untouched, and so is a slot whose gradient is ``None``.
-
-    Args:
-        flat: the source; stays as it is, but for gradients that live in it.
-        grads: one per slot, of one dtype, with the slot's shape and strides. A gradient may be
-            ``flat.views[i]`` itself: it is then scaled in place.
-        factor: one fp64 element on the buffer's device, ready on the current stream; the host
-            does not read it. Rounded to fp32 (not if either dtype is fp64) and applied in that
-            before the cast to the gradients' dtype. ``None`` counts as 1, which changes no
-            number, also not -0.0; a NaN stays one, but which is not promised.
+    nothing to write. Arguments are those of ``reference.unflatten``. Gradients have the strides of
+    their slots; the factor is ready on the current stream, and the host does not read it.
 
     Raises:
         ValueError: there is not one gradient per slot.
@@ -128,13 +120,12 @@ def unflatten(
 def _prepare(
     flat: FlatBuffer, tables: DeviceTables, dtype: torch.dtype, factor: Tensor
 ) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """The launch of ``unflatten`` for gradients of this dtype, as they are aligned now.
+    """The launch for gradients of this dtype, as they are aligned now, but for two arguments.
 
-    And what it takes behind the factor, which may be another one each time. What is compiled for
-    the storage of one factor is right for that of each: only its first element is read.
+    The factor, which may be another one each time, and what is behind it. What is compiled for the
+    storage of one factor is right for that of each: only its first element is read.
     """
-    target = TRITON_DTYPES[dtype]
-    compute = compute_dtype(target, TRITON_DTYPES[flat.data.dtype])
+    target, compute = TRITON_DTYPES[dtype], TRITON_DTYPES[compute_dtype(dtype, flat.data.dtype)]
     tensors = (tables.chunks, tables.dynamic, flat.data)
     integers = (flat.layout.flags_offset,)
     constexprs = (target, compute, tables.block, tables.aligned, INTERPRETED)

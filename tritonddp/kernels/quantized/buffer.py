@@ -19,10 +19,10 @@ not finite on this rank; there are none if nobody looks. Padding has no meaning.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,134 +41,77 @@ LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 class Piece(NamedTuple):
-    """Consecutive elements of one gradient that lie in one part of the message.
-
-    Attributes:
-        slot: of the gradient.
-        start: first element within the gradient, in memory order. A multiple of 256 where it is
-            quantised, else of 16.
-        numel: number of elements, at least 1.
-        part: which one.
-        place: where in it: the first block, or the first of the exact elements.
-    """
+    """Consecutive elements of one gradient that lie in one part of the message."""
 
     slot: int
-    start: int
-    numel: int
+    start: int  # within the gradient, in memory order: a multiple of 256, of 16 if it is exact
+    numel: int  # at least 1
     part: int
-    place: int
+    place: int  # in the part: its first block, or the first of its exact elements
 
 
-@dataclass(frozen=True)
 class MessageLayout:
     """Where each gradient lies in the message.
 
     Attributes:
-        world_size: number of ranks, and of parts.
         numels: number of elements of each gradient.
         quantized: which gradients are; the others are exact.
+        world_size: number of ranks, and of parts.
+        header: bytes of the header of one rank.
+        has_marks: whether the trailer has marks.
         places: of a quantised gradient the number of its first block, of an exact one the number
             of its first element among the exact ones.
         blocks: number of blocks of all gradients.
         exact: number of exact elements of all gradients, and of what aligns them.
-        header: bytes of the header of one rank.
-        has_marks: whether the trailer has marks.
+        part_blocks, part_exact: blocks (``Bp``) and exact elements (``Ep``) in a part.
+        scales_offset, exact_offset, marks_offset: byte of a part at which these begin.
+        part_bytes: bytes of a part without its trailer, and that at which the trailer begins.
+        stride: bytes from one part of the message to the next.
+        sent_numel, gathered_numel: bytes of the message to all ranks, and of the sums of all ranks.
     """
 
-    world_size: int
-    numels: tuple[int, ...]
-    quantized: tuple[bool, ...]
-    places: tuple[int, ...]
-    blocks: int
-    exact: int
-    header: int
-    has_marks: bool = False
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         numels: Sequence[int],
         quantized: Sequence[bool],
         world_size: int,
         headers: int = 0,
         has_marks: bool = False,
-    ) -> MessageLayout:
+    ) -> None:
         """Lay gradients of so many elements out; ``headers`` are bytes, those of all ranks."""
-        places, blocks, exact = [], 0, 0
+        self.numels = tuple(numels)
+        self.quantized = tuple(quantized)
+        self.world_size = world_size
+        self.header = headers // world_size
+        self.has_marks = has_marks
+        self.places: list[int] = []
+        self.blocks = self.exact = 0
         for numel, is_quantized in zip(numels, quantized, strict=True):
             if is_quantized:
-                places.append(blocks)
-                blocks += -(-numel // BLOCK)
+                self.places.append(self.blocks)
+                self.blocks += -(-numel // BLOCK)
             else:
-                places.append(exact)
-                exact += round_up(numel, EXACT_ALIGNMENT)
-        return cls(
-            world_size=world_size,
-            numels=tuple(numels),
-            quantized=tuple(quantized),
-            places=tuple(places),
-            blocks=blocks,
-            exact=exact,
-            header=headers // world_size,
-            has_marks=has_marks,
-        )
-
-    @cached_property
-    def part_blocks(self) -> int:
-        """Blocks in a part (``Bp``)."""
-        return -(-self.blocks // self.world_size)
-
-    @cached_property
-    def part_exact(self) -> int:
-        """Exact elements in a part (``Ep``)."""
-        return round_up(-(-self.exact // self.world_size), EXACT_ALIGNMENT)
-
-    @cached_property
-    def scales_offset(self) -> int:
-        """Byte of a part at which its scales begin."""
-        return self.part_blocks * BLOCK
-
-    @cached_property
-    def exact_offset(self) -> int:
-        """Byte of a part at which its exact elements begin."""
-        return self.scales_offset + round_up(4 * self.part_blocks, 16)
-
-    @cached_property
-    def part_bytes(self) -> int:
-        """Bytes of a part without its trailer, and that at which the trailer begins."""
-        return self.exact_offset + 4 * self.part_exact
-
-    @cached_property
-    def trailer_bytes(self) -> int:
-        """Bytes of a trailer, what pads it included."""
-        return round_up(self.marks_offset + len(self.numels) * self.has_marks - self.part_bytes, 16)
-
-    @property
-    def marks_offset(self) -> int:
-        """Byte of a part at which its marks begin."""
-        return self.part_bytes + len(self.numels) + self.header
-
-    @cached_property
-    def stride(self) -> int:
-        """Bytes from one part of the message to the next."""
-        return self.part_bytes + self.trailer_bytes
-
-    @property
-    def sent_numel(self) -> int:
-        """Bytes of the message to all ranks."""
-        return self.world_size * self.stride
-
-    @property
-    def gathered_numel(self) -> int:
-        """Bytes of the sums of all ranks."""
-        return self.world_size * self.part_bytes
+                self.places.append(self.exact)
+                self.exact += round_up(numel, EXACT_ALIGNMENT)
+        self.part_blocks = -(-self.blocks // world_size)
+        self.part_exact = round_up(-(-self.exact // world_size), EXACT_ALIGNMENT)
+        self.scales_offset = self.part_blocks * BLOCK
+        self.exact_offset = self.scales_offset + round_up(4 * self.part_blocks, 16)
+        self.part_bytes = self.exact_offset + 4 * self.part_exact
+        self.marks_offset = self.part_bytes + len(numels) + self.header
+        self.stride = round_up(self.marks_offset + len(numels) * has_marks, 16)
+        self.sent_numel = world_size * self.stride
+        self.gathered_numel = world_size * self.part_bytes
 
     def owned_blocks(self, rank: int) -> int:
         """Blocks that ``rank`` owns: less than :attr:`part_blocks` where there are no more."""
         return min(max(self.blocks - rank * self.part_blocks, 0), self.part_blocks)
 
-    def pieces(self, first: int, last: int) -> Iterator[Piece]:
-        """What slots ``[first, last)`` consist of, in slot order, then by element."""
+    def pieces(self, first: int, last: int, most: int = sys.maxsize) -> Iterator[Piece]:
+        """What slots ``[first, last)`` consist of, in slot order, then by element.
+
+        No piece has more than ``most`` elements, a multiple of 256.
+        """
         for slot in range(first, last):
             quantized, numel, place = self.quantized[slot], self.numels[slot], self.places[slot]
             per_part = self.part_blocks if quantized else self.part_exact
@@ -176,27 +119,19 @@ class MessageLayout:
             start = 0
             while start < numel:
                 part, at = divmod(place + start // size, per_part)
-                piece = Piece(slot, start, min(numel - start, (per_part - at) * size), part, at)
-                yield piece
-                start += piece.numel
+                count = min(numel - start, (per_part - at) * size, most)
+                yield Piece(slot, start, count, part, at)
+                start += count
 
 
 class Sections(NamedTuple):
-    """Views of some parts of a message, one row a part.
+    """Views of some parts of a message, one row a part."""
 
-    Attributes:
-        numbers: ``(rows, Bp, 256)``, int8 or fp8.
-        scales: ``(rows, Bp)``, fp32. A NaN makes the block one; 0 a block of zeros.
-        exact: ``(rows, Ep)``, fp32.
-        trailers: ``(rows, n + bytes of a header)``, uint8; no columns in gathered sums.
-        marks: ``(rows, n)``, uint8; no columns in gathered sums, or where there are none.
-    """
-
-    numbers: Tensor
-    scales: Tensor
-    exact: Tensor
-    trailers: Tensor
-    marks: Tensor
+    numbers: Tensor  # (rows, Bp, 256), int8 or fp8
+    scales: Tensor  # (rows, Bp), fp32. A NaN makes the block one; 0 a block of zeros
+    exact: Tensor  # (rows, Ep), fp32
+    trailers: Tensor  # (rows, n + bytes of a header), uint8; no columns in gathered sums
+    marks: Tensor  # (rows, n), uint8; no columns in gathered sums, or where there are none
 
 
 @dataclass
@@ -205,14 +140,10 @@ class Residuals:
 
     In the unit of what is sent: the scale of gradients is in it. Lives as long as its bucket, in
     which buffers may come and go.
-
-    Attributes:
-        sent: fp32 ``(blocks, 256)``: of this rank's gradients.
-        reduced: fp32 ``(owned blocks, 256)``: of the sums that this rank sends to all.
     """
 
-    sent: Tensor
-    reduced: Tensor
+    sent: Tensor  # (blocks, 256), fp32: of this rank's gradients
+    reduced: Tensor  # (owned blocks, 256), fp32: of the sums that this rank sends to all
 
     @classmethod
     def zeros(cls, message: MessageLayout, rank: int, device: torch.device) -> Residuals:
@@ -225,34 +156,13 @@ class Residuals:
 
 @dataclass
 class Quantization:
-    """How the gradients of one bucket are quantised, as long as it lives.
-
-    Attributes:
-        message: where they lie in the message.
-        numbers: the dtype on the wire: int8 or float8_e4m3fn.
-        rank: this one.
-        residuals: ``None`` where errors are not fed back.
-        unit: of weights, in which the residuals are, once it is known; see :meth:`rescale`.
-    """
+    """How the gradients of one bucket are quantised, as long as it lives."""
 
     message: MessageLayout
-    numbers: torch.dtype
-    rank: int
-    residuals: Residuals | None
-    unit: float | None = None
-
-    def buffer(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> QuantizedBuffer:
-        """A buffer for gradients of this layout; see :class:`QuantizedBuffer`."""
-        return QuantizedBuffer(
-            layout,
-            dtype,
-            device,
-            self.message.quantized,
-            self.numbers,
-            self.rank,
-            self.message.world_size,
-            self.residuals,
-        )
+    numbers: torch.dtype  # on the wire: int8 or float8_e4m3fn
+    rank: int  # this one
+    residuals: Residuals | None  # None where errors are not fed back
+    unit: float | None = None  # of weights, in which residuals are, once known: see rescale()
 
     def rescale(self, unit: float) -> None:
         """Weights are divided by another unit from now on: so is what was left out of them."""
@@ -274,14 +184,8 @@ class QuantizedBuffer(FlatBuffer):
     ``data``, where the mean is put together, and from which large gradients are donated
     (:class:`Bucket`).
 
-    Args:
-        layout: shapes, strides and number of headers (of all ranks); offsets are made anew.
-        dtype: has to be fp32.
-        device: of the gradients.
-        quantized: for each gradient, whether it is.
-        numbers: dtype on the wire: int8 or float8_e4m3fn.
-        rank, world_size: this rank, and how many there are.
-        residuals: of the bucket; ``None`` where errors are not fed back.
+    The quantisation is that of its bucket; its numbers, rank and residuals are attributes, too. Of
+    the layout the offsets are made anew.
 
     Attributes:
         message: uint8, ``message_layout.sent_numel`` bytes: what goes to all ranks.
@@ -290,7 +194,6 @@ class QuantizedBuffer(FlatBuffer):
             then; on the CPU others may send it before.
         reduced: uint8, the beginning of ``received``: the sums that this rank owns.
         outgoing, incoming, result: their sections. ``result`` is of ``gathered``.
-        first_slot: of this part of a buffer; 0 for the whole.
         data: fp32, one gradient behind the other, quantised ones first, each from a multiple of
             256 on. Elements between them have no meaning. On a GPU it is the message.
         flags, headers: fp32, after ``reduce_parts``; see :class:`FlatBuffer`.
@@ -299,26 +202,25 @@ class QuantizedBuffer(FlatBuffer):
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        dtype: torch.dtype,
-        device: torch.device,
-        quantized: Sequence[bool],
-        numbers: torch.dtype,
-        rank: int,
-        world_size: int,
-        residuals: Residuals | None = None,
+        self, quantization: Quantization, layout: Layout, dtype: torch.dtype, device: torch.device
     ) -> None:
         if dtype is not torch.float32:
             raise ValueError(f"a quantised buffer is of torch.float32, not {dtype}")
-        size, slots = world_size, len(layout.numels)
-        has_marks = layout.marks is not None
-        message = MessageLayout.of(layout.numels, quantized, size, layout.headers, has_marks)
-        self.message_layout = message
-        self.layout = _layout_of_data(layout, message)
-        self.rank = rank
-        self.numbers = numbers
-        self.residuals = residuals
+        slots = len(layout.numels)
+        self.message_layout = message = quantization.message
+        of_blocks = message.blocks * BLOCK
+        end = of_blocks + message.exact
+        offsets = tuple(
+            place * BLOCK if is_quantized else of_blocks + place
+            for place, is_quantized in zip(message.places, message.quantized, strict=True)
+        )
+        self.layout = replace(
+            layout, offsets=offsets, flags_offset=end, marks_offset=end, numel=end
+        )
+        self.dtype = dtype
+        self.rank = quantization.rank
+        self.numbers = quantization.numbers
+        self.residuals = quantization.residuals
         self.message = torch.zeros(message.sent_numel, dtype=torch.uint8, device=device)
         self.received = torch.zeros_like(self.message)
         self.gathered = self.message[: message.gathered_numel]
@@ -338,9 +240,6 @@ class QuantizedBuffer(FlatBuffer):
             self.data = torch.zeros(self.layout.numel, dtype=dtype, device=device)
             self.views = list(map(self.tensor_at, range(slots)))
         self.payload = self.data
-        self.is_part = False
-        self.first_slot = 0
-        self.tables: Any = None
 
     def _sections(self, parts: Tensor) -> Sections:
         layout = self.message_layout
@@ -357,22 +256,11 @@ class QuantizedBuffer(FlatBuffer):
             marks[:, : len(layout.numels) * layout.has_marks],
         )
 
-    def part(self, first: int, last: int) -> QuantizedBuffer:
-        """See :meth:`FlatBuffer.part`."""
-        part = super().part(first, last)
-        assert isinstance(part, QuantizedBuffer)
-        part.first_slot = first
-        return part
-
-    def own_header(self, encoded: bytes) -> bytes:
-        """This rank's header, of those of all ranks as ``Layout.encode_headers`` returns them."""
-        size = self.message_layout.header
-        return encoded[self.rank * size :][:size]
-
     def write_trailer(self, used: Sequence[bool], headers: Sequence[int]) -> None:
         """See :meth:`FlatBuffer.write_trailer`. Of the headers only this rank's is sent."""
-        own = self.own_header(self.layout.encode_headers(headers))
-        trailer = bytearray(map(bool, used)) + own
+        size = self.message_layout.header
+        own_header = self.layout.encode_headers(headers)[self.rank * size :][:size]
+        trailer = bytearray(map(bool, used)) + own_header
         if trailer:
             self.outgoing.trailers.copy_(torch.frombuffer(trailer, dtype=torch.uint8))
 
@@ -399,22 +287,3 @@ class QuantizedBuffer(FlatBuffer):
 
     def _ranks_of(self, row: list[int]) -> list[int]:
         return [rank for rank, mark in enumerate(row) if mark]
-
-
-def _layout_of_data(layout: Layout, message: MessageLayout) -> Layout:
-    quantized = message.blocks * BLOCK
-    end = quantized + message.exact
-    return Layout(
-        shapes=layout.shapes,
-        strides=layout.strides,
-        numels=layout.numels,
-        offsets=tuple(
-            place * BLOCK if is_quantized else quantized + place
-            for place, is_quantized in zip(message.places, message.quantized, strict=True)
-        ),
-        flags_offset=end,
-        headers=layout.headers,
-        marks_offset=end,
-        numel=end,
-        marks=layout.marks,
-    )

@@ -94,12 +94,7 @@ def dequantize(
 
     One launch on the current stream, which must be behind the all-gather; none where there is
     nothing to write. Arguments, and what is left untouched, are those of
-    ``reference.dequantize``; the host does not read the factor.
-
-    Raises:
-        ValueError: there is not one gradient per slot.
-        TypeError: the gradients are not of one dtype, or not on the buffer's device; or the
-            factor is of another kind.
+    ``reference.dequantize``; the host does not read the factor. Raises as ``unflatten`` does.
     """
     tables = flat.tables or QuantizedTables.of(flat)
     if factor is None:
@@ -124,19 +119,9 @@ def _prepare(
     """The launch for gradients of this dtype, as in ``unflatten``."""
     layout = flat.message_layout
     tensors = (tables.chunks, tables.dynamic, flat.gathered, flat.flags)
-    integers = (
-        tables.quantized_chunks,
-        layout.part_blocks,
-        layout.exact_offset,
-        layout.part_bytes,
-    )
-    constexprs = (
-        TRITON_DTYPES[dtype],
-        tables.block,
-        flat.numbers is not torch.int8,
-        tables.aligned,
-        BY_BITS,
-        INTERPRETED,
-    )
+    offsets = (layout.part_blocks, layout.exact_offset, layout.part_bytes)
+    integers = (tables.quantized_chunks, *offsets)
+    target, is_fp8 = TRITON_DTYPES[dtype], flat.numbers is not torch.int8
+    constexprs = (target, tables.block, is_fp8, tables.aligned, BY_BITS, INTERPRETED)
     run = _launch.prepare(tables.num_chunks, (*tensors, factor), integers, constexprs)
     return partial(run, *tensors), (*integers, *constexprs)

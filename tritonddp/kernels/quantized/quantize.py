@@ -8,8 +8,6 @@ what the numbers are, is in ``reference.py``; the message in ``buffer.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import chain
 
 import torch
 import triton
@@ -162,16 +160,14 @@ class QuantizedTables(DeviceTables):
         assert isinstance(flat, QuantizedBuffer)
         if block < BLOCK:
             raise ValueError(f"block should be at least {BLOCK}, but is {block}")
-        layout, first_slot = flat.message_layout, flat.first_slot
+        layout, first = flat.message_layout, flat.first_slot
         quantized: list[tuple[int, ...]] = []
         exact: list[tuple[int, ...]] = []
-        for piece in layout.pieces(first_slot, first_slot + len(flat.layout.numels)):
-            is_quantized = layout.quantized[piece.slot]
-            rows, size = (quantized, BLOCK) if is_quantized else (exact, 1)
-            slot = piece.slot - first_slot
-            for start in range(0, piece.numel, block):
-                place, count = piece.place + start // size, min(piece.numel - start, block)
-                rows.append((slot, piece.start + start, piece.part, place, count))
+        for slot, start, numel, part, place in layout.pieces(
+            first, first + len(flat.layout.numels), block
+        ):
+            rows = quantized if layout.quantized[slot] else exact
+            rows.append((slot - first, start, part, place, numel))
         self.quantized_chunks = len(quantized)
         return torch.tensor(quantized + exact, dtype=torch.int64).view(-1, 5)
 
@@ -186,12 +182,8 @@ def quantize(
     """Write ``scale * grad`` of every gradient, used flags and headers into ``flat.message``.
 
     One launch on the current stream, which should be the one that produced the gradients. Arguments
-    and residuals are those of ``reference.quantize``.
-
-    Raises:
-        ValueError: there is not one gradient and one flag per slot, or the headers are not as
-            many as the layout's, or not in 0..255.
-        TypeError: the gradients are not of one dtype, or not on the buffer's device.
+    and residuals are those of ``reference.quantize``; see :meth:`DeviceTables.update` for what it
+    raises.
     """
     tables = flat.tables or QuantizedTables.of(flat)
     dtype = tables.update(grads, used, scale, headers)
@@ -214,39 +206,23 @@ def _prepare(
 ) -> Callable[[], None] | None:
     """The launch for gradients of this dtype, as they are aligned now; ``None`` if there is none.
 
-    ``sent`` is what quantisation has left out, or any tensor where nobody asks.
+    ``sent`` are residuals, or any tensor where there are none.
     """
     layout, slots = flat.message_layout, len(flat.layout.numels)
     trailer = 0 if flat.is_part else slots + layout.header
     programs = tables.num_chunks + layout.world_size * -(-trailer // FLAG_BLOCK)
     if programs == 0:
         return None
-    arguments = (
+    own_header, scale_place = flat.rank * layout.header, 2 * slots + flat.layout.headers
+    chunks = (tables.quantized_chunks, tables.num_chunks)
+    offsets = (layout.part_blocks, layout.exact_offset, layout.part_bytes, layout.stride)
+    marks_offset = layout.marks_offset + flat.first_slot
+    source = tl.float32 if dtype is None else TRITON_DTYPES[dtype]
+    kind = (flat.numbers is not torch.int8, flat.residuals is not None, tables.aligned)
+    marks = (layout.has_marks, layout.world_size)
+    return _launch.bind(
+        programs,
         (tables.chunks, tables.dynamic, flat.message, sent),
-        (
-            slots,
-            trailer,
-            flat.rank * layout.header,
-            2 * slots + flat.layout.headers,
-            tables.quantized_chunks,
-            tables.num_chunks,
-            layout.part_blocks,
-            layout.exact_offset,
-            layout.part_bytes,
-            layout.stride,
-            layout.marks_offset + flat.first_slot,
-        ),
-        (
-            tl.float32 if dtype is None else TRITON_DTYPES[dtype],
-            tables.block,
-            FLAG_BLOCK,
-            flat.numbers is not torch.int8,
-            flat.residuals is not None,
-            tables.aligned,
-            layout.has_marks,
-            layout.world_size,
-            BY_BITS,
-            INTERPRETED,
-        ),
+        (slots, trailer, own_header, scale_place, *chunks, *offsets, marks_offset),
+        (source, tables.block, FLAG_BLOCK, *kind, *marks, BY_BITS, INTERPRETED),
     )
-    return partial(_launch.prepare(programs, *arguments), *chain(*arguments))

@@ -7,8 +7,6 @@ three passes over memory a rank, and ten more. The plain-torch twin is in ``refe
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from itertools import chain
 
 import torch
 import triton
@@ -137,7 +135,7 @@ def reduce_parts(flat: QuantizedBuffer) -> None:
 def _prepare(flat: QuantizedBuffer, reduced: Tensor) -> Callable[[], None] | None:
     """The launch for this buffer; ``None`` if there is nothing to sum.
 
-    ``reduced`` is what quantisation has left out, or any tensor where nobody asks.
+    ``reduced`` are residuals, or any tensor where there are none.
     """
     layout, block = flat.message_layout, device_tables.BLOCK
     slots, num_headers = len(flat.layout.numels), flat.layout.headers
@@ -148,27 +146,12 @@ def _prepare(flat: QuantizedBuffer, reduced: Tensor) -> Callable[[], None] | Non
     programs = block_programs + exact_programs + trailer_programs
     if programs == 0:
         return None
-    arguments = (
+    blocks, exact = layout.part_blocks, layout.part_exact
+    offsets = (blocks, layout.exact_offset, exact, layout.part_bytes, layout.stride)
+    kind = (flat.numbers is not torch.int8, flat.residuals is not None)
+    return _launch.bind(
+        programs,
         (flat.received, reduced, flat.flags, flat.headers),
-        (
-            slots,
-            num_headers,
-            block_programs,
-            exact_programs,
-            owned_blocks,
-            layout.part_blocks,
-            layout.exact_offset,
-            layout.part_exact,
-            layout.part_bytes,
-            layout.stride,
-        ),
-        (
-            layout.world_size,
-            block,
-            FLAG_BLOCK,
-            flat.numbers is not torch.int8,
-            flat.residuals is not None,
-            BY_BITS,
-        ),
+        (slots, num_headers, block_programs, exact_programs, owned_blocks, *offsets),
+        (layout.world_size, block, FLAG_BLOCK, *kind, BY_BITS),
     )
-    return partial(_launch.prepare(programs, *arguments), *chain(*arguments))

@@ -14,8 +14,10 @@ scale NaN, and numbers that are 0.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
+from operator import not_
 
 import torch
 from torch import Tensor
@@ -41,83 +43,49 @@ _LARGEST_SCALE = {
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Blocks that follow each other in the message and in the buffer.
-
-    Attributes:
-        part, first, last: the blocks ``[first, last)`` of this part.
-        block: the number of the first of them among all.
-        pieces: of which they consist; their slots are those of the whole buffer.
-        sizes: elements of the pieces and of what pads their last blocks, in order.
-        gaps: which of these pad.
-    """
+    """Blocks ``[first, last)`` of a part of the message, which follow each other in the buffer."""
 
     part: int
     first: int
     last: int
-    block: int
-    pieces: list[Piece]
-    sizes: list[int]
-    gaps: list[bool]
+    pieces: list[Piece]  # of which they consist; their slots are those of the whole buffer
+    sizes: list[int]  # elements of the pieces and of what pads their last blocks, in order
+    gaps: list[bool]  # which of these pad
 
     @classmethod
-    def of(cls, pieces: list[Piece], part_blocks: int) -> _Chunk:
+    def of(cls, pieces: list[Piece]) -> _Chunk:
         part, first = pieces[0].part, pieces[0].place
         sizes, gaps = [], []
         for piece in pieces:
             pad = -piece.numel % BLOCK
             sizes += [piece.numel, pad] if pad else [piece.numel]
             gaps += [False, True] if pad else [False]
-        last = first + sum(sizes) // BLOCK
-        return cls(part, first, last, part * part_blocks + first, pieces, sizes, gaps)
+        return cls(part, first, first + sum(sizes) // BLOCK, pieces, sizes, gaps)
+
+    def rows_of(self, piece: Piece) -> slice:
+        """Which of these blocks a piece has."""
+        first = piece.place - self.first
+        return slice(first, first - (-piece.numel // BLOCK))
 
 
-@dataclass
-class _Plan:
-    """What the kernels do to a buffer: made when they are first asked.
-
-    Attributes:
-        chunks: of the quantised gradients.
-        exact: of the others.
-    """
-
-    chunks: list[_Chunk]
-    exact: list[Piece]
-
-    @classmethod
-    def of(cls, flat: QuantizedBuffer) -> _Plan:
-        if flat.tables is None:
-            flat.tables = cls._make(flat)
-        return flat.tables
-
-    @classmethod
-    def _make(cls, flat: QuantizedBuffer) -> _Plan:
-        layout = flat.message_layout
-        chunks: list[_Chunk] = []
-        exact: list[Piece] = []
-        run: list[Piece] = []
-        size = 0
-
-        def close() -> None:
-            if run:
-                chunks.append(_Chunk.of(list(run), layout.part_blocks))
-                run.clear()
-
-        for piece in layout.pieces(flat.first_slot, flat.first_slot + len(flat.layout.numels)):
-            if not layout.quantized[piece.slot]:
-                exact.append(piece)
-                continue
-            for start in range(0, piece.numel, _BLOCKS * BLOCK):
-                count = min(piece.numel - start, _BLOCKS * BLOCK)
-                blocks = -(-count // BLOCK)
-                if run and (run[0].part != piece.part or size + blocks > _BLOCKS):
-                    close()
-                if not run:
-                    size = 0
-                place = piece.place + start // BLOCK
-                run.append(Piece(piece.slot, piece.start + start, count, piece.part, place))
-                size += blocks
-        close()
-        return cls(chunks, exact)
+def _cut(flat: QuantizedBuffer) -> tuple[list[_Chunk], list[Piece]]:
+    """Chunks of the quantised gradients, and pieces of the others."""
+    layout = flat.message_layout
+    runs: list[list[Piece]] = []
+    exact: list[Piece] = []
+    size = 0  # of the last run, in blocks
+    end = flat.first_slot + len(flat.layout.numels)
+    for piece in layout.pieces(flat.first_slot, end, _BLOCKS * BLOCK):
+        if not layout.quantized[piece.slot]:
+            exact.append(piece)
+            continue
+        blocks = -(-piece.numel // BLOCK)
+        if not runs or runs[-1][0].part != piece.part or size + blocks > _BLOCKS:
+            runs.append([])
+            size = 0
+        runs[-1].append(piece)
+        size += blocks
+    return list(map(_Chunk.of, runs)), exact
 
 
 def quantize(
@@ -134,13 +102,8 @@ def quantize(
     and stays as it is, and so is that of a block which becomes NaN. Where the layout has marks,
     they say which gradients have such a block, or an exact number that is not finite.
 
-    Args:
-        flat: the destination. A part of a buffer writes no trailer.
-        grads: one per slot, of one dtype (not fp64), with the slot's shape and strides. ``None``
-            counts as zero.
-        used: one per slot; written to the trailer as 1 or 0.
-        scale: factor, applied in fp32.
-        headers: as many as the layout has, in 0..255; none for a part of a buffer.
+    Arguments are those of ``reference.flatten``. Gradients are not of fp64, and the factor is
+    applied in fp32. A part of a buffer writes no trailer.
 
     Raises:
         ValueError: the headers are not as many as the layout's, or not in 0..255; or there is not
@@ -151,15 +114,20 @@ def quantize(
         raise ValueError(
             f"the buffer has {len(flat.layout.numels)} slots, but {len(grads)} gradients came"
         )
-    sources = [None if grad is None else grad.as_strided((grad.numel(),), (1,)) for grad in grads]
-    plan = _Plan.of(flat)
-    for chunk in plan.chunks:
+    sources = {
+        slot: None if grad is None else grad.as_strided((grad.numel(),), (1,))
+        for slot, grad in enumerate(grads, flat.first_slot)
+    }
+    if flat.tables is None:
+        flat.tables = _cut(flat)
+    chunks, exact = flat.tables
+    for chunk in chunks:
         _quantize_chunk(flat, chunk, sources, used, scale)
-    for piece in plan.exact:
+    for piece in exact:
         target = flat.outgoing.exact[piece.part, piece.place :][: piece.numel]
-        _gather(target, [target], [piece], sources, flat.first_slot, scale)
+        _gather(target, [target], [piece], sources, scale)
     if flat.layout.marks is not None:
-        _mark(flat, plan)
+        _mark(flat, chunks, exact)
     if not flat.is_part:
         flat.write_trailer(used, encoded)
 
@@ -170,10 +138,7 @@ def reduce_parts(flat: QuantizedBuffer) -> None:
     Blocks are summed in fp32, with what quantisation has left out of the sums before,
     ``residuals.reduced``, and quantised again. The residual of a block that is zeros on all ranks
     is not sent and stays as it is, and so is that of a block which becomes NaN. Then ``flat.flags``
-    and ``flat.headers`` are those of all ranks.
-
-    Args:
-        flat: a whole buffer, ``received`` from all ranks. On a GPU one launch.
+    and ``flat.headers`` are those of all ranks. ``flat`` is a whole buffer.
     """
     numbers, scales, exact, trailers, _ = flat.incoming
     residuals = flat.residuals
@@ -204,14 +169,8 @@ def dequantize(
 ) -> None:
     """Write ``cast(factor * sum)`` of the sums in ``flat.gathered`` into ``grads``.
 
-    A gradient whose used flag is zero (no rank used the parameter) is left untouched, and so
-    is a slot whose gradient is ``None``.
-
-    Args:
-        flat: the source, a whole buffer.
-        grads: one per slot, of one dtype, with the slot's shape and strides.
-        factor: one fp64 element on the buffer's device, rounded to fp32 and applied in it before
-            the cast to the gradients' dtype. ``None`` counts as 1.
+    Arguments, and what is left untouched, are those of ``reference.unflatten``: ``flat`` is a whole
+    buffer, gradients have the strides of their slots, and the factor is applied in fp32.
 
     Raises:
         TypeError: the factor is of another kind.
@@ -247,44 +206,44 @@ def put_together(flat: QuantizedBuffer, factor: Tensor | None = None) -> None:
 def _quantize_chunk(
     flat: QuantizedBuffer,
     chunk: _Chunk,
-    sources: Sequence[Tensor | None],
+    sources: Mapping[int, Tensor | None],
     used: Sequence[bool],
     scale: float,
 ) -> None:
     values, other = _scratch(chunk.last - chunk.first)
     line = values.view(-1)
-    fragments = line.split(chunk.sizes)
+    fragments: Sequence[Tensor] = line.split(chunk.sizes)
     if len(fragments) > len(chunk.pieces):
-        foreach_zero_([each for each, gap in zip(fragments, chunk.gaps, strict=True) if gap])
-        fragments = [each for each, gap in zip(fragments, chunk.gaps, strict=True) if not gap]
-    _gather(line, fragments, chunk.pieces, sources, flat.first_slot, scale)
-    rows = slice(chunk.first, chunk.last)
+        foreach_zero_(list(compress(fragments, chunk.gaps)))
+        fragments = list(compress(fragments, map(not_, chunk.gaps)))
+    _gather(line, fragments, chunk.pieces, sources, scale)
     residual = kept = None
     if flat.residuals is not None:
-        residual = flat.residuals.sent[chunk.block :][: len(values)]
-        kept = _blocks_of_unused(flat, chunk, used)
-        if kept is None:
+        first = chunk.part * flat.message_layout.part_blocks + chunk.first
+        residual = flat.residuals.sent[first:][: len(values)]
+        unused = [piece for piece in chunk.pieces if not used[piece.slot - flat.first_slot]]
+        if not unused:
             values.add_(residual)
         else:
+            kept = torch.zeros(len(values), dtype=torch.bool)
+            for piece in unused:
+                kept[chunk.rows_of(piece)] = True
             values.add_(residual.masked_fill(kept[:, None], 0))
-    numbers, scales = (
-        flat.outgoing.numbers[chunk.part, rows],
-        flat.outgoing.scales[chunk.part, rows],
-    )
-    _encode(values, other, numbers, scales, residual, kept)
+    rows = slice(chunk.first, chunk.last)
+    numbers, scales = flat.outgoing.numbers[chunk.part], flat.outgoing.scales[chunk.part]
+    _encode(values, other, numbers[rows], scales[rows], residual, kept)
 
 
-def _mark(flat: QuantizedBuffer, plan: _Plan) -> None:
+def _mark(flat: QuantizedBuffer, chunks: list[_Chunk], exact: list[Piece]) -> None:
     """Mark gradients that are not finite."""
     flat.clear_marks()
-    for chunk in plan.chunks:
+    for chunk in chunks:
         broken = flat.outgoing.scales[chunk.part, chunk.first : chunk.last].isnan()
         if broken.any():
             for piece in chunk.pieces:
-                first = piece.place - chunk.first
-                if broken[first : first - (-piece.numel // BLOCK)].any():
+                if broken[chunk.rows_of(piece)].any():
                     flat.mark(piece.slot - flat.first_slot)
-    for piece in plan.exact:
+    for piece in exact:
         if not flat.outgoing.exact[piece.part, piece.place :][: piece.numel].isfinite().all():
             flat.mark(piece.slot - flat.first_slot)
 
@@ -293,23 +252,13 @@ def _gather(
     line: Tensor,
     targets: Sequence[Tensor],
     pieces: Sequence[Piece],
-    sources: Sequence[Tensor | None],
-    first_slot: int,
+    sources: Mapping[int, Tensor | None],
     scale: float,
 ) -> None:
     """``scale`` times these pieces of the gradients into ``targets``, which lie in ``line``."""
-    if len(pieces) == 1:
-        source = sources[pieces[0].slot - first_slot]
-        if source is None:
-            targets[0].zero_()
-            return
-        source = source[pieces[0].start :][: pieces[0].numel]
-        if source.dtype is line.dtype:
-            torch.mul(source, scale, out=targets[0])
-            return
     present, there, absent = [], [], []
     for piece, target in zip(pieces, targets, strict=True):
-        source = sources[piece.slot - first_slot]
+        source = sources[piece.slot]
         if source is None:
             absent.append(target)
         else:
@@ -317,23 +266,13 @@ def _gather(
                 source = source[piece.start :][: piece.numel]
             present.append(source)
             there.append(target)
-    if there:
+    if len(present) == len(pieces) == 1 and present[0].dtype is line.dtype:
+        torch.mul(present[0], scale, out=targets[0])
+    elif there:
         foreach_copy_(there, present)
         line.mul_(scale)
     if absent:
         foreach_zero_(absent)
-
-
-def _blocks_of_unused(flat: QuantizedBuffer, chunk: _Chunk, used: Sequence[bool]) -> Tensor | None:
-    """Which blocks of the chunk are of slots that are not used; ``None`` if there are none."""
-    blocks: Tensor | None = None
-    for piece in chunk.pieces:
-        if not used[piece.slot - flat.first_slot]:
-            if blocks is None:
-                blocks = torch.zeros(chunk.last - chunk.first, dtype=torch.bool)
-            first = piece.place - chunk.first
-            blocks[first : first - (-piece.numel // BLOCK)] = True
-    return blocks
 
 
 def _encode(
@@ -344,15 +283,10 @@ def _encode(
     residual: Tensor | None,
     kept: Tensor | None = None,
 ) -> None:
-    """Quantise blocks.
+    """Quantise ``values``, fp32 ``(n, 256)``, into ``numbers`` and ``scales``, with their errors.
 
-    Args:
-        values: fp32 ``(n, 256)``; overwritten.
-        other: memory like it.
-        numbers, scales: the destination, ``(n, 256)`` and ``(n,)``.
-        residual: the errors, like ``values``; ``None`` if nobody asks.
-        kept: of which blocks the residual stays as it is; ``None``: of none but those that are not
-            finite.
+    ``values`` is overwritten; ``other`` is memory like it. The ``residual`` of blocks that are
+    ``kept``, and of those that are not finite, stays as it is.
     """
     dtype = numbers.dtype
     amax = torch.amax(torch.abs(values, out=other), dim=1)
