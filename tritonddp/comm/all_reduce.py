@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ctypes import string_at
+
 import torch.distributed as dist
 from torch import Tensor
 
@@ -67,7 +69,11 @@ class AllReduce:
             is_there = bucket.flat.data.is_cpu
             run.log(bucket, "is there" if is_there else "is waited for by the device")
         flat, last = bucket.flat, bucket.last_trailer
-        if last is not None and last[0] is run.header and flat.trailer_memory.raw == last[1]:
+        if (
+            last is not None
+            and last[0] is run.header
+            and string_at(*flat.trailer_memory) == last[1]
+        ):
             flat.known_flags = last[2]
             return None
         flat.known_flags = None
@@ -77,7 +83,7 @@ class AllReduce:
             exchange_rows(run, bucket, self._counters)
         elif flat.data.is_cpu and run.agreement.is_unanimous and type(flat) is FlatBuffer:
             flags = flat.flags.tolist()
-            trailer = flat.trailer_memory.raw
+            trailer = string_at(*flat.trailer_memory)
             bucket.last_trailer = run.header, trailer, () if all(flags) else flags
         return run.factor
 

@@ -15,7 +15,6 @@ Offsets and sizes are in elements of the buffer's dtype, the *wire* dtype.
 from __future__ import annotations
 
 import copy
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -271,10 +270,9 @@ class FlatBuffer:
         self.encoded = encoded
 
     @cached_property
-    def trailer_memory(self) -> Any:
-        """Of :attr:`trailer` on the CPU: its ``raw`` are the bytes that are there now."""
-        nbytes = self.trailer.numel() * self.trailer.element_size()
-        return (ctypes.c_char * nbytes).from_address(self.trailer.data_ptr())
+    def trailer_memory(self) -> tuple[int, int]:
+        """Address and bytes of :attr:`trailer`: ``ctypes.string_at`` reads it on the CPU."""
+        return self.trailer.data_ptr(), self.trailer.numel() * self.trailer.element_size()
 
     @property
     def nbytes(self) -> int:
