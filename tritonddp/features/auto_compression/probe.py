@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from tritonddp._device import settle
 from tritonddp._torch import all_gather_single
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.comm.point_to_point import all_to_all
@@ -209,10 +210,10 @@ class _Lines:
         self.slowest([0.0])  # all begin at once
         core, wall = time.process_time(), time.perf_counter()
         call()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            return time.perf_counter() - wall, 0.0  # the card's own engines send
-        return time.perf_counter() - wall, time.process_time() - core
+        settle(self._device)
+        # On a GPU the card's own engines send.
+        busy = time.process_time() - core if self._device.type == "cpu" else 0.0
+        return time.perf_counter() - wall, busy
 
     def _collective(self, kind: Kind, dtype: torch.dtype, size: int) -> Callable[[], None]:
         """A collective of a message of about ``size`` bytes, at least an element for each rank."""
@@ -301,8 +302,7 @@ def _clock(device: torch.device) -> float:
     """Seconds. Of this thread's work alone where it does all of it, whoever else wants its core."""
     if device.type == "cpu" and torch.get_num_threads() == 1:
         return time.thread_time()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    settle(device)
     return time.perf_counter()
 
 
