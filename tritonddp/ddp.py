@@ -339,7 +339,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         if self.sync.enabled and torch.is_grad_enabled():
             sampler = self.logger.sampler
             sampler.iteration += 1
-            if sampler.sample is not None or sampler.iteration >= sampler.next_sample:
+            if sampler.moments is not None or sampler.iteration >= sampler.next_sample:
                 sampler.forward_begins()
         try:
             if _OPTIMIZERS_IN_BACKWARD in sys.modules:
@@ -368,7 +368,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
     def _post_forward(self, output: Any) -> Any:
         """All that is done with what the module has returned; returns it."""
-        if self.logger.sampler.sample is not None:
+        if self.logger.sampler.moments is not None:
             self.logger.sampler.forward_ended()
         if self._buffer_hook is not None and self._check_sync_bufs_post_fwd():
             self._sync_buffers()
