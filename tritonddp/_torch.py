@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch import Tensor
 from torch.autograd import Variable
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Join
 from torch.distributed.distributed_c10d import AllgatherOptions as _AllgatherOptions
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn.modules.batchnorm import _NormBase
@@ -336,7 +336,7 @@ def move_inputs(
     return moved_args[0], moved_kwargs[0]
 
 
-def throws_on_early_termination(joinable: Joinable) -> bool:
+def throws_on_early_termination(joinable: Any) -> bool:
     """Whether that ``Join`` ends on all ranks as soon as one has no inputs left."""
     return joinable._join_config.throw_on_early_termination
 
@@ -357,7 +357,7 @@ class CountingJoin(Join):
             return super()._get_num_nonjoined_procs()
 
 
-def leave_join(joinable: Joinable) -> None:
+def leave_join(joinable: Any) -> None:
     """Undo what ``Join`` has set: it does not itself, and each forward would go on telling."""
     joinable._join_config = type(joinable._join_config).construct_disabled_join_config()
 

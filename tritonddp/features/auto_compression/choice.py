@@ -68,11 +68,8 @@ def choose(buckets: Sequence[Candidates], world_size: int, backward: float, core
     less time by :data:`MARGIN`, and if it matters: what a backward hides anyway stays in full
     precision. And all take their own if the whole backward does not gain :data:`MARGIN`.
 
-    Args:
-        buckets: in launch order.
-        world_size: number of ranks.
-        backward: seconds that it takes without any synchronisation.
-        cores: of the host for each rank, see :class:`Compute`.
+    Buckets come in launch order; ``backward`` is in seconds, without any synchronisation, and for
+    ``cores`` see :class:`Compute`.
     """
     compute = Compute.in_proportion([bucket.load for bucket in buckets], backward, cores)
     ways = [

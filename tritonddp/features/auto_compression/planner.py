@@ -11,11 +11,11 @@ import logging
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
 
 from tritonddp._device import Moments, settle
 from tritonddp.buckets.bucket import Bucket
@@ -26,8 +26,8 @@ from tritonddp.coordination.group import Group
 from tritonddp.features.auto_compression.choice import OWN, Candidates, choose, report
 from tritonddp.features.auto_compression.cost_model import Kernel, Kind, Load, Speed, WireCost
 from tritonddp.features.auto_compression.probe import Figures, Way, measure, name_of
-from tritonddp.kernels.dispatch import Kernels, select_quantized
-from tritonddp.kernels.quantized.buffer import BLOCK, QuantizedBuffer
+from tritonddp.kernels.dispatch import select_quantized
+from tritonddp.kernels.quantized.buffer import BLOCK
 from tritonddp.reducer.extension import Events, Extension
 
 logger = logging.getLogger("tritonddp.auto")
@@ -46,12 +46,7 @@ _BEGAN, _ENDED = "backward began", "backward ended"
 
 
 def options(dtype: torch.dtype, reduce_dtype: torch.dtype | None = None) -> list[str]:
-    """The names of the wires that gradients of ``dtype`` may take, their own first.
-
-    Args:
-        dtype: fp32, bf16 or fp16.
-        reduce_dtype: in which they travel without compression, ``None`` for their own.
-    """
+    """The wires that gradients of ``dtype`` may take, their own first, which may be cast."""
     own = reduce_dtype or dtype
     cast = ["bfloat16"] if own is torch.float32 and reduce_dtype is None else []
     return [name_of(own), *cast, QUANTISED]
@@ -88,14 +83,7 @@ def wires(
 def measured(
     wire: WireFormat, group: Group, device: torch.device, dtypes: Collection[torch.dtype]
 ) -> Figures:
-    """The figures that a choice needs; collective.
-
-    Args:
-        wire: whose compression is ``"auto"``.
-        group: the ranks.
-        device: of the gradients.
-        dtypes: of them, in an order that is the same on all ranks.
-    """
+    """The figures that a choice needs; collective, so ``dtypes`` come in one order on all ranks."""
     others = _others(wire)
     ways = {
         dtype: {
@@ -114,16 +102,9 @@ def measured(
 
 
 def _maker(wire: WireFormat, group: Group) -> Callable[..., Bucket]:
-    def make(
-        index: int,
-        params: Sequence[Parameter],
-        names: Sequence[str],
-        kernels: Kernels,
-        counters: Counters,
-    ) -> Bucket:
-        return BucketFactory(wire, group, counters).make(index, params, names)
-
-    return make
+    return lambda index, params, names, kernels, counters: BucketFactory(
+        wire, group, counters
+    ).make(index, params, names)
 
 
 def _others(wire: WireFormat) -> dict[str, WireFormat]:
@@ -139,9 +120,7 @@ class AutoPlanner:
 
     Args:
         wire: how gradients travel without a choice.
-        figures: what was measured.
-        group: the ranks.
-        device: of the gradients.
+        figures, group, device: what was measured, between which ranks and where.
         counters: count what the ranks tell each other here.
 
     Attributes:
@@ -164,9 +143,7 @@ class AutoPlanner:
         self._device = device
         self._others = _others(wire)
         self._counters = counters
-        self._costs = {
-            dtype: wires(self._figures, dtype, wire.reduce_dtype) for dtype in self._figures.dtypes
-        }
+        self._costs = {each: wires(figures, each, wire.reduce_dtype) for each in figures.dtypes}
         self._wires: tuple[str, ...] = ()  # of buckets, by index; none before the first choice
         self._loaded: tuple[str, ...] = ()  # of the buckets to come
         self._shortest = math.inf  # reduced backward on this rank; seconds
@@ -259,17 +236,10 @@ class AutoPlanner:
 
 
 class BackwardTimer(Extension):
-    """Times the first reduced backwards, and is told nothing any more after them.
-
-    Args:
-        device: of the gradients.
-
-    Attributes:
-        moments: of backwards that nobody has looked at yet.
-    """
+    """Times the first reduced backwards, and is told nothing any more after them."""
 
     def __init__(self, device: torch.device) -> None:
-        self.moments: list[Moments] = []
+        self.moments: list[Moments] = []  # of backwards that nobody has looked at yet
         self._device = device
         self._timed = 0
         self._running: Moments | None = None
@@ -295,35 +265,27 @@ class BackwardTimer(Extension):
 
 def _exchange(bucket: Bucket) -> None:
     """In the place of the all-to-all."""
-    assert isinstance(bucket.flat, QuantizedBuffer)
-    bucket.flat.received.copy_(bucket.flat.message)
+    flat: Any = bucket.flat
+    flat.received.copy_(flat.message)
 
 
 def _reduce(bucket: Bucket) -> None:
-    flat = bucket.flat
-    assert isinstance(flat, QuantizedBuffer)
+    flat: Any = bucket.flat
     select_quantized(flat.data.device, flat.numbers).reduce_parts(flat)
 
 
 def _gather(bucket: Bucket) -> None:
     """In the place of the all-gather."""
-    flat = bucket.flat
-    assert isinstance(flat, QuantizedBuffer)
+    flat: Any = bucket.flat
     flat.gathered.view(flat.message_layout.world_size, -1).copy_(flat.reduced)
 
 
 def _empty(bucket: Bucket) -> None:
-    flat = bucket.flat
-    assert isinstance(flat, QuantizedBuffer)
+    flat: Any = bucket.flat
     bucket.unpack(select_quantized(flat.data.device, flat.numbers).receive(flat, None))
 
 
-_QUANTISED_STEPS = (
-    (None, _exchange),
-    ("reduce", _reduce),
-    (None, _gather),
-    ("empty", _empty),
-)
+_QUANTISED_STEPS = ((None, _exchange), ("reduce", _reduce), (None, _gather), ("empty", _empty))
 
 
 def _unknown(dtype: torch.dtype) -> WireCost:

@@ -55,8 +55,7 @@ class Way:
     """How buckets of one gradient dtype travel on one wire.
 
     Attributes:
-        make: a bucket, from what :class:`Bucket` takes first: index, parameters, names, kernels and
-            counters.
+        make: a bucket, from index, parameters, names, kernels and counters, as :class:`Bucket`.
         collectives: kinds, and dtype of what they carry, in their order.
         steps: what is done to the bucket when it is filled, and what it counts as: ``"reduce"``,
             ``"empty"`` or, in the place of a collective, ``None``.
@@ -118,10 +117,7 @@ def measure(
 ) -> Figures:
     """Time collectives of the ranks of ``group``, and buckets; collective.
 
-    Args:
-        group: the ranks.
-        device: of the gradients.
-        ways: by the dtype of gradients and the name of the wire; alike on all ranks.
+    ``ways`` are by the dtype of gradients and the name of the wire, alike on all ranks.
     """
     start = time.perf_counter()
     lines = _Lines(group, device)
