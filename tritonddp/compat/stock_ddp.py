@@ -31,7 +31,7 @@ from tritonddp.compat.hook_checks import builtin_hook, register_fused_optimizer
 from tritonddp.compat.stock_reducer import StockReducer
 from tritonddp.coordination.group import Group
 from tritonddp.diagnostics.logging_data import Logger
-from tritonddp.features.buffer_sync import BufferHook, check_buffers, sync_buffers
+from tritonddp.features.buffer_sync import BufferHook, sync_buffers
 from tritonddp.features.join_protocol import JoinProtocol
 from tritonddp.reducer.extension import SyncState
 from tritonddp.reducer.reducer import Reducer
@@ -488,10 +488,12 @@ class StockDDPNames:
         Raises:
             TypeError: ``bufs`` are no tensors.
         """
-        if bufs is not None:
-            check_buffers(bufs)
+        if bufs is None:
+            bufs = self.modules_buffers
+        if not isinstance(bufs, Sequence) or not all(isinstance(each, Tensor) for each in bufs):
+            raise TypeError(f"bufs should be a list of tensors, got {bufs!r}")
         broadcast_coalesced(
-            [buffer for _, buffer in self.core.parameters.buffers()] if bufs is None else bufs,
+            bufs,
             self.process_group,
             authoritative_rank,
             bucket_size or self.broadcast_bucket_size,
