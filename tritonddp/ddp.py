@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
 
-from tritonddp._arguments import check_flags
+from tritonddp._arguments import check_flags, plain_names
 from tritonddp._torch import (
     STOCK,
     distributed_context,
@@ -32,13 +32,7 @@ from tritonddp.comm.broadcast import StateBroadcast
 from tritonddp.compat.hook_checks import check_hook
 from tritonddp.compat.stock_ddp import StockDDPNames, warn_of_static_graph
 from tritonddp.compat.stock_reducer import StockReducer
-from tritonddp.config import (
-    DDPConfig,
-    buffer_sync,
-    names_to_ignore,
-    process_group_of,
-    sendable,
-)
+from tritonddp.config import DDPConfig, buffer_sync, process_group_of, sendable
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import describe, tell_failure, verify_same
 from tritonddp.diagnostics.check_sync import check_sync
@@ -206,7 +200,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         if device_mesh is not None:
             self.device_mesh = device_mesh
             self._is_sliced = localize_if_sliced(module, device_mesh)
-        self.parameters_to_ignore = names_to_ignore(module)
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        self.parameters_to_ignore = plain_names(ignored)
         params = [
             (name, param)
             for name, param in module.named_parameters()

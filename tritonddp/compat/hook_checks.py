@@ -14,12 +14,7 @@ from tritonddp.comm.grad_bucket import GradBucket
 
 
 def check_hook(hook: Any) -> None:
-    """Stock's conditions.
-
-    Raises:
-        TypeError: see ``DistributedDataParallel.register_comm_hook``.
-        ValueError: likewise.
-    """
+    """Stock's conditions; ``DistributedDataParallel.register_comm_hook`` tells what it raises."""
     if not callable(hook):
         raise TypeError(f"Communication hook must be callable. Got {hook!r}.")
     signature = inspect.Signature()  # of what is written in C, and has none
@@ -56,28 +51,20 @@ def builtin_hook(comm_hook_type: Any) -> Any:
     """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-    hooks: dict[dist.BuiltinCommHookType, Any] = {
-        dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
-        dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
-    }
     if not isinstance(comm_hook_type, dist.BuiltinCommHookType):
         raise TypeError(
             "comm_hook_type should be dist.BuiltinCommHookType.ALLREDUCE or FP16_COMPRESS, got "
             f"{comm_hook_type!r}"
         )
-    return hooks[comm_hook_type]
+    if comm_hook_type == dist.BuiltinCommHookType.ALLREDUCE:
+        return default_hooks.allreduce_hook
+    return default_hooks.fp16_compress_hook
 
 
 def register_fused_optimizer(
     ddp: Any, optim: type, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Have an optimizer step for each bucket once its gradients are the means.
-
-    Raises:
-        RuntimeError: torch has no such twin that steps here, or a hook is registered already.
-        TypeError: ``optim`` is no class.
-        ValueError: torch has no such twin at all.
-    """
+    """See ``DistributedDataParallel._register_fused_optim``."""
     if not isinstance(optim, type):
         raise TypeError(f"optim should be a class of torch.optim, got {optim!r}")
     try:

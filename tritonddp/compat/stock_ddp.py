@@ -24,45 +24,24 @@ from tritonddp._torch import (
     patches_of_stock,
     set_active_wrapper,
 )
-from tritonddp.buckets.assignment import MIB, BucketCaps
+from tritonddp.buckets.assignment import MIB
 from tritonddp.buckets.sparse_bucket import sparse_parameters
-from tritonddp.comm.broadcast import StateBroadcast, broadcast_coalesced
+from tritonddp.comm.broadcast import broadcast_coalesced
 from tritonddp.compat.hook_checks import builtin_hook, register_fused_optimizer
-from tritonddp.compat.stock_reducer import StockReducer
 from tritonddp.coordination.group import Group
-from tritonddp.diagnostics.logging_data import Logger
 from tritonddp.features.buffer_sync import BufferHook, sync_buffers
 from tritonddp.features.join_protocol import JoinProtocol
-from tritonddp.reducer.extension import SyncState
-from tritonddp.reducer.reducer import Reducer
 
 
 class StockDDPNames:
     """Of :class:`tritonddp.DistributedDataParallel`."""
 
     if TYPE_CHECKING:
-        module: nn.Module
-        process_group: dist.ProcessGroup
-        core: Reducer
-        reducer: StockReducer
-        logger: Logger
-        device_type: str
-        dim: int
-        find_unused_parameters: bool | None
         static_graph: bool
-        use_side_stream_for_tensor_copies: bool
-        parameters_to_ignore: set[str]
-        forward_sync_buffers: bool
-        caps: BucketCaps
-        state_broadcast: StateBroadcast
-        require_forward_param_sync: bool
-        device: torch.device
-        group: Group
-        sync: SyncState
         _figures: Any
-        _enter_group: Callable[[], Any]
-        _build_reducer: Callable[[Any], None]
-        _comm_hooks: list[tuple[Callable[..., Any], Any]]
+
+        def __getattr__(self, name: str) -> Any:
+            """What that class has set."""
 
     # No clone is made of outputs, so that there is nothing to choose: see _set_ddp_sink_clone.
     _ddp_sink_clone = True
@@ -94,12 +73,8 @@ class StockDDPNames:
     ) -> None:
         """Leave these parameters and buffers of ``module`` alone when it is wrapped.
 
-        Args:
-            module: not wrapped yet.
-            params_and_buffers_to_ignore: their full names.
-
         Raises:
-            TypeError: they are no list of names, or ``module`` is no module.
+            TypeError: they are no list of full names, or ``module`` is no module.
         """
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
@@ -161,11 +136,8 @@ class StockDDPNames:
 
     @property
     def _module_parameters(self) -> list[Tensor]:
-        return [
-            param
-            for name, param in self.module.named_parameters()
-            if name not in self.parameters_to_ignore
-        ]
+        named, ignored = self.module.named_parameters(), self.parameters_to_ignore
+        return [param for name, param in named if name not in ignored]
 
     @property
     def modules_buffers(self) -> list[Tensor]:
@@ -221,11 +193,7 @@ class StockDDPNames:
 
     @contextmanager
     def _inside_ddp_forward(self) -> Iterator[None]:
-        """Context: dynamo, which asks torch's class, finds that this wrapper is at work.
-
-        Not with buckets so small that its optimizer of graphs refuses them: it leaves graphs whole
-        then.
-        """
+        """Context: what :meth:`_run_ddp_forward` does around the module."""
         outer = set_active_wrapper(self if self.bucket_bytes_cap >= MIB else None)
         try:
             yield
@@ -248,7 +216,7 @@ class StockDDPNames:
     def _clear_grad_buffer(self) -> None:
         """Nothing: the gradients that are delayed have buckets like all others."""
 
-    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> NoReturn:
+    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> None:
         """Ranks without inputs are told by :meth:`_pre_forward` what a forward brings.
 
         Raises:
@@ -270,13 +238,9 @@ class StockDDPNames:
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
         """Inputs on a device, each in a tuple of one."""
-        args, kwargs = move_inputs(
-            inputs,
-            kwargs,
-            torch.device(self.device_type, device_id),
-            self.use_side_stream_for_tensor_copies,
-        )
-        return (args,), (kwargs,)
+        device = torch.device(self.device_type, device_id)
+        moved = move_inputs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
+        return (moved[0],), (moved[1],)
 
     # Options that are set late
 
@@ -352,12 +316,11 @@ class StockDDPNames:
             TypeError: ``sample_rate`` is no integer.
             ValueError: it is less than one.
         """
+        message = "DDP runtime logging sample rate should be"
         if not isinstance(sample_rate, int):
-            message = "DDP runtime logging sample rate should be an integer"
-            self._log_and_throw(TypeError, f"{message}, got {sample_rate!r}")
+            self._log_and_throw(TypeError, f"{message} an integer, got {sample_rate!r}")
         if sample_rate < 1:
-            message = "DDP runtime logging sample rate should be equal or greater than 1"
-            self._log_and_throw(ValueError, f"{message}, got {sample_rate}")
+            self._log_and_throw(ValueError, f"{message} equal or greater than 1, got {sample_rate}")
         self.logger.sampler.rate = sample_rate
         self.logger.sampler.next_sample = 0
 
@@ -432,8 +395,7 @@ class StockDDPNames:
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
         """Whether a forward begins with :meth:`_sync_buffers` now."""
-        is_after = self._buffer_hook is not None and self._buffer_hook.is_after_forward
-        return not is_after and self.will_sync_module_buffers()
+        return not self._check_sync_bufs_post_fwd() and self.will_sync_module_buffers()
 
     def _check_sync_bufs_post_fwd(self) -> bool:
         """Whether a forward ends with it, as a hook wants it."""
@@ -460,8 +422,7 @@ class StockDDPNames:
             hook: ``hook(state, {name: buffer})``, with names as the wrapped module has them. May
                 return a list of :class:`torch.futures.Future`, which are waited for at the end of
                 the next backward.
-            comm_hook_location: ``PRE_FORWARD`` or ``POST_FORWARD`` of
-                ``torch.nn.parallel.distributed._BufferCommHookLocation``.
+            comm_hook_location: before the forward or after it.
 
         Raises:
             TypeError: ``hook`` cannot be called.
@@ -524,12 +485,7 @@ class StockDDPNames:
     # The reducer
 
     def _check_reducer_finalized(self) -> None:
-        """Has the last backward come to its end, and reached what it should?
-
-        Raises:
-            RuntimeError: it has not; or parameters are unused, with
-                ``find_unused_parameters=False``.
-        """
+        """See there."""
         self._noting(self.reducer._check_reducer_finalized)
 
     def _remove_autograd_hooks(self) -> None:

@@ -25,9 +25,7 @@ from tritonddp.reducer.reducer import Reducer
 class StockReducer:
     """A facade of :class:`~tritonddp.reducer.reducer.Reducer`, which knows nothing of it.
 
-    Args:
-        core: what it stands for.
-        strict: what makes unused parameters an error, ``None`` if they are none.
+    ``strict`` makes unused parameters an error; ``None`` if they are none.
     """
 
     def __init__(self, core: Reducer, strict: Extension | None) -> None:
@@ -57,20 +55,13 @@ class StockReducer:
         """The next backward is reduced, also if its forward ran under ``no_sync``.
 
         One through the outputs of a forward until now is even if it starts there. (Here no other
-        backward has to be prepared.)
-
-        Args:
-            outputs: which it goes through, of a forward in which they were not seen.
+        backward has to be prepared.) ``outputs`` are further ones, that no forward has shown.
         """
         self._core.watch(outputs)
         self._core.forwards.prepare()
 
     def _set_static_graph(self) -> None:
-        """Parameters may be unused.
-
-        Raises:
-            RuntimeError: a forward has run already.
-        """
+        """Parameters may be unused. A RuntimeError if a forward has run already."""
         if self._core.forwards_begun:
             raise RuntimeError(
                 f"{self._core.where()}: set_static_graph() should be called before training loop "
@@ -85,11 +76,7 @@ class StockReducer:
         return self._core.is_static
 
     def _get_local_used_map(self) -> Tensor:
-        """On how many ranks the last reduced backward used each parameter.
-
-        Returns:
-            int32, one element for each parameter that requires a gradient, by its index.
-        """
+        """On how many ranks the last reduced backward used each trainable parameter: int32."""
         counts: dict[Parameter, int] = {}
         alone = self._core.last_alone
         if alone is not None:
@@ -123,10 +110,7 @@ class StockReducer:
             raise RuntimeError(core.deferred_error)
 
     def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future]) -> None:
-        """Wait for these at the end of the next backward, or before the next forward.
-
-        They come from hooks for buffers.
-        """
+        """Wait for these, of hooks for buffers, when the next backward ends or a forward begins."""
         self._core.post_backward.extend(futures)
 
     def _remove_autograd_hooks(self) -> None:
