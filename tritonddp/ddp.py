@@ -202,11 +202,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             self._is_sliced = localize_if_sliced(module, device_mesh)
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         self.parameters_to_ignore = plain_names(ignored)
-        params = [
-            (name, param)
-            for name, param in module.named_parameters()
-            if name not in self.parameters_to_ignore
-        ]
+        named = module.named_parameters()
+        params = [each for each in named if each[0] not in self.parameters_to_ignore]
         self.device = params[0][1].device if params else torch.device("cpu")
         self.device_type = self.device.type
         try:
@@ -239,9 +236,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         self.require_forward_param_sync = True
         self._init_sync = init_sync
         # Read by stock DDP too; the side stream overlaps input copies with compute.
-        self.use_side_stream_for_tensor_copies = (
-            os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
-        )
+        by_side_stream = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
+        self.use_side_stream_for_tensor_copies = by_side_stream
         self._delay_all_reduce_params = list(config.delay.params) if config.delay else []
         self._require_manual_backward_finalization = False
         self._comm_hooks: list[tuple[Callable[..., Any], Any]] = []
@@ -261,10 +257,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         DistributedDataParallel.wrapped_modules += 1
 
     def _begin_alike(
-        self,
-        parameters: ModuleParameters,
-        params: Sequence[tuple[str, Tensor]],
-        with_buffers: bool,
+        self, parameters: ModuleParameters, params: Sequence[tuple[str, Tensor]], with_buffers: bool
     ) -> None:
         """Verify that all ranks wrap the same module, and give all the values of rank 0."""
         buffers = parameters.buffers() if with_buffers else []
@@ -281,9 +274,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         enable_debug_logging()
         self.group.enter()
         self.state_broadcast = StateBroadcast(self.group, self.sync)
-        return ModuleParameters(
-            self, self.parameters_to_ignore, self.group, is_fixed=self._is_sliced
-        )
+        ignored = self.parameters_to_ignore
+        return ModuleParameters(self, ignored, self.group, is_fixed=self._is_sliced)
 
     def _build_reducer(self, parameters: ModuleParameters) -> None:
         """Make the reducer, from the options. No collective."""
@@ -353,12 +345,9 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         ):
             self._sync_buffers()
         if self.device_ids:
-            inputs, kwargs = move_inputs(
-                inputs,
-                kwargs,
-                torch.device(self.device_type, self.device_ids[0]),
-                self.use_side_stream_for_tensor_copies,
-            )
+            device = torch.device(self.device_type, self.device_ids[0])
+            by_side_stream = self.use_side_stream_for_tensor_copies
+            inputs, kwargs = move_inputs(inputs, kwargs, device, by_side_stream)
         return inputs, kwargs
 
     def _post_forward(self, output: Any) -> Any:
@@ -546,12 +535,12 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         another one, at level INFO, in the logger ``tritonddp.auto``.
         """
         planner = self.core.manager.planner
-        if planner is None:
-            return (
-                'there was no choice: compression is not "auto", or its process group has one rank '
-                "or was replaced"
-            )
-        return planner.report
+        if planner is not None:
+            return planner.report
+        return (
+            'there was no choice: compression is not "auto", or its process group has one rank '
+            "or was replaced"
+        )
 
     def comm_state_dict(self) -> dict[str, Any]:
         """What to save beside the module, so that a new wrapper goes on with the same bits.
@@ -736,21 +725,16 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         )
 
     def join_hook(self, **kwargs: Any) -> ShadowHook:
-        """What torch's ``Join`` runs on a rank that has no inputs left.
-
-        Args:
-            kwargs: ``divide_by_initial_world_size``, see :meth:`join`.
+        """What torch's ``Join`` runs on a rank that has no inputs left; options are :meth:`join`'s.
 
         Raises:
-            TypeError: it is not on or off.
+            TypeError: one is not on or off.
         """
         divides = kwargs.get("divide_by_initial_world_size", True)
         check_flags({"divide_by_initial_world_size": divides})
         self.group.refuse_if_forked()
         self.logger.joins = True
         return ShadowHook(self, divides)
-
-    # Module buffers
 
     # Copies, and other process groups
 
@@ -779,11 +763,9 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
 
 # What is made anew for a process group, and the group itself.
-_OF_THE_GROUP = frozenset(
-    {
-        *("process_group", "group", "sync", "core", "reducer", "logger", "state_broadcast"),
-        "_window",
-    }
+_OF_THE_GROUP = (
+    *("process_group", "group", "sync", "core", "reducer", "logger", "state_broadcast"),
+    "_window",
 )
 
 _alive: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
