@@ -121,7 +121,7 @@ class DDPConfig:
         delay: Delay | None,
         figures: Figures | None,
         is_strict: bool,
-    ) -> tuple[Reducer, StrictUnused | None]:
+    ) -> Reducer:
         """The reducer of a wrapper, with the extensions that its options ask for. No collective.
 
         Args:
@@ -129,9 +129,6 @@ class DDPConfig:
             delay: of this wrapper, which may be a copy.
             figures: what was measured for ``compression="auto"``, ``None`` if nothing was.
             is_strict: an unused parameter is an error.
-
-        Returns:
-            The reducer, and what makes unused parameters an error.
         """
         core = Reducer(
             *(parameters, group, self.caps, sync, broadcast, self.wire),
@@ -139,8 +136,9 @@ class DDPConfig:
             lazy=self.lazy,
             check_finite=self.check_finite is not None,
         )
-        strict = StrictUnused(parameters, group.rank, core) if is_strict else None
-        extensions: list[Extension | None] = [strict]
+        extensions: list[Extension] = []
+        if is_strict:
+            extensions.append(StrictUnused(parameters, group.rank, core))
         if self.skip_unused:
             extensions.append(SkipUnused(sync))
         if delay is not None:
@@ -152,9 +150,9 @@ class DDPConfig:
             planner = AutoPlanner(self.wire, figures, group, device, core.counters)
             core.manager.planner = planner
             extensions.append(planner.timer)
-        for extension in filter(None, extensions):
+        for extension in extensions:
             core.events.install(extension)
-        return core, strict
+        return core
 
 
 def sendable(group: Group, device: torch.device, device_ids: Any) -> torch.device:

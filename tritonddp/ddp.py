@@ -283,11 +283,11 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         # As in stock: a static graph may leave parameters unused.
         is_strict = self.find_unused_parameters is False and not self.static_graph
         broadcast = self.state_broadcast if self._init_sync else None
-        self.core, strict = self.config.build_reducer(
+        self.core = self.config.build_reducer(
             *(parameters, self.group, self.sync, broadcast, self._delay, self._figures, is_strict)
         )
         self._window: AccumulationWindow | None = None
-        self.reducer = StockReducer(self.core, strict)
+        self.reducer = StockReducer(self.core)
         finalize_manually(self.core, self._require_manual_backward_finalization)
         self.core.logger = self.logger = Logger(self)
         self._register_hooks_again()

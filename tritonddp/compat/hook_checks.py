@@ -44,11 +44,7 @@ def check_hook(hook: Any) -> None:
 
 
 def builtin_hook(comm_hook_type: Any) -> Any:
-    """The hook in Python that does what one of torch's in C++ does.
-
-    Raises:
-        TypeError: it is none of the two.
-    """
+    """The hook in Python that does what one of torch's in C++ does."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     if not isinstance(comm_hook_type, dist.BuiltinCommHookType):

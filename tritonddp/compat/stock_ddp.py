@@ -110,12 +110,7 @@ class StockDDPNames:
         ]
 
     def _build_debug_param_to_name_mapping(self, parameters: Sequence[Tensor]) -> dict[int, str]:
-        """The names of what :meth:`_build_params_for_reducer` returned, by index.
-
-        Raises:
-            TypeError: ``parameters`` are none.
-            ValueError: they are others.
-        """
+        """The names of what :meth:`_build_params_for_reducer` returned, by index."""
         if not isinstance(parameters, Sequence):
             raise TypeError(f"parameters should be a list of parameters, got {parameters!r}")
         index_of = {param: index for index, param in enumerate(parameters)}
@@ -217,11 +212,7 @@ class StockDDPNames:
         """Nothing: the gradients that are delayed have buckets like all others."""
 
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> None:
-        """Ranks without inputs are told by :meth:`_pre_forward` what a forward brings.
-
-        Raises:
-            RuntimeError: always. Stock's forward calls this inside ``join()``.
-        """
+        """An error: stock's forward calls this inside ``join()``."""
         self.reducer.refuse_to_be_told()
 
     @property
@@ -274,11 +265,7 @@ class StockDDPNames:
         self._build_reducer(self._enter_group())
 
     def _set_static_graph(self) -> None:
-        """As ``static_graph=True``: allows parameters that no backward reaches.
-
-        Raises:
-            RuntimeError: a forward has run already.
-        """
+        """As ``static_graph=True``: allows parameters that no backward reaches."""
         if self.static_graph:
             warnings.warn(
                 "You've set static_graph to be True, no need to set it again.", stacklevel=2
@@ -310,12 +297,7 @@ class StockDDPNames:
         return {**data.strs_map, **data.ints_map}
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Take times in one step of so many, after the first ten.
-
-        Raises:
-            TypeError: ``sample_rate`` is no integer.
-            ValueError: it is less than one.
-        """
+        """Take times in one step of so many, after the first ten."""
         message = "DDP runtime logging sample rate should be"
         if not isinstance(sample_rate, int):
             self._log_and_throw(TypeError, f"{message} an integer, got {sample_rate!r}")
@@ -347,12 +329,7 @@ class StockDDPNames:
         return ", ".join(names)
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        """Register ``ALLREDUCE`` or ``FP16_COMPRESS``; see :meth:`register_comm_hook`.
-
-        Raises:
-            RuntimeError: as there.
-            TypeError: it is none of the two.
-        """
+        """Register ``ALLREDUCE`` or ``FP16_COMPRESS``; see :meth:`register_comm_hook`."""
         self.core.register_comm_hook(self.process_group, builtin_hook(comm_hook_type))
         self._builtin_hook = comm_hook_type
 
@@ -374,10 +351,7 @@ class StockDDPNames:
         register_fused_optimizer(self, optim, optim_params, args, kwargs)
 
     def _register_hooks_again(self) -> None:
-        """The reducer is a new one: of a copy, or in another process group.
-
-        As in stock, a group that the state of a hook holds stays as it is.
-        """
+        """With a new reducer. As in stock, a group that the state of a hook holds stays as it is."""
         for hook, state in self._comm_hooks:
             self.core.register_comm_hook(state, hook)
         if self._builtin_hook is not None:

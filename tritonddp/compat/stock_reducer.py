@@ -18,19 +18,15 @@ from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.grad_bucket import GradBucket, sum_of, zeros_like
 from tritonddp.coordination.counters import Counters
-from tritonddp.reducer.extension import Extension
+from tritonddp.features.unused_params import StrictUnused
 from tritonddp.reducer.reducer import Reducer
 
 
 class StockReducer:
-    """A facade of :class:`~tritonddp.reducer.reducer.Reducer`, which knows nothing of it.
+    """A facade of :class:`~tritonddp.reducer.reducer.Reducer`, which knows nothing of it."""
 
-    ``strict`` makes unused parameters an error; ``None`` if they are none.
-    """
-
-    def __init__(self, core: Reducer, strict: Extension | None) -> None:
+    def __init__(self, core: Reducer) -> None:
         self._core = core
-        self._strict = strict
 
     @property
     def counters(self) -> Counters:
@@ -68,8 +64,9 @@ class StockReducer:
                 "starts and after DistributedDataParallel is constructed. Or wrap with "
                 "static_graph=True."
             )
-        if self._strict is not None:
-            self._core.events.remove(self._strict)
+        for extension in self._core.events.extensions:
+            if isinstance(extension, StrictUnused):
+                self._core.events.remove(extension)
 
     def _ddp_graph_static(self) -> bool:
         """Whether all reduced backwards have reached the same parameters of this rank."""
@@ -92,19 +89,14 @@ class StockReducer:
         )
 
     def _check_reducer_finalized(self) -> None:
-        """Raise what the next forward would raise, or make up for.
-
-        Raises:
-            RuntimeError: the last backward has not come to its end, or has left parameters unused
-                in strict mode.
-        """
+        """Raise what the next forward would raise, or make up for."""
         core = self._core
         if core.run is not None:
             state = "still runs" if core.backward_runs else "broke off"
             raise RuntimeError(
                 "Expected to have finished reduction in the prior iteration before starting a new "
-                f"one. {core.where()}: a backward {state}. The "
-                "next forward takes care of what it has left."
+                f"one. {core.where()}: a backward {state}. The next forward takes care of what it "
+                "has left."
             )
         if core.deferred_error is not None:
             raise RuntimeError(core.deferred_error)
@@ -137,11 +129,7 @@ class StockReducer:
         self.refuse_to_be_told()
 
     def refuse_to_be_told(self) -> NoReturn:
-        """A forward that is not ours tells ranks without inputs, in stock's way, that it begins.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """A forward that is not ours tells ranks without inputs, in stock's way, that it begins."""
         raise RuntimeError(
             f"{self._core.where()}: inside join() a forward tells the ranks that have no inputs "
             "left which collectives it will bring, before all of them. A subclass with a forward "

@@ -31,21 +31,13 @@ _CONTENTS = 4
 
 @dataclass(frozen=True)
 class _Item:
-    """What is compared.
+    """What is compared."""
 
-    Attributes:
-        kind: ``"parameter"``, ``"buffer"`` or ``"gradient"``.
-        name: as the module has it.
-        tensor: ``None`` for a gradient that is not there.
-        like: has the shape and the dtype that it has or would have.
-        is_local: it may differ from other ranks', as far as this one knows.
-    """
-
-    kind: str
+    kind: str  # "parameter", "buffer" or "gradient"
     name: str
-    tensor: Tensor | None
-    like: Tensor
-    is_local: bool = False
+    tensor: Tensor | None  # None for a gradient that is not there
+    like: Tensor  # has the shape and the dtype that it has or would have
+    is_local: bool = False  # it may differ from other ranks', as far as this one knows
 
 
 def check_sync(

@@ -53,12 +53,7 @@ class FiniteCheck(Extension):
         self._found, self._travels_in_fp16 = {}, False
 
     def on_end(self, run: ReductionRun) -> None:
-        """Tell what was found.
-
-        Raises:
-            FloatingPointError: something is not finite, on every rank, and ``mode`` is ``"raise"``.
-            A rank that has run out of inputs only warns: it has no backward to repeat.
-        """
+        """Tell what was found. A rank that has no inputs only warns: it has nothing to repeat."""
         if not self._found:
             return
         message = self._message(run.where)

@@ -144,12 +144,7 @@ class ShadowHook(JoinHook):
 
 
 def announce_forward(ddp: Wrapper) -> None:
-    """A forward begins: tell the ranks that have no inputs which collectives it will bring.
-
-    Raises:
-        RuntimeError: another rank has none left, where that is to end the loop; or the ranks do not
-            agree on what will be reduced.
-    """
+    """A forward begins: tell the ranks that have no inputs which collectives it will bring."""
     _make_up(ddp)
     protocol: JoinProtocol = ddp.sync.join
     # Where a rank without inputs ends the loop, that is an error of its own.
@@ -172,11 +167,7 @@ def announce_forward(ddp: Wrapper) -> None:
 
 
 def refuse_inside(ddp: Wrapper, what: str) -> None:
-    """Collectives that ranks without inputs could not follow.
-
-    Raises:
-        RuntimeError: inside ``join``.
-    """
+    """Raise a RuntimeError inside ``join``: ranks without inputs could not follow."""
     if ddp.sync.join is not None and not throws_on_early_termination(ddp):
         raise RuntimeError(
             f"{ddp.core.where()}: {what} inside join(): a rank that has no inputs left would not "
@@ -191,11 +182,7 @@ def _make_up(ddp: Wrapper) -> None:
 
 
 def _train_the_same(ddp: Wrapper, is_present: bool) -> None:
-    """Loops freeze and unfreeze parameters; a rank that has left its loop follows the others.
-
-    Raises:
-        RuntimeError: on every rank, if they do not hold the same parameters.
-    """
+    """Loops freeze and unfreeze parameters; a rank that has left its loop follows the others."""
     params = ddp.core.parameters.params
     _verify_held(ddp, params, _coming(ddp))
     required = torch.tensor(

@@ -40,11 +40,7 @@ class OptimizerSteps(Extension):
     """
 
     def on_reduced(self, run: ReductionRun, bucket: Bucket) -> None:
-        """Step.
-
-        Raises:
-            OptimizerStepError: an optimizer failed; those of later parameters have not stepped.
-        """
+        """Step. Where an optimizer fails, those of later parameters do not."""
         if run.source in (GradSource.REQUEST, GradSource.SKIPPED, GradSource.CONTEXT):
             return
         for name, param in zip(bucket.names, bucket.params, strict=True):

@@ -79,7 +79,6 @@ class AccumulationWindow(Extension):
         self._share = 1.0
 
     def on_begin(self, run: ReductionRun) -> None:
-        """A backward begins, or what was accumulated is reduced."""
         weight: Weight | None = self._sync.weight
         if run.source is not GradSource.REQUEST:
             self.open(weight, not run.is_local, not any(run.earlier), run.is_late)
@@ -95,7 +94,6 @@ class AccumulationWindow(Extension):
         run.weight = self.weight
 
     def on_pack(self, run: ReductionRun, bucket: Bucket, segment: Segment) -> None:
-        """Make the gradients of a segment those of the window."""
         if run.of_backwards and not run.source.is_empty:
             first = bucket.first + segment.first
             if run.source is not GradSource.REQUEST:
@@ -103,12 +101,10 @@ class AccumulationWindow(Extension):
             self.divide(segment.params, run.used[first : first + len(segment.params)])
 
     def on_compute_end(self, run: ReductionRun) -> None:
-        """A backward that only accumulates is over."""
         if run.is_local:
             self.close(self._get_params())
 
     def on_close(self, run: ReductionRun) -> None:
-        """The window is over with a reduction."""
         if not run.is_local:
             self.clear()
 
