@@ -351,7 +351,7 @@ class StockDDPNames:
         register_fused_optimizer(self, optim, optim_params, args, kwargs)
 
     def _register_hooks_again(self) -> None:
-        """With a new reducer. As in stock, a group that the state of a hook holds stays as it is."""
+        """With the new reducer. As in stock, a group in the state of a hook stays as it is."""
         for hook, state in self._comm_hooks:
             self.core.register_comm_hook(state, hook)
         if self._builtin_hook is not None:

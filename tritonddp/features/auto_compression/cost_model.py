@@ -9,17 +9,14 @@ for all-to-all. With latency ``a``, ``b`` seconds a byte, ``W`` ranks and a mess
 an all-reduce takes ``2 (W-1) a + 2 (W-1)/W S b``, the others half of that (Thakur, Rabenseifner and
 Gropp, Optimization of collective communication operations in MPICH, 2005; that no all-reduce sends
 less is shown by Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of
-workstations, 2009). :class:`Library` ``NCCL`` all-reduces in a double binary tree where that is
-faster, ``2 log2(W) a + 2 S b`` (Sanders, Speck and Träff, Two-tree algorithms for full bandwidth
-broadcast, reduction and scan, 2009).
+workstations, 2009).
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate
 
@@ -32,13 +29,6 @@ class Kind(Enum):
     ALL_REDUCE = "all-reduce"
     ALL_TO_ALL = "all-to-all"
     ALL_GATHER = "all-gather"
-
-
-class Library(Enum):
-    """Whose algorithms."""
-
-    GLOO = "gloo"
-    NCCL = "nccl"
 
 
 @dataclass(frozen=True)
@@ -56,10 +46,6 @@ class Speed:
     byte: float
     core: float = 0.0
     latency: float = 0.0
-
-    def on_line(self, bandwidth: float, latency: float = 0.0) -> Speed:
-        """The same hosts on a line of this ``bandwidth``, in bytes per second for a rank."""
-        return replace(self, byte=max(self.byte, 1 / bandwidth), latency=self.latency + latency)
 
 
 @dataclass(frozen=True)
@@ -175,9 +161,7 @@ def sent_bytes(kind: Kind, size: float, world_size: int) -> float:
     return passes * (world_size - 1) / world_size * size
 
 
-def collective_seconds(
-    kind: Kind, size: float, world_size: int, speed: Speed, library: Library = Library.GLOO
-) -> float:
+def collective_seconds(kind: Kind, size: float, world_size: int, speed: Speed) -> float:
     """Seconds of a collective that has the line for itself; sources are in the module's docstring.
 
     ``size`` is that of the message in bytes: what all ranks begin or end with, together.
@@ -185,21 +169,16 @@ def collective_seconds(
     if world_size == 1:
         return 0.0
     rounds = (world_size - 1) * (2 if kind is Kind.ALL_REDUCE else 1)
-    seconds = rounds * speed.latency + sent_bytes(kind, size, world_size) * speed.byte
-    if library is Library.NCCL and kind is Kind.ALL_REDUCE:
-        tree = 2 * math.log2(world_size) * speed.latency + 2 * size * speed.byte
-        seconds = min(seconds, tree)
-    return speed.call + seconds
+    sent = sent_bytes(kind, size, world_size)
+    return speed.call + rounds * speed.latency + sent * speed.byte
 
 
-def passage(
-    wire: WireCost, load: Load, world_size: int, library: Library = Library.GLOO
-) -> Passage:
+def passage(wire: WireCost, load: Load, world_size: int) -> Passage:
     """What a bucket goes through on this wire, with nothing else under way."""
     size = message_bytes(wire, load)
     stages = []
     for kind, speed in wire.speeds.items():
-        seconds = collective_seconds(kind, size, world_size, speed, library)
+        seconds = collective_seconds(kind, size, world_size, speed)
         stages.append(Stage(kind, seconds, sent_bytes(kind, size, world_size) * speed.core))
     if wire.reduce is not None:
         # A rank adds up what it owns, 1 / world_size of the elements, from world_size ranks.
