@@ -68,8 +68,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             gradients. Parameters are fp32, fp16, bf16, fp64, complex64 or complex128, on the CPU
             or on CUDA devices.
         device_ids: ``None``, or one CUDA device, to which tensors in the inputs are moved.
-        output_device: kept for compatibility, as in torch: the module decides where outputs lie.
-        dim: kept for compatibility.
+        output_device, dim: kept for compatibility: the module decides where outputs lie.
         broadcast_buffers: deprecated by torch 2.13 for ``forward_sync_buffers``; ``False`` also
             leaves buffers out of the initial broadcast.
         init_sync: verify at construction that all ranks hold the same model, and broadcast
@@ -142,8 +141,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         NotImplementedError: a dtype or kind of parameter that is not supported.
         RuntimeError: no parameter requires gradients, parameters are uninitialised, or ranks hold
             different models (raised on every rank, naming what differs).
-        TypeError: ``module`` is no module, a size no number, a flag not on or off, or another
-            argument of another type than it says.
+        TypeError: an argument is of another type than it says, or a flag is not on or off.
         ValueError: no process group, or arguments that contradict each other or the module.
 
     Example::
@@ -376,10 +374,9 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         """Context: backwards accumulate gradients locally; the first one after it reduces all.
 
         As in stock, put the forward of each microbatch but the last one inside, alone or with its
-        backward: the first backward that follows a forward outside is reduced, and those before it
-        are not. Only here a backward that starts inside is local too, wherever its forward ran.
-        ``reducer.prepare_for_backward([])`` behind a forward has its next backward reduced in any
-        case.
+        backward: the first backward that follows a forward outside is reduced, those before it are
+        not. Only here a backward that starts inside is local too, wherever its forward ran. After
+        ``reducer.prepare_for_backward([])`` the next backward is reduced in any case.
 
         Example::
 
@@ -450,9 +447,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     ) -> tuple[Tensor | None, ...] | dict[str, Tensor | None] | None:
         """Average gradients over the ranks now, also under :meth:`no_sync`.
 
-        For gradients that no ``backward()`` made: those of ``torch.autograd.grad``, of second
-        order, or made by hand. All ranks must call it for the same parameters. Counts as
-        :meth:`weighted` says.
+        For gradients that no ``backward()`` made: of ``torch.autograd.grad``, or made by hand. All
+        ranks must call it for the same parameters. Counts as :meth:`weighted` says.
 
         Args:
             gradients: ``None`` for ``.grad`` of all parameters that require gradients, which is
@@ -494,12 +490,10 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     def check_sync(self, *, buffers: bool | None = None, gradients: bool | None = None) -> None:
         """Verify that all ranks hold the same parameters, buffers and gradients, bit for bit.
 
-        All ranks must call it, between two steps or wherever they suspect each other: it changes
-        nothing, and after its error training may go on. Two small collectives, and some passes over
-        the memory of all that is compared. Checksums of 64 bits are compared, which for different
-        tensors are alike in one of 2^64 cases. A NaN equals the same NaN, 0.0 differs from -0.0.
-
-        Parameters and buffers of ``_ddp_params_and_buffers_to_ignore`` are left out.
+        All ranks must call it. It changes nothing, and after its error training may go on. Two
+        small collectives, and some passes over the memory of all that is compared, by checksums of
+        64 bits: a NaN equals the same NaN, 0.0 differs from -0.0. Parameters and buffers of
+        ``_ddp_params_and_buffers_to_ignore`` are left out.
 
         Args:
             buffers: ``None`` for all but those that differ by design: the running statistics of
@@ -530,9 +524,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
         What was measured at construction, on the slowest rank; how long a backward is predicted to
         take if all buckets travel in their own dtype, in bf16 and in int8; and the choice for each.
-        It is made after the first reduced backward, whose compute it depends on, and again when
-        buckets change and when the first backwards are over. Rank 0 logs it each time that it is
-        another one, at level INFO, in the logger ``tritonddp.auto``.
+        It is made after the first reduced backward, and again when buckets change and when the
+        first backwards are over. Rank 0 logs each new one in ``tritonddp.auto``, at level INFO.
         """
         planner = self.core.manager.planner
         if planner is not None:
@@ -626,17 +619,13 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         """Whether reduced backwards leave ``.grad`` to :meth:`finalize_backward`. Off by default.
 
         So that other work goes on while gradients are on their way. May be set whenever no backward
-        waits for its end::
+        waits for its end; a RuntimeError otherwise::
 
             model.require_manual_backward_finalization = True
             criterion(model(inputs), targets).backward()  # the all-reduces go on
             ...
             model.finalize_backward()  # now .grad holds the means
             optimizer.step()
-
-        Raises:
-            RuntimeError: when set, if one does.
-            TypeError: when set to something that is not on or off.
         """
         return self._require_manual_backward_finalization
 

@@ -22,8 +22,7 @@ class JoinProtocol:
 
     Attributes:
         is_open: forwards run inside ``Join``.
-        is_due: a forward has said that its backward will be reduced, and no reduction has begun
-            since then.
+        is_due: a forward has announced a reduction, which has not begun yet.
         mean_over_present: gradients that have no weight are averaged over the ranks that still
             have inputs, not over all.
         source_rank: whose buffers, and whose order of gradients, all ranks take over: as in stock,

@@ -89,19 +89,15 @@ class LowPrecision:
         (Asked of the modules: a list of them here would be part of each copy of one.)
         """
         for each in module.modules():
-            if not any(
-                getattr(hook, "__self__", None) is self for hook in each._forward_pre_hooks.values()
-            ):
+            hooks = each._forward_pre_hooks.values()
+            if all(getattr(hook, "__self__", None) is not self for hook in hooks):
                 self._hooks += [
                     each.register_forward_pre_hook(self._begin_recomputing, prepend=True),
                     each.register_forward_hook(self._end_recomputing, always_call=True),
                 ]
 
     def _name_params(self, module: nn.Module) -> None:
-        """As in stock DDP, parameters tell by two attributes what they are cast from and to.
-
-        (The latter occupies no memory.)
-        """
+        """As in stock DDP, parameters tell what they are cast from and, without memory, to."""
         for name, param in module.named_parameters():
             if name not in self._ignored:
                 low = torch.empty((), dtype=self._dtype or param.dtype, device=param.device)

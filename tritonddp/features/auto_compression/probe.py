@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -68,20 +69,12 @@ class Way:
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured, alike on all ranks.
-
-    Attributes:
-        world_size: number of ranks.
-        cores: of the host for each rank, see
-        :class:`~tritonddp.features.auto_compression.cost_model.Compute`.
-        seconds: by what was timed; the slowest rank's.
-        took: seconds of the measurement.
-    """
+    """What was measured, alike on all ranks."""
 
     world_size: int
-    cores: float
-    seconds: Mapping[str, float]
-    took: float
+    cores: float  # of the host for each rank, as in the cost model's Compute
+    seconds: Mapping[str, float]  # by what was timed; the slowest rank's
+    took: float  # seconds of the measurement
 
     @property
     def dtypes(self) -> list[torch.dtype]:
@@ -158,9 +151,8 @@ class _Lines:
         for call in calls:
             call()  # whatever lets the first bytes through for free shall be used up
         found: dict[str, float] = {}
-        for (kind, dtype), (least, idle), (wall, core) in zip(
-            collectives, short, self._fastest(calls), strict=True
-        ):
+        timed = zip(collectives, short, self._fastest(calls), strict=True)
+        for (kind, dtype), (least, idle), (wall, core) in timed:
             sent = max(1.0, sent_bytes(kind, size, self._group.size()))
             byte = max(0.0, wall - least) / sent
             name = f"{kind.value} {name_of(dtype)}"
@@ -178,9 +170,8 @@ class _Lines:
     def _find_size(self, kind: Kind, dtype: torch.dtype, least: float) -> int:
         size = _FIRST_SIZE
         while size < _LAST_SIZE:
-            wall, longest = self.slowest(
-                [self._timed(self._collective(kind, dtype, size))[0], least]
-            )
+            taken, _ = self._timed(self._collective(kind, dtype, size))
+            wall, longest = self.slowest([taken, least])
             if wall > max(_LONG, _LATENCIES * longest):
                 break
             size *= 4
@@ -197,10 +188,8 @@ class _Lines:
             rounds.append([self._timed(call) for call in calls])
             (passed,) = self.slowest([sum(wall for wall, _ in rounds[-1])])
             spent += passed
-        return [
-            (min(wall for wall, _ in times), min(core for _, core in times))
-            for times in zip(*rounds, strict=True)
-        ]
+        walls_and_cores = (zip(*times, strict=True) for times in zip(*rounds, strict=True))
+        return [(min(walls), min(cores)) for walls, cores in walls_and_cores]
 
     def _timed(self, call: Callable[[], None]) -> tuple[float, float]:
         self.slowest([0.0])  # all begin at once
@@ -225,9 +214,8 @@ class _Lines:
                 sent = sent[:1].expand(world_size, -1)
             return lambda: _wait(all_to_all(rows, sent, self._group, _TAG))
         if kind is Kind.ALL_TO_ALL:
-            return lambda: _wait(
-                [dist.all_to_all_single(whole, other, group=self._group, async_op=True)]
-            )
+            send = partial(dist.all_to_all_single, group=self._group, async_op=True)
+            return lambda: _wait([send(whole, other)])
         return lambda: _wait([all_gather_single(whole, other[:part], self._group)])
 
 
