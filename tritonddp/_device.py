@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ class Readback:
     """
 
     def __init__(self) -> None:
-        self._copy: Tensor | None = None
-        self._event: torch.cuda.Event | None = None
+        self._copy: Any = None
+        self._event: Any = None
 
     def start(self, tensor: Tensor) -> None:
         """Copy ``tensor`` as it will be when the current stream comes to this place."""
@@ -26,14 +27,11 @@ class Readback:
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
             copy = self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._event = torch.cuda.Event()
-        assert self._event is not None
         copy.copy_(tensor, non_blocking=True)
         self._event.record(torch.cuda.current_stream(tensor.device))
 
     def wait(self) -> Tensor:
         """The copy, once it is there; it holds until the next :meth:`start`."""
-        assert self._copy is not None
-        assert self._event is not None
         self._event.synchronize()
         return self._copy
 

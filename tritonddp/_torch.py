@@ -48,6 +48,9 @@ AllgatherOptions = _AllgatherOptions
 signal_handler = _signal.getsignal
 set_signal_handler = _signal.signal
 
+# The wrapper whose forward runs, torch's or ours.
+active_wrapper = DistributedDataParallel._get_active_ddp_module
+
 # Leaves of nested containers, including those that libraries register with pytree.
 tree_leaves = _pytree.tree_leaves
 
@@ -224,10 +227,7 @@ def register_post_accumulate_grad_hook(tensor: Tensor, hook: Callable[[Tensor], 
 
 
 def preserve_version_counters(tensors: Sequence[Tensor]) -> Any:
-    """Context: in-place writes to ``tensors`` stay unseen by autograd's saved-tensor check.
-
-    As in stock DDP: a broadcast of module buffers must not invalidate a graph that saved them.
-    """
+    """Context: in-place writes, as to buffers, do not invalidate graphs that saved ``tensors``."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
@@ -309,10 +309,7 @@ def values_of_rrefs(tree: Any) -> list[Any]:
 
 
 def compiled_autograd_runs() -> bool:
-    """Whether the backward that runs is compiled too (``torch._dynamo.config.compiled_autograd``).
-
-    It runs no AccumulateGrad nodes, and calls nothing at its end.
-    """
+    """Whether the backward is compiled too: without AccumulateGrad nodes and calls at its end."""
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
     return getattr(compiled_autograd, "in_compiled_autograd_region", False)
 
@@ -365,11 +362,6 @@ def patches_of_stock() -> dict[str, Any]:
     return patches
 
 
-def active_wrapper() -> Any:
-    """The wrapper whose forward runs, torch's or ours."""
-    return STOCK._get_active_ddp_module()
-
-
 def set_active_wrapper(wrapper: Any) -> Any:
     """Let ``wrapper`` be the one whose forward runs, and return the one that was.
 
@@ -410,9 +402,6 @@ def running_statistics(layer: torch.nn.Module) -> list[str]:
 
 
 def all_gather_single(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> Any:
-    """Every rank's ``tensor``, one behind the other, in ``output``; returns the work.
-
-    ``all_gather_into_tensor`` until torch 2.13, which warns of the old name.
-    """
+    """``all_gather_into_tensor``, of whose name torch 2.13 warns; returns the work."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(output, tensor, group=group, async_op=True)

@@ -67,9 +67,8 @@ class DDPConfig:
 
         Args:
             arguments: of the constructor, by name.
-            module: to be wrapped.
-            params: those that are to be synchronised.
-            group: the ranks.
+            module, group: to be wrapped, and its ranks.
+            params: those that are to be synchronised, by name.
             wrappers: all that are alive.
         """
         given = SimpleNamespace(**arguments)

@@ -706,12 +706,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         own again.
         """
         check_flags({"enable": enable, "throw_on_early_termination": throw_on_early_termination})
-        return UnevenInputs(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
+        options = {"divide_by_initial_world_size": divide_by_initial_world_size}
+        return UnevenInputs([self], enable, throw_on_early_termination, **options)
 
     def join_hook(self, **kwargs: Any) -> ShadowHook:
         """What torch's ``Join`` runs on a rank that has no inputs left; options are :meth:`join`'s.

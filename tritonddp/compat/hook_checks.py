@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tritonddp._torch import overlapped_optimizer
 from tritonddp.comm.grad_bucket import GradBucket
 
 
@@ -55,22 +54,3 @@ def builtin_hook(comm_hook_type: Any) -> Any:
     if comm_hook_type == dist.BuiltinCommHookType.ALLREDUCE:
         return default_hooks.allreduce_hook
     return default_hooks.fp16_compress_hook
-
-
-def register_fused_optimizer(
-    ddp: Any, optim: type, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """See ``DistributedDataParallel._register_fused_optim``."""
-    if not isinstance(optim, type):
-        raise TypeError(f"optim should be a class of torch.optim, got {optim!r}")
-    try:
-        optimizer = overlapped_optimizer(optim, params, args, kwargs)
-    except ValueError as error:
-        raise ValueError(f"{error} Step it after the backward.") from error
-    try:
-        optimizer.register_ddp(ddp)
-    except NotImplementedError as error:
-        raise RuntimeError(
-            f"{optim} does not support overlapped DDP. Please file an issue to PyTorch or the "
-            f"respective owner of {optim}."
-        ) from error

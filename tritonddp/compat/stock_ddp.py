@@ -21,13 +21,14 @@ from tritonddp._torch import (
     BufferCommHookLocation,
     active_wrapper,
     move_inputs,
+    overlapped_optimizer,
     patches_of_stock,
     set_active_wrapper,
 )
 from tritonddp.buckets.assignment import MIB
 from tritonddp.buckets.sparse_bucket import sparse_parameters
 from tritonddp.comm.broadcast import broadcast_coalesced
-from tritonddp.compat.hook_checks import builtin_hook, register_fused_optimizer
+from tritonddp.compat.hook_checks import builtin_hook
 from tritonddp.coordination.group import Group
 from tritonddp.features.buffer_sync import BufferHook, sync_buffers
 from tritonddp.features.join_protocol import JoinProtocol
@@ -348,7 +349,19 @@ class StockDDPNames:
             TypeError: ``optim`` is no class.
             ValueError: torch has no such twin at all.
         """
-        register_fused_optimizer(self, optim, optim_params, args, kwargs)
+        if not isinstance(optim, type):
+            raise TypeError(f"optim should be a class of torch.optim, got {optim!r}")
+        try:
+            optimizer = overlapped_optimizer(optim, optim_params, args, kwargs)
+        except ValueError as error:
+            raise ValueError(f"{error} Step it after the backward.") from error
+        try:
+            optimizer.register_ddp(self)
+        except NotImplementedError as error:
+            raise RuntimeError(
+                f"{optim} does not support overlapped DDP. Please file an issue to PyTorch or the "
+                f"respective owner of {optim}."
+            ) from error
 
     def _register_hooks_again(self) -> None:
         """With the new reducer. As in stock, a group in the state of a hook stays as it is."""
@@ -361,11 +374,8 @@ class StockDDPNames:
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward begins with a broadcast of module buffers."""
-        return (
-            self.forward_sync_buffers
-            and self.require_forward_param_sync
-            and len(self.core.parameters.buffers()) > 0
-        )
+        wanted = self.forward_sync_buffers and self.require_forward_param_sync
+        return wanted and len(self.core.parameters.buffers()) > 0
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
         """Whether a forward begins with :meth:`_sync_buffers` now."""
@@ -403,9 +413,8 @@ class StockDDPNames:
         """
         if not callable(hook):
             raise TypeError(f"hook must be callable, got {type(hook).__name__}")
-        self._buffer_hook = BufferHook(
-            hook, state, comm_hook_location == BufferCommHookLocation.POST_FORWARD
-        )
+        is_after = comm_hook_location == BufferCommHookLocation.POST_FORWARD
+        self._buffer_hook = BufferHook(hook, state, is_after)
 
     def _default_broadcast_coalesced(
         self,
@@ -419,20 +428,13 @@ class StockDDPNames:
             bufs: all buffers of the module by default.
             bucket_size: most bytes of one message.
             authoritative_rank: whose values all get, by its rank in the process group.
-
-        Raises:
-            TypeError: ``bufs`` are no tensors.
         """
         if bufs is None:
             bufs = self.modules_buffers
         if not isinstance(bufs, Sequence) or not all(isinstance(each, Tensor) for each in bufs):
             raise TypeError(f"bufs should be a list of tensors, got {bufs!r}")
-        broadcast_coalesced(
-            bufs,
-            self.process_group,
-            authoritative_rank,
-            bucket_size or self.broadcast_bucket_size,
-        )
+        most = bucket_size or self.broadcast_bucket_size
+        broadcast_coalesced(bufs, self.process_group, authoritative_rank, most)
 
     # What torch's Join reads
 

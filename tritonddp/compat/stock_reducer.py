@@ -109,18 +109,14 @@ class StockReducer:
         """Let go of the parameters for good, without waiting for any other rank."""
         self._core.detach()
 
-    def set_logger(self, logger: Any) -> None:
-        """Nothing: errors that a backward ends with are noted in any case."""
+    def _do_nothing(self, *_: Any, **__: Any) -> None:
+        """What stock's reducer has to be told is seen here in any case."""
+
+    set_logger = _push_all_rebuilt_params = _delay_all_reduce = _set_sparse_metadata = _do_nothing
 
     def _rebuild_buckets(self) -> bool:
         """Buckets are rebuilt at the end of a backward, never here."""
         return False
-
-    def _push_all_rebuilt_params(self) -> None:
-        """Nothing: stock is told the order of gradients that its hooks have not seen."""
-
-    def _delay_all_reduce(self) -> None:
-        """Nothing: the first backward launches its buckets at its end in any case."""
 
     def _set_forward_pass_work_handle(
         self, work: dist.Work, use_static_world_size: bool
@@ -136,9 +132,6 @@ class StockReducer:
             "of its own must leave that to tritonddp: call self._pre_forward(*inputs, **kwargs) "
             "before the module and self._post_forward(output) after it, not what stock does there"
         )
-
-    def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
-        """Nothing: which rows a sparse gradient has is seen in the gradient."""
 
     def _run_comm_hook(self, bucket: GradBucket) -> Any:
         """A future of what the hook, or else the sum over all ranks, makes of ``bucket``."""

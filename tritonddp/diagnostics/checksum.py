@@ -67,21 +67,17 @@ def _pieces(tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> Iterato
     for number in numbers:
         tensor = tensors[number]
         assert tensor is not None
+        parts = [tensor.detach()]
+        if tensor.layout is torch.sparse_coo:
+            rows = parts[0].coalesce()
+            parts = [rows.indices(), rows.values()]
         first = 0
-        for part in _parts(tensor.detach()):
+        for part in parts:
             row = part.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-            for piece in row.split(_WORDS * _WORD):
+            for piece in row.split(_WORDS * _WORD) if row.numel() else ():
                 yield number, first, piece
                 first += _WORDS
             del row
-
-
-def _parts(tensor: Tensor) -> list[Tensor]:
-    """Dense tensors with all that is in this one."""
-    if tensor.layout is torch.sparse_coo:
-        rows = tensor.coalesce()
-        return [part for part in (rows.indices(), rows.values()) if part.numel()]
-    return [tensor] if tensor.numel() else []
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:

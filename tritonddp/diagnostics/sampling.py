@@ -39,32 +39,19 @@ _STAMPS = [
 
 
 class Sampler(Extension):
-    """Measures the steps of one reducer that are to be measured.
-
-    Args:
-        reducer: whose backwards; referred to weakly.
-        device: of its parameters; ``None`` if they are on several, which are not measured.
-
-    Attributes:
-        rate: one step in so many is measured after the first ten.
-        iteration: how many steps began so far: forwards whose backward is to be reduced.
-        next_sample: no step before this one is measured.
-        moments: of the step that is measured, ``None`` if none is.
-        measured: the last step whose times are known.
-        times: its times in nanoseconds, and the means so far, under stock's names.
-    """
+    """Measures the steps of one reducer that are to be measured."""
 
     def __init__(self, reducer: Reducer, device: torch.device | None) -> None:
         self._reducer = weakref.ref(reducer)
-        self._device = device
-        self.rate = RATE
-        self.iteration = 0
-        self.next_sample = 0
-        self.moments: Moments | None = None
+        self._device = device  # None if parameters are on several: these are not measured
+        self.rate = RATE  # one step in so many is measured after the first ten
+        self.iteration = 0  # steps that began so far: forwards whose backward is to be reduced
+        self.next_sample = 0  # no step before this one is measured
+        self.moments: Moments | None = None  # of the step that is measured, if one is
         self._sampled = 0  # the step that they are of
         self._is_of = False  # the run whose events come now is the one that is measured
-        self.measured = 0
-        self.times: dict[str, int] = {}
+        self.measured = 0  # the last step whose times are known
+        self.times: dict[str, int] = {}  # its nanoseconds, and the means so far, by stock's names
         self._recorded = 0
 
     def forward_begins(self) -> None:

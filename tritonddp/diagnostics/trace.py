@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,7 +123,8 @@ class _Recorder(Extension):
         current = reducer.manager.current
         for name, param in zip(current.names, current.params, strict=True):
             if param.requires_grad:  # it may have been frozen since
-                hook = register_post_accumulate_grad_hook(param, self._gradient_hook(name))
+                ready = partial(self._gradient_ready, name)
+                hook = register_post_accumulate_grad_hook(param, ready)
                 self._handles.append(hook)
         reducer.events.install(self)
         self._entered = self._now()
@@ -205,16 +207,11 @@ class _Recorder(Extension):
             return _BucketStamps()
         return self._records[-1].buckets[bucket.index]
 
-    def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
-        """Hook of parameter ``name``, called when a gradient has been accumulated."""
-
-        def gradient_ready(_: Tensor) -> None:
-            # If no output showed the start of this backward, the reducer's own hook, which comes
-            # after this one, begins it.
-            gradients = self._records[-1].gradients if self._runs else self._early
-            gradients.append((name, self._now()))
-
-        return gradient_ready
+    def _gradient_ready(self, name: str, _: Tensor) -> None:
+        # If no output showed the start of this backward, the reducer's own hook, which comes after
+        # this one, begins it.
+        gradients = self._records[-1].gradients if self._runs else self._early
+        gradients.append((name, self._now()))
 
     def _backward(self, record: _Record) -> Backward:
         # Counted from the backward's own start: the clock of CUDA events gets coarse with time.

@@ -18,17 +18,12 @@ from tritonddp.reducer.reducer import Reducer
 
 @dataclass(frozen=True)
 class BufferHook:
-    """What a user has put in the place of the broadcast.
+    """What a user has put in the place of the broadcast."""
 
-    Attributes:
-        hook: changes the buffers in place; may return futures of what it leaves under way.
-        state: handed to it.
-        is_after_forward: it runs after the module's forward, not before.
-    """
-
+    # Changes the buffers in place; may return futures of what it leaves under way.
     hook: Callable[[Any, dict[str, Tensor]], Sequence[torch.futures.Future] | None]
-    state: Any
-    is_after_forward: bool
+    state: Any  # handed to it
+    is_after_forward: bool  # it runs after the module's forward, not before
 
 
 def sync_buffers(

@@ -35,13 +35,7 @@ class Delay:
         until: Tensor | None,
         named_params: Sequence[tuple[str, Tensor]],
     ) -> Delay | None:
-        """From the constructor's arguments; ``None`` if they are not given.
-
-        Args:
-            delayed: ``delay_all_reduce_named_params``. Their names do not matter.
-            until: ``param_to_hook_all_reduce``.
-            named_params: all parameters that are to be synchronised.
-        """
+        """From the constructor's arguments, where names do not matter; ``None`` if not given."""
         if (delayed is None) != (until is None):
             raise ValueError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "

@@ -106,21 +106,17 @@ class ShadowHook(JoinHook):
         reduces = join.receive(_coming(ddp), ddp.core.parameters.schema)
         if join.differs:
             _train_the_same(ddp, is_present=False)
-        self._set_gradients_aside()
-        if join.syncs_buffers:
-            ddp._sync_buffers()
-        ddp.require_forward_param_sync = reduces  # as on the ranks whose forward this is
-        if reduces:
-            shadow_backward(ddp.core, GradSource.JOINED)
-
-    def _set_gradients_aside(self) -> None:
-        core = self._ddp.core
-        for param in [*core.manager.current.params, *(param for _, param in core.parameters.added)]:
+        for param in [*ddp.core.manager.current.params, *(p for _, p in ddp.core.parameters.added)]:
             if param not in self._own:
                 # A copy: what lies in a bucket is about to be overwritten.
                 grad = param.grad
                 self._own[param] = None if grad is None else grad.detach().clone()
             param.grad = None
+        if join.syncs_buffers:
+            ddp._sync_buffers()
+        ddp.require_forward_param_sync = reduces  # as on the ranks whose forward this is
+        if reduces:
+            shadow_backward(ddp.core, GradSource.JOINED)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take the model over from the rank that left last, of several from the highest."""

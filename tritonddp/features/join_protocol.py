@@ -19,24 +19,20 @@ class JoinProtocol:
     Ranks that have run out of inputs hear which collectives the others will make, so that they can
     make them too. The host waits for the answer, on a GPU too, as stock DDP does where there are
     buffers.
-
-    Attributes:
-        is_open: forwards run inside ``Join``.
-        is_due: a forward has announced a reduction, which has not begun yet.
-        mean_over_present: gradients that have no weight are averaged over the ranks that still
-            have inputs, not over all.
-        source_rank: whose buffers, and whose order of gradients, all ranks take over: as in stock,
-            the highest that has inputs.
-        syncs_buffers: any rank wants module buffers to be synchronised.
-        differs: not all ranks train the same parameters.
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self._group = group
         self._device = device
-        self.is_open = self.is_due = self.mean_over_present = False
+        self.is_open = False  # forwards run inside Join
+        self.is_due = False  # a forward has announced a reduction, which has not begun yet
+        # Gradients that have no weight are averaged over the ranks that still have inputs.
+        self.mean_over_present = False
+        # Whose buffers, and whose order of gradients, all ranks take over: as in stock, the highest
+        # that has inputs.
         self.source_rank = 0
-        self.syncs_buffers = self.differs = False
+        self.syncs_buffers = False  # any rank wants module buffers to be synchronised
+        self.differs = False  # not all ranks train the same parameters
 
     def announce(self, where: str, schema: bytes, reduces: bool, syncs_buffers: bool) -> None:
         """Say that this rank has inputs, and what its forward and backward will send.

@@ -114,9 +114,10 @@ class LowPrecision:
             for key, param in module._parameters.items():
                 if param is None or not param.is_floating_point() or param in self._kept:
                     continue
-                if param not in low:
-                    cast = _cast if param in sparse else Tensor.to
-                    low[param] = cast(param, self._dtype)
+                if param in sparse and param.dtype != self._dtype and param not in low:
+                    low[param] = _Cast.apply(param, self._dtype)
+                elif param not in low:
+                    low[param] = param.to(self._dtype)
                 replaced.append((module._parameters, key, param))
             if isinstance(module, nn.RNNBase):  # has its parameters in another place as well
                 replaced.append((module.__dict__, "_flat_weights", module._flat_weights))
@@ -156,11 +157,6 @@ class _Cast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.to(ctx.dtype), None
-
-
-def _cast(param: Tensor, dtype: torch.dtype | None) -> Tensor:
-    # Of its own dtype it is the parameter itself, as from ``Tensor.to``.
-    return param if param.dtype == dtype else _Cast.apply(param, dtype)
 
 
 def check_mixed_precision(config: Any) -> None:

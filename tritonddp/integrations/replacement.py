@@ -18,7 +18,6 @@ import torch.nn.parallel.distributed
 from tritonddp._torch import STOCK
 from tritonddp.ddp import DistributedDataParallel
 
-_NAME = "DistributedDataParallel"
 _OFFERED = "_offered_instead"
 _is_for_good = False
 
@@ -128,5 +127,7 @@ def _bound() -> list[str]:
 
 
 def _sentence(bound: list[str]) -> str:
-    names = ", ".join(bound)
-    return f"These modules had imported torch's {_NAME} by name before, and keep it: {names}."
+    return (
+        "These modules had imported torch's DistributedDataParallel by name before, and keep it: "
+        f"{', '.join(bound)}."
+    )

@@ -47,17 +47,11 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and why.
+    """What was chosen, and why."""
 
-    Attributes:
-        wires: the name of each bucket's.
-        seconds: predicted, from the start of the backward to the last gradient in ``.grad``.
-        predicted: the same if all buckets took one wire that may, by its name, :data:`OWN` first;
-            and :data:`BEST`.
-    """
-
-    wires: tuple[str, ...]
-    seconds: float
+    wires: tuple[str, ...]  # the name of each bucket's
+    seconds: float  # predicted, from the start of the backward to the last gradient in .grad
+    # The same if all buckets took one wire that may, by its name, OWN first; and BEST.
     predicted: Mapping[str, float]
 
 

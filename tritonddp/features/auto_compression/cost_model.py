@@ -33,19 +33,12 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast one kind of collective is, on one rank.
+    """How fast one kind of collective is, on one rank; seconds."""
 
-    Attributes:
-        call: seconds of each, however short its message and few its ranks.
-        byte: seconds for each byte that the rank sends.
-        core: of these, seconds that a core of the rank's host works. What is left is waiting.
-        latency: seconds of each round: of a message to another rank, however short.
-    """
-
-    call: float
-    byte: float
-    core: float = 0.0
-    latency: float = 0.0
+    call: float  # of each, however short its message and few its ranks
+    byte: float  # for each byte that the rank sends
+    core: float = 0.0  # of these, those that a core of the rank's host works; the rest is waiting
+    latency: float = 0.0  # of each round: of a message to another rank, however short
 
 
 @dataclass(frozen=True)
@@ -64,22 +57,15 @@ class Kernel:
 
 @dataclass(frozen=True)
 class WireCost:
-    """How gradients travel, and what that costs.
-
-    Attributes:
-        element_bytes: of an element that is not ``exact``, as it travels.
-        speeds: of its collectives, in their order.
-        fill: the kernel that makes the message; it takes its time from the backward.
-        reduce: the kernel between two collectives, on the elements that one rank owns, from all
-            ranks; beside the backward. ``None`` where the collective itself adds up.
-        empty: the kernel that brings the result into ``.grad``, when the backward is over.
-    """
+    """How gradients travel, and what that costs."""
 
     name: str
-    element_bytes: float
-    speeds: Mapping[Kind, Speed]
-    fill: Kernel
-    empty: Kernel
+    element_bytes: float  # of an element that is not exact, as it travels
+    speeds: Mapping[Kind, Speed]  # of its collectives, in their order
+    fill: Kernel  # makes the message; takes its time from the backward
+    empty: Kernel  # brings the result into .grad, when the backward is over
+    # Between two collectives, on the elements that one rank owns, from all ranks; runs beside the
+    # backward. None where the collective itself adds up.
     reduce: Kernel | None = None
 
     @property
@@ -124,17 +110,12 @@ class Passage:
 
 @dataclass(frozen=True)
 class Compute:
-    """What is computed while gradients travel.
+    """What is computed while gradients travel."""
 
-    Attributes:
-        ready: when the last gradient of each bucket is there, in launch order; seconds.
-        end: when all is computed.
-        cores: of the host that each rank has for itself; less than one where ranks share. On a GPU,
-            whose own engines send: infinite.
-    """
-
-    ready: Sequence[float]
-    end: float
+    ready: Sequence[float]  # seconds until each bucket has its last gradient, in launch order
+    end: float  # until all is computed
+    # Of the host, for each rank; less than one where ranks share. On a GPU, whose own engines send:
+    # infinite.
     cores: float = 1.0
 
     @classmethod

@@ -116,17 +116,7 @@ def _others(wire: WireFormat) -> dict[str, WireFormat]:
 
 
 class AutoPlanner:
-    """Chooses the wires of one reducer's buckets.
-
-    Args:
-        wire: how gradients travel without a choice.
-        figures, group, device: what was measured, between which ranks and where.
-        counters: count what the ranks tell each other here.
-
-    Attributes:
-        report: what was chosen, and why.
-        timer: times the first reduced backwards.
-    """
+    """Chooses the wires of one reducer's buckets, whose gradients travel as ``wire`` without it."""
 
     def __init__(
         self,
@@ -142,12 +132,12 @@ class AutoPlanner:
         self._group = group
         self._device = device
         self._others = _others(wire)
-        self._counters = counters
+        self._counters = counters  # of what the ranks tell each other here, too
         self._costs = {each: wires(figures, each, wire.reduce_dtype) for each in figures.dtypes}
         self._wires: tuple[str, ...] = ()  # of buckets, by index; none before the first choice
         self._loaded: tuple[str, ...] = ()  # of the buckets to come
         self._shortest = math.inf  # reduced backward on this rank; seconds
-        self.report = (
+        self.report = (  # what was chosen, and why
             'compression="auto": gradients travel in their own dtypes, as no backward has been '
             "reduced yet"
         )
@@ -160,11 +150,7 @@ class AutoPlanner:
     def choose(
         self, buckets: Sequence[Sequence[tuple[str, Tensor]]], sparse: Collection[Tensor]
     ) -> bool:
-        """Choose wires for buckets of these parameters; collective.
-
-        Returns:
-            whether another choice was in force.
-        """
+        """Choose wires for buckets of these parameters; were others in force? Collective."""
         former = self._wires
         if self._loaded:
             self._wires, self._loaded = self._loaded, ()

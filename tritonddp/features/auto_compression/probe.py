@@ -53,17 +53,12 @@ _TAG = 0x7D0FFFFF
 
 @dataclass(frozen=True)
 class Way:
-    """How buckets of one gradient dtype travel on one wire.
+    """How buckets of one gradient dtype travel on one wire."""
 
-    Attributes:
-        make: a bucket, from index, parameters, names, kernels and counters, as :class:`Bucket`.
-        collectives: kinds, and dtype of what they carry, in their order.
-        steps: what is done to the bucket when it is filled, and what it counts as: ``"reduce"``,
-            ``"empty"`` or, in the place of a collective, ``None``.
-    """
-
-    make: Callable[..., Bucket]
-    collectives: Sequence[tuple[Kind, torch.dtype]]
+    make: Callable[..., Bucket]  # from index, parameters, names, kernels and counters
+    collectives: Sequence[tuple[Kind, torch.dtype]]  # and what they carry, in their order
+    # What is done to the bucket when it is filled, and what it counts as: "reduce", "empty" or, in
+    # the place of a collective, None.
     steps: Sequence[tuple[str | None, Callable[[Bucket], object]]] = (("empty", Bucket.unpack),)
 
 
