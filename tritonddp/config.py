@@ -199,10 +199,7 @@ def process_group_of(
 
 
 def check_module(
-    module: nn.Module,
-    params: Sequence[tuple[str, Tensor]],
-    gradient_as_bucket_view: bool,
-    wrappers: Iterable[Any],
+    module: nn.Module, params: Sequence[tuple[str, Tensor]], views: bool, wrappers: Iterable[Any]
 ) -> None:
     """Errors that name the parameters, before anything is sent; for the arguments see above."""
     if not any(param.requires_grad for _, param in params):
@@ -232,7 +229,7 @@ def check_module(
                 f"{', '.join(map(str, GRADIENT_DTYPES))}"
             )
     for name, layer in module.named_modules():
-        if isinstance(layer, STOCK) and (gradient_as_bucket_view or layer.gradient_as_bucket_view):
+        if isinstance(layer, STOCK) and (views or layer.gradient_as_bucket_view):
             raise ValueError(
                 f"{name or 'the module'!r} is wrapped already: of two wrappers around one module, "
                 "neither can have gradient_as_bucket_view=True, as both would own its gradients"
@@ -242,21 +239,18 @@ def check_module(
                 f"SyncBatchNorm layers only work with GPU modules, and {name or 'the module'!r} "
                 "is on the CPU"
             )
-    _check_shared(module, params, gradient_as_bucket_view, wrappers)
+    _check_shared(module, params, views, wrappers)
 
 
 def _check_shared(
-    module: nn.Module,
-    params: Sequence[tuple[str, Tensor]],
-    gradient_as_bucket_view: bool,
-    wrappers: Iterable[Any],
+    module: nn.Module, params: Sequence[tuple[str, Tensor]], views: bool, wrappers: Iterable[Any]
 ) -> None:
     """Of two wrappers that share a parameter none may own its gradient.
 
     (Those of one and the same module are not both in use.)
     """
     for other in wrappers:
-        if other.module is module or not (gradient_as_bucket_view or other.gradient_as_bucket_view):
+        if other.module is module or not (views or other.gradient_as_bucket_view):
             continue
         theirs = set(other.module.parameters())
         shared = [name for name, param in params if param in theirs]

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -118,9 +117,7 @@ class StockReducer:
         """Buckets are rebuilt at the end of a backward, never here."""
         return False
 
-    def _set_forward_pass_work_handle(
-        self, work: dist.Work, use_static_world_size: bool
-    ) -> NoReturn:
+    def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> NoReturn:
         """See :meth:`refuse_to_be_told`: what was issued is not all that ranks wait for."""
         self.refuse_to_be_told()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -88,7 +88,7 @@ def measured(
     ways = {
         dtype: {
             name: Way(
-                make=_maker(others.get(name, wire), group),
+                make=BucketFactory(others.get(name, wire), group, Counters()).make,
                 collectives=collectives(name),
                 steps=_QUANTISED_STEPS if name == QUANTISED else Way.steps,
             )
@@ -99,12 +99,6 @@ def measured(
     }
     with group.guard(f"rank {group.rank}, wrapping", 'timing for compression="auto"'):
         return measure(group.process_group, device, ways)
-
-
-def _maker(wire: WireFormat, group: Group) -> Callable[..., Bucket]:
-    return lambda index, params, names, kernels, counters: BucketFactory(
-        wire, group, counters
-    ).make(index, params, names)
 
 
 def _others(wire: WireFormat) -> dict[str, WireFormat]:

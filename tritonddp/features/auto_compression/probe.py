@@ -27,9 +27,7 @@ from tritonddp._torch import all_gather_single
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.comm.point_to_point import all_to_all
 from tritonddp.coordination.collectives import all_gather, all_reduce
-from tritonddp.coordination.counters import Counters
 from tritonddp.features.auto_compression.cost_model import Kernel, Kind, Speed, sent_bytes
-from tritonddp.kernels.dispatch import select
 
 # Bytes of the messages that are timed: four times more, until one takes so many seconds, and so
 # many times what an empty one takes. The first is larger than what token buckets of slow lines let
@@ -55,7 +53,7 @@ _TAG = 0x7D0FFFFF
 class Way:
     """How buckets of one gradient dtype travel on one wire."""
 
-    make: Callable[..., Bucket]  # from index, parameters, names, kernels and counters
+    make: Callable[[int, list[Parameter], list[str]], Bucket]  # from index, parameters and names
     collectives: Sequence[tuple[Kind, torch.dtype]]  # and what they carry, in their order
     # What is done to the bucket when it is filled, and what it counts as: "reduce", "empty" or, in
     # the place of a collective, None.
@@ -238,7 +236,7 @@ def _time_bucket(
     shape = (1 << 10, numel >> 10)  # of more than one dimension, as what may be quantised
     params = [Parameter(torch.zeros(shape, dtype=dtype, device=device)) for _ in range(_GRADIENTS)]
     names = [f"gradient {number}" for number in range(_GRADIENTS)]
-    bucket = way.make(1, params, names, select(device, dtype), Counters())
+    bucket = way.make(1, params, names)
     values = torch.linspace(-1, 1, numel, device=device).to(dtype).view(shape)
     other = torch.empty(_CACHES, dtype=torch.uint8, device=device)
     passes = []
