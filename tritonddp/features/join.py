@@ -88,7 +88,6 @@ class ShadowHook(JoinHook):
     Between two iterations ``.grad`` holds what the other ranks have reduced, ``None`` where none
     has a gradient: an optimizer that joins too (``ZeroRedundancyOptimizer``) steps with it. What
     this rank had comes back in the end, or the next loop would add its gradients to another's.
-
     """
 
     def __init__(self, ddp: Wrapper, divide_by_initial_world_size: bool) -> None:
@@ -125,14 +124,14 @@ class ShadowHook(JoinHook):
         for param, grad in self._own.items():
             param.grad = grad
             ddp.core.own_gradients_at = ddp.core.counters.reductions
-        ddp.sync.join.agree_on_last(f"{ddp.core.where()}, end of join()", is_last_joiner)
+        where = f"{ddp.core.where()}, end of join()"
+        ddp.sync.join.agree_on_last(where, is_last_joiner)
         ddp._authoritative_rank = ddp.sync.source_rank
-        params, buffers = ddp.core.parameters.params, ddp.core.parameters.buffers()
-        if not ddp.forward_sync_buffers:
-            buffers = []
-        _verify_held(ddp, [*params, *buffers], f"{ddp.core.where()}, end of join()")
+        buffers = ddp.core.parameters.buffers() if ddp.forward_sync_buffers else []
+        held = [*ddp.core.parameters.params, *buffers]
+        _verify_held(ddp, held, where)
         ddp.state_broadcast.send(
-            [tensor.detach() for _, tensor in [*params, *buffers]],
+            [tensor.detach() for _, tensor in held],
             f"step {ddp.core.counters.reductions}, end of join()",
             "parameters and buffers",
         )

@@ -26,7 +26,7 @@ class JoinProtocol:
         self._device = device
         self.is_open = False  # forwards run inside Join
         self.is_due = False  # a forward has announced a reduction, which has not begun yet
-        # Gradients that have no weight are averaged over the ranks that still have inputs.
+        # Gradients without a weight are averaged over the ranks that have inputs, not over all.
         self.mean_over_present = False
         # Whose buffers, and whose order of gradients, all ranks take over: as in stock, the highest
         # that has inputs.
