@@ -24,6 +24,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,12 @@ from tritonddp.features.auto_compression.choice import MARGIN
 from tritonddp.features.auto_compression.cost_model import (
     Compute,
     Kernel,
-    Library,
+    Kind,
     Load,
+    Passage,
     Speed,
     WireCost,
+    message_bytes,
     passage,
     step_seconds,
 )
@@ -62,6 +65,13 @@ MAP_HOSTS = tuple(2**power for power in range(1, 13))
 MAP_RATES = tuple(10 ** (7 + number / 8) for number in range(33))
 
 _LATENCIES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+class Library(Enum):
+    """Whose algorithms."""
+
+    GLOO = "gloo"  # those of the cost model
+    NCCL = "nccl"  # see :func:`in_a_tree`
 
 
 @dataclass(frozen=True)
@@ -95,7 +105,7 @@ class Scene:
         bandwidth = math.inf if rate is None else rate / 8 / frame_bytes(1)
 
         def slower(wire: WireCost) -> WireCost:
-            speeds = {kind: one.on_line(bandwidth, latency) for kind, one in wire.speeds.items()}
+            speeds = {kind: on_line(one, bandwidth, latency) for kind, one in wire.speeds.items()}
             return replace(wire, speeds=speeds)
 
         return replace(self, wires={name: slower(wire) for name, wire in self.wires.items()})
@@ -127,8 +137,9 @@ class Scene:
     ) -> float:
         """Seconds of a step of this configuration, whose buckets take these wires."""
         buckets = self.buckets[name]
+        through = passage if library is Library.GLOO else in_a_tree
         ways = [
-            passage(self.wires[wire], load, hosts, library)
+            through(self.wires[wire], load, hosts)
             for wire, load in zip(taken, buckets.loads, strict=True)
         ]
         return step_seconds(buckets.compute, ways)
@@ -138,6 +149,35 @@ class Scene:
         own, name = next(iter(CONTENDERS.items()))
         ways = [passage(self.wires[own], load, hosts) for load in self.buckets[name].loads]
         return sum(stage.seconds for way in ways for stage in way.stages)
+
+
+def on_line(speed: Speed, bandwidth: float, latency: float = 0.0) -> Speed:
+    """The same hosts, with a slower line between them.
+
+    Args:
+        speed: of the hosts.
+        bandwidth: bytes per second that the line carries for a rank.
+        latency: seconds that it adds to each message.
+    """
+    byte = max(speed.byte, 1 / bandwidth)
+    return replace(speed, byte=byte, latency=speed.latency + latency)
+
+
+def in_a_tree(wire: WireCost, load: Load, hosts: int) -> Passage:
+    """A bucket's passage with NCCL, which all-reduces in a double binary tree where that is faster.
+
+    ``2 log2(W) a + 2 S b`` with the signs of the cost model (Sanders, Speck and Träff, Two-tree
+    algorithms for full bandwidth broadcast, reduction and scan, 2009).
+    """
+    way = passage(wire, load, hosts)
+    stages = list(way.stages)
+    for place, stage in enumerate(stages):
+        if stage.kind is Kind.ALL_REDUCE and hosts > 1:
+            speed = wire.speeds[stage.kind]
+            sent = 2 * message_bytes(wire, load) * speed.byte
+            tree = speed.call + 2 * math.log2(hosts) * speed.latency + sent
+            stages[place] = replace(stage, seconds=min(stage.seconds, tree))
+    return replace(way, stages=tuple(stages))
 
 
 def main() -> int:

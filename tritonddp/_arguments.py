@@ -23,6 +23,8 @@ def check_flags(flags: Mapping[str, Any]) -> None:
 def plain_names(wanted: Any) -> set[str]:
     """The names in such a list as ``named_parameters`` gives them.
 
+    (Torch's recipe for the list puts a dot before those of the outermost module.)
+
     Raises:
         TypeError: it is no list of names.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +18,8 @@ class Readback:
     """
 
     def __init__(self) -> None:
-        self._copy: Tensor | None = None
-        self._event: torch.cuda.Event | None = None
+        self._copy: Any = None
+        self._event: Any = None
 
     def start(self, tensor: Tensor) -> None:
         """Copy ``tensor`` as it will be when the current stream comes to this place."""
@@ -27,14 +27,11 @@ class Readback:
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
             copy = self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._event = torch.cuda.Event()
-        assert self._event is not None
         copy.copy_(tensor, non_blocking=True)
         self._event.record(torch.cuda.current_stream(tensor.device))
 
     def wait(self) -> Tensor:
         """The copy, once it is there; it holds until the next :meth:`start`."""
-        assert self._copy is not None
-        assert self._event is not None
         self._event.synchronize()
         return self._copy
 
@@ -79,90 +76,52 @@ class SideStreams:
             tensor.record_stream(stream)
 
 
-class Clock(Protocol):
-    """Marks moments now, and tells later how far they lie apart."""
-
-    def stamp(self) -> Any:
-        """This moment: on a GPU, when the current stream will have come to this place."""
-
-    def seconds(self, start: Any, end: Any) -> float:
-        """From one stamp to another, once :meth:`settle` has been called."""
-
-    def settle(self) -> None:
-        """Wait until all stamps are known."""
+def settle(device: torch.device) -> None:
+    """Wait until ``device`` is through with all that it has been given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
-def clock_of(device: torch.device) -> Clock:
-    """The clock of ``device``: the host's for the CPU."""
-    return _CudaClock(device) if device.type == "cuda" else _HostClock()
+class Stamp:
+    """This moment on the host and, on a GPU, when its current stream will have come here."""
 
-
-class _HostClock:
-    def stamp(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
-
-    def settle(self) -> None:
-        pass
-
-
-class _CudaClock:
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.host = time.perf_counter_ns()
+        self.event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record(torch.cuda.current_stream(device))
 
-    def stamp(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        return start.elapsed_time(end) / 1e3
-
-    def settle(self) -> None:
-        torch.cuda.synchronize(self._device)
+    def seconds_to(self, end: Stamp) -> float:
+        """Of the device, which has come to both by now; on the CPU of the host."""
+        if self.event is None or end.event is None:
+            return (end.host - self.host) / 1e9
+        return self.event.elapsed_time(end.event) / 1e3
 
 
 class Moments:
-    """Named moments: nanoseconds since 1970 on the host, and CUDA events on a GPU.
-
-    On a GPU an event says when the device will have come to this place.
-    """
+    """Named moments of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._epoch = time.time_ns() - time.perf_counter_ns()  # that of the host's clock may jump
-        self._at: dict[str, int] = {}
-        self._events: dict[str, torch.cuda.Event] = {}
+        self._stamps: dict[str, Stamp] = {}
 
     def mark(self, name: str) -> None:
         """It is now."""
-        self._at[name] = self._epoch + time.perf_counter_ns()
-        if self._device.type == "cuda":
-            self._events[name] = torch.cuda.Event(enable_timing=True)
-            self._events[name].record(torch.cuda.current_stream(self._device))
+        self._stamps[name] = Stamp(self._device)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._at
+        return name in self._stamps
 
     def host(self, name: str) -> int:
-        """When the host was there."""
-        return self._at[name]
+        """When the host was there: nanoseconds since 1970."""
+        return self._epoch + self._stamps[name].host
 
     def have_passed(self) -> bool:
         """Whether the device has come to all of them. Waits for nothing."""
-        return all(event.query() for event in self._events.values())
-
-    def wait(self) -> None:
-        """Until the device has come to all of them."""
-        for event in self._events.values():
-            event.synchronize()
+        return all(each.event is None or each.event.query() for each in self._stamps.values())
 
     def nanoseconds(self, start: str, end: str) -> int:
         """Nanoseconds from one to the other, zero where it came before."""
-        if self._events:
-            passed = round(self._events[start].elapsed_time(self._events[end]) * 1e6)
-        else:
-            passed = self._at[end] - self._at[start]
-        return max(0, passed)
+        return max(0, round(self._stamps[start].seconds_to(self._stamps[end]) * 1e9))

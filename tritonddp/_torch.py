@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch import Tensor
 from torch.autograd import Variable
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Join
 from torch.distributed.distributed_c10d import AllgatherOptions as _AllgatherOptions
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn.modules.batchnorm import _NormBase
@@ -48,13 +48,18 @@ AllgatherOptions = _AllgatherOptions
 signal_handler = _signal.getsignal
 set_signal_handler = _signal.signal
 
+# The wrapper whose forward runs, torch's or ours.
+active_wrapper = DistributedDataParallel._get_active_ddp_module
+
+# Leaves of nested containers, including those that libraries register with pytree.
+tree_leaves = _pytree.tree_leaves
+
 # torch's own class, also where its name stands for another one. dynamo asks it.
 STOCK: Any = DistributedDataParallel
 
 
-# Private by their underscores only: torch's optimizers rest on them. They copy, zero or scale
-# a list of tensors in one call: 0.3 us a small CPU tensor, where a Python loop of ``copy_`` takes
-# 0.7.
+# Private by their underscores only: torch's optimizers rest on them. In one call for a list they
+# take 0.3 us a small CPU tensor, where a Python loop of ``copy_`` takes 0.7.
 foreach_copy_: Any = torch._foreach_copy_
 foreach_zero_: Any = torch._foreach_zero_
 foreach_mul: Any = torch._foreach_mul
@@ -79,10 +84,7 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def group_backend(group: dist.ProcessGroup) -> str:
-    """What torch calls the backend, or the backends, of ``group``.
-
-    The public ``get_backend`` knows registered groups only.
-    """
+    """What torch calls the backend, or the backends, of ``group``, also of one not registered."""
     try:
         return dist.get_backend(group)
     except ValueError:
@@ -106,22 +108,26 @@ def serving_device(group: dist.ProcessGroup, candidates: Sequence[torch.device])
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """How long a collective of ``group`` may take: backends tell, a group does not.
+    """How long a collective of ``group`` may take: backends tell, a group does not."""
+    return _backend_option(group, device, "_timeout")
 
-    ``None`` where there is no backend that does.
-    """
+
+def gloo_threads(group: dist.ProcessGroup) -> int | None:
+    """How many threads gloo has for a group. In stock's logging data, which has it from C++."""
+    return _backend_option(group, torch.device("cpu"), "_threads")
+
+
+def _backend_option(group: dist.ProcessGroup, device: torch.device, name: str) -> Any:
+    """``None`` where there is no backend that tells."""
     try:
-        options: Any = group._get_backend(device).options
-        return options._timeout
+        backend: Any = group._get_backend(device)
+        return getattr(backend.options, name)
     except (AttributeError, RuntimeError):
         return None
 
 
 def collectives_issued(group: dist.ProcessGroup) -> int:
-    """How many this rank has issued in ``group``. torch counts them to find ranks out of step.
-
-    Always 0 where nobody counts: in a group written in Python.
-    """
+    """How many this rank has issued in ``group``, by torch's count; 0 in one written in Python."""
     try:
         return group._get_sequence_number_for_group()  # type: ignore[attr-defined]
     except RuntimeError:
@@ -141,10 +147,7 @@ def hooks_of_one_collective() -> tuple[Callable[..., Any], ...]:
 
 
 def steps_optimizers(hook: Any) -> bool:
-    """Whether it is the hook by which stock DDP steps optimizers in the backward.
-
-    (torch makes one for each wrapper, and names it for its logs.)
-    """
+    """Whether it is the hook by which stock DDP steps optimizers in the backward, by its name."""
     return getattr(hook, "__name__", "") == "apply_optim_in_backward_hook"
 
 
@@ -158,10 +161,9 @@ def overlapped_optimizer(
 
 
 def optimizer_hooks() -> Any:
-    """Handles of the hooks that step an optimizer in the backward, by parameter.
+    """Handles of the hooks that step an optimizer in the backward, which stock DDP removes too.
 
-    ``None`` where ``_apply_optimizer_in_backward`` has not been called in this process. Stock DDP
-    removes the same hooks.
+    By parameter; ``None`` if ``_apply_optimizer_in_backward`` has not been called in this process.
     """
     module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
     if module is None or not len(module.param_to_acc_grad_map):
@@ -170,10 +172,7 @@ def optimizer_hooks() -> Any:
 
 
 def optimizers_in_backward(param: Tensor) -> list[Any]:
-    """The optimizers that ``_apply_optimizer_in_backward`` has made for ``param``.
-
-    Stock DDP reads the same attribute.
-    """
+    """The optimizers that ``_apply_optimizer_in_backward`` has made for ``param``."""
     return getattr(param, "_in_backward_optimizers", [])
 
 
@@ -218,8 +217,7 @@ queue_end_of_backward = Variable._execution_engine.queue_callback
 def gradient_node(tensor: Tensor) -> Any:
     """The autograd node that ``tensor``'s gradient goes to: AccumulateGrad for a leaf.
 
-    For a parameter of a tensor subclass, ``get_gradient_edge`` alone would go through
-    ``__torch_function__`` and return the node of a view made on the way.
+    ``get_gradient_edge`` alone returns that of a view for a parameter of a tensor subclass.
     """
     with torch._C.DisableTorchFunctionSubclass():
         return torch.autograd.graph.get_gradient_edge(tensor).node
@@ -232,10 +230,7 @@ def register_post_accumulate_grad_hook(tensor: Tensor, hook: Callable[[Tensor], 
 
 
 def preserve_version_counters(tensors: Sequence[Tensor]) -> Any:
-    """Context: in-place writes to ``tensors`` stay unseen by autograd's saved-tensor check.
-
-    As in stock DDP: a broadcast of module buffers must not invalidate a graph that saved them.
-    """
+    """Context: in-place writes, as to buffers, do not invalidate graphs that saved ``tensors``."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
@@ -247,10 +242,9 @@ _HAS_RPC = hasattr(torch._C, "_distributed_rpc") and hasattr(torch._C, "_distrib
 def keep_dynamo_out() -> None:
     """Have torch.compile run this package as it is, and compile only what it calls.
 
-    A compiled training step, and whatever is called in one, would compile the hooks that its
-    backward calls, and forward, and each anew whenever an attribute has changed. dynamo leaves
-    torch's own files alone by the same list. The import takes a second, but whoever makes an
-    optimizer or calls stock DDP has it too.
+    A compiled training step would compile forward and the hooks that its backward calls, and each
+    anew whenever an attribute has changed. dynamo leaves torch's own files alone by the same list.
+    The import takes a second, but whoever makes an optimizer or calls stock DDP has it too.
     """
     # In a thread of its own: torch.fx.wrap, on the way, makes a cycle of references to all frames
     # below it. Those of whoever wraps a module would keep what they hold, the wrapper and with it
@@ -277,26 +271,23 @@ def distributed_context() -> int | None:
 def distributed_engine_runs() -> bool:
     """Whether the backward on this thread is one of ``torch.distributed.autograd``.
 
-    No name of torch's tells. But its engine does not note which nodes are in the graph, so that
-    torch finds none there, not even the one that runs, if it is known at all.
+    Its engine does not note which nodes are in the graph, so that torch finds none there, not even
+    the one that runs, if it is known at all.
     """
     node = current_autograd_node()
     return node is None or will_engine_execute([node]) == [False]
 
 
 def gradients_in_context(context: int) -> dict[Tensor, Tensor]:
-    """``torch.distributed.autograd.get_gradients``: the tensors themselves, in a new dictionary.
-
-    (That module can be imported only where torch was built with RPC.)
-    """
+    """``get_gradients`` of ``torch.distributed.autograd``, which not every torch can import."""
     return torch._C._distributed_autograd.get_gradients(context)
 
 
 def put_into_context(context: int, param: Tensor, gradient: Tensor) -> None:
     """Make ``gradient`` the one that ``torch.distributed.autograd`` has of ``param``.
 
-    Python gets copies of the dictionary of a context, never itself. TorchScript gets itself. (Not
-    by ``torch.jit.script``, which warns that it is deprecated.)
+    Python gets copies of the dictionary of a context, TorchScript itself. (``torch.jit.script``
+    would warn that it is deprecated.)
     """
     _put()(context, param, gradient)
 
@@ -315,18 +306,13 @@ def _put() -> Any:
 
 def values_of_rrefs(tree: Any) -> list[Any]:
     """What leaves of ``tree`` hold that are RRefs of this process, as stock DDP looks for it."""
-    return [
-        leaf.local_value()
-        for leaf in _pytree.tree_leaves(tree)
-        if isinstance(leaf, torch._C._distributed_rpc.PyRRef) and leaf.is_owner()
-    ]
+    kind = torch._C._distributed_rpc.PyRRef
+    leaves = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, kind))
+    return [leaf.local_value() for leaf in leaves if leaf.is_owner()]
 
 
 def compiled_autograd_runs() -> bool:
-    """Whether the backward that runs is compiled too (``torch._dynamo.config.compiled_autograd``).
-
-    It runs no AccumulateGrad nodes, and calls nothing at its end.
-    """
+    """Whether the backward is compiled too: without AccumulateGrad nodes and calls at its end."""
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
     return getattr(compiled_autograd, "in_compiled_autograd_region", False)
 
@@ -339,7 +325,7 @@ def move_inputs(
     return moved_args[0], moved_kwargs[0]
 
 
-def throws_on_early_termination(joinable: Joinable) -> bool:
+def throws_on_early_termination(joinable: Any) -> bool:
     """Whether that ``Join`` ends on all ranks as soon as one has no inputs left."""
     return joinable._join_config.throw_on_early_termination
 
@@ -347,8 +333,7 @@ def throws_on_early_termination(joinable: Joinable) -> bool:
 class CountingJoin(Join):
     """torch's ``Join``, whose wait for the ranks that have inputs runs inside :meth:`counting`.
 
-    Overrides a private method, which torch has no public name for: without a name of who is missing
-    its all-reduce would raise what the backend says, and no more.
+    Without it an error would be what the backend says, and not name who is missing.
     """
 
     def counting(self) -> AbstractContextManager[None]:
@@ -360,21 +345,9 @@ class CountingJoin(Join):
             return super()._get_num_nonjoined_procs()
 
 
-def leave_join(joinable: Joinable) -> None:
+def leave_join(joinable: Any) -> None:
     """Undo what ``Join`` has set: it does not itself, and each forward would go on telling."""
     joinable._join_config = type(joinable._join_config).construct_disabled_join_config()
-
-
-def gloo_threads(group: dist.ProcessGroup) -> int | None:
-    """How many threads gloo has for a group, ``None`` where it does not tell.
-
-    In stock's logging data, which has it from C++.
-    """
-    try:
-        backend: Any = group._get_backend(torch.device("cpu"))
-        return backend.options._threads
-    except (AttributeError, RuntimeError):
-        return None
 
 
 def patches_of_stock() -> dict[str, Any]:
@@ -382,26 +355,20 @@ def patches_of_stock() -> dict[str, Any]:
 
     Not what is torch's own: its methods would find other attributes than theirs.
     """
-    return {name: value for name, value in vars(STOCK).items() if not _is_torchs_own(name, value)}
-
-
-def _is_torchs_own(name: str, value: Any) -> bool:
-    if name.startswith("__") or name in ("_abc_impl", "_active_ddp_module"):
-        return True
-    function = getattr(value, "fget", None) or getattr(value, "__func__", value)
-    return getattr(function, "__module__", None) == STOCK.__module__
-
-
-def active_wrapper() -> Any:
-    """The wrapper whose forward runs, torch's or ours."""
-    return STOCK._get_active_ddp_module()
+    patches = {}
+    for name, value in vars(STOCK).items():
+        function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+        is_torchs = getattr(function, "__module__", None) == STOCK.__module__
+        is_internal = name.startswith("__") or name in ("_abc_impl", "_active_ddp_module")
+        if not is_torchs and not is_internal:
+            patches[name] = value
+    return patches
 
 
 def set_active_wrapper(wrapper: Any) -> Any:
     """Let ``wrapper`` be the one whose forward runs, and return the one that was.
 
-    dynamo asks torch's own class for it while it compiles what the forward calls, and splits the
-    graph by the size of its buckets.
+    dynamo asks torch's class for it, and splits the graph by the size of its buckets.
     """
     former, STOCK._active_ddp_module = STOCK._active_ddp_module, wrapper
     return former
@@ -430,25 +397,14 @@ def localize_if_sliced(module: torch.nn.Module, mesh: Any) -> bool:
 
 
 def running_statistics(layer: torch.nn.Module) -> list[str]:
-    """Names of the buffers in which a layer keeps statistics of its batches: BatchNorm and such.
-
-    The class behind all of torch's layers that do so has a private name.
-    """
+    """Names of the buffers in which a layer keeps statistics of its batches: BatchNorm and such."""
     if not isinstance(layer, _NormBase):
         return []
     names = ("running_mean", "running_var", "num_batches_tracked")
     return [name for name in names if layer._buffers.get(name) is not None]
 
 
-def tree_leaves(tree: Any) -> list[Any]:
-    """Leaves of nested containers, including those that libraries register with pytree."""
-    return _pytree.tree_leaves(tree)
-
-
 def all_gather_single(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> Any:
-    """Every rank's ``tensor``, one behind the other, in ``output``; returns the work.
-
-    ``all_gather_into_tensor`` until torch 2.13, which warns of the old name.
-    """
+    """``all_gather_into_tensor``, of whose name torch 2.13 warns; returns the work."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(output, tensor, group=group, async_op=True)

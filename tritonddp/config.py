@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
-from tritonddp._arguments import check_flags, plain_names
+from tritonddp._arguments import check_flags
 from tritonddp._torch import STOCK, serving_device
 from tritonddp.buckets.assignment import BucketCaps
 from tritonddp.buckets.formats import ExactParams, WireFormat
@@ -32,47 +32,27 @@ from tritonddp.reducer.extension import Extension, SyncState
 from tritonddp.reducer.reducer import Reducer
 
 # Options of the constructor that are on or off.
-FLAGS = frozenset(
-    {
-        "batched_grad_copy",
-        "broadcast_buffers",
-        "check_reduction",
-        "error_feedback",
-        "find_unused_parameters",
-        "forward_sync_buffers",
-        "gradient_as_bucket_view",
-        "init_sync",
-        "lazy_bucket_allocation",
-        "skip_all_reduce_unused_params",
-        "static_graph",
-    }
+FLAGS = (
+    *("batched_grad_copy", "broadcast_buffers", "check_reduction", "error_feedback"),
+    *("find_unused_parameters", "forward_sync_buffers", "gradient_as_bucket_view", "init_sync"),
+    *("lazy_bucket_allocation", "skip_all_reduce_unused_params", "static_graph"),
 )
 
 
 @dataclass(frozen=True)
 class DDPConfig:
-    """What the constructor's arguments mean, once they are checked.
+    """What the constructor's arguments mean, once they are checked."""
 
-    Attributes:
-        wire: how gradients travel.
-        caps: bucket sizes.
-        delay: what is delayed, and until when; ``None`` if nothing is.
-        device_ids, output_device: indices, ``None`` where they mean nothing.
-        views, lazy, skip_unused, check_finite: ``gradient_as_bucket_view``,
-            ``lazy_bucket_allocation``, ``skip_all_reduce_unused_params``, ``check_finite``.
-        options: what has to be alike on all ranks, by name.
-    """
-
-    wire: WireFormat
+    wire: WireFormat  # how gradients travel
     caps: BucketCaps
     delay: Delay | None
-    device_ids: list[int] | None
-    output_device: int | None
-    views: bool
-    lazy: bool
-    skip_unused: bool
+    device_ids: list[int] | None  # None where it means nothing
+    output_device: int | None  # likewise
+    views: bool  # gradient_as_bucket_view
+    lazy: bool  # lazy_bucket_allocation
+    skip_unused: bool  # skip_all_reduce_unused_params
     check_finite: str | None
-    options: dict[str, Any]
+    options: dict[str, Any]  # what has to be alike on all ranks, by name
 
     @classmethod
     def of(
@@ -83,31 +63,23 @@ class DDPConfig:
         group: dist.ProcessGroup,
         wrappers: Iterable[Any],
     ) -> DDPConfig:
-        """Check what the user has given.
+        """Check what the user has given: :class:`tritonddp.DistributedDataParallel` says for what.
 
         Args:
             arguments: of the constructor, by name.
-            module: to be wrapped.
-            params: those that are to be synchronised.
-            group: the ranks.
+            module, group: to be wrapped, and its ranks.
+            params: those that are to be synchronised, by name.
             wrappers: all that are alive.
-
-        Raises:
-            NotImplementedError, RuntimeError, TypeError, ValueError: see
-            :class:`tritonddp.DistributedDataParallel`.
         """
         given = SimpleNamespace(**arguments)
         devices = {param.device for _, param in params}
         check_mode(given.check_finite)
-        check_flags({name: arguments[name] for name in sorted(FLAGS)})
+        check_flags({name: arguments[name] for name in FLAGS})
         if given.mixed_precision is not None:
             check_mixed_precision(given.mixed_precision)
         exact = None if given.compression is None else ExactParams(module, given.exact)
         wire = WireFormat.of(
-            given.reduce_dtype,
-            given.mixed_precision,
-            given.compression,
-            given.error_feedback,
+            *(given.reduce_dtype, given.mixed_precision, given.compression, given.error_feedback),
             exact,
         )
         wire.check(group, devices)
@@ -148,20 +120,14 @@ class DDPConfig:
         delay: Delay | None,
         figures: Figures | None,
         is_strict: bool,
-    ) -> tuple[Reducer, StrictUnused | None]:
+    ) -> Reducer:
         """The reducer of a wrapper, with the extensions that its options ask for. No collective.
 
         Args:
-            parameters: of the module.
-            group: the ranks.
-            sync: what the wrapper wants of the next backward.
-            broadcast: see :class:`Reducer`.
+            parameters, group, sync, broadcast: see :class:`Reducer`.
             delay: of this wrapper, which may be a copy.
             figures: what was measured for ``compression="auto"``, ``None`` if nothing was.
             is_strict: an unused parameter is an error.
-
-        Returns:
-            The reducer, and what makes unused parameters an error.
         """
         core = Reducer(
             *(parameters, group, self.caps, sync, broadcast, self.wire),
@@ -169,8 +135,9 @@ class DDPConfig:
             lazy=self.lazy,
             check_finite=self.check_finite is not None,
         )
-        strict = StrictUnused(parameters, group.rank, core) if is_strict else None
-        extensions: list[Extension | None] = [strict]
+        extensions: list[Extension] = []
+        if is_strict:
+            extensions.append(StrictUnused(parameters, group.rank, core))
         if self.skip_unused:
             extensions.append(SkipUnused(sync))
         if delay is not None:
@@ -182,9 +149,9 @@ class DDPConfig:
             planner = AutoPlanner(self.wire, figures, group, device, core.counters)
             core.manager.planner = planner
             extensions.append(planner.timer)
-        for extension in filter(None, extensions):
+        for extension in extensions:
             core.events.install(extension)
-        return core, strict
+        return core
 
 
 def sendable(group: Group, device: torch.device, device_ids: Any) -> torch.device:
@@ -203,14 +170,7 @@ def sendable(group: Group, device: torch.device, device_ids: Any) -> torch.devic
 def process_group_of(
     process_group: dist.ProcessGroup | None, device_mesh: Any
 ) -> dist.ProcessGroup:
-    """The ranks that hold the same module.
-
-    Raises:
-        RuntimeError: both are given, or the mesh has several dimensions; or this process was forked
-            from a rank.
-        TypeError: the mesh is none.
-        ValueError: there is no process group, or this rank is not in it.
-    """
+    """The ranks that hold the same module."""
     if process_group is not None and device_mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if not dist.is_available():
@@ -229,50 +189,19 @@ def process_group_of(
         process_group = device_mesh.get_group(mesh_dim=0)
     group = dist.group.WORLD if process_group is None else process_group
     if not isinstance(group, dist.ProcessGroup):
+        rank = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
         raise ValueError(
-            f"{_rank_in_words()} does not belong to process_group, which is {group!r}: wrap "
+            f"{rank} does not belong to process_group, which is {group!r}: wrap "
             "the module on the ranks of the group only"
         )
     Group(group).refuse_if_forked()
     return group
 
 
-def _rank_in_words() -> str:
-    return f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
-
-
-def names_to_ignore(module: nn.Module) -> set[str]:
-    """Parameters and buffers of ``module`` that are none of this wrapper's business.
-
-    By the names that ``named_parameters`` gives them. Torch's recipe for the list joins the names
-    of module and parameter, which puts a dot before those of the outermost module.
-
-    Raises:
-        TypeError: they are no names.
-    """
-    return plain_names(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-
-
 def check_module(
-    module: nn.Module,
-    params: Sequence[tuple[str, Tensor]],
-    gradient_as_bucket_view: bool,
-    wrappers: Iterable[Any],
+    module: nn.Module, params: Sequence[tuple[str, Tensor]], views: bool, wrappers: Iterable[Any]
 ) -> None:
-    """Errors that name the parameters, before anything is sent.
-
-    Args:
-        module: to be wrapped.
-        params: those that are to be synchronised, by name.
-        gradient_as_bucket_view: the wrapper's argument.
-        wrappers: all that are alive.
-
-    Raises:
-        NotImplementedError: a dtype or kind of parameter that is not supported.
-        RuntimeError: nothing requires gradients, or parameters are uninitialised.
-        ValueError: devices of several types, layers that need GPUs, or another wrapper that holds
-            the same parameters.
-    """
+    """Errors that name the parameters, before anything is sent; for the arguments see above."""
     if not any(param.requires_grad for _, param in params):
         raise RuntimeError(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that "
@@ -300,7 +229,7 @@ def check_module(
                 f"{', '.join(map(str, GRADIENT_DTYPES))}"
             )
     for name, layer in module.named_modules():
-        if isinstance(layer, STOCK) and (gradient_as_bucket_view or layer.gradient_as_bucket_view):
+        if isinstance(layer, STOCK) and (views or layer.gradient_as_bucket_view):
             raise ValueError(
                 f"{name or 'the module'!r} is wrapped already: of two wrappers around one module, "
                 "neither can have gradient_as_bucket_view=True, as both would own its gradients"
@@ -310,21 +239,18 @@ def check_module(
                 f"SyncBatchNorm layers only work with GPU modules, and {name or 'the module'!r} "
                 "is on the CPU"
             )
-    _check_shared(module, params, gradient_as_bucket_view, wrappers)
+    _check_shared(module, params, views, wrappers)
 
 
 def _check_shared(
-    module: nn.Module,
-    params: Sequence[tuple[str, Tensor]],
-    gradient_as_bucket_view: bool,
-    wrappers: Iterable[Any],
+    module: nn.Module, params: Sequence[tuple[str, Tensor]], views: bool, wrappers: Iterable[Any]
 ) -> None:
     """Of two wrappers that share a parameter none may own its gradient.
 
     (Those of one and the same module are not both in use.)
     """
     for other in wrappers:
-        if other.module is module or not (gradient_as_bucket_view or other.gradient_as_bucket_view):
+        if other.module is module or not (views or other.gradient_as_bucket_view):
             continue
         theirs = set(other.module.parameters())
         shared = [name for name, param in params if param in theirs]
@@ -344,9 +270,7 @@ def device_ids_of(
 ) -> tuple[list[int] | None, int | None]:
     """The indices of ``device_ids`` and ``output_device``, ``None`` where they mean nothing.
 
-    Raises:
-        TypeError: ``device_ids`` is no list.
-        ValueError: they do not go with ``devices``, on which the parameters are.
+    ``devices`` are those of the parameters.
     """
     if device_ids is not None and not isinstance(device_ids, Sequence):
         raise TypeError(f"device_ids should be None or a list of one device, got {device_ids!r}")
@@ -379,16 +303,14 @@ def buffer_sync(
 ) -> tuple[bool, bool]:
     """Whether buffers are synchronised at each forward, and at construction."""
     if broadcast_buffers is not None:
-        ignored = (
-            "" if forward_sync_buffers is None else " It is ignored beside forward_sync_buffers."
-        )
-        warnings.warn(
+        message = (
             "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead; unlike "
             "`broadcast_buffers=False`, `forward_sync_buffers=False` still syncs buffers at "
-            f"construction.{ignored}",
-            FutureWarning,
-            stacklevel=3,
+            "construction."
         )
+        if forward_sync_buffers is not None:
+            message += " It is ignored beside forward_sync_buffers."
+        warnings.warn(message, FutureWarning, stacklevel=3)
     if forward_sync_buffers is not None:
         return forward_sync_buffers, True
     return broadcast_buffers is not False, broadcast_buffers is not False

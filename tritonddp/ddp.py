@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
 
-from tritonddp._arguments import check_flags
+from tritonddp._arguments import check_flags, plain_names
 from tritonddp._torch import (
     STOCK,
     distributed_context,
@@ -33,13 +33,7 @@ from tritonddp.comm.broadcast import StateBroadcast
 from tritonddp.compat.hook_checks import check_hook
 from tritonddp.compat.stock_ddp import StockDDPNames, warn_of_static_graph
 from tritonddp.compat.stock_reducer import StockReducer
-from tritonddp.config import (
-    DDPConfig,
-    buffer_sync,
-    names_to_ignore,
-    process_group_of,
-    sendable,
-)
+from tritonddp.config import DDPConfig, buffer_sync, process_group_of, sendable
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import describe, tell_failure, verify_same
 from tritonddp.diagnostics.check_sync import check_sync
@@ -75,8 +69,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             gradients. Parameters are fp32, fp16, bf16, fp64, complex64 or complex128, on the CPU
             or on CUDA devices.
         device_ids: ``None``, or one CUDA device, to which tensors in the inputs are moved.
-        output_device: kept for compatibility, as in torch: the module decides where outputs lie.
-        dim: kept for compatibility.
+        output_device, dim: kept for compatibility: the module decides where outputs lie.
         broadcast_buffers: deprecated by torch 2.13 for ``forward_sync_buffers``; ``False`` also
             leaves buffers out of the initial broadcast.
         init_sync: verify at construction that all ranks hold the same model, and broadcast
@@ -149,8 +142,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         NotImplementedError: a dtype or kind of parameter that is not supported.
         RuntimeError: no parameter requires gradients, parameters are uninitialised, or ranks hold
             different models (raised on every rank, naming what differs).
-        TypeError: ``module`` is no module, a size no number, a flag not on or off, or another
-            argument of another type than it says.
+        TypeError: an argument is of another type than it says, or a flag is not on or off.
         ValueError: no process group, or arguments that contradict each other or the module.
 
     Example::
@@ -207,12 +199,10 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         if device_mesh is not None:
             self.device_mesh = device_mesh
             self._is_sliced = localize_if_sliced(module, device_mesh)
-        self.parameters_to_ignore = names_to_ignore(module)
-        params = [
-            (name, param)
-            for name, param in module.named_parameters()
-            if name not in self.parameters_to_ignore
-        ]
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        self.parameters_to_ignore = plain_names(ignored)
+        named = module.named_parameters()
+        params = [each for each in named if each[0] not in self.parameters_to_ignore]
         self.device = params[0][1].device if params else torch.device("cpu")
         self.device_type = self.device.type
         try:
@@ -245,9 +235,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         self.require_forward_param_sync = True
         self._init_sync = init_sync
         # Read by stock DDP too; the side stream overlaps input copies with compute.
-        self.use_side_stream_for_tensor_copies = (
-            os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
-        )
+        by_side_stream = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
+        self.use_side_stream_for_tensor_copies = by_side_stream
         self._delay_all_reduce_params = list(config.delay.params) if config.delay else []
         self._require_manual_backward_finalization = False
         self._comm_hooks: list[tuple[Callable[..., Any], Any]] = []
@@ -267,10 +256,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         DistributedDataParallel.wrapped_modules += 1
 
     def _begin_alike(
-        self,
-        parameters: ModuleParameters,
-        params: Sequence[tuple[str, Tensor]],
-        with_buffers: bool,
+        self, parameters: ModuleParameters, params: Sequence[tuple[str, Tensor]], with_buffers: bool
     ) -> None:
         """Verify that all ranks wrap the same module, and give all the values of rank 0."""
         buffers = parameters.buffers() if with_buffers else []
@@ -287,9 +273,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         enable_debug_logging()
         self.group.enter()
         self.state_broadcast = StateBroadcast(self.group, self.sync)
-        return ModuleParameters(
-            self, self.parameters_to_ignore, self.group, is_fixed=self._is_sliced
-        )
+        ignored = self.parameters_to_ignore
+        return ModuleParameters(self, ignored, self.group, is_fixed=self._is_sliced)
 
     def _build_reducer(self, parameters: ModuleParameters) -> None:
         """Make the reducer, from the options. No collective."""
@@ -297,11 +282,11 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         # As in stock: a static graph may leave parameters unused.
         is_strict = self.find_unused_parameters is False and not self.static_graph
         broadcast = self.state_broadcast if self._init_sync else None
-        self.core, strict = self.config.build_reducer(
+        self.core = self.config.build_reducer(
             *(parameters, self.group, self.sync, broadcast, self._delay, self._figures, is_strict)
         )
         self._window: AccumulationWindow | None = None
-        self.reducer = StockReducer(self.core, strict)
+        self.reducer = StockReducer(self.core)
         finalize_manually(self.core, self._require_manual_backward_finalization)
         self.core.logger = self.logger = Logger(self)
         self._register_hooks_again()
@@ -340,7 +325,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         if self.sync.enabled and torch.is_grad_enabled():
             sampler = self.logger.sampler
             sampler.iteration += 1
-            if sampler.sample is not None or sampler.iteration >= sampler.next_sample:
+            if sampler.moments is not None or sampler.iteration >= sampler.next_sample:
                 sampler.forward_begins()
         try:
             if _OPTIMIZERS_IN_BACKWARD in sys.modules:
@@ -359,17 +344,14 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         ):
             self._sync_buffers()
         if self.device_ids:
-            inputs, kwargs = move_inputs(
-                inputs,
-                kwargs,
-                torch.device(self.device_type, self.device_ids[0]),
-                self.use_side_stream_for_tensor_copies,
-            )
+            device = torch.device(self.device_type, self.device_ids[0])
+            by_side_stream = self.use_side_stream_for_tensor_copies
+            inputs, kwargs = move_inputs(inputs, kwargs, device, by_side_stream)
         return inputs, kwargs
 
     def _post_forward(self, output: Any) -> Any:
         """All that is done with what the module has returned; returns it."""
-        if self.logger.sampler.sample is not None:
+        if self.logger.sampler.moments is not None:
             self.logger.sampler.forward_ended()
         if self._buffer_hook is not None and self._check_sync_bufs_post_fwd():
             self._sync_buffers()
@@ -393,10 +375,9 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         """Context: backwards accumulate gradients locally; the first one after it reduces all.
 
         As in stock, put the forward of each microbatch but the last one inside, alone or with its
-        backward: the first backward that follows a forward outside is reduced, and those before it
-        are not. Only here a backward that starts inside is local too, wherever its forward ran.
-        ``reducer.prepare_for_backward([])`` behind a forward has its next backward reduced in any
-        case.
+        backward: the first backward that follows a forward outside is reduced, those before it are
+        not. Only here a backward that starts inside is local too, wherever its forward ran. After
+        ``reducer.prepare_for_backward([])`` the next backward is reduced in any case.
 
         Example::
 
@@ -467,9 +448,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     ) -> tuple[Tensor | None, ...] | dict[str, Tensor | None] | None:
         """Average gradients over the ranks now, also under :meth:`no_sync`.
 
-        For gradients that no ``backward()`` made: those of ``torch.autograd.grad``, of second
-        order, or made by hand. All ranks must call it for the same parameters. Counts as
-        :meth:`weighted` says.
+        For gradients that no ``backward()`` made: of ``torch.autograd.grad``, or made by hand. All
+        ranks must call it for the same parameters. Counts as :meth:`weighted` says.
 
         Args:
             gradients: ``None`` for ``.grad`` of all parameters that require gradients, which is
@@ -511,12 +491,10 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     def check_sync(self, *, buffers: bool | None = None, gradients: bool | None = None) -> None:
         """Verify that all ranks hold the same parameters, buffers and gradients, bit for bit.
 
-        All ranks must call it, between two steps or wherever they suspect each other: it changes
-        nothing, and after its error training may go on. Two small collectives, and some passes over
-        the memory of all that is compared. Checksums of 64 bits are compared, which for different
-        tensors are alike in one of 2^64 cases. A NaN equals the same NaN, 0.0 differs from -0.0.
-
-        Parameters and buffers of ``_ddp_params_and_buffers_to_ignore`` are left out.
+        All ranks must call it. It changes nothing, and after its error training may go on. Two
+        small collectives, and some passes over the memory of all that is compared, by checksums of
+        64 bits: a NaN equals the same NaN, 0.0 differs from -0.0. Parameters and buffers of
+        ``_ddp_params_and_buffers_to_ignore`` are left out.
 
         Args:
             buffers: ``None`` for all but those that differ by design: the running statistics of
@@ -547,17 +525,16 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
         What was measured at construction, on the slowest rank; how long a backward is predicted to
         take if all buckets travel in their own dtype, in bf16 and in int8; and the choice for each.
-        It is made after the first reduced backward, whose compute it depends on, and again when
-        buckets change and when the first backwards are over. Rank 0 logs it each time that it is
-        another one, at level INFO, in the logger ``tritonddp.auto``.
+        It is made after the first reduced backward, and again when buckets change and when the
+        first backwards are over. Rank 0 logs each new one in ``tritonddp.auto``, at level INFO.
         """
         planner = self.core.manager.planner
-        if planner is None:
-            return (
-                'there was no choice: compression is not "auto", or its process group has one rank '
-                "or was replaced"
-            )
-        return planner.report
+        if planner is not None:
+            return planner.report
+        return (
+            'there was no choice: compression is not "auto", or its process group has one rank '
+            "or was replaced"
+        )
 
     def comm_state_dict(self) -> dict[str, Any]:
         """What to save beside the module, so that a new wrapper goes on with the same bits.
@@ -643,17 +620,13 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         """Whether reduced backwards leave ``.grad`` to :meth:`finalize_backward`. Off by default.
 
         So that other work goes on while gradients are on their way. May be set whenever no backward
-        waits for its end::
+        waits for its end; a RuntimeError otherwise::
 
             model.require_manual_backward_finalization = True
             criterion(model(inputs), targets).backward()  # the all-reduces go on
             ...
             model.finalize_backward()  # now .grad holds the means
             optimizer.step()
-
-        Raises:
-            RuntimeError: when set, if one does.
-            TypeError: when set to something that is not on or off.
         """
         return self._require_manual_backward_finalization
 
@@ -734,29 +707,20 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         own again.
         """
         check_flags({"enable": enable, "throw_on_early_termination": throw_on_early_termination})
-        return UnevenInputs(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
+        options = {"divide_by_initial_world_size": divide_by_initial_world_size}
+        return UnevenInputs([self], enable, throw_on_early_termination, **options)
 
     def join_hook(self, **kwargs: Any) -> ShadowHook:
-        """What torch's ``Join`` runs on a rank that has no inputs left.
-
-        Args:
-            kwargs: ``divide_by_initial_world_size``, see :meth:`join`.
+        """What torch's ``Join`` runs on a rank that has no inputs left; options are :meth:`join`'s.
 
         Raises:
-            TypeError: it is not on or off.
+            TypeError: one is not on or off.
         """
         divides = kwargs.get("divide_by_initial_world_size", True)
         check_flags({"divide_by_initial_world_size": divides})
         self.group.refuse_if_forked()
         self.logger.joins = True
         return ShadowHook(self, divides)
-
-    # Module buffers
 
     # Copies, and other process groups
 
@@ -785,11 +749,9 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
 
 # What is made anew for a process group, and the group itself.
-_OF_THE_GROUP = frozenset(
-    {
-        *("process_group", "group", "sync", "core", "reducer", "logger", "state_broadcast"),
-        "_window",
-    }
+_OF_THE_GROUP = (
+    *("process_group", "group", "sync", "core", "reducer", "logger", "state_broadcast"),
+    "_window",
 )
 
 _alive: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()

@@ -14,7 +14,14 @@ import report_tables
 import scale
 from line import FRAME_BYTES, FRAME_PAYLOAD
 
-from tritonddp.features.auto_compression.cost_model import Kind, Library
+from tritonddp.features.auto_compression.cost_model import (
+    Kernel,
+    Kind,
+    Load,
+    Speed,
+    WireCost,
+    collective_seconds,
+)
 
 FRAMED = FRAME_BYTES / FRAME_PAYLOAD
 # Elements of each gradient, and whether it is exact. Two buckets in fp32, three in int8.
@@ -82,6 +89,27 @@ def test_steps_on_a_line_without_limit_by_hand() -> None:
     assert there.step("int8", 2) == pytest.approx(0.010 + 3 * 1_000_100 * INT8)
 
 
+def test_many_ranks_reduce_few_bytes_in_a_tree_where_there_is_one() -> None:
+    speed = Speed(call=0.0, byte=1e-9, latency=1e-4)
+    size = 1_000_000
+    free = Kernel(0.0, 0.0)
+    wire = WireCost("wire", 1, {Kind.ALL_REDUCE: speed}, free, free)
+    ring = 2 * 1023 * 1e-4 + 2 * 1023 / 1024 * 1e-3
+    tree = 2 * 10 * 1e-4 + 2e-3
+    assert collective_seconds(Kind.ALL_REDUCE, size, 1024, speed) == pytest.approx(ring)
+    assert scale.in_a_tree(wire, Load(size), 1024).alone == pytest.approx(tree)
+    # Two ranks are next to each other in a ring as well, and many bytes go round faster.
+    two = scale.in_a_tree(wire, Load(size), 2).alone
+    assert two == collective_seconds(Kind.ALL_REDUCE, size, 2, speed)
+    assert scale.in_a_tree(wire, Load(size), 1).alone == 0
+
+
+def test_a_slower_line_counts_and_a_faster_one_does_not() -> None:
+    host = Speed(call=1e-4, byte=1e-9, core=5e-10)
+    assert scale.on_line(host, 1e8, 1e-3) == Speed(1e-4, 1e-8, 5e-10, latency=1e-3)
+    assert scale.on_line(host, 1e12) == host
+
+
 def test_the_rate_of_the_line_counts_frames_and_latency_every_round() -> None:
     there = scale.scene(network(result(None)), 2)
     slow = there.on(1e8, latency=1e-3)
@@ -100,7 +128,7 @@ def test_ideal_hosts_take_bytes_and_latency_alone() -> None:
     assert there.step("int8", 2) > 0.010 + numbers * byte
     many = there.on(None, latency=1e-3)
     assert many.step("bfloat16", 1024) == pytest.approx(0.010 + 2 * 1023 * 1e-3 + many_bytes())
-    in_a_tree = many.step("bfloat16", 1024, Library.NCCL)
+    in_a_tree = many.step("bfloat16", 1024, scale.Library.NCCL)
     assert in_a_tree == pytest.approx(0.010 + 2 * 10 * 1e-3 + 2 * 2 * 1_000_100 * byte)
 
 

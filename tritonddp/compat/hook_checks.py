@@ -9,17 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tritonddp._torch import overlapped_optimizer
 from tritonddp.comm.grad_bucket import GradBucket
 
 
 def check_hook(hook: Any) -> None:
-    """Stock's conditions.
-
-    Raises:
-        TypeError: see ``DistributedDataParallel.register_comm_hook``.
-        ValueError: likewise.
-    """
+    """Stock's conditions; ``DistributedDataParallel.register_comm_hook`` tells what it raises."""
     if not callable(hook):
         raise TypeError(f"Communication hook must be callable. Got {hook!r}.")
     signature = inspect.Signature()  # of what is written in C, and has none
@@ -49,45 +43,14 @@ def check_hook(hook: Any) -> None:
 
 
 def builtin_hook(comm_hook_type: Any) -> Any:
-    """The hook in Python that does what one of torch's in C++ does.
-
-    Raises:
-        TypeError: it is none of the two.
-    """
+    """The hook in Python that does what one of torch's in C++ does."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-    hooks: dict[dist.BuiltinCommHookType, Any] = {
-        dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
-        dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
-    }
     if not isinstance(comm_hook_type, dist.BuiltinCommHookType):
         raise TypeError(
             "comm_hook_type should be dist.BuiltinCommHookType.ALLREDUCE or FP16_COMPRESS, got "
             f"{comm_hook_type!r}"
         )
-    return hooks[comm_hook_type]
-
-
-def register_fused_optimizer(
-    ddp: Any, optim: type, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Have an optimizer step for each bucket once its gradients are the means.
-
-    Raises:
-        RuntimeError: torch has no such twin that steps here, or a hook is registered already.
-        TypeError: ``optim`` is no class.
-        ValueError: torch has no such twin at all.
-    """
-    if not isinstance(optim, type):
-        raise TypeError(f"optim should be a class of torch.optim, got {optim!r}")
-    try:
-        optimizer = overlapped_optimizer(optim, params, args, kwargs)
-    except ValueError as error:
-        raise ValueError(f"{error} Step it after the backward.") from error
-    try:
-        optimizer.register_ddp(ddp)
-    except NotImplementedError as error:
-        raise RuntimeError(
-            f"{optim} does not support overlapped DDP. Please file an issue to PyTorch or the "
-            f"respective owner of {optim}."
-        ) from error
+    if comm_hook_type == dist.BuiltinCommHookType.ALLREDUCE:
+        return default_hooks.allreduce_hook
+    return default_hooks.fp16_compress_hook

@@ -21,48 +21,28 @@ from tritonddp._torch import (
     BufferCommHookLocation,
     active_wrapper,
     move_inputs,
+    overlapped_optimizer,
     patches_of_stock,
     set_active_wrapper,
 )
-from tritonddp.buckets.assignment import MIB, BucketCaps
+from tritonddp.buckets.assignment import MIB
 from tritonddp.buckets.sparse_bucket import sparse_parameters
-from tritonddp.comm.broadcast import StateBroadcast, broadcast_coalesced
-from tritonddp.compat.hook_checks import builtin_hook, register_fused_optimizer
-from tritonddp.compat.stock_reducer import StockReducer
+from tritonddp.comm.broadcast import broadcast_coalesced
+from tritonddp.compat.hook_checks import builtin_hook
 from tritonddp.coordination.group import Group
-from tritonddp.diagnostics.logging_data import Logger
-from tritonddp.features.buffer_sync import BufferHook, check_buffers, sync_buffers
+from tritonddp.features.buffer_sync import BufferHook, sync_buffers
 from tritonddp.features.join_protocol import JoinProtocol
-from tritonddp.reducer.extension import SyncState
-from tritonddp.reducer.reducer import Reducer
 
 
 class StockDDPNames:
     """Of :class:`tritonddp.DistributedDataParallel`."""
 
     if TYPE_CHECKING:
-        module: nn.Module
-        process_group: dist.ProcessGroup
-        core: Reducer
-        reducer: StockReducer
-        logger: Logger
-        device_type: str
-        dim: int
-        find_unused_parameters: bool | None
         static_graph: bool
-        use_side_stream_for_tensor_copies: bool
-        parameters_to_ignore: set[str]
-        forward_sync_buffers: bool
-        caps: BucketCaps
-        state_broadcast: StateBroadcast
-        require_forward_param_sync: bool
-        device: torch.device
-        group: Group
-        sync: SyncState
         _figures: Any
-        _enter_group: Callable[[], Any]
-        _build_reducer: Callable[[Any], None]
-        _comm_hooks: list[tuple[Callable[..., Any], Any]]
+
+        def __getattr__(self, name: str) -> Any:
+            """What that class has set."""
 
     # No clone is made of outputs, so that there is nothing to choose: see _set_ddp_sink_clone.
     _ddp_sink_clone = True
@@ -94,12 +74,8 @@ class StockDDPNames:
     ) -> None:
         """Leave these parameters and buffers of ``module`` alone when it is wrapped.
 
-        Args:
-            module: not wrapped yet.
-            params_and_buffers_to_ignore: their full names.
-
         Raises:
-            TypeError: they are no list of names, or ``module`` is no module.
+            TypeError: they are no list of full names, or ``module`` is no module.
         """
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
@@ -135,12 +111,7 @@ class StockDDPNames:
         ]
 
     def _build_debug_param_to_name_mapping(self, parameters: Sequence[Tensor]) -> dict[int, str]:
-        """The names of what :meth:`_build_params_for_reducer` returned, by index.
-
-        Raises:
-            TypeError: ``parameters`` are none.
-            ValueError: they are others.
-        """
+        """The names of what :meth:`_build_params_for_reducer` returned, by index."""
         if not isinstance(parameters, Sequence):
             raise TypeError(f"parameters should be a list of parameters, got {parameters!r}")
         index_of = {param: index for index, param in enumerate(parameters)}
@@ -161,11 +132,8 @@ class StockDDPNames:
 
     @property
     def _module_parameters(self) -> list[Tensor]:
-        return [
-            param
-            for name, param in self.module.named_parameters()
-            if name not in self.parameters_to_ignore
-        ]
+        named, ignored = self.module.named_parameters(), self.parameters_to_ignore
+        return [param for name, param in named if name not in ignored]
 
     @property
     def modules_buffers(self) -> list[Tensor]:
@@ -221,11 +189,7 @@ class StockDDPNames:
 
     @contextmanager
     def _inside_ddp_forward(self) -> Iterator[None]:
-        """Context: dynamo, which asks torch's class, finds that this wrapper is at work.
-
-        Not with buckets so small that its optimizer of graphs refuses them: it leaves graphs whole
-        then.
-        """
+        """Context: what :meth:`_run_ddp_forward` does around the module."""
         outer = set_active_wrapper(self if self.bucket_bytes_cap >= MIB else None)
         try:
             yield
@@ -248,12 +212,8 @@ class StockDDPNames:
     def _clear_grad_buffer(self) -> None:
         """Nothing: the gradients that are delayed have buckets like all others."""
 
-    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> NoReturn:
-        """Ranks without inputs are told by :meth:`_pre_forward` what a forward brings.
-
-        Raises:
-            RuntimeError: always. Stock's forward calls this inside ``join()``.
-        """
+    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> None:
+        """An error: stock's forward calls this inside ``join()``."""
         self.reducer.refuse_to_be_told()
 
     @property
@@ -270,13 +230,9 @@ class StockDDPNames:
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
         """Inputs on a device, each in a tuple of one."""
-        args, kwargs = move_inputs(
-            inputs,
-            kwargs,
-            torch.device(self.device_type, device_id),
-            self.use_side_stream_for_tensor_copies,
-        )
-        return (args,), (kwargs,)
+        device = torch.device(self.device_type, device_id)
+        moved = move_inputs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
+        return (moved[0],), (moved[1],)
 
     # Options that are set late
 
@@ -310,11 +266,7 @@ class StockDDPNames:
         self._build_reducer(self._enter_group())
 
     def _set_static_graph(self) -> None:
-        """As ``static_graph=True``: allows parameters that no backward reaches.
-
-        Raises:
-            RuntimeError: a forward has run already.
-        """
+        """As ``static_graph=True``: allows parameters that no backward reaches."""
         if self.static_graph:
             warnings.warn(
                 "You've set static_graph to be True, no need to set it again.", stacklevel=2
@@ -346,18 +298,12 @@ class StockDDPNames:
         return {**data.strs_map, **data.ints_map}
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Take times in one step of so many, after the first ten.
-
-        Raises:
-            TypeError: ``sample_rate`` is no integer.
-            ValueError: it is less than one.
-        """
+        """Take times in one step of so many, after the first ten."""
+        message = "DDP runtime logging sample rate should be"
         if not isinstance(sample_rate, int):
-            message = "DDP runtime logging sample rate should be an integer"
-            self._log_and_throw(TypeError, f"{message}, got {sample_rate!r}")
+            self._log_and_throw(TypeError, f"{message} an integer, got {sample_rate!r}")
         if sample_rate < 1:
-            message = "DDP runtime logging sample rate should be equal or greater than 1"
-            self._log_and_throw(ValueError, f"{message}, got {sample_rate}")
+            self._log_and_throw(ValueError, f"{message} equal or greater than 1, got {sample_rate}")
         self.logger.sampler.rate = sample_rate
         self.logger.sampler.next_sample = 0
 
@@ -384,12 +330,7 @@ class StockDDPNames:
         return ", ".join(names)
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        """Register ``ALLREDUCE`` or ``FP16_COMPRESS``; see :meth:`register_comm_hook`.
-
-        Raises:
-            RuntimeError: as there.
-            TypeError: it is none of the two.
-        """
+        """Register ``ALLREDUCE`` or ``FP16_COMPRESS``; see :meth:`register_comm_hook`."""
         self.core.register_comm_hook(self.process_group, builtin_hook(comm_hook_type))
         self._builtin_hook = comm_hook_type
 
@@ -408,13 +349,22 @@ class StockDDPNames:
             TypeError: ``optim`` is no class.
             ValueError: torch has no such twin at all.
         """
-        register_fused_optimizer(self, optim, optim_params, args, kwargs)
+        if not isinstance(optim, type):
+            raise TypeError(f"optim should be a class of torch.optim, got {optim!r}")
+        try:
+            optimizer = overlapped_optimizer(optim, optim_params, args, kwargs)
+        except ValueError as error:
+            raise ValueError(f"{error} Step it after the backward.") from error
+        try:
+            optimizer.register_ddp(self)
+        except NotImplementedError as error:
+            raise RuntimeError(
+                f"{optim} does not support overlapped DDP. Please file an issue to PyTorch or the "
+                f"respective owner of {optim}."
+            ) from error
 
     def _register_hooks_again(self) -> None:
-        """The reducer is a new one: of a copy, or in another process group.
-
-        As in stock, a group that the state of a hook holds stays as it is.
-        """
+        """With the new reducer. As in stock, a group in the state of a hook stays as it is."""
         for hook, state in self._comm_hooks:
             self.core.register_comm_hook(state, hook)
         if self._builtin_hook is not None:
@@ -424,16 +374,12 @@ class StockDDPNames:
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward begins with a broadcast of module buffers."""
-        return (
-            self.forward_sync_buffers
-            and self.require_forward_param_sync
-            and len(self.core.parameters.buffers()) > 0
-        )
+        wanted = self.forward_sync_buffers and self.require_forward_param_sync
+        return wanted and len(self.core.parameters.buffers()) > 0
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
         """Whether a forward begins with :meth:`_sync_buffers` now."""
-        is_after = self._buffer_hook is not None and self._buffer_hook.is_after_forward
-        return not is_after and self.will_sync_module_buffers()
+        return not self._check_sync_bufs_post_fwd() and self.will_sync_module_buffers()
 
     def _check_sync_bufs_post_fwd(self) -> bool:
         """Whether a forward ends with it, as a hook wants it."""
@@ -460,17 +406,15 @@ class StockDDPNames:
             hook: ``hook(state, {name: buffer})``, with names as the wrapped module has them. May
                 return a list of :class:`torch.futures.Future`, which are waited for at the end of
                 the next backward.
-            comm_hook_location: ``PRE_FORWARD`` or ``POST_FORWARD`` of
-                ``torch.nn.parallel.distributed._BufferCommHookLocation``.
+            comm_hook_location: before the forward or after it.
 
         Raises:
             TypeError: ``hook`` cannot be called.
         """
         if not callable(hook):
             raise TypeError(f"hook must be callable, got {type(hook).__name__}")
-        self._buffer_hook = BufferHook(
-            hook, state, comm_hook_location == BufferCommHookLocation.POST_FORWARD
-        )
+        is_after = comm_hook_location == BufferCommHookLocation.POST_FORWARD
+        self._buffer_hook = BufferHook(hook, state, is_after)
 
     def _default_broadcast_coalesced(
         self,
@@ -484,18 +428,13 @@ class StockDDPNames:
             bufs: all buffers of the module by default.
             bucket_size: most bytes of one message.
             authoritative_rank: whose values all get, by its rank in the process group.
-
-        Raises:
-            TypeError: ``bufs`` are no tensors.
         """
-        if bufs is not None:
-            check_buffers(bufs)
-        broadcast_coalesced(
-            [buffer for _, buffer in self.core.parameters.buffers()] if bufs is None else bufs,
-            self.process_group,
-            authoritative_rank,
-            bucket_size or self.broadcast_bucket_size,
-        )
+        if bufs is None:
+            bufs = self.modules_buffers
+        if not isinstance(bufs, Sequence) or not all(isinstance(each, Tensor) for each in bufs):
+            raise TypeError(f"bufs should be a list of tensors, got {bufs!r}")
+        most = bucket_size or self.broadcast_bucket_size
+        broadcast_coalesced(bufs, self.process_group, authoritative_rank, most)
 
     # What torch's Join reads
 
@@ -522,12 +461,7 @@ class StockDDPNames:
     # The reducer
 
     def _check_reducer_finalized(self) -> None:
-        """Has the last backward come to its end, and reached what it should?
-
-        Raises:
-            RuntimeError: it has not; or parameters are unused, with
-                ``find_unused_parameters=False``.
-        """
+        """See there."""
         self._noting(self.reducer._check_reducer_finalized)
 
     def _remove_autograd_hooks(self) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -18,21 +17,15 @@ from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.grad_bucket import GradBucket, sum_of, zeros_like
 from tritonddp.coordination.counters import Counters
-from tritonddp.reducer.extension import Extension
+from tritonddp.features.unused_params import StrictUnused
 from tritonddp.reducer.reducer import Reducer
 
 
 class StockReducer:
-    """A facade of :class:`~tritonddp.reducer.reducer.Reducer`, which knows nothing of it.
+    """A facade of :class:`~tritonddp.reducer.reducer.Reducer`, which knows nothing of it."""
 
-    Args:
-        core: what it stands for.
-        strict: what makes unused parameters an error, ``None`` if they are none.
-    """
-
-    def __init__(self, core: Reducer, strict: Extension | None) -> None:
+    def __init__(self, core: Reducer) -> None:
         self._core = core
-        self._strict = strict
 
     @property
     def counters(self) -> Counters:
@@ -57,39 +50,29 @@ class StockReducer:
         """The next backward is reduced, also if its forward ran under ``no_sync``.
 
         One through the outputs of a forward until now is even if it starts there. (Here no other
-        backward has to be prepared.)
-
-        Args:
-            outputs: which it goes through, of a forward in which they were not seen.
+        backward has to be prepared.) ``outputs`` are further ones, that no forward has shown.
         """
         self._core.watch(outputs)
         self._core.forwards.prepare()
 
     def _set_static_graph(self) -> None:
-        """Parameters may be unused.
-
-        Raises:
-            RuntimeError: a forward has run already.
-        """
+        """Parameters may be unused. A RuntimeError if a forward has run already."""
         if self._core.forwards_begun:
             raise RuntimeError(
                 f"{self._core.where()}: set_static_graph() should be called before training loop "
                 "starts and after DistributedDataParallel is constructed. Or wrap with "
                 "static_graph=True."
             )
-        if self._strict is not None:
-            self._core.events.remove(self._strict)
+        for extension in self._core.events.extensions:
+            if isinstance(extension, StrictUnused):
+                self._core.events.remove(extension)
 
     def _ddp_graph_static(self) -> bool:
         """Whether all reduced backwards have reached the same parameters of this rank."""
         return self._core.is_static
 
     def _get_local_used_map(self) -> Tensor:
-        """On how many ranks the last reduced backward used each parameter.
-
-        Returns:
-            int32, one element for each parameter that requires a gradient, by its index.
-        """
+        """On how many ranks the last reduced backward used each trainable parameter: int32."""
         counts: dict[Parameter, int] = {}
         alone = self._core.last_alone
         if alone is not None:
@@ -105,68 +88,47 @@ class StockReducer:
         )
 
     def _check_reducer_finalized(self) -> None:
-        """Raise what the next forward would raise, or make up for.
-
-        Raises:
-            RuntimeError: the last backward has not come to its end, or has left parameters unused
-                in strict mode.
-        """
+        """Raise what the next forward would raise, or make up for."""
         core = self._core
         if core.run is not None:
             state = "still runs" if core.backward_runs else "broke off"
             raise RuntimeError(
                 "Expected to have finished reduction in the prior iteration before starting a new "
-                f"one. {core.where()}: a backward {state}. The "
-                "next forward takes care of what it has left."
+                f"one. {core.where()}: a backward {state}. The next forward takes care of what it "
+                "has left."
             )
         if core.deferred_error is not None:
             raise RuntimeError(core.deferred_error)
 
     def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future]) -> None:
-        """Wait for these at the end of the next backward, or before the next forward.
-
-        They come from hooks for buffers.
-        """
+        """Wait for these, of hooks for buffers, when the next backward ends or a forward begins."""
         self._core.post_backward.extend(futures)
 
     def _remove_autograd_hooks(self) -> None:
         """Let go of the parameters for good, without waiting for any other rank."""
         self._core.detach()
 
-    def set_logger(self, logger: Any) -> None:
-        """Nothing: errors that a backward ends with are noted in any case."""
+    def _do_nothing(self, *_: Any, **__: Any) -> None:
+        """What stock's reducer has to be told is seen here in any case."""
+
+    set_logger = _push_all_rebuilt_params = _delay_all_reduce = _set_sparse_metadata = _do_nothing
 
     def _rebuild_buckets(self) -> bool:
         """Buckets are rebuilt at the end of a backward, never here."""
         return False
 
-    def _push_all_rebuilt_params(self) -> None:
-        """Nothing: stock is told the order of gradients that its hooks have not seen."""
-
-    def _delay_all_reduce(self) -> None:
-        """Nothing: the first backward launches its buckets at its end in any case."""
-
-    def _set_forward_pass_work_handle(
-        self, work: dist.Work, use_static_world_size: bool
-    ) -> NoReturn:
+    def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> NoReturn:
         """See :meth:`refuse_to_be_told`: what was issued is not all that ranks wait for."""
         self.refuse_to_be_told()
 
     def refuse_to_be_told(self) -> NoReturn:
-        """A forward that is not ours tells ranks without inputs, in stock's way, that it begins.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """A forward that is not ours tells ranks without inputs, in stock's way, that it begins."""
         raise RuntimeError(
             f"{self._core.where()}: inside join() a forward tells the ranks that have no inputs "
             "left which collectives it will bring, before all of them. A subclass with a forward "
             "of its own must leave that to tritonddp: call self._pre_forward(*inputs, **kwargs) "
             "before the module and self._post_forward(output) after it, not what stock does there"
         )
-
-    def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
-        """Nothing: which rows a sparse gradient has is seen in the gradient."""
 
     def _run_comm_hook(self, bucket: GradBucket) -> Any:
         """A future of what the hook, or else the sum over all ranks, makes of ``bucket``."""

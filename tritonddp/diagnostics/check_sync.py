@@ -9,7 +9,6 @@ say which differ; and what only some ranks know to differ by design has to be le
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -32,21 +31,13 @@ _CONTENTS = 4
 
 @dataclass(frozen=True)
 class _Item:
-    """What is compared.
+    """What is compared."""
 
-    Attributes:
-        kind: ``"parameter"``, ``"buffer"`` or ``"gradient"``.
-        name: as the module has it.
-        tensor: ``None`` for a gradient that is not there.
-        like: has the shape and the dtype that it has or would have.
-        is_local: it may differ from other ranks', as far as this one knows.
-    """
-
-    kind: str
+    kind: str  # "parameter", "buffer" or "gradient"
     name: str
-    tensor: Tensor | None
-    like: Tensor
-    is_local: bool = False
+    tensor: Tensor | None  # None for a gradient that is not there
+    like: Tensor  # has the shape and the dtype that it has or would have
+    is_local: bool = False  # it may differ from other ranks', as far as this one knows
 
 
 def check_sync(
@@ -56,14 +47,7 @@ def check_sync(
     buffers: bool | None,
     gradients: bool | None,
 ) -> None:
-    """See ``DistributedDataParallel.check_sync()``.
-
-    Args:
-        module: what is wrapped.
-        reducer: of its wrapper.
-        ignored: names of parameters and buffers to leave out.
-        buffers, gradients: what the user has given.
-    """
+    """See ``DistributedDataParallel.check_sync()``; leaves out what has an ``ignored`` name."""
     for name, value in (("buffers", buffers), ("gradients", gradients)):
         if value is not None and not isinstance(value, bool):
             raise TypeError(f"{name} should be True, False or None, got {value!r}")
@@ -77,10 +61,8 @@ def check_sync(
     if buffers is False:
         held = []
     own = _of_own_batches(module, group) if buffers is None else []
-    compared = {
-        "buffers": f"{buffers}, without {own}" if own else buffers,
-        "gradients": gradients,
-    }
+    what = f"{buffers}, without {own}" if own else buffers
+    compared = {"buffers": what, "gradients": gradients}
     verify_same(describe(params, held, compared), group, device, where)
     items = [_Item("parameter", name, param, param) for name, param in params]
     items += [_Item("buffer", name, each, each) for name, each in held if name not in own]
@@ -96,10 +78,9 @@ def check_sync(
         if not differing:
             return
         shown = [(items[number], sums[number]) for number in differing[:_SHOWN]]
-        contents = _contents(shown, group, device)
+        contents = _by_content(shown, group, device)
     lines = [
-        f"  {item.kind} {item.name!r} {tuple(item.like.shape)} {item.like.dtype}: "
-        f"{_by_content(content, group)}"
+        f"  {item.kind} {item.name!r} {tuple(item.like.shape)} {item.like.dtype}: {content}"
         for (item, _), content in zip(shown, contents, strict=True)
     ]
     if more := len(differing) - len(shown):
@@ -151,32 +132,20 @@ def _differing(
     ]
 
 
-@dataclass(frozen=True)
-class _Content:
-    """What a rank holds: a checksum and the Euclidean norm; both 0 for nothing."""
-
-    checksum: int
-    norm: float
-
-    def __str__(self) -> str:
-        if not self.checksum:
-            return "none"
-        return f"norm {self.norm:.9g} (checksum {self.checksum % 2**64:016x})"
-
-
-def _contents(
-    items: Sequence[tuple[_Item, int]], group: Group, device: torch.device
-) -> list[list[_Content]]:
-    """What each rank holds of each of these, which come with their checksums here."""
-    mine = [_Content(checksum, _norm(item.tensor)) for item, checksum in items]
-    packed = [number for each in mine for number in (each.checksum, _bits(each.norm))]
-    message = torch.tensor(packed, device=device)
-    gathered = all_gather(message, group.process_group)
-    ranks = [
-        [_Content(checksum, _number(bits)) for checksum, bits in each.view(-1, 2).tolist()]
-        for each in gathered
-    ]
-    return [list(each) for each in zip(*ranks, strict=True)]
+def _by_content(
+    shown: Sequence[tuple[_Item, int]], group: Group, device: torch.device
+) -> list[str]:
+    """Of each of these, which come with their checksums here: which ranks hold what."""
+    sums = torch.tensor([checksum for _, checksum in shown], device="cpu")
+    norms = torch.tensor(
+        [_norm(item.tensor) for item, _ in shown], dtype=torch.float64, device="cpu"
+    )
+    message = torch.stack([sums, norms.view(torch.int64)]).to(device)
+    ranks = []
+    for each in all_gather(message, group.process_group):
+        sums, norms = each.cpu()
+        ranks.append(zip(sums.tolist(), norms.view(torch.float64).tolist(), strict=True))
+    return [_in_words(contents, group) for contents in zip(*ranks, strict=True)]
 
 
 def _norm(tensor: Tensor | None) -> float:
@@ -189,24 +158,17 @@ def _norm(tensor: Tensor | None) -> float:
         return torch.linalg.vector_norm(tensor.to_dense().to(wide)).item()
 
 
-def _bits(number: float) -> int:
-    return struct.unpack("<q", struct.pack("<d", number))[0]
-
-
-def _number(bits: int) -> float:
-    return struct.unpack("<d", struct.pack("<q", bits))[0]
-
-
-def _by_content(contents: Sequence[_Content], group: Group) -> str:
-    """Which ranks hold what, those that are fewest first."""
+def _in_words(contents: Sequence[tuple[int, float]], group: Group) -> str:
+    """Of checksum and norm on each rank, both 0 for nothing; what fewest ranks hold comes first."""
     holders: dict[int, list[int]] = {}
-    for rank, each in enumerate(contents):
-        holders.setdefault(each.checksum, []).append(rank)
+    for rank, (checksum, _) in enumerate(contents):
+        holders.setdefault(checksum, []).append(rank)
     shares = sorted(holders.values(), key=lambda ranks: (len(ranks), ranks))
-    said = [
-        f"{group.rank_list(ranks)} {'has' if len(ranks) == 1 else 'have'} {contents[ranks[0]]}"
-        for ranks in shares[:_CONTENTS]
-    ]
+    said = []
+    for ranks in shares[:_CONTENTS]:
+        checksum, norm = contents[ranks[0]]
+        what = f"norm {norm:.9g} (checksum {checksum % 2**64:016x})" if checksum else "none"
+        said.append(f"{group.rank_list(ranks)} {'has' if len(ranks) == 1 else 'have'} {what}")
     if more := shares[_CONTENTS:]:
         said.append(f"{sum(map(len, more))} more ranks have {len(more)} others")
     return "; ".join(said)

@@ -48,10 +48,13 @@ def checksums(tensors: Sequence[Tensor | None]) -> list[int]:
         for batch in _batches(_pieces(tensors, numbers)):
             sums.append(_sums([piece for _, _, piece in batch], ramp))
             owners += [(number, first) for number, first, _ in batch]
-        found = torch.cat(sums).tolist() if sums else []
-        for (number, first), total in zip(owners, found, strict=True):
-            # (A large tensor is always cut at the same places.)
-            totals[number] += _mixed(total + first * _GAMMA) if first else total
+        if not sums:
+            continue
+        found, firsts = torch.cat(sums), torch.tensor([first for _, first in owners], device=device)
+        # (A large tensor is always cut at the same places.)
+        found = found.where(firsts == 0, _mix(found + firsts * _GAMMA))
+        for (number, _), total in zip(owners, found.tolist(), strict=True):
+            totals[number] += total
     return [(total + 2**63) % 2**64 - 2**63 for total in totals]
 
 
@@ -64,21 +67,17 @@ def _pieces(tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> Iterato
     for number in numbers:
         tensor = tensors[number]
         assert tensor is not None
+        parts = [tensor.detach()]
+        if tensor.layout is torch.sparse_coo:
+            rows = parts[0].coalesce()
+            parts = [rows.indices(), rows.values()]
         first = 0
-        for part in _parts(tensor.detach()):
+        for part in parts:
             row = part.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-            for piece in row.split(_WORDS * _WORD):
+            for piece in row.split(_WORDS * _WORD) if row.numel() else ():
                 yield number, first, piece
                 first += _WORDS
             del row
-
-
-def _parts(tensor: Tensor) -> list[Tensor]:
-    """Dense tensors with all that is in this one."""
-    if tensor.layout is torch.sparse_coo:
-        rows = tensor.coalesce()
-        return [part for part in (rows.indices(), rows.values()) if part.numel()]
-    return [tensor] if tensor.numel() else []
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
@@ -108,23 +107,22 @@ def _sums(pieces: Sequence[Tensor], ramp: Tensor) -> Tensor:
     words = torch.cat(padded).view(torch.int64)
     sizes = [-(-piece.numel() // _WORD) for piece in pieces]
     words += torch.cat([ramp[:size] for size in sizes])
-    words ^= _shifted(words, 30)
-    words *= _FIRST
-    words ^= _shifted(words, 27)
-    words *= _SECOND
-    words ^= _shifted(words, 31)
+    _mix(words)
     ends = torch.tensor(sizes, device=words.device).cumsum(0).sub_(1)
     up_to = words.cumsum_(0)[ends]
     return torch.cat([up_to[:1], up_to.diff()])
 
 
+def _mix(words: Tensor) -> Tensor:
+    """SplitMix64's finaliser, in place."""
+    words ^= _shifted(words, 30)
+    words *= _FIRST
+    words ^= _shifted(words, 27)
+    words *= _SECOND
+    words ^= _shifted(words, 31)
+    return words
+
+
 def _shifted(words: Tensor, bits: int) -> Tensor:
     """To the right, filled with zeros, whatever the sign."""
     return (words >> bits).bitwise_and_(2 ** (64 - bits) - 1)
-
-
-def _mixed(word: int) -> int:
-    word %= 2**64
-    word = (word ^ (word >> 30)) * _FIRST % 2**64
-    word = (word ^ (word >> 27)) * _SECOND % 2**64
-    return word ^ (word >> 31)

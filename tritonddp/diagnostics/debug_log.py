@@ -1,14 +1,12 @@
 """When the records of the loggers ``tritonddp.*`` at level DEBUG come out, and where.
 
 They are Python's: whoever sets the level of the logger ``tritonddp`` to DEBUG gets them, from the
-next reduction on. As a library should, this one configures nothing, and it adds no ``NullHandler``
-either: warnings and errors (a rank is gone, a backward broke off) reach stderr through Python's
-handler of last resort where nobody has configured any.
+next reduction on. A library configures nothing else; without a ``NullHandler`` warnings and errors
+reach stderr through Python's handler of last resort.
 
-``TORCH_DISTRIBUTED_DEBUG=DETAIL`` asks for detail too, as clearly as code does, mostly by somebody
-who has no code at hand. So it sets the level, unless a level is set; and it adds a handler to
+``TORCH_DISTRIBUTED_DEBUG=DETAIL`` sets that level too, unless one is set; and it adds a handler to
 stderr where there is none up to the root, since the one of last resort leaves out what is below
-WARNING. Where there is one, its owner has decided where records go.
+WARNING.
 """
 
 from __future__ import annotations

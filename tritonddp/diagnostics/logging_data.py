@@ -6,15 +6,13 @@ import os
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tritonddp._torch import gloo_threads, group_backend
 from tritonddp.diagnostics.sampling import Sampler
-from tritonddp.reducer.reducer import Reducer
 
 # Names that stock has from C++.
 _DTYPES = {
@@ -29,12 +27,8 @@ _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "TORCH_DISTRIBUTED_DEBUG", "CUDA_V
 _ENVIRONMENT_OF = {
     "gloo": ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
     "nccl": (
-        "NCCL_SOCKET_IFNAME",
-        "NCCL_BLOCKING_WAIT",
-        "NCCL_ASYNC_ERROR_HANDLING",
-        "NCCL_DEBUG",
-        "NCCL_NTHREADS",
-        "NCCL_IB_TIMEOUT",
+        *("NCCL_SOCKET_IFNAME", "NCCL_BLOCKING_WAIT", "NCCL_ASYNC_ERROR_HANDLING"),
+        *("NCCL_DEBUG", "NCCL_NTHREADS", "NCCL_IB_TIMEOUT"),
     ),
 }
 
@@ -47,53 +41,29 @@ class LoggingData:
     ints_map: dict[str, int]
 
 
-class Wrapper(Protocol):
-    """What is told of a wrapped module."""
-
-    module: nn.Module
-    core: Reducer
-    process_group: dist.ProcessGroup
-    device: torch.device
-    device_ids: list[int] | None
-    output_device: int | None
-    is_multi_device_module: bool
-    find_unused_parameters: bool | None
-    gradient_as_bucket_view: bool
-    forward_sync_buffers: bool
-    static_graph: bool
-
-    @property
-    def bucket_bytes_cap(self) -> int:
-        """Size of a bucket."""
-
-    @property
-    def comm_hook_name(self) -> str:
-        """Of the communication hook."""
-
-
 class Logger:
     """Tells of a wrapper, to which it refers weakly, how it was made and how it is doing.
 
     All is looked up when it is asked for, but for the buckets that there were at first, the last
     error, and the times of sampled steps.
 
+    Args:
+        wrapper: a :class:`tritonddp.DistributedDataParallel`.
+
     Attributes:
         sampler: takes these times.
         joins: ``join()`` was entered.
     """
 
-    def __init__(self, wrapper: Wrapper) -> None:
+    def __init__(self, wrapper: Any) -> None:
         self._wrapper = weakref.ref(wrapper)
         device = None if wrapper.is_multi_device_module else wrapper.device
         self.sampler = Sampler(wrapper.core, device)
-        self._noted: dict[str, str] = {
-            "bucket_sizes": _join(map(_nbytes, _buckets(wrapper))),
-        }
+        self._noted = {"bucket_sizes": _join(map(_nbytes, _buckets(wrapper)))}
         self.joins = False
         self._has_error = False
 
     def set_error_and_log(self, message: str) -> None:
-        """Something has gone wrong."""
         self._has_error = True
         self._noted["error"] = message
         self.sampler.measured = self.sampler.iteration
@@ -163,11 +133,11 @@ class Logger:
         )
 
 
-def _buckets(wrapper: Wrapper) -> list[Sequence[Tensor]]:
+def _buckets(wrapper: Any) -> list[Sequence[Tensor]]:
     return [bucket.params for bucket in wrapper.core.manager.current.buckets]
 
 
-def _has_rebuilt(wrapper: Wrapper) -> bool:
+def _has_rebuilt(wrapper: Any) -> bool:
     """Whether buckets follow the order of gradients.
 
     With ``find_unused_parameters=True``, where stock never rebuilds, only if that has moved any.

@@ -27,17 +27,11 @@ class Interval:
 
 @dataclass(frozen=True)
 class Gradient:
-    """A gradient that was accumulated into ``.grad``.
-
-    Attributes:
-        name: of its parameter.
-        bucket: number of its bucket.
-        ready: when, in seconds since the trace was entered.
-    """
+    """A gradient of the parameter ``name`` that was accumulated into ``.grad``."""
 
     name: str
-    bucket: int
-    ready: float
+    bucket: int  # number of its bucket
+    ready: float  # when, in seconds since the trace was entered
 
 
 @dataclass(frozen=True)
@@ -74,8 +68,7 @@ class Backward:
         reduced: False under ``no_sync``: gradients stayed on this rank, and there are no buckets.
         first: whether it was the first reduced one of the module, which launches all buckets at
             its end, and after which buckets are formed anew, in the order that it showed.
-        broken: whether an exception ended it. Then only its gradients are known, and it ends
-            with the last of them.
+        broken: an exception ended it. Only its gradients are known; it ends with the last of them.
         gradients: in the order in which they became ready. Inner backwards of reentrant
             checkpoints may bring one gradient several times.
         buckets: in launch order, those that were sent and came home inside the trace.
@@ -92,7 +85,6 @@ class Backward:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
         return self.ended - self.began
 
     @property
@@ -134,12 +126,9 @@ class Timeline:
         """
         # One line an event: such files are looked at with grep, too.
         events = ",\n".join(json.dumps(event) for event in self._chrome_events())
-        text = f'{{"displayTimeUnit": "ms", "traceEvents": [\n{events}\n]}}\n'
+        text = f'{{"displayTimeUnit": "ms", "traceEvents": [\n{events}\n]}}\n'.encode()
         path = Path(path)
-        if path.suffix == ".gz":
-            path.write_bytes(gzip.compress(text.encode()))
-        else:
-            path.write_text(text)
+        path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
 
     def _chrome_events(self) -> Iterator[dict[str, Any]]:
         lanes = max((1 + max(b.lanes(), default=-1) for b in self.backwards), default=0)
@@ -157,21 +146,15 @@ class Timeline:
             yield {"ph": "M", "name": "thread_name", **where, "args": {"name": name}}
             yield {"ph": "M", "name": "thread_sort_index", **where, "args": {"sort_index": row}}
         for number, backward in enumerate(self.backwards):
-            for event in _chrome_events(number, backward):
-                yield {**event, **process}
+            yield from ({**event, **process} for event in _chrome_events(number, backward))
 
 
 def _chrome_events(number: int, backward: Backward) -> Iterator[dict[str, Any]]:
     kind = "broken" if backward.broken else "reduced" if backward.reduced else "local"
-    yield _slice(
-        f"backward {number} ({kind})",
-        "backward",
-        _BACKWARD,
-        Interval(backward.began, backward.ended),
-        first=backward.first,
-        exposed_us=_us(backward.exposed),
-        bytes=sum(bucket.nbytes for bucket in backward.buckets),
-    )
+    whole = Interval(backward.began, backward.ended)
+    facts = {"first": backward.first, "exposed_us": _us(backward.exposed)}
+    sent = sum(bucket.nbytes for bucket in backward.buckets)
+    yield _slice(f"backward {number} ({kind})", "backward", _BACKWARD, whole, **facts, bytes=sent)
     yield _slice("compute", "compute", _BACKWARD, Interval(backward.began, backward.compute_ended))
     if backward.exposed:
         exposed = Interval(backward.compute_ended, backward.ended)
@@ -190,14 +173,10 @@ def _chrome_events(number: int, backward: Backward) -> Iterator[dict[str, Any]]:
         what = {"bucket": bucket.index, "bytes": bucket.nbytes}
         for interval in bucket.flattens:
             yield _slice(f"flatten {bucket.index}", "flatten", _COPIES, interval, **what)
-        yield _slice(
-            f"bucket {bucket.index}",
-            "communication",
-            _COMMUNICATION + lane,
-            Interval(bucket.launched, bucket.completed),
-            **what,
-            parameters=list(bucket.parameters),
-        )
+        travels, names = Interval(bucket.launched, bucket.completed), list(bucket.parameters)
+        row = _COMMUNICATION + lane
+        name = f"bucket {bucket.index}"
+        yield _slice(name, "communication", row, travels, **what, parameters=names)
         yield _slice(f"unflatten {bucket.index}", "unflatten", _COPIES, bucket.unflatten, **what)
 
 

@@ -1,19 +1,17 @@
-"""The context that records a timeline.
-
-Nothing of it is there outside the context: its hooks on the parameters and its extension are put in
-when the context is entered and taken out when it is left.
-"""
+"""The context that records a timeline. Outside it nothing of it is there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from tritonddp._device import Clock, clock_of
+from tritonddp._device import Stamp, settle
 from tritonddp._torch import register_post_accumulate_grad_hook
 from tritonddp.buckets.bucket import Bucket, Segment
 from tritonddp.comm.run import ReductionRun
@@ -69,7 +67,7 @@ def trace(module: nn.Module) -> Iterator[Timeline]:
         )
     device = reducer.manager.current.params[0].device
     timeline = Timeline(reducer.group.rank, str(device))
-    recorder = _Recorder(clock_of(device))
+    recorder = _Recorder(device)
     try:
         recorder.attach(reducer)
         yield timeline
@@ -80,7 +78,7 @@ def trace(module: nn.Module) -> Iterator[Timeline]:
 
 @dataclass
 class _BucketStamps:
-    """The stamps of one bucket in one backward, as they come."""
+    """Of one bucket in one backward, as they come."""
 
     flatten_began: Any = None
     flattens: list[tuple[Any, Any]] = field(default_factory=list)
@@ -104,20 +102,19 @@ class _Record:
     names: list[tuple[str, ...]]  # per bucket
     nbytes: list[int]  # per bucket
     buckets: list[_BucketStamps]
-    gradients: list[tuple[str, Any]] = field(default_factory=list)
+    gradients: list[tuple[str, Any]]
     compute_ended: Any = None
-    ended: Any = None
+    ended: Any = None  # None if the backward broke off
 
 
 class _Recorder(Extension):
     """Takes the stamps of one reducer's backwards."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._handles: list[Any] = []
         self._records: list[_Record] = []
-        self._run: ReductionRun | None = None  # that is recorded
-        self._record: _Record | None = None
+        self._run: ReductionRun | None = None  # that is recorded, in the last of them
         self._runs = False  # its backward does, or it is over but for finalize_backward()
         self._early: list[tuple[str, Any]] = []  # gradients of a backward that has not begun
 
@@ -126,10 +123,11 @@ class _Recorder(Extension):
         current = reducer.manager.current
         for name, param in zip(current.names, current.params, strict=True):
             if param.requires_grad:  # it may have been frozen since
-                hook = register_post_accumulate_grad_hook(param, self._gradient_hook(name))
+                ready = partial(self._gradient_ready, name)
+                hook = register_post_accumulate_grad_hook(param, ready)
                 self._handles.append(hook)
         reducer.events.install(self)
-        self._entered = self._clock.stamp()
+        self._entered = self._now()
 
     def detach(self, reducer: Reducer) -> None:
         reducer.events.remove(self)
@@ -137,135 +135,115 @@ class _Recorder(Extension):
             handle.remove()
         self._run = None
 
-    def backwards(self) -> Iterator[Backward]:
+    def backwards(self) -> list[Backward]:
         """All that began since :meth:`attach`."""
-        self._clock.settle()
-        return map(self._backward, self._records)
+        settle(self._device)
+        return [self._backward(record) for record in self._records]
 
     def on_begin(self, run: ReductionRun) -> None:
         if not run.reached:
             return  # what is reduced on request is no backward
         record = _Record(
-            began=self._clock.stamp(),
+            began=self._now(),
             reduced=not run.is_local,
             first=run.is_provisional and not run.is_local,
             names=[tuple(bucket.names) for bucket in run.buckets],
             nbytes=[bucket.nbytes for bucket in run.buckets],
             buckets=[_BucketStamps() for _ in run.buckets],
+            gradients=self._early,
         )
-        record.gradients.extend(self._early)
-        self._early.clear()
+        self._early = []
         self._records.append(record)
-        self._run, self._record, self._runs = run, record, True
+        self._run, self._runs = run, True
 
     def on_pack(self, run: ReductionRun, bucket: Bucket, segment: Segment) -> None:
-        if (stamps := self._stamps(run, bucket)) is not None:
-            stamps.flatten_began = self._clock.stamp()
+        self._stamps(run, bucket).flatten_began = self._now()
 
     def on_packed(self, run: ReductionRun, bucket: Bucket) -> None:
-        if (stamps := self._stamps(run, bucket)) is not None:
-            stamps.flattens.append((stamps.flatten_began, self._clock.stamp()))
+        stamps = self._stamps(run, bucket)
+        stamps.flattens.append((stamps.flatten_began, self._now()))
 
     def on_launch(self, run: ReductionRun, bucket: Bucket) -> None:
-        if (stamps := self._stamps(run, bucket)) is not None:
-            stamps.launched = self._clock.stamp()
+        self._stamps(run, bucket).launched = self._now()
 
     def on_launched(self, run: ReductionRun, bucket: Bucket, work: Any) -> None:
-        stamps = self._stamps(run, bucket)
-        if stamps is None:
+        if run is not self._run:
             return
-        recorded = stamps
+        stamps = self._stamps(run, bucket)
 
         # gloo's threads call this when the result is there. NCCL's future calls it at once, on a
         # stream that waits for the collective: there the stamp is an event behind it.
         def completed(_: Any) -> None:
-            recorded.completed = self._clock.stamp()
+            stamps.completed = self._now()
 
         work.get_future().add_done_callback(completed)
 
     def on_compute_end(self, run: ReductionRun) -> None:
-        if run is self._run and self._record is not None:
-            self._record.compute_ended = self._record.ended = self._clock.stamp()
+        if run is self._run:
+            record = self._records[-1]
+            record.compute_ended = record.ended = self._now()
             self._runs = False
 
     def on_waited(self, run: ReductionRun, bucket: Bucket) -> None:
-        if (stamps := self._stamps(run, bucket)) is not None:
-            stamps.waited = self._clock.stamp()
+        self._stamps(run, bucket).waited = self._now()
 
     def on_reduced(self, run: ReductionRun, bucket: Bucket) -> None:
-        if (stamps := self._stamps(run, bucket)) is not None:
-            stamps.unflattened = self._clock.stamp()
+        self._stamps(run, bucket).unflattened = self._now()
 
     def on_close(self, run: ReductionRun) -> None:
-        if run is self._run and self._record is not None:
+        if run is self._run:
+            record = self._records[-1]
             is_whole = run.is_local or run.done == len(run.works)
-            if self._record.ended is not None:
-                self._record.ended = self._clock.stamp() if is_whole else None
+            if record.ended is not None:
+                record.ended = self._now() if is_whole else None
             self._run, self._runs = None, False
 
-    def _stamps(self, run: ReductionRun, bucket: Bucket) -> _BucketStamps | None:
-        # Not of a backward that began before the trace, or of buckets made for the occasion.
-        if run is not self._run or self._record is None:
-            return None
-        return self._record.buckets[bucket.index]
+    def _now(self) -> Stamp:
+        return Stamp(self._device)
 
-    def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
-        """Hook of parameter ``name``, called when a gradient has been accumulated."""
+    def _stamps(self, run: ReductionRun, bucket: Bucket) -> _BucketStamps:
+        if run is not self._run:
+            # Of a backward that began before the trace, or of buckets made for the occasion.
+            return _BucketStamps()
+        return self._records[-1].buckets[bucket.index]
 
-        def gradient_ready(_: Tensor) -> None:
-            stamp = name, self._clock.stamp()
-            if self._runs and self._record is not None:
-                self._record.gradients.append(stamp)
-            else:
-                # No output showed the start of this backward: the reducer's own hook, which comes
-                # after this one, begins it.
-                self._early.append(stamp)
-
-        return gradient_ready
+    def _gradient_ready(self, name: str, _: Tensor) -> None:
+        # If no output showed the start of this backward, the reducer's own hook, which comes after
+        # this one, begins it.
+        gradients = self._records[-1].gradients if self._runs else self._early
+        gradients.append((name, self._now()))
 
     def _backward(self, record: _Record) -> Backward:
         # Counted from the backward's own start: the clock of CUDA events gets coarse with time.
-        began = self._clock.seconds(self._entered, record.began)
+        began = self._entered.seconds_to(record.began)
 
-        def at(stamp: Any) -> float:
-            return began + self._clock.seconds(record.began, stamp)
+        def at(stamp: Stamp) -> float:
+            return began + record.began.seconds_to(stamp)
 
         bucket_of = {name: index for index, names in enumerate(record.names) for name in names}
-        gradients = tuple(
-            Gradient(name, bucket_of[name], at(stamp)) for name, stamp in record.gradients
-        )
-        if record.ended is None:
-            ended = gradients[-1].ready if gradients else began
-            return Backward(
-                began, ended, ended, record.reduced, record.first, True, gradients, buckets=()
-            )
+        gradients = [Gradient(name, bucket_of[name], at(stamp)) for name, stamp in record.gradients]
+        is_broken = record.ended is None
+        if is_broken:
+            compute_ended = gradients[-1].ready if gradients else began
+        else:
+            compute_ended = at(record.compute_ended)
+        ended = compute_ended
         buckets = []
-        for index, stamps in enumerate(record.buckets if record.reduced else ()):
-            if stamps.unflattened is None:
-                continue  # it was left out, or finalize_backward() comes after the trace
-            waited = at(stamps.waited)
-            # Whoever stamps the completion may come a moment after whoever waited for it.
-            completed = waited if stamps.completed is None else min(at(stamps.completed), waited)
-            buckets.append(
-                BucketPass(
-                    index,
-                    record.nbytes[index],
-                    record.names[index],
-                    flattens=tuple(Interval(at(a), at(b)) for a, b in stamps.flattens),
-                    launched=at(stamps.launched),
-                    completed=completed,
-                    unflatten=Interval(waited, at(stamps.unflattened)),
+        if record.reduced and not is_broken:
+            described = zip(record.buckets, record.nbytes, record.names, strict=True)
+            for index, (stamps, nbytes, names) in enumerate(described):
+                if stamps.unflattened is None:
+                    continue  # it was left out, or finalize_backward() comes after the trace
+                launched, waited = at(stamps.launched), at(stamps.waited)
+                # Who stamps the completion may come a moment after who waited for it.
+                completed = min(at(stamps.completed or stamps.waited), waited)
+                flattens = tuple(Interval(at(a), at(b)) for a, b in stamps.flattens)
+                unflatten = Interval(waited, at(stamps.unflattened))
+                buckets.append(
+                    BucketPass(index, nbytes, names, flattens, launched, completed, unflatten)
                 )
-            )
-        compute_ended = at(record.compute_ended)
-        ended = max([at(record.ended), *(each.unflatten.ended for each in buckets)])
+            ended = max([at(record.ended), *(each.unflatten.ended for each in buckets)])
         return Backward(
-            began,
-            compute_ended,
-            ended if record.reduced else compute_ended,
-            record.reduced,
-            record.first,
-            False,
-            gradients,
-            tuple(buckets),
+            *(began, compute_ended, ended, record.reduced, record.first, is_broken),
+            *(tuple(gradients), tuple(buckets)),
         )

@@ -18,22 +18,12 @@ from tritonddp.reducer.reducer import Reducer
 
 @dataclass(frozen=True)
 class BufferHook:
-    """What a user has put in the place of the broadcast.
+    """What a user has put in the place of the broadcast."""
 
-    Attributes:
-        hook: changes the buffers in place; may return futures of what it leaves under way.
-        state: handed to it.
-        is_after_forward: it runs after the module's forward, not before.
-    """
-
+    # Changes the buffers in place; may return futures of what it leaves under way.
     hook: Callable[[Any, dict[str, Tensor]], Sequence[torch.futures.Future] | None]
-    state: Any
-    is_after_forward: bool
-
-    @torch.no_grad()
-    def __call__(self, named_buffers: dict[str, Tensor]) -> Sequence[torch.futures.Future]:
-        """Run the hook; returns what is still under way."""
-        return self.hook(self.state, named_buffers) or ()
+    state: Any  # handed to it
+    is_after_forward: bool  # it runs after the module's forward, not before
 
 
 def sync_buffers(
@@ -44,11 +34,7 @@ def sync_buffers(
 ) -> None:
     """Give all ranks the same module buffers, if there are any.
 
-    Args:
-        parameters: has them.
-        broadcast: what happens to them without a hook.
-        reducer: waits at the end of its next backward for what a hook leaves under way.
-        hook: the user's, instead of a broadcast.
+    The reducer waits at the end of its next backward for what a hook leaves under way.
     """
     named_buffers = dict(parameters.buffers())
     if not named_buffers:
@@ -62,14 +48,5 @@ def sync_buffers(
                 f"buffers ({listed(list(named_buffers))})",
             )
         else:
-            reducer.post_backward.extend(hook(named_buffers))
-
-
-def check_buffers(buffers: Any) -> None:
-    """Are these tensors?
-
-    Raises:
-        TypeError: they are not.
-    """
-    if not (isinstance(buffers, Sequence) and all(isinstance(each, Tensor) for each in buffers)):
-        raise TypeError(f"bufs should be a list of tensors, got {buffers!r}")
+            with torch.no_grad():
+                reducer.post_backward.extend(hook.hook(hook.state, named_buffers) or ())

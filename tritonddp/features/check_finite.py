@@ -19,27 +19,15 @@ from tritonddp.reducer.extension import Extension
 # So many buckets and sets of ranks are named.
 _SHOWN = 4
 
-# What the constructor's ``check_finite`` may be.
-MODES = ("raise", "warn", None)
-
 
 def check_mode(mode: Any) -> None:
-    """Is this a ``check_finite``?
-
-    Raises:
-        ValueError: it is none.
-    """
-    if not (mode is None or isinstance(mode, str)) or mode not in MODES:
+    """Raise a ValueError if this is no ``check_finite``."""
+    if mode is not None and (not isinstance(mode, str) or mode not in ("raise", "warn")):
         raise ValueError(f"check_finite should be 'raise', 'warn' or None, got {mode!r}")
 
 
 class FiniteCheck(Extension):
-    """Tells what the marks of the buckets say when a reduction is over.
-
-    Args:
-        mode: ``"raise"`` or ``"warn"``.
-        group: names ranks.
-    """
+    """Tells what the marks of the buckets say when a reduction is over."""
 
     def __init__(self, mode: str, group: Group) -> None:
         self._mode = mode
@@ -65,12 +53,7 @@ class FiniteCheck(Extension):
         self._found, self._travels_in_fp16 = {}, False
 
     def on_end(self, run: ReductionRun) -> None:
-        """Tell what was found.
-
-        Raises:
-            FloatingPointError: something is not finite, on every rank, and ``mode`` is ``"raise"``.
-            A rank that has run out of inputs only warns: it has no backward to repeat.
-        """
+        """Tell what was found. A rank that has no inputs only warns: it has nothing to repeat."""
         if not self._found:
             return
         message = self._message(run.where)

@@ -1,9 +1,8 @@
 """Gradients that are not sent before that of another parameter is there.
 
 (``delay_all_reduce_named_params`` and ``param_to_hook_all_reduce``.) Delayed parameters have a
-bucket of their own for each dtype and device, which comes last in the launch order, and waits for
-the gradient of one more parameter. For that one to be anywhere, in the module or not, a backward is
-asked whether it will reach it.
+bucket of their own for each dtype and device, last in the launch order. The parameter that they
+wait for may be anywhere, in the module or not: a backward is asked whether it will reach it.
 """
 
 from __future__ import annotations
@@ -23,17 +22,11 @@ from tritonddp.reducer.extension import Extension
 
 @dataclass(frozen=True)
 class Delay:
-    """What is delayed, and until when.
-
-    Attributes:
-        params: those that are delayed.
-        names: their names, as the module has them.
-        until: the parameter whose gradient has to be there first.
-    """
+    """What is delayed, and until when."""
 
     params: tuple[Tensor, ...]
-    names: frozenset[str]
-    until: Tensor
+    names: frozenset[str]  # as the module has them
+    until: Tensor  # the parameter whose gradient has to be there first
 
     @classmethod
     def of(
@@ -42,17 +35,7 @@ class Delay:
         until: Tensor | None,
         named_params: Sequence[tuple[str, Tensor]],
     ) -> Delay | None:
-        """From the constructor's arguments; ``None`` if they are not given.
-
-        Args:
-            delayed: ``delay_all_reduce_named_params``. Their names do not matter.
-            until: ``param_to_hook_all_reduce``.
-            named_params: all parameters that are to be synchronised.
-
-        Raises:
-            TypeError: they are no parameters with their names, or no parameter.
-            ValueError: only one of the arguments is given, or a parameter is not one of the module.
-        """
+        """From the constructor's arguments, where names do not matter; ``None`` if not given."""
         if (delayed is None) != (until is None):
             raise ValueError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "
@@ -81,14 +64,9 @@ class Delay:
 
 
 class DeferredBuckets(Extension):
-    """Buckets of delayed parameters wait for the gradient of one more parameter.
+    """Buckets of delayed parameters wait for the gradient of one more, if a backward reaches it.
 
-    Unless the backward that runs does not reach that one.
-
-    Args:
-        until: that parameter.
-        names: of the delayed parameters.
-        launching: held while buckets are launched.
+    ``launching`` is held while buckets are launched.
     """
 
     def __init__(

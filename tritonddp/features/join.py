@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -58,9 +58,13 @@ class Wrapper(Protocol):
 class UnevenInputs(CountingJoin):
     """torch's ``Join`` of one wrapped module, which first brings what is under way to its end."""
 
+    @property
+    def _ddp(self) -> Any:
+        return self._joinables[0]
+
     def counting(self) -> AbstractContextManager[None]:
         """Names who is missing when this rank waits for those that have inputs."""
-        return _counting(_wrapper(self._joinables[0]))
+        return _counting(self._ddp)
 
     def __exit__(
         self,
@@ -68,7 +72,7 @@ class UnevenInputs(CountingJoin):
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        ddp = _wrapper(self._joinables[0])
+        ddp = self._ddp
         try:
             if type is None and ddp.sync.join is not None:
                 ddp.core.settle_and_refresh()
@@ -84,10 +88,6 @@ class ShadowHook(JoinHook):
     Between two iterations ``.grad`` holds what the other ranks have reduced, ``None`` where none
     has a gradient: an optimizer that joins too (``ZeroRedundancyOptimizer``) steps with it. What
     this rank had comes back in the end, or the next loop would add its gradients to another's.
-
-    Args:
-        ddp: the wrapped module.
-        divide_by_initial_world_size: see ``DistributedDataParallel.join``.
     """
 
     def __init__(self, ddp: Wrapper, divide_by_initial_world_size: bool) -> None:
@@ -100,45 +100,38 @@ class ShadowHook(JoinHook):
         """Make the collectives of one forward and, if it is reduced, of its backward."""
         ddp = self._ddp
         ddp.core.settle_and_refresh()
-        join = _protocol(ddp)
+        join: JoinProtocol = ddp.sync.join
         join.mean_over_present = not ddp._divide_by_initial_world_size
         reduces = join.receive(_coming(ddp), ddp.core.parameters.schema)
         if join.differs:
             _train_the_same(ddp, is_present=False)
-        self._set_gradients_aside()
+        for param in [*ddp.core.manager.current.params, *(p for _, p in ddp.core.parameters.added)]:
+            if param not in self._own:
+                # A copy: what lies in a bucket is about to be overwritten.
+                grad = param.grad
+                self._own[param] = None if grad is None else grad.detach().clone()
+            param.grad = None
         if join.syncs_buffers:
             ddp._sync_buffers()
         ddp.require_forward_param_sync = reduces  # as on the ranks whose forward this is
         if reduces:
             shadow_backward(ddp.core, GradSource.JOINED)
 
-    def _set_gradients_aside(self) -> None:
-        for param in _reduced_params(self._ddp.core):
-            if param not in self._own:
-                # A copy: what lies in a bucket is about to be overwritten.
-                grad = param.grad
-                self._own[param] = None if grad is None else grad.detach().clone()
-            param.grad = None
-
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Take the model over from the rank that left last, of several from the highest.
-
-        Raises:
-            RuntimeError: on every rank, if they hold different parameters.
-        """
+        """Take the model over from the rank that left last, of several from the highest."""
         ddp = self._ddp
         ddp.core.settle_and_refresh()
         for param, grad in self._own.items():
             param.grad = grad
             ddp.core.own_gradients_at = ddp.core.counters.reductions
-        _protocol(ddp).agree_on_last(f"{_where(ddp)}, end of join()", is_last_joiner)
+        where = f"{ddp.core.where()}, end of join()"
+        ddp.sync.join.agree_on_last(where, is_last_joiner)
         ddp._authoritative_rank = ddp.sync.source_rank
-        params, buffers = ddp.core.parameters.params, ddp.core.parameters.buffers()
-        if not ddp.forward_sync_buffers:
-            buffers = []
-        _verify_held(ddp, [*params, *buffers], f"{_where(ddp)}, end of join()")
+        buffers = ddp.core.parameters.buffers() if ddp.forward_sync_buffers else []
+        held = [*ddp.core.parameters.params, *buffers]
+        _verify_held(ddp, held, where)
         ddp.state_broadcast.send(
-            [tensor.detach() for _, tensor in [*params, *buffers]],
+            [tensor.detach() for _, tensor in held],
             f"step {ddp.core.counters.reductions}, end of join()",
             "parameters and buffers",
         )
@@ -146,17 +139,12 @@ class ShadowHook(JoinHook):
 
 
 def announce_forward(ddp: Wrapper) -> None:
-    """A forward begins: tell the ranks that have no inputs which collectives it will bring.
-
-    Raises:
-        RuntimeError: another rank has none left, where that is to end the loop; or the ranks do not
-            agree on what will be reduced.
-    """
+    """A forward begins: tell the ranks that have no inputs which collectives it will bring."""
     _make_up(ddp)
-    protocol = _protocol(ddp)
+    protocol: JoinProtocol = ddp.sync.join
     # Where a rank without inputs ends the loop, that is an error of its own.
-    with nullcontext() if throws_on_early_termination(_joinable(ddp)) else _counting(ddp):
-        notified = Join.notify_join_context(_joinable(ddp))
+    with nullcontext() if throws_on_early_termination(ddp) else _counting(ddp):
+        notified = Join.notify_join_context(cast(Joinable, ddp))
     protocol.mean_over_present = not ddp._divide_by_initial_world_size
     protocol.announce(
         _coming(ddp),
@@ -174,30 +162,22 @@ def announce_forward(ddp: Wrapper) -> None:
 
 
 def refuse_inside(ddp: Wrapper, what: str) -> None:
-    """Collectives that ranks without inputs could not follow.
-
-    Raises:
-        RuntimeError: inside ``join``.
-    """
-    if ddp.sync.join is not None and not throws_on_early_termination(_joinable(ddp)):
+    """Raise a RuntimeError inside ``join``: ranks without inputs could not follow."""
+    if ddp.sync.join is not None and not throws_on_early_termination(ddp):
         raise RuntimeError(
-            f"{_where(ddp)}: {what} inside join(): a rank that has no inputs left would not take "
-            "part. Call it after join()"
+            f"{ddp.core.where()}: {what} inside join(): a rank that has no inputs left would not "
+            "take part. Call it after join()"
         )
 
 
 def _make_up(ddp: Wrapper) -> None:
-    """If no backward has followed the last forward: the ranks without inputs wait for it."""
-    if _protocol(ddp).is_due:
+    """If no backward has followed the last forward: ranks without inputs wait for it."""
+    if ddp.sync.join.is_due:
         shadow_backward(ddp.core, GradSource.SKIPPED)
 
 
 def _train_the_same(ddp: Wrapper, is_present: bool) -> None:
-    """Loops freeze and unfreeze parameters; a rank that has left its loop follows the others.
-
-    Raises:
-        RuntimeError: on every rank, if they do not hold the same parameters.
-    """
+    """Loops freeze and unfreeze parameters; a rank that has left its loop follows the others."""
     params = ddp.core.parameters.params
     _verify_held(ddp, params, _coming(ddp))
     required = torch.tensor(
@@ -220,38 +200,13 @@ def _verify_held(ddp: Wrapper, named_tensors: Iterable[tuple[str, Tensor]], wher
 def _leave(ddp: Wrapper) -> None:
     # A forward without a backward has armed the reduction on the ranks that had inputs only.
     ddp.core.forwards.backward_begins(reduced=True)
-    leave_join(_joinable(ddp))
+    leave_join(ddp)
 
 
 def _counting(ddp: Wrapper) -> AbstractContextManager[None]:
-    what = "count of the ranks that have inputs, inside join()"
-    return ddp.group.guard(_coming(ddp), what)
+    return ddp.group.guard(_coming(ddp), "count of the ranks that have inputs, inside join()")
 
 
 def _coming(ddp: Wrapper) -> str:
     """Before the collectives of a forward, on the ranks that have no inputs too."""
     return f"rank {ddp.group.rank}, step {ddp.core.counters.reductions + 1}, forward"
-
-
-def _where(ddp: Wrapper) -> str:
-    return ddp.core.where()
-
-
-def _protocol(ddp: Wrapper) -> JoinProtocol:
-    assert ddp.sync.join is not None
-    return ddp.sync.join
-
-
-def _reduced_params(core: Reducer) -> list[Parameter]:
-    return [*core.manager.current.params, *(param for _, param in core.parameters.added)]
-
-
-# A wrapper is both.
-
-
-def _wrapper(joinable: Any) -> Wrapper:
-    return joinable
-
-
-def _joinable(ddp: Any) -> Joinable:
-    return ddp

@@ -17,44 +17,28 @@ class JoinProtocol:
     """What the ranks tell each other before each forward inside torch's ``Join``.
 
     Ranks that have run out of inputs hear which collectives the others will make, so that they can
-    make them too. Outside of ``Join`` nothing is told.
-
-    The host waits for the answer, on a GPU too, as stock DDP does where there are buffers.
-
-    Args:
-        group: the ranks.
-        device: of what is sent.
-
-    Attributes:
-        is_open: forwards run inside ``Join``.
-        is_due: a forward has said that its backward will be reduced, and no reduction has begun
-            since then.
-        mean_over_present: gradients that have no weight are averaged over the ranks that still
-            have inputs, not over all.
-        source_rank: whose buffers, and whose order of gradients, all ranks take over. Rank 0
-            outside of ``Join``; inside it, as in stock, the highest that has inputs.
-        syncs_buffers: any rank wants module buffers to be synchronised.
-        differs: not all ranks train the same parameters.
+    make them too. The host waits for the answer, on a GPU too, as stock DDP does where there are
+    buffers.
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self._group = group
         self._device = device
-        self.is_open = self.is_due = self.mean_over_present = False
+        self.is_open = False  # forwards run inside Join
+        self.is_due = False  # a forward has announced a reduction, which has not begun yet
+        # Gradients without a weight are averaged over the ranks that have inputs, not over all.
+        self.mean_over_present = False
+        # Whose buffers, and whose order of gradients, all ranks take over: as in stock, the highest
+        # that has inputs.
         self.source_rank = 0
-        self.syncs_buffers = self.differs = False
+        self.syncs_buffers = False  # any rank wants module buffers to be synchronised
+        self.differs = False  # not all ranks train the same parameters
 
     def announce(self, where: str, schema: bytes, reduces: bool, syncs_buffers: bool) -> None:
         """Say that this rank has inputs, and what its forward and backward will send.
 
-        Args:
-            where: this rank's place, for errors.
-            schema: hash of what it trains.
-            reduces: whether the backward is reduced.
-            syncs_buffers: whether the forward synchronises module buffers.
-
-        Raises:
-            RuntimeError: the ranks are about to do different things.
+        ``where`` is its place, for errors, and ``schema`` a hash of what it trains. It is a
+        RuntimeError, here and in the methods below, if the ranks are about to do different things.
         """
         self.is_open = True
         said = _PRESENT + _REDUCES * reduces + _SYNCS_BUFFERS * syncs_buffers
@@ -64,12 +48,8 @@ class JoinProtocol:
     def reduces_backward(self, is_enabled: bool, where: str) -> bool:
         """Whether a backward that begins now is the one that a forward has announced.
 
-        Args:
-            is_enabled: it runs outside ``no_sync``.
-            where: this rank and its step, for errors.
-
         Raises:
-            RuntimeError: it is not, and it is outside ``no_sync`` nevertheless.
+            RuntimeError: it is not, and it ``is_enabled``: outside ``no_sync`` nevertheless.
         """
         if not self.is_due and is_enabled:
             raise RuntimeError(
@@ -81,14 +61,7 @@ class JoinProtocol:
         return self.is_due
 
     def receive(self, where: str, schema: bytes) -> bool:
-        """Say that this rank has no inputs any more.
-
-        Returns:
-            whether the others reduce the gradients of a backward.
-
-        Raises:
-            RuntimeError: they are about to do different things.
-        """
+        """Say that this rank has no inputs any more; whether the others reduce a backward."""
         return self._exchange(where, 0, schema)
 
     def agree_on_last(self, where: str, is_last: bool) -> None:

@@ -29,10 +29,7 @@ from tritonddp.kernels.flat_buffer import DTYPES
 class LowPrecision:
     """Runs ``module`` in the dtypes of ``config``, and casts its buffers for good.
 
-    Args:
-        module: what the user has wrapped.
-        config: see :class:`torch.nn.parallel.distributed._MixedPrecision`.
-        ignored: names of parameters and buffers that keep their dtypes.
+    ``ignored`` are names of parameters and buffers that keep their dtypes.
     """
 
     def __init__(self, module: nn.Module, config: MixedPrecision, ignored: Collection[str]) -> None:
@@ -61,11 +58,9 @@ class LowPrecision:
         args, kwargs = cast_inputs(self._dtype, args, kwargs)
         self._put_back(self._replaced)  # of a recomputation that broke off
         self._recomputed.clear()
-        self._kept = {
-            param
-            for name, param in (module.named_parameters() if self._ignored else ())
-            if name in self._ignored
-        }
+        if self._ignored:
+            named = module.named_parameters()
+            self._kept = {param for name, param in named if name in self._ignored}
         self._watch(module)
         replaced = self._replace(module)
         self._is_running = self._has_run = True
@@ -81,10 +76,9 @@ class LowPrecision:
 
     def remove_hooks_with(self, wrapper: object) -> None:
         """Leave the module as it was when ``wrapper`` goes."""
-        weakref.finalize(wrapper, self.remove_hooks).atexit = False
+        weakref.finalize(wrapper, self._remove_hooks).atexit = False
 
-    def remove_hooks(self) -> None:
-        """Leave the module as it was."""
+    def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -95,19 +89,15 @@ class LowPrecision:
         (Asked of the modules: a list of them here would be part of each copy of one.)
         """
         for each in module.modules():
-            if not any(
-                getattr(hook, "__self__", None) is self for hook in each._forward_pre_hooks.values()
-            ):
+            hooks = each._forward_pre_hooks.values()
+            if all(getattr(hook, "__self__", None) is not self for hook in hooks):
                 self._hooks += [
                     each.register_forward_pre_hook(self._begin_recomputing, prepend=True),
                     each.register_forward_hook(self._end_recomputing, always_call=True),
                 ]
 
     def _name_params(self, module: nn.Module) -> None:
-        """As in stock DDP, parameters tell by two attributes what they are cast from and to.
-
-        (The latter occupies no memory.)
-        """
+        """As in stock DDP, parameters tell what they are cast from and, without memory, to."""
         for name, param in module.named_parameters():
             if name not in self._ignored:
                 low = torch.empty((), dtype=self._dtype or param.dtype, device=param.device)
@@ -124,18 +114,16 @@ class LowPrecision:
             for key, param in module._parameters.items():
                 if param is None or not param.is_floating_point() or param in self._kept:
                     continue
-                if param not in low:
-                    cast = _cast if param in sparse else Tensor.to
-                    low[param] = cast(param, self._dtype)
+                if param in sparse and param.dtype != self._dtype and param not in low:
+                    low[param] = _Cast.apply(param, self._dtype)
+                elif param not in low:
+                    low[param] = param.to(self._dtype)
                 replaced.append((module._parameters, key, param))
             if isinstance(module, nn.RNNBase):  # has its parameters in another place as well
                 replaced.append((module.__dict__, "_flat_weights", module._flat_weights))
         for table, key, former in replaced:
-            table[key] = (
-                [low.get(weight, weight) for weight in former]
-                if isinstance(former, list)
-                else low[former]
-            )
+            is_list = isinstance(former, list)
+            table[key] = [low.get(each, each) for each in former] if is_list else low[former]
         return replaced
 
     @staticmethod
@@ -171,18 +159,8 @@ class _Cast(torch.autograd.Function):
         return grad.to(ctx.dtype), None
 
 
-def _cast(param: Tensor, dtype: torch.dtype | None) -> Tensor:
-    # Of its own dtype it is the parameter itself, as from ``Tensor.to``.
-    return param if param.dtype == dtype else _Cast.apply(param, dtype)
-
-
 def check_mixed_precision(config: Any) -> None:
-    """Is this what the constructor's ``mixed_precision`` may be?
-
-    Raises:
-        TypeError: it is of another type.
-        ValueError: gradients cannot be reduced in its dtype.
-    """
+    """Raise a TypeError or a ValueError if the constructor's ``mixed_precision`` cannot be this."""
     if not isinstance(config, MixedPrecision):
         raise TypeError(
             "mixed_precision should be a torch.nn.parallel.distributed._MixedPrecision, got "

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from torch import Tensor
-
 from tritonddp._torch import optimizer_hooks, optimizers_in_backward
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.comm.run import LocalError, ReductionRun
@@ -14,27 +10,19 @@ from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.reducer import Reducer
 
 
-def claim_optimizer_hooks(params: Iterable[Tensor]) -> bool:
-    """Remove the hooks that would step an optimizer before gradients are reduced.
+def step_in_backward(reducer: Reducer) -> None:
+    """Where optimizers step in the backward, have them step when gradients are the means.
 
-    Returns:
-        Whether any of ``params`` has an optimizer that steps in the backward.
+    The hooks that would step them before are removed.
     """
     handles_of = optimizer_hooks()
     if handles_of is None:
-        return False
-    found = False
+        return
+    params = [each for _, each in reducer.parameters.params if optimizers_in_backward(each)]
     for param in params:
-        if optimizers_in_backward(param):
-            found = True
-            for handle in handles_of.get(param, ()):
-                handle.remove()
-    return found
-
-
-def step_in_backward(reducer: Reducer) -> None:
-    """Where optimizers step in the backward, have them step when gradients are the means."""
-    if claim_optimizer_hooks(param for _, param in reducer.parameters.params):
+        for handle in handles_of.get(param, ()):
+            handle.remove()
+    if params:
         if not reducer.steps_optimizers and not reducer.hook_steps_optimizers:
             reducer.events.install(OptimizerSteps())
         reducer.steps_optimizers = True
@@ -52,11 +40,7 @@ class OptimizerSteps(Extension):
     """
 
     def on_reduced(self, run: ReductionRun, bucket: Bucket) -> None:
-        """Step.
-
-        Raises:
-            OptimizerStepError: an optimizer failed; those of later parameters have not stepped.
-        """
+        """Step. Where an optimizer fails, those of later parameters do not."""
         if run.source in (GradSource.REQUEST, GradSource.SKIPPED, GradSource.CONTEXT):
             return
         for name, param in zip(bucket.names, bucket.params, strict=True):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch.distributed as dist
 
 from tritonddp.buckets.bucket import Bucket
-from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.run import ReductionRun
 from tritonddp.coordination.agreement import GradSource
@@ -22,10 +21,7 @@ _SHOWN = 10
 def unused_error(where: str, rank: int, unused: Mapping[str, int]) -> str:
     """The message, which holds the phrases of torch's that people search for.
 
-    Args:
-        where: rank and step.
-        rank: in the process group.
-        unused: the parameters' names, and their places among those that require gradients.
+    ``unused`` has names, and places among the parameters that require gradients.
     """
     names = sorted(unused, key=unused.__getitem__)
     debug = dist.get_debug_level() != dist.DebugLevel.OFF
@@ -52,13 +48,7 @@ def unused_error(where: str, rank: int, unused: Mapping[str, int]) -> str:
 
 
 class StrictUnused(Extension):
-    """``find_unused_parameters=False``: the next forward raises what the last backward left.
-
-    Args:
-        parameters: of the module.
-        rank: this one.
-        reducer: its next forward raises the error. It is referred to weakly.
-    """
+    """``find_unused_parameters=False``: the next forward raises what the last backward left."""
 
     def __init__(self, parameters: ModuleParameters, rank: int, reducer: Reducer) -> None:
         self._parameters = parameters
@@ -94,37 +84,21 @@ class StrictUnused(Extension):
 class SkipUnused(Extension):
     """``skip_all_reduce_unused_params``: buckets that no rank has gradients for are not sent.
 
-    Args:
-        sync: ranks without inputs expect all buckets.
+    The first one is: its headers tell whether all ranks leave out the same.
     """
 
     def __init__(self, sync: SyncState) -> None:
         self._sync = sync
 
     def on_begin(self, run: ReductionRun) -> None:
-        """Find out which buckets are left out."""
+        """Find out which buckets are left out. (Ranks without inputs expect all.)"""
         if run.is_local or run.source is GradSource.REQUEST or run.is_provisional:
             return
-        if self._sync.join is None or not self._sync.join.is_open:
-            run.skipped = unused_buckets(run.bucket_set, run.used, run.doubtful)
-
-
-def unused_buckets(
-    bucket_set: BucketSet, used: Sequence[bool], doubtful: Collection[int]
-) -> list[int]:
-    """The buckets none of whose parameters is used.
-
-    The first bucket is always sent: its headers tell whether all ranks leave out the same.
-
-    Args:
-        bucket_set: the buckets.
-        used: for each parameter, whether this backward reaches it, or one accumulated before.
-        doubtful: parameters that may get a gradient although they are not announced.
-    """
-    doubted = {number for number in doubtful if not used[number]}
-    unused = []
-    for bucket in bucket_set.buckets[1:]:
-        numbers = range(bucket.first, bucket.first + len(bucket.params))
-        if not any(used[numbers.start : numbers.stop]) and doubted.isdisjoint(numbers):
-            unused.append(bucket.index)
-    return unused
+        if self._sync.join is not None and self._sync.join.is_open:
+            return
+        run.skipped = []
+        for bucket in run.buckets[1:]:
+            numbers = range(bucket.first, bucket.first + len(bucket.params))
+            # The doubtful ones may get a gradient although they are not announced.
+            if not any(run.used[number] or number in run.doubtful for number in numbers):
+                run.skipped.append(bucket.index)

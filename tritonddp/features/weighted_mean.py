@@ -36,12 +36,7 @@ from tritonddp.reducer.extension import Extension, SyncState
 
 
 def weight_of(n: Any, reduction: str) -> Weight:
-    """From the arguments of ``weighted``.
-
-    Raises:
-        TypeError: ``n`` is no number.
-        ValueError: ``n`` is negative or not finite, or ``reduction`` is unknown.
-    """
+    """From the arguments of ``weighted``, which tells what it raises."""
     if not isinstance(reduction, str) or reduction not in ("mean", "sum"):
         raise ValueError(f"reduction should be 'mean' or 'sum', got {reduction!r}")
     if isinstance(n, Tensor) and n.numel() == 1 and not (n.is_complex() or n.is_meta):
@@ -64,26 +59,15 @@ class AccumulationWindow(Extension):
     """The weighted backwards that a rank has accumulated since the last reduction.
 
     Installed by the first ``weighted()`` of a wrapper.
-
-    Args:
-        parameters: of the module.
-        sync: has the weight of the backward that begins.
-        manager: has the parameters whose gradients a backward may change.
-
-    Attributes:
-        weight: of all of them together; ``None`` while there is none.
     """
 
     def __init__(
-        self,
-        parameters: ModuleParameters,
-        sync: SyncState,
-        manager: BucketManager,
+        self, parameters: ModuleParameters, sync: SyncState, manager: BucketManager
     ) -> None:
         self._parameters = parameters
         self._sync = sync
         self._manager = manager
-        self.weight: Weight | None = None
+        self.weight: Weight | None = None  # of all of them together, if there are any
         self._weight_before: Weight | None = None  # the backward that runs
         # The gradients at the end of the last of them, and their versions.
         self._left: dict[Tensor, tuple[Tensor, int]] = {}
@@ -95,11 +79,6 @@ class AccumulationWindow(Extension):
         self._share = 1.0
 
     def on_begin(self, run: ReductionRun) -> None:
-        """A backward begins, or what was accumulated is reduced.
-
-        Raises:
-            RuntimeError: see :meth:`open`; or what was accumulated has weights already.
-        """
         weight: Weight | None = self._sync.weight
         if run.source is not GradSource.REQUEST:
             self.open(weight, not run.is_local, not any(run.earlier), run.is_late)
@@ -115,7 +94,6 @@ class AccumulationWindow(Extension):
         run.weight = self.weight
 
     def on_pack(self, run: ReductionRun, bucket: Bucket, segment: Segment) -> None:
-        """Make the gradients of a segment those of the window."""
         if run.of_backwards and not run.source.is_empty:
             first = bucket.first + segment.first
             if run.source is not GradSource.REQUEST:
@@ -123,29 +101,20 @@ class AccumulationWindow(Extension):
             self.divide(segment.params, run.used[first : first + len(segment.params)])
 
     def on_compute_end(self, run: ReductionRun) -> None:
-        """A backward that only accumulates is over."""
         if run.is_local:
             self.close(self._get_params())
 
     def on_close(self, run: ReductionRun) -> None:
-        """The window is over with a reduction."""
         if not run.is_local:
             self.clear()
 
     def on_abort(self, run: ReductionRun) -> None:
-        """See :meth:`abandon`."""
         self.abandon()
 
     def _get_params(self) -> list[Tensor]:
         return [*self._manager.current.params, *(param for _, param in self._parameters.added)]
 
-    def open(
-        self,
-        weight: Weight | None,
-        is_last: bool,
-        is_first: bool,
-        is_late: bool,
-    ) -> None:
+    def open(self, weight: Weight | None, is_last: bool, is_first: bool, is_late: bool) -> None:
         """A backward of this weight begins.
 
         Args:
@@ -153,10 +122,6 @@ class AccumulationWindow(Extension):
             is_last: it will be reduced, together with all before it.
             is_first: no backward has been accumulated since the last reduction.
             is_late: its first gradient has been accumulated already.
-
-        Raises:
-            RuntimeError: a backward without weight, or of the other reduction, after weighted
-                ones; or it is too late to tell its first gradient from what was there.
         """
         if weight is None and self.weight is None:
             return
@@ -182,11 +147,8 @@ class AccumulationWindow(Extension):
         if self.weight is None:
             self.weight = weight
             if wants_base:
-                self._base = {
-                    param: mean.detach().clone()
-                    for param, mean in means.items()
-                    if mean is not None
-                }
+                held = ((param, mean) for param, mean in means.items() if mean is not None)
+                self._base = {param: mean.detach().clone() for param, mean in held}
             return
         if weight.is_sum != self.weight.is_sum:
             raise RuntimeError(
@@ -260,11 +222,8 @@ class AccumulationWindow(Extension):
 
     def clear(self) -> None:
         """The window has been reduced, or dropped."""
-        self.weight = None
-        self._weight_before = None
-        self._left = {}
-        self._base = {}
-        self._aside = {}
+        self.weight = self._weight_before = None
+        self._left, self._base, self._aside = {}, {}, {}
 
 
 def _is_dropped(param: Tensor, left: Tensor, version: int) -> bool:

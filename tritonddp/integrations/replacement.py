@@ -1,9 +1,7 @@
 """tritonddp's class in the place of torch's, for code that lets nobody choose its wrapper.
 
-``torch.nn.parallel.DistributedDataParallel`` and ``torch.nn.parallel.distributed
-.DistributedDataParallel``, the names by which torch offers its class, stand for ours. A module that
-has imported torch's class by name before (``from torch.nn.parallel import ...``) keeps it, and its
-wrappers work as ever: replace first, import then.
+The names in ``torch.nn.parallel`` and ``torch.nn.parallel.distributed`` stand for ours. A module
+that has imported torch's class by name before keeps it: replace first, import then.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import torch.nn.parallel.distributed
 from tritonddp._torch import STOCK
 from tritonddp.ddp import DistributedDataParallel
 
-_NAME = "DistributedDataParallel"
 _OFFERED = "_offered_instead"
 _is_for_good = False
 
@@ -87,17 +84,14 @@ def instead_of_stock() -> Iterator[None]:
     with stock_replaced():
         yield
     if DistributedDataParallel.wrapped_modules == wrapped:
-        bound = _bound()
-        warnings.warn(
-            "Nothing was wrapped with tritonddp inside instead_of_stock(). "
-            + (
+        advice = "Enter it before the model is wrapped, and leave it after that."
+        if bound := _bound():
+            advice = (
                 f"{_sentence(bound)} Enter the context before they are imported, or use an adapter "
                 "of tritonddp.integrations."
-                if bound
-                else "Enter it before the model is wrapped, and leave it after that."
-            ),
-            stacklevel=3,
-        )
+            )
+        message = f"Nothing was wrapped with tritonddp inside instead_of_stock(). {advice}"
+        warnings.warn(message, stacklevel=3)
 
 
 @contextmanager
@@ -133,5 +127,7 @@ def _bound() -> list[str]:
 
 
 def _sentence(bound: list[str]) -> str:
-    names = ", ".join(bound)
-    return f"These modules had imported torch's {_NAME} by name before, and keep it: {names}."
+    return (
+        "These modules had imported torch's DistributedDataParallel by name before, and keep it: "
+        f"{', '.join(bound)}."
+    )

@@ -10,12 +10,8 @@ from typing import Any
 def ddp_strategy(user: str, *packages: str) -> Any:
     """``DDPStrategy`` of the first of these packages that is imported already, or installed.
 
-    Args:
-        user: the module that needs it, for the error.
-        packages: names under which the same package is published.
-
-    Raises:
-        ImportError: none of them is installed; says what to install.
+    They are names of one package. If none is installed, an ImportError says what ``user``, a
+    module, needs.
     """
     for name in sorted(packages, key=lambda name: name not in sys.modules):
         try:

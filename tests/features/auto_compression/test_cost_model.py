@@ -10,7 +10,6 @@ from tritonddp.features.auto_compression.cost_model import (
     Compute,
     Kernel,
     Kind,
-    Library,
     Load,
     Passage,
     Speed,
@@ -56,25 +55,6 @@ def test_a_collective_takes_its_rounds_and_the_bytes_that_a_rank_sends(
 def test_one_rank_sends_nothing() -> None:
     assert collective_seconds(Kind.ALL_REDUCE, 1000, 1, Speed(1.0, 1.0)) == 0
     assert sent_bytes(Kind.ALL_TO_ALL, 1000, 1) == 0
-
-
-def test_many_ranks_reduce_few_bytes_in_a_tree_where_there_is_one() -> None:
-    speed = Speed(call=0.0, byte=1e-9, latency=1e-4)
-    size = 1_000_000
-    ring = 2 * 1023 * 1e-4 + 2 * 1023 / 1024 * 1e-3
-    tree = 2 * 10 * 1e-4 + 2e-3
-    assert collective_seconds(Kind.ALL_REDUCE, size, 1024, speed) == pytest.approx(ring)
-    in_nccl = collective_seconds(Kind.ALL_REDUCE, size, 1024, speed, Library.NCCL)
-    assert in_nccl == pytest.approx(tree)
-    # Two ranks are next to each other in a ring as well, and many bytes go round faster.
-    few = [collective_seconds(Kind.ALL_REDUCE, size, 2, speed, library) for library in Library]
-    assert few[0] == few[1]
-
-
-def test_a_slower_line_counts_and_a_faster_one_does_not() -> None:
-    host = Speed(call=1e-4, byte=1e-9, core=5e-10)
-    assert host.on_line(1e8, 1e-3) == Speed(1e-4, 1e-8, 5e-10, latency=1e-3)
-    assert host.on_line(1e12) == host
 
 
 # Buckets

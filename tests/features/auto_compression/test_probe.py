@@ -11,22 +11,28 @@ import torch.distributed as dist
 from distributed import gather, ranks
 
 from tritonddp.buckets.bucket import Bucket
+from tritonddp.coordination.counters import Counters
 from tritonddp.features.auto_compression import probe
 from tritonddp.features.auto_compression.cost_model import Kind, Speed
 from tritonddp.features.auto_compression.probe import Figures, Way, measure
+from tritonddp.kernels.dispatch import select
 
 CPU = torch.device("cpu")
 STEPS = ("fill", "reduce", "empty")
+
+
+def make(index: int, params: Any, names: list[str], kind: Any = Bucket, **options: Any) -> Bucket:
+    return kind(index, params, names, select(CPU, params[0].dtype), Counters(), **options)
 
 
 def ways() -> dict[torch.dtype, dict[str, Way]]:
     fp32, bf16 = torch.float32, torch.bfloat16
     return {
         fp32: {
-            "float32": Way(Bucket, [(Kind.ALL_REDUCE, fp32)]),
-            "bfloat16": Way(partial(Bucket, wire_dtype=bf16), [(Kind.ALL_REDUCE, bf16)]),
+            "float32": Way(make, [(Kind.ALL_REDUCE, fp32)]),
+            "bfloat16": Way(partial(make, wire_dtype=bf16), [(Kind.ALL_REDUCE, bf16)]),
         },
-        bf16: {"bfloat16": Way(Bucket, [(Kind.ALL_REDUCE, bf16)])},
+        bf16: {"bfloat16": Way(make, [(Kind.ALL_REDUCE, bf16)])},
     }
 
 
@@ -68,7 +74,7 @@ def test_the_slowest_rank_counts() -> None:
             super().pack(*args)
 
     fp32 = torch.float32
-    both = {fp32: {"float32": Way(Slow, [(Kind.ALL_REDUCE, fp32)])}}
+    both = {fp32: {"float32": Way(partial(make, kind=Slow), [(Kind.ALL_REDUCE, fp32)])}}
     with pytest.MonkeyPatch.context() as monkeypatch:
         small(monkeypatch)
         figures = measure(dist.group.WORLD, CPU, both)

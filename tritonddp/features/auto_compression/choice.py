@@ -47,17 +47,11 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and why.
+    """What was chosen, and why."""
 
-    Attributes:
-        wires: the name of each bucket's.
-        seconds: predicted, from the start of the backward to the last gradient in ``.grad``.
-        predicted: the same if all buckets took one wire that may, by its name, :data:`OWN` first;
-            and :data:`BEST`.
-    """
-
-    wires: tuple[str, ...]
-    seconds: float
+    wires: tuple[str, ...]  # the name of each bucket's
+    seconds: float  # predicted, from the start of the backward to the last gradient in .grad
+    # The same if all buckets took one wire that may, by its name, OWN first; and BEST.
     predicted: Mapping[str, float]
 
 
@@ -68,11 +62,8 @@ def choose(buckets: Sequence[Candidates], world_size: int, backward: float, core
     less time by :data:`MARGIN`, and if it matters: what a backward hides anyway stays in full
     precision. And all take their own if the whole backward does not gain :data:`MARGIN`.
 
-    Args:
-        buckets: in launch order.
-        world_size: number of ranks.
-        backward: seconds that it takes without any synchronisation.
-        cores: of the host for each rank, see :class:`Compute`.
+    Buckets come in launch order; ``backward`` is in seconds, without any synchronisation, and for
+    ``cores`` see :class:`Compute`.
     """
     compute = Compute.in_proportion([bucket.load for bucket in buckets], backward, cores)
     ways = [

@@ -9,18 +9,16 @@ for all-to-all. With latency ``a``, ``b`` seconds a byte, ``W`` ranks and a mess
 an all-reduce takes ``2 (W-1) a + 2 (W-1)/W S b``, the others half of that (Thakur, Rabenseifner and
 Gropp, Optimization of collective communication operations in MPICH, 2005; that no all-reduce sends
 less is shown by Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of
-workstations, 2009). :class:`Library` ``NCCL`` all-reduces in a double binary tree where that is
-faster, ``2 log2(W) a + 2 S b`` (Sanders, Speck and Träff, Two-tree algorithms for full bandwidth
-broadcast, reduction and scan, 2009).
+workstations, 2009).
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
+from itertools import accumulate
 
 EXACT_BYTES = 4
 
@@ -33,37 +31,14 @@ class Kind(Enum):
     ALL_GATHER = "all-gather"
 
 
-class Library(Enum):
-    """Whose algorithms."""
-
-    GLOO = "gloo"
-    NCCL = "nccl"
-
-
 @dataclass(frozen=True)
 class Speed:
-    """How fast one kind of collective is, on one rank.
+    """How fast one kind of collective is, on one rank; seconds."""
 
-    Attributes:
-        call: seconds of each, however short its message and few its ranks.
-        byte: seconds for each byte that the rank sends.
-        core: of these, seconds that a core of the rank's host works. What is left is waiting.
-        latency: seconds of each round: of a message to another rank, however short.
-    """
-
-    call: float
-    byte: float
-    core: float = 0.0
-    latency: float = 0.0
-
-    def on_line(self, bandwidth: float, latency: float = 0.0) -> Speed:
-        """The same hosts, with a slower line between them.
-
-        Args:
-            bandwidth: bytes per second that it carries for a rank.
-            latency: seconds that it adds to each message.
-        """
-        return replace(self, byte=max(self.byte, 1 / bandwidth), latency=self.latency + latency)
+    call: float  # of each, however short its message and few its ranks
+    byte: float  # for each byte that the rank sends
+    core: float = 0.0  # of these, those that a core of the rank's host works; the rest is waiting
+    latency: float = 0.0  # of each round: of a message to another rank, however short
 
 
 @dataclass(frozen=True)
@@ -82,24 +57,15 @@ class Kernel:
 
 @dataclass(frozen=True)
 class WireCost:
-    """How gradients travel, and what that costs.
-
-    Attributes:
-        name: what it is called.
-        element_bytes: of an element that is not ``exact``, as it travels.
-        speeds: of its collectives, in their order.
-        fill: the kernel that makes the message; it takes its time from the backward.
-        reduce: between two collectives, on the elements that one rank owns, from all ranks. Runs
-            beside the backward, on a core of its own if there is one. ``None`` where the collective
-            itself adds up.
-        empty: the kernel that brings the result into ``.grad``, when the backward is over.
-    """
+    """How gradients travel, and what that costs."""
 
     name: str
-    element_bytes: float
-    speeds: Mapping[Kind, Speed]
-    fill: Kernel
-    empty: Kernel
+    element_bytes: float  # of an element that is not exact, as it travels
+    speeds: Mapping[Kind, Speed]  # of its collectives, in their order
+    fill: Kernel  # makes the message; takes its time from the backward
+    empty: Kernel  # brings the result into .grad, when the backward is over
+    # Between two collectives, on the elements that one rank owns, from all ranks; runs beside the
+    # backward. None where the collective itself adds up.
     reduce: Kernel | None = None
 
     @property
@@ -109,15 +75,10 @@ class WireCost:
 
 @dataclass(frozen=True)
 class Load:
-    """The elements of a bucket.
+    """The elements of a bucket."""
 
-    Attributes:
-        elements: that may be quantised.
-        exact: further ones that are not: they travel in fp32 where the others are quantised.
-    """
-
-    elements: int
-    exact: int = 0
+    elements: int  # that may be quantised
+    exact: int = 0  # further ones, which travel in fp32 where the others are quantised
 
     @property
     def total(self) -> int:
@@ -126,31 +87,20 @@ class Load:
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a bucket's passage: a collective, or the kernel between two of them.
+    """A part of a bucket's passage: a collective, or the kernel between two of them."""
 
-    Attributes:
-        kind: ``None`` for the kernel.
-        seconds: if nothing else runs.
-        core: of these, seconds of a core.
-    """
-
-    kind: Kind | None
-    seconds: float
-    core: float
+    kind: Kind | None  # None for the kernel
+    seconds: float  # if nothing else runs
+    core: float  # of these, seconds of a core
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A bucket's way from its gradients to ``.grad``; seconds.
+    """A bucket's way from its gradients to ``.grad``; seconds."""
 
-    Attributes:
-        fill, empty: of the thread, or the stream, that computes.
-        stages: what lies between them, one after the other.
-    """
-
-    fill: float
-    stages: tuple[Stage, ...]
-    empty: float
+    fill: float  # of the thread, or the stream, that computes
+    stages: tuple[Stage, ...]  # one after the other
+    empty: float  # as fill
 
     @property
     def alone(self) -> float:
@@ -160,17 +110,12 @@ class Passage:
 
 @dataclass(frozen=True)
 class Compute:
-    """What is computed while gradients travel.
+    """What is computed while gradients travel."""
 
-    Attributes:
-        ready: when the last gradient of each bucket is there, in launch order; seconds.
-        end: when all is computed.
-        cores: of the host that each rank has for itself; less than one where ranks share. On a GPU,
-            whose own engines send: infinite.
-    """
-
-    ready: Sequence[float]
-    end: float
+    ready: Sequence[float]  # seconds until each bucket has its last gradient, in launch order
+    end: float  # until all is computed
+    # Of the host, for each rank; less than one where ranks share. On a GPU, whose own engines send:
+    # infinite.
     cores: float = 1.0
 
     @classmethod
@@ -180,12 +125,8 @@ class Compute:
         What is known of a backward whose end alone was timed. True of layers that are matrices;
         convolutions, whose gradients take longer than they are large, come later in theirs.
         """
-        total = sum(load.total for load in loads) or 1
-        ready, done = [], 0
-        for load in loads:
-            done += load.total
-            ready.append(seconds * done / total)
-        return cls(ready, seconds, cores)
+        done = list(accumulate(load.total for load in loads))
+        return cls([seconds * each / (done[-1] or 1) for each in done], seconds, cores)
 
 
 def message_bytes(wire: WireCost, load: Load) -> float:
@@ -201,48 +142,29 @@ def sent_bytes(kind: Kind, size: float, world_size: int) -> float:
     return passes * (world_size - 1) / world_size * size
 
 
-def collective_seconds(
-    kind: Kind, size: float, world_size: int, speed: Speed, library: Library = Library.GLOO
-) -> float:
+def collective_seconds(kind: Kind, size: float, world_size: int, speed: Speed) -> float:
     """Seconds of a collective that has the line for itself; sources are in the module's docstring.
 
-    Args:
-        kind: which.
-        size: bytes of the message: what all ranks begin or end with, together.
-        world_size: number of ranks, each on a line of its own.
-        speed: of this kind.
-        library: whose algorithms.
+    ``size`` is that of the message in bytes: what all ranks begin or end with, together.
     """
     if world_size == 1:
         return 0.0
-    passes = 2 if kind is Kind.ALL_REDUCE else 1
-    rounds = passes * (world_size - 1)
+    rounds = (world_size - 1) * (2 if kind is Kind.ALL_REDUCE else 1)
     sent = sent_bytes(kind, size, world_size)
-    seconds = rounds * speed.latency + sent * speed.byte
-    if library is Library.NCCL and kind is Kind.ALL_REDUCE:
-        tree = 2 * math.log2(world_size) * speed.latency + 2 * size * speed.byte
-        seconds = min(seconds, tree)
-    return speed.call + seconds
+    return speed.call + rounds * speed.latency + sent * speed.byte
 
 
-def passage(
-    wire: WireCost, load: Load, world_size: int, library: Library = Library.GLOO
-) -> Passage:
+def passage(wire: WireCost, load: Load, world_size: int) -> Passage:
     """What a bucket goes through on this wire, with nothing else under way."""
     size = message_bytes(wire, load)
-    collectives = [
-        Stage(
-            kind,
-            collective_seconds(kind, size, world_size, speed, library),
-            sent_bytes(kind, size, world_size) * speed.core,
-        )
-        for kind, speed in wire.speeds.items()
-    ]
-    stages = collectives
+    stages = []
+    for kind, speed in wire.speeds.items():
+        seconds = collective_seconds(kind, size, world_size, speed)
+        stages.append(Stage(kind, seconds, sent_bytes(kind, size, world_size) * speed.core))
     if wire.reduce is not None:
         # A rank adds up what it owns, 1 / world_size of the elements, from world_size ranks.
         work = wire.reduce.seconds(load.total)
-        stages = [collectives[0], Stage(None, work, work), *collectives[1:]]
+        stages.insert(1, Stage(None, work, work))
     return Passage(wire.fill.seconds(load.total), tuple(stages), wire.empty.seconds(load.total))
 
 

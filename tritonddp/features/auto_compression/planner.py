@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
 
-from tritonddp._device import Moments
+from tritonddp._device import Moments, settle
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.formats import BucketFactory, WireFormat
 from tritonddp.comm.run import ReductionRun
@@ -26,8 +26,8 @@ from tritonddp.coordination.group import Group
 from tritonddp.features.auto_compression.choice import OWN, Candidates, choose, report
 from tritonddp.features.auto_compression.cost_model import Kernel, Kind, Load, Speed, WireCost
 from tritonddp.features.auto_compression.probe import Figures, Way, measure, name_of
-from tritonddp.kernels.dispatch import Kernels, select_quantized
-from tritonddp.kernels.quantized.buffer import BLOCK, QuantizedBuffer
+from tritonddp.kernels.dispatch import select_quantized
+from tritonddp.kernels.quantized.buffer import BLOCK
 from tritonddp.reducer.extension import Events, Extension
 
 logger = logging.getLogger("tritonddp.auto")
@@ -46,12 +46,7 @@ _BEGAN, _ENDED = "backward began", "backward ended"
 
 
 def options(dtype: torch.dtype, reduce_dtype: torch.dtype | None = None) -> list[str]:
-    """The names of the wires that gradients of ``dtype`` may take, their own first.
-
-    Args:
-        dtype: fp32, bf16 or fp16.
-        reduce_dtype: in which they travel without compression, ``None`` for their own.
-    """
+    """The wires that gradients of ``dtype`` may take, their own first, which may be cast."""
     own = reduce_dtype or dtype
     cast = ["bfloat16"] if own is torch.float32 and reduce_dtype is None else []
     return [name_of(own), *cast, QUANTISED]
@@ -88,19 +83,12 @@ def wires(
 def measured(
     wire: WireFormat, group: Group, device: torch.device, dtypes: Collection[torch.dtype]
 ) -> Figures:
-    """The figures that a choice needs; collective.
-
-    Args:
-        wire: whose compression is ``"auto"``.
-        group: the ranks.
-        device: of the gradients.
-        dtypes: of them, in an order that is the same on all ranks.
-    """
+    """The figures that a choice needs; collective, so ``dtypes`` come in one order on all ranks."""
     others = _others(wire)
     ways = {
         dtype: {
             name: Way(
-                make=_maker(others.get(name, wire), group),
+                make=BucketFactory(others.get(name, wire), group, Counters()).make,
                 collectives=collectives(name),
                 steps=_QUANTISED_STEPS if name == QUANTISED else Way.steps,
             )
@@ -113,19 +101,6 @@ def measured(
         return measure(group.process_group, device, ways)
 
 
-def _maker(wire: WireFormat, group: Group) -> Callable[..., Bucket]:
-    def make(
-        index: int,
-        params: Sequence[Parameter],
-        names: Sequence[str],
-        kernels: Kernels,
-        counters: Counters,
-    ) -> Bucket:
-        return BucketFactory(wire, group, counters).make(index, params, names)
-
-    return make
-
-
 def _others(wire: WireFormat) -> dict[str, WireFormat]:
     """How gradients travel on a wire that is not their own, by its name."""
     return {
@@ -135,19 +110,7 @@ def _others(wire: WireFormat) -> dict[str, WireFormat]:
 
 
 class AutoPlanner:
-    """Chooses the wires of one reducer's buckets.
-
-    Args:
-        wire: how gradients travel without a choice.
-        figures: what was measured.
-        group: the ranks.
-        device: of the gradients.
-        counters: count what the ranks tell each other here.
-
-    Attributes:
-        report: what was chosen, and why.
-        timer: times the first reduced backwards.
-    """
+    """Chooses the wires of one reducer's buckets, whose gradients travel as ``wire`` without it."""
 
     def __init__(
         self,
@@ -163,14 +126,12 @@ class AutoPlanner:
         self._group = group
         self._device = device
         self._others = _others(wire)
-        self._counters = counters
-        self._costs = {
-            dtype: wires(self._figures, dtype, wire.reduce_dtype) for dtype in self._figures.dtypes
-        }
+        self._counters = counters  # of what the ranks tell each other here, too
+        self._costs = {each: wires(figures, each, wire.reduce_dtype) for each in figures.dtypes}
         self._wires: tuple[str, ...] = ()  # of buckets, by index; none before the first choice
         self._loaded: tuple[str, ...] = ()  # of the buckets to come
         self._shortest = math.inf  # reduced backward on this rank; seconds
-        self.report = (
+        self.report = (  # what was chosen, and why
             'compression="auto": gradients travel in their own dtypes, as no backward has been '
             "reduced yet"
         )
@@ -183,11 +144,7 @@ class AutoPlanner:
     def choose(
         self, buckets: Sequence[Sequence[tuple[str, Tensor]]], sparse: Collection[Tensor]
     ) -> bool:
-        """Choose wires for buckets of these parameters; collective.
-
-        Returns:
-            whether another choice was in force.
-        """
+        """Choose wires for buckets of these parameters; were others in force? Collective."""
         former = self._wires
         if self._loaded:
             self._wires, self._loaded = self._loaded, ()
@@ -245,8 +202,8 @@ class AutoPlanner:
 
         ``None`` while no rank has timed any. (A rank without inputs has none to offer.)
         """
+        settle(self._device)
         for moments in self.timer.moments:
-            moments.wait()
             self._shortest = min(self._shortest, moments.nanoseconds(_BEGAN, _ENDED) / 1e9)
         self.timer.moments.clear()
         mine = 0.0 if self._shortest == math.inf else self._shortest
@@ -259,17 +216,10 @@ class AutoPlanner:
 
 
 class BackwardTimer(Extension):
-    """Times the first reduced backwards, and is told nothing any more after them.
-
-    Args:
-        device: of the gradients.
-
-    Attributes:
-        moments: of backwards that nobody has looked at yet.
-    """
+    """Times the first reduced backwards, and is told nothing any more after them."""
 
     def __init__(self, device: torch.device) -> None:
-        self.moments: list[Moments] = []
+        self.moments: list[Moments] = []  # of backwards that nobody has looked at yet
         self._device = device
         self._timed = 0
         self._running: Moments | None = None
@@ -295,35 +245,27 @@ class BackwardTimer(Extension):
 
 def _exchange(bucket: Bucket) -> None:
     """In the place of the all-to-all."""
-    assert isinstance(bucket.flat, QuantizedBuffer)
-    bucket.flat.received.copy_(bucket.flat.message)
+    flat: Any = bucket.flat
+    flat.received.copy_(flat.message)
 
 
 def _reduce(bucket: Bucket) -> None:
-    flat = bucket.flat
-    assert isinstance(flat, QuantizedBuffer)
+    flat: Any = bucket.flat
     select_quantized(flat.data.device, flat.numbers).reduce_parts(flat)
 
 
 def _gather(bucket: Bucket) -> None:
     """In the place of the all-gather."""
-    flat = bucket.flat
-    assert isinstance(flat, QuantizedBuffer)
+    flat: Any = bucket.flat
     flat.gathered.view(flat.message_layout.world_size, -1).copy_(flat.reduced)
 
 
 def _empty(bucket: Bucket) -> None:
-    flat = bucket.flat
-    assert isinstance(flat, QuantizedBuffer)
+    flat: Any = bucket.flat
     bucket.unpack(select_quantized(flat.data.device, flat.numbers).receive(flat, None))
 
 
-_QUANTISED_STEPS = (
-    (None, _exchange),
-    ("reduce", _reduce),
-    (None, _gather),
-    ("empty", _empty),
-)
+_QUANTISED_STEPS = ((None, _exchange), ("reduce", _reduce), (None, _gather), ("empty", _empty))
 
 
 def _unknown(dtype: torch.dtype) -> WireCost:

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from tritonddp._device import settle
 from tritonddp._torch import all_gather_single
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.comm.point_to_point import all_to_all
 from tritonddp.coordination.collectives import all_gather, all_reduce
-from tritonddp.coordination.counters import Counters
 from tritonddp.features.auto_compression.cost_model import Kernel, Kind, Speed, sent_bytes
-from tritonddp.kernels.dispatch import select
 
 # Bytes of the messages that are timed: four times more, until one takes so many seconds, and so
 # many times what an empty one takes. The first is larger than what token buckets of slow lines let
@@ -51,37 +51,23 @@ _TAG = 0x7D0FFFFF
 
 @dataclass(frozen=True)
 class Way:
-    """How buckets of one gradient dtype travel on one wire.
+    """How buckets of one gradient dtype travel on one wire."""
 
-    Attributes:
-        make: a bucket, from what :class:`Bucket` takes first: index, parameters, names, kernels and
-            counters.
-        collectives: kinds, and dtype of what they carry, in their order.
-        steps: what is done to the bucket when it is filled, and what it counts as: ``"reduce"``,
-            ``"empty"`` or, in the place of a collective, ``None``.
-    """
-
-    make: Callable[..., Bucket]
-    collectives: Sequence[tuple[Kind, torch.dtype]]
+    make: Callable[[int, list[Parameter], list[str]], Bucket]  # from index, parameters and names
+    collectives: Sequence[tuple[Kind, torch.dtype]]  # and what they carry, in their order
+    # What is done to the bucket when it is filled, and what it counts as: "reduce", "empty" or, in
+    # the place of a collective, None.
     steps: Sequence[tuple[str | None, Callable[[Bucket], object]]] = (("empty", Bucket.unpack),)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured, alike on all ranks.
-
-    Attributes:
-        world_size: number of ranks.
-        cores: of the host for each rank, see
-        :class:`~tritonddp.features.auto_compression.cost_model.Compute`.
-        seconds: by what was timed; the slowest rank's.
-        took: seconds of the measurement.
-    """
+    """What was measured, alike on all ranks."""
 
     world_size: int
-    cores: float
-    seconds: Mapping[str, float]
-    took: float
+    cores: float  # of the host for each rank, as in the cost model's Compute
+    seconds: Mapping[str, float]  # by what was timed; the slowest rank's
+    took: float  # seconds of the measurement
 
     @property
     def dtypes(self) -> list[torch.dtype]:
@@ -117,10 +103,7 @@ def measure(
 ) -> Figures:
     """Time collectives of the ranks of ``group``, and buckets; collective.
 
-    Args:
-        group: the ranks.
-        device: of the gradients.
-        ways: by the dtype of gradients and the name of the wire; alike on all ranks.
+    ``ways`` are by the dtype of gradients and the name of the wire, alike on all ranks.
     """
     start = time.perf_counter()
     lines = _Lines(group, device)
@@ -161,9 +144,8 @@ class _Lines:
         for call in calls:
             call()  # whatever lets the first bytes through for free shall be used up
         found: dict[str, float] = {}
-        for (kind, dtype), (least, idle), (wall, core) in zip(
-            collectives, short, self._fastest(calls), strict=True
-        ):
+        timed = zip(collectives, short, self._fastest(calls), strict=True)
+        for (kind, dtype), (least, idle), (wall, core) in timed:
             sent = max(1.0, sent_bytes(kind, size, self._group.size()))
             byte = max(0.0, wall - least) / sent
             name = f"{kind.value} {name_of(dtype)}"
@@ -181,9 +163,8 @@ class _Lines:
     def _find_size(self, kind: Kind, dtype: torch.dtype, least: float) -> int:
         size = _FIRST_SIZE
         while size < _LAST_SIZE:
-            wall, longest = self.slowest(
-                [self._timed(self._collective(kind, dtype, size))[0], least]
-            )
+            taken, _ = self._timed(self._collective(kind, dtype, size))
+            wall, longest = self.slowest([taken, least])
             if wall > max(_LONG, _LATENCIES * longest):
                 break
             size *= 4
@@ -200,19 +181,17 @@ class _Lines:
             rounds.append([self._timed(call) for call in calls])
             (passed,) = self.slowest([sum(wall for wall, _ in rounds[-1])])
             spent += passed
-        return [
-            (min(wall for wall, _ in times), min(core for _, core in times))
-            for times in zip(*rounds, strict=True)
-        ]
+        walls_and_cores = (zip(*times, strict=True) for times in zip(*rounds, strict=True))
+        return [(min(walls), min(cores)) for walls, cores in walls_and_cores]
 
     def _timed(self, call: Callable[[], None]) -> tuple[float, float]:
         self.slowest([0.0])  # all begin at once
         core, wall = time.process_time(), time.perf_counter()
         call()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            return time.perf_counter() - wall, 0.0  # the card's own engines send
-        return time.perf_counter() - wall, time.process_time() - core
+        settle(self._device)
+        # On a GPU the card's own engines send.
+        busy = time.process_time() - core if self._device.type == "cpu" else 0.0
+        return time.perf_counter() - wall, busy
 
     def _collective(self, kind: Kind, dtype: torch.dtype, size: int) -> Callable[[], None]:
         """A collective of a message of about ``size`` bytes, at least an element for each rank."""
@@ -228,9 +207,8 @@ class _Lines:
                 sent = sent[:1].expand(world_size, -1)
             return lambda: _wait(all_to_all(rows, sent, self._group, _TAG))
         if kind is Kind.ALL_TO_ALL:
-            return lambda: _wait(
-                [dist.all_to_all_single(whole, other, group=self._group, async_op=True)]
-            )
+            send = partial(dist.all_to_all_single, group=self._group, async_op=True)
+            return lambda: _wait([send(whole, other)])
         return lambda: _wait([all_gather_single(whole, other[:part], self._group)])
 
 
@@ -258,7 +236,7 @@ def _time_bucket(
     shape = (1 << 10, numel >> 10)  # of more than one dimension, as what may be quantised
     params = [Parameter(torch.zeros(shape, dtype=dtype, device=device)) for _ in range(_GRADIENTS)]
     names = [f"gradient {number}" for number in range(_GRADIENTS)]
-    bucket = way.make(1, params, names, select(device, dtype), Counters())
+    bucket = way.make(1, params, names)
     values = torch.linspace(-1, 1, numel, device=device).to(dtype).view(shape)
     other = torch.empty(_CACHES, dtype=torch.uint8, device=device)
     passes = []
@@ -301,8 +279,7 @@ def _clock(device: torch.device) -> float:
     """Seconds. Of this thread's work alone where it does all of it, whoever else wants its core."""
     if device.type == "cpu" and torch.get_num_threads() == 1:
         return time.thread_time()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    settle(device)
     return time.perf_counter()
 
 
