@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -31,15 +32,15 @@ class _Shared:
     history: History = field(default_factory=History)
     open_runs: set[ref[Any]] = field(default_factory=set)
     members: WeakSet[Any] = field(default_factory=WeakSet)
-    wrappers: int = 0
-    exchanges: int = 0
+    wrappers: Iterator[int] = field(default_factory=count)
+    exchanges: Iterator[int] = field(default_factory=count)
     is_inherited: bool = False  # this process was forked from the rank that made it
 
 
 _shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
 
 
-class Group:
+class Group(FailureReport):
     """A process group, and what its ranks have said and done so far.
 
     Args:
@@ -53,34 +54,25 @@ class Group:
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
+        shared = self._shared = _shared.setdefault(process_group, _Shared())
+        super().__init__(process_group, shared.history)
         self.process_group = process_group
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
-        self._shared = _shared.setdefault(process_group, _Shared())
-        self.open_runs = self._shared.open_runs
-        self._report = FailureReport(process_group, self._shared.history)
+        self.open_runs = shared.open_runs
 
     def next_wrapper(self) -> int:
         """Number of a wrapper among those of the group: alike on all ranks."""
-        self._shared.wrappers += 1
-        return self._shared.wrappers - 1
+        return next(self._shared.wrappers)
 
     def next_exchange(self) -> int:
         """Number of an exchange of messages among those of the group: alike on all ranks."""
-        self._shared.exchanges += 1
-        return self._shared.exchanges - 1
+        return next(self._shared.exchanges)
 
-    # Failures
+    # Failures, see FailureReport
 
-    def enter(self) -> None:
-        """A module is wrapped: tell the others which process this rank is. Never fails."""
-        self._report.enter()
-
-    def remember_processes(self) -> None:
-        """All ranks have entered: keep what is needed where nobody can be asked. Never fails."""
-        self._shared.history.processes.remember_first(self.process_group)
-
-    def guard(self, where: str, what: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def guard(self, where: str, what: str) -> Iterator[None]:
         """Context for one collective: if it fails, the error says who is missing.
 
         Args:
@@ -89,15 +81,10 @@ class Group:
         Raises:
             RuntimeError: see there.
         """
-        return _guard(self._report, where, what)
-
-    def explain(self, where: str, what: str, error: BaseException) -> RuntimeError:
-        """See :meth:`FailureReport.explain`."""
-        return self._report.explain(where, what, error)
-
-    def rank_list(self, ranks: list[int]) -> str:
-        """``rank 1``, ``ranks 1 and 2``; with global ranks where they differ."""
-        return self._report.rank_list(ranks)
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.explain(where, what, error) from error
 
     # Collectives of some bytes, which name who fails
 
@@ -139,14 +126,6 @@ class Group:
                 "module (ddp.module), on which nothing is averaged; start processes that shall be "
                 "ranks with torchrun or the start method 'spawn'"
             )
-
-
-@contextmanager
-def _guard(report: FailureReport, where: str, what: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise report.explain(where, what, error) from error
 
 
 def _inherit() -> None:
