@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from tritonddp._torch import backend_name
 from tritonddp.coordination import mismatch
-from tritonddp.coordination.processes import Process, look_up, post
+from tritonddp.coordination.processes import Process, key_of, look_up
 
 logger = logging.getLogger("tritonddp.roll_call")
 
@@ -60,10 +60,6 @@ _SENTENCES = {
     "here": "{ranks} failed at the same place.",
 }
 
-_NO_STORE = (
-    "Which rank is missing is not known: this process group, a {}, has no store in which the ranks "
-    "could tell where they are."
-)
 _REMEDY = (
     "Look first at the log of the rank that died, failed first or has not reported; "
     "TORCH_DISTRIBUTED_DEBUG=DETAIL finds collectives that differ between ranks, and if a rank was "
@@ -100,7 +96,7 @@ class FailureReport:
         self._history = history
 
     def enter(self) -> None:
-        """A module is wrapped in the group, of which nothing is posted yet. Never fails."""
+        """A module is wrapped: post which process this rank is. Never fails: it is for errors."""
         if self._history.is_announced:
             return
         rank = self._group.rank()
@@ -108,7 +104,7 @@ class FailureReport:
             # A group that was destroyed may have had the same name in the same store.
             self._group.get_group_store().delete_key(f"{_FAILED}/{rank}")
         with contextlib.suppress(Exception):
-            post(self._group.get_group_store(), rank)
+            self._group.get_group_store().set(key_of(rank), Process.own().post())
             self._history.is_announced = True
 
     def remember_processes(self) -> None:
@@ -135,7 +131,10 @@ class FailureReport:
         # At once: torchrun ends the other processes soon after one has died.
         logger.error("%s", failed)
         if self._group.get_group_store() is None:
-            answers = [_NO_STORE.format(type(self._group).__name__)]
+            answers = [
+                f"Which rank is missing is not known: this process group, a {type(self._group).__name__}"
+                ", has no store in which the ranks could tell where they are."
+            ]
         else:
             answers = self._answers(self._ask(place), place)
         remedy = mismatch.REMEDY if mismatch.is_mismatch(str(error)) else _REMEDY
@@ -147,8 +146,6 @@ class FailureReport:
         thread = threading.Thread(target=self._exchange, args=(posts, place), daemon=True)
         thread.start()
         thread.join(_LIMIT)
-        if thread.is_alive() and not posts.asked:
-            posts.trouble = f"it did not answer in {_LIMIT:g} s"
         self._history.failures = posts.number
         # A thread left behind may still write into the original.
         return dataclasses.replace(posts, read=dict(posts.read), processes=dict(posts.processes))
@@ -177,7 +174,7 @@ class FailureReport:
                     time.sleep(_PATIENCE)
             for rank in [rank for rank in others if rank not in posts.read][:_SHOWN]:
                 posts.processes[rank] = look_up(store, rank)
-            posts.asked = True
+            posts.trouble = ""
             if self._group.rank() == 0:
                 time.sleep(_HOST_STAYS)
         except Exception as error:
@@ -215,13 +212,13 @@ class FailureReport:
 
     def _of_silent(self, rank: int, posts: _Posts) -> tuple[str, str]:
         """What can be said of a rank that has not reported."""
-        if posts.asked:
-            process = posts.processes.get(rank)
-        else:
+        if posts.trouble:
             process = self._history.first if rank == 0 else None
+        else:
+            process = posts.processes.get(rank)
         if process is not None:
             return process.state, str(process)
-        if not posts.asked:
+        if posts.trouble:
             return "not asked", ""
         # One that was looked up has not told, as this one has.
         is_late = rank in posts.processes and self._history.is_announced
@@ -276,15 +273,13 @@ class _Posts:
         number: of this failure.
         read: number and place that each rank has posted.
         processes: of ranks that have posted no failure, as far as they are known.
-        asked: every rank was asked to the end.
-        trouble: why not, or an empty string.
+        trouble: why it is not known of every rank; in the end an empty string.
     """
 
     number: int
     read: dict[int, tuple[int, str]] = dataclasses.field(default_factory=dict)
     processes: dict[int, Process | None] = dataclasses.field(default_factory=dict)
-    asked: bool = False
-    trouble: str = ""
+    trouble: str = f"it did not answer in {_LIMIT:g} s"
 
 
 def plain(text: str | bytes, longest: int = _LONGEST) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch.distributed as dist
@@ -16,13 +16,6 @@ from torch import Tensor
 from tritonddp._torch import process_groups
 from tritonddp.coordination import collectives
 from tritonddp.coordination.failures import FailureReport, History
-
-
-class Member(Protocol):
-    """Who reduces gradients in a group."""
-
-    def detach(self) -> None:
-        """Reduce nothing any more, without waiting for any other rank."""
 
 
 @dataclass
@@ -73,14 +66,7 @@ class Group(FailureReport):
 
     @contextmanager
     def guard(self, where: str, what: str) -> Iterator[None]:
-        """Context for one collective: if it fails, the error says who is missing.
-
-        Args:
-            where, what: see :meth:`FailureReport.explain`.
-
-        Raises:
-            RuntimeError: see there.
-        """
+        """Context for one collective: if it fails, it raises what :meth:`explain` returns."""
         try:
             yield
         except RuntimeError as error:
@@ -106,8 +92,8 @@ class Group(FailureReport):
 
     # Forks
 
-    def join_forks(self, member: Member) -> None:
-        """Have ``member`` detached in every process that is forked from this one."""
+    def join_forks(self, member: Any) -> None:
+        """Have ``member.detach()`` called in every process that is forked from this one."""
         self._shared.members.add(member)
 
     def refuse_if_forked(self) -> None:

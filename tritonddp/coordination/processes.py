@@ -67,18 +67,14 @@ class Process:
         return "stopped" if state in ("T", "t") else "runs"
 
 
-def post(store: dist.Store, rank: int) -> None:
-    """Tell that this process is ``rank``."""
-    store.set(_key(rank), Process.own().post())
-
-
 def look_up(store: dist.Store, rank: int) -> Process | None:
     """Which process a rank is, if it has told."""
-    key = _key(rank)
+    key = key_of(rank)
     return Process.parse(store.get(key)) if store.check([key]) else None
 
 
-def _key(rank: int) -> str:
+def key_of(rank: int) -> str:
+    """Under which a rank posts its process in the group's store."""
     return f"tritonddp/process/{rank}"
 
 

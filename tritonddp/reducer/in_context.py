@@ -35,7 +35,6 @@ from tritonddp._torch import (
     queue_end_of_backward,
     values_of_rrefs,
 )
-from tritonddp.buckets.bucket import Bucket
 from tritonddp.comm.run import ReductionRun
 from tritonddp.coordination.agreement import GradSource, Mismatch
 from tritonddp.coordination.interrupts import Uninterrupted
@@ -76,15 +75,12 @@ class ContextReduction:
         named_params: Iterable[tuple[str, Parameter]],
         source: GradSource = GradSource.CONTEXT,
     ) -> None:
-        named: list[tuple[str, Any]] = []
-        origin: dict[Tensor, Parameter] = {}
-        for name, param in named_params:
-            named.append((name, param.detach()))
-            origin[named[-1][1]] = param
-        sparse = {each for each, param in origin.items() if param in reducer.parameters.sparse}
+        origin = {param.detach(): (name, param) for name, param in named_params}
+        named: list[tuple[str, Any]] = [(name, each) for each, (name, _) in origin.items()]
+        sparse = {each for each, (_, param) in origin.items() if param in reducer.parameters.sparse}
         bucket_set = reducer.manager.temporary(named, sparse=sparse)
         self.context = context
-        self.params = [origin[stand_in] for stand_in in bucket_set.params]
+        self.params = [origin[each][1] for each in bucket_set.params]
         self.run = run = ReductionRun(
             *(bucket_set, reducer.plain, reducer.agreement, reducer.events),
             *([False] * len(named), source),
@@ -203,22 +199,10 @@ def _begin(reducer: Reducer, context: int, forward: Forward) -> None:
             nodes[param].register_hook(partial(_arrived, reference, number))
             for number, param in enumerate(backward.params)
         ]
-        _queue_end(reducer, backward)
-
-
-def _queue_end(reducer: Reducer, backward: ContextReduction) -> None:
-    """Have :func:`_end` called when the backward is over; see ``Reducer._queue_end``."""
-
-    def end() -> None:
-        if not backward.runs:
-            return
-        try:
-            _end(reducer, backward)
-        finally:  # not before: other threads may run forwards meanwhile
-            backward.run.end = _over
-
-    backward.run.end = weakref.ref(end)
-    queue_end_of_backward(end)
+        # See Reducer._queue_end.
+        end = partial(_end, reducer, backward)
+        backward.run.end = weakref.ref(end)
+        queue_end_of_backward(end)
 
 
 def _over() -> None:
@@ -244,26 +228,32 @@ def _arrived(
         backward.came[number] = gradients[0] is not None
         run.unfilled[backward.bucket_of[number]] -= 1
         try:
-            while len(run.works) < len(run.buckets) and run.unfilled[len(run.works)] == 0:
-                _send(reducer, backward, run.buckets[len(run.works)])
+            _send(reducer, backward)
         except Exception:
             run.end = _over  # it has broken off
             raise
 
 
-def _send(reducer: Reducer, backward: ContextReduction, bucket: Bucket) -> None:
-    """Send a bucket, with zeros for the gradients that the context does not have."""
+def _send(reducer: Reducer, backward: ContextReduction, rest: bool = False) -> None:
+    """Send the buckets that have all their gradients, in bucket order.
+
+    Args:
+        rest: also those that have not, with zeros for what the context does not have.
+    """
     run = backward.run
-    numbers = range(bucket.first, bucket.first + len(bucket.params))
-    backward.read(numbers)
-    for number in numbers:
-        if backward.came[number] and not run.used[number]:
-            raise RuntimeError(
-                f"{reducer.where()}: this backward was called with another "
-                "torch.distributed.autograd context than the one that its forward ran in: "
-                f"the latter has no gradient of {run.bucket_set.names[number]!r}"
-            )
-    run.launch_now(bucket)
+    for bucket in run.buckets[len(run.works) :]:
+        if run.unfilled[bucket.index] and not rest:
+            return
+        numbers = range(bucket.first, bucket.first + len(bucket.params))
+        backward.read(numbers)
+        for number in numbers:
+            if backward.came[number] and not run.used[number]:
+                raise RuntimeError(
+                    f"{reducer.where()}: this backward was called with another "
+                    "torch.distributed.autograd context than the one that its forward ran in: "
+                    f"the latter has no gradient of {run.bucket_set.names[number]!r}"
+                )
+        run.launch_now(bucket)
 
 
 # End of backward
@@ -273,30 +263,34 @@ def _send(reducer: Reducer, backward: ContextReduction, bucket: Bucket) -> None:
 def _end(reducer: Reducer, backward: ContextReduction) -> None:
     """The backward is over on this rank: bring the means into the context."""
     run = backward.run
-    with reducer.launching:
-        while len(run.works) < len(run.buckets):
-            _send(reducer, backward, run.buckets[len(run.works)])
+    if not backward.runs:
+        return
     try:
-        with Uninterrupted():
-            run.finish()
-            reducer.agreement.check_pending()
-            for call in reducer.events.on_reduced_all:
-                call(run)
-            backward.write()
-            # Now the ranks know that they have added the same, which is in no bucket of ``.grad``
-            # yet, and has no hooks.
-            if reducer.parameters.added:
-                added = ContextReduction(reducer, backward.context, reducer.parameters.added)
-                added.read(range(len(added.params)))
-                reducer.announce(added.run)
-                added.run.reduce_now()
-                added.write()
-    except Mismatch as error:
-        recovery.raise_mismatch(reducer, error, run)
-    finally:
-        _leave(reducer, backward)
-    for call in reducer.events.on_end:
-        call(run)
+        with reducer.launching:
+            _send(reducer, backward, rest=True)
+        try:
+            with Uninterrupted():
+                run.finish()
+                reducer.agreement.check_pending()
+                for call in reducer.events.on_reduced_all:
+                    call(run)
+                backward.write()
+                # Now the ranks know that they have added the same, which is in no bucket of
+                # ``.grad`` yet, and has no hooks.
+                if reducer.parameters.added:
+                    added = ContextReduction(reducer, backward.context, reducer.parameters.added)
+                    added.read(range(len(added.params)))
+                    reducer.announce(added.run)
+                    added.run.reduce_now()
+                    added.write()
+        except Mismatch as error:
+            recovery.raise_mismatch(reducer, error, run)
+        finally:
+            _leave(reducer, backward)
+        for call in reducer.events.on_end:
+            call(run)
+    finally:  # not before: other threads may run forwards meanwhile
+        run.end = _over
 
 
 def _leave(reducer: Reducer, backward: ContextReduction) -> None:
