@@ -390,10 +390,10 @@ def test_a_rank_that_has_not_wrapped_its_module_is_told_from_one_that_has(
 ) -> None:
     report = reports(store)[0]
     assert "nor begun to wrap" not in explain(report), "this rank has not, either"
-    report._history.processes.announce(report._group)
+    report.enter()
     assert "rank 1 has not reported, nor begun to wrap a module: it has died" in explain(report)
     other = reports(store)[1]
-    other._history.processes.announce(other._group)
+    other.enter()
     assert "rank 1 (process" in explain(report)
     assert "runs but has not reported" in explain(report)
 

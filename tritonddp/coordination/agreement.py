@@ -24,8 +24,8 @@ from tritonddp.coordination.group import Group
 
 logger = logging.getLogger("tritonddp.comm.reduction")
 
-# fp64 weight, 3 and 2 bytes of hashes, 1 byte of what is reduced.
-_FORMAT = struct.Struct("<d6B")
+# fp64 weight, hashes of the schema and of what is skipped, source.
+_FORMAT = struct.Struct("<d3s2sB")
 BYTES = _FORMAT.size
 
 # Unit of weights in the first weighted reduction, before any is known to all ranks: some samples or
@@ -34,38 +34,28 @@ _FIRST_UNIT = 16.0
 
 
 class GradSource(enum.IntEnum):
-    """Where the gradients of a reduction come from."""
+    """Where the gradients of a reduction come from. ``words`` are for errors and logs."""
 
-    FORWARD = 0  # the first reduced backward through the outputs of a forward
-    AGAIN = 1  # one more backward through outputs that a reduced backward went through before
-    ELSEWHERE = 2  # any other backward: it may belong to either of these
-    BROKEN = 3  # nowhere: this rank's backward broke off
-    REQUEST = 4  # gradients that the user has handed over (reduce_gradients)
-    JOINED = 5  # nowhere: this rank has run out of inputs (join)
-    SKIPPED = 6  # nowhere: no backward has followed a forward inside join
-    CONTEXT = 7  # a backward of torch.distributed.autograd
+    words: str
+
+    def __new__(cls, value: int, words: str = "") -> GradSource:
+        self = int.__new__(cls, value)
+        self._value_, self.words = value, words
+        return self
+
+    FORWARD = 0, "the first backward through a forward"
+    AGAIN = 1, "one more backward through a forward that it has reduced before"
+    ELSEWHERE = 2, "another backward"  # it may belong to either of these
+    BROKEN = 3, "a backward that broke off"
+    REQUEST = 4, "reduce_gradients"
+    JOINED = 5, "nothing, as it has run out of inputs"
+    SKIPPED = 6, "nothing, as no backward has followed a forward inside join()"
+    CONTEXT = 7, "a backward of torch.distributed.autograd"
 
     @property
     def is_empty(self) -> bool:
         """Whether no backward runs, and all gradients of this rank count as zero."""
         return self in (GradSource.JOINED, GradSource.SKIPPED)
-
-    @property
-    def words(self) -> str:
-        """For errors and logs."""
-        return _WORDS[self]
-
-
-_WORDS = {
-    GradSource.FORWARD: "the first backward through a forward",
-    GradSource.AGAIN: "one more backward through a forward that it has reduced before",
-    GradSource.ELSEWHERE: "another backward",
-    GradSource.BROKEN: "a backward that broke off",
-    GradSource.REQUEST: "reduce_gradients",
-    GradSource.JOINED: "nothing, as it has run out of inputs",
-    GradSource.SKIPPED: "nothing, as no backward has followed a forward inside join()",
-    GradSource.CONTEXT: "a backward of torch.distributed.autograd",
-}
 
 
 @dataclass(frozen=True)
@@ -100,32 +90,23 @@ class RankHeader:
         weight: what they count, ``None`` where the mean is not weighted. A rank that has none to
             offer says 0: it does not know whether the others' are weighted.
         skipped: hash of the buckets that are not sent, see :func:`skipped_hash`.
-        over_present: the mean, if it is not weighted, is that of the ranks that have inputs. (Not
-            sent: the ranks agree on it when a forward inside ``join()`` begins.)
     """
 
     schema: bytes
     source: GradSource
     weight: float | None = None
     skipped: bytes = bytes(2)
-    over_present: bool = False
 
     def encode(self, rank: int, world_size: int) -> bytes:
         """The elements that ``rank`` writes: its own header, and zeros for all others."""
-        encoded = bytearray(BYTES * world_size)
         weight = math.nan if self.weight is None else self.weight
-        mine = _FORMAT.pack(weight, *self.schema, *self.skipped, self.source)
-        encoded[rank * BYTES : (rank + 1) * BYTES] = mine
-        return bytes(encoded)
+        mine = _FORMAT.pack(weight, self.schema, self.skipped, self.source)
+        return bytes(rank * BYTES) + mine + bytes((world_size - rank - 1) * BYTES)
 
 
 def schema_hash(parts: Sequence[str]) -> bytes:
     """Three bytes that differ if ``parts`` do, save in one of 16 million cases."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part.encode())
-        digest.update(b"\0")
-    return digest.digest()[:3]
+    return hashlib.sha256("".join(f"{part}\0" for part in parts).encode()).digest()[:3]
 
 
 def skipped_hash(buckets: Sequence[int]) -> bytes:
@@ -142,36 +123,17 @@ def decode(headers: Tensor) -> list[RankHeader]:
     try:
         content = bytes(map(int, headers.tolist()))
         return [
-            RankHeader(
-                bytes(parts[:3]),
-                GradSource(parts[5]),
-                None if math.isnan(weight) else weight,
-                bytes(parts[3:5]),
-            )
-            for weight, *parts in _FORMAT.iter_unpack(content)
+            RankHeader(schema, GradSource(source), None if math.isnan(weight) else weight, skipped)
+            for weight, schema, skipped, source in _FORMAT.iter_unpack(content)
         ]
     except (ValueError, OverflowError):
         raise SchemaMismatch from None
-
-
-def is_alone(headers: Tensor, encoded: bytes) -> bool:
-    """Whether a rank finds what it has written (:meth:`RankHeader.encode`), and nothing else.
-
-    Then the process group exchanges nothing, which torch's ``fake`` backend does by intention.
-    (A rank that takes part never writes zeros alone, but for one hash in 16 million.)
-    """
-    return len(encoded) > BYTES and headers.tolist() == list(encoded)
 
 
 def total_weight(headers: Tensor) -> Tensor:
     """Sum of all weights, fp64, one element on the device of ``headers``; NaN if one has none."""
     rows = headers.view(-1, BYTES)[:, :8].to(torch.uint8)
     return rows.reshape(-1).view(torch.float64).sum()
-
-
-def ranks_with_inputs(headers: Tensor) -> Tensor:
-    """How many have not joined (:attr:`GradSource.JOINED`): fp64, on ``headers``' device."""
-    return (headers.view(-1, BYTES)[:, -1] != GradSource.JOINED).sum().to(torch.float64)
 
 
 class Mismatch(Exception):
@@ -202,21 +164,11 @@ def check(headers: Sequence[RankHeader]) -> None:
         raise SchemaMismatch
     if len({header.skipped for header in headers}) > 1:
         raise SkippedMismatch
-    whole = {
-        rank: each
-        for rank, each in enumerate(headers)
-        if each.source not in (GradSource.BROKEN, GradSource.JOINED)
-    }
+    exempt = (GradSource.BROKEN, GradSource.JOINED)
+    whole = {rank: each for rank, each in enumerate(headers) if each.source not in exempt}
     sources = {each.source for each in whole.values()}
-    alone: tuple[set[GradSource], ...] = (
-        {GradSource.REQUEST},
-        {GradSource.SKIPPED},
-        {GradSource.CONTEXT},
-        set(),
-    )
-    if sources not in alone and not any(
-        sources <= {GradSource.ELSEWHERE, alike} for alike in (GradSource.FORWARD, GradSource.AGAIN)
-    ):
+    pairs = ({GradSource.ELSEWHERE, GradSource.FORWARD}, {GradSource.ELSEWHERE, GradSource.AGAIN})
+    if len(sources) > 1 and sources not in pairs:
         raise Disagreement(
             "the ranks are at different places of their programs: "
             f"{_by_rank({rank: each.source.words for rank, each in whole.items()})}. Every rank "
@@ -241,14 +193,10 @@ def _by_rank(words: dict[int, str]) -> str:
 class Agreement:
     """What this rank says at the beginning of each reduction, and whether all say the same.
 
-    Args:
-        group: the ranks.
-
     Attributes:
-        group: likewise.
-        header: what this rank says in the reduction that runs, or said in the last one.
-        key: the arguments of :meth:`open` then: if they are as last time, so is all that follows.
-        encoded: its bytes, for the trailer of the first bucket.
+        group: the ranks.
+        key: the last arguments of :meth:`open`: if they are the same again, so is all that follows.
+        encoded: what this rank says, as bytes for the trailer of the first bucket.
         is_unanimous: all ranks said what this one said, without weights: there is nothing to be
             looked at as long as they do.
         scale: by which gradients are multiplied before the sum: the weight, or 1, over the number
@@ -259,7 +207,6 @@ class Agreement:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.header: RankHeader | None = None
         self.key: object = None
         self.encoded = b""
         self.is_unanimous = False
@@ -267,7 +214,9 @@ class Agreement:
         self.unit = _FIRST_UNIT
         self.pending = False
         self._where = ""
-        self._all_alike: Tensor | None = None
+        self._header = RankHeader(bytes(3), GradSource.BROKEN)  # in the last reduction
+        self._over_present = False
+        self._all_alike = torch.empty(0)
         self._readback = Readback()
         self._is_alone = False  # the group exchanges nothing, which was said once
 
@@ -283,19 +232,21 @@ class Agreement:
         """A reduction begins in which this rank says something else than in the last one.
 
         Args:
-            schema, source, over_present: see :class:`RankHeader`.
+            schema, source: see :class:`RankHeader`.
             weight: how much the gradients count, ``None`` if the mean is not weighted.
             skipped: indices of the buckets that are not sent.
+            over_present: the mean, if it is not weighted, is that of the ranks that have inputs.
+                (Not sent: the ranks agree on it when a forward inside ``join()`` begins.)
             averages: gradients are divided by the number of ranks before they are sent.
         """
         self.key = None  # until all that follows from it is there
         items = None if weight is None else weight.items
-        header = RankHeader(schema, source, items, skipped_hash(skipped), over_present)
+        self._header = RankHeader(schema, source, items, skipped_hash(skipped))
+        self._over_present = over_present
         self.scale = 1.0 if weight is None else weight.scale / self.unit
         if averages:
             self.scale /= self.group.size
-        self.header = header
-        self.encoded = header.encode(self.group.rank, self.group.size)
+        self.encoded = self._header.encode(self.group.rank, self.group.size)
         mine = self.encoded[self.group.rank * BYTES :][:BYTES]
         self._all_alike = torch.tensor([*mine] * self.group.size, dtype=torch.float32)
         self.is_unanimous = False
@@ -313,12 +264,22 @@ class Agreement:
             for 1.
 
         Raises:
-            SchemaMismatch, SkippedMismatch, Disagreement: see :func:`check`. On a GPU
-            :meth:`check_pending` raises it.
+            Mismatch: see :func:`check`. On a GPU :meth:`check_pending` raises it.
         """
-        assert self.header is not None
         self._where = where
-        factor = self._factor(headers, self.header)
+        header, size = self._header, self.group.size
+        factor: Tensor | None = None
+        if self._over_present:
+            have_inputs = headers.view(-1, BYTES)[:, -1] != GradSource.JOINED
+            factor = (size / have_inputs.sum().to(torch.float64)).view(1)
+        if header.weight is not None:
+            total = total_weight(headers).view(1)
+            # All weights zero: a mean of nothing, which shall be zero.
+            weighted = torch.where(total == 0, total, size * self.unit / total)
+            if header.source.is_empty:  # the others may have no weights
+                without = torch.ones_like(total) if factor is None else factor
+                weighted = torch.where(total.isnan(), without, weighted)
+            factor = weighted
         if headers.device.type == "cpu":
             self._check(headers)
         else:  # the host does not wait for the device here
@@ -332,58 +293,34 @@ class Agreement:
             self.pending = False
             self._check(self._readback.wait())
 
-    def _factor(self, headers: Tensor, header: RankHeader) -> Tensor | None:
-        size = self.group.size
-        factor: Tensor | None = None
-        if header.over_present:
-            factor = (size / ranks_with_inputs(headers)).view(1)
-        if header.weight is None:
-            return factor
-        total = total_weight(headers).view(1)
-        # All weights zero: a mean of nothing, which shall be zero.
-        weighted = torch.where(total == 0, total, size * self.unit / total)
-        if header.source.is_empty:  # the others may have no weights
-            without = torch.ones_like(total) if factor is None else factor
-            weighted = torch.where(total.isnan(), without, weighted)
-        return weighted
-
     def _check(self, headers: Tensor) -> None:
-        assert self.header is not None
-        assert self._all_alike is not None
-        if self.header.weight is None and torch.equal(headers.float(), self._all_alike):
-            self.is_unanimous = not self.header.over_present
+        if self._header.weight is None and torch.equal(headers.float(), self._all_alike):
+            self.is_unanimous = not self._over_present
             return
         self.is_unanimous = False
-        if is_alone(headers, self.encoded):
-            self._note_alone()
+        # What torch's ``fake`` backend does by intention: this rank finds what it has written, and
+        # nothing else. (One that takes part writes zeros alone in one case of 16 million only.)
+        if self.group.size > 1 and headers.tolist() == list(self.encoded):
+            if not self._is_alone:
+                self._is_alone = True
+                logger.warning(
+                    "%s: no other rank has said anything: this process group (%s) exchanges "
+                    "nothing, and gradients are not averaged",
+                    self._where,
+                    group_backend(self.group.process_group),
+                )
             return
         said = decode(headers)
         check(said)
-        broken = [rank for rank, each in enumerate(said) if each.source is GradSource.BROKEN]
-        if broken and self.header.source is not GradSource.BROKEN:
+        broken = [f"rank {rank}" for rank, h in enumerate(said) if h.source is GradSource.BROKEN]
+        if broken and self._header.source is not GradSource.BROKEN:
             logger.warning(
                 "%s: the backward of %s broke off: gradients are NaN in this step",
                 self._where,
-                " and ".join(f"rank {rank}" for rank in broken),
+                " and ".join(broken),
             )
-        self.unit = _unit_of([each.weight for each in said if each.weight])
-
-    def _note_alone(self) -> None:
-        if not self._is_alone:
-            self._is_alone = True
-            logger.warning(
-                "%s: no other rank has said anything: this process group (%s) exchanges nothing, "
-                "and gradients are not averaged",
-                self._where,
-                group_backend(self.group.process_group),
-            )
-
-
-def _unit_of(weights: Sequence[float]) -> float:
-    """A power of two near their mean: divided by it, weights do not overflow a wire of fp16.
-
-    (A power of two rounds nothing.)
-    """
-    if not weights:
-        return _FIRST_UNIT
-    return 2.0 ** round(math.log2(sum(weights) / len(weights)))
+        # A power of two, which rounds nothing, near their mean: divided by it, weights do not
+        # overflow a wire of fp16.
+        weights = [each.weight for each in said if each.weight]
+        mean = sum(weights) / len(weights) if weights else _FIRST_UNIT
+        self.unit = 2.0 ** round(math.log2(mean))

@@ -89,11 +89,8 @@ class _PythonWork:
     """A work object whose class is written in Python.
 
     torch calls such objects from C++: ``wait`` with a timeout, and ``get_future`` for the result,
-    which need not be the tensor that went in. Both are done here alike.
-
-    Args:
-        work: what the group has returned.
-        tensor: where the result belongs; ``None`` if it is where the group was told to put it.
+    which need not be the tensor that went in. Both are done here alike. The result belongs in
+    ``tensor``, or with ``None`` is where the group was told to put it.
     """
 
     def __init__(self, work: Any, tensor: Tensor | None) -> None:
@@ -107,9 +104,12 @@ class _PythonWork:
         if hasattr(waited, "wait"):
             waited.wait()
         if isinstance(type(self._work).get_future, FunctionType):
-            result = _only(self._work.get_future().wait())
-            tensor = self._tensor
-            if result is not None and tensor is not None and not _is_same(result, tensor):
+            result, tensor = self._work.get_future().wait(), self._tensor
+            while isinstance(result, Sequence) and len(result) == 1:
+                result = result[0]
+            if not isinstance(result, Tensor) or tensor is None:
+                return
+            if result.data_ptr() != tensor.data_ptr() or result.dtype is not tensor.dtype:
                 tensor.copy_(result.reshape(tensor.shape))
 
     def get_future(self) -> torch.futures.Future:
@@ -125,14 +125,3 @@ def _needs_timeout(wait: FunctionType) -> bool:
     except TypeError:
         return True
     return False
-
-
-def _only(result: Any) -> Tensor | None:
-    """The tensor in what a future holds: by itself, or in lists of one."""
-    while isinstance(result, Sequence) and len(result) == 1:
-        result = result[0]
-    return result if isinstance(result, Tensor) else None
-
-
-def _is_same(result: Tensor, tensor: Tensor) -> bool:
-    return result.data_ptr() == tensor.data_ptr() and result.dtype is tensor.dtype

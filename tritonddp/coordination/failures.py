@@ -13,7 +13,8 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from tritonddp._torch import backend_name
 from tritonddp.coordination import mismatch
-from tritonddp.coordination.processes import KnownProcesses, Process, look_up
+from tritonddp.coordination.processes import Process, key_of, look_up
 
 logger = logging.getLogger("tritonddp.roll_call")
 
@@ -39,9 +40,31 @@ _DIGITS = 18  # of a post's number
 _TAG = 0x7D0C  # of a message that nobody sends
 # Ranks in one sentence; the rest is counted.
 _SHOWN = 10
-
-
 _FAILED = "tritonddp/failed"  # keys of the store begin with it
+
+# What is said of ranks, the most telling first. The first ones go by the state of a process.
+_SENTENCES = {
+    "died": "{ranks} ({what}) {have} died.",
+    "stopped": "{ranks} ({what}) is stopped, by a signal or a debugger.",
+    "": "{ranks} ({what}) {have} not reported: {each} died, is stuck elsewhere, or made fewer "
+    "backwards.",
+    "runs": "{ranks} ({what}) runs but has not reported: it computes, is stuck elsewhere, just "
+    "ends, or made fewer backwards.",
+    "not begun": "{ranks} {have} not reported, nor begun to wrap a module: {each} died, or is "
+    "stuck before.",
+    "silent": "{ranks} {have} not reported: {each} died, is stuck elsewhere, or made fewer "
+    "backwards.",
+    "not asked": "Nothing is known of {ranks}.",
+    "earlier": "{ranks} {have} not reported this failure, only an earlier one at {what}.",
+    "elsewhere": "{ranks} failed elsewhere: at {what}.",
+    "here": "{ranks} failed at the same place.",
+}
+
+_REMEDY = (
+    "Look first at the log of the rank that died, failed first or has not reported; "
+    "TORCH_DISTRIBUTED_DEBUG=DETAIL finds collectives that differ between ranks, and if a rank was "
+    "only slow, give init_process_group or new_group a longer timeout."
+)
 
 
 @dataclasses.dataclass
@@ -50,11 +73,13 @@ class History:
 
     Attributes:
         failures: number of the last failure: a post with a smaller one is old.
-        processes: of its ranks.
+        is_announced: this rank has posted its process, as all do when they wrap a module.
+        first: rank 0, which may host the store: when it has died nobody can be asked.
     """
 
     failures: int = 0
-    processes: KnownProcesses = dataclasses.field(default_factory=KnownProcesses)
+    is_announced: bool = False
+    first: Process | None = None
 
 
 class FailureReport:
@@ -71,13 +96,22 @@ class FailureReport:
         self._history = history
 
     def enter(self) -> None:
-        """A module is wrapped in the group, of which nothing is posted yet. Never fails."""
-        if self._history.processes.is_announced:
+        """A module is wrapped: post which process this rank is. Never fails: it is for errors."""
+        if self._history.is_announced:
             return
+        rank = self._group.rank()
         with contextlib.suppress(Exception):
             # A group that was destroyed may have had the same name in the same store.
-            self._group.get_group_store().delete_key(f"{_FAILED}/{self._group.rank()}")
-        self._history.processes.announce(self._group)
+            self._group.get_group_store().delete_key(f"{_FAILED}/{rank}")
+        with contextlib.suppress(Exception):
+            self._group.get_group_store().set(key_of(rank), Process.own().post())
+            self._history.is_announced = True
+
+    def remember_processes(self) -> None:
+        """All ranks have entered: keep what is needed where nobody can be asked. Never fails."""
+        if self._history.first is None:
+            with contextlib.suppress(Exception):
+                self._history.first = look_up(self._group.get_group_store(), 0)
 
     def explain(self, where: str, what: str, error: BaseException) -> RuntimeError:
         """The error to raise from ``error``; made in 2 to 3 s, and in 5 s at most.
@@ -97,7 +131,10 @@ class FailureReport:
         # At once: torchrun ends the other processes soon after one has died.
         logger.error("%s", failed)
         if self._group.get_group_store() is None:
-            answers = [_NO_STORE.format(type(self._group).__name__)]
+            answers = [
+                f"Which rank is missing is not known: this process group, a {type(self._group).__name__}"
+                ", has no store in which the ranks could tell where they are."
+            ]
         else:
             answers = self._answers(self._ask(place), place)
         remedy = mismatch.REMEDY if mismatch.is_mismatch(str(error)) else _REMEDY
@@ -109,14 +146,12 @@ class FailureReport:
         thread = threading.Thread(target=self._exchange, args=(posts, place), daemon=True)
         thread.start()
         thread.join(_LIMIT)
-        if thread.is_alive() and not posts.asked:
-            posts.trouble = f"it did not answer in {_LIMIT:g} s"
         self._history.failures = posts.number
         # A thread left behind may still write into the original.
         return dataclasses.replace(posts, read=dict(posts.read), processes=dict(posts.processes))
 
     def _exchange(self, posts: _Posts, place: str) -> None:
-        others = [rank for rank in range(self._group.size()) if rank != self._group.rank()]
+        others = self._others()
         try:
             store = self._group.get_group_store()
             # Failures are counted by all ranks alike: who counted less goes on with the greatest
@@ -125,7 +160,12 @@ class FailureReport:
             # in the second.
             for looks in range(2):
                 before = posts.number
-                self._read(store, others, posts)
+                for rank in others:
+                    key = f"{_FAILED}/{rank}"
+                    if store.check([key]):  # get() would wait for a key that is not there
+                        number, _, theirs = store.get(key).partition(b" ")
+                        if number.isdigit():
+                            posts.read[rank] = int(number[:_DIGITS]), plain(theirs)
                 posts.number = max([posts.number, *(number for number, _ in posts.read.values())])
                 if looks == 0 or posts.number > before:
                     store.set(f"{_FAILED}/{self._group.rank()}", f"{posts.number} {place}")
@@ -134,7 +174,7 @@ class FailureReport:
                     time.sleep(_PATIENCE)
             for rank in [rank for rank in others if rank not in posts.read][:_SHOWN]:
                 posts.processes[rank] = look_up(store, rank)
-            posts.asked = True
+            posts.trouble = ""
             if self._group.rank() == 0:
                 time.sleep(_HOST_STAYS)
         except Exception as error:
@@ -142,78 +182,50 @@ class FailureReport:
             posts.trouble = _first_line(error)
             close_connections(self._group)
 
-    def _read(self, store: dist.Store, others: Iterable[int], posts: _Posts) -> None:
-        for rank in others:
-            key = f"{_FAILED}/{rank}"
-            if store.check([key]):  # get() would wait for a key that is not there
-                number, _, place = store.get(key).partition(b" ")
-                if number.isdigit():
-                    posts.read[rank] = (int(number[:_DIGITS]), plain(place))
-
     def _answers(self, posts: _Posts, place: str) -> list[str]:
-        """What the others say, one line each, the most telling first."""
-        elsewhere: dict[str, list[int]] = {}
-        earlier: dict[str, list[int]] = {}
-        same, silent = [], []
-        for rank in range(self._group.size()):
+        """What is said of the other ranks, a line for those of whom it is the same."""
+        order = list(_SENTENCES)
+        said: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for rank in self._others():
             number, theirs = posts.read.get(rank, (0, ""))
-            if rank == self._group.rank():
-                continue
             if number == 0:
-                silent.append(rank)
+                found, what = self._of_silent(rank, posts)
             elif number < posts.number:
-                earlier.setdefault(theirs, []).append(rank)
+                found, what = "earlier", theirs
             elif theirs != place:
-                elsewhere.setdefault(theirs, []).append(rank)
+                found, what = "elsewhere", theirs
             else:
-                same.append(rank)
+                found, what = "here", ""
+            said[found, what].append(rank)
         lines = []
         if posts.trouble:
             lines.append(
                 f"The process group's store could not be asked ({posts.trouble}): its host, global "
                 "rank 0 or the launcher, may have died."
             )
-        if silent and posts.asked:
-            lines += self._missing(silent, posts.processes)
-        elif silent:
-            known = self._history.processes.without_store()
-            first = {rank: process for rank, process in known.items() if rank in silent}
-            lines += self._missing(list(first), first)
-            if rest := [rank for rank in silent if rank not in first]:
-                lines.append(f"Nothing is known of {self.rank_list(rest)}.")
-        for theirs, ranks in earlier.items():
-            has = "has" if len(ranks) == 1 else "have"
-            lines.append(
-                f"{self.rank_list(ranks)} {has} not reported this failure, only an earlier one at "
-                f"{theirs}."
-            )
-        for theirs, ranks in elsewhere.items():
-            lines.append(f"{self.rank_list(ranks)} failed elsewhere: at {theirs}.")
-        if same:
-            lines.append(f"{self.rank_list(same)} failed at the same place.")
+        for found, what in sorted(said, key=lambda each: order.index(each[0])):
+            ranks = said[found, what]
+            have, each = ("has", "it has") if len(ranks) == 1 else ("have", "each has")
+            named = self.rank_list(ranks)
+            lines.append(_SENTENCES[found].format(ranks=named, what=what, have=have, each=each))
         return lines
 
-    def _missing(self, ranks: list[int], processes: dict[int, Process | None]) -> list[str]:
-        """What can be said of ranks that have not reported, those to blame first."""
-        together: dict[str, list[int]] = {}
-        alone: list[tuple[str, int]] = []
-        for rank in ranks:
-            process = processes.get(rank)
-            if process is not None:
-                alone.append((process.state, rank))
-            elif rank in processes and self._history.processes.is_announced:
-                together.setdefault(_NOT_BEGUN, []).append(rank)
-            else:
-                together.setdefault(_UNKNOWN, []).append(rank)
-        alone.sort(key=lambda each: (list(_STATES).index(each[0]), each[1]))
-        lines = [
-            f"{self.rank_list([rank])} ({processes[rank]}) {_STATES[state]}."
-            for state, rank in alone
-        ]
-        for what, those in together.items():
-            have, each = ("has", "it has") if len(those) == 1 else ("have", "each has")
-            lines.append(f"{self.rank_list(those)} {have} {what.format(each)}.")
-        return lines
+    def _of_silent(self, rank: int, posts: _Posts) -> tuple[str, str]:
+        """What can be said of a rank that has not reported."""
+        if posts.trouble:
+            process = self._history.first if rank == 0 else None
+        else:
+            process = posts.processes.get(rank)
+        if process is not None:
+            return process.state, str(process)
+        if posts.trouble:
+            return "not asked", ""
+        # One that was looked up has not told, as this one has.
+        is_late = rank in posts.processes and self._history.is_announced
+        return ("not begun" if is_late else "silent"), ""
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._group.size()) if rank != self._group.rank()]
 
     def rank_list(self, ranks: Sequence[int]) -> str:
         """``rank 1``, ``ranks 1 and 2``; with global ranks where they differ."""
@@ -253,27 +265,6 @@ def close_connections(group: dist.ProcessGroup) -> None:
                 group.recv([torch.empty(1)], rank, _TAG).wait(timedelta(milliseconds=1))
 
 
-_NO_STORE = (
-    "Which rank is missing is not known: this process group, a {}, has no store in which the ranks "
-    "could tell where they are."
-)
-_UNKNOWN = "not reported: {} died, is stuck elsewhere, or made fewer backwards"
-_NOT_BEGUN = "not reported, nor begun to wrap a module: {} died, or is stuck before"
-# What is said of a process in each state, those to blame first.
-_STATES = {
-    "died": "has died",
-    "stopped": "is stopped, by a signal or a debugger",
-    "": f"has {_UNKNOWN.format('it has')}",
-    "runs": "runs but has not reported: it computes, is stuck elsewhere, just ends, or made fewer "
-    "backwards",
-}
-_REMEDY = (
-    "Look first at the log of the rank that died, failed first or has not reported; "
-    "TORCH_DISTRIBUTED_DEBUG=DETAIL finds collectives that differ between ranks, and if a rank was "
-    "only slow, give init_process_group or new_group a longer timeout."
-)
-
-
 @dataclasses.dataclass
 class _Posts:
     """What is known so far.
@@ -282,15 +273,13 @@ class _Posts:
         number: of this failure.
         read: number and place that each rank has posted.
         processes: of ranks that have posted no failure, as far as they are known.
-        asked: every rank was asked to the end.
-        trouble: why not, or an empty string.
+        trouble: why it is not known of every rank; in the end an empty string.
     """
 
     number: int
     read: dict[int, tuple[int, str]] = dataclasses.field(default_factory=dict)
     processes: dict[int, Process | None] = dataclasses.field(default_factory=dict)
-    asked: bool = False
-    trouble: str = ""
+    trouble: str = f"it did not answer in {_LIMIT:g} s"
 
 
 def plain(text: str | bytes, longest: int = _LONGEST) -> str:

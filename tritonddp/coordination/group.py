@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from itertools import count
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch.distributed as dist
@@ -17,13 +18,6 @@ from tritonddp.coordination import collectives
 from tritonddp.coordination.failures import FailureReport, History
 
 
-class Member(Protocol):
-    """Who reduces gradients in a group."""
-
-    def detach(self) -> None:
-        """Reduce nothing any more, without waiting for any other rank."""
-
-
 @dataclass
 class _Shared:
     """What there is once for a process group, as long as that lives. (It must not hold it.)"""
@@ -31,15 +25,15 @@ class _Shared:
     history: History = field(default_factory=History)
     open_runs: set[ref[Any]] = field(default_factory=set)
     members: WeakSet[Any] = field(default_factory=WeakSet)
-    wrappers: int = 0
-    exchanges: int = 0
+    wrappers: Iterator[int] = field(default_factory=count)
+    exchanges: Iterator[int] = field(default_factory=count)
     is_inherited: bool = False  # this process was forked from the rank that made it
 
 
 _shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
 
 
-class Group:
+class Group(FailureReport):
     """A process group, and what its ranks have said and done so far.
 
     Args:
@@ -53,51 +47,30 @@ class Group:
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
+        shared = self._shared = _shared.setdefault(process_group, _Shared())
+        super().__init__(process_group, shared.history)
         self.process_group = process_group
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
-        self._shared = _shared.setdefault(process_group, _Shared())
-        self.open_runs = self._shared.open_runs
-        self._report = FailureReport(process_group, self._shared.history)
+        self.open_runs = shared.open_runs
 
     def next_wrapper(self) -> int:
         """Number of a wrapper among those of the group: alike on all ranks."""
-        self._shared.wrappers += 1
-        return self._shared.wrappers - 1
+        return next(self._shared.wrappers)
 
     def next_exchange(self) -> int:
         """Number of an exchange of messages among those of the group: alike on all ranks."""
-        self._shared.exchanges += 1
-        return self._shared.exchanges - 1
+        return next(self._shared.exchanges)
 
-    # Failures
+    # Failures, see FailureReport
 
-    def enter(self) -> None:
-        """A module is wrapped: tell the others which process this rank is. Never fails."""
-        self._report.enter()
-
-    def remember_processes(self) -> None:
-        """All ranks have entered: keep what is needed where nobody can be asked. Never fails."""
-        self._shared.history.processes.remember_first(self.process_group)
-
-    def guard(self, where: str, what: str) -> AbstractContextManager[None]:
-        """Context for one collective: if it fails, the error says who is missing.
-
-        Args:
-            where, what: see :meth:`FailureReport.explain`.
-
-        Raises:
-            RuntimeError: see there.
-        """
-        return _guard(self._report, where, what)
-
-    def explain(self, where: str, what: str, error: BaseException) -> RuntimeError:
-        """See :meth:`FailureReport.explain`."""
-        return self._report.explain(where, what, error)
-
-    def rank_list(self, ranks: list[int]) -> str:
-        """``rank 1``, ``ranks 1 and 2``; with global ranks where they differ."""
-        return self._report.rank_list(ranks)
+    @contextmanager
+    def guard(self, where: str, what: str) -> Iterator[None]:
+        """Context for one collective: if it fails, it raises what :meth:`explain` returns."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.explain(where, what, error) from error
 
     # Collectives of some bytes, which name who fails
 
@@ -119,8 +92,8 @@ class Group:
 
     # Forks
 
-    def join_forks(self, member: Member) -> None:
-        """Have ``member`` detached in every process that is forked from this one."""
+    def join_forks(self, member: Any) -> None:
+        """Have ``member.detach()`` called in every process that is forked from this one."""
         self._shared.members.add(member)
 
     def refuse_if_forked(self) -> None:
@@ -139,14 +112,6 @@ class Group:
                 "module (ddp.module), on which nothing is averaged; start processes that shall be "
                 "ranks with torchrun or the start method 'spawn'"
             )
-
-
-@contextmanager
-def _guard(report: FailureReport, where: str, what: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise report.explain(where, what, error) from error
 
 
 def _inherit() -> None:

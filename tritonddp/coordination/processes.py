@@ -7,7 +7,6 @@ own host only.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 from dataclasses import dataclass
@@ -68,42 +67,14 @@ class Process:
         return "stopped" if state in ("T", "t") else "runs"
 
 
-@dataclass
-class KnownProcesses:
-    """What this rank knows of the processes of a group.
-
-    Attributes:
-        is_announced: it has posted its own, as the others do when they wrap a module.
-        first: rank 0, which may host the store: when it has died nobody can be asked.
-    """
-
-    is_announced: bool = False
-    first: Process | None = None
-
-    def announce(self, group: dist.ProcessGroup) -> None:
-        """Post which process this rank is. Never fails: it is for errors only."""
-        with contextlib.suppress(Exception):
-            group.get_group_store().set(_key(group.rank()), Process.own().post())
-            self.is_announced = True
-
-    def remember_first(self, group: dist.ProcessGroup) -> None:
-        """Keep which process rank 0 is, once all ranks have announced theirs. Never fails."""
-        if self.first is None:
-            with contextlib.suppress(Exception):
-                self.first = look_up(group.get_group_store(), 0)
-
-    def without_store(self) -> dict[int, Process | None]:
-        """What is known without the store, by rank."""
-        return {} if self.first is None else {0: self.first}
-
-
 def look_up(store: dist.Store, rank: int) -> Process | None:
     """Which process a rank is, if it has told."""
-    key = _key(rank)
+    key = key_of(rank)
     return Process.parse(store.get(key)) if store.check([key]) else None
 
 
-def _key(rank: int) -> str:
+def key_of(rank: int) -> str:
+    """Under which a rank posts its process in the group's store."""
     return f"tritonddp/process/{rank}"
 
 

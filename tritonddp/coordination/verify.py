@@ -36,15 +36,6 @@ def describe(
     }
 
 
-def describe_error(error: Exception) -> dict[str, dict[str, str]]:
-    """Instead of a description, on a rank that cannot wrap its module: why it cannot."""
-    return {
-        "parameter": {},
-        "buffer": {},
-        "option": {"error": f"{type(error).__name__}: {error}"},
-    }
-
-
 def tell_failure(error: Exception, group: Group, device: torch.device) -> None:
     """This rank cannot wrap its module: tell the others, so that they do not wait for it.
 
@@ -52,14 +43,14 @@ def tell_failure(error: Exception, group: Group, device: torch.device) -> None:
 
     Args:
         error: why it cannot.
-        group: the ranks.
-        device: of what is sent.
+        group, device: see :func:`verify_same`.
 
     Raises:
         RuntimeError: other ranks can wrap theirs; names the ranks that cannot, on every rank.
     """
+    text = f"{type(error).__name__}: {error}"
     try:
-        verify_same(describe_error(error), group, device)
+        verify_same({"parameter": {}, "buffer": {}, "option": {"error": text}}, group, device)
     except RuntimeError as failure:
         if failure.__cause__ is None:  # not that the comparison itself has failed
             raise
@@ -83,7 +74,7 @@ def verify_same(
 
     Raises:
         RuntimeError: on EVERY rank if any two differ, naming what differs and both sides (but not
-            if none can wrap its module, see :func:`describe_error`); or a rank is missing, or
+            if none can wrap its module, see :func:`tell_failure`); or a rank is missing, or
             ranks are not what they call themselves.
     """
     message = json.dumps(description).encode()
@@ -105,10 +96,15 @@ def verify_same(
     descriptions = [json.loads(other.rstrip(b"\0")) for other in messages]
     if all("error" in each["option"] for each in descriptions):
         return  # no rank can wrap its module: each raises its own error, whatever numbers are in it
-    difference, remedy = _difference(descriptions), _AT_FIRST
-    if where is not None:
-        difference, remedy = f"{where}: {difference}", _LATER
-    raise RuntimeError(f"{difference}\n{remedy}")
+    difference = _difference(descriptions)
+    if where is None:
+        raise RuntimeError(
+            f"{difference}\nBuild the same module with the same options on every rank."
+        )
+    raise RuntimeError(
+        f"{where}: {difference}\nTrain the same parameters on every rank, and call wrapped modules "
+        "in the same order."
+    )
 
 
 def _check_ranks(came: Sequence[bytes], place: str) -> None:
@@ -118,12 +114,13 @@ def _check_ranks(came: Sequence[bytes], place: str) -> None:
         RuntimeError: they are not, as in a group written in Python that does not tell.
     """
     ranks = [int.from_bytes(each[:8], "little") for each in came]
+    wanted = list(range(len(came)))
     is_exchanged = len(set(came)) > 1  # torch's fake backend hands each rank its own
-    if is_exchanged and ranks != list(range(len(came))):
+    if is_exchanged and ranks != wanted:
         raise RuntimeError(
             f"{place}: the ranks of this process group call themselves {ranks}, but should be "
-            f"{list(range(len(came)))}: a group written in Python has to override getRank(), or to "
-            "pass its rank to ProcessGroup.__init__()"
+            f"{wanted}: a group written in Python has to override getRank(), or to pass its rank "
+            "to ProcessGroup.__init__()"
         )
 
 
@@ -140,22 +137,19 @@ def _all_gather_bytes(
     return [bytes(other.cpu().tolist()) for other in all_gather(mine, group.process_group)]
 
 
-_AT_FIRST = "Build the same module with the same options on every rank."
-_LATER = "Train the same parameters on every rank, and call wrapped modules in the same order."
-
-
 def _difference(descriptions: Sequence[dict[str, dict[str, str]]]) -> str:
     """What each rank has otherwise than rank 0."""
     first = descriptions[0]
-    counts = [len(description["parameter"]) for description in descriptions]
     lines = []
     for rank, other in enumerate(descriptions):
         for kind, items in first.items():
             theirs = other[kind]
             if list(items) != list(theirs) and items == theirs:
-                lines.append(f"  rank {rank} has the {kind}s of rank 0 in another order: ")
-                lines[-1] += f"{', '.join(theirs)} instead of {', '.join(items)}"
-            for name in [*items, *(name for name in theirs if name not in items)]:
+                lines.append(
+                    f"  rank {rank} has the {kind}s of rank 0 in another order: "
+                    f"{', '.join(theirs)} instead of {', '.join(items)}"
+                )
+            for name in {**items, **theirs}:
                 if items.get(name) != theirs.get(name):
                     lines.append(
                         f"  {kind} {name!r}: rank 0 has {items.get(name, 'none of this name')}, "
@@ -165,13 +159,10 @@ def _difference(descriptions: Sequence[dict[str, dict[str, str]]]) -> str:
     if len(lines) > _SHOWN:
         lines[_SHOWN:] = [f"  ... and {len(lines) - _SHOWN} more"]
     lines = [f"  {plain(line.strip(), _LONGEST)}" for line in lines]
+    heading = "these differ:"
+    counts = [len(description["parameter"]) for description in descriptions]
     odd = next((rank for rank, number in enumerate(counts) if number != counts[0]), None)
-    heading = "DDP expects same model across all ranks, but "
-    if odd is None:
-        heading += "these differ:"
-    else:
-        heading += (
-            f"Rank 0 has {counts[0]} params, while rank {odd} has inconsistent {counts[odd]} "
-            "params:"
-        )
-    return "\n".join([heading, *lines])
+    if odd is not None:
+        heading = f"Rank 0 has {counts[0]} params, while rank {odd} has inconsistent "
+        heading += f"{counts[odd]} params:"
+    return "\n".join([f"DDP expects same model across all ranks, but {heading}", *lines])

@@ -199,7 +199,7 @@ def _verify_held(ddp: Wrapper, named_tensors: Iterable[tuple[str, Tensor]], wher
 
 def _leave(ddp: Wrapper) -> None:
     # A forward without a backward has armed the reduction on the ranks that had inputs only.
-    ddp.core.forwards.backward_begins(reduced=True)
+    ddp.core.forwards.reduction_begins()
     leave_join(ddp)
 
 

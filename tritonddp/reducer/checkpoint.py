@@ -32,24 +32,14 @@ def comm_state(reducer: Reducer) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_comm_state(reducer: Reducer, states: Sequence[dict[str, Any]]) -> None:
-    """Go on as the run that had the first of these states on rank 0.
+    """Go on as the run that had the first of the states which the user has given on rank 0.
 
     What was left out of gradients is that of all states of all ranks together.
-
-    Args:
-        reducer: of the new run.
-        states: what the user has given on this rank.
 
     Raises:
         TypeError, ValueError: they are no states, or those of another model.
         RuntimeError: a backward is under way, or another rank cannot load its states.
     """
-    failure: Exception | None = None
-    try:
-        for state in states:
-            _check(state)
-    except (TypeError, ValueError) as error:
-        failure = error
     reducer.settle()
     if reducer.is_detached:
         return
@@ -59,13 +49,16 @@ def load_comm_state(reducer: Reducer, states: Sequence[dict[str, Any]]) -> None:
             "it between two steps"
         )
     reducer.parameters.register()
-    said: tuple[Sequence[float], Sequence[float]] = [-1.0], []
-    if failure is None:
-        try:
-            check_state(reducer.parameters.params, states)
-            said = _numbers_of(reducer, states[0]) if states else said
-        except ValueError as error:
-            failure = error
+    said: tuple[list[float], list[float]] = [], []
+    failure: Exception | None = None
+    try:
+        for state in states:
+            _check(state)
+        check_state(reducer.parameters.params, states)
+        if states:
+            said = _numbers_of(reducer, states[0])
+    except (TypeError, ValueError) as error:
+        failure = error
     since_change, order, unit, wires = _agree(reducer, *said, failure)
     if since_change < 0:
         return  # saved before the first step
@@ -87,12 +80,13 @@ def _numbers_of(reducer: Reducer, state: dict[str, Any]) -> tuple[list[float], l
         ValueError: the state is of another run.
     """
     if not state["bucket_order"]:
-        return [-1.0], []
+        return [], []
     number_of = {name: number for number, (name, _) in enumerate(reducer.parameters.params)}
     order = [number_of[name] for name in state["bucket_order"] if name in number_of]
-    planner = reducer.manager.planner
-    wires = [] if planner is None else state["wires"]
-    if planner is not None and (len(wires) > len(number_of) or not planner.knows(wires)):
+    planner, wires = reducer.manager.planner, state["wires"]
+    if planner is None:
+        wires = []
+    elif len(wires) > len(number_of) or not planner.knows(wires):
         raise ValueError(
             f"the state has {wires!r} as 'wires', which a run with these parameters cannot "
             "have had: load the state of a run with the same model"
@@ -129,12 +123,8 @@ def _agree(
             f"{reducer.where()}: load_comm_state_dict() failed on rank {', '.join(ranks)}, and "
             "nothing was loaded on any rank: see the error there"
         )
-    return (
-        int(since_change),
-        [int(number) for number in numbers if number >= 0],
-        unit,
-        [int(number) for number in wires if number >= 0],
-    )
+    numbers, wires = ([int(n) for n in row if n >= 0] for row in (numbers, wires))
+    return int(since_change), numbers, unit, wires
 
 
 def _check(state: Any) -> None:
@@ -146,11 +136,12 @@ def _check(state: Any) -> None:
     what = "load_comm_state_dict() takes what comm_state_dict() returned"
     if not isinstance(state, Mapping):
         raise TypeError(f"{what}, got {state!r}")
-    order, wires = state.get("bucket_order"), state.get("wires")
-    for name, entry, kind in (("bucket_order", order, str), ("wires", wires, int)):
+    for name, kind in (("bucket_order", str), ("wires", int)):
+        entry = state.get(name)
         if not isinstance(entry, list) or not all(isinstance(each, kind) for each in entry):
             raise TypeError(f"{what}, but {name!r} is no list of {kind.__name__}: {entry!r}")
-    if len({*(order or ())}) < len(order or ()):
+    order = state["bucket_order"]
+    if len(set(order)) < len(order):
         raise ValueError(f"{what}, but 'bucket_order' names a parameter twice: {order!r}")
     for name, least in (("reductions_since_change", 0.0), ("weight_unit", math.ulp(0.0))):
         number = state.get(name)

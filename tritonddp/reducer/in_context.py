@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,13 +35,8 @@ from tritonddp._torch import (
     queue_end_of_backward,
     values_of_rrefs,
 )
-from tritonddp.buckets.bucket import Bucket
-from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.run import ReductionRun
-from tritonddp.coordination.agreement import (
-    GradSource,
-    Mismatch,
-)
+from tritonddp.coordination.agreement import GradSource, Mismatch
 from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.reducer import recovery
 from tritonddp.reducer.output_hooks import Forward, tensors_in
@@ -56,82 +52,63 @@ _BY_HAND = (
 )
 
 
-class StandIns:
-    """Buckets whose gradients are those of a context, not ``.grad``.
+class ContextReduction:
+    """The part of this rank in a reduction of gradients that are those of a context, not ``.grad``.
 
-    Args:
+    Its buckets hold what stands in for the parameters: detached, with the tensors of the context as
+    ``.grad``. Nothing else is touched, nor what is accumulated under ``no_sync``. Gradients travel
+    as those of ``reduce_gradients()`` do: cast to ``reduce_dtype``, but not quantised.
+
+    Attributes:
         context: id of the context.
-        named_params: whose gradients.
-        build: makes buckets of what stands in for the parameters. Its ``.grad`` are the tensors of
-            the context.
-        sparse: those of the parameters whose gradients are sparse.
+        params: those that the numbers of the buckets' parameters stand for.
+        run: reduces them.
+        bucket_of: for each parameter, the index of its bucket.
+        came: for each parameter, whether a gradient has.
+        hooks: handles.
     """
 
     def __init__(
         self,
+        reducer: Reducer,
         context: int,
-        named_params: Sequence[tuple[str, Parameter]],
-        build: Callable[[list[tuple[str, Any]], set[Any]], BucketSet],
-        sparse: Collection[Tensor],
+        named_params: Iterable[tuple[str, Parameter]],
+        source: GradSource = GradSource.CONTEXT,
     ) -> None:
-        self._context = context
-        named = [(name, param.detach()) for name, param in named_params]
-        origin = {
-            stand_in: param for (_, stand_in), (_, param) in zip(named, named_params, strict=True)
-        }
-        stand_ins_of_sparse = {stand_in for stand_in, param in origin.items() if param in sparse}
-        self.bucket_set = build(named, stand_ins_of_sparse)
-        self.params = [origin[stand_in] for stand_in in self.bucket_set.params]
-
-    def numbers(self, bucket: Bucket) -> range:
-        """Of the parameters in ``bucket``."""
-        return range(bucket.first, bucket.first + len(bucket.params))
-
-    def read(self, numbers: range) -> list[bool]:
-        """Take the gradients of these parameters; which of them the context has."""
-        found = gradients_in_context(self._context)
-        for number in numbers:
-            self.bucket_set.params[number].grad = found.get(self.params[number])
-        return [self.params[number] in found for number in numbers]
-
-    def write(self) -> None:
-        """Put into the context what has not been written to its tensors: what it did not have."""
-        found = gradients_in_context(self._context)
-        for stand_in, param in zip(self.bucket_set.params, self.params, strict=True):
-            if stand_in.grad is not None and stand_in.grad is not found.get(param):
-                put_into_context(self._context, param, stand_in.grad)
-
-
-class ContextBackward:
-    """The part of this rank in one backward of ``torch.distributed.autograd``.
-
-    ``.grad`` and what is accumulated there under ``no_sync`` are not touched. Gradients travel as
-    those of ``reduce_gradients()`` do: cast to ``reduce_dtype``, but not quantised.
-
-    Attributes:
-        context: id of its context.
-        stand_ins: of the parameters that are in buckets.
-        run: reduces them.
-        came: for each parameter, whether a gradient has.
-        is_announced: the others know that this rank takes part.
-        hooks: handles.
-    """
-
-    def __init__(self, context: int, stand_ins: StandIns, run: ReductionRun) -> None:
+        origin = {param.detach(): (name, param) for name, param in named_params}
+        named: list[tuple[str, Any]] = [(name, each) for each, (name, _) in origin.items()]
+        sparse = {each for each, (_, param) in origin.items() if param in reducer.parameters.sparse}
+        bucket_set = reducer.manager.temporary(named, sparse=sparse)
         self.context = context
-        self.stand_ins = stand_ins
-        self.run = run
-        self.bucket_of = [bucket.index for bucket in run.buckets for _ in stand_ins.numbers(bucket)]
-        run.unfilled = [len(stand_ins.numbers(bucket)) for bucket in run.buckets]
-        run.graph_task = current_graph_task_id()
-        self.came = [False] * len(stand_ins.params)
-        self.is_announced = False
+        self.params = [origin[each][1] for each in bucket_set.params]
+        self.run = run = ReductionRun(
+            *(bucket_set, reducer.plain, reducer.agreement, reducer.events),
+            *([False] * len(named), source),
+        )
+        run.where, run.of_backwards = f"{reducer.where()}, torch.distributed.autograd", False
+        run.unfilled = [len(bucket.params) for bucket in run.buckets]
+        self.bucket_of = [bucket.index for bucket in run.buckets for _ in bucket.params]
+        self.came = [False] * len(named)
         self.hooks: list[Any] = []
 
     @property
     def runs(self) -> bool:
-        """Whether it has neither come to its end nor broken off."""
+        """Whether its backward has neither come to its end nor broken off."""
         return self.run.end() is not None
+
+    def read(self, numbers: range) -> None:
+        """Take the gradients of these parameters; used are those that the context has."""
+        found = gradients_in_context(self.context)
+        for number in numbers:
+            self.run.bucket_set.params[number].grad = found.get(self.params[number])
+            self.run.used[number] = self.params[number] in found
+
+    def write(self) -> None:
+        """Put into the context what has not been written to its tensors: what it did not have."""
+        found = gradients_in_context(self.context)
+        for stand_in, param in zip(self.run.bucket_set.params, self.params, strict=True):
+            if stand_in.grad is not None and stand_in.grad is not found.get(param):
+                put_into_context(self.context, param, stand_in.grad)
 
 
 def watch(reducer: Reducer, output: Any, context: int, syncs: bool) -> None:
@@ -183,26 +160,6 @@ def _check(reducer: Reducer) -> None:
         )
 
 
-def _stand_ins(
-    reducer: Reducer, context: int, named_params: Sequence[tuple[str, Parameter]]
-) -> StandIns:
-    def build(named: list[tuple[str, Any]], sparse: set[Any]) -> BucketSet:
-        return reducer.manager.temporary(named, sparse=sparse)
-
-    return StandIns(context, named_params, build, reducer.parameters.sparse)
-
-
-def _run(
-    reducer: Reducer, stand_ins: StandIns, source: GradSource = GradSource.CONTEXT
-) -> ReductionRun:
-    run = ReductionRun(
-        *(stand_ins.bucket_set, reducer.plain, reducer.agreement, reducer.events),
-        *([False] * len(stand_ins.params), source),
-    )
-    run.where, run.of_backwards = f"{reducer.where()}, torch.distributed.autograd", False
-    return run
-
-
 # Start of backward
 
 
@@ -229,36 +186,23 @@ def _begin(reducer: Reducer, context: int, forward: Forward) -> None:
         reducer.check_pending()
         reducer.parameters.register()
         current = reducer.manager.current
-        stand_ins = _stand_ins(
-            reducer, context, list(zip(current.names, current.params, strict=True))
-        )
-        backward = ContextBackward(context, stand_ins, _run(reducer, stand_ins))
+        named_params = zip(current.names, current.params, strict=True)
+        backward = ContextReduction(reducer, context, named_params)
+        backward.run.graph_task = graph_task
         reducer.in_context = backward
         reducer.mark_open()
         _check(reducer)  # if that fails, the others will not wait in vain: see recover
         reducer.announce(backward.run)
-        backward.is_announced = True
         nodes = dict(zip(current.params, reducer.tracker.nodes, strict=True))
+        reference = weakref.ref(reducer)  # which holds the nodes
         backward.hooks = [
-            nodes[param].register_hook(_arrival_hook(weakref.ref(reducer), number))
-            for number, param in enumerate(stand_ins.params)
+            nodes[param].register_hook(partial(_arrived, reference, number))
+            for number, param in enumerate(backward.params)
         ]
-        _queue_end(reducer, backward)
-
-
-def _queue_end(reducer: Reducer, backward: ContextBackward) -> None:
-    """Have :func:`_end` called when the backward is over; see ``Reducer._queue_end``."""
-
-    def end() -> None:
-        if not backward.runs:
-            return
-        try:
-            _end(reducer, backward)
-        finally:  # not before: other threads may run forwards meanwhile
-            backward.run.end = _over
-
-    backward.run.end = weakref.ref(end)
-    queue_end_of_backward(end)
+        # See Reducer._queue_end.
+        end = partial(_end, reducer, backward)
+        backward.run.end = weakref.ref(end)
+        queue_end_of_backward(end)
 
 
 def _over() -> None:
@@ -268,79 +212,88 @@ def _over() -> None:
 # A gradient, a bucket is ready
 
 
-def _arrived(reducer: Reducer, number: int, is_defined: bool) -> None:
-    """The context has the gradient of a parameter."""
-    backward: ContextBackward | None = reducer.in_context
-    if backward is None or not backward.runs or backward.run.graph_task != current_graph_task_id():
-        return  # the hook is left from a backward that broke off
+def _arrived(
+    reference: weakref.ref[Reducer], number: int, _: Any, gradients: tuple[Tensor | None, ...]
+) -> None:
+    """The context has the gradient of a parameter: called by its autograd node."""
+    reducer = reference()
+    backward: ContextReduction | None = None if reducer is None else reducer.in_context
+    if reducer is None or backward is None or not backward.runs:
+        return
     run = backward.run
+    if run.graph_task != current_graph_task_id():
+        return  # the hook is left from a backward that broke off
     # Sends of a context may run on several threads.
     with _telling_at_end(), reducer.launching, torch.no_grad():
-        backward.came[number] = is_defined
+        backward.came[number] = gradients[0] is not None
         run.unfilled[backward.bucket_of[number]] -= 1
         try:
-            while len(run.works) < len(run.buckets) and run.unfilled[len(run.works)] == 0:
-                _send(reducer, backward, run.buckets[len(run.works)])
+            _send(reducer, backward)
         except Exception:
             run.end = _over  # it has broken off
             raise
 
 
-def _send(reducer: Reducer, backward: ContextBackward, bucket: Bucket) -> None:
-    """Send a bucket, with zeros for the gradients that the context does not have."""
-    stand_ins, run = backward.stand_ins, backward.run
-    numbers = stand_ins.numbers(bucket)
-    used = stand_ins.read(numbers)
-    for number, is_there in zip(numbers, used, strict=True):
-        if backward.came[number] and not is_there:
-            raise RuntimeError(
-                f"{reducer.where()}: this backward was called with another "
-                "torch.distributed.autograd context than the one that its forward ran in: "
-                f"the latter has no gradient of {stand_ins.bucket_set.names[number]!r}"
-            )
-    run.used[numbers.start : numbers.stop] = used
-    run.launch_now(bucket)
+def _send(reducer: Reducer, backward: ContextReduction, rest: bool = False) -> None:
+    """Send the buckets that have all their gradients, in bucket order.
+
+    Args:
+        rest: also those that have not, with zeros for what the context does not have.
+    """
+    run = backward.run
+    for bucket in run.buckets[len(run.works) :]:
+        if run.unfilled[bucket.index] and not rest:
+            return
+        numbers = range(bucket.first, bucket.first + len(bucket.params))
+        backward.read(numbers)
+        for number in numbers:
+            if backward.came[number] and not run.used[number]:
+                raise RuntimeError(
+                    f"{reducer.where()}: this backward was called with another "
+                    "torch.distributed.autograd context than the one that its forward ran in: "
+                    f"the latter has no gradient of {run.bucket_set.names[number]!r}"
+                )
+        run.launch_now(bucket)
 
 
 # End of backward
 
 
 @torch.no_grad()
-def _end(reducer: Reducer, backward: ContextBackward) -> None:
+def _end(reducer: Reducer, backward: ContextReduction) -> None:
     """The backward is over on this rank: bring the means into the context."""
     run = backward.run
-    with reducer.launching:
-        while len(run.works) < len(run.buckets):
-            _send(reducer, backward, run.buckets[len(run.works)])
+    if not backward.runs:
+        return
     try:
-        with Uninterrupted():
-            run.finish()
-            reducer.agreement.check_pending()
-            for call in reducer.events.on_reduced_all:
-                call(run)
-            backward.stand_ins.write()
-            # Now the ranks know that they have added the same.
-            if reducer.parameters.added:
-                _reduce_added(reducer, backward.context)
-    except Mismatch as error:
-        recovery.raise_mismatch(reducer, error, run)
-    finally:
-        _leave(reducer, backward)
-    for call in reducer.events.on_end:
-        call(run)
+        with reducer.launching:
+            _send(reducer, backward, rest=True)
+        try:
+            with Uninterrupted():
+                run.finish()
+                reducer.agreement.check_pending()
+                for call in reducer.events.on_reduced_all:
+                    call(run)
+                backward.write()
+                # Now the ranks know that they have added the same, which is in no bucket of
+                # ``.grad`` yet, and has no hooks.
+                if reducer.parameters.added:
+                    added = ContextReduction(reducer, backward.context, reducer.parameters.added)
+                    added.read(range(len(added.params)))
+                    reducer.announce(added.run)
+                    added.run.reduce_now()
+                    added.write()
+        except Mismatch as error:
+            recovery.raise_mismatch(reducer, error, run)
+        finally:
+            _leave(reducer, backward)
+        for call in reducer.events.on_end:
+            call(run)
+    finally:  # not before: other threads may run forwards meanwhile
+        run.end = _over
 
 
-def _reduce_added(reducer: Reducer, context: int) -> None:
-    """Parameters that are in no bucket of ``.grad`` yet have no hooks: reduce them now."""
-    stand_ins = _stand_ins(reducer, context, reducer.parameters.added)
-    run = _run(reducer, stand_ins)
-    run.used = stand_ins.read(range(len(stand_ins.params)))
-    reducer.announce(run)
-    run.reduce_now()
-    stand_ins.write()
-
-
-def _leave(reducer: Reducer, backward: ContextBackward) -> None:
+def _leave(reducer: Reducer, backward: ContextReduction) -> None:
     reducer.in_context = None
     reducer.mark_closed()
     for hook in backward.hooks:
@@ -352,7 +305,7 @@ def _leave(reducer: Reducer, backward: ContextBackward) -> None:
 
 def recover(reducer: Reducer) -> None:
     """If a backward broke off: take part in what the other ranks reduce, see recovery.py."""
-    backward: ContextBackward | None = reducer.in_context
+    backward: ContextReduction | None = reducer.in_context
     if backward is None or backward.runs:
         return
     _leave(reducer, backward)
@@ -366,15 +319,16 @@ def recover(reducer: Reducer) -> None:
     )
     try:
         with Uninterrupted(), torch.no_grad():
-            if not backward.is_announced:
+            if not run.header:  # not announced
                 run.source = GradSource.BROKEN
                 reducer.announce(run)
             run.take_part()
             if reducer.parameters.added:
-                stand_ins = _stand_ins(reducer, backward.context, reducer.parameters.added)
-                added = _run(reducer, stand_ins, GradSource.BROKEN)
-                reducer.announce(added)
-                added.take_part()
+                added = ContextReduction(
+                    reducer, backward.context, reducer.parameters.added, GradSource.BROKEN
+                )
+                reducer.announce(added.run)
+                added.run.take_part()
     except Mismatch as error:
         recovery.raise_mismatch(reducer, error, run)
 
@@ -388,23 +342,8 @@ def _telling_at_end() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        queue_end_of_backward(_raising(error))
+        queue_end_of_backward(partial(_raise, error))
 
 
-def _raising(error: Exception) -> Callable[[], None]:
-    # Here, not where it was caught: its traceback would hold the frame, and that the function.
-    def tell() -> None:
-        raise error
-
-    return tell
-
-
-def _arrival_hook(reference: weakref.ref[Reducer], number: int) -> Callable[..., None]:
-    """For an autograd node, which the reducer holds: so it refers to that weakly."""
-
-    def arrived(_: Any, gradients: tuple[Tensor | None, ...]) -> None:
-        reducer = reference()
-        if reducer is not None:
-            _arrived(reducer, number, gradients[0] is not None)
-
-    return arrived
+def _raise(error: Exception) -> None:
+    raise error

@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.buckets.parameters import schema_of
 from tritonddp.comm.run import ReductionRun
-from tritonddp.coordination.agreement import (
-    GradSource,
-    Mismatch,
-    Weight,
-)
+from tritonddp.coordination.agreement import GradSource, Mismatch
 from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.coordination.verify import describe, verify_same
 from tritonddp.reducer import recovery
@@ -46,7 +43,8 @@ def reduce_given(
         named = _named(params, named)
         options = {"gradients": "of reduce_gradients()"}
         device = reducer.manager.current.params[0].device
-        verify_same(describe(named, [], options), reducer.group, device, _where(reducer))
+        where = f"{reducer.where()}, reduce_gradients()"
+        verify_same(describe(named, [], options), reducer.group, device, where)
     if isinstance(gradients, Mapping):
         unknown = sorted(map(str, set(gradients) - {name for name, _ in named}))
         if unknown:
@@ -64,8 +62,8 @@ def _named(
 ) -> list[tuple[str, Tensor]]:
     """The parameters that the user has given, with their names."""
     is_list = isinstance(params, Iterable) and not isinstance(params, Tensor)
-    wanted = [*params] if is_list else []
-    if not is_list or not all(isinstance(p, Tensor) for p in wanted):
+    wanted: list[Any] = [*params] if is_list else [None]
+    if not all(isinstance(p, Tensor) for p in wanted):
         raise TypeError(f"params should be parameters, one or more, got {params!r}")
     names = {param: name for name, param in named}
     return [(names.get(p, f"parameter {i}"), p) for i, p in enumerate(wanted)]
@@ -74,22 +72,35 @@ def _named(
 def _means(
     reducer: Reducer, named: Sequence[tuple[str, Tensor]], gradients: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """The means of ``gradients``, which belong to ``named``."""
+    """The means of ``gradients``, which belong to ``named``: the same on all ranks."""
     if len(gradients) != len(named):
         raise ValueError(f"{len(gradients)} gradients came for {len(named)} parameters")
+    for (name, param), gradient in zip(named, gradients, strict=True):
+        if gradient is not None:
+            _check_gradient(name, param, gradient, param in reducer.parameters.sparse)
+    _prepare(reducer)
+    weight = reducer.sync.weight
     # For the parameters, whose own .grad is not at issue.
     stand_ins: list[tuple[str, Any]] = []
-    sparse: set[Tensor] = set()
+    sparse: dict[Tensor, str] = {}
     for (name, param), gradient in zip(named, gradients, strict=True):
-        is_sparse = param in reducer.parameters.sparse
-        if gradient is not None:
-            _check_gradient(name, param, gradient, is_sparse)
         stand_in = param.detach().requires_grad_(param.requires_grad)
-        stand_in.grad = None if gradient is None else gradient.detach()
         stand_ins.append((name, stand_in))
-        if is_sparse:
-            sparse.add(stand_in)
-    _reduce(reducer, stand_ins, reducer.sync.weight, sparse)
+        if param in reducer.parameters.sparse:
+            sparse[stand_in] = f"sparse {name}"
+        if gradient is not None:
+            grad = gradient.detach()
+            if weight is not None and weight.is_sum:
+                grad = grad / weight.scale
+            # What is cast is written to.
+            is_cast = reducer.wire.casts(param) and stand_in not in sparse
+            stand_in.grad = grad.clone() if is_cast else grad
+    run = _run(reducer, reducer.manager.temporary(stand_ins, views=True, sparse=sparse))
+    run.schema, run.weight = schema_of(stand_ins, *sparse.values()), weight
+    run.of_backwards = False
+    _reduce_now(reducer, run, stand_ins)
+    for call in reducer.events.on_end:
+        call(run)
     return [stand_in.grad for _, stand_in in stand_ins]
 
 
@@ -106,39 +117,13 @@ def _check_gradient(name: str, param: Tensor, gradient: Any, may_be_sparse: bool
         )
 
 
-def _reduce(
-    reducer: Reducer,
-    named_params: Sequence[tuple[str, Parameter]],
-    weight: Weight | None,
-    sparse: Collection[Tensor],
-) -> None:
-    """Replace ``.grad`` of these by the mean over the ranks: the same on all of them.
-
-    Raises:
-        GradientError: a gradient does not fit its parameter.
-        RuntimeError: the ranks do not reduce the same, or a backward is under way.
-    """
-    _prepare(reducer)
-    if weight is not None and weight.is_sum:
-        for _, param in named_params:
-            param.grad = None if param.grad is None else param.grad / weight.scale
-    for _, param in named_params:
-        if param.grad is not None and reducer.wire.casts(param) and param not in sparse:
-            param.grad = param.grad.clone()  # which is written to
-    names = [f"sparse {name}" for name, param in named_params if param in sparse]
-    run = _run(reducer, named_params, views=True, sparse=sparse)
-    run.schema, run.weight, run.of_backwards = schema_of(named_params, *names), weight, False
-    run.used = [param.grad is not None for param in run.bucket_set.params]
-    _reduce_now(reducer, run, named_params)
-    for call in reducer.events.on_end:
-        call(run)
-
-
 def reduce_accumulated(reducer: Reducer) -> None:
     """Average ``.grad`` of all trainable parameters, and so end what was accumulated.
 
     Raises:
-        RuntimeError: as :func:`_reduce`; or the accumulated backwards have a weight of their own
+        GradientError: a gradient does not fit its parameter.
+        RuntimeError: the ranks do not reduce the same; a backward is under way, or waits for
+            ``finalize_backward()``; or the accumulated backwards have a weight of their own
             beside that of ``weighted()``.
     """
     _prepare(reducer)
@@ -155,38 +140,30 @@ def reduce_accumulated(reducer: Reducer) -> None:
     # First what is in buckets, which is alike on all ranks: their headers tell whether what
     # was added since is, too.
     placed = list(zip(current.names, current.params, strict=True))
-    weight: Weight | None = None
     last: ReductionRun | None = None
     for named_params in filter(None, (placed, parameters.added)):
-        run = _run(reducer, named_params)
-        run.used = [
-            param.grad is not None and param not in stale for param in run.bucket_set.params
-        ]
+        run = _run(reducer, reducer.manager.temporary(named_params), stale)
         if last is None:
             for call in reducer.events.on_begin:
                 call(run)
-            weight = run.weight
-        run.weight, last = weight, run
+        else:
+            run.weight = last.weight
+        last = run
         _reduce_now(reducer, run, named_params)
     assert last is not None
-    reducer.forwards.backward_begins(reduced=True)
+    reducer.forwards.reduction_begins()
     reducer.forget_accumulated()
     for call in (*reducer.events.on_close, *reducer.events.on_end):
         call(last)
 
 
-def _run(
-    reducer: Reducer,
-    named_params: Sequence[tuple[str, Parameter]],
-    views: bool = False,
-    sparse: Collection[Tensor] | None = None,
-) -> ReductionRun:
+def _run(reducer: Reducer, bucket_set: BucketSet, stale: Collection[Tensor] = ()) -> ReductionRun:
     run = ReductionRun(
-        reducer.manager.temporary(named_params, views, sparse),
-        *(reducer.plain, reducer.agreement, reducer.events),
-        *([], GradSource.REQUEST),
+        *(bucket_set, reducer.plain, reducer.agreement, reducer.events),
+        [param.grad is not None and param not in stale for param in bucket_set.params],
+        GradSource.REQUEST,
     )
-    run.where = _where(reducer)
+    run.where = f"{reducer.where()}, reduce_gradients()"
     return run
 
 
@@ -203,10 +180,6 @@ def _reduce_now(
         recovery.raise_mismatch(reducer, error, None, named_params)
 
 
-def _where(reducer: Reducer) -> str:
-    return f"{reducer.where()}, reduce_gradients()"
-
-
 def prepare_to_compare(reducer: Reducer) -> set[Tensor]:
     """Whose ``.grad`` is what the last reduction left: alike on all ranks.
 
@@ -215,7 +188,6 @@ def prepare_to_compare(reducer: Reducer) -> set[Tensor]:
             :meth:`Reducer.before_forward`.
     """
     _prepare(reducer, "compared")
-    reducer.wait_post_backward()
     if reducer.is_detached or reducer.counters.reductions == reducer.own_gradients_at:
         return set()
     pairs = zip(reducer.manager.current.params, reducer.accumulated, strict=True)
@@ -227,6 +199,4 @@ def _prepare(reducer: Reducer, what: str = "reduced on request") -> None:
         raise RuntimeError(
             f"{reducer.where()}: gradients cannot be {what} while a backward runs: wait for its end"
         )
-    reducer.check_finalized()
-    recovery.recover(reducer.group)
-    reducer.check_pending()
+    reducer.settle()

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from tritonddp._torch import backward_hooks_of, tree_leaves
+from tritonddp.reducer.extension import SyncState
+
+if TYPE_CHECKING:
+    from tritonddp.reducer.reducer import Reducer
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Forward:
     """One forward of the module, as long as its graph lives.
 
@@ -23,13 +28,10 @@ class Forward:
         reached: a backward that is reduced has gone through its outputs.
     """
 
-    __slots__ = ("number", "reached", "reductions", "syncs")
-
-    def __init__(self, number: int, reductions: int, syncs: bool) -> None:
-        self.number = number
-        self.reductions = reductions
-        self.syncs = syncs
-        self.reached = False
+    number: int
+    reductions: int
+    syncs: bool
+    reached: bool = False
 
 
 class Forwards:
@@ -52,12 +54,7 @@ class Forwards:
         self.was_local = False  # the last forward, which no backward has followed
 
     def ended(self, reductions: int, syncs: bool) -> Forward:
-        """One has run, before which there were so many reductions.
-
-        Args:
-            reductions: so many.
-            syncs: it ran outside ``no_sync``.
-        """
+        """One has run; see :class:`Forward`."""
         self._number += 1
         self._is_armed = self._is_armed or syncs
         self.was_local = not syncs
@@ -68,79 +65,61 @@ class Forwards:
         self._is_armed = True
         self._prepared = self._number
 
-    def decide(self, forward: Forward | None, is_enabled: bool) -> bool:
+    def decide(self, forward: Forward | None, sync: SyncState, where: Callable[[], str]) -> bool:
         """A backward begins: is it reduced, or does it only accumulate?
 
         Args:
             forward: through whose outputs it goes; ``None`` if that was not seen.
-            is_enabled: it starts outside ``no_sync``.
+            sync: what the wrapper wants; inside ``join()`` the ranks decide together.
+            where: this rank and its step, for messages.
         """
-        if 0 < (self._number if forward is None else forward.number) <= self._prepared:
-            reduced = True
-        elif self._is_armed:
-            reduced = is_enabled
+        join = sync.join
+        is_joined = join is not None and join.is_open
+        if forward is None:
+            number, is_local = self._number, self.was_local and not is_joined
         else:
-            reduced = is_enabled and (not self.was_local if forward is None else forward.syncs)
+            number, is_local = forward.number, not forward.syncs
+        # (In a join the ranks without inputs have heard what the forward said, and no more.)
+        if 0 < number <= self._prepared and not is_joined:
+            reduced = True
+        elif is_local and (is_joined or not self._is_armed):
+            reduced = False
+        else:
+            reduced = sync.enabled if join is None else join.reduces_backward(sync.enabled, where())
         self.was_local, self._prepared = False, 0
         self._is_armed = self._is_armed and not reduced
         return reduced
 
-    def forces(self, forward: Forward | None) -> bool:
-        """Whether a backward is reduced although it starts inside ``no_sync``."""
-        number = self._number if forward is None else forward.number
-        return 0 < number <= self._prepared
-
-    def keep_local(self, forward: Forward | None) -> bool:
-        """Whether a backward through outputs of ``forward`` is local although it starts outside."""
-        if self._is_armed:
-            return False
-        return self.was_local if forward is None else not forward.syncs
-
-    def backward_begins(self, reduced: bool) -> None:
-        """A backward begins."""
-        self.was_local = False
-        self._prepared = 0
-        if reduced:
-            self._is_armed = False
+    def reduction_begins(self) -> None:
+        """One that is no backward through outputs: none of the forwards until now arms another."""
+        self.was_local, self._prepared, self._is_armed = False, 0, False
 
 
-class Listener(Protocol):
-    """Who is told that a backward begins; referred to weakly."""
-
-    def on_backward(self, forward: Forward) -> None:
-        """A backward goes through an output of ``forward``."""
-
-
-def watch(outputs: Iterable[Tensor], listener: weakref.ref[Any], forward: Forward) -> None:
+def watch(outputs: Iterable[Tensor], reducer: weakref.ref[Reducer], forward: Forward) -> None:
     """See the start of each backward that runs through one of these outputs of a forward.
 
     Without it the first gradient would do, but a backward that reaches no parameter of this rank
     must still take part, and one that starts with a reentrant checkpoint must be seen before its
-    inner backward.
-
-    Args:
-        outputs: tensors.
-        listener: told; an output may outlive it.
-        forward: whose outputs they are.
+    inner backward. An output may outlive the reducer.
     """
     for output in outputs:
         if output.grad_fn is None:
             continue
         hooks = backward_hooks_of(output)
         # A tensor that the module only hands on may live long: it gets one hook.
-        if hooks and any(_is_of(listener, hook) for hook in hooks.values()):
+        if hooks and any(
+            isinstance(hook, partial) and hook.func is tell and hook.args[0] is reducer
+            for hook in hooks.values()
+        ):
             continue
-        output.register_hook(partial(_output_reached, listener, forward))
+        output.register_hook(partial(tell, reducer, forward))
 
 
-def _output_reached(listener: weakref.ref[Listener], forward: Forward, _: Tensor) -> None:
-    told = listener()
+def tell(reducer: weakref.ref[Reducer], forward: Forward | None, _: Tensor) -> None:
+    """The hook: a gradient has come, through an output of ``forward`` or elsewhere."""
+    told = reducer()
     if told is not None:
         told.on_backward(forward)
-
-
-def _is_of(listener: weakref.ref[Any], hook: Any) -> bool:
-    return isinstance(hook, partial) and hook.func is _output_reached and hook.args[0] is listener
 
 
 def tensors_in(output: Any) -> list[Tensor]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from torch.nn import Parameter
 
 from tritonddp._torch import (
@@ -15,6 +15,10 @@ from tritonddp._torch import (
     register_post_accumulate_grad_hook,
     will_engine_execute,
 )
+from tritonddp.reducer.output_hooks import tell
+
+if TYPE_CHECKING:
+    from tritonddp.reducer.reducer import Reducer
 
 
 def gradient_nodes(params: Sequence[Parameter]) -> list[Any]:
@@ -64,37 +68,21 @@ def accumulates(node: Any) -> bool:
         node = parents[0]
 
 
-class _Listener(Protocol):
-    def on_backward(self) -> None: ...
-
-
 class AddedParams:
-    """Hooks on parameters that are in no bucket yet: a gradient of one tells of a backward.
+    """Hooks on parameters that are in no bucket yet: a gradient of one tells of a backward."""
 
-    Args:
-        listener: who is told; referred to weakly.
-    """
-
-    def __init__(self, listener: _Listener) -> None:
-        self._listener = weakref.ref(listener)
+    def __init__(self, reducer: Reducer) -> None:
+        self._hook = partial(tell, weakref.ref(reducer), None)
         self._handles: list[Any] = []
 
     def watch(self, params: Sequence[Parameter]) -> None:
         """These are the ones, and those until now are no more."""
         while self._handles:
             self._handles.pop().remove()
-        hook = _any_gradient_hook(self._listener)
         with as_trainable(params):
-            self._handles = [register_post_accumulate_grad_hook(param, hook) for param in params]
-
-
-def _any_gradient_hook(listener: weakref.ref[_Listener]) -> Callable[[Tensor], None]:
-    def gradient_came(_: Tensor) -> None:
-        told = listener()
-        if told is not None:
-            told.on_backward()
-
-    return gradient_came
+            self._handles = [
+                register_post_accumulate_grad_hook(param, self._hook) for param in params
+            ]
 
 
 class ReentrantGrads:

@@ -312,16 +312,7 @@ class Reducer:
 
     def is_reduced(self, forward: Forward | None) -> bool:
         """Whether this backward is reduced, or only accumulates; see :class:`Forwards`."""
-        join, forwards = self.sync.join, self.forwards
-        if join is None or (not join.is_open and forwards.forces(forward)):
-            return forwards.decide(forward, self.sync.enabled)
-        if join.is_open:  # the ranks without inputs have heard what the forward said
-            may_sync = forward is None or forward.syncs
-        else:
-            may_sync = not forwards.keep_local(forward)
-        is_reduced: bool = may_sync and join.reduces_backward(self.sync.enabled, self.where())
-        forwards.backward_begins(is_reduced)
-        return is_reduced
+        return self.forwards.decide(forward, self.sync, self.where)
 
     def _open(self, forward: Forward | None, reached: list[bool], missing: Collection[int]) -> None:
         """A backward begins that is reduced."""
