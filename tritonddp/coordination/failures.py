@@ -132,8 +132,9 @@ class FailureReport:
         logger.error("%s", failed)
         if self._group.get_group_store() is None:
             answers = [
-                f"Which rank is missing is not known: this process group, a {type(self._group).__name__}"
-                ", has no store in which the ranks could tell where they are."
+                "Which rank is missing is not known: this process group, a "
+                f"{type(self._group).__name__}, has no store in which the ranks could tell where "
+                "they are."
             ]
         else:
             answers = self._answers(self._ask(place), place)
