@@ -620,13 +620,17 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         """Whether reduced backwards leave ``.grad`` to :meth:`finalize_backward`. Off by default.
 
         So that other work goes on while gradients are on their way. May be set whenever no backward
-        waits for its end; a RuntimeError otherwise::
+        waits for its end::
 
             model.require_manual_backward_finalization = True
             criterion(model(inputs), targets).backward()  # the all-reduces go on
             ...
             model.finalize_backward()  # now .grad holds the means
             optimizer.step()
+
+        Raises:
+            RuntimeError: when set, if one does.
+            TypeError: when set to something that is not on or off.
         """
         return self._require_manual_backward_finalization
 

@@ -111,7 +111,12 @@ class StockDDPNames:
         ]
 
     def _build_debug_param_to_name_mapping(self, parameters: Sequence[Tensor]) -> dict[int, str]:
-        """The names of what :meth:`_build_params_for_reducer` returned, by index."""
+        """The names of what :meth:`_build_params_for_reducer` returned, by index.
+
+        Raises:
+            TypeError: ``parameters`` are none.
+            ValueError: they are others.
+        """
         if not isinstance(parameters, Sequence):
             raise TypeError(f"parameters should be a list of parameters, got {parameters!r}")
         index_of = {param: index for index, param in enumerate(parameters)}
@@ -213,7 +218,11 @@ class StockDDPNames:
         """Nothing: the gradients that are delayed have buckets like all others."""
 
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> None:
-        """An error: stock's forward calls this inside ``join()``."""
+        """Stock's forward calls this inside ``join()``.
+
+        Raises:
+            RuntimeError: always.
+        """
         self.reducer.refuse_to_be_told()
 
     @property
@@ -266,7 +275,11 @@ class StockDDPNames:
         self._build_reducer(self._enter_group())
 
     def _set_static_graph(self) -> None:
-        """As ``static_graph=True``: allows parameters that no backward reaches."""
+        """As ``static_graph=True``: allows parameters that no backward reaches.
+
+        Raises:
+            RuntimeError: a forward has run already.
+        """
         if self.static_graph:
             warnings.warn(
                 "You've set static_graph to be True, no need to set it again.", stacklevel=2
@@ -298,7 +311,12 @@ class StockDDPNames:
         return {**data.strs_map, **data.ints_map}
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Take times in one step of so many, after the first ten."""
+        """Take times in one step of so many, after the first ten.
+
+        Raises:
+            TypeError: ``sample_rate`` is no integer.
+            ValueError: it is less than one.
+        """
         message = "DDP runtime logging sample rate should be"
         if not isinstance(sample_rate, int):
             self._log_and_throw(TypeError, f"{message} an integer, got {sample_rate!r}")
@@ -330,7 +348,12 @@ class StockDDPNames:
         return ", ".join(names)
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        """Register ``ALLREDUCE`` or ``FP16_COMPRESS``; see :meth:`register_comm_hook`."""
+        """Register ``ALLREDUCE`` or ``FP16_COMPRESS``; see :meth:`register_comm_hook`.
+
+        Raises:
+            RuntimeError: as there.
+            TypeError: it is none of the two.
+        """
         self.core.register_comm_hook(self.process_group, builtin_hook(comm_hook_type))
         self._builtin_hook = comm_hook_type
 
@@ -428,6 +451,9 @@ class StockDDPNames:
             bufs: all buffers of the module by default.
             bucket_size: most bytes of one message.
             authoritative_rank: whose values all get, by its rank in the process group.
+
+        Raises:
+            TypeError: ``bufs`` are no tensors.
         """
         if bufs is None:
             bufs = self.modules_buffers
@@ -461,7 +487,11 @@ class StockDDPNames:
     # The reducer
 
     def _check_reducer_finalized(self) -> None:
-        """See there."""
+        """See :meth:`StockReducer._check_reducer_finalized`.
+
+        Raises:
+            RuntimeError: as there.
+        """
         self._noting(self.reducer._check_reducer_finalized)
 
     def _remove_autograd_hooks(self) -> None:

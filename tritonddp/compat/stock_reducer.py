@@ -56,7 +56,11 @@ class StockReducer:
         self._core.forwards.prepare()
 
     def _set_static_graph(self) -> None:
-        """Parameters may be unused. A RuntimeError if a forward has run already."""
+        """Parameters may be unused.
+
+        Raises:
+            RuntimeError: a forward has run already.
+        """
         if self._core.forwards_begun:
             raise RuntimeError(
                 f"{self._core.where()}: set_static_graph() should be called before training loop "
@@ -88,7 +92,12 @@ class StockReducer:
         )
 
     def _check_reducer_finalized(self) -> None:
-        """Raise what the next forward would raise, or make up for."""
+        """Raise what the next forward would raise, or make up for.
+
+        Raises:
+            RuntimeError: the last backward has not come to its end, or has left parameters unused
+                in strict mode.
+        """
         core = self._core
         if core.run is not None:
             state = "still runs" if core.backward_runs else "broke off"
