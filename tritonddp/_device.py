@@ -122,6 +122,12 @@ class Moments:
         """Whether the device has come to all of them. Waits for nothing."""
         return all(each.event is None or each.event.query() for each in self._stamps.values())
 
+    def wait(self) -> None:
+        """Until the device has come to all of them."""
+        for each in self._stamps.values():
+            if each.event is not None:
+                each.event.synchronize()
+
     def nanoseconds(self, start: str, end: str) -> int:
         """Nanoseconds from one to the other, zero where it came before."""
         return max(0, round(self._stamps[start].seconds_to(self._stamps[end]) * 1e9))

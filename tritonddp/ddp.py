@@ -13,17 +13,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.profiler import record_function
 from torch.distributed.algorithms.join import Join, Joinable
 
 from tritonddp._arguments import check_flags, plain_names
 from tritonddp._torch import (
     STOCK,
+    cheap_record_function,
     distributed_context,
+    is_profiled,
     keep_dynamo_out,
     leave_join,
     localize_if_sliced,
     move_inputs,
-    profiled,
     set_active_wrapper,
 )
 from tritonddp.buckets.assignment import MIB
@@ -304,7 +306,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
                 of them is gone; or inside ``torch.distributed.autograd.context()``, what the user
                 has asked for cannot be had there.
         """
-        with profiled("DistributedDataParallel.forward"):
+        span = record_function if is_profiled() else cheap_record_function
+        with span("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 

@@ -95,6 +95,11 @@ def broken(ddp: DistributedDataParallel) -> None:
     handle.remove()
 
 
+def refused(ddp: DistributedDataParallel) -> None:
+    with pytest.raises(TypeError, match="comm_state_dict"):
+        ddp.load_comm_state_dict({"odd": 1})
+
+
 USES: dict[str, tuple[dict[str, Any], Callable[[DistributedDataParallel], object]]] = {
     "plain": ({}, lambda ddp: None),
     "views": ({"gradient_as_bucket_view": True}, lambda ddp: None),
@@ -109,6 +114,7 @@ USES: dict[str, tuple[dict[str, Any], Callable[[DistributedDataParallel], object
     "requests": ({}, DistributedDataParallel.reduce_gradients),
     "copy": ({}, copy.deepcopy),
     "broken": ({}, broken),
+    "refused state": ({}, refused),
 }
 
 

@@ -265,3 +265,36 @@ def test_views_alias_the_buckets_and_copies_do_not() -> None:
             }
             for param in ddp.parameters():
                 assert (param.grad.untyped_storage().data_ptr() in storages) is view
+
+
+@ranks(2)
+def test_views_may_move_when_the_module_is_shared() -> None:
+    """``share_memory()`` gives gradients new memory, and with them what the ranks say of them."""
+    ddp = DistributedDataParallel(nn.Linear(64, 64), gradient_as_bucket_view=True)
+    inputs = torch.full((2, 64), 1.0 + dist.get_rank())
+    for _ in range(12):
+        ddp.zero_grad(set_to_none=False)
+        ddp(inputs).sum().backward()
+    ddp.module.share_memory()
+    outputs = ddp(inputs).sum()
+    outputs.backward(retain_graph=True)
+    ddp.zero_grad(set_to_none=False)
+    if dist.get_rank() == 0:
+        outputs = ddp(inputs).sum()
+    with pytest.raises(RuntimeError, match="different places of their programs"):
+        outputs.backward()
+
+
+@ranks(2)
+def test_profiles_show_the_forward_as_stock_ddp_does() -> None:
+    spans = []
+    for cls in (DistributedDataParallel, Stock):
+        ddp = cls(nn.Linear(2, 2))
+        with torch.profiler.profile() as profile:
+            ddp(torch.ones(1, 2))
+        spans += [
+            (each.name, each.is_user_annotation)
+            for each in profile.events()
+            if each.name.startswith("DistributedDataParallel")
+        ]
+    assert spans == 2 * [("DistributedDataParallel.forward", True)]

@@ -69,10 +69,11 @@ class AllReduce:
             is_there = bucket.flat.data.is_cpu
             run.log(bucket, "is there" if is_there else "is waited for by the device")
         flat, last = bucket.flat, bucket.last_trailer
+        # The address is asked for each time: share_memory() moves gradients that are views.
         if (
             last is not None
             and last[0] is run.header
-            and string_at(*flat.trailer_memory) == last[1]
+            and string_at(flat.trailer.data_ptr(), flat.trailer_nbytes) == last[1]
         ):
             flat.known_flags = last[2]
             return None
@@ -83,7 +84,7 @@ class AllReduce:
             exchange_rows(run, bucket, self._counters)
         elif flat.data.is_cpu and run.agreement.is_unanimous and type(flat) is FlatBuffer:
             flags = flat.flags.tolist()
-            trailer = string_at(*flat.trailer_memory)
+            trailer = string_at(flat.trailer.data_ptr(), flat.trailer_nbytes)
             bucket.last_trailer = run.header, trailer, () if all(flags) else flags
         return run.factor
 

@@ -156,14 +156,15 @@ class CommHook:
         group, size = self._group.process_group, self._group.size
         if backend_name(group, device) == "gloo":
             _last_group[:] = [group]
+        if state.trailers is None:
+            # Nothing here may make the host wait for the device.
+            broken = torch.zeros(len(calls), dtype=_TRAILERS, device=device)
+            for number, call in enumerate(calls):
+                if call.is_broken:
+                    broken[number].fill_(1)
+            message = torch.cat([*(call.trailer.to(device) for call in calls), broken])
         try:
             if state.trailers is None:
-                # Nothing here may make the host wait for the device.
-                broken = torch.zeros(len(calls), dtype=_TRAILERS, device=device)
-                for number, call in enumerate(calls):
-                    if call.is_broken:
-                        broken[number].fill_(1)
-                message = torch.cat([*(call.trailer.to(device) for call in calls), broken])
                 state.trailers = message, self._send(message)
             message, work = state.trailers
             work.wait()

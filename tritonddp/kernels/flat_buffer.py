@@ -270,9 +270,9 @@ class FlatBuffer:
         self.encoded = encoded
 
     @cached_property
-    def trailer_memory(self) -> tuple[int, int]:
-        """Address and bytes of :attr:`trailer`: ``ctypes.string_at`` reads it on the CPU."""
-        return self.trailer.data_ptr(), self.trailer.numel() * self.trailer.element_size()
+    def trailer_nbytes(self) -> int:
+        """Bytes of :attr:`trailer`."""
+        return self.trailer.numel() * self.trailer.element_size()
 
     @property
     def nbytes(self) -> int:

@@ -59,7 +59,12 @@ def load_comm_state(reducer: Reducer, states: Sequence[dict[str, Any]]) -> None:
             said = _numbers_of(reducer, states[0])
     except (TypeError, ValueError) as error:
         failure = error
-    since_change, order, unit, wires = _agree(reducer, *said, failure)
+    try:
+        since_change, order, unit, wires = _agree(reducer, *said, failure is not None)
+        if failure is not None:
+            raise failure
+    finally:
+        failure = None  # it holds this frame, and so would keep the wrapper
     if since_change < 0:
         return  # saved before the first step
     reducer.agreement.unit = unit
@@ -95,7 +100,7 @@ def _numbers_of(reducer: Reducer, state: dict[str, Any]) -> tuple[list[float], l
 
 
 def _agree(
-    reducer: Reducer, order: Sequence[float], rest: Sequence[float], failure: Exception | None
+    reducer: Reducer, order: Sequence[float], rest: Sequence[float], has_failed: bool
 ) -> tuple[int, list[int], float, list[int]]:
     """What rank 0 says of its state, if no rank has failed to read its own.
 
@@ -110,15 +115,13 @@ def _agree(
         message[:2] = -1
         for row, numbers in zip(message, (order, rest), strict=False):
             row[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
-    message[2, group.rank] = failure is not None
+    message[2, group.rank] = has_failed
     message = message.to(params[0][1].device)
     group.all_reduce(message, reducer.where(), "all-reduce of the state of communication")
     reducer.counters.collective(message.nbytes, group.size, passes=2)
     (since_change, *numbers), (unit, *wires), failed = message.tolist()
-    if failure is not None:
-        raise failure
-    if any(failed):
-        ranks = [str(rank) for rank, has_failed in enumerate(failed) if has_failed]
+    if any(failed) and not has_failed:
+        ranks = [str(rank) for rank, one in enumerate(failed) if one]
         raise RuntimeError(
             f"{reducer.where()}: load_comm_state_dict() failed on rank {', '.join(ranks)}, and "
             "nothing was loaded on any rank: see the error there"

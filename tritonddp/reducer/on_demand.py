@@ -188,6 +188,7 @@ def prepare_to_compare(reducer: Reducer) -> set[Tensor]:
             :meth:`Reducer.before_forward`.
     """
     _prepare(reducer, "compared")
+    reducer.wait_post_backward()
     if reducer.is_detached or reducer.counters.reductions == reducer.own_gradients_at:
         return set()
     pairs = zip(reducer.manager.current.params, reducer.accumulated, strict=True)
@@ -199,4 +200,6 @@ def _prepare(reducer: Reducer, what: str = "reduced on request") -> None:
         raise RuntimeError(
             f"{reducer.where()}: gradients cannot be {what} while a backward runs: wait for its end"
         )
-    reducer.settle()
+    reducer.check_finalized()
+    recovery.recover(reducer.group)
+    reducer.check_pending()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tritonddp._device import Moments, settle
+from tritonddp._device import Moments
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.formats import BucketFactory, WireFormat
 from tritonddp.comm.run import ReductionRun
@@ -202,8 +202,8 @@ class AutoPlanner:
 
         ``None`` while no rank has timed any. (A rank without inputs has none to offer.)
         """
-        settle(self._device)
         for moments in self.timer.moments:
+            moments.wait()
             self._shortest = min(self._shortest, moments.nanoseconds(_BEGAN, _ENDED) / 1e9)
         self.timer.moments.clear()
         mine = 0.0 if self._shortest == math.inf else self._shortest
