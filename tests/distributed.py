@@ -35,6 +35,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -411,6 +412,15 @@ class Calls(list[tuple[str, torch.Tensor]]):
 def sequence_number() -> int:
     group: Any = dist.group.WORLD
     return group._get_sequence_number_for_group()
+
+
+def in_rings(module: Any, **options: Any) -> Any:
+    """The module wrapped, so that gloo reduces small buckets as it does large ones: in a ring."""
+    from tritonddp import DistributedDataParallel
+    from tritonddp.comm import all_reduce
+
+    with mock.patch.object(all_reduce, "_DIRECT", 0):
+        return DistributedDataParallel(module, **options)
 
 
 @contextlib.contextmanager

@@ -44,6 +44,11 @@ MixedPrecision = _MixedPrecision
 # A method of ProcessGroup takes it. Those of the methods beside it are public, in dist.
 AllgatherOptions = _AllgatherOptions
 
+# A process group's ``alltoall_base`` has another name from torch 2.14 on.
+ALL_TO_ALL_SINGLE = (
+    "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_single") else "alltoall_base"
+)
+
 # The module signal's own take ten times as long, as they make enums of what are none.
 signal_handler = _signal.getsignal
 set_signal_handler = _signal.signal

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_on_all_ranks, gather, ranks, recorded_collectives
+from distributed import assert_same_on_all_ranks, gather, in_rings, ranks, recorded_collectives
 from torch import nn
 from torch.nn import Parameter
 
@@ -181,7 +181,7 @@ def test_a_change_on_some_ranks_only_is_an_error_on_every_rank_that_names_the_pa
 @VIEW
 @ranks(2)
 def test_a_pattern_of_freezing_in_turns_costs_no_collective_and_no_new_bucket(view: bool) -> None:
-    ddp = DistributedDataParallel(Net(), bucket_cap_mb=1e-4, gradient_as_bucket_view=view)
+    ddp = in_rings(Net(), bucket_cap_mb=1e-4, gradient_as_bucket_view=view)
     ddp.module.requires_grad_(True)
     check_step(ddp, 0)
     buckets = list(ddp.reducer.buckets)

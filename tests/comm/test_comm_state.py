@@ -12,6 +12,7 @@ import torch.distributed as dist
 from distributed import (
     assert_same_bits,
     assert_same_on_all_ranks,
+    in_rings,
     ranks,
     recorded_collectives,
 )
@@ -64,7 +65,7 @@ def bits(options: dict[str, Any], before: Callable[[Any, int], None], **how: boo
     ``weighted``: steps are.
     """
     torch.manual_seed(0)
-    net = DistributedDataParallel(Net(), **options)
+    net = in_rings(Net(), **options)  # whose sums depend on the order of buckets
     result = []
     for seed in range(STEPS):
         if seed == SAVED and how["renews"]:
@@ -74,7 +75,7 @@ def bits(options: dict[str, Any], before: Callable[[Any, int], None], **how: boo
             module.load_state_dict(saved)
             for ours, theirs in zip(module.parameters(), net.parameters(), strict=True):
                 ours.requires_grad_(theirs.requires_grad)
-            net = DistributedDataParallel(module, **options)
+            net = in_rings(module, **options)
             if how["loads"]:
                 net.load_comm_state_dict(state)
         before(net, seed)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
+from distributed import assert_same_bits, assert_same_on_all_ranks, gather, in_rings, ranks
 from distributed import recorded_collectives as recorded
 from oracle import Alone, mean_over_ranks, one_per_rank, seed
 from torch import Tensor, nn
@@ -137,9 +137,7 @@ def step(ddp: nn.Module) -> None:
 @VIEW
 @ranks(3)
 def test_half_the_bytes_at_one_launch_each_way_a_bucket(view: bool) -> None:
-    ddp = DistributedDataParallel(
-        Sum(*[64] * 100), reduce_dtype=torch.bfloat16, gradient_as_bucket_view=view
-    )
+    ddp = in_rings(Sum(*[64] * 100), reduce_dtype=torch.bfloat16, gradient_as_bucket_view=view)
     for _ in range(2):
         step(ddp)
     counters = ddp.reducer.counters
@@ -217,9 +215,7 @@ def test_dense_real_gradients_travel_in_it_and_others_in_their_own(dtype: torch.
 @VIEW
 @ranks(2)
 def test_reduce_gradients_and_added_parameters_travel_in_it_too(view: bool) -> None:
-    ddp = DistributedDataParallel(
-        Sum(64, 3), reduce_dtype=torch.bfloat16, gradient_as_bucket_view=view
-    )
+    ddp = in_rings(Sum(64, 3), reduce_dtype=torch.bfloat16, gradient_as_bucket_view=view)
     for _ in range(2):
         step(ddp)
     own = [torch.full_like(param, 1 / 3 + dist.get_rank()) for param in ddp.parameters()]

@@ -112,9 +112,10 @@ class _Generator:
         if self._is_sparse:
             del optimizers[1:]  # the others take no sparse gradients
         thresholds = self._one_of([1, 20, 200]), self._one_of([1, 50, 1_048_576])
-        # Stock sends stale gradients that nobody used in half precision too, where they are views.
+        # Stock sends stale gradients that nobody used in half precision too, where they are views
+        # or belong to an output that its search of the graph saw, and the backward did not.
         in_half = self._communication_hook == "fp16_compress_hook"
-        rounds_again = in_half and self._skips and self._options.gradient_as_bucket_view
+        rounds_again = in_half and self._skips
         return Scenario(
             self._seed,
             self._world_size,

@@ -9,6 +9,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from differential.player import Player
 from differential.scenario import Options, Scenario
 from differential.trace import Trace
 from tritonddp import DistributedDataParallel
+from tritonddp.comm import all_reduce
 from tritonddp.kernels import reference
 
 Played = dict[str, Trace]
@@ -69,7 +71,7 @@ def build(scenario: Scenario, rank: int) -> Network:
 
 def _play_all_ways(scenario: Scenario, is_mutated: bool) -> Played:
     played = {}
-    with _thresholds(scenario.thresholds):
+    with _thresholds(scenario.thresholds), _directly(scenario.seed):
         played[OURS] = _play(scenario, OURS, DistributedDataParallel, scenario.options)
         if not is_mutated:
             with nothing_prepared():
@@ -139,6 +141,11 @@ def _made_once(name: str, make: Callable[[], Any]) -> Any:
     if name not in _groups:
         _groups[name] = make()
     return _groups[name]
+
+
+def _directly(seed: int) -> contextlib.AbstractContextManager[Any]:
+    """Context: no bucket is exchanged directly, or the smallest ones are, or all."""
+    return patch.object(all_reduce, "_DIRECT", (0, 400, 2**20)[seed % 3])
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_bits, ranks, recorded_collectives
+from distributed import assert_same_bits, in_rings, ranks, recorded_collectives
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Stock
 
@@ -109,7 +109,7 @@ def test_sent_when_the_other_gradient_is_there(reached: bool) -> None:
     """Here it is one of a parameter outside the module, which comes last of all."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     outside = nn.Parameter(torch.ones(4))
-    net = delaying(DistributedDataParallel, module, ["2.weight", "2.bias"], outside)
+    net = delaying(in_rings, module, ["2.weight", "2.bias"], outside)
     net(outside * 1).sum().backward()
     assert [len(bucket.params) for bucket in net.reducer.buckets] == [2, 2]
     sent: list[int] = []

@@ -58,7 +58,7 @@ def steps(net: DistributedDataParallel) -> tuple[list[int], list[Tensor | None]]
                 net(batch(), 0).backward()
         with recorded_collectives() as calls:
             net(batch(), *layers).backward()
-        sent.append(calls.names.count("all_reduce"))
+        sent.append(calls.names.count("all_to_all_single"))
         assert len(calls) == sent[-1]
         grads += [None if p.grad is None else p.grad.clone() for p in net.parameters()]
         if number != 4:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_bits, gather, ranks, recorded_collectives
+from distributed import assert_same_bits, gather, in_rings, ranks, recorded_collectives
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -48,7 +49,7 @@ def difference(after: Counters, before: Counters) -> Counters:
 @pytest.mark.parametrize("number", [1, 10, 1000])
 @ranks(2)
 def test_launches_and_collectives_per_bucket_not_per_parameter(number: int, view: bool) -> None:
-    ddp = DistributedDataParallel(Sum(*[64] * number), gradient_as_bucket_view=view)
+    ddp = in_rings(Sum(*[64] * number), gradient_as_bucket_view=view)
     train(ddp, 2)
     before = copy.copy(ddp.reducer.counters)
     with recorded_collectives() as calls:
@@ -71,7 +72,7 @@ def test_launches_and_collectives_per_bucket_not_per_parameter(number: int, view
 def test_several_buckets_one_all_reduce_each_in_launch_order(view: bool) -> None:
     model = nn.ModuleList([Sum(*[64] * 100), Sum(*[32] * 50, dtype=torch.float64)])
     model.forward = lambda x: model[0](x) + model[1](x.double())  # type: ignore[method-assign]
-    ddp = DistributedDataParallel(model, bucket_cap_mb=10 / 1024, gradient_as_bucket_view=view)
+    ddp = in_rings(model, bucket_cap_mb=10 / 1024, gradient_as_bucket_view=view)
     train(ddp, 2)
     buckets = ddp.reducer.buckets
     assert len(buckets) == 3 + 2  # 25,600 and 12,800 bytes
@@ -175,7 +176,7 @@ def observed(ddp: DistributedDataParallel) -> list[str]:
 @ranks(2)
 def test_buckets_follow_the_order_of_the_first_backward_once(view: bool) -> None:
     order = list("dafbec")
-    ddp = DistributedDataParallel(Ordered(order), bucket_cap_mb=1e-6, gradient_as_bucket_view=view)
+    ddp = in_rings(Ordered(order), bucket_cap_mb=1e-6, gradient_as_bucket_view=view)
     assert observed(ddp) == list("fedcba"), "the first guess is the reverse of registration"
     x = torch.randn(2, 4)
     with recorded_collectives() as calls:
@@ -292,7 +293,12 @@ def test_memory_kept_is_the_buckets_and_no_more(view: bool) -> None:
     assert buckets == parameters + 4 * (len(sizes) + 2 * HEADER_BYTES)
     gradients = 0 if view else parameters
     slack = 1024
-    assert living_bytes() - before <= parameters + gradients + buckets + slack
+    most = parameters + gradients + buckets + slack
+    for _ in range(50):  # gloo's threads let go of what they have sent soon after it came
+        if living_bytes() - before <= most:
+            return
+        time.sleep(0.1)
+    raise AssertionError(living_bytes() - before - most)
 
 
 def peak_bytes(function: Any) -> int:
@@ -316,6 +322,7 @@ def peak_bytes(function: Any) -> int:
 @VIEW
 @ranks(2)
 def test_peak_memory_is_that_of_the_model_and_one_bucket_of_gradients(view: bool) -> None:
+    """And what the last bucket takes where it is small enough to go to the other rank directly."""
     sizes = [20_000] * 20
     model = Sum(*sizes)
     ddp = DistributedDataParallel(
@@ -329,11 +336,13 @@ def test_peak_memory_is_that_of_the_model_and_one_bucket_of_gradients(view: bool
         peaks.append(peak_bytes(loss.backward))
     alone, wrapped = peaks
     gradients, bucket = 4 * sum(sizes), max(bucket.nbytes for bucket in ddp.reducer.buckets)
+    direct = 4 * ddp.reducer.buckets[-1].nbytes
+    assert direct < 4 * 2**18 < 4 * (ddp.reducer.buckets[-1].nbytes + bucket)
     assert alone >= gradients
     if view:  # the gradients' memory is that of the buckets, which are there already
-        assert wrapped <= bucket + 4 * 20_000 * 3, (wrapped, bucket)
+        assert wrapped <= bucket + 4 * 20_000 * 3 + direct, (wrapped, bucket)
     else:
-        assert wrapped <= alone + bucket, (wrapped, alone, bucket)
+        assert wrapped <= alone + bucket + direct, (wrapped, alone, bucket)
 
 
 @VIEW

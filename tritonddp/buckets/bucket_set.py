@@ -71,6 +71,10 @@ class BucketSet:
                 self.ranges.append(range(first + segment.first, first + segment.last))
             self.segments_of.append(range(before, len(self.segments)))
             first = last
+        to_end = 0
+        for bucket in reversed(self.buckets):
+            to_end += bucket.nbytes
+            bucket.to_end = to_end
         self.to_prepare = [bucket for bucket in self.buckets if bucket.has_to_prepare]
         self.needs_reduction = any(b.is_lazy or b.is_sparse for b in self.buckets)
         self.to_release = [bucket for bucket in self.buckets if bucket.is_lazy]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from ctypes import string_at
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tritonddp._torch import ALL_TO_ALL_SINGLE, backend_name
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.sparse_bucket import SparseBucket
 from tritonddp.comm.run import ReductionRun
@@ -17,6 +19,11 @@ from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.kernels.flat_buffer import FlatBuffer
 
+# Bytes that two ranks send each other directly. Above the ring is no slower, since it adds half as
+# much on each rank. Of all buckets together, so that memory is bounded; of the last ones, since no
+# backward hides what they take.
+_DIRECT = 256 * 1024
+
 
 class AllReduce:
     """One SUM all-reduce a bucket.
@@ -26,6 +33,11 @@ class AllReduce:
     ``sum_r(w_r g_r) / sum_r(w_r)`` takes ``w_r / world_size`` there and ``world_size / sum_r(w_r)``
     in the unflatten kernel: the weights are in the headers of the ranks. So is the number of ranks
     that have inputs, for the mean over those.
+
+    gloo's all-reduce is a ring of ``2 * (world_size - 1)`` rounds, each of which waits for a thread
+    of another process to wake. Where messages are small those are all that they cost, and each rank
+    sends them to every other one directly instead: one round, and the sum is made here, by all
+    ranks in the same order. Such a bucket takes ``2 * world_size`` times its memory on its way.
     """
 
     averages = True
@@ -37,21 +49,42 @@ class AllReduce:
         self._options = dist.AllreduceOptions()
         # Its work objects need no help, and a call of it no Python.
         self._is_plain = type(group.process_group) is dist.ProcessGroup
+        self._to_all = dist.AllToAllOptions()
+        self._most_direct = _DIRECT // (group.size - 1) ** 2 if self._may_go_directly() else 0
+
+    def _may_go_directly(self) -> bool:
+        """On all ranks alike. (What torch compares of calls does not include an all-to-all's.)"""
+        return (
+            self._group.size > 1
+            and self._is_plain
+            and backend_name(self._process_group, torch.device("cpu")) == "gloo"
+            and dist.get_debug_level() != dist.DebugLevel.DETAIL
+        )
 
     def launch(self, run: ReductionRun, bucket: Bucket, is_broken: bool = False) -> None:
         """See :meth:`Transport.launch`."""
         counters, nbytes, size = self._counters, bucket.nbytes, self._group.size
         counters.collectives += 1
         counters.wire_bytes += nbytes
-        counters.sent_bytes -= -2 * (size - 1) * nbytes // size
         if run.is_logged:
             run.log(bucket, "is sent with NaN" if is_broken else "is sent")
-        data = bucket.flat.data
+        flat, group = bucket.flat, self._process_group
+        data = flat.data
         try:
+            # Python handles signals between two instructions. Here is but one from each call to the
+            # note that it was made.
+            if bucket.to_end <= self._most_direct and data.is_cpu:
+                counters.sent_bytes += (size - 1) * nbytes
+                sent = data.expand(size, -1).contiguous()
+                flat.came = torch.empty_like(sent)
+                all_to_all = getattr(group, ALL_TO_ALL_SINGLE)
+                run.works.extend(
+                    map(all_to_all, (flat.came,), (sent,), ([],), ([],), (self._to_all,))
+                )
+                return
+            counters.sent_bytes -= -2 * (size - 1) * nbytes // size
             if self._is_plain:
-                # Python handles signals between two instructions. Here is but one from the call to
-                # the note that it was made.
-                run.works.extend(map(self._process_group.allreduce, ([data],), (self._options,)))
+                run.works.extend(map(group.allreduce, ([data],), (self._options,)))
             else:
                 with Uninterrupted():
                     run.works.append(collectives.all_reduce(data, self._process_group))
@@ -69,6 +102,12 @@ class AllReduce:
             is_there = bucket.flat.data.is_cpu
             run.log(bucket, "is there" if is_there else "is waited for by the device")
         flat, last = bucket.flat, bucket.last_trailer
+        if flat.came is not None:
+            first, second, *others = flat.came.unbind()
+            torch.add(first, second, out=flat.data)
+            for other in others:
+                flat.data.add_(other)
+            flat.came = None
         # The address is asked for each time: share_memory() moves gradients that are views.
         if (
             last is not None
