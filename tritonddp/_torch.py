@@ -88,6 +88,11 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
         return group.name()
 
 
+def is_checked(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether torch compares the calls of all ranks: ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
+    return type(group._get_backend(device)).__name__ == "_ProcessGroupWrapper"
+
+
 def group_backend(group: dist.ProcessGroup) -> str:
     """What torch calls the backend, or the backends, of ``group``, also of one not registered."""
     try:

@@ -150,7 +150,7 @@ def test_one_collective_a_bucket() -> None:
     ddp(x).sum().backward()
     with recorded_collectives() as calls:
         ddp.reduce_gradients()
-    assert calls.names == ["all_reduce"] * len(ddp.reducer.buckets)
+    assert calls.names == ["all_to_all_single"] * len(ddp.reducer.buckets)
 
 
 @ranks(2)

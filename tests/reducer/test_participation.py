@@ -267,7 +267,7 @@ def test_automatic_mode_is_the_default_and_what_true_means() -> None:
         for _ in range(3):
             with recorded_collectives() as calls:
                 ddp(batch(), "a").sum().backward()
-        assert calls.names == ["all_reduce"] * len(ddp.reducer.buckets)
+        assert calls.names == ["all_to_all_single"] * len(ddp.reducer.buckets)
 
 
 Microbatch = tuple[str, bool, bool]  # branches, forward inside no_sync, two backwards

@@ -84,7 +84,8 @@ class Bucket:
         flat: the buffer that the collective sends, ``None`` while a lazy bucket has no memory.
         segments: what is flattened at once.
         nbytes: on the wire: payload and trailer.
-        to_end: of this bucket and those behind it.
+        direct_nbytes: what counts for the choice of a direct exchange: of this bucket and those
+            behind it; of the first one, by whose headers ranks find that they differ, alone.
         before: gradients that were there when the backward began, and their versions, by slot.
         used: for each slot, whether its gradient counts as one of this rank, once it is packed.
         quantization: of gradients that travel quantised, else ``None``.
@@ -138,7 +139,7 @@ class Bucket:
         self.allocate()
         flat: Any = self.flat
         self.nbytes: int = flat.nbytes
-        self.to_end = self.nbytes
+        self.direct_nbytes = self.nbytes
         self.release()
 
     @property

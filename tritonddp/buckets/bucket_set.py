@@ -72,9 +72,9 @@ class BucketSet:
             self.segments_of.append(range(before, len(self.segments)))
             first = last
         to_end = 0
-        for bucket in reversed(self.buckets):
+        for bucket in reversed(self.buckets[1:]):
             to_end += bucket.nbytes
-            bucket.to_end = to_end
+            bucket.direct_nbytes = to_end
         self.to_prepare = [bucket for bucket in self.buckets if bucket.has_to_prepare]
         self.needs_reduction = any(b.is_lazy or b.is_sparse for b in self.buckets)
         self.to_release = [bucket for bucket in self.buckets if bucket.is_lazy]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tritonddp._torch import ALL_TO_ALL_SINGLE, backend_name
+from tritonddp._torch import ALL_TO_ALL_SINGLE, backend_name, is_checked
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.sparse_bucket import SparseBucket
 from tritonddp.comm.run import ReductionRun
@@ -20,8 +20,8 @@ from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.kernels.flat_buffer import FlatBuffer
 
 # Bytes that two ranks send each other directly. Above the ring is no slower, since it adds half as
-# much on each rank. Of all buckets together, so that memory is bounded; of the last ones, since no
-# backward hides what they take.
+# much on each rank. Of the last buckets together, so that memory is bounded and since no backward
+# hides what they take; and of the first one.
 _DIRECT = 256 * 1024
 
 
@@ -53,12 +53,12 @@ class AllReduce:
         self._most_direct = _DIRECT // (group.size - 1) ** 2 if self._may_go_directly() else 0
 
     def _may_go_directly(self) -> bool:
-        """On all ranks alike. (What torch compares of calls does not include an all-to-all's.)"""
+        """On all ranks alike. (In debug mode torch compares the sizes of an all-reduce only.)"""
         return (
             self._group.size > 1
             and self._is_plain
             and backend_name(self._process_group, torch.device("cpu")) == "gloo"
-            and dist.get_debug_level() != dist.DebugLevel.DETAIL
+            and not is_checked(self._process_group, torch.device("cpu"))
         )
 
     def launch(self, run: ReductionRun, bucket: Bucket, is_broken: bool = False) -> None:
@@ -68,19 +68,18 @@ class AllReduce:
         counters.wire_bytes += nbytes
         if run.is_logged:
             run.log(bucket, "is sent with NaN" if is_broken else "is sent")
-        flat, group = bucket.flat, self._process_group
-        data = flat.data
+        data, group = bucket.flat.data, self._process_group
         try:
             # Python handles signals between two instructions. Here is but one from each call to the
             # note that it was made.
-            if bucket.to_end <= self._most_direct and data.is_cpu:
+            if bucket.direct_nbytes <= self._most_direct and data.is_cpu:
                 counters.sent_bytes += (size - 1) * nbytes
-                sent = data.expand(size, -1).contiguous()
-                flat.came = torch.empty_like(sent)
+                sent, came = data.new_empty(2, size, data.numel()).unbind()
+                sent.copy_(data)
+                run.from_ranks = run.from_ranks or {}
+                run.from_ranks[bucket.index] = came
                 all_to_all = getattr(group, ALL_TO_ALL_SINGLE)
-                run.works.extend(
-                    map(all_to_all, (flat.came,), (sent,), ([],), ([],), (self._to_all,))
-                )
+                run.works.extend(map(all_to_all, (came,), (sent,), ([],), ([],), (self._to_all,)))
                 return
             counters.sent_bytes -= -2 * (size - 1) * nbytes // size
             if self._is_plain:
@@ -102,12 +101,12 @@ class AllReduce:
             is_there = bucket.flat.data.is_cpu
             run.log(bucket, "is there" if is_there else "is waited for by the device")
         flat, last = bucket.flat, bucket.last_trailer
-        if flat.came is not None:
-            first, second, *others = flat.came.unbind()
+        if run.from_ranks and bucket.index in run.from_ranks:
+            first, second, *others = run.from_ranks[bucket.index].unbind()
             torch.add(first, second, out=flat.data)
             for other in others:
                 flat.data.add_(other)
-            flat.came = None
+            del run.from_ranks[bucket.index]
         # The address is asked for each time: share_memory() moves gradients that are views.
         if (
             last is not None

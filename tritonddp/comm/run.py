@@ -111,6 +111,7 @@ class ReductionRun:
         is_finished: nothing is left to be made with the other ranks.
         awaits_finalize: its backward is over, and the caller says when buckets are waited for.
         transport_state: what the transport keeps of this run.
+        from_ranks: of buckets that are exchanged directly, by index: a row from each rank.
         is_logged: each bucket is told at level DEBUG.
         end: what the engine calls at the end of the backward, weakly: it lets it go when the
             backward breaks off.
@@ -140,6 +141,7 @@ class ReductionRun:
     awaits_finalize = False
     is_finished = False
     transport_state: Any = None
+    from_ranks: dict[int, Tensor] | None = None
     is_logged = False
     came: Sequence[Tensor] = ()
     has_missing = False

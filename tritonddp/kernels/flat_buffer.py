@@ -188,7 +188,6 @@ class FlatBuffer:
         known_flags: :attr:`flags` once reduced, empty if all are set; ``None`` if ``unflatten`` has
             to read them.
         batched: what the CPU's ``flatten`` has prepared, at its first call.
-        came: ``data`` of each rank, a row each, while they are sent directly; ``None`` otherwise.
     """
 
     # Also of subclasses, which make the rest their own way.
@@ -199,7 +198,6 @@ class FlatBuffer:
     encoded_flags: Sequence[bool] = ()
     encoded_headers: bytes = b""
     batched: Any = None
-    came: Tensor | None = None
     known_flags: Sequence[float] | None = None
 
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
