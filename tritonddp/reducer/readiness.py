@@ -151,7 +151,8 @@ class ReadyTracker:
     def look(self, number: int) -> bool:
         """Whether segment ``number`` has all gradients that it waits for.
 
-        Where it has not, one that is missing is waited for.
+        Where it has not, the one that is likely to be the last of those missing is waited for:
+        parameters are numbered in the order of a former backward.
         """
         came = set(map(id, self.log))
         missing = [
@@ -160,8 +161,8 @@ class ReadyTracker:
             if self.reached[index] and id(self._params[index]) not in came
         ]
         if missing:
-            self._last[number] = missing[0]
-            self._hook_end(missing[0])
+            self._last[number] = missing[-1]
+            self._hook_end(missing[-1])
         return not missing
 
     def has_unannounced(self) -> bool:
