@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import time
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tritonddp import DistributedDataParallel
 from tritonddp.coordination.agreement import BYTES as HEADER_BYTES
 from tritonddp.coordination.counters import Counters
+from tritonddp.reducer.readiness import ReadyTracker
 
 VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 
@@ -367,3 +370,37 @@ def test_no_sync_sends_nothing_and_flattens_nothing(view: bool) -> None:
     assert not calls.names
     assert calls.on_the_group == 0
     assert ddp.reducer.counters == before
+
+
+class Routed(nn.Module):
+    """Of 60 layers each forward goes through 15, the first of them first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(60))
+
+    def forward(self, x: Tensor, route: list[int]) -> Tensor:
+        for index in route:
+            x = self.layers[index](x)
+        return x.sum()
+
+
+@VIEW
+@ranks(2)
+def test_other_layers_in_each_step_cost_few_looks(view: bool) -> None:
+    """Each look goes through all gradients that have come."""
+    ddp = DistributedDataParallel(Routed(), gradient_as_bucket_view=view)
+    draw = random.Random(dist.get_rank())
+    looks = 0
+    look = ReadyTracker.look
+
+    def counting(self: ReadyTracker, number: int) -> bool:
+        nonlocal looks
+        looks += 1
+        return look(self, number)
+
+    with mock.patch.object(ReadyTracker, "look", counting):
+        for _ in range(20):
+            ddp.zero_grad()
+            ddp(torch.ones(1, 2), sorted(draw.sample(range(60), 15))).backward()
+    assert 20 < looks < 20 * 8, looks
