@@ -21,6 +21,7 @@ import hashlib
 import importlib
 import inspect
 import itertools
+import logging
 import os
 import pickle
 import signal
@@ -302,6 +303,8 @@ _last_group: list[dist.ProcessGroup | None] = []
 
 
 def _run(store: str, rank: int, world_size: int, timeout: float, backend: str, job: bytes) -> bytes:
+    log = logging.getLogger("tritonddp")
+    level, handlers = log.level, list(log.handlers)
     try:
         device = None
         if backend == "nccl":
@@ -325,6 +328,10 @@ def _run(store: str, rank: int, world_size: int, timeout: float, backend: str, j
         return answer
     except BaseException as error:
         return pickle.dumps(("failed", "".join(traceback.format_exception(error))))
+    finally:
+        # In torch's debug mode DETAIL a wrapper turns logging on, for all tests that follow.
+        log.setLevel(level)
+        log.handlers[:] = handlers
 
 
 # What several tests need on a rank.
