@@ -479,7 +479,7 @@ def _against_stock(on_cpu: Results) -> Iterator[tuple[str, ...]]:
             yield f"{what}, {name}", *map(cell, families)
     for result in on_cpu.get("network_wire", {"results": []})["results"]:
         line = f"step, {result['hosts']} hosts, {rate(result['rate_bits_per_s'])}"
-        for wire in ("bf16", "int8", "auto"):
+        for wire in ("bf16", "int8"):
             if wire in result["comparisons"]:
                 yield f"{line}: {wire} to stock's fp32", cell(result["comparisons"][wire]), "-"
 
