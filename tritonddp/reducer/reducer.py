@@ -180,8 +180,9 @@ class Reducer:
         Raises:
             NotImplementedError: a parameter was added that cannot be reduced.
             RuntimeError: in strict mode, with gradients, the last backward left parameters unused;
-                or the ranks did not reduce the same (on a GPU, where the backward itself does not
-                wait for the answer); or this process was forked from a rank.
+                or the ranks did not reduce the same (on a GPU, where the host does not wait for the
+                answer, in the reduction before the last one); or this process was forked from a
+                rank.
         """
         if self.is_detached:
             self.group.refuse_if_forked()
@@ -191,8 +192,8 @@ class Reducer:
             self.check_finalized()
         if self.group.open_runs:
             recovery.recover(self.group)
-        if self.agreement.pending:
-            self.check_pending()
+        if len(self.agreement.pending) > 1:
+            self.check_pending(newest=False)
         if self.post_backward:
             self.wait_post_backward()
         if not has_grad:
@@ -217,8 +218,11 @@ class Reducer:
         forward = self.forwards.ended(self.counters.reductions, syncs)
         watch(outputs, self._reference, forward)
 
-    def settle(self) -> None:
+    def settle(self, newest: bool = True) -> None:
         """No forward follows: see that the last backward came to its end, as if one did.
+
+        Args:
+            newest: see :meth:`Agreement.check_pending`.
 
         Raises:
             RuntimeError: it waits for ``finalize_backward()``; or see :meth:`before_forward`.
@@ -226,7 +230,7 @@ class Reducer:
         self.check_finalized()
         self.wait_post_backward()
         recovery.recover(self.group)
-        self.check_pending()
+        self.check_pending(newest)
 
     def settle_and_refresh(self) -> None:
         """Likewise, and see what has become of the parameters."""
@@ -240,10 +244,10 @@ class Reducer:
         # A backward may reach nothing else that has a hook of ours.
         self._added.watch([param for _, param in self.parameters.added])
 
-    def check_pending(self) -> None:
-        """On a GPU: raise what the last reduction could not tell yet."""
+    def check_pending(self, newest: bool = True) -> None:
+        """On a GPU: raise what reductions could not tell yet, see :class:`Agreement`."""
         try:
-            self.agreement.check_pending()
+            self.agreement.check_pending(newest)
         except Mismatch as error:
             recovery.raise_mismatch(self, error, None)
 
@@ -303,8 +307,8 @@ class Reducer:
                 "torch._dynamo.config.compiled_autograd at False. What torch.compile makes of a "
                 "forward needs none of it."
             )
-        if self.agreement.pending:
-            self.check_pending()
+        if len(self.agreement.pending) > 1:
+            self.check_pending(newest=False)
         if self.is_reduced(forward):
             self._open(forward, reached, missing)
         else:
