@@ -36,12 +36,17 @@ class Readback:
         return self._copy
 
 
-def read_together(tensors: Sequence[Tensor]) -> list[list[float]]:
-    """The numbers in some small tensors, ``(n,)``, of one device: in one copy, and one wait."""
+def read_together(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Some small tensors of one device on the host, with their shapes: by one copy, and one wait.
+
+    Those of a GPU come as fp64.
+    """
+    if not tensors or tensors[0].is_cpu:
+        return tensors
     readback = Readback()
-    readback.start(torch.cat([tensor.double() for tensor in tensors]))
+    readback.start(torch.cat([tensor.reshape(-1).double() for tensor in tensors]))
     numbers = readback.wait().split([tensor.numel() for tensor in tensors])
-    return [each.tolist() for each in numbers]
+    return [each.view(tensor.shape) for each, tensor in zip(numbers, tensors, strict=True)]
 
 
 def upload(target: Tensor, host: Tensor) -> None:
@@ -58,6 +63,24 @@ def upload(target: Tensor, host: Tensor) -> None:
     pinned = torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
     pinned.copy_(host)
     target.copy_(pinned, non_blocking=True)
+
+
+def uploaded(host: Tensor, device: torch.device) -> Tensor:
+    """A copy of ``host``, of the CPU, on ``device``: see :func:`upload`."""
+    target = torch.empty_like(host, device=device)
+    upload(target, host)
+    return target
+
+
+def let_go(*memory: Tensor) -> None:
+    """These are dropped: what the current stream still does with them comes to its end before.
+
+    Memory goes back to the stream that it was allocated on, which may be another one: modules are
+    wrapped on one stream and trained on another.
+    """
+    for tensor in memory:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 class SideStreams:

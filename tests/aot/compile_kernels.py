@@ -92,6 +92,7 @@ def compile_variant(
         constexprs["MARK"] = marks
     else:
         pointers["factor"] = "*fp64"
+        constexprs["IN_PLACE"] = grad is wire  # only such gradients may live in the bucket
     return compile_as_launched(launcher, target, pointers, constexprs)
 
 

@@ -418,15 +418,17 @@ def test_each_variant_of_an_unflatten_is_prepared_once_and_gets_its_factor(kerne
     odd, _ = embedded_gradients(VECTORS, torch.float32, aligned=False)
     memory = torch.ones(4, dtype=torch.float64)
     factors = [None, memory[:1], memory[2:3], memory[1:2]]  # the last one is not aligned
-    for grads in (fp32, fp16, odd):
+    for grads in (fp32, fp16, odd, flat.views):
         for factor in factors:
             unflatten_module.unflatten(flat, grads, factor)
     launched = kernels["unflatten"].launched
-    assert [number for number, _ in launched] == [1, 1, 1, 2, 3, 3, 3, 4, 5, 5, 5, 6]
+    numbers = [1, 1, 1, 2, 3, 3, 3, 4, 5, 5, 5, 6, 7, 7, 7, 8]
+    assert [number for number, _ in launched] == numbers
     for place, (_, arguments) in enumerate(launched):
         factor = factors[place % 4]
         assert arguments[3] is (flat.tables.one if factor is None else factor)
-        assert len(arguments) == 5 + 5
+        assert len(arguments) == 5 + 6
+        assert arguments[9] is (place >= 12)  # whether gradients live in the buffer
     with pytest.raises(TypeError, match=r"one torch\.float64 element"):
         unflatten_module.unflatten(flat, fp32, torch.ones(1))
 

@@ -85,7 +85,8 @@ def patched(recorder: Recorder) -> Iterator[None]:
             return True
 
         def elapsed_time(self, end: Event) -> float:
-            assert self.enable_timing and end.enable_timing
+            assert self.enable_timing
+            assert end.enable_timing
             assert recorder.host.knows_all(end.clock), "of an event that may not have come"
             return (end.at - self.at) * 1e3
 

@@ -29,6 +29,8 @@ _SIZED_BY_CONTENT = (
     _aten.masked_select.default,
     _aten._unique2.default,
 )
+# They take tensors on the host for a GPU's, or look at their shapes only.
+_MIXED = ("aten::index", "aten::empty_like", "aten::zeros_like", "aten::ones_like")
 _NO_WORK = ("aten::set_", "aten::resize_", "aten::_sparse_", "aten::record_stream", "profiler::")
 
 
@@ -150,7 +152,7 @@ class _Operations(TorchDispatchMode):
             self._on_host(func, args, kwargs, made)
             return result
         for tensor, is_there in zip(given, on_device, strict=True):
-            if not is_there and tensor.dim() and not func.name().startswith("aten::index"):
+            if not is_there and tensor.dim() and not func.name().startswith(_MIXED):
                 recorder.races.append(f"{func} of tensors on the host and on the device")
         self._on_device(func, args, kwargs, made)
         if func in _SIZED_BY_CONTENT:
@@ -209,11 +211,6 @@ class _Appearance(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in ("to", "cpu", "cuda") and isinstance(args[0], Tensor):
             return self._to(func, name, args, kwargs)
-        if name == "record_stream":
-            memory = device.memory_of(args[0])
-            if memory is not None:
-                memory.guards.add(args[1].timeline)
-            return None
         if name == "is_pinned":
             return (memory := device.memory_of(args[0])) is not None and memory.is_pinned
         if name in _READS and isinstance(args[0], Tensor):
@@ -265,9 +262,8 @@ class _Appearance(TorchFunctionMode):
                 return tensor.to(dtype or tensor.dtype, **options)
             finally:
                 device.place = former
-        with torch.no_grad() if not tensor.requires_grad else contextlib.nullcontext():
-            with _disable_current_modes():
-                copy = tensor.to(dtype or tensor.dtype, copy=True)
+        with _disable_current_modes():
+            copy = tensor.to(dtype or tensor.dtype, copy=True)
         if target.type == "cuda":
             device.take(copy)
         elif non_blocking:
@@ -298,6 +294,12 @@ def recording(keeps_stacks: bool = True) -> Iterator[Recorder]:
         with contextlib.nullcontext() if appearance in modes else appearance:
             return run_backward(*args, **kwargs)
 
+    def record_stream(tensor: Tensor, stream: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            memory = device.memory_of(tensor)
+        if memory is not None:
+            memory.guards.add(stream.timeline)
+
     @contextlib.contextmanager
     def without_modes() -> Iterator[None]:
         with torch._C.DisableTorchFunction(), _disable_current_modes():
@@ -308,6 +310,7 @@ def recording(keeps_stacks: bool = True) -> Iterator[Recorder]:
         nccl.patched(recorder, device.has, device.touch, without_modes),
         kernels.patched(device, without_modes),
         mock.patch.object(torch.autograd, "_engine_run_backward", with_modes),
+        mock.patch.object(Tensor, "record_stream", record_stream),
         mock.patch.object(torch.autograd.graph, "_engine_run_backward", with_modes),
         operations,
         appearance,

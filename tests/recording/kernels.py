@@ -97,12 +97,14 @@ class Kernels:
     def unflatten(self, grid: Any, *arguments: Any) -> None:
         """See ``unflatten_kernel``."""
         chunks, dynamic, bucket, factor, flags_offset = arguments[:5]
-        target_dtype, compute, block, aligned, _ = arguments[5:]
+        target_dtype, compute, block, aligned, in_place, _ = arguments[5:]
         assert grid[0] == len(chunks)
         with self._without_modes():
             self.begin("unflatten", [chunks, dynamic, bucket, factor], [])
             dtype, wide = _DTYPES[target_dtype], _DTYPES[compute]
             size, words, scale = dtype.itemsize, dynamic.tolist(), factor.to(wide)
+            if in_place and factor == 1:
+                return
             for slot, start, offset, count in chunks.tolist():
                 assert count <= block
                 address = words[slot]
@@ -139,7 +141,7 @@ class Kernels:
                 self.begin(what, [arguments[at] for at in reads], [arguments[at] for at in writes])
                 if follows is not None:
                     chunks, words = arguments[0].tolist(), arguments[1].tolist()
-                    named = {name: value for name, value in zip(kernel.arg_names, arguments)}
+                    named = dict(zip(kernel.arg_names, arguments, strict=False))
                     size = _DTYPES[named["TARGET" if follows else "SOURCE"]].itemsize
                     for slot, start, _, _, count in chunks:
                         if words[slot]:

@@ -172,10 +172,12 @@ class Recorder:
             del self.live[key]
         if memory.is_pinned:  # the caching host allocator waits for the copies that use it
             return
+        # Its pool waits for the streams of record_stream, as far as they have come by now.
+        known_by = [memory.home, *memory.guards]
         for access in memory.accesses:
-            if access.timeline is self.host or access.timeline in memory.guards:
+            if access.timeline is self.host or access.timeline in known_by:
                 continue
-            if access.timeline is not memory.home and not memory.home.knows(access):
+            if not any(timeline.knows(access) for timeline in known_by):
                 self.races.append(
                     f"memory of {memory.nbytes} bytes from {memory.home.name} is given back, and "
                     f"{_told(access)} may still be under way: record_stream, or let the stream "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress
-from operator import attrgetter
+from operator import attrgetter, is_
 from sys import getrefcount
 from types import NoneType
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from tritonddp._device import let_go
 from tritonddp._torch import storage_address, storage_use_count
 from tritonddp.buckets.donation import sole_owners
 from tritonddp.coordination.counters import Counters
@@ -46,9 +47,11 @@ class Segment:
         params: in these slots.
         may_be_flagged: slots whose gradient autograd may hand over with a flag on its memory.
         flat: the part of the bucket's buffer, ``None`` while that has no memory.
+        strides: of other gradients than the layout's that lie in memory as their slots do: they
+            differ in dimensions of size 1.
     """
 
-    __slots__ = ("first", "flat", "last", "may_be_flagged", "params")
+    __slots__ = ("first", "flat", "last", "may_be_flagged", "params", "strides")
 
     def __init__(self, first: int, last: int, params: Sequence[Parameter]) -> None:
         self.first = first
@@ -62,6 +65,7 @@ class Segment:
             if param.is_complex() or param.numel() == 1
         ]
         self.flat: Any = None
+        self.strides: tuple[tuple[int, ...], ...] = ()
 
 
 class Bucket:
@@ -139,6 +143,7 @@ class Bucket:
         # The trailer of the last reduction, what this rank had said in it, and the used flags.
         self.last_trailer: tuple[bytes, bytes, Sequence[float]] | None = None
         self._counts: Tensor | None = None  # of ranks that used a parameter, of a buffer that went
+        self._tables: Any = None  # of a buffer that went
         self.allocate()
         flat: Any = self.flat
         self.nbytes: int = flat.nbytes
@@ -163,6 +168,7 @@ class Bucket:
         """Make a buffer."""
         params = self.params
         flat = self._kernels.buffer(self._layout, self._wire_dtype, params[0].device)
+        flat.tables = self._tables
         for segment in self.segments:
             is_whole = segment.last - segment.first == len(params)
             segment.flat = flat if is_whole else flat.part(segment.first, segment.last)
@@ -276,15 +282,18 @@ class Bucket:
         if self._kernels.by_address:
             # Three C loops, 0.15 us a parameter: whatever passes lies in memory as its slot does.
             try:
+                strides = tuple(map(Tensor.stride, grads))
                 fits = (
-                    tuple(map(Tensor.stride, grads)) == flat.layout.strides
+                    (strides == flat.layout.strides or strides == segment.strides)
                     and tuple(map(Tensor.numel, grads)) == flat.layout.numels
                     and set(map(_dtype_of, grads)) == self._dtypes
                 )
             except (TypeError, AttributeError, RuntimeError):
                 fits = False  # a missing or a sparse gradient
             if not fits:
-                grads = self._all_to_slot_layout(segment, grads)
+                given, grads = grads, self._all_to_slot_layout(segment, grads)
+                if all(map(is_, given, grads)) and None not in grads:
+                    segment.strides = tuple(map(Tensor.stride, grads))
         sources = grads if scale else [None] * len(grads)
         if not earlier:
             sources = [grad if flag else None for grad, flag in zip(sources, used, strict=True)]
@@ -360,9 +369,17 @@ class Bucket:
         """The backward is over: a lazy bucket lets its memory go."""
         if self.is_lazy and self.flat is not None:
             self._counts = self.flat.flags.clone()
+            self._tables = self.flat.tables
+            if self._tables is not None:
+                self._tables.launches.clear()  # which hold the memory
             self.flat = None
             for segment in self.segments:
                 segment.flat = None
+
+    def let_go(self) -> None:
+        """It is dropped, perhaps while a GPU still unflattens it."""
+        if self.flat is not None:
+            let_go(*self.flat.memory)
 
     def _donate(self, grads: list[Tensor | None], before: dict[int, tuple[Tensor, int]]) -> None:
         """Make ``.grad`` of what is donated a part of the buffer, and leave it out of ``grads``."""

@@ -108,6 +108,8 @@ class BucketSet:
         in_buffer = {
             param: view for bucket in self.buckets for param, view in bucket.in_buffer().items()
         }
+        for bucket in self.buckets:
+            bucket.let_go()
         for each in (self.buckets, self.segments, self.to_prepare, self.to_release):
             each.clear()
         return in_buffer

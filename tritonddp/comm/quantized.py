@@ -102,10 +102,7 @@ class QuantizedAllReduce:
     def _start_on_stream(self, flat: QuantizedBuffer) -> Work:
         device = flat.data.device
         group = self._group.process_group
-        memory = [flat.message, flat.received, flat.flags]
-        if flat.residuals is not None:
-            memory.append(flat.residuals.reduced)
-        with self._streams.behind_current(device, *memory):
+        with self._streams.behind_current(device, *flat.memory):
             first = dist.all_to_all_single(flat.received, flat.message, group=group, async_op=True)
             assert first is not None
             first.wait()  # the stream does, not the host

@@ -320,7 +320,7 @@ class ReductionRun:
                 self.transport.wait(self, bucket)
         flags = read_together([bucket.flat.flags for bucket in asking])
         for bucket, each in zip(asking, flags, strict=True):
-            bucket.flags_on_host = each
+            bucket.flags_on_host = each.tolist()
 
     def discard(self) -> None:
         """Wait for what is on its way, and leave ``.grad`` as it is."""

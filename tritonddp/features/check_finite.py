@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tritonddp._device import read_together
 from tritonddp.comm.run import ReductionRun
 from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
@@ -37,13 +38,13 @@ class FiniteCheck(Extension):
         self._travels_in_fp16 = False
 
     def on_reduced_all(self, run: ReductionRun) -> None:
-        """Read the marks. The host waits until the buckets are there."""
+        """Read the marks. The host waits, once, until the buckets are there."""
+        sent = [bucket for bucket in run.buckets if bucket.index not in run.skipped]
+        marks = read_together([bucket.flat.marks for bucket in sent])
         # Marks of ranks that do not reduce the same mean nothing.
         run.agreement.check_pending()
-        for bucket in run.buckets:
-            if bucket.index in run.skipped:
-                continue
-            for slot, ranks in bucket.flat.marked().items():
+        for bucket, on_host in zip(sent, marks, strict=True):
+            for slot, ranks in bucket.flat.marked(on_host).items():
                 place = bucket.index, tuple(ranks)
                 self._found.setdefault(place, []).append(bucket.names[slot])
                 self._travels_in_fp16 |= bucket.flat.data.dtype is torch.float16

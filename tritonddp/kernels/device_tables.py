@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonddp._device import upload
+from tritonddp._device import upload, uploaded
 from tritonddp.kernels.flat_buffer import FlatBuffer
 
 # In elements of the wire dtype: the bucket side of every 16-byte access is then aligned for any
@@ -67,11 +67,11 @@ class DeviceTables:
                     f"of {ALIGNMENT}: make the layout with alignment={ALIGNMENT}"
                 )
         self.block = block
-        self.chunks = self._rows(flat, block).to(device)
+        self.chunks = uploaded(self._rows(flat, block), device)
         self.num_chunks = self.chunks.shape[0]
         self._words = [0] * (2 * len(layout.numels) + layout.headers + 1)  # those of dynamic
         self.dynamic = torch.zeros(len(self._words), dtype=torch.int64, device=device)
-        self.one = torch.ones(1, dtype=torch.float64).to(device)
+        self.one = torch.ones(1, dtype=torch.float64, device=device)
         self.aligned = True
         self.uploads = 0
         self.device_index = device.index if device.type == "cuda" else None

@@ -214,6 +214,11 @@ class FlatBuffer:
         self.marks = marks.view(len(layout.numels), words)
         self.views: list[Tensor] = list(map(self.tensor_at, range(len(layout.numels))))
 
+    @property
+    def memory(self) -> list[Tensor]:
+        """All that collectives and kernels reach, but for their tables."""
+        return [self.data]
+
     def tensor_at(self, slot: int) -> Tensor:
         """A new tensor in the place of gradient ``slot``, with a version counter of its own.
 
@@ -294,14 +299,16 @@ class FlatBuffer:
         if self.layout.marks is not None:
             self.marks[slots, self.layout.marks.word] = self.layout.marks.bit
 
-    def marked(self) -> dict[int, list[int]]:
+    def marked(self, marks: Tensor | None = None) -> dict[int, list[int]]:
         """Once reduced: the slots whose gradients are not finite, and on which ranks.
 
-        The host waits for the answer.
+        Args:
+            marks: :attr:`marks`, on the host, where somebody has read them.
         """
-        if not self.marks.any():
+        marks = self.marks if marks is None else marks
+        if not marks.any():
             return {}
-        rows = self.marks.to(torch.int64).tolist()
+        rows = marks.to(torch.int64).tolist()
         return {slot: self._ranks_of(row) for slot, row in enumerate(rows) if any(row)}
 
     def _ranks_of(self, row: list[int]) -> list[int]:

@@ -35,14 +35,20 @@ def unflatten_kernel(  # type: ignore[no-untyped-def]
     COMPUTE: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
     """One program a chunk; mask, tail and hints as in ``flatten_kernel``.
 
     The flag is read from the reduced trailer: whether any rank used the parameter is known on
     the device only, and the host need not wait for it. Nor for the factor, which is always there:
-    1.0 changes no number, also not -0.0, and costs nothing beside the memory.
+    1.0 changes no number, also not -0.0, and costs nothing beside the memory. With ``IN_PLACE``
+    gradients live in the bucket, and a factor of 1.0 leaves nothing to do.
     """
+    # (Not in fp64, where Triton 3.7 would spill two registers for sm_100.)
+    if IN_PLACE and COMPUTE == tl.float32:  # noqa: SIM102, SIM300  constexprs
+        if tl.load(factor) == 1.0:
+            return
     row = chunks + tl.program_id(0).to(tl.int64) * 4
     slot = tl.load(row)
     address = tl.load(dynamic + slot)
@@ -102,11 +108,10 @@ def unflatten(
     dtype = tables.update(grads)
     if dtype is None or tables.num_chunks == 0:
         return
-    fitting = factor.data_ptr() % 16 == 0
-    prepared = tables.launches.get((_launch, dtype, tables.aligned, fitting))
+    key = _launch, dtype, tables.aligned, factor.data_ptr() % 16 == 0, grads is flat.views
+    prepared = tables.launches.get(key)
     if prepared is None:
-        prepared = _prepare(flat, tables, dtype, factor)
-        tables.launches[_launch, dtype, tables.aligned, fitting] = prepared
+        prepared = tables.launches[key] = _prepare(flat, tables, dtype, factor, grads is flat.views)
     run, rest = prepared
     # As launch.run() does it, which would be one more call.
     if tables.device_index is None or tables.device_index == torch.cuda.current_device():
@@ -118,7 +123,7 @@ def unflatten(
 
 
 def _prepare(
-    flat: FlatBuffer, tables: DeviceTables, dtype: torch.dtype, factor: Tensor
+    flat: FlatBuffer, tables: DeviceTables, dtype: torch.dtype, factor: Tensor, in_place: bool
 ) -> tuple[Callable[..., None], tuple[Any, ...]]:
     """The launch for gradients of this dtype, as they are aligned now, but for two arguments.
 
@@ -128,6 +133,6 @@ def _prepare(
     target, compute = TRITON_DTYPES[dtype], TRITON_DTYPES[compute_dtype(dtype, flat.data.dtype)]
     tensors = (tables.chunks, tables.dynamic, flat.data)
     integers = (flat.layout.flags_offset,)
-    constexprs = (target, compute, tables.block, tables.aligned, INTERPRETED)
+    constexprs = (target, compute, tables.block, tables.aligned, in_place, INTERPRETED)
     run = _launch.prepare(tables.num_chunks, (*tensors, factor), integers, constexprs)
     return partial(run, *tensors), (*integers, *constexprs)

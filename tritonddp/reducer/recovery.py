@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch.nn import Parameter
 
-from tritonddp._torch import preserve_version_counters
+from tritonddp._torch import current_graph_task_id, preserve_version_counters
 from tritonddp.buckets.bucket import GradientError
 from tritonddp.comm.run import ReductionRun
 from tritonddp.coordination.agreement import (
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from tritonddp.reducer.reducer import Reducer
 
 logger = logging.getLogger("tritonddp.in_step")
+
+# How often, and for how many seconds, a thread that lets a backward go is waited for.
+_TRIES, _PAUSE = 20, 1e-4
 
 
 def recover(group: Group) -> None:
@@ -56,7 +60,7 @@ def _make_up(reducer: Reducer) -> None:
     part in those it has not launched yet, with NaN, so that the ranks are in step again.
     """
     run = reducer.run
-    if run is None or run.end() is not None or run.awaits_finalize:
+    if run is None or run.awaits_finalize or _still_runs(run):
         return
     if run.is_local or run.is_finished:
         reducer.close(run)
@@ -88,6 +92,21 @@ def _make_up(reducer: Reducer) -> None:
             for call in reducer.events.on_abort:
                 call(run)
             reducer.close(run)
+
+
+def _still_runs(run: ReductionRun) -> bool:
+    """Whether its backward has not come to its end, and has not broken off.
+
+    Where one breaks off on a GPU, the thread of the device may hold it a moment longer than the
+    caller of ``backward()``, who has had the exception.
+    """
+    tries = 0 if run.bucket_set.params[0].is_cpu or current_graph_task_id() != -1 else _TRIES
+    while run.end() is not None:
+        if tries == 0:
+            return True
+        tries -= 1
+        time.sleep(_PAUSE)
+    return False
 
 
 def shadow_backward(reducer: Reducer, source: GradSource) -> None:

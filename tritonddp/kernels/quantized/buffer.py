@@ -265,6 +265,13 @@ class QuantizedBuffer(FlatBuffer):
             self.outgoing.trailers.copy_(torch.frombuffer(trailer, dtype=torch.uint8))
 
     @property
+    def memory(self) -> list[Tensor]:
+        """See :attr:`FlatBuffer.memory`."""
+        residuals = self.residuals
+        kept = [] if residuals is None else [residuals.sent, residuals.reduced]
+        return [self.data, self.message, self.received, self.gathered, self.flags, *kept]
+
+    @property
     def nbytes(self) -> int:
         """See :attr:`FlatBuffer.nbytes`: of both collectives."""
         return self.message.numel() + self.gathered.numel()
