@@ -10,11 +10,7 @@ from tritonddp.reducer.reducer import Reducer
 
 
 def finalize_manually(reducer: Reducer, required: bool) -> None:
-    """Whether backwards end in :meth:`finalize_backward`, not by themselves.
-
-    Raises:
-        RuntimeError: a backward runs, or is not finalised.
-    """
+    """Whether backwards end in :func:`finalize_backward`, not by themselves."""
     # (One that broke off is over: the next forward makes up for it.)
     if reducer.backward_runs or (reducer.run is not None and reducer.run.awaits_finalize):
         raise RuntimeError(
@@ -27,11 +23,7 @@ def finalize_manually(reducer: Reducer, required: bool) -> None:
 
 @torch.no_grad()
 def finalize_backward(reducer: Reducer) -> None:
-    """Wait for the buckets of a backward that is over, or has launched all of them.
-
-    Raises:
-        RuntimeError: there are none, or not all have been launched.
-    """
+    """Wait for the buckets of a backward that is over, or has launched all of them."""
     if not reducer.finalizes_manually:
         raise RuntimeError(
             "finalize_backward() called but manual backward finalization is not required. Set "

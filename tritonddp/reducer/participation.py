@@ -10,11 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import Parameter
 
-from tritonddp._torch import (
-    gradient_node,
-    register_post_accumulate_grad_hook,
-    will_engine_execute,
-)
+from tritonddp._torch import gradient_node, register_post_accumulate_grad_hook, will_engine_execute
 from tritonddp.reducer.output_hooks import tell
 
 if TYPE_CHECKING:
@@ -22,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def gradient_nodes(params: Sequence[Parameter]) -> list[Any]:
-    """The AccumulateGrad node of each parameter.
-
-    Raises:
-        RuntimeError: a parameter has none.
-    """
+    """The AccumulateGrad node of each parameter; a RuntimeError if one has none."""
     nodes: list[Any] = [gradient_node(param) for param in params]
     for node, param in zip(nodes, params, strict=True):
         if getattr(node, "variable", None) is None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from operator import attrgetter, or_
 from types import NoneType
@@ -39,11 +39,7 @@ from tritonddp.comm.broadcast import StateBroadcast
 from tritonddp.comm.comm_hook import CommHook, Hook
 from tritonddp.comm.quantized import QuantizedAllReduce
 from tritonddp.comm.run import LocalError, ReductionRun, Transport
-from tritonddp.coordination.agreement import (
-    Agreement,
-    GradSource,
-    Mismatch,
-)
+from tritonddp.coordination.agreement import Agreement, GradSource, Mismatch
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
@@ -83,31 +79,6 @@ class Reducer:
         views: gradients live in the buckets.
         lazy: buckets have memory during backwards only.
         check_finite: buckets tell which gradients are not finite.
-
-    Attributes:
-        counters: what was launched and sent so far.
-        events: whom to tell of what happens; extensions are installed there.
-        manager: the buckets in force.
-        transport: how backwards reduce a bucket.
-        plain: how gradients are reduced that no backward has put into the buckets in force.
-        agreement: what the ranks say to each other in a reduction.
-        tracker: which gradients of the backward have come.
-        run: the backward that runs, broke off or waits for ``finalize_backward()``.
-        accumulated: for each parameter, whether a backward has used it that was not reduced.
-        forwards: what the forwards until now say of the next backward.
-        forwards_begun: how many, with gradients.
-        missing: numbers of the parameters that the last reduced backward has not reached.
-        is_static: all reduced backwards have reached the same parameters.
-        skipped_last, buckets_reduced: which buckets the last run left out, and how many it did not.
-        last_alone: the last run, if it exchanged nothing.
-        own_gradients_at: reductions when ``.grad`` was last set to what this rank alone has.
-        deferred_error: what the next forward raises.
-        post_backward: futures that the end of the next backward waits for.
-        logger: told of errors that a backward ends with.
-        finalizes_manually: backwards end in :meth:`finalize_backward`, not by themselves.
-        is_detached: hooks were removed: no backward is noticed any more.
-        steps_optimizers: optimizers step in the backward.
-        launching: held while a segment is packed, as hooks may run on several threads.
     """
 
     def __init__(
@@ -122,8 +93,8 @@ class Reducer:
         lazy: bool = False,
         check_finite: bool = False,
     ) -> None:
-        self.counters = Counters()
-        self.events = Events()
+        self.counters = Counters()  # of what was launched and sent so far
+        self.events = Events()  # whom to tell of what happens; extensions are installed there
         self.group = group
         self.parameters = parameters
         self.sync = sync
@@ -133,37 +104,44 @@ class Reducer:
         factory = BucketFactory(self.wire, group, self.counters, views, lazy, check_finite)
         self.manager = BucketManager(parameters, group, caps, factory, self.counters)
         self.agreement = Agreement(group)
+        # How gradients are reduced that no backward has put into the buckets in force.
         self.plain = AllReduce(group, self.counters)
-        self.transport: Transport = self.plain
+        self.transport: Transport = self.plain  # of a bucket in a backward
         if self.wire.compression is not None:
             self.transport = QuantizedAllReduce(group, self.counters)
         self.comm_hook: tuple[Any, Hook] | None = None
+        # The backward that runs, broke off or waits for ``finalize_backward()``.
         self.run: ReductionRun | None = None
+        # For each parameter, whether a backward has used it that was not reduced.
         self.accumulated: list[bool] = []
         self.has_accumulated = False
         self.reentrant = ReentrantGrads()
         self.forwards = Forwards()
-        self.forwards_begun = 0
+        self.forwards_begun = 0  # with gradients
+        # Numbers of the parameters that the last reduced backward has not reached.
         self.missing: Collection[int] | None = None
-        self.is_static = True
-        self.skipped_last: Collection[int] = ()
-        self.buckets_reduced = 0
-        self.last_alone: ReductionRun | None = None
-        self.own_gradients_at = 0
-        self.deferred_error: str | None = None
-        self.post_backward: list[torch.futures.Future] = []
-        self.logger: Any = None  # of the wrapper
-        self.finalizes_manually = False
-        self.is_detached = False
-        self.steps_optimizers = False
+        self.is_static = True  # all reduced backwards have reached the same parameters
+        self.skipped_last: Collection[int] = ()  # buckets that the last run left out
+        self.buckets_reduced = 0  # and how many it did not
+        self.last_alone: ReductionRun | None = None  # the last run, if it exchanged nothing
+        self.own_gradients_at = 0  # reductions when .grad was last set to what is this rank's alone
+        self.deferred_error: str | None = None  # what the next forward raises
+        self.post_backward: list[
+            torch.futures.Future
+        ] = []  # what the next backward's end waits for
+        self.logger: Any = None  # of the wrapper: told of errors that a backward ends with
+        self.finalizes_manually = False  # backwards end in finalize_backward()
+        self.is_detached = False  # hooks were removed: no backward is noticed any more
+        self.steps_optimizers = False  # in the backward
         # Of torch.distributed.autograd: the backward that is reduced, or broke off, and the id of
         # the last one that went through an output, reduced or not; see in_context.py.
         self.in_context: Any = None
         self.seen_in_context = -1
+        # Held while a segment is packed: hooks of a multi-device module run on a thread per device.
         self.launching = threading.RLock()
         self._reference = weakref.ref(self, group.open_runs.discard)
         hash(self._reference)  # which it keeps, and could not find out when this is gone
-        self._broke_off = _broke_off_callback(self._reference)
+        self._broke_off = partial(_broke_off, self._reference)
         self._added = AddedParams(self)
         group.join_forks(self)
         self._follow_buckets()
@@ -177,11 +155,7 @@ class Reducer:
     def before_forward(self) -> None:
         """See that the last backward came to its end, and what has become of the parameters.
 
-        Raises:
-            NotImplementedError: a parameter was added that cannot be reduced.
-            RuntimeError: in strict mode, with gradients, the last backward left parameters unused;
-                or the ranks did not reduce the same (on a GPU, where the backward itself does not
-                wait for the answer); or this process was forked from a rank.
+        Raises what the wrapper's ``forward()`` tells of.
         """
         if self.is_detached:
             self.group.refuse_if_forked()
@@ -208,21 +182,12 @@ class Reducer:
             raise RuntimeError(message)
 
     def watch(self, outputs: Sequence[Tensor], syncs: bool = True) -> None:
-        """A forward has returned ``outputs``.
-
-        Args:
-            outputs: its tensors.
-            syncs: whether backwards through them may be reduced: it ran outside ``no_sync``.
-        """
+        """A forward has returned these tensors; ``syncs`` if it ran outside ``no_sync``."""
         forward = self.forwards.ended(self.counters.reductions, syncs)
         watch(outputs, self._reference, forward)
 
     def settle(self) -> None:
-        """No forward follows: see that the last backward came to its end, as if one did.
-
-        Raises:
-            RuntimeError: it waits for ``finalize_backward()``; or see :meth:`before_forward`.
-        """
+        """No forward follows: see that the last backward came to its end, as if one did."""
         self.check_finalized()
         self.wait_post_backward()
         recovery.recover(self.group)
@@ -305,14 +270,10 @@ class Reducer:
             )
         if self.agreement.pending:
             self.check_pending()
-        if self.is_reduced(forward):
+        if self.forwards.decide(forward, self.sync, self.where):
             self._open(forward, reached, missing)
         else:
             self._open_local(forward, reached)
-
-    def is_reduced(self, forward: Forward | None) -> bool:
-        """Whether this backward is reduced, or only accumulates; see :class:`Forwards`."""
-        return self.forwards.decide(forward, self.sync, self.where)
 
     def _open(self, forward: Forward | None, reached: list[bool], missing: Collection[int]) -> None:
         """A backward begins that is reduced."""
@@ -424,10 +385,6 @@ class Reducer:
         if self.run is None and self.in_context is None:
             self.group.open_runs.discard(self._reference)
 
-    def recover(self) -> None:
-        """If a backward broke off, of whichever wrapper in the group: make its collectives."""
-        recovery.recover(self.group)
-
     def announce(self, run: ReductionRun) -> None:
         """Prepare what this rank says to the others in ``run``, and how much its means count."""
         agreement, join, weight = self.agreement, self.sync.join, run.weight
@@ -477,7 +434,7 @@ class Reducer:
             return
         number = self.tracker.number_of(param)
         if self.run is not None and not self.run.is_local:
-            bucket, _ = self.manager.current.segments[self.tracker.segment_of(number)]
+            bucket, _ = self.manager.current.segments[self.tracker.segment_of[number]]
             bucket.note_early(number - bucket.first)
         self.tracker.log.append(param)
 
@@ -489,7 +446,7 @@ class Reducer:
         if run.creates_graph and torch.is_grad_enabled():
             with torch.no_grad():
                 return self.on_segment_ready(number)
-        with self.launching:  # hooks of a multi-device module run on one thread per device
+        with self.launching:
             run.pack(number)
             index = run.bucket_set.segments[number][0].index
             run.unfilled[index] -= 1
@@ -551,11 +508,7 @@ class Reducer:
         self.close(run)
 
     def _look_back(self, run: ReductionRun) -> None:
-        """Gradients came in another order than expected, or not all of them, or others.
-
-        Raises:
-            RuntimeError: one came when its bucket was on its way already.
-        """
+        """Gradients came in another order than expected, or not all of them, or others."""
         tracker = self.tracker
         if self.manager.is_provisional:
             arrived = tracker.arrivals()
@@ -577,12 +530,12 @@ class Reducer:
         for number, position in tracker.unannounced():
             self.reentrant.came(number)
             run.used[number] = True
-            segment = tracker.segment_of(number)
+            segment = tracker.segment_of[number]
             if run.filled[segment] and position >= run.packed_at.get(segment, 0):
                 late.append(number)
         if late:
             tracker.learn()
-            bucket, _ = self.manager.current.segments[tracker.segment_of(late[0])]
+            bucket, _ = self.manager.current.segments[tracker.segment_of[late[0]]]
             raise RuntimeError(
                 f"{self.where()}: the gradient of {self.manager.current.names[late[0]]!r} arrived "
                 f"after its bucket {bucket.index} had been flattened or left out. It comes from an "
@@ -710,13 +663,8 @@ class Reducer:
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Have ``hook`` reduce the buckets of all backwards from now on.
 
-        Args:
-            state: handed to the hook.
-            hook: see :class:`~tritonddp.comm.comm_hook.CommHook`.
-
-        Raises:
-            RuntimeError: there is one already, gradients are quantised, a backward or a trace is
-                under way, or a backward waits for ``finalize_backward()``.
+        See :class:`~tritonddp.comm.comm_hook.CommHook`, and for what it raises the method of the
+        wrapper.
         """
         if self.wire.compression is not None:
             raise RuntimeError(
@@ -752,16 +700,10 @@ class Reducer:
         self.run = None
 
 
-def _broke_off_callback(
-    reference: weakref.ref[Reducer],
-) -> Callable[[object], None]:
-    """What is called when the engine has dropped the end of a backward without a call."""
-
-    def broke_off(_: object) -> None:
-        reducer = reference()
-        if reducer is not None and reducer.run is not None:
-            reducer.tracker.stop()
-            for call in reducer.events.on_abort:
-                call(reducer.run)
-
-    return broke_off
+def _broke_off(reference: weakref.ref[Reducer], _: object) -> None:
+    """The engine has dropped the end of a backward without a call."""
+    reducer = reference()
+    if reducer is not None and reducer.run is not None:
+        reducer.tracker.stop()
+        for call in reducer.events.on_abort:
+            call(reducer.run)
