@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -23,14 +24,15 @@ from tritonddp._torch import (
     move_inputs,
     overlapped_optimizer,
     patches_of_stock,
+    preserve_version_counters,
     set_active_wrapper,
 )
 from tritonddp.buckets.assignment import MIB
 from tritonddp.buckets.sparse_bucket import sparse_parameters
 from tritonddp.comm.broadcast import broadcast_coalesced
 from tritonddp.compat.hook_checks import builtin_hook
+from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
-from tritonddp.features.buffer_sync import BufferHook, sync_buffers
 from tritonddp.features.join_protocol import JoinProtocol
 
 
@@ -48,7 +50,8 @@ class StockDDPNames:
     _ddp_sink_clone = True
 
     # What users register.
-    _buffer_hook: BufferHook | None = None
+    _buffer_hook: Callable[[dict[str, Tensor]], Any] | None = None
+    _buffer_hook_is_after = False  # it runs after the module's forward, not before
     _builtin_hook: dist.BuiltinCommHookType | None = None
 
     # By these stock's forward, or a subclass that has one like it, decides what to leave out.
@@ -148,9 +151,6 @@ class StockDDPNames:
     def named_module_buffers(self) -> dict[str, Tensor]:
         return dict(self.core.parameters.buffers())
 
-    def _assign_modules_buffers(self) -> None:
-        """Nothing: :attr:`modules_buffers` looks at the module each time."""
-
     # Buckets
 
     @property
@@ -201,21 +201,17 @@ class StockDDPNames:
         finally:
             set_active_wrapper(outer)
 
-    @classmethod
-    def _get_active_ddp_module(cls) -> Any:
-        """The wrapper whose forward runs, torch's or ours."""
-        return active_wrapper()
+    _get_active_ddp_module = staticmethod(active_wrapper)
 
     @property
     def _lazy_init_ran(self) -> bool:
         """What stock puts off until the first forward is done when that has begun."""
         return self.core.forwards_begun > 0
 
-    def _lazy_init(self) -> None:
-        """Nothing is put off."""
+    def _do_nothing(self, *_: Any) -> None:
+        """Nothing is put off, and what stock has to be told is seen here in any case."""
 
-    def _clear_grad_buffer(self) -> None:
-        """Nothing: the gradients that are delayed have buckets like all others."""
+    _lazy_init = _assign_modules_buffers = _clear_grad_buffer = _set_sparse_metadata = _do_nothing
 
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> None:
         """Stock's forward calls this inside ``join()``.
@@ -292,9 +288,6 @@ class StockDDPNames:
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Nothing: outputs are never cloned, and may be changed in place all the same."""
         self._ddp_sink_clone = val
-
-    def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
-        self.reducer._set_sparse_metadata(global_unique_ids)
 
     # What is logged
 
@@ -406,11 +399,24 @@ class StockDDPNames:
 
     def _check_sync_bufs_post_fwd(self) -> bool:
         """Whether a forward ends with it, as a hook wants it."""
-        is_after = self._buffer_hook is not None and self._buffer_hook.is_after_forward
-        return is_after and self.will_sync_module_buffers()
+        return self._buffer_hook_is_after and self.will_sync_module_buffers()
 
     def _sync_buffers(self) -> None:
-        sync_buffers(self.core.parameters, self.state_broadcast, self.core, self._buffer_hook)
+        """Give all ranks the same module buffers, if there are any."""
+        named_buffers = dict(self.core.parameters.buffers())
+        if not named_buffers:
+            return
+        buffers = list(named_buffers.values())
+        with preserve_version_counters(buffers):
+            if self._buffer_hook is None:
+                self.state_broadcast.send(
+                    buffers,
+                    f"step {self.core.counters.reductions + 1}, forward",
+                    f"buffers ({listed(list(named_buffers))})",
+                )
+            else:
+                with torch.no_grad():
+                    self.core.post_backward.extend(self._buffer_hook(named_buffers) or ())
 
     def _register_buffer_comm_hook(
         self,
@@ -436,8 +442,8 @@ class StockDDPNames:
         """
         if not callable(hook):
             raise TypeError(f"hook must be callable, got {type(hook).__name__}")
-        is_after = comm_hook_location == BufferCommHookLocation.POST_FORWARD
-        self._buffer_hook = BufferHook(hook, state, is_after)
+        self._buffer_hook_is_after = comm_hook_location == BufferCommHookLocation.POST_FORWARD
+        self._buffer_hook = partial(hook, state)
 
     def _default_broadcast_coalesced(
         self,
