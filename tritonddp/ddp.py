@@ -214,7 +214,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             if isinstance(init_sync, int) and init_sync:
                 tell_failure(error, self.group, sendable(self.group, self.device, device_ids))
             raise
-        self.config, self.caps, self._delay = config, config.caps, config.delay
+        self.config, self.caps = config, config.caps
         self.device_ids, self.output_device = config.device_ids, config.output_device
         self.is_multi_device_module = len({param.device for _, param in params}) > 1
         self.dim = dim
@@ -285,7 +285,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         is_strict = self.find_unused_parameters is False and not self.static_graph
         broadcast = self.state_broadcast if self._init_sync else None
         self.core = self.config.build_reducer(
-            *(parameters, self.group, self.sync, broadcast, self._delay, self._figures, is_strict)
+            *(parameters, self.group, self.sync, broadcast, self._figures, is_strict)
         )
         self._window: AccumulationWindow | None = None
         self.reducer = StockReducer(self.core)
