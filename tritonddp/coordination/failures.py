@@ -69,26 +69,17 @@ _REMEDY = (
 
 @dataclasses.dataclass
 class History:
-    """What was seen of a process group so far, by whichever wrapper.
+    """What was seen of a process group so far, by whichever wrapper."""
 
-    Attributes:
-        failures: number of the last failure: a post with a smaller one is old.
-        is_announced: this rank has posted its process, as all do when they wrap a module.
-        first: rank 0, which may host the store: when it has died nobody can be asked.
-    """
-
-    failures: int = 0
-    is_announced: bool = False
-    first: Process | None = None
+    failures: int = 0  # number of the last failure: a post with a smaller one is old
+    is_announced: bool = False  # this rank has posted its process, as all do that wrap a module
+    first: Process | None = None  # rank 0, which may host the store: without it nobody can be asked
 
 
 class FailureReport:
     """Says, after a collective of ``group`` has failed, where this rank and the others are.
 
-    Args:
-        group: the process group. Ranks are those of the group; where the global rank is another
-            one, it is named too.
-        history: of the group: a rank may have failed in another wrapper than this one.
+    Ranks are those of the group; where the global rank is another one, it is named too.
     """
 
     def __init__(self, group: dist.ProcessGroup, history: History) -> None:
@@ -268,18 +259,14 @@ def close_connections(group: dist.ProcessGroup) -> None:
 
 @dataclasses.dataclass
 class _Posts:
-    """What is known so far.
+    """What is known so far."""
 
-    Attributes:
-        number: of this failure.
-        read: number and place that each rank has posted.
-        processes: of ranks that have posted no failure, as far as they are known.
-        trouble: why it is not known of every rank; in the end an empty string.
-    """
-
-    number: int
+    number: int  # of this failure
+    # Number and place that each rank has posted.
     read: dict[int, tuple[int, str]] = dataclasses.field(default_factory=dict)
+    # Of ranks that have posted no failure, as far as they are known.
     processes: dict[int, Process | None] = dataclasses.field(default_factory=dict)
+    # Why it is not known of every rank; in the end an empty string.
     trouble: str = f"it did not answer in {_LIMIT:g} s"
 
 

@@ -75,11 +75,7 @@ class Group(FailureReport):
     # Collectives of some bytes, which name who fails
 
     def all_reduce(
-        self,
-        tensor: Tensor,
-        where: str,
-        what: str,
-        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        self, tensor: Tensor, where: str, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> None:
         """Reduce ``tensor`` in place, and wait for it; see :meth:`guard`."""
         with self.guard(where, what):

@@ -41,10 +41,6 @@ def tell_failure(error: Exception, group: Group, device: torch.device) -> None:
 
     Returns if no rank can, or none can be told: then each is to raise its own error.
 
-    Args:
-        error: why it cannot.
-        group, device: see :func:`verify_same`.
-
     Raises:
         RuntimeError: other ranks can wrap theirs; names the ranks that cannot, on every rank.
     """
@@ -108,11 +104,7 @@ def verify_same(
 
 
 def _check_ranks(came: Sequence[bytes], place: str) -> None:
-    """Are the ranks what they call themselves?
-
-    Raises:
-        RuntimeError: they are not, as in a group written in Python that does not tell.
-    """
+    """Raise a RuntimeError if ranks are not what they call themselves."""
     ranks = [int.from_bytes(each[:8], "little") for each in came]
     wanted = list(range(len(came)))
     is_exchanged = len(set(came)) > 1  # torch's fake backend hands each rank its own

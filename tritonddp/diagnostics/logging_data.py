@@ -46,13 +46,6 @@ class Logger:
 
     All is looked up when it is asked for, but for the buckets that there were at first, the last
     error, and the times of sampled steps.
-
-    Args:
-        wrapper: a :class:`tritonddp.DistributedDataParallel`.
-
-    Attributes:
-        sampler: takes these times.
-        joins: ``join()`` was entered.
     """
 
     def __init__(self, wrapper: Any) -> None:
@@ -60,7 +53,7 @@ class Logger:
         device = None if wrapper.is_multi_device_module else wrapper.device
         self.sampler = Sampler(wrapper.core, device)
         self._noted = {"bucket_sizes": _join(map(_nbytes, _buckets(wrapper)))}
-        self.joins = False
+        self.joins = False  # join() was entered
         self._has_error = False
 
     def set_error_and_log(self, message: str) -> None:

@@ -85,7 +85,6 @@ class Sampler(Extension):
             self._mark(COMMUNICATION_BEGAN)
 
     def on_compute_end(self, run: ReductionRun) -> None:
-        """The engine is through."""
         self._mark(COMPUTE_ENDED)
 
     def on_reduced(self, run: ReductionRun, bucket: Bucket) -> None:

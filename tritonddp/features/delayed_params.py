@@ -99,7 +99,6 @@ class DeferredBuckets(Extension):
                 run.unfilled[index] += 1
 
     def on_close(self, run: ReductionRun) -> None:
-        """Nothing waits any more."""
         self._waits = None
 
     def _release(self) -> None:

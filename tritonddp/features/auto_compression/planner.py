@@ -225,14 +225,12 @@ class BackwardTimer(Extension):
         self._running: Moments | None = None
 
     def on_begin(self, run: ReductionRun) -> None:
-        """A backward begins."""
         self._running = None
         if run.reached and not run.is_local:
             self._running = Moments(self._device)
             self._running.mark(_BEGAN)
 
     def on_compute_end(self, run: ReductionRun) -> None:
-        """It is over."""
         if self._running is None:
             return
         self._running.mark(_ENDED)
