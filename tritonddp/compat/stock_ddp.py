@@ -6,9 +6,10 @@ state of the wrapper is a property here, so that it is always true.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -30,10 +31,10 @@ from tritonddp._torch import (
 from tritonddp.buckets.assignment import MIB
 from tritonddp.buckets.sparse_bucket import sparse_parameters
 from tritonddp.comm.broadcast import broadcast_coalesced
-from tritonddp.compat.hook_checks import builtin_hook
+from tritonddp.comm.grad_bucket import GradBucket
 from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
-from tritonddp.features.join_protocol import JoinProtocol
+from tritonddp.features.join import JoinProtocol
 
 
 class StockDDPNames:
@@ -347,7 +348,7 @@ class StockDDPNames:
             RuntimeError: as there.
             TypeError: it is none of the two.
         """
-        self.core.register_comm_hook(self.process_group, builtin_hook(comm_hook_type))
+        self.core.register_comm_hook(self.process_group, _hook_in_python(comm_hook_type))
         self._builtin_hook = comm_hook_type
 
     def _register_fused_optim(
@@ -384,7 +385,7 @@ class StockDDPNames:
         for hook, state in self._comm_hooks:
             self.core.register_comm_hook(state, hook)
         if self._builtin_hook is not None:
-            self.core.register_comm_hook(self.process_group, builtin_hook(self._builtin_hook))
+            self.core.register_comm_hook(self.process_group, _hook_in_python(self._builtin_hook))
 
     # Module buffers
 
@@ -523,3 +524,46 @@ def warn_of_static_graph(find_unused_parameters: bool | None, stacklevel: int) -
             "graph: neither is needed here, unused parameters are found by themselves.",
             stacklevel=stacklevel + 1,
         )
+
+
+def check_hook(hook: Any) -> None:
+    """Stock's conditions; ``DistributedDataParallel.register_comm_hook`` tells what it raises."""
+    if not callable(hook):
+        raise TypeError(f"Communication hook must be callable. Got {hook!r}.")
+    signature = inspect.Signature()  # of what is written in C, and has none
+    with suppress(ValueError, TypeError):
+        signature = inspect.signature(hook)
+    with suppress(Exception):  # an annotation that only type checkers can read
+        signature = inspect.signature(hook, eval_str=True)
+    bucket = signature.parameters.get("bucket")
+    if bucket is not None and bucket.annotation not in (bucket.empty, dist.GradBucket, GradBucket):
+        raise ValueError(
+            "Communication hook: bucket annotation should be dist.GradBucket. It is "
+            f"{bucket.annotation}."
+        )
+    returned = signature.return_annotation
+    if returned not in (inspect.Signature.empty, torch.futures.Future[torch.Tensor]):
+        raise ValueError(
+            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]. "
+            f"It is {returned}."
+        )
+    if getattr(hook, "__name__", "") in ("bf16_compress_hook", "bf16_compress_wrapper_hook"):
+        nccl = dist.is_nccl_available() and torch.cuda.is_available()
+        if not (nccl and torch.cuda.nccl.version() >= (2, 10)):
+            raise TypeError(
+                "BF16 all reduce communication hook required CUDA 11+ and NCCL 2.10+ or XPU and "
+                "XCCL"
+            )
+
+
+def _hook_in_python(comm_hook_type: Any) -> Any:
+    """The hook in Python that does what one of torch's in C++ does."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    if not isinstance(comm_hook_type, dist.BuiltinCommHookType):
+        raise TypeError(
+            "comm_hook_type should be dist.BuiltinCommHookType.ALLREDUCE or FP16_COMPRESS, got "
+            f"{comm_hook_type!r}"
+        )
+    is_plain = comm_hook_type == dist.BuiltinCommHookType.ALLREDUCE
+    return default_hooks.allreduce_hook if is_plain else default_hooks.fp16_compress_hook

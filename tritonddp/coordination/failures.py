@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import re
 import threading
 import time
 from collections import defaultdict
@@ -21,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from tritonddp._torch import backend_name
-from tritonddp.coordination import mismatch
 from tritonddp.coordination.processes import Process, key_of, look_up
 
 logger = logging.getLogger("tritonddp.roll_call")
@@ -64,6 +64,23 @@ _REMEDY = (
     "Look first at the log of the rank that died, failed first or has not reported; "
     "TORCH_DISTRIBUTED_DEBUG=DETAIL finds collectives that differ between ranks, and if a rank was "
     "only slow, give init_process_group or new_group a longer timeout."
+)
+
+# With TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares collectives before they are made, and its error
+# prints all that it knows of both, of which the operation, the sizes and the dtypes are of use:
+# CollectiveFingerPrint(SequenceNumber=7, OpType=ALLREDUCE, TensorShape=[116], TensorDtypes=Float,
+#     TensorDeviceTypes=TensorOptions(dtype=float (default), ..., memory_format=(nullopt)))
+_COLLECTIVE = re.compile(
+    r"CollectiveFingerPrint\(SequenceNumber=(?P<number>\d+), OpType=(?P<kind>\w+)"
+    r"(?:, TensorShape=(?P<shape>.*?), TensorDtypes=(?P<dtype>.*?), TensorDeviceTypes="
+    r".*?memory_format=\([^()]*\)\))?\)"
+)
+
+_MISMATCH_REMEDY = (
+    "The ranks are not at the same collective, or not of the same size: build the same module with "
+    "the same options on every rank (init_sync=True compares them), call wrapped modules in the "
+    "same order, and make the same reduced backwards. At level DEBUG the logger tritonddp tells "
+    "the buckets of each rank, and when each of them is sent."
 )
 
 
@@ -129,7 +146,7 @@ class FailureReport:
             ]
         else:
             answers = self._answers(self._ask(place), place)
-        remedy = mismatch.REMEDY if mismatch.is_mismatch(str(error)) else _REMEDY
+        remedy = _MISMATCH_REMEDY if _is_mismatch(str(error)) else _REMEDY
         return RuntimeError("\n  ".join([failed, *answers, remedy]))
 
     def _ask(self, place: str) -> _Posts:
@@ -280,5 +297,22 @@ def plain(text: str | bytes, longest: int = _LONGEST) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = mismatch.in_short(str(error).strip()).splitlines()
+    lines = in_short(str(error).strip()).splitlines()
     return plain(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)
+
+
+def _is_mismatch(text: str) -> bool:
+    """Whether torch has found that ranks make different collectives."""
+    return "Detected mismatch between collectives" in text
+
+
+def in_short(text: str) -> str:
+    """The same with what is of use of each collective, such as ``ALLREDUCE of [116] Float, #7``."""
+    if not _is_mismatch(text):
+        return text
+    return _COLLECTIVE.sub(_short, text).replace(".Collectives", ". Collectives")
+
+
+def _short(found: re.Match[str]) -> str:
+    of = f" of {found['shape']} {found['dtype']}" if found["shape"] else ""
+    return f"{found['kind']}{of}, #{found['number']}"

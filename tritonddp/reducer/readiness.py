@@ -44,19 +44,6 @@ class ReadyTracker:
         ranges: for each segment, the numbers of its parameters, without gaps.
         segments_of: for each bucket, the numbers of its segments.
         listener: who is told; referred to weakly.
-
-    Attributes:
-        nodes: the AccumulateGrad node of each parameter. Holding them keeps them, and the hooks
-            registered on them, alive: autograd itself refers to them only weakly.
-        query: for each parameter, whether the backward that runs on this thread will reach it.
-            ``None`` for ``torch.autograd.grad`` with respect to some of the parameters. To be
-            called from a hook. No graph is walked and no output looked at: the engine has just
-            computed which nodes it will run, so the answer is right for any loss. It is blind to
-            inner backwards of reentrant checkpoints.
-        segment_of: for each parameter, the number of its segment.
-        log: the parameters in the order in which their gradients came in this backward.
-        reached: for each parameter, whether the engine has announced its gradient.
-        waiting: for each bucket, how many of its segments have to wait for gradients.
     """
 
     def __init__(
@@ -66,14 +53,22 @@ class ReadyTracker:
         segments_of: Sequence[range],
         listener: Reducer,
     ) -> None:
+        # Holding AccumulateGrad nodes keeps them, and the hooks registered on them, alive: autograd
+        # itself refers to them only weakly.
         self.nodes = gradient_nodes(params)
+        # For each parameter, whether the backward that runs on this thread will reach it. None for
+        # torch.autograd.grad with respect to some of the parameters. To be called from a hook. No
+        # graph is walked and no output looked at: the engine has just computed which nodes it will
+        # run, so the answer is right for any loss. It is blind to inner backwards of reentrant
+        # checkpoints.
         self.query: Callable[[], list[bool] | None] = partial(will_engine_execute, self.nodes)
-        self.log: list[Tensor] = []
-        self.reached: list[bool] = []
-        self.waiting: list[int] = []
+        self.log: list[Tensor] = []  # the parameters in the order of their gradients
+        self.reached: list[bool] = []  # for each parameter, whether the engine has announced it
+        self.waiting: list[int] = []  # for each bucket, how many segments wait for gradients
         self._params = list(params)
         self._ranges = ranges
         self._segments_of = segments_of
+        # For each parameter, the number of its segment.
         self.segment_of = [number for number, each in enumerate(ranges) for _ in each]
         self._number_of = dict(zip(map(id, params), count()))
         self._order = list(range(len(params)))  # of the last backward's gradients, as far as known

@@ -31,10 +31,7 @@ logger = logging.getLogger("tritonddp.in_step")
 
 
 def recover(group: Group) -> None:
-    """If a backward broke off, of whichever wrapper in ``group``, make up for it.
-
-    Of all of them, since collectives of a group are matched by their order.
-    """
+    """Make up for what broke off, in all wrappers of ``group``: collectives match by order."""
     group.refuse_if_forked()
     reducers: list[Reducer] = [
         each for each in (reference() for reference in list(group.open_runs)) if each is not None

@@ -22,13 +22,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from tritonddp._torch import (
     compiled_autograd_runs,
     current_autograd_node,
     current_graph_task_id,
     queue_end_of_backward,
-    steps_optimizers,
+    register_post_accumulate_grad_hook,
 )
 from tritonddp.buckets.assignment import BucketCaps
 from tritonddp.buckets.formats import BucketFactory, WireFormat
@@ -45,8 +46,8 @@ from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.reducer import recovery
 from tritonddp.reducer.extension import Events, SyncState
-from tritonddp.reducer.output_hooks import Forward, Forwards, watch
-from tritonddp.reducer.participation import AddedParams, ReentrantGrads, accumulates, as_trainable
+from tritonddp.reducer.output_hooks import Forward, Forwards, tell, watch
+from tritonddp.reducer.participation import ReentrantGrads, accumulates, as_trainable
 from tritonddp.reducer.readiness import ReadyTracker
 
 logger = logging.getLogger("tritonddp.in_step")
@@ -126,9 +127,8 @@ class Reducer:
         self.last_alone: ReductionRun | None = None  # the last run, if it exchanged nothing
         self.own_gradients_at = 0  # reductions when .grad was last set to what is this rank's alone
         self.deferred_error: str | None = None  # what the next forward raises
-        self.post_backward: list[
-            torch.futures.Future
-        ] = []  # what the next backward's end waits for
+        # What the end of the next backward waits for.
+        self.post_backward: list[torch.futures.Future] = []
         self.logger: Any = None  # of the wrapper: told of errors that a backward ends with
         self.finalizes_manually = False  # backwards end in finalize_backward()
         self.is_detached = False  # hooks were removed: no backward is noticed any more
@@ -142,7 +142,7 @@ class Reducer:
         self._reference = weakref.ref(self, group.open_runs.discard)
         hash(self._reference)  # which it keeps, and could not find out when this is gone
         self._broke_off = partial(_broke_off, self._reference)
-        self._added = AddedParams(self)
+        self._added_hooks: list[Any] = []
         group.join_forks(self)
         self._follow_buckets()
 
@@ -203,7 +203,15 @@ class Reducer:
         """See what has become of the parameters."""
         self.parameters.refresh(self.where)
         # A backward may reach nothing else that has a hook of ours.
-        self._added.watch([param for _, param in self.parameters.added])
+        self._watch_added([param for _, param in self.parameters.added])
+
+    def _watch_added(self, params: Sequence[Parameter]) -> None:
+        """A gradient of one of these, which are in no bucket yet, tells of a backward."""
+        while self._added_hooks:
+            self._added_hooks.pop().remove()
+        hook = partial(tell, self._reference, None)
+        with as_trainable(params):
+            self._added_hooks = [register_post_accumulate_grad_hook(p, hook) for p in params]
 
     def check_pending(self) -> None:
         """On a GPU: raise what the last reduction could not tell yet."""
@@ -624,7 +632,7 @@ class Reducer:
         current = self.manager.current
         self.accumulated = [False] * len(current.params)
         self.parameters.set_bucketed(current.names, current.params)
-        self._added.watch(())
+        self._watch_added(())
         former = getattr(self, "tracker", None)
         if former is not None:
             former.remove()
@@ -658,6 +666,51 @@ class Reducer:
         self.accumulated = [False] * len(self.accumulated)
         self.has_accumulated = False
 
+    # When the caller says where a backward ends (torch 2.15)
+
+    def finalize_manually(self, required: bool) -> None:
+        """Whether backwards end in :meth:`finalize_backward`, not by themselves."""
+        # (One that broke off is over: the next forward makes up for it.)
+        if self.backward_runs or (self.run is not None and self.run.awaits_finalize):
+            raise RuntimeError(
+                f"{self.where()}: set_manual_finalization_required cannot be called after forward "
+                "while a backward pass is expected or in progress. Set "
+                "require_manual_backward_finalization before forward or after backward finalization"
+            )
+        self.finalizes_manually = required
+
+    @torch.no_grad()
+    def finalize_backward(self) -> None:
+        """Wait for the buckets of a backward that is over, or has launched all of them."""
+        if not self.finalizes_manually:
+            raise RuntimeError(
+                "finalize_backward() called but manual backward finalization is not required. Set "
+                "require_manual_backward_finalization to true first."
+            )
+        run = self.run
+        if run is not None and run.awaits_finalize:
+            run.awaits_finalize = False  # if it fails, the next forward makes up for it
+            self.finish(run)
+            return
+        if run is not None and self.backward_runs and not run.is_local:
+            if len(run.works) < len(run.buckets):
+                raise RuntimeError(
+                    f"{self.where()}: finalize_backward() called before all DDP buckets were "
+                    f"ready. next_bucket_={len(run.works)}. Call finalize_backward() only after "
+                    "all DDP-managed parameters have computed gradients."
+                )
+            if any(run.works):
+                try:
+                    run.finish()  # the rest comes at the end: hooks may change then
+                except Mismatch as error:
+                    recovery.raise_mismatch(self, error, run)
+                return
+        raise RuntimeError(
+            f"{self.where()}: finalize_backward() called but no gradient reduction requires "
+            "finalization. This can happen if no_sync() is active or finalize_backward() was "
+            "already called for this backward pass."
+        )
+
     # What users register
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
@@ -686,16 +739,11 @@ class Reducer:
         self.comm_hook = state, hook
         self.transport = CommHook(hook, state, self.group, self.counters)
 
-    @property
-    def hook_steps_optimizers(self) -> bool:
-        """Whether the communication hook is torch's that steps optimizers in the backward."""
-        return self.comm_hook is not None and steps_optimizers(self.comm_hook[1])
-
     def detach(self) -> None:
         """Let go of the parameters for good, without waiting for any other rank."""
         self.is_detached = True
         self.tracker.remove()
-        self._added.watch(())
+        self._watch_added(())
         self.group.open_runs.discard(self._reference)
         self.run = None
 
