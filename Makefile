@@ -7,7 +7,7 @@
 # make soak    10,000 random steps beside an oracle: does anything pile up or drift? (some minutes)
 # make lint    formatter, linter, type checker, which rooms may import which
 # make bench   what a machine measures without a GPU, in under 10 minutes, into benchmarks/results/local
-# make figures tables, plots and README's figures anew from the committed results
+# make figures tables, plots and the figures of the pages anew from the committed results
 #              (make figures FROM=local: first copy over them what make bench has measured here)
 # make bench-compare BASE=<git revision>    the tree's steps against an earlier revision's, in one run
 # make gpu     tests and benchmarks that need a CUDA device, with this machine's own $(PYTHON)
@@ -75,7 +75,7 @@ bench: $(VENV)/.test-installed
 	@timeout -k 10 588 $(BIN)/python benchmarks/bench.py $(ARGS)
 
 figures: $(VENV)/.test-installed
-	@$(BIN)/python benchmarks/report.py --readme $(if $(FROM),--from "$(FROM)") $(ARGS)
+	@$(BIN)/python benchmarks/report.py --figures $(if $(FROM),--from "$(FROM)") $(ARGS)
 
 # The revision is looked at first, since what torchrun makes of an error fills a screen.
 bench-compare: $(VENV)/.test-installed

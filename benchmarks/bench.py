@@ -2,8 +2,8 @@
 
     python benchmarks/bench.py [--only PART ...] [--seconds N] [--out FOLDER]
 
-Writes ``benchmarks/results/local/``: results, tables and plots. README and the results that are
-committed stay as they are (see report.py for how to change them). Each part gets a share of the
+Writes ``benchmarks/results/local/``: results, tables and plots. The results and figures that
+are committed stay as they are (see report.py for how to change them). Each part gets a share of the
 time and takes as many rounds as fit, so a slow machine takes fewer; how many it took stands in the
 table of verdicts that comes last.
 
@@ -164,7 +164,7 @@ def summary(outcomes: Mapping[str, str], out: Path) -> Iterator[str]:
     yield ""
     if unjudged:
         yield f"Measured, but against no bound: {', '.join(unjudged)} (see tables.md)."
-    yield f"Written to {out}; README and the committed results are as they were."
+    yield f"Written to {out}; the committed results and figures are as they were."
     if out == LOCAL:
         yield "make figures FROM=local takes these results over."
 

@@ -1,11 +1,12 @@
-"""Tables and plots of all result files, and the figures in README.md, which nobody types.
+"""Tables and plots of all result files, and the figures of the pages, which nobody types.
 
-    python benchmarks/report.py [--readme [--from local] | --check | --folder FOLDER]
+    python benchmarks/report.py [--figures [--from local] | --check | --folder FOLDER]
 
 Reads ``benchmarks/results/<machine>/*.json``, whatever is there. For each machine it writes
-``tables.md``, and plots beside it; with ``--readme`` also what stands between README's markers
-``<!-- figures: NAME -->`` and ``<!-- end figures -->``. ``--check`` writes nothing, and ends with
-status 1 if a table or figure is not that of the result files.
+``tables.md``, and plots beside it; with ``--figures`` also what stands in ``README.md`` and
+``docs/benchmarks.md`` between the markers ``<!-- figures: NAME -->`` and ``<!-- end figures -->``.
+``--check`` writes nothing, and ends with status 1 if a table or figure is not that of the result
+files.
 
 The folder ``local``, where `make bench` writes and which git ignores, is no such machine unless
 ``--folder`` names it. ``--from local`` first copies what is there over ``cpu``.
@@ -25,7 +26,7 @@ from typing import Any
 import report_tables
 
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 RESULTS = ROOT / "benchmarks" / "results"
 TABLES = "tables.md"
 LOCAL = "local"  # what make bench has measured here; git ignores it
@@ -41,13 +42,13 @@ def main() -> int:
         options.results, machine = options.folder.parent, options.folder.name
     results = load(options.results, machine)
     texts = dict(_texts(results, options.results))
-    if options.readme or options.check:
-        figures = report_tables.figures(results)
-        texts[options.readme_file] = filled(options.readme_file.read_text(), figures)
+    if options.figures or options.check:
+        pages = {path: path.read_text() for path in options.pages}
+        texts |= filled(pages, report_tables.figures(results))
     if options.check:
         stale = [path for path, text in texts.items() if _read(path) != text]
         for path in stale:
-            print(f"{path} is not what the result files say: run benchmarks/report.py --readme")
+            print(f"{path} is not what the result files say: run make figures")
         return 1 if stale else 0
     for path, text in texts.items():
         same = _read(path) == text
@@ -98,16 +99,21 @@ def load(folder: Path, machine: str | None = None) -> dict[str, dict[str, Any]]:
     return results
 
 
-def filled(text: str, figures: Mapping[str, Sequence[str]]) -> str:
-    """README's text with these figures between its markers.
+def filled(pages: Mapping[Path, str], figures: Mapping[str, Sequence[str]]) -> dict[Path, str]:
+    """The texts of the pages with these figures between their markers, each on one page.
 
     Raises:
-        ValueError: there is a marker for what is no figure, or none for what is one.
+        ValueError: there is a marker for what is no figure, or not one for what is one.
     """
-    found = [match[2] for match in _FIGURES.finditer(text)]
+    found = [match[2] for text in pages.values() for match in _FIGURES.finditer(text)]
     if sorted(found) != sorted(figures):
-        raise ValueError(f"README.md has markers for {found}, and there are {sorted(figures)}")
-    return _FIGURES.sub(lambda match: "\n".join([match[1], *figures[match[2]], "", match[3]]), text)
+        names = ", ".join(path.name for path in pages)
+        raise ValueError(f"{names}: markers for {found}, and there are {sorted(figures)}")
+
+    def figure(match: re.Match[str]) -> str:
+        return "\n".join([match[1], *figures[match[2]], "", match[3]])
+
+    return {path: _FIGURES.sub(figure, text) for path, text in pages.items()}
 
 
 def draw(content: Mapping[str, Any], folder: Path) -> None:
@@ -132,20 +138,26 @@ def _read(path: Path) -> str | None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--readme", action="store_true", help="also write README's figures")
+    what.add_argument("--figures", action="store_true", help="also write the figures of the pages")
     what.add_argument("--check", action="store_true", help="write nothing, compare")
     what.add_argument("--folder", type=Path, help="only this machine's")
     parser.add_argument(
         "--from",
         dest="source",
         metavar="NAME",
-        help=f"with --readme: first copy this folder's results over {report_tables.CPU}",
+        help=f"with --figures: first copy this folder's results over {report_tables.CPU}",
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
-    parser.add_argument("--readme-file", type=Path, default=README, help="default: %(default)s")
+    parser.add_argument(
+        "--pages",
+        type=Path,
+        nargs="+",
+        default=PAGES,
+        help="default: README and docs/benchmarks.md",
+    )
     options = parser.parse_args()
-    if options.source is not None and not options.readme:
-        parser.error("--from goes with --readme")
+    if options.source is not None and not options.figures:
+        parser.error("--from goes with --figures")
     return options
 
 

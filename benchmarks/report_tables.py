@@ -1,4 +1,4 @@
-"""Result files as Markdown: the tables of each machine, and the figures in README.md."""
+"""Result files as Markdown: the tables of each machine, and the figures of the pages."""
 
 from __future__ import annotations
 
@@ -427,7 +427,7 @@ def machine_tables(name: str, results: Results) -> Iterator[str]:
 
 
 def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
-    """What stands between README's markers, by name of the figure, from all machines' results."""
+    """What stands between the pages' markers, by name of the figure, from all machines' results."""
     on_cpu = results.get(CPU, {})
 
     def of(benchmark: str, table: Table) -> list[str]:
@@ -441,6 +441,7 @@ def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
     for name, content in gpus:
         on_gpus += ["", *gpu(content), *_gpu_kernels(content), "", _credit(name, "gpu", content)]
     return {
+        "headline": list(headline(on_cpu, gpus)) or [_NOT_MEASURED],
         "step": of("step", lambda content: comparisons(content, unused=False)),
         "branchy": of("step", lambda content: comparisons(content, unused=True)),
         "detection": of("detection", detection),
@@ -451,6 +452,36 @@ def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
         "convergence": of("convergence", convergence),
         "gpu": on_gpus[1:] or [_NOT_MEASURED],
     }
+
+
+def headline(on_cpu: Results, gpus: Iterable[tuple[str, Any]]) -> Iterator[str]:
+    """The figures by which the package stands or falls: against stock, and the bounds on GPUs."""
+    rows = [*_against_stock(on_cpu)]
+    if rows:
+        yield from markdown(("time, ours / stock's best (95% interval)", "copies", "views"), rows)
+        yield ""
+        measured = ("step", "network_wire")
+        yield from (_credit(CPU, name, on_cpu[name]) for name in measured if name in on_cpu)
+    for name, content in gpus:
+        yield from ("", *gpu(content), "", _credit(name, "gpu", content))
+
+
+def _against_stock(on_cpu: Results) -> Iterator[tuple[str, ...]]:
+    def cell(one: Any) -> str:
+        ours = one["ours"]
+        text = f"{ours['median']:.3f} ({interval(ours)})"
+        return f"**{text}**" if ours["low"] > 1 else text
+
+    for name, model in on_cpu.get("step", {"models": {}})["models"].items():
+        if "comparisons" in model:
+            families = [model["comparisons"][family] for family in ("copies", "views")]
+            what = "step" if families[0]["of"] == "whole steps" else "backward"
+            yield f"{what}, {name}", *map(cell, families)
+    for result in on_cpu.get("network_wire", {"results": []})["results"]:
+        line = f"step, {result['hosts']} hosts, {rate(result['rate_bits_per_s'])}"
+        for wire in ("bf16", "int8"):
+            if wire in result["comparisons"]:
+                yield f"{line}: {wire} to stock's fp32", cell(result["comparisons"][wire]), "-"
 
 
 def _credit(machine: str, benchmark: str, content: Any) -> str:

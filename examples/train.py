@@ -353,6 +353,6 @@ if __name__ == "__main__":
         sys.exit(main())
     except UsageError as error:
         if os.environ.get("RANK", "0") != "0":
-            time.sleep(3)  # rank 0 has most likely the same to say; torchrun then ends the others
+            time.sleep(30)  # rank 0 has most likely the same to say; torchrun then ends the others
         print(f"{os.path.basename(__file__)}: error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)

@@ -302,6 +302,19 @@ def _jobs(connection: Connection) -> Iterator[Any]:
 _last_group: list[dist.ProcessGroup | None] = []
 
 
+def _modes() -> tuple[Any, ...]:
+    """Of torch in this process, which the next test would inherit, though not on all its ranks."""
+    return (
+        torch._C._len_torch_function_stack(),
+        torch._C._len_torch_dispatch_stack(),
+        torch.get_default_device(),
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.Tensor.backward,
+    )
+
+
 def _run(store: str, rank: int, world_size: int, timeout: float, backend: str, job: bytes) -> bytes:
     log = logging.getLogger("tritonddp")
     level, handlers = log.level, list(log.handlers)
@@ -320,7 +333,9 @@ def _run(store: str, rank: int, world_size: int, timeout: float, backend: str, j
         )
         torch.manual_seed(0)
         function, args = pickle.loads(job)
+        modes = _modes()
         answer = pickle.dumps(("returned", function(*args)))
+        assert _modes() == modes, "torch's modes are not as before the test: it must restore them"
         gc.collect()
         gc.freeze()  # what is left is modules that the test imported, and caches
         _last_group[:] = [dist.group.WORLD]

@@ -56,7 +56,8 @@ def calls(function: Callable[[], Any]) -> Counter[tuple[str, str]]:
     def note(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(LIBRARY):
-            found[code.co_filename[len(LIBRARY) + 1 :], code.co_qualname] += 1
+            name = getattr(code, "co_qualname", code.co_name)  # of Python 3.11
+            found[code.co_filename[len(LIBRARY) + 1 :], name] += 1
 
     sys.setprofile(note)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +34,14 @@ class Readback:
         """The copy, once it is there; it holds until the next :meth:`start`."""
         self._event.synchronize()
         return self._copy
+
+
+def read_together(tensors: Sequence[Tensor]) -> list[list[float]]:
+    """The numbers in some small tensors, ``(n,)``, of one device: in one copy, and one wait."""
+    readback = Readback()
+    readback.start(torch.cat([tensor.double() for tensor in tensors]))
+    numbers = readback.wait().split([tensor.numel() for tensor in tensors])
+    return [each.tolist() for each in numbers]
 
 
 def upload(target: Tensor, host: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""README's figures are those of the result files, and whatever was measured can be rendered."""
+"""The pages' figures are those of the result files, and whatever was measured can be rendered."""
 
 from __future__ import annotations
 
@@ -251,28 +251,41 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def copied_pages(folder: Path) -> list[Path]:
+    """README and docs/benchmarks.md, to be written to."""
+    pages = [folder / page.name for page in report.PAGES]
+    for page, original in zip(pages, report.PAGES, strict=True):
+        page.write_text(original.read_text())
+    return pages
+
+
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     monkeypatch.setattr(sys, "argv", ["report.py", *map(str, arguments)])
     return report.main()
 
 
-def test_the_tree_s_tables_and_readme_are_those_of_its_result_files(
+def test_the_tree_s_tables_and_pages_are_those_of_its_result_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert run(monkeypatch, "--check") == 0, "run: python benchmarks/report.py --readme"
+    assert run(monkeypatch, "--check") == 0, "run: make figures"
 
 
 def test_figures_come_from_the_files_and_a_changed_one_is_noticed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(report, "draw", lambda *_: None)
-    readme = folder / "README.md"
-    readme.write_text(report.README.read_text())
-    options = ("--results", folder, "--readme-file", readme)
+    pages = readme, benchmarks = copied_pages(folder)
+    options = ("--results", folder, "--pages", *pages)
     assert run(monkeypatch, "--check", *options) == 1
-    assert run(monkeypatch, "--readme", *options) == 0
+    assert run(monkeypatch, "--figures", *options) == 0
     assert run(monkeypatch, "--check", *options) == 0
     text = readme.read_text()
+    assert "| backward, mlp | 0.987 (0.974 to 1.008) | 0.987 (0.974 to 1.008) |" in text
+    assert "| step, branchy | 0.765 (0.752 to 0.786) |" in text
+    assert "| step, 2 hosts, 1 Gbit/s: bf16 to stock's fp32 | 0.500 (0.487 to 0.521) | - |" in text
+    assert "| host time | ≤ 2 us | not run | 0 of 0 | host: not asked for |" in text
+    assert "Not measured." not in text
+    text = benchmarks.read_text()
     assert "| mlp | copies | stock | 0.987 | 0.974 to 1.008 |" in text
     assert "| branchy | views | stock views | 0.765 |" in text
     assert "| branchy | copies | backwards | ours told | 0.987 | 0.974 to 1.008 |" in text
@@ -287,7 +300,7 @@ def test_figures_come_from_the_files_and_a_changed_one_is_noticed(
     assert "| text | int8 | 2545 | 1.5067 | 1.5000 to 1.5100 |" in text
     assert "| +0.0900 (+0.0800 to +0.1000) | **above the spread** |" in text
     assert "Not measured." not in text
-    readme.write_text(text.replace("| 0.987 |", "| 0.587 |"))
+    benchmarks.write_text(text.replace("| 0.987 |", "| 0.587 |"))
     assert run(monkeypatch, "--check", *options) == 1
 
 
@@ -304,21 +317,21 @@ def test_local_results_are_left_alone_unless_they_are_asked_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(report, "draw", lambda *_: None)
-    readme = folder / "README.md"
-    readme.write_text(report.README.read_text())
+    pages = readme, benchmarks = copied_pages(folder)
     local = folder / report.LOCAL
     local.mkdir()
     text = (folder / "cpu" / "step.json").read_text()
     (local / "step.json").write_text(text.replace("0.987", "0.789"))
     (local / report.TABLES).write_text("of another run")
-    options = ("--readme", "--results", folder, "--readme-file", readme)
+    options = ("--figures", "--results", folder, "--pages", *pages)
     assert run(monkeypatch, *options) == 0
     assert (folder / "cpu" / "step.json").read_text() == text
-    assert "0.789" not in readme.read_text()
+    assert "0.789" not in readme.read_text() + benchmarks.read_text()
     assert run(monkeypatch, *options, "--from", report.LOCAL) == 0
     assert f"copied from local: {folder / 'cpu' / 'step.json'}" in capsys.readouterr().out
-    assert "| mlp | copies | stock | 0.789 |" in readme.read_text()
-    assert "| 2 | 1 Gbit/s | copies |" in readme.read_text()  # what is not there stays
+    assert "| backward, mlp | 0.789 " in readme.read_text()
+    assert "| mlp | copies | stock | 0.789 |" in benchmarks.read_text()
+    assert "| 2 | 1 Gbit/s | copies |" in benchmarks.read_text()  # what is not there stays
     assert (folder / "cpu" / report.TABLES).read_text().startswith("# Measured on: cpu")
     assert (local / report.TABLES).read_text() == "of another run"
 
@@ -327,7 +340,7 @@ def test_nothing_is_taken_from_where_nothing_is(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match=r"no results in .*local: run make bench"):
-        run(monkeypatch, "--readme", "--results", folder, "--from", report.LOCAL)
+        run(monkeypatch, "--figures", "--results", folder, "--from", report.LOCAL)
     with pytest.raises(SystemExit):
         run(monkeypatch, "--check", "--results", folder, "--from", report.LOCAL)
 
@@ -338,12 +351,17 @@ def test_what_has_no_file_is_not_measured() -> None:
     only_gpu = report_tables.figures({"some-gpu": RESULTS["some-gpu"]})
     assert only_gpu["step"] == ["Not measured."]
     assert any("share of the copy" in line for line in only_gpu["gpu"])
+    assert any("share of the copy" in line for line in only_gpu["headline"])
 
 
-def test_a_marker_that_nothing_fills_is_an_error() -> None:
-    text = "<!-- figures: speed -->\n<!-- end figures -->"
+@pytest.mark.parametrize("names", [("speed",), (), ("step", "step")])
+def test_each_figure_has_one_marker(names: tuple[str, ...]) -> None:
+    pages = {
+        Path(f"{place}.md"): f"<!-- figures: {name} -->\n<!-- end figures -->"
+        for place, name in enumerate(names)
+    }
     with pytest.raises(ValueError, match="markers for"):
-        report.filled(text, {"step": []})
+        report.filled(pages, {"step": []})
 
 
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
@@ -458,7 +476,7 @@ def test_make_bench_writes_its_folder_only_and_ends_with_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def committed() -> dict[Path, bytes]:
-        files = [report.README, *sorted((report.RESULTS / "cpu").iterdir())]
+        files = [*report.PAGES, *sorted((report.RESULTS / "cpu").iterdir())]
         return {path: path.read_bytes() for path in files}
 
     out = tmp_path / "results" / "local"
@@ -472,12 +490,12 @@ def test_make_bench_writes_its_folder_only_and_ends_with_a_table(
     assert (out / report.TABLES).read_text().startswith("# Measured on: local")
     printed = capsys.readouterr().out
     assert "mlp copies, backwards: stock" in printed.rsplit("ours against", 1)[1]
-    assert f"Written to {out}; README" in printed
+    assert f"Written to {out}; the committed results" in printed
 
 
 def test_no_part_names_what_is_committed() -> None:
     for part in bench.PARTS:
         assert "{out}" in part.command
-        assert not re.search(r"results/|--readme|--from", part.command)
+        assert not re.search(r"results/|--figures|--from", part.command)
     ignored = (report.ROOT / ".gitignore").read_text().splitlines()
     assert f"/{bench.LOCAL.relative_to(report.ROOT)}/" in ignored

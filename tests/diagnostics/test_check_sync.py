@@ -352,12 +352,11 @@ def test_modes_of_the_caller_and_numbers_of_four_bits_do_not_matter() -> None:
     if dist.get_rank() == 1:
         net.scale[1] = 2
         packed[2] = 7
-    before = torch.get_default_device()
     torch.set_default_device("meta")
     try:
         with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
             text = error_of(ddp.check_sync)
     finally:
-        torch.set_default_device(before)
+        torch.set_default_device(None)  # "cpu" would be a mode, too
     assert "2 of 6 buffers" in text
     assert "buffer 'packed' (4,) torch.float4_e2m1fn_x2: rank 0 has norm 0" in text

@@ -324,8 +324,8 @@ def test_ranks_that_do_not_reduce_the_same_are_told_that() -> None:
     # As on a GPU, where a run does not wait for what the ranks say.
     def read(self: Agreement, headers: Tensor, where: str) -> None:
         came = headers.clone()
-        self._readback = SimpleNamespace(wait=lambda: came)  # type: ignore[assignment]
-        self.pending = True
+        readback: Any = SimpleNamespace(wait=lambda: came)
+        self.pending[where] = readback, self._said
 
     module, ddp = net()
     loss = spoiled(ddp(torch.randn(4, 40)).sum(), {module[0].bias: math.nan})

@@ -1,4 +1,4 @@
-"""The pages of ``docs`` name tests that exist, every case, and what stock is tested to do."""
+"""The pages name tests and pages that exist, every case, and what stock is tested to do."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from launched import ROOT
 
 PAGES = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "SECURITY.md"]
 PAGE = (ROOT / "docs" / "differences.md").read_text()
+LINKING = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"]
+README_LINES = 110  # beside the figures: what a newcomer reads to the end
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)")
 ROW = re.compile(r"^\| (.*) \| ([^|]*) \| ([^|]*) \| `(\w+)` \|$", re.MULTILINE)
 
 
@@ -52,3 +55,27 @@ def test_every_file_that_a_page_names_exists() -> None:
     assert len([path for name, path in named if name == "frameworks.md"]) >= 5
     for name, path in named:
         assert (ROOT / path).exists(), f"{name} names {path}"
+
+
+def test_every_link_of_a_page_leads_to_a_file_and_to_a_heading_in_it() -> None:
+    links = [(page, *link) for page in LINKING for link in LINK.findall(page.read_text())]
+    assert len(links) > 20
+    for page, path, anchor in links:
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name} links to {path}"
+        assert not anchor or anchor in anchors(target), f"{page.name} links to {path}#{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Those that GitHub gives the headings of a page."""
+    code = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", code.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_is_a_page_and_leads_to_all_others() -> None:
+    text = (ROOT / "README.md").read_text()
+    written = re.sub(r"<!-- figures.*<!-- end figures -->", "", text, flags=re.DOTALL)
+    assert len(written.splitlines()) <= README_LINES
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"(docs/{page.name})" in text, page.name

@@ -289,21 +289,21 @@ def test_nobody_else_can_read_or_change_a_checkpoint(place: Path) -> None:
 @ranks(2)
 def test_a_checkpoint_has_its_name_when_all_of_it_is_on_the_disk(place: Path) -> None:
     calls: list[tuple[str, str]] = []
-    sync, rename, replace = os.fsync, os.rename, os.replace
+    sync, rename, replace = os.fsync, Path.rename, Path.replace
 
     def note_sync(descriptor: int) -> None:
         calls.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
         sync(descriptor)
 
-    def note_move(source: Path, target: Path) -> None:
+    def note_move(source: Path, target: Path) -> Path:
         calls.append(("move", Path(target).name))
-        (replace if Path(target).name == "latest" else rename)(source, target)
+        return (replace if Path(target).name == "latest" else rename)(source, target)
 
     checkpoints = Checkpoints(place / "run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", note_sync)
-        patch.setattr(os, "rename", note_move)
-        patch.setattr(os, "replace", note_move)
+        patch.setattr(Path, "rename", note_move)
+        patch.setattr(Path, "replace", note_move)
         put(checkpoints, 7)
     written = [call for call in calls if call[1] not in (".metadata.tmp", ".metadata")]
     mine = ("sync", f"__{dist.get_rank()}_0.distcp")

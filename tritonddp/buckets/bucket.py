@@ -96,9 +96,13 @@ class Bucket:
             the used flags, empty if all are set. In most steps it is the same again.
         is_lazy: see above.
         has_to_prepare: :meth:`prepare` is to be called before each backward.
+        wants_flags: a gradient is missing: the host has to know whether another rank has used it.
+        flags_on_host: the reduced flags, where they have been read for several buckets at once.
     """
 
     quantization: Quantization | None = None
+    wants_flags = False
+    flags_on_host: Sequence[float] | None = None
     is_sparse = False
     has_views = False
 
@@ -127,7 +131,6 @@ class Bucket:
         self.used = [False] * len(params)
         # Flattened and not yet unflattened.
         self._grads: list[Tensor | None] = [None] * len(params)
-        self._has_missing = False  # not all of them are there
         self._layout = self._make_layout(headers)
         self.segments = [Segment(*cut, self.params) for cut in kernels.segments(self._layout)]
         self._casts = self._wire_dtype not in self._dtypes
@@ -256,7 +259,7 @@ class Bucket:
             self.allocate()
         grads: list[Any] = list(map(_grad_of, segment.params))
         if NoneType in map(type, grads):
-            self._has_missing = True
+            self.wants_flags = True
             # Also of a parameter that was used under no_sync, whose gradient was dropped since.
             used = [flag and grad is not None for flag, grad in zip(used, grads, strict=True)]
         self.used[first:last] = used
@@ -318,7 +321,7 @@ class Bucket:
         """
         grads, self._grads = self._grads, [None] * len(self._grads)
         before, self.before = self.before, {}  # or they would outlive zero_grad
-        has_missing, self._has_missing = self._has_missing, False
+        has_missing, self.wants_flags = self.wants_flags, False
         in_kernel = self._kernels.by_address or self._casts
         if factor is not None and not in_kernel:
             # A pass of its own: what is donated below is not copied, but has to be scaled too.
@@ -326,7 +329,7 @@ class Bucket:
                 self.flat.payload.mul_(factor.item())
             factor = None
         if has_missing:
-            for slot, flag in enumerate(self.flat.flags.tolist()):
+            for slot, flag in enumerate(self._take_flags()):
                 if flag and grads[slot] is None:
                     if in_kernel:
                         grads[slot] = self.params[slot].grad = self._empty_gradient(slot)
@@ -339,12 +342,18 @@ class Bucket:
             self._kernels.unflatten(self.flat, grads, factor)
         self.flat.known_flags = None  # of this reduction
 
+    def _take_flags(self) -> Sequence[float]:
+        """The reduced flags, on the host."""
+        flags, self.flags_on_host = self.flags_on_host, None
+        found: Sequence[float] = self.flat.flags.tolist() if flags is None else flags
+        return found
+
     def discard(self) -> None:
         """Leave ``.grad`` as it is."""
         if self.flat is not None:
             self.flat.known_flags = None
         self._grads = [None] * len(self._grads)
-        self._has_missing = False
+        self.wants_flags = False
         self.before = {}
 
     def release(self) -> None:

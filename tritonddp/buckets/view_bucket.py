@@ -45,6 +45,7 @@ class ViewBucket(Bucket):
                 param.grad = view
             self._grads[first:last] = views
             return
+        self.wants_flags = True
         for slot, flag in enumerate(flags):
             if flag:
                 segment.params[slot].grad = self._grads[first + slot] = views[slot]
@@ -59,8 +60,9 @@ class ViewBucket(Bucket):
             for slot, grad in self._stashed.items():
                 views[slot].copy_(torch.where(self.flat.flags[slot] != 0, views[slot], grad))
             self._stashed.clear()
-        if not all(self.used):
-            for slot, flag in enumerate(self.flat.flags.tolist()):
+        if self.wants_flags:
+            self.wants_flags = False
+            for slot, flag in enumerate(self._take_flags()):
                 if flag and not self.used[slot] and self._grads[slot] is not views[slot]:
                     self.params[slot].grad = views[slot]
         self._grads = [None] * len(views)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from tritonddp._device import read_together
 from tritonddp.buckets.bucket import Bucket, GradientError, Segment
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.coordination.agreement import Agreement, GradSource
 
 logger = logging.getLogger("tritonddp.comm.reduction")
+
+_wants_flags = attrgetter("wants_flags")
 
 
 class LocalError(RuntimeError):
@@ -282,6 +286,8 @@ class ReductionRun:
             LocalError: something of the user's failed on this rank.
         """
         events, works = self.events, self.works
+        if any(map(_wants_flags, self.buckets)):
+            self._read_flags()
         while self.done < len(works):
             bucket = self.buckets[self.done]
             if works[self.done] is None:
@@ -297,6 +303,24 @@ class ReductionRun:
             works[bucket.index] = None
             for call in events.on_reduced:
                 call(self, bucket)
+
+    def _read_flags(self) -> None:
+        """On a GPU: used flags that the host has to know, in one copy for all buckets."""
+        asking = [
+            bucket
+            for bucket in self.buckets[self.done :]
+            if bucket.wants_flags
+            and self.works[bucket.index] is not None
+            and not bucket.flat.data.is_cpu
+        ]
+        if not asking:
+            return
+        for bucket in self.buckets[self.done : asking[-1].index + 1]:
+            if self.works[bucket.index] is not None:
+                self.transport.wait(self, bucket)
+        flags = read_together([bucket.flat.flags for bucket in asking])
+        for bucket, each in zip(asking, flags, strict=True):
+            bucket.flags_on_host = each
 
     def discard(self) -> None:
         """Wait for what is on its way, and leave ``.grad`` as it is."""
@@ -341,7 +365,8 @@ class ReductionRun:
 
     def read_headers(self, headers: Tensor) -> None:
         """The headers of all ranks are there, in the first bucket."""
-        self.factor = self.agreement.read(headers, self.where)
+        if self.factor is None:
+            self.factor = self.agreement.read(headers, self.where)
 
     def explain(
         self, bucket: Bucket, error: BaseException, what: str | None = None

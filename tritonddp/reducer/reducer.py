@@ -155,7 +155,8 @@ class Reducer:
     def before_forward(self) -> None:
         """See that the last backward came to its end, and what has become of the parameters.
 
-        Raises what the wrapper's ``forward()`` tells of.
+        Raises what the wrapper's ``forward()`` tells of. (On a GPU, where the host does not wait
+        for the answer, ranks may have reduced something else in the reduction before the last.)
         """
         if self.is_detached:
             self.group.refuse_if_forked()
@@ -165,8 +166,8 @@ class Reducer:
             self.check_finalized()
         if self.group.open_runs:
             recovery.recover(self.group)
-        if self.agreement.pending:
-            self.check_pending()
+        if len(self.agreement.pending) > 1:
+            self.check_pending(newest=False)
         if self.post_backward:
             self.wait_post_backward()
         if not has_grad:
@@ -186,12 +187,15 @@ class Reducer:
         forward = self.forwards.ended(self.counters.reductions, syncs)
         watch(outputs, self._reference, forward)
 
-    def settle(self) -> None:
-        """No forward follows: see that the last backward came to its end, as if one did."""
+    def settle(self, newest: bool = True) -> None:
+        """No forward follows: see that the last backward came to its end, as if one did.
+
+        For ``newest`` see :meth:`Agreement.check_pending`.
+        """
         self.check_finalized()
         self.wait_post_backward()
         recovery.recover(self.group)
-        self.check_pending()
+        self.check_pending(newest)
 
     def settle_and_refresh(self) -> None:
         """Likewise, and see what has become of the parameters."""
@@ -213,10 +217,10 @@ class Reducer:
         with as_trainable(params):
             self._added_hooks = [register_post_accumulate_grad_hook(p, hook) for p in params]
 
-    def check_pending(self) -> None:
-        """On a GPU: raise what the last reduction could not tell yet."""
+    def check_pending(self, newest: bool = True) -> None:
+        """On a GPU: raise what reductions could not tell yet, see :class:`Agreement`."""
         try:
-            self.agreement.check_pending()
+            self.agreement.check_pending(newest)
         except Mismatch as error:
             recovery.raise_mismatch(self, error, None)
 
@@ -276,8 +280,8 @@ class Reducer:
                 "torch._dynamo.config.compiled_autograd at False. What torch.compile makes of a "
                 "forward needs none of it."
             )
-        if self.agreement.pending:
-            self.check_pending()
+        if len(self.agreement.pending) > 1:
+            self.check_pending(newest=False)
         if self.forwards.decide(forward, self.sync, self.where):
             self._open(forward, reached, missing)
         else:

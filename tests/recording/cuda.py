@@ -1,0 +1,125 @@
+"""``torch.cuda`` as far as the package, and what it rests on, calls it, over recorded timelines."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from recording.recorder import Recorder, Timeline
+
+DEVICE = torch.device("cuda", 0)
+_CAPABILITY = (9, 0)
+
+
+@contextlib.contextmanager
+def patched(recorder: Recorder) -> Iterator[None]:
+    """Context: ``torch.cuda`` has one device, which is ``recorder``'s."""
+    numbers = itertools.count(1)
+
+    class Stream:
+        """See ``torch.cuda.Stream``."""
+
+        def __init__(self, device: Any = None, timeline: Timeline | None = None, **_: Any) -> None:
+            self.timeline = timeline or recorder.new_stream("side stream")
+            self.device = DEVICE
+            self.cuda_stream = next(numbers)
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Stream) and other.timeline is self.timeline
+
+        def __hash__(self) -> int:
+            return hash(self.timeline)
+
+        def wait_stream(self, other: Stream) -> None:
+            self.timeline.join(other.timeline.clock)
+
+        def wait_event(self, event: Event) -> None:
+            event.wait(self)
+
+        def record_event(self, event: Event | None = None) -> Event:
+            event = event or Event()
+            event.record(self)
+            return event
+
+        def synchronize(self) -> None:
+            recorder.host_waits(self.timeline.clock, "a stream's synchronize")
+
+        def query(self) -> bool:
+            return recorder.host.knows_all(self.timeline.clock)
+
+    class Event:
+        """See ``torch.cuda.Event``."""
+
+        def __init__(self, enable_timing: bool = False, **_: Any) -> None:
+            self.enable_timing = enable_timing
+            self.clock: dict[Timeline, int] = {}
+            self.at = 0.0
+            self.is_captured = False
+            self.step = 0
+
+        def record(self, stream: Stream | None = None) -> None:
+            timeline = recorder.current if stream is None else stream.timeline
+            recorder.run(timeline, "event")
+            self.clock, self.at = dict(timeline.clock), time.perf_counter()
+            self.is_captured = recorder.capturing
+            self.step = recorder.steps
+
+        def wait(self, stream: Stream | None = None) -> None:
+            timeline = recorder.current if stream is None else stream.timeline
+            timeline.join(self.clock)
+
+        def synchronize(self) -> None:
+            age = recorder.steps - self.step
+            recorder.host_waits(self.clock, "an event's synchronize", age)
+
+        def query(self) -> bool:
+            """It has come: the host knows. (On a GPU it may not have: nothing waits for it.)"""
+            recorder.host.join(self.clock)
+            return True
+
+        def elapsed_time(self, end: Event) -> float:
+            assert self.enable_timing and end.enable_timing
+            assert recorder.host.knows_all(end.clock), "of an event that may not have come"
+            return (end.at - self.at) * 1e3
+
+    @contextlib.contextmanager
+    def stream(chosen: Stream | None) -> Iterator[None]:
+        former = recorder.current
+        recorder.current = former if chosen is None else chosen.timeline
+        try:
+            yield
+        finally:
+            recorder.current = former
+
+    def synchronize(device: Any = None) -> None:
+        for each in recorder.streams:
+            recorder.host_waits(each.clock, "torch.cuda.synchronize")
+
+    properties = SimpleNamespace(
+        gcnArchName="", major=9, minor=0, name="recorded", multi_processor_count=132
+    )
+    fakes = {
+        "Stream": Stream,
+        "Event": Event,
+        "stream": stream,
+        "synchronize": synchronize,
+        "current_stream": lambda device=None: Stream(timeline=recorder.current),
+        "default_stream": lambda device=None: Stream(timeline=recorder.default),
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "device": lambda device: contextlib.nullcontext(),
+        "get_device_capability": lambda device=None: _CAPABILITY,
+        "get_device_properties": lambda device=None: properties,
+        "is_current_stream_capturing": lambda: recorder.capturing,
+    }
+    with contextlib.ExitStack() as stack:
+        for name, fake in fakes.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, fake))
+        yield

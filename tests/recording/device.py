@@ -1,0 +1,316 @@
+"""Tensors on the CPU that pass for a GPU's, see the package."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from recording import cuda, kernels, nccl
+from recording.recorder import Memory, Recorder, Timeline, extent
+
+# What reads a tensor on the host without an operation that a dispatcher sees.
+_READS = ("tolist", "numpy", "__array__")
+_aten = torch.ops.aten
+_ITEM = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default)
+# The host has to know how large the result is.
+_SIZED_BY_CONTENT = (
+    _aten.nonzero.default,
+    _aten._coalesce.default,
+    _aten.masked_select.default,
+    _aten._unique2.default,
+)
+_NO_WORK = ("aten::set_", "aten::resize_", "aten::_sparse_", "aten::record_stream", "profiler::")
+
+
+class Device:
+    """Which tensors are the device's, and what is done to them."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.place: str | None = None  # of what is made now: "device", "host", "pinned"
+
+    # Memory
+
+    def memory_of(self, tensor: Tensor) -> Memory | None:
+        """What ``tensor`` lies in, if that is on the device or pinned."""
+        if tensor.layout is not torch.strided:
+            return None
+        return self.recorder.live.get(tensor.untyped_storage()._cdata)
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is on the device."""
+        if tensor.layout is not torch.strided:
+            return self.has(tensor._values())
+        memory = self.memory_of(tensor)
+        return memory is not None and not memory.is_pinned
+
+    def take(self, tensor: Tensor, is_pinned: bool = False) -> Tensor:
+        """``tensor`` is on the device from now on, or pinned."""
+        if tensor.layout is not torch.strided:
+            self.take(tensor._indices(), is_pinned)
+            self.take(tensor._values(), is_pinned)
+            return tensor
+        storage = tensor.untyped_storage()
+        if self.memory_of(tensor) is None:
+            key, recorder = storage._cdata, self.recorder
+            memory = recorder.allocated(key, storage.data_ptr(), storage.nbytes(), is_pinned)
+            weakref.finalize(storage, recorder.freed, key, memory).atexit = False
+        return tensor
+
+    def touch(self, timeline: Timeline, tensor: Tensor, writes: bool, what: str) -> None:
+        """``timeline`` reads or writes ``tensor``."""
+        if tensor.layout is not torch.strided:
+            for part in (tensor._indices(), tensor._values()):
+                self.touch(timeline, part, writes, what)
+            return
+        memory = self.memory_of(tensor)
+        if memory is not None:
+            place = tensor.storage_offset(), tensor.shape, tensor.stride()
+            first, end = extent(*place, tensor.element_size())
+            self.recorder.touch(timeline, memory, first, end, writes, what)
+
+    # Between host and device
+
+    def copy(self, target: Tensor, source: Tensor, non_blocking: bool) -> None:
+        """``target.copy_(source)`` between host and device is given to the current stream."""
+        recorder, stream = self.recorder, self.recorder.current
+        host = source if self.has(target) else target
+        is_pinned = self.memory_of(host) is not None
+        recorder.run(stream, "copy to the device" if host is source else "copy to the host")
+        self.touch(stream, source, False, "copy")
+        self.touch(stream, target, True, "copy")
+        if not is_pinned:
+            recorder.host_waits(stream.clock, "copy of memory that is not pinned")
+        elif not non_blocking:
+            recorder.host_waits(stream.clock, "copy that blocks")
+
+    def read(self, tensor: Tensor, what: str) -> None:
+        """The host reads ``tensor``: it waits for the device, or should have."""
+        recorder = self.recorder
+        if self.has(tensor):
+            recorder.run(recorder.current, "copy to the host")
+            self.touch(recorder.current, tensor, False, what)
+            recorder.host_waits(recorder.current.clock, what)
+        else:
+            recorder.host.step()
+            self.touch(recorder.host, tensor, False, what)
+
+
+class _Operations(TorchDispatchMode):
+    """Notes what torch's operations read and write."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            return self._dispatch(func, args, kwargs)
+
+    def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        device, place = self._device, self._device.place
+        recorder = device.recorder
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        on_device = list(map(device.has, given))
+        if not any(on_device) and place in (None, "host") and not any(map(device.memory_of, given)):
+            return func(*args, **kwargs)
+        if func.namespace == "c10d" or func.name().startswith(_NO_WORK):
+            return func(*args, **kwargs)
+        if func in _ITEM and any(on_device):
+            for tensor in given:
+                device.read(tensor, func.name())
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func is _aten.copy_.default and on_device[0] is not on_device[1]:
+            device.copy(
+                args[0], args[1], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+            )
+            return result
+        made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        if func.is_view:
+            return result
+        if place == "pinned" or (place != "host" and (any(on_device) or place == "device")):
+            for tensor in made:
+                if device.memory_of(tensor) is None:
+                    device.take(tensor, place == "pinned")
+        if place == "host" or not (any(on_device) or place == "device"):
+            self._on_host(func, args, kwargs, made)
+            return result
+        for tensor, is_there in zip(given, on_device, strict=True):
+            if not is_there and tensor.dim() and not func.name().startswith("aten::index"):
+                recorder.races.append(f"{func} of tensors on the host and on the device")
+        self._on_device(func, args, kwargs, made)
+        if func in _SIZED_BY_CONTENT:
+            recorder.host_waits(recorder.current.clock, func.name())
+        return result
+
+    def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any], made: list[Tensor]) -> None:
+        """Pinned memory is read and written at once."""
+        device, host = self._device, self._device.recorder.host
+        host.step()
+        for tensor, writes in _operands(func, args, kwargs):
+            device.touch(host, tensor, writes, func.name())
+        if not func.name().startswith(("aten::empty", "aten::new_empty")):
+            for tensor in made:
+                device.touch(host, tensor, True, func.name())
+
+    def _on_device(self, func: Any, args: Any, kwargs: dict[str, Any], made: list[Tensor]) -> None:
+        device, recorder = self._device, self._device.recorder
+        if func.name().startswith(("aten::empty", "aten::new_empty")):
+            return
+        stream = recorder.current
+        recorder.run(stream, func.name())
+        for tensor, writes in _operands(func, args, kwargs):
+            device.touch(stream, tensor, writes, func.name())
+        for tensor in made:
+            device.touch(stream, tensor, True, func.name())
+
+
+def _operands(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, bool]]:
+    """The tensors that ``func`` gets, and whether it writes them."""
+    for place, argument in enumerate(func._schema.arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in tree_leaves(value):
+            if isinstance(tensor, Tensor):
+                yield tensor, writes
+
+
+class _Appearance(TorchFunctionMode):
+    """Tensors on the device say so, and factories make them there."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        device = self._device
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            attribute = getattr(func.__self__, "__name__", "")
+            if attribute in ("device", "is_cpu", "is_cuda") and device.has(args[0]):
+                return cuda.DEVICE if attribute == "device" else attribute == "is_cuda"
+            return func(*args, **kwargs)
+        if name in ("to", "cpu", "cuda") and isinstance(args[0], Tensor):
+            return self._to(func, name, args, kwargs)
+        if name == "record_stream":
+            memory = device.memory_of(args[0])
+            if memory is not None:
+                memory.guards.add(args[1].timeline)
+            return None
+        if name == "is_pinned":
+            return (memory := device.memory_of(args[0])) is not None and memory.is_pinned
+        if name in _READS and isinstance(args[0], Tensor):
+            device.read(args[0], name)
+            return func(*args, **kwargs)
+        former, device.place = device.place, self._place(kwargs)
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            place, device.place = device.place, former
+        if name in ("tensor", "as_tensor") and place == "device":
+            device.take(result)
+            device.recorder.run(device.recorder.current, "copy to the device")
+            device.touch(device.recorder.current, result, True, name)
+            device.recorder.host_waits(device.recorder.current.clock, f"torch.{name}")
+        return result
+
+    def _place(self, kwargs: dict[str, Any]) -> str | None:
+        """Where the operation makes its result, by its arguments, which become the CPU's."""
+        place = None
+        if kwargs.get("device") is not None:
+            given = kwargs["device"]
+            is_index = isinstance(given, int)
+            place = "device" if is_index or torch.device(given).type == "cuda" else "host"
+            kwargs["device"] = torch.device("cpu")
+        if kwargs.pop("pin_memory", False):
+            place = "pinned"
+        return place
+
+    def _to(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        tensor, device = args[0], self._device
+        has_copy, kwargs = kwargs.get("copy", False), dict(kwargs)
+        if name != "to":
+            target: Any = torch.device("cpu") if name == "cpu" else cuda.DEVICE
+            dtype, non_blocking = None, bool(kwargs.get("non_blocking"))
+        elif len(args) > 1 and isinstance(args[1], Tensor):
+            target = cuda.DEVICE if device.has(args[1]) else torch.device("cpu")
+            dtype, non_blocking = args[1].dtype, bool(kwargs.get("non_blocking"))
+        else:
+            kwargs.pop("copy", None)
+            rest = list(args[1:])
+            if len(rest) > 3:  # copy by its place
+                has_copy = rest.pop(3)
+            target, dtype, non_blocking, _ = torch._C._nn._parse_to(*rest, **kwargs)
+        if target is None or (target.type == "cuda") is device.has(tensor):
+            options = {"copy": True} if has_copy else {}
+            former, device.place = device.place, None
+            try:
+                return tensor.to(dtype or tensor.dtype, **options)
+            finally:
+                device.place = former
+        with torch.no_grad() if not tensor.requires_grad else contextlib.nullcontext():
+            with _disable_current_modes():
+                copy = tensor.to(dtype or tensor.dtype, copy=True)
+        if target.type == "cuda":
+            device.take(copy)
+        elif non_blocking:
+            device.take(copy, is_pinned=True)
+        device.copy(copy, tensor, non_blocking)
+        return copy
+
+
+@contextlib.contextmanager
+def recording(keeps_stacks: bool = True) -> Iterator[Recorder]:
+    """Context: there is a GPU, ``cuda:0``, with NCCL; what is put on it is recorded.
+
+    Autograd's own order of streams is not: all nodes of a backward run on the stream that is the
+    current one.
+
+    Args:
+        keeps_stacks: races say where in the package both sides were.
+    """
+    recorder = Recorder()
+    recorder.keeps_stacks = keeps_stacks
+    device = Device(recorder)
+    appearance, operations = _Appearance(device), _Operations(device)
+    run_backward: Callable[..., Any] = torch.autograd._engine_run_backward
+
+    def with_modes(*args: Any, **kwargs: Any) -> Any:
+        # Tensor.backward is looked at by the mode, and what it calls no more; hooks have to be.
+        modes = torch.overrides._get_current_function_mode_stack()
+        with contextlib.nullcontext() if appearance in modes else appearance:
+            return run_backward(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def without_modes() -> Iterator[None]:
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            yield
+
+    with (
+        cuda.patched(recorder),
+        nccl.patched(recorder, device.has, device.touch, without_modes),
+        kernels.patched(device, without_modes),
+        mock.patch.object(torch.autograd, "_engine_run_backward", with_modes),
+        mock.patch.object(torch.autograd.graph, "_engine_run_backward", with_modes),
+        operations,
+        appearance,
+    ):
+        yield recorder
+        gc.collect()

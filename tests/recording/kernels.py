@@ -1,0 +1,204 @@
+"""The package's kernels on the recorded device.
+
+Tables, keys and launches are prepared as on a GPU. What is launched reads the tables as they are on
+the device then, notes the memory that the addresses in them lead to, and does the work: flatten and
+unflatten here, the quantising kernels in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import struct
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from tritonddp.kernels import device_tables, dispatch, flatten, unflatten
+from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
+
+_DTYPES = {triton: dtype for dtype, triton in flatten.TRITON_DTYPES.items()}
+
+
+class _Launch:
+    """In the place of a kernel: what :class:`~tritonddp.kernels.launch.Launcher` compiles."""
+
+    def __init__(self, name: str, launch: Callable[..., None]) -> None:
+        self.__name__ = name
+        self._launch = launch
+
+    def warmup(self, *arguments: Any, grid: Any, **options: Any) -> Any:
+        return self
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+
+class Kernels:
+    """What the kernels do to the memory of a device."""
+
+    def __init__(self, device: Any, without_modes: Callable[[], Any]) -> None:
+        self._device = device
+        self._without_modes = without_modes
+
+    def begin(self, what: str, reads: list[Tensor], writes: list[Tensor]) -> None:
+        """A kernel is launched on the current stream."""
+        device, recorder = self._device, self._device.recorder
+        recorder.run(recorder.current, what)
+        for tensors, is_write in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                if not device.has(tensor):
+                    recorder.races.append(f"{what} of a tensor that is not on the device")
+                device.touch(recorder.current, tensor, is_write, what)
+
+    def at_address(self, address: int, nbytes: int, writes: bool, what: str) -> None:
+        """The kernel follows an address of its table."""
+        recorder = self._device.recorder
+        memory = recorder.at(address)
+        if memory is None or memory.is_pinned:
+            recorder.races.append(f"{what} follows an address to no memory of the device")
+            return
+        first = address - memory.address
+        recorder.touch(recorder.current, memory, first, first + nbytes, writes, what)
+
+    def flatten(self, grid: Any, *arguments: Any) -> None:
+        """See ``flatten_kernel``."""
+        chunks, dynamic, bucket = arguments[:3]
+        slots, trailer, num_chunks, flags_offset, marks_offset, mark_words, bit = arguments[3:10]
+        source, compute, block, flag_block, aligned, mark, _ = arguments[10:]
+        assert grid[0] == num_chunks + -(-trailer // flag_block)
+        with self._without_modes():
+            self.begin("flatten", [chunks, dynamic], [bucket])
+            dtype, wide = _DTYPES[source], _DTYPES[compute]
+            size, words = dtype.itemsize, dynamic.tolist()
+            (scale,) = struct.unpack("<d", struct.pack("<q", words[slots + trailer]))
+            line = torch.tensor(words[slots : slots + trailer], dtype=wide)
+            bucket[flags_offset : flags_offset + trailer] = line.to(bucket.dtype)
+            for slot, start, offset, count in chunks.tolist():
+                assert count <= block
+                target = bucket[offset : offset + count]
+                address = words[slot]
+                if not address:
+                    target.zero_()
+                    continue
+                assert address % 16 == 0 or not aligned
+                address += start * size
+                self.at_address(address, count * size, False, "flatten")
+                content = bytearray(ctypes.string_at(address, count * size))
+                numbers = torch.frombuffer(content, dtype=dtype).to(wide)
+                target.copy_(_narrow(numbers * torch.tensor(scale, dtype=wide), bucket.dtype))
+                if mark and not target.isfinite().all():
+                    bucket[marks_offset + slot * mark_words] = bit
+
+    def unflatten(self, grid: Any, *arguments: Any) -> None:
+        """See ``unflatten_kernel``."""
+        chunks, dynamic, bucket, factor, flags_offset = arguments[:5]
+        target_dtype, compute, block, aligned, _ = arguments[5:]
+        assert grid[0] == len(chunks)
+        with self._without_modes():
+            self.begin("unflatten", [chunks, dynamic, bucket, factor], [])
+            dtype, wide = _DTYPES[target_dtype], _DTYPES[compute]
+            size, words, scale = dtype.itemsize, dynamic.tolist(), factor.to(wide)
+            for slot, start, offset, count in chunks.tolist():
+                assert count <= block
+                address = words[slot]
+                if not address or bucket[flags_offset + slot] == 0:
+                    continue
+                assert address % 16 == 0 or not aligned
+                address += start * size
+                self.at_address(address, count * size, True, "unflatten")
+                numbers = _narrow(bucket[offset : offset + count].to(wide) * scale, dtype)
+                ctypes.memmove(address, numbers.contiguous().data_ptr(), count * size)
+
+    def interpreted(
+        self,
+        launcher: Any,
+        what: str,
+        reads: tuple[int, ...],
+        writes: tuple[int, ...],
+        follows: bool | None,
+    ) -> Callable[..., None]:
+        """The kernel itself.
+
+        Args:
+            launcher: whose kernel.
+            what: its name.
+            reads: which of its arguments it reads.
+            writes: likewise.
+            follows: it writes to the addresses of its table; ``None`` if it follows none, else it
+                reads there.
+        """
+        kernel = launcher.kernel
+
+        def launch(grid: Any, *arguments: Any) -> None:
+            with self._without_modes():
+                self.begin(what, [arguments[at] for at in reads], [arguments[at] for at in writes])
+                if follows is not None:
+                    chunks, words = arguments[0].tolist(), arguments[1].tolist()
+                    named = {name: value for name, value in zip(kernel.arg_names, arguments)}
+                    size = _DTYPES[named["TARGET" if follows else "SOURCE"]].itemsize
+                    for slot, start, _, _, count in chunks:
+                        if words[slot]:
+                            address = words[slot] + start * size
+                            self.at_address(address, count * size, follows, what)
+                kernel[grid](*arguments, **launcher.options)
+
+        return launch
+
+
+def _narrow(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """From fp64 to 16 bits by way of fp32, as the kernels do."""
+    if numbers.dtype is torch.float64 and dtype.itemsize == 2:
+        numbers = numbers.float()
+    return numbers.to(dtype)
+
+
+@contextlib.contextmanager
+def patched(device: Any, without_modes: Callable[[], Any]) -> Iterator[None]:
+    """Context: the kernels of a GPU are those of the recorded device."""
+    work = Kernels(device, without_modes)
+    plain = dispatch.Kernels(
+        flatten.flatten,
+        unflatten.unflatten,
+        alignment=device_tables.ALIGNMENT,
+        by_address=True,
+        segments=dispatch._whole,
+        donates=dispatch._never,
+    )
+    quantized = dispatch.QuantizedKernels(
+        quantize.quantize,
+        reduce_parts.reduce_parts,
+        dispatch._leave_factor,
+        dequantize.dequantize,
+    )
+    on_cpu = dispatch._for_device_type, dispatch._quantized_for
+    fakes = [
+        (flatten._launch, _Launch("flatten", work.flatten)),
+        (unflatten._launch, _Launch("unflatten", work.unflatten)),
+    ]
+    if flatten.INTERPRETED:
+        for module, name, places in (
+            (quantize, "quantize", ((0, 1), (2, 3), False)),
+            (reduce_parts, "reduce_parts", ((), (0, 1, 2, 3), None)),
+            (dequantize, "dequantize", ((0, 1, 2, 3, 4), (), True)),
+        ):
+            launch = work.interpreted(module._launch, name, *places)
+            fakes.append((module._launch, _Launch(name, launch)))
+    with contextlib.ExitStack() as stack:
+        for launcher, fake in fakes:
+            stack.enter_context(mock.patch.object(launcher, "kernel", fake))
+        for name, ours, theirs in (
+            ("_for_device_type", plain, on_cpu[0]),
+            ("_quantized_for", quantized, on_cpu[1]),
+        ):
+            choose = partial(_choose, ours, theirs)
+            stack.enter_context(mock.patch.object(dispatch, name, choose))
+        yield
+
+
+def _choose(ours: Any, theirs: Callable[[str], Any], device_type: str) -> Any:
+    return ours if device_type == "cuda" else theirs(device_type)

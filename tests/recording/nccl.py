@@ -1,0 +1,185 @@
+"""Collectives of a GPU's tensors as NCCL makes them: on a stream of the group, and by gloo at once.
+
+A collective begins behind what the current stream has been given when it is issued, and whoever
+waits for its work makes the current stream wait, not the host. Its tensors are held until then, as
+torch's own group for NCCL does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from recording.recorder import Recorder, Timeline
+
+# Of each method: which arguments are written, and which are read.
+_METHODS = {
+    "allreduce": ((0,), (0,)),
+    "allreduce_coalesced": ((0,), (0,)),
+    "broadcast": ((0,), (0,)),
+    "allgather": ((0,), (1,)),
+    "_allgather_base": ((0,), (1,)),
+    "allgather_into_tensor_coalesced": ((0,), (1,)),
+    "_reduce_scatter_base": ((0,), (1,)),
+    "reduce_scatter": ((0,), (1,)),
+    "alltoall_base": ((0,), (1,)),
+    "all_gather_single": ((0,), (1,)),
+    "all_to_all_single": ((0,), (1,)),
+    "reduce_scatter_single": ((0,), (1,)),
+    "gather": ((0,), (1,)),
+    "scatter": ((0,), (1,)),
+    "reduce": ((0,), (0,)),
+}
+
+
+class _Method:
+    """A method that does not pass for one written in Python: torch's own works' are not."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else self._function.__get__(instance, owner)
+
+
+class RecordedFuture(torch.futures.Future):
+    """Of a work: what is chained to it runs on a stream of its own, behind the collective."""
+
+    def __init__(self, recorder: Recorder, clock: dict[Timeline, int], value: Any) -> None:
+        super().__init__()
+        self._recorder, self._clock = recorder, clock
+        self.set_result(value)
+
+    def wait(self) -> Any:
+        self._recorder.current.join(self._clock)
+        return super().wait()
+
+    def then(self, callback: Callable[[Any], Any]) -> Any:
+        recorder = self._recorder
+        stream, former = recorder.new_stream("a future's stream"), recorder.current
+        stream.join(self._clock)
+        recorder.current = stream
+        try:
+            value = callback(self)
+        finally:
+            recorder.current = former
+        if isinstance(value, torch.futures.Future):
+            value = value.value()
+        return RecordedFuture(recorder, dict(stream.clock), value)
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self.then(lambda future: callback(future))
+
+
+class RecordedWork:
+    """See ``torch.distributed.Work``."""
+
+    def __init__(self, recorder: Recorder, timeline: Timeline, tensors: list[Tensor]) -> None:
+        self._recorder = recorder
+        self._clock = dict(timeline.clock)
+        self._tensors = tensors
+        self._value = tensors
+
+    def _wait(self, timeout: timedelta | None = None) -> bool:
+        self._recorder.current.join(self._clock)
+        self._tensors = []
+        return True
+
+    def get_future(self) -> RecordedFuture:
+        return RecordedFuture(self._recorder, self._clock, self._value)
+
+    def is_completed(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    wait = _Method(_wait)
+
+
+class _Backend:
+    """Of a group, for a GPU's tensors."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.options = backend.options
+
+    def name(self) -> str:
+        return "nccl"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+
+@contextlib.contextmanager
+def patched(
+    recorder: Recorder,
+    is_on_device: Callable[[Tensor], bool],
+    touch: Callable[[Timeline, Tensor, bool, str], None],
+    without_modes: Callable[[], contextlib.AbstractContextManager[None]],
+) -> Iterator[None]:
+    """Context: groups of gloo are groups of NCCL for tensors on the device.
+
+    Args:
+        recorder: where collectives are noted.
+        is_on_device: whether a tensor is a GPU's.
+        touch: notes an access.
+        without_modes: context in which nothing of torch is recorded.
+    """
+    streams: dict[str, Timeline] = {}
+
+    def recorded(name: str, original: Any) -> Any:
+        written_at, read_at = _METHODS[name]
+
+        def call(group: Any, *arguments: Any, **options: Any) -> Any:
+            tensors = _tensors(arguments)
+            if not tensors or not any(map(is_on_device, tensors)):
+                return original(group, *arguments, **options)
+            for tensor in tensors:
+                if not is_on_device(tensor):
+                    recorder.races.append(f"{name} of a tensor on the host, beside others")
+            with without_modes():
+                original(group, *arguments, **options).wait()
+            timeline = streams.get(group.group_name)
+            if timeline is None:
+                timeline = streams[group.group_name] = recorder.new_stream("NCCL's stream")
+            recorder.run(timeline, name)
+            timeline.join(recorder.current.clock)
+            recorder.collectives[name] += 1
+            for places, writes in ((read_at, False), (written_at, True)):
+                for place in places:
+                    for tensor in _tensors(arguments[place]):
+                        touch(timeline, tensor, writes, name)
+            return RecordedWork(recorder, timeline, _tensors(arguments[written_at[0]]))
+
+        return call
+
+    own_backend = dist.ProcessGroup._get_backend
+
+    def get_backend(group: Any, device: torch.device) -> Any:
+        backend = own_backend(group, torch.device("cpu"))
+        return _Backend(backend) if torch.device(device).type == "cuda" else backend
+
+    with contextlib.ExitStack() as stack:
+        for name in _METHODS:
+            original = getattr(dist.ProcessGroup, name, None)
+            if original is not None:
+                fake = recorded(name, original)
+                stack.enter_context(mock.patch.object(dist.ProcessGroup, name, fake))
+        stack.enter_context(mock.patch.object(dist.ProcessGroup, "_get_backend", get_backend))
+        yield
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for each in value for tensor in _tensors(each)]
+    return []

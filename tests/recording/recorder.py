@@ -1,0 +1,239 @@
+"""What streams, events and the host have promised each other, and who has touched which memory.
+
+Each stream and the host is a *timeline* with a vector clock: for each other one, how far along that
+one is known to be. Of two accesses to the same memory, of which one writes, the first must be in
+what the timeline of the second knows of it. Otherwise nothing keeps a GPU from making them in the
+other order: a race.
+"""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import tritonddp
+
+PACKAGE = str(Path(tritonddp.__file__).parent)
+_HERE = str(Path(__file__).parent)
+
+
+class Timeline:
+    """A stream, or the host."""
+
+    _numbers = itertools.count(1)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.number = next(self._numbers)
+        self.now = 0
+        self.clock: dict[Timeline, int] = {self: 0}
+
+    def step(self) -> int:
+        """Something more has been given to it."""
+        self.now += 1
+        self.clock[self] = self.now
+        return self.now
+
+    def join(self, clock: dict[Timeline, int]) -> None:
+        """What comes from now on comes behind all of ``clock``."""
+        for timeline, tick in clock.items():
+            if self.clock.get(timeline, 0) < tick:
+                self.clock[timeline] = tick
+
+    def knows_all(self, clock: dict[Timeline, int]) -> bool:
+        """Whether what comes now is behind all of ``clock``."""
+        return all(self.clock.get(timeline, 0) >= tick for timeline, tick in clock.items())
+
+    def knows(self, access: Access) -> bool:
+        """Whether what comes now is behind ``access``."""
+        return self.clock.get(access.timeline, 0) >= access.tick
+
+
+class Access(NamedTuple):
+    """One read or write of one stretch of memory."""
+
+    timeline: Timeline
+    tick: int
+    what: str
+    first: int  # byte within the memory
+    end: int
+    writes: bool
+    stack: str
+
+
+@dataclass(eq=False)
+class Memory:
+    """One allocation."""
+
+    address: int
+    nbytes: int
+    is_pinned: bool  # on the host: kernels and copies reach it all the same
+    home: Timeline  # the stream whose pool it comes from
+    accesses: list[Access] = field(default_factory=list)
+    guards: set[Timeline] = field(default_factory=set)  # streams of record_stream
+
+
+class Wait(NamedTuple):
+    """The host has waited for the device."""
+
+    what: str
+    stack: str
+    age: int  # steps since the device was given what it waits for
+
+
+def package_stack() -> str:
+    """Where in the package this is: the innermost frames, the last one first; empty outside."""
+    frames = [
+        f"{Path(frame.filename).relative_to(PACKAGE)}:{frame.lineno} {frame.name}"
+        for frame in traceback.extract_stack()
+        if frame.filename.startswith(PACKAGE)
+    ]
+    return " < ".join(reversed(frames[-4:]))
+
+
+class Recorder:
+    """See the module.
+
+    Attributes:
+        races: what no order separates, memory that is given back too early, reads that are not
+            waited for: in words.
+        waits: of the host for the device, by the package.
+        launches: of kernels and torch's operations on the device, by name.
+        collectives: by name.
+        allocations: of device memory, by the package.
+        pinned: likewise, of pinned memory.
+        capturing: a CUDA graph is being captured; see :meth:`refuse_in_capture`.
+    """
+
+    def __init__(self) -> None:
+        self.host = Timeline("the host")
+        self.default = Timeline("the default stream")
+        self.current = self.default
+        self.streams = [self.default]
+        self.live: dict[int, Memory] = {}
+        self.races: list[str] = []
+        self.waits: list[Wait] = []
+        self.launches: Counter[str] = Counter()
+        self.collectives: Counter[str] = Counter()
+        self.allocations = 0
+        self.pinned = 0
+        self.capturing = False
+        self.keeps_stacks = True
+        self.steps = 0
+
+    # Timelines
+
+    def new_stream(self, name: str) -> Timeline:
+        """A stream that nothing has been given to."""
+        stream = Timeline(f"{name} {len(self.streams)}")
+        self.streams.append(stream)
+        return stream
+
+    def stack(self) -> str:
+        """Of what happens now."""
+        return package_stack() if self.keeps_stacks else ""
+
+    def host_waits(self, clock: dict[Timeline, int], what: str, age: int = 0) -> None:
+        """The host stops until the device has come to ``clock``."""
+        stack = package_stack()
+        if stack:
+            self.waits.append(Wait(what, stack, age))
+            if self.capturing:
+                self.races.append(f"{what} while a CUDA graph is captured\n    {stack}")
+        self.host.join(clock)
+
+    def step_begins(self) -> None:
+        """A step of the program begins: what is counted begins anew."""
+        self.steps += 1
+        self.waits.clear()
+        self.launches.clear()
+        self.collectives.clear()
+        self.allocations = self.pinned = 0
+
+    # Memory
+
+    def allocated(self, key: int, address: int, nbytes: int, is_pinned: bool = False) -> Memory:
+        """There is new memory, which ``key`` stands for."""
+        memory = Memory(address, nbytes, is_pinned, self.current)
+        self.live[key] = memory
+        if package_stack():
+            self.allocations += not is_pinned
+            self.pinned += is_pinned
+        return memory
+
+    def freed(self, key: int, memory: Memory) -> None:
+        """Nobody holds it any more: the stream that it comes from may use it for something else."""
+        if self.live.get(key) is memory:
+            del self.live[key]
+        if memory.is_pinned:  # the caching host allocator waits for the copies that use it
+            return
+        for access in memory.accesses:
+            if access.timeline is self.host or access.timeline in memory.guards:
+                continue
+            if access.timeline is not memory.home and not memory.home.knows(access):
+                self.races.append(
+                    f"memory of {memory.nbytes} bytes from {memory.home.name} is given back, and "
+                    f"{_told(access)} may still be under way: record_stream, or let the stream "
+                    "wait"
+                )
+                return
+
+    def at(self, address: int) -> Memory | None:
+        """The memory that this address is in."""
+        for memory in self.live.values():
+            if memory.address <= address < memory.address + max(1, memory.nbytes):
+                return memory
+        return None
+
+    def touch(
+        self, timeline: Timeline, memory: Memory, first: int, end: int, writes: bool, what: str
+    ) -> None:
+        """``timeline`` reads or writes bytes ``[first, end)`` of ``memory``."""
+        if first >= end:
+            return
+        mine = Access(timeline, timeline.now, what, first, end, writes, self.stack())
+        kept = []
+        for access in memory.accesses:
+            if access.end <= first or end <= access.first:
+                kept.append(access)
+                continue
+            is_behind = access.timeline is timeline or timeline.knows(access)
+            if (writes or access.writes) and not is_behind:
+                self.races.append(f"{_told(mine)}, not ordered behind {_told(access)}")
+            # What this one is behind of, and covers, orders nothing any more.
+            is_covered = first <= access.first and access.end <= end
+            if not (is_behind and is_covered and (writes or not access.writes)):
+                kept.append(access)
+        kept.append(mine)
+        memory.accesses = kept
+
+    def run(self, timeline: Timeline, what: str) -> None:
+        """The host gives ``timeline`` something to do: it is behind all that the host knows."""
+        self.host.step()
+        timeline.join(self.host.clock)
+        timeline.step()
+        if package_stack():
+            self.launches[what] += 1
+
+    def report(self) -> str:
+        """All races, one a paragraph."""
+        return "\n".join(dict.fromkeys(self.races))
+
+
+def _told(access: Access) -> str:
+    verb = "writes" if access.writes else "reads"
+    text = f"{access.what} on {access.timeline.name} {verb} bytes {access.first} to {access.end}"
+    return f"{text} ({access.stack})" if access.stack else text
+
+
+def extent(offset: int, shape: Sequence[int], strides: Sequence[int], size: int) -> tuple[int, int]:
+    """First byte and end of a tensor within its storage."""
+    if 0 in shape:
+        return offset * size, offset * size
+    last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    return offset * size, (last + 1) * size
