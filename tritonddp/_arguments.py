@@ -24,9 +24,6 @@ def plain_names(wanted: Any) -> set[str]:
     """The names in such a list as ``named_parameters`` gives them.
 
     (Torch's recipe for the list puts a dot before those of the outermost module.)
-
-    Raises:
-        TypeError: it is no list of names.
     """
     is_list = isinstance(wanted, Collection) and not isinstance(wanted, str | Tensor)
     if is_list and all(isinstance(name, str) for name in wanted):

@@ -27,7 +27,9 @@ import torch.distributed.nn
 from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.algorithms.join import Join
-from torch.distributed.distributed_c10d import AllgatherOptions as _AllgatherOptions
+
+# A method of ProcessGroup takes it. Those of the methods beside it are public, in dist.
+from torch.distributed.distributed_c10d import AllgatherOptions as AllgatherOptions
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel.distributed import (
@@ -40,9 +42,6 @@ from torch.utils import _pytree
 # Arguments of stock's class and its _register_buffer_comm_hook: users have them from there.
 BufferCommHookLocation = _BufferCommHookLocation
 MixedPrecision = _MixedPrecision
-
-# A method of ProcessGroup takes it. Those of the methods beside it are public, in dist.
-AllgatherOptions = _AllgatherOptions
 
 # A process group's ``alltoall_base`` has another name from torch 2.14 on.
 ALL_TO_ALL_SINGLE = (

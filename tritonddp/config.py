@@ -65,11 +65,7 @@ class DDPConfig:
     ) -> DDPConfig:
         """Check what the user has given: :class:`tritonddp.DistributedDataParallel` says for what.
 
-        Args:
-            arguments: of the constructor, by name.
-            module, group: to be wrapped, and its ranks.
-            params: those that are to be synchronised, by name.
-            wrappers: all that are alive.
+        ``params`` are those that are to be synchronised, ``wrappers`` all that are alive.
         """
         given = SimpleNamespace(**arguments)
         devices = {param.device for _, param in params}
@@ -117,17 +113,13 @@ class DDPConfig:
         group: Group,
         sync: SyncState,
         broadcast: StateBroadcast | None,
-        delay: Delay | None,
         figures: Figures | None,
         is_strict: bool,
     ) -> Reducer:
         """The reducer of a wrapper, with the extensions that its options ask for. No collective.
 
-        Args:
-            parameters, group, sync, broadcast: see :class:`Reducer`.
-            delay: of this wrapper, which may be a copy.
-            figures: what was measured for ``compression="auto"``, ``None`` if nothing was.
-            is_strict: an unused parameter is an error.
+        ``figures`` are what was measured for ``compression="auto"``; with ``is_strict`` an unused
+        parameter is an error.
         """
         core = Reducer(
             *(parameters, group, self.caps, sync, broadcast, self.wire),
@@ -140,8 +132,8 @@ class DDPConfig:
             extensions.append(StrictUnused(parameters, group.rank, core))
         if self.skip_unused:
             extensions.append(SkipUnused(sync))
-        if delay is not None:
-            extensions.append(DeferredBuckets(delay.until, self.caps.delayed, core.launching))
+        if self.delay is not None:
+            extensions.append(DeferredBuckets(self.delay.until, self.caps.delayed, core.launching))
         if self.check_finite is not None:
             extensions.append(FiniteCheck(self.check_finite, group))
         if figures is not None:
@@ -239,16 +231,8 @@ def check_module(
                 f"SyncBatchNorm layers only work with GPU modules, and {name or 'the module'!r} "
                 "is on the CPU"
             )
-    _check_shared(module, params, views, wrappers)
-
-
-def _check_shared(
-    module: nn.Module, params: Sequence[tuple[str, Tensor]], views: bool, wrappers: Iterable[Any]
-) -> None:
-    """Of two wrappers that share a parameter none may own its gradient.
-
-    (Those of one and the same module are not both in use.)
-    """
+    # Of two wrappers that share a parameter none may own its gradient. (Those of one and the same
+    # module are not both in use.)
     for other in wrappers:
         if other.module is module or not (views or other.gradient_as_bucket_view):
             continue

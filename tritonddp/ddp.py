@@ -32,8 +32,7 @@ from tritonddp.buckets.assignment import MIB
 from tritonddp.buckets.formats import AUTO
 from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.broadcast import StateBroadcast
-from tritonddp.compat.hook_checks import check_hook
-from tritonddp.compat.stock_ddp import StockDDPNames, warn_of_static_graph
+from tritonddp.compat.stock_ddp import StockDDPNames, check_hook, warn_of_static_graph
 from tritonddp.compat.stock_reducer import StockReducer
 from tritonddp.config import DDPConfig, buffer_sync, process_group_of, sendable
 from tritonddp.coordination.group import Group
@@ -48,7 +47,6 @@ from tritonddp.features.optimizer_in_backward import step_in_backward
 from tritonddp.features.weighted_mean import AccumulationWindow, weight_of
 from tritonddp.reducer import checkpoint, in_context, on_demand
 from tritonddp.reducer.extension import SyncState
-from tritonddp.reducer.finalization import finalize_backward, finalize_manually
 from tritonddp.reducer.output_hooks import tensors_in
 
 # Where it is imported, optimizers may step in the backward.
@@ -214,7 +212,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             if isinstance(init_sync, int) and init_sync:
                 tell_failure(error, self.group, sendable(self.group, self.device, device_ids))
             raise
-        self.config, self.caps, self._delay = config, config.caps, config.delay
+        self.config, self.caps = config, config.caps
         self.device_ids, self.output_device = config.device_ids, config.output_device
         self.is_multi_device_module = len({param.device for _, param in params}) > 1
         self.dim = dim
@@ -285,11 +283,11 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         is_strict = self.find_unused_parameters is False and not self.static_graph
         broadcast = self.state_broadcast if self._init_sync else None
         self.core = self.config.build_reducer(
-            *(parameters, self.group, self.sync, broadcast, self._delay, self._figures, is_strict)
+            *(parameters, self.group, self.sync, broadcast, self._figures, is_strict)
         )
         self._window: AccumulationWindow | None = None
         self.reducer = StockReducer(self.core)
-        finalize_manually(self.core, self._require_manual_backward_finalization)
+        self.core.finalize_manually(self._require_manual_backward_finalization)
         self.core.logger = self.logger = Logger(self)
         self._register_hooks_again()
         _alive.add(self)
@@ -640,7 +638,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     @require_manual_backward_finalization.setter
     def require_manual_backward_finalization(self, required: bool) -> None:
         check_flags({"require_manual_backward_finalization": required})
-        finalize_manually(self.core, required)
+        self.core.finalize_manually(required)
         self._require_manual_backward_finalization = required
 
     @property
@@ -662,7 +660,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             RuntimeError: :attr:`require_manual_backward_finalization` is off, buckets still wait
                 for gradients, or there is nothing to wait for, as under ``no_sync``.
         """
-        finalize_backward(self.core)
+        self.core.finalize_backward()
 
     # Uneven inputs
 

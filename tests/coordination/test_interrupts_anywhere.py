@@ -22,6 +22,7 @@ from torch import nn
 
 import tritonddp
 from tritonddp import DistributedDataParallel
+from tritonddp.reducer.recovery import recover
 
 _LIBRARY = Path(tritonddp.__file__).parent
 # One in so many points is tried.
@@ -134,7 +135,7 @@ class Steps:
             assert handler is signal.default_int_handler, interrupt.where
         if self.ddp.core.run is not None and self.ddp.core.run.awaits_finalize:
             self.ddp.finalize_backward()
-        self.ddp.core.recover()
+        recover(self.ddp.group)
         if reducer.counters.reductions == before and self.how != "requested":
             self.ddp.zero_grad()
             self.step(2)

@@ -13,7 +13,7 @@ from distributed import ranks
 from torch import nn
 
 from tritonddp import DistributedDataParallel
-from tritonddp.coordination import mismatch
+from tritonddp.coordination.failures import in_short
 from tritonddp.diagnostics.debug_log import enable_debug_logging
 
 LOGGER = logging.getLogger("tritonddp")
@@ -240,9 +240,9 @@ def test_fingerprints_of_collectives_are_shortened() -> None:
         "CollectiveFingerPrint(SequenceNumber=8, OpType=BARRIER).Collectives differ in the "
         "following aspects: \t Op type: ALLREDUCEvs BARRIER"
     )
-    assert mismatch.in_short(text) == (
+    assert in_short(text) == (
         "Detected mismatch between collectives on ranks. Rank 0 is running collective: ALLREDUCE of"
         " [116] Float, #7, but Rank 1 is running collective: BARRIER, #8. Collectives differ in "
         "the following aspects: \t Op type: ALLREDUCEvs BARRIER"
     )
-    assert mismatch.in_short("CollectiveFingerPrint(") == "CollectiveFingerPrint("
+    assert in_short("CollectiveFingerPrint(") == "CollectiveFingerPrint("

@@ -80,15 +80,11 @@ POINTS = {
     "check_sync": Point("check", "check"),
     "checksums": Point("check", "tritonddp.diagnostics.check_sync:checksums"),
     "forward inside join": Point("join", "tritonddp.ddp:announce_forward"),
-    "announcement inside join": Point(
-        "join", "tritonddp.features.join_protocol:JoinProtocol.announce"
-    ),
+    "announcement inside join": Point("join", "tritonddp.features.join:JoinProtocol.announce"),
     "backward inside join": Point("join", "gradient of a layer in the middle"),
-    "follower": Point("join", "tritonddp.features.join_protocol:JoinProtocol.receive", step=None),
+    "follower": Point("join", "tritonddp.features.join:JoinProtocol.receive", step=None),
     "follower's backward": Point("join", "tritonddp.features.join:shadow_backward", step=None),
-    "end of join": Point(
-        "join", "tritonddp.features.join_protocol:JoinProtocol.agree_on_last", step=None
-    ),
+    "end of join": Point("join", "tritonddp.features.join:JoinProtocol.agree_on_last", step=None),
 }
 
 # Where a rank that does something else than the others is told apart by the loop alone.

@@ -116,7 +116,7 @@ def test_a_broken_backward_leaves_the_window_as_it_was():
     window.close([param])
     window.open(Weight(3, is_sum=False), is_last=False, is_first=False, is_late=False)
     param.grad = torch.full((1,), 7.0)
-    window.abandon()
+    window.on_abort(None)
     assert param.grad is mean
     assert mean.item() == 1
     assert window.weight == Weight(1, is_sum=False)

@@ -43,7 +43,7 @@ HOT = ("Bucket", "BucketManager", "BucketSet", "Reducer", "ReductionRun", "Segme
 # Their properties, none of which a step reads.
 COLD_PROPERTIES = {
     *("Bucket.has_to_prepare", "Bucket.title", "Bucket.wire_dtype"),
-    *("BucketManager.order", "Reducer.backward_runs", "Reducer.hook_steps_optimizers"),
+    *("BucketManager.order", "Reducer.backward_runs"),
 }
 
 # Words that are no terms of the field.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tritonddp import DistributedDataParallel
 from tritonddp.buckets.manager import REBUILD_AFTER
-from tritonddp.diagnostics import sampling
+from tritonddp.diagnostics import logging_data
 
 VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 
@@ -65,7 +65,7 @@ def test_once_steps_are_no_longer_measured_nothing_is_exchanged(
     ddp = DistributedDataParallel(module, bucket_cap_mb=cap, gradient_as_bucket_view=view)
     alone = one_per_rank(module)
     names = ["abc", "ab", "a", "cba", "ab"]
-    for number in range(sampling.FIRST + 10):
+    for number in range(logging_data.FIRST + 10):
         for net in (*alone, ddp):
             if number % 3:
                 net.zero_grad(set_to_none=number % 3 == 1)
@@ -77,7 +77,7 @@ def test_once_steps_are_no_longer_measured_nothing_is_exchanged(
                     with net.no_sync():
                         net(batch(), "bd").sum().backward()
                 net(batch(), names[number % 5]).sum().backward()
-            is_measured = number < sampling.FIRST
+            is_measured = number < logging_data.FIRST
             assert bool(calls.on_the_group) == bool(calls.names) == is_measured, number
             assert (ddp.reducer.counters.collectives > before) == is_measured, number
         assert ddp.reducer.counters.reductions == number + 1
@@ -164,7 +164,7 @@ def test_delayed_parameters_and_a_first_bucket_that_is_not_reached(wrap: Any) ->
         delay_all_reduce_named_params=[("first.weight", module.first.weight)],
         param_to_hook_all_reduce=module.second.weight,
     )
-    for step in range(sampling.FIRST + 5):
+    for step in range(logging_data.FIRST + 5):
         ddp.zero_grad()
         is_third = step % 5 == 0
         ddp(inputs(1.0 + step), is_third).backward()

@@ -6,9 +6,11 @@ state of the wrapper is a property here, so that it is always true.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -23,15 +25,16 @@ from tritonddp._torch import (
     move_inputs,
     overlapped_optimizer,
     patches_of_stock,
+    preserve_version_counters,
     set_active_wrapper,
 )
 from tritonddp.buckets.assignment import MIB
 from tritonddp.buckets.sparse_bucket import sparse_parameters
 from tritonddp.comm.broadcast import broadcast_coalesced
-from tritonddp.compat.hook_checks import builtin_hook
+from tritonddp.comm.grad_bucket import GradBucket
+from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
-from tritonddp.features.buffer_sync import BufferHook, sync_buffers
-from tritonddp.features.join_protocol import JoinProtocol
+from tritonddp.features.join import JoinProtocol
 
 
 class StockDDPNames:
@@ -48,7 +51,8 @@ class StockDDPNames:
     _ddp_sink_clone = True
 
     # What users register.
-    _buffer_hook: BufferHook | None = None
+    _buffer_hook: Callable[[dict[str, Tensor]], Any] | None = None
+    _buffer_hook_is_after = False  # it runs after the module's forward, not before
     _builtin_hook: dist.BuiltinCommHookType | None = None
 
     # By these stock's forward, or a subclass that has one like it, decides what to leave out.
@@ -148,9 +152,6 @@ class StockDDPNames:
     def named_module_buffers(self) -> dict[str, Tensor]:
         return dict(self.core.parameters.buffers())
 
-    def _assign_modules_buffers(self) -> None:
-        """Nothing: :attr:`modules_buffers` looks at the module each time."""
-
     # Buckets
 
     @property
@@ -201,21 +202,17 @@ class StockDDPNames:
         finally:
             set_active_wrapper(outer)
 
-    @classmethod
-    def _get_active_ddp_module(cls) -> Any:
-        """The wrapper whose forward runs, torch's or ours."""
-        return active_wrapper()
+    _get_active_ddp_module = staticmethod(active_wrapper)
 
     @property
     def _lazy_init_ran(self) -> bool:
         """What stock puts off until the first forward is done when that has begun."""
         return self.core.forwards_begun > 0
 
-    def _lazy_init(self) -> None:
-        """Nothing is put off."""
+    def _do_nothing(self, *_: Any) -> None:
+        """Nothing is put off, and what stock has to be told is seen here in any case."""
 
-    def _clear_grad_buffer(self) -> None:
-        """Nothing: the gradients that are delayed have buckets like all others."""
+    _lazy_init = _assign_modules_buffers = _clear_grad_buffer = _set_sparse_metadata = _do_nothing
 
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> None:
         """Stock's forward calls this inside ``join()``.
@@ -293,9 +290,6 @@ class StockDDPNames:
         """Nothing: outputs are never cloned, and may be changed in place all the same."""
         self._ddp_sink_clone = val
 
-    def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
-        self.reducer._set_sparse_metadata(global_unique_ids)
-
     # What is logged
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
@@ -354,7 +348,7 @@ class StockDDPNames:
             RuntimeError: as there.
             TypeError: it is none of the two.
         """
-        self.core.register_comm_hook(self.process_group, builtin_hook(comm_hook_type))
+        self.core.register_comm_hook(self.process_group, _hook_in_python(comm_hook_type))
         self._builtin_hook = comm_hook_type
 
     def _register_fused_optim(
@@ -391,7 +385,7 @@ class StockDDPNames:
         for hook, state in self._comm_hooks:
             self.core.register_comm_hook(state, hook)
         if self._builtin_hook is not None:
-            self.core.register_comm_hook(self.process_group, builtin_hook(self._builtin_hook))
+            self.core.register_comm_hook(self.process_group, _hook_in_python(self._builtin_hook))
 
     # Module buffers
 
@@ -406,11 +400,24 @@ class StockDDPNames:
 
     def _check_sync_bufs_post_fwd(self) -> bool:
         """Whether a forward ends with it, as a hook wants it."""
-        is_after = self._buffer_hook is not None and self._buffer_hook.is_after_forward
-        return is_after and self.will_sync_module_buffers()
+        return self._buffer_hook_is_after and self.will_sync_module_buffers()
 
     def _sync_buffers(self) -> None:
-        sync_buffers(self.core.parameters, self.state_broadcast, self.core, self._buffer_hook)
+        """Give all ranks the same module buffers, if there are any."""
+        named_buffers = dict(self.core.parameters.buffers())
+        if not named_buffers:
+            return
+        buffers = list(named_buffers.values())
+        with preserve_version_counters(buffers):
+            if self._buffer_hook is None:
+                self.state_broadcast.send(
+                    buffers,
+                    f"step {self.core.counters.reductions + 1}, forward",
+                    f"buffers ({listed(list(named_buffers))})",
+                )
+            else:
+                with torch.no_grad():
+                    self.core.post_backward.extend(self._buffer_hook(named_buffers) or ())
 
     def _register_buffer_comm_hook(
         self,
@@ -436,8 +443,8 @@ class StockDDPNames:
         """
         if not callable(hook):
             raise TypeError(f"hook must be callable, got {type(hook).__name__}")
-        is_after = comm_hook_location == BufferCommHookLocation.POST_FORWARD
-        self._buffer_hook = BufferHook(hook, state, is_after)
+        self._buffer_hook_is_after = comm_hook_location == BufferCommHookLocation.POST_FORWARD
+        self._buffer_hook = partial(hook, state)
 
     def _default_broadcast_coalesced(
         self,
@@ -517,3 +524,46 @@ def warn_of_static_graph(find_unused_parameters: bool | None, stacklevel: int) -
             "graph: neither is needed here, unused parameters are found by themselves.",
             stacklevel=stacklevel + 1,
         )
+
+
+def check_hook(hook: Any) -> None:
+    """Stock's conditions; ``DistributedDataParallel.register_comm_hook`` tells what it raises."""
+    if not callable(hook):
+        raise TypeError(f"Communication hook must be callable. Got {hook!r}.")
+    signature = inspect.Signature()  # of what is written in C, and has none
+    with suppress(ValueError, TypeError):
+        signature = inspect.signature(hook)
+    with suppress(Exception):  # an annotation that only type checkers can read
+        signature = inspect.signature(hook, eval_str=True)
+    bucket = signature.parameters.get("bucket")
+    if bucket is not None and bucket.annotation not in (bucket.empty, dist.GradBucket, GradBucket):
+        raise ValueError(
+            "Communication hook: bucket annotation should be dist.GradBucket. It is "
+            f"{bucket.annotation}."
+        )
+    returned = signature.return_annotation
+    if returned not in (inspect.Signature.empty, torch.futures.Future[torch.Tensor]):
+        raise ValueError(
+            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]. "
+            f"It is {returned}."
+        )
+    if getattr(hook, "__name__", "") in ("bf16_compress_hook", "bf16_compress_wrapper_hook"):
+        nccl = dist.is_nccl_available() and torch.cuda.is_available()
+        if not (nccl and torch.cuda.nccl.version() >= (2, 10)):
+            raise TypeError(
+                "BF16 all reduce communication hook required CUDA 11+ and NCCL 2.10+ or XPU and "
+                "XCCL"
+            )
+
+
+def _hook_in_python(comm_hook_type: Any) -> Any:
+    """The hook in Python that does what one of torch's in C++ does."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    if not isinstance(comm_hook_type, dist.BuiltinCommHookType):
+        raise TypeError(
+            "comm_hook_type should be dist.BuiltinCommHookType.ALLREDUCE or FP16_COMPRESS, got "
+            f"{comm_hook_type!r}"
+        )
+    is_plain = comm_hook_type == dist.BuiltinCommHookType.ALLREDUCE
+    return default_hooks.allreduce_hook if is_plain else default_hooks.fp16_compress_hook

@@ -126,11 +126,7 @@ class StockReducer:
         """Buckets are rebuilt at the end of a backward, never here."""
         return False
 
-    def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> NoReturn:
-        """See :meth:`refuse_to_be_told`: what was issued is not all that ranks wait for."""
-        self.refuse_to_be_told()
-
-    def refuse_to_be_told(self) -> NoReturn:
+    def refuse_to_be_told(self, *_: Any, **__: Any) -> NoReturn:
         """A forward that is not ours tells ranks without inputs, in stock's way, that it begins."""
         raise RuntimeError(
             f"{self._core.where()}: inside join() a forward tells the ranks that have no inputs "
@@ -138,6 +134,8 @@ class StockReducer:
             "of its own must leave that to tritonddp: call self._pre_forward(*inputs, **kwargs) "
             "before the module and self._post_forward(output) after it, not what stock does there"
         )
+
+    _set_forward_pass_work_handle = refuse_to_be_told
 
     def _run_comm_hook(self, bucket: GradBucket) -> Any:
         """A future of what the hook, or else the sum over all ranks, makes of ``bucket``."""

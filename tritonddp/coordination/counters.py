@@ -32,12 +32,9 @@ class Counters:
     layout_copies: int = 0
 
     def collective(self, nbytes: int, world_size: int, passes: int = 1) -> None:
-        """Count a collective.
+        """Count a collective of a message that has ``nbytes`` on all ranks together.
 
-        Args:
-            nbytes: of the message: what all ranks end with, or begin with, together.
-            world_size: number of ranks.
-            passes: 2 for an all-reduce, which is a reduce-scatter and an all-gather.
+        An all-reduce, which is a reduce-scatter and an all-gather, has 2 ``passes``.
         """
         self.collectives += 1
         self.wire_bytes += nbytes

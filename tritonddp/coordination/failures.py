@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import re
 import threading
 import time
 from collections import defaultdict
@@ -21,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from tritonddp._torch import backend_name
-from tritonddp.coordination import mismatch
 from tritonddp.coordination.processes import Process, key_of, look_up
 
 logger = logging.getLogger("tritonddp.roll_call")
@@ -66,29 +66,37 @@ _REMEDY = (
     "only slow, give init_process_group or new_group a longer timeout."
 )
 
+# With TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares collectives before they are made, and its error
+# prints all that it knows of both, of which the operation, the sizes and the dtypes are of use:
+# CollectiveFingerPrint(SequenceNumber=7, OpType=ALLREDUCE, TensorShape=[116], TensorDtypes=Float,
+#     TensorDeviceTypes=TensorOptions(dtype=float (default), ..., memory_format=(nullopt)))
+_COLLECTIVE = re.compile(
+    r"CollectiveFingerPrint\(SequenceNumber=(?P<number>\d+), OpType=(?P<kind>\w+)"
+    r"(?:, TensorShape=(?P<shape>.*?), TensorDtypes=(?P<dtype>.*?), TensorDeviceTypes="
+    r".*?memory_format=\([^()]*\)\))?\)"
+)
+
+_MISMATCH_REMEDY = (
+    "The ranks are not at the same collective, or not of the same size: build the same module with "
+    "the same options on every rank (init_sync=True compares them), call wrapped modules in the "
+    "same order, and make the same reduced backwards. At level DEBUG the logger tritonddp tells "
+    "the buckets of each rank, and when each of them is sent."
+)
+
 
 @dataclasses.dataclass
 class History:
-    """What was seen of a process group so far, by whichever wrapper.
+    """What was seen of a process group so far, by whichever wrapper."""
 
-    Attributes:
-        failures: number of the last failure: a post with a smaller one is old.
-        is_announced: this rank has posted its process, as all do when they wrap a module.
-        first: rank 0, which may host the store: when it has died nobody can be asked.
-    """
-
-    failures: int = 0
-    is_announced: bool = False
-    first: Process | None = None
+    failures: int = 0  # number of the last failure: a post with a smaller one is old
+    is_announced: bool = False  # this rank has posted its process, as all do that wrap a module
+    first: Process | None = None  # rank 0, which may host the store: without it nobody can be asked
 
 
 class FailureReport:
     """Says, after a collective of ``group`` has failed, where this rank and the others are.
 
-    Args:
-        group: the process group. Ranks are those of the group; where the global rank is another
-            one, it is named too.
-        history: of the group: a rank may have failed in another wrapper than this one.
+    Ranks are those of the group; where the global rank is another one, it is named too.
     """
 
     def __init__(self, group: dist.ProcessGroup, history: History) -> None:
@@ -138,7 +146,7 @@ class FailureReport:
             ]
         else:
             answers = self._answers(self._ask(place), place)
-        remedy = mismatch.REMEDY if mismatch.is_mismatch(str(error)) else _REMEDY
+        remedy = _MISMATCH_REMEDY if _is_mismatch(str(error)) else _REMEDY
         return RuntimeError("\n  ".join([failed, *answers, remedy]))
 
     def _ask(self, place: str) -> _Posts:
@@ -268,18 +276,14 @@ def close_connections(group: dist.ProcessGroup) -> None:
 
 @dataclasses.dataclass
 class _Posts:
-    """What is known so far.
+    """What is known so far."""
 
-    Attributes:
-        number: of this failure.
-        read: number and place that each rank has posted.
-        processes: of ranks that have posted no failure, as far as they are known.
-        trouble: why it is not known of every rank; in the end an empty string.
-    """
-
-    number: int
+    number: int  # of this failure
+    # Number and place that each rank has posted.
     read: dict[int, tuple[int, str]] = dataclasses.field(default_factory=dict)
+    # Of ranks that have posted no failure, as far as they are known.
     processes: dict[int, Process | None] = dataclasses.field(default_factory=dict)
+    # Why it is not known of every rank; in the end an empty string.
     trouble: str = f"it did not answer in {_LIMIT:g} s"
 
 
@@ -293,5 +297,22 @@ def plain(text: str | bytes, longest: int = _LONGEST) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = mismatch.in_short(str(error).strip()).splitlines()
+    lines = in_short(str(error).strip()).splitlines()
     return plain(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)
+
+
+def _is_mismatch(text: str) -> bool:
+    """Whether torch has found that ranks make different collectives."""
+    return "Detected mismatch between collectives" in text
+
+
+def in_short(text: str) -> str:
+    """The same with what is of use of each collective, such as ``ALLREDUCE of [116] Float, #7``."""
+    if not _is_mismatch(text):
+        return text
+    return _COLLECTIVE.sub(_short, text).replace(".Collectives", ". Collectives")
+
+
+def _short(found: re.Match[str]) -> str:
+    of = f" of {found['shape']} {found['dtype']}" if found["shape"] else ""
+    return f"{found['kind']}{of}, #{found['number']}"

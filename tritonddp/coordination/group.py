@@ -36,14 +36,7 @@ _shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
 class Group(FailureReport):
     """A process group, and what its ranks have said and done so far.
 
-    Args:
-        process_group: its ranks. Two of these for the same process group share all that changes.
-
-    Attributes:
-        rank, size: this rank in the process group, and how many there are.
-        open_runs: weak references to whoever has begun a reduction and has not ended it: a
-            collective of the group must wait until it has made its own, as collectives are matched
-            by their order.
+    Two of these for the same process group share all that changes.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
@@ -52,6 +45,8 @@ class Group(FailureReport):
         self.process_group = process_group
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
+        # Weak references to whoever has begun a reduction and has not ended it: a collective of the
+        # group must wait until it has made its own, as collectives are matched by their order.
         self.open_runs = shared.open_runs
 
     def next_wrapper(self) -> int:
@@ -75,11 +70,7 @@ class Group(FailureReport):
     # Collectives of some bytes, which name who fails
 
     def all_reduce(
-        self,
-        tensor: Tensor,
-        where: str,
-        what: str,
-        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        self, tensor: Tensor, where: str, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> None:
         """Reduce ``tensor`` in place, and wait for it; see :meth:`guard`."""
         with self.guard(where, what):
@@ -101,9 +92,6 @@ class Group(FailureReport):
 
         A process that was forked from a rank shares that rank's connections: what it sent the
         others would take for the rank's own messages, and gloo would end them.
-
-        Raises:
-            RuntimeError: it was; says what to do.
         """
         if self._shared.is_inherited:
             raise RuntimeError(

@@ -20,19 +20,12 @@ _LONGEST = 64
 
 @dataclass(frozen=True)
 class Process:
-    """A process of some host.
+    """A process of some host."""
 
-    Attributes:
-        pid: as its own host, or container, numbers it.
-        started: in clock ticks since that host was started: tells it from later ones of its number.
-        scope: in which the number holds: equal if this process can look it up.
-        host: name, for people.
-    """
-
-    pid: int
-    started: str
-    scope: str
-    host: str
+    pid: int  # as its own host, or container, numbers it
+    started: str  # in clock ticks since that host was: tells it from later ones of its number
+    scope: str  # in which the number holds: equal if this process can look it up
+    host: str  # name, for people
 
     @classmethod
     def own(cls) -> Process:

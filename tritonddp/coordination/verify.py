@@ -41,10 +41,6 @@ def tell_failure(error: Exception, group: Group, device: torch.device) -> None:
 
     Returns if no rank can, or none can be told: then each is to raise its own error.
 
-    Args:
-        error: why it cannot.
-        group, device: see :func:`verify_same`.
-
     Raises:
         RuntimeError: other ranks can wrap theirs; names the ranks that cannot, on every rank.
     """
@@ -68,8 +64,7 @@ def verify_same(
 
     Args:
         description: see :func:`describe`.
-        group: the ranks.
-        device: of what is sent.
+        group, device: the ranks, and where what is sent lies.
         where: this rank and its place, for errors; by default where modules are wrapped.
 
     Raises:
@@ -84,7 +79,15 @@ def verify_same(
         # What a rank calls itself, and what no other rank has, in front.
         sent = group.rank.to_bytes(8, "little") + os.urandom(8) + digest
         came = _all_gather_bytes(sent, len(sent), group, device)
-    _check_ranks(came, place)
+    ranks = [int.from_bytes(each[:8], "little") for each in came]
+    wanted = list(range(len(came)))
+    is_exchanged = len(set(came)) > 1  # torch's fake backend hands each rank its own
+    if is_exchanged and ranks != wanted:
+        raise RuntimeError(
+            f"{place}: the ranks of this process group call themselves {ranks}, but should be "
+            f"{wanted}: a group written in Python has to override getRank(), or to pass its rank "
+            "to ProcessGroup.__init__()"
+        )
     digests = [each[16:] for each in came]
     if all(other == digests[0] for other in digests):
         return
@@ -105,23 +108,6 @@ def verify_same(
         f"{where}: {difference}\nTrain the same parameters on every rank, and call wrapped modules "
         "in the same order."
     )
-
-
-def _check_ranks(came: Sequence[bytes], place: str) -> None:
-    """Are the ranks what they call themselves?
-
-    Raises:
-        RuntimeError: they are not, as in a group written in Python that does not tell.
-    """
-    ranks = [int.from_bytes(each[:8], "little") for each in came]
-    wanted = list(range(len(came)))
-    is_exchanged = len(set(came)) > 1  # torch's fake backend hands each rank its own
-    if is_exchanged and ranks != wanted:
-        raise RuntimeError(
-            f"{place}: the ranks of this process group call themselves {ranks}, but should be "
-            f"{wanted}: a group written in Python has to override getRank(), or to pass its rank "
-            "to ProcessGroup.__init__()"
-        )
 
 
 def _describe_tensor(tensor: Tensor) -> str:

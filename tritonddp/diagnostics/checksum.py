@@ -96,11 +96,9 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 
 def _sums(pieces: Sequence[Tensor], ramp: Tensor) -> Tensor:
-    """For each piece, the sum of its words mixed with their places.
+    """For each piece, the sum of its words mixed with their places, of which ``ramp`` is made.
 
-    Args:
-        pieces: bytes; what lacks to a whole word counts as zeros.
-        ramp: the places 0, 1, 2, ..., times a constant.
+    Pieces are bytes; what lacks to a whole word counts as zeros.
     """
     padding = torch.zeros(_WORD, dtype=torch.uint8, device=ramp.device)
     padded = [part for piece in pieces for part in (piece, padding[: -piece.numel() % _WORD])]

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tritonddp._device import Moments
 from tritonddp._torch import gloo_threads, group_backend
-from tritonddp.diagnostics.sampling import Sampler
+from tritonddp.buckets.bucket import Bucket
+from tritonddp.comm.run import ReductionRun
+from tritonddp.reducer.extension import Extension
+from tritonddp.reducer.reducer import Reducer
 
 # Names that stock has from C++.
 _DTYPES = {
@@ -32,13 +36,27 @@ _ENVIRONMENT_OF = {
     ),
 }
 
+# Stock's: all of the first steps, then one in a hundred unless another rate is set.
+FIRST = 10
+RATE = 100
 
-@dataclass(frozen=True)
-class LoggingData:
-    """Fields that are texts, and fields that are whole numbers."""
+FORWARD_BEGAN, FORWARD_ENDED = "forward began", "forward ended"
+BACKWARD_BEGAN, COMPUTE_ENDED = "backward began", "compute ended"
+COMMUNICATION_BEGAN, COMMUNICATION_ENDED = "communication began", "communication ended"
 
-    strs_map: dict[str, str]
-    ints_map: dict[str, int]
+_TIMES = [
+    ("forward_compute_time", FORWARD_BEGAN, FORWARD_ENDED),
+    ("backward_compute_time", BACKWARD_BEGAN, COMPUTE_ENDED),
+    ("backward_comm_time", COMMUNICATION_BEGAN, COMMUNICATION_ENDED),
+    ("backward_compute_comm_overlap_time", COMMUNICATION_BEGAN, COMPUTE_ENDED),
+]
+_STAMPS = [
+    ("forward_compute_time_start", FORWARD_BEGAN),
+    ("backward_compute_time_start", BACKWARD_BEGAN),
+    ("backward_compute_time_end", COMPUTE_ENDED),
+    ("backward_comm_time_start", COMMUNICATION_BEGAN),
+    ("backward_comm_time_end", COMMUNICATION_ENDED),
+]
 
 
 class Logger:
@@ -46,13 +64,6 @@ class Logger:
 
     All is looked up when it is asked for, but for the buckets that there were at first, the last
     error, and the times of sampled steps.
-
-    Args:
-        wrapper: a :class:`tritonddp.DistributedDataParallel`.
-
-    Attributes:
-        sampler: takes these times.
-        joins: ``join()`` was entered.
     """
 
     def __init__(self, wrapper: Any) -> None:
@@ -60,7 +71,7 @@ class Logger:
         device = None if wrapper.is_multi_device_module else wrapper.device
         self.sampler = Sampler(wrapper.core, device)
         self._noted = {"bucket_sizes": _join(map(_nbytes, _buckets(wrapper)))}
-        self.joins = False
+        self.joins = False  # join() was entered
         self._has_error = False
 
     def set_error_and_log(self, message: str) -> None:
@@ -73,8 +84,8 @@ class Logger:
         self.sampler.iteration += 1
         self.sampler.forward_begins()
 
-    def _get_ddp_logging_data(self) -> LoggingData:
-        """What is known now."""
+    def _get_ddp_logging_data(self) -> SimpleNamespace:
+        """What is known now: fields that are texts, and fields that are whole numbers."""
         wrapper = self._wrapper()
         assert wrapper is not None, "the wrapper is gone"
         reducer = wrapper.core
@@ -127,10 +138,89 @@ class Logger:
         strs["prev_iteration_grad_ready_order_indices"] = _join(
             index_of[named[name]] for name in reducer.manager.ready_order if name in named
         )
-        return LoggingData(
-            {name: text for name, text in strs.items() if text or name == "device_ids"},
-            {name: int(number) for name, number in ints.items() if number is not None},
+        return SimpleNamespace(
+            strs_map={name: text for name, text in strs.items() if text or name == "device_ids"},
+            ints_map={name: int(number) for name, number in ints.items() if number is not None},
         )
+
+
+class Sampler(Extension):
+    """When the parts of some steps of one reducer began and ended.
+
+    In those an extension is installed, which the next step takes out.
+    """
+
+    def __init__(self, reducer: Reducer, device: torch.device | None) -> None:
+        self._reducer = weakref.ref(reducer)
+        self._device = device  # None if parameters are on several: these are not measured
+        self.rate = RATE  # one step in so many is measured after the first ten
+        self.iteration = 0  # steps that began so far: forwards whose backward is to be reduced
+        self.next_sample = 0  # no step before this one is measured
+        self.moments: Moments | None = None  # of the step that is measured, if one is
+        self._sampled = 0  # the step that they are of
+        self._is_of = False  # the run whose events come now is the one that is measured
+        self.measured = 0  # the last step whose times are known
+        self.times: dict[str, int] = {}  # its nanoseconds, and the means so far, by stock's names
+        self._recorded = 0
+
+    def forward_begins(self) -> None:
+        """A step begins that may be measured: read what the last sample has come to."""
+        if self.moments is not None:
+            self._close(self.moments)
+        if self.iteration > FIRST and self.iteration % self.rate:
+            self.next_sample = self.iteration + self.rate - self.iteration % self.rate
+            return
+        reducer = self._reducer()
+        if reducer is not None and self._device is not None and self.moments is None:
+            self._sampled, self._is_of = self.iteration, False
+            self.moments = Moments(self._device)
+            self.moments.mark(FORWARD_BEGAN)
+            reducer.events.install(self)
+
+    def forward_ended(self) -> None:
+        """What the module has returned is known."""
+        if self.moments is not None and FORWARD_ENDED not in self.moments:
+            self.moments.mark(FORWARD_ENDED)
+
+    def on_begin(self, run: ReductionRun) -> None:
+        """The first backward that is reduced is the step's."""
+        assert self.moments is not None
+        self._is_of = bool(run.reached) and not run.is_local and BACKWARD_BEGAN not in self.moments
+        self._mark(BACKWARD_BEGAN)
+
+    def on_launch(self, run: ReductionRun, bucket: Bucket) -> None:
+        """The first bucket that is launched begins the communication."""
+        if self.moments is not None and COMMUNICATION_BEGAN not in self.moments:
+            self._mark(COMMUNICATION_BEGAN)
+
+    def on_compute_end(self, run: ReductionRun) -> None:
+        self._mark(COMPUTE_ENDED)
+
+    def on_reduced(self, run: ReductionRun, bucket: Bucket) -> None:
+        """The last bucket that is back ends the communication."""
+        self._mark(COMMUNICATION_ENDED)
+
+    def _mark(self, name: str) -> None:
+        if self._is_of and self.moments is not None:
+            self.moments.mark(name)
+
+    def _close(self, moments: Moments) -> None:
+        """The step is over: take its times, if they are known already."""
+        if FORWARD_ENDED in moments and COMMUNICATION_ENDED in moments:
+            if not moments.have_passed():
+                return  # the next step may tell
+            self.measured = self._sampled
+            self._recorded += 1
+            for field, start, end in _TIMES:
+                time, mean = moments.nanoseconds(start, end), f"avg_{field}"
+                total = self.times.get(mean, 0) * (self._recorded - 1) + time
+                self.times |= {field: time, mean: total // self._recorded}
+            for field, moment in _STAMPS:
+                self.times[field] = moments.host(moment)
+        self.moments = None
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer.events.remove(self)
 
 
 def _buckets(wrapper: Any) -> list[Sequence[Tensor]]:

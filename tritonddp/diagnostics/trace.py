@@ -78,8 +78,14 @@ def trace(module: nn.Module) -> Iterator[Timeline]:
 
 @dataclass
 class _BucketStamps:
-    """Of one bucket in one backward, as they come."""
+    """Of one bucket in one backward, as they come.
 
+    It is described by its names: to keep the bucket itself would keep the memory of those that are
+    replaced after the first backward.
+    """
+
+    names: tuple[str, ...] = ()
+    nbytes: int = 0
     flatten_began: Any = None
     flattens: list[tuple[Any, Any]] = field(default_factory=list)
     launched: Any = None
@@ -90,17 +96,11 @@ class _BucketStamps:
 
 @dataclass
 class _Record:
-    """The stamps of one backward, as they come.
-
-    Buckets are described by their numbers and names: to keep the buckets themselves would keep
-    the memory of those that are replaced after the first backward.
-    """
+    """The stamps of one backward, as they come."""
 
     began: Any
     reduced: bool
     first: bool
-    names: list[tuple[str, ...]]  # per bucket
-    nbytes: list[int]  # per bucket
     buckets: list[_BucketStamps]
     gradients: list[tuple[str, Any]]
     compute_ended: Any = None
@@ -147,9 +147,7 @@ class _Recorder(Extension):
             began=self._now(),
             reduced=not run.is_local,
             first=run.is_provisional and not run.is_local,
-            names=[tuple(bucket.names) for bucket in run.buckets],
-            nbytes=[bucket.nbytes for bucket in run.buckets],
-            buckets=[_BucketStamps() for _ in run.buckets],
+            buckets=[_BucketStamps(tuple(each.names), each.nbytes) for each in run.buckets],
             gradients=self._early,
         )
         self._early = []
@@ -220,7 +218,7 @@ class _Recorder(Extension):
         def at(stamp: Stamp) -> float:
             return began + record.began.seconds_to(stamp)
 
-        bucket_of = {name: index for index, names in enumerate(record.names) for name in names}
+        bucket_of = {name: index for index, b in enumerate(record.buckets) for name in b.names}
         gradients = [Gradient(name, bucket_of[name], at(stamp)) for name, stamp in record.gradients]
         is_broken = record.ended is None
         if is_broken:
@@ -230,8 +228,7 @@ class _Recorder(Extension):
         ended = compute_ended
         buckets = []
         if record.reduced and not is_broken:
-            described = zip(record.buckets, record.nbytes, record.names, strict=True)
-            for index, (stamps, nbytes, names) in enumerate(described):
+            for index, stamps in enumerate(record.buckets):
                 if stamps.unflattened is None:
                     continue  # it was left out, or finalize_backward() comes after the trace
                 launched, waited = at(stamps.launched), at(stamps.waited)
@@ -239,9 +236,8 @@ class _Recorder(Extension):
                 completed = min(at(stamps.completed or stamps.waited), waited)
                 flattens = tuple(Interval(at(a), at(b)) for a, b in stamps.flattens)
                 unflatten = Interval(waited, at(stamps.unflattened))
-                buckets.append(
-                    BucketPass(index, nbytes, names, flattens, launched, completed, unflatten)
-                )
+                described = index, stamps.nbytes, stamps.names
+                buckets.append(BucketPass(*described, flattens, launched, completed, unflatten))
             ended = max([at(record.ended), *(each.unflatten.ended for each in buckets)])
         return Backward(
             *(began, compute_ended, ended, record.reduced, record.first, is_broken),

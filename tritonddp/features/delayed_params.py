@@ -1,8 +1,7 @@
 """Gradients that are not sent before that of another parameter is there.
 
-(``delay_all_reduce_named_params`` and ``param_to_hook_all_reduce``.) Delayed parameters have a
-bucket of their own for each dtype and device, last in the launch order. The parameter that they
-wait for may be anywhere, in the module or not: a backward is asked whether it will reach it.
+(``delay_all_reduce_named_params`` and ``param_to_hook_all_reduce``.) A backward is asked whether it
+will reach that parameter.
 """
 
 from __future__ import annotations
@@ -99,7 +98,6 @@ class DeferredBuckets(Extension):
                 run.unfilled[index] += 1
 
     def on_close(self, run: ReductionRun) -> None:
-        """Nothing waits any more."""
         self._waits = None
 
     def _release(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tritonddp._torch import optimizer_hooks, optimizers_in_backward
+from tritonddp._torch import optimizer_hooks, optimizers_in_backward, steps_optimizers
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.comm.run import LocalError, ReductionRun
 from tritonddp.coordination.agreement import GradSource
@@ -23,7 +23,8 @@ def step_in_backward(reducer: Reducer) -> None:
         for handle in handles_of.get(param, ()):
             handle.remove()
     if params:
-        if not reducer.steps_optimizers and not reducer.hook_steps_optimizers:
+        hook = reducer.comm_hook  # perhaps torch's that steps them
+        if not reducer.steps_optimizers and not (hook and steps_optimizers(hook[1])):
             reducer.events.install(OptimizerSteps())
         reducer.steps_optimizers = True
 

@@ -57,7 +57,6 @@ class StrictUnused(Extension):
         self._unused: list[str] = []
 
     def on_begin(self, run: ReductionRun) -> None:
-        """Nothing is known yet."""
         self._unused = []
 
     def on_launched(self, run: ReductionRun, bucket: Bucket, work: object) -> None:

@@ -108,9 +108,6 @@ class AccumulationWindow(Extension):
         if not run.is_local:
             self.clear()
 
-    def on_abort(self, run: ReductionRun) -> None:
-        self.abandon()
-
     def _get_params(self) -> list[Tensor]:
         return [*self._manager.current.params, *(param for _, param in self._parameters.added)]
 
@@ -201,8 +198,8 @@ class AccumulationWindow(Extension):
             grads = ((param, param.grad) for param in params)
             self._left = {p: (grad, grad._version) for p, grad in grads if grad is not None}
 
-    def abandon(self) -> None:
-        """The backward broke off: what was set aside comes back."""
+    def on_abort(self, run: ReductionRun) -> None:
+        """What was set aside comes back."""
         for param, mean in self._aside.items():
             param.grad = mean
         self._aside = {}

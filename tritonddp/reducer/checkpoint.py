@@ -35,10 +35,6 @@ def load_comm_state(reducer: Reducer, states: Sequence[dict[str, Any]]) -> None:
     """Go on as the run that had the first of the states which the user has given on rank 0.
 
     What was left out of gradients is that of all states of all ranks together.
-
-    Raises:
-        TypeError, ValueError: they are no states, or those of another model.
-        RuntimeError: a backward is under way, or another rank cannot load its states.
     """
     reducer.settle()
     if reducer.is_detached:
@@ -80,9 +76,6 @@ def _numbers_of(reducer: Reducer, state: dict[str, Any]) -> tuple[list[float], l
 
     Numbers, since all ranks have the same parameters: nothing is unpickled that another rank
     has sent.
-
-    Raises:
-        ValueError: the state is of another run.
     """
     if not state["bucket_order"]:
         return [], []
@@ -102,11 +95,7 @@ def _numbers_of(reducer: Reducer, state: dict[str, Any]) -> tuple[list[float], l
 def _agree(
     reducer: Reducer, order: Sequence[float], rest: Sequence[float], has_failed: bool
 ) -> tuple[int, list[int], float, list[int]]:
-    """What rank 0 says of its state, if no rank has failed to read its own.
-
-    Raises:
-        RuntimeError: another rank has.
-    """
+    """What rank 0 says of its state; a RuntimeError if another rank has failed to read its own."""
     # Rank 0's numbers, less than none for what is missing, and which ranks have failed. Small
     # integers and powers of two are exact in fp64.
     group, params = reducer.group, reducer.parameters.params
@@ -131,11 +120,7 @@ def _agree(
 
 
 def _check(state: Any) -> None:
-    """Is this what ``comm_state_dict()`` returns? Before anything is changed.
-
-    Raises:
-        TypeError, ValueError: it is not.
-    """
+    """Raise a TypeError or a ValueError if this is not what ``comm_state_dict()`` returns."""
     what = "load_comm_state_dict() takes what comm_state_dict() returned"
     if not isinstance(state, Mapping):
         raise TypeError(f"{what}, got {state!r}")

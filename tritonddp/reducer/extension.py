@@ -60,12 +60,7 @@ class Extension:
 
 
 class Events(RunEvents):
-    """For each event, the methods of the extensions that want it.
-
-    Attributes:
-        extensions: all of them.
-        has_of_runs: one wants to know of the buckets of a run.
-    """
+    """For each event, the methods of the extensions that want it."""
 
     on_forward: Sequence[Callable[[], None]] = ()
     on_begin: Sequence[Callable[[ReductionRun], None]] = ()
@@ -75,7 +70,7 @@ class Events(RunEvents):
     on_abort: Sequence[Callable[[ReductionRun], None]] = ()
 
     extensions: tuple[Extension, ...] = ()
-    has_of_runs = False
+    has_of_runs = False  # one wants to know of the buckets of a run
 
     def install(self, extension: Extension) -> None:
         """Tell ``extension`` of what happens from now on."""
@@ -99,20 +94,14 @@ class Events(RunEvents):
 
 
 class SyncState:
-    """What the next backward is: the wrapper writes, the reducer reads.
-
-    Attributes:
-        enabled: it is reduced; off inside ``no_sync``.
-        weight: how much it counts, ``None`` if as much as others.
-        join: what the ranks tell each other inside ``join()``, ``None`` outside.
-    """
+    """What the next backward is: the wrapper writes, the reducer reads."""
 
     __slots__ = ("enabled", "join", "weight")
 
     def __init__(self) -> None:
-        self.enabled = True
-        self.weight: Any = None
-        self.join: Any = None
+        self.enabled = True  # it is reduced; off inside no_sync
+        self.weight: Any = None  # how much it counts, None if as much as others
+        self.join: Any = None  # what the ranks tell each other inside join(), None outside
 
     @property
     def source_rank(self) -> int:

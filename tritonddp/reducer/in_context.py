@@ -39,7 +39,7 @@ from tritonddp.comm.run import ReductionRun
 from tritonddp.coordination.agreement import GradSource, Mismatch
 from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.reducer import recovery
-from tritonddp.reducer.output_hooks import Forward, tensors_in
+from tritonddp.reducer.output_hooks import Forward, tell, tensors_in
 
 if TYPE_CHECKING:
     from tritonddp.reducer.reducer import Reducer
@@ -58,14 +58,6 @@ class ContextReduction:
     Its buckets hold what stands in for the parameters: detached, with the tensors of the context as
     ``.grad``. Nothing else is touched, nor what is accumulated under ``no_sync``. Gradients travel
     as those of ``reduce_gradients()`` do: cast to ``reduce_dtype``, but not quantised.
-
-    Attributes:
-        context: id of the context.
-        params: those that the numbers of the buckets' parameters stand for.
-        run: reduces them.
-        bucket_of: for each parameter, the index of its bucket.
-        came: for each parameter, whether a gradient has.
-        hooks: handles.
     """
 
     def __init__(
@@ -79,7 +71,8 @@ class ContextReduction:
         named: list[tuple[str, Any]] = [(name, each) for each, (name, _) in origin.items()]
         sparse = {each for each, (_, param) in origin.items() if param in reducer.parameters.sparse}
         bucket_set = reducer.manager.temporary(named, sparse=sparse)
-        self.context = context
+        self.context = context  # its id
+        # Those that the numbers of the buckets' parameters stand for.
         self.params = [origin[each][1] for each in bucket_set.params]
         self.run = run = ReductionRun(
             *(bucket_set, reducer.plain, reducer.agreement, reducer.events),
@@ -88,8 +81,8 @@ class ContextReduction:
         run.where, run.of_backwards = f"{reducer.where()}, torch.distributed.autograd", False
         run.unfilled = [len(bucket.params) for bucket in run.buckets]
         self.bucket_of = [bucket.index for bucket in run.buckets for _ in bucket.params]
-        self.came = [False] * len(named)
-        self.hooks: list[Any] = []
+        self.came = [False] * len(named)  # for each parameter, whether a gradient has
+        self.hooks: list[Any] = []  # handles
 
     @property
     def runs(self) -> bool:
@@ -122,15 +115,13 @@ def watch(reducer: Reducer, output: Any, context: int, syncs: bool) -> None:
     reference = weakref.ref(reducer)
     forward = reducer.forwards.ended(reducer.counters.reductions, syncs)
 
-    def backward(_: Tensor) -> None:
+    def backward(gradient: Tensor) -> None:
         told = reference()
-        if told is None:
-            return
-        if distributed_engine_runs():
+        if told is not None and distributed_engine_runs():
             with _telling_at_end():
                 _begin(told, context, forward)
         else:  # loss.backward() inside the context: its gradients go to .grad
-            told.on_backward(forward)
+            tell(reference, forward, gradient)
 
     for tensor in (*tensors_in(output), *tensors_in(values_of_rrefs(output))):
         if tensor.grad_fn is not None:
@@ -174,7 +165,7 @@ def _begin(reducer: Reducer, context: int, forward: Forward) -> None:
         if graph_task in (reducer.seen_in_context, begun):
             return  # through another output, which has decided; perhaps its begin has failed
         reducer.seen_in_context = graph_task
-        if not reducer.is_reduced(forward):
+        if not reducer.forwards.decide(forward, reducer.sync, reducer.where):
             return  # no_sync: the context keeps this rank's gradients
         if former is not None and former.runs:
             raise RuntimeError(
@@ -182,7 +173,7 @@ def _begin(reducer: Reducer, context: int, forward: Forward) -> None:
                 "still runs, and the order of the two may differ between ranks: make one "
                 "after the other"
             )
-        reducer.recover()
+        recovery.recover(reducer.group)
         reducer.check_pending()
         reducer.parameters.register()
         current = reducer.manager.current
@@ -237,8 +228,7 @@ def _arrived(
 def _send(reducer: Reducer, backward: ContextReduction, rest: bool = False) -> None:
     """Send the buckets that have all their gradients, in bucket order.
 
-    Args:
-        rest: also those that have not, with zeros for what the context does not have.
+    With ``rest`` also those that have not, with zeros for what the context does not have.
     """
     run = backward.run
     for bucket in run.buckets[len(run.works) :]:
@@ -275,14 +265,7 @@ def _end(reducer: Reducer, backward: ContextReduction) -> None:
                 for call in reducer.events.on_reduced_all:
                     call(run)
                 backward.write()
-                # Now the ranks know that they have added the same, which is in no bucket of
-                # ``.grad`` yet, and has no hooks.
-                if reducer.parameters.added:
-                    added = ContextReduction(reducer, backward.context, reducer.parameters.added)
-                    added.read(range(len(added.params)))
-                    reducer.announce(added.run)
-                    added.run.reduce_now()
-                    added.write()
+                _take_up_added(reducer, backward)
         except Mismatch as error:
             recovery.raise_mismatch(reducer, error, run)
         finally:
@@ -291,6 +274,24 @@ def _end(reducer: Reducer, backward: ContextReduction) -> None:
             call(run)
     finally:  # not before: other threads may run forwards meanwhile
         run.end = _over
+
+
+def _take_up_added(
+    reducer: Reducer, backward: ContextReduction, source: GradSource = GradSource.CONTEXT
+) -> None:
+    """Reduce what was added, and is in no bucket of ``.grad`` yet: it has no hooks.
+
+    (By now the ranks know that they have added the same.)
+    """
+    if reducer.parameters.added:
+        added = ContextReduction(reducer, backward.context, reducer.parameters.added, source)
+        reducer.announce(added.run)
+        if source is GradSource.BROKEN:
+            added.run.take_part()
+        else:
+            added.read(range(len(added.params)))
+            added.run.reduce_now()
+            added.write()
 
 
 def _leave(reducer: Reducer, backward: ContextReduction) -> None:
@@ -323,12 +324,7 @@ def recover(reducer: Reducer) -> None:
                 run.source = GradSource.BROKEN
                 reducer.announce(run)
             run.take_part()
-            if reducer.parameters.added:
-                added = ContextReduction(
-                    reducer, backward.context, reducer.parameters.added, GradSource.BROKEN
-                )
-                reducer.announce(added.run)
-                added.run.take_part()
+            _take_up_added(reducer, backward, GradSource.BROKEN)
     except Mismatch as error:
         recovery.raise_mismatch(reducer, error, run)
 

@@ -29,10 +29,7 @@ def reduce_given(
 ) -> tuple[Tensor | None, ...] | dict[str, Tensor | None]:
     """The means of gradients; see ``DistributedDataParallel.reduce_gradients()``.
 
-    Args:
-        reducer: of the wrapper.
-        gradients, params: what the user has given.
-        named: all parameters of the module that require gradients.
+    ``named`` are all parameters of the module that require gradients.
     """
     if not isinstance(gradients, Mapping | Sequence) or isinstance(gradients, str | bytes):
         raise TypeError(
@@ -118,14 +115,7 @@ def _check_gradient(name: str, param: Tensor, gradient: Any, may_be_sparse: bool
 
 
 def reduce_accumulated(reducer: Reducer) -> None:
-    """Average ``.grad`` of all trainable parameters, and so end what was accumulated.
-
-    Raises:
-        GradientError: a gradient does not fit its parameter.
-        RuntimeError: the ranks do not reduce the same; a backward is under way, or waits for
-            ``finalize_backward()``; or the accumulated backwards have a weight of their own
-            beside that of ``weighted()``.
-    """
+    """Average ``.grad`` of all trainable parameters, and so end what was accumulated."""
     _prepare(reducer)
     parameters, current = reducer.parameters, reducer.manager.current
     parameters.register()
@@ -181,12 +171,7 @@ def _reduce_now(
 
 
 def prepare_to_compare(reducer: Reducer) -> set[Tensor]:
-    """Whose ``.grad`` is what the last reduction left: alike on all ranks.
-
-    Raises:
-        RuntimeError: a backward is under way, or waits for ``finalize_backward()``; or see
-            :meth:`Reducer.before_forward`.
-    """
+    """Whose ``.grad`` is what the last reduction left: alike on all ranks."""
     _prepare(reducer, "compared")
     reducer.wait_post_backward()
     if reducer.is_detached or reducer.counters.reductions == reducer.own_gradients_at:

@@ -19,19 +19,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Forward:
-    """One forward of the module, as long as its graph lives.
+    """One forward of the module, as long as its graph lives."""
 
-    Attributes:
-        number: of the forwards of this wrapper.
-        reductions: how many reductions there had been before it.
-        syncs: it ran outside ``no_sync``, so that backwards through its outputs may be reduced.
-        reached: a backward that is reduced has gone through its outputs.
-    """
-
-    number: int
-    reductions: int
-    syncs: bool
-    reached: bool = False
+    number: int  # of the forwards of this wrapper
+    reductions: int  # how many there had been before it
+    syncs: bool  # it ran outside no_sync, so that backwards through its outputs may be reduced
+    reached: bool = False  # a backward that is reduced has gone through its outputs
 
 
 class Forwards:
@@ -68,10 +61,8 @@ class Forwards:
     def decide(self, forward: Forward | None, sync: SyncState, where: Callable[[], str]) -> bool:
         """A backward begins: is it reduced, or does it only accumulate?
 
-        Args:
-            forward: through whose outputs it goes; ``None`` if that was not seen.
-            sync: what the wrapper wants; inside ``join()`` the ranks decide together.
-            where: this rank and its step, for messages.
+        ``forward`` is ``None`` if it was not seen to go through outputs. Inside ``join()`` the
+        ranks decide together.
         """
         join = sync.join
         is_joined = join is not None and join.is_open

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.nn import Parameter
 
-from tritonddp._torch import (
-    gradient_node,
-    register_post_accumulate_grad_hook,
-    will_engine_execute,
-)
-from tritonddp.reducer.output_hooks import tell
-
-if TYPE_CHECKING:
-    from tritonddp.reducer.reducer import Reducer
+from tritonddp._torch import gradient_node, will_engine_execute
 
 
 def gradient_nodes(params: Sequence[Parameter]) -> list[Any]:
-    """The AccumulateGrad node of each parameter.
-
-    Raises:
-        RuntimeError: a parameter has none.
-    """
+    """The AccumulateGrad node of each parameter; a RuntimeError if one has none."""
     nodes: list[Any] = [gradient_node(param) for param in params]
     for node, param in zip(nodes, params, strict=True):
         if getattr(node, "variable", None) is None:
@@ -68,23 +54,6 @@ def accumulates(node: Any) -> bool:
         node = parents[0]
 
 
-class AddedParams:
-    """Hooks on parameters that are in no bucket yet: a gradient of one tells of a backward."""
-
-    def __init__(self, reducer: Reducer) -> None:
-        self._hook = partial(tell, weakref.ref(reducer), None)
-        self._handles: list[Any] = []
-
-    def watch(self, params: Sequence[Parameter]) -> None:
-        """These are the ones, and those until now are no more."""
-        while self._handles:
-            self._handles.pop().remove()
-        with as_trainable(params):
-            self._handles = [
-                register_post_accumulate_grad_hook(param, self._hook) for param in params
-            ]
-
-
 class ReentrantGrads:
     """Parameters that may get a gradient, or another one, although the engine does not announce it.
 
@@ -93,17 +62,13 @@ class ReentrantGrads:
     time: the end of that backward tells whether it comes all the same.
 
     Parameters are known by their numbers.
-
-    Attributes:
-        suspected: parameters that are missing in this backward for the first time.
-        has_come: a gradient has come from an inner backward.
     """
 
     def __init__(self) -> None:
-        self.has_come = False
+        self.has_come = False  # a gradient has, from an inner backward
         self._came: set[int] = set()
         self._stayed_away: set[int] = set()
-        self.suspected: set[int] = set()
+        self.suspected: set[int] = set()  # missing in this backward for the first time
 
     def may_come(self, missing: set[int]) -> set[int]:
         """A backward begins for which the engine has announced all but ``missing``."""

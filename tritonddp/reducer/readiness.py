@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import count
 from operator import is_
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -15,23 +15,13 @@ from torch.nn import Parameter
 from tritonddp._torch import register_post_accumulate_grad_hook, will_engine_execute
 from tritonddp.reducer.participation import gradient_nodes
 
+if TYPE_CHECKING:
+    from tritonddp.reducer.reducer import Reducer
+
 # Position in the log of a segment that no hook finds full: the end of the backward tells.
 _NEVER = -1
 # While no hook is to look: the backward accumulates only, or its buckets are launched at its end.
 _NOBODY_LOOKS = -1
-
-
-class Listener(Protocol):
-    """Who is told; referred to weakly."""
-
-    def on_first_gradient(self, param: Tensor) -> None:
-        """The first gradient of a backward came whose beginning nobody has seen."""
-
-    def on_segment_ready(self, number: int) -> None:
-        """All expected gradients of segment ``number`` are there, and their hooks have run."""
-
-    def on_unusual_order(self, number: int) -> None:
-        """Gradients came in another order than last time: see :meth:`ReadyTracker.look`."""
 
 
 class ReadyTracker:
@@ -53,19 +43,7 @@ class ReadyTracker:
         params: the parameters, those of a segment side by side.
         ranges: for each segment, the numbers of its parameters, without gaps.
         segments_of: for each bucket, the numbers of its segments.
-        listener: who is told.
-
-    Attributes:
-        nodes: the AccumulateGrad node of each parameter. Holding them keeps them, and the hooks
-            registered on them, alive: autograd itself refers to them only weakly.
-        query: for each parameter, whether the backward that runs on this thread will reach it.
-            ``None`` for ``torch.autograd.grad`` with respect to some of the parameters. To be
-            called from a hook. No graph is walked and no output looked at: the engine has just
-            computed which nodes it will run, so the answer is right for any loss. It is blind to
-            inner backwards of reentrant checkpoints.
-        log: the parameters in the order in which their gradients came in this backward.
-        reached: for each parameter, whether the engine has announced its gradient.
-        waiting: for each bucket, how many of its segments have to wait for gradients.
+        listener: who is told; referred to weakly.
     """
 
     def __init__(
@@ -73,17 +51,25 @@ class ReadyTracker:
         params: Sequence[Parameter],
         ranges: Sequence[range],
         segments_of: Sequence[range],
-        listener: Listener,
+        listener: Reducer,
     ) -> None:
+        # Holding AccumulateGrad nodes keeps them, and the hooks registered on them, alive: autograd
+        # itself refers to them only weakly.
         self.nodes = gradient_nodes(params)
+        # For each parameter, whether the backward that runs on this thread will reach it. None for
+        # torch.autograd.grad with respect to some of the parameters. To be called from a hook. No
+        # graph is walked and no output looked at: the engine has just computed which nodes it will
+        # run, so the answer is right for any loss. It is blind to inner backwards of reentrant
+        # checkpoints.
         self.query: Callable[[], list[bool] | None] = partial(will_engine_execute, self.nodes)
-        self.log: list[Tensor] = []
-        self.reached: list[bool] = []
-        self.waiting: list[int] = []
+        self.log: list[Tensor] = []  # the parameters in the order of their gradients
+        self.reached: list[bool] = []  # for each parameter, whether the engine has announced it
+        self.waiting: list[int] = []  # for each bucket, how many segments wait for gradients
         self._params = list(params)
         self._ranges = ranges
         self._segments_of = segments_of
-        self._segment_of = [number for number, each in enumerate(ranges) for _ in each]
+        # For each parameter, the number of its segment.
+        self.segment_of = [number for number, each in enumerate(ranges) for _ in each]
         self._number_of = dict(zip(map(id, params), count()))
         self._order = list(range(len(params)))  # of the last backward's gradients, as far as known
         self._doubtful: Collection[int] = ()
@@ -96,9 +82,9 @@ class ReadyTracker:
         self._listener = weakref.ref(listener)
         self._end_hooks: dict[int, Any] = {}
         # Functions and arguments of the hook. Held here: the hook may be exchanged while it runs.
-        self._idle: tuple[Any, ...] = (_first_gradient_hook(self._listener), (), {}, None)
+        self._idle: tuple[Any, ...] = (_first_gradient, (self._listener,), {}, None)
         self._logging: tuple[Any, ...] = (self.log.append, (), {}, None)
-        self._hook: Any = partial(self._idle[0])
+        self._hook: Any = partial(_first_gradient, self._listener)
         self._handles = [register_post_accumulate_grad_hook(param, self._hook) for param in params]
         # Parameters may outlive the wrapper. (Their autograd nodes, and the end hooks, do not.)
         self._remove = weakref.finalize(self, _remove_all, self._handles)
@@ -137,11 +123,11 @@ class ReadyTracker:
         self._usual[:] = self._expected = [self._params[number] for number in usual]
         self._full_at[:] = self._last[:] = [_NEVER] * len(self._ranges)
         for position, number in enumerate(usual, start=1):
-            segment = self._segment_of[number]
+            segment = self.segment_of[number]
             self._full_at[segment], self._last[segment] = position, number
         waits = [number != _NEVER for number in self._last]
         for number in doubtful:
-            segment = self._segment_of[number]
+            segment = self.segment_of[number]
             self._last[segment], waits[segment] = _NEVER, True
         self.waiting = [sum(waits[each.start : each.stop]) for each in self._segments_of]
         for number in self._last:
@@ -195,10 +181,6 @@ class ReadyTracker:
         self._order = came + [number for number in self._order if number in others]
         self.reached = []  # looked at anew
 
-    def segment_of(self, number: int) -> int:
-        """The segment that parameter ``number`` is in."""
-        return self._segment_of[number]
-
     def number_of(self, param: Tensor) -> int:
         """The number of a parameter."""
         return self._number_of[id(param)]
@@ -209,11 +191,9 @@ class ReadyTracker:
 
     def _hook_end(self, number: int) -> None:
         """Have it seen when parameter ``number`` has its gradient and its hooks have run."""
-        if number != _NEVER and number not in self._end_hooks:
-            hook = self._make_end_hook(number, self._segment_of[number])
-            self._end_hooks[number] = self.nodes[number].register_hook(hook)
-
-    def _make_end_hook(self, number: int, segment: int) -> Callable[..., None]:
+        if number == _NEVER or number in self._end_hooks:
+            return
+        segment = self.segment_of[number]
         last, full_at, looked = self._last, self._full_at, self._looked
         log, usual, listener = self.log, self._usual, self._listener
 
@@ -231,16 +211,13 @@ class ReadyTracker:
             else:
                 told.on_unusual_order(segment)
 
-        return gradient_is_final
+        self._end_hooks[number] = self.nodes[number].register_hook(gradient_is_final)
 
 
-def _first_gradient_hook(listener: weakref.ref[Listener]) -> Callable[[Tensor], None]:
-    def first_gradient(param: Tensor) -> None:
-        told = listener()
-        if told is not None:
-            told.on_first_gradient(param)
-
-    return first_gradient
+def _first_gradient(listener: weakref.ref[Reducer], param: Tensor) -> None:
+    told = listener()
+    if told is not None:
+        told.on_first_gradient(param)
 
 
 def _remove_all(handles: Iterable[Any]) -> None:

@@ -35,13 +35,7 @@ _TRIES, _PAUSE = 20, 1e-4
 
 
 def recover(group: Group) -> None:
-    """If a backward broke off, of whichever wrapper in ``group``, make up for it.
-
-    Of all of them, since collectives of a group are matched by their order.
-
-    Raises:
-        RuntimeError: this process is no rank of the group, but was forked from one.
-    """
+    """Make up for what broke off, in all wrappers of ``group``: collectives match by order."""
     group.refuse_if_forked()
     reducers: list[Reducer] = [
         each for each in (reference() for reference in list(group.open_runs)) if each is not None
@@ -110,12 +104,9 @@ def _still_runs(run: ReductionRun) -> bool:
 
 
 def shadow_backward(reducer: Reducer, source: GradSource) -> None:
-    """Make the collectives of a reduced backward, of which this rank has none.
+    """Make the collectives of a reduced backward; ``source`` says why this rank has none.
 
     Its gradients count as zero. Those of the other ranks come into ``.grad`` here too.
-
-    Args:
-        source: why it has none.
     """
     reducer.check_pending()
     reducer.parameters.register()
@@ -144,11 +135,8 @@ def shadow_backward(reducer: Reducer, source: GradSource) -> None:
 def take_up_added(reducer: Reducer, run: ReductionRun) -> GradientError | None:
     """Reduce the gradients of parameters that were added, in buckets of their own.
 
-    Args:
-        run: the one that is over, which has told that all ranks have added the same.
-
-    Returns:
-        An error of this rank alone: the others go on.
+    ``run`` is over, and has told that all ranks have added the same. What is returned is an error
+    of this rank alone: the others go on.
     """
     reducer.agreement.check_pending()
     parameters = reducer.parameters
@@ -192,10 +180,7 @@ def raise_mismatch(
 ) -> NoReturn:
     """Ranks do not reduce the same: the error, when nothing is under way any more.
 
-    Args:
-        error: one of :func:`tritonddp.coordination.agreement.check`.
-        run: of this rank, if it is not over.
-        named_params: what is reduced on request, ``None`` in a backward.
+    ``run`` is this rank's, if it is not over; ``named_params`` what is reduced on request.
     """
     buckets = reducer.manager.current.buckets
     if isinstance(error, SkippedMismatch):  # what is under way may never end

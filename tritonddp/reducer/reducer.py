@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from operator import attrgetter, or_
 from types import NoneType
@@ -22,13 +22,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from tritonddp._torch import (
     compiled_autograd_runs,
     current_autograd_node,
     current_graph_task_id,
     queue_end_of_backward,
-    steps_optimizers,
+    register_post_accumulate_grad_hook,
 )
 from tritonddp.buckets.assignment import BucketCaps
 from tritonddp.buckets.formats import BucketFactory, WireFormat
@@ -39,18 +40,14 @@ from tritonddp.comm.broadcast import StateBroadcast
 from tritonddp.comm.comm_hook import CommHook, Hook
 from tritonddp.comm.quantized import QuantizedAllReduce
 from tritonddp.comm.run import LocalError, ReductionRun, Transport
-from tritonddp.coordination.agreement import (
-    Agreement,
-    GradSource,
-    Mismatch,
-)
+from tritonddp.coordination.agreement import Agreement, GradSource, Mismatch
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.reducer import recovery
 from tritonddp.reducer.extension import Events, SyncState
-from tritonddp.reducer.output_hooks import Forward, Forwards, watch
-from tritonddp.reducer.participation import AddedParams, ReentrantGrads, accumulates, as_trainable
+from tritonddp.reducer.output_hooks import Forward, Forwards, tell, watch
+from tritonddp.reducer.participation import ReentrantGrads, accumulates, as_trainable
 from tritonddp.reducer.readiness import ReadyTracker
 
 logger = logging.getLogger("tritonddp.in_step")
@@ -83,31 +80,6 @@ class Reducer:
         views: gradients live in the buckets.
         lazy: buckets have memory during backwards only.
         check_finite: buckets tell which gradients are not finite.
-
-    Attributes:
-        counters: what was launched and sent so far.
-        events: whom to tell of what happens; extensions are installed there.
-        manager: the buckets in force.
-        transport: how backwards reduce a bucket.
-        plain: how gradients are reduced that no backward has put into the buckets in force.
-        agreement: what the ranks say to each other in a reduction.
-        tracker: which gradients of the backward have come.
-        run: the backward that runs, broke off or waits for ``finalize_backward()``.
-        accumulated: for each parameter, whether a backward has used it that was not reduced.
-        forwards: what the forwards until now say of the next backward.
-        forwards_begun: how many, with gradients.
-        missing: numbers of the parameters that the last reduced backward has not reached.
-        is_static: all reduced backwards have reached the same parameters.
-        skipped_last, buckets_reduced: which buckets the last run left out, and how many it did not.
-        last_alone: the last run, if it exchanged nothing.
-        own_gradients_at: reductions when ``.grad`` was last set to what this rank alone has.
-        deferred_error: what the next forward raises.
-        post_backward: futures that the end of the next backward waits for.
-        logger: told of errors that a backward ends with.
-        finalizes_manually: backwards end in :meth:`finalize_backward`, not by themselves.
-        is_detached: hooks were removed: no backward is noticed any more.
-        steps_optimizers: optimizers step in the backward.
-        launching: held while a segment is packed, as hooks may run on several threads.
     """
 
     def __init__(
@@ -122,8 +94,8 @@ class Reducer:
         lazy: bool = False,
         check_finite: bool = False,
     ) -> None:
-        self.counters = Counters()
-        self.events = Events()
+        self.counters = Counters()  # of what was launched and sent so far
+        self.events = Events()  # whom to tell of what happens; extensions are installed there
         self.group = group
         self.parameters = parameters
         self.sync = sync
@@ -133,38 +105,44 @@ class Reducer:
         factory = BucketFactory(self.wire, group, self.counters, views, lazy, check_finite)
         self.manager = BucketManager(parameters, group, caps, factory, self.counters)
         self.agreement = Agreement(group)
+        # How gradients are reduced that no backward has put into the buckets in force.
         self.plain = AllReduce(group, self.counters)
-        self.transport: Transport = self.plain
+        self.transport: Transport = self.plain  # of a bucket in a backward
         if self.wire.compression is not None:
             self.transport = QuantizedAllReduce(group, self.counters)
         self.comm_hook: tuple[Any, Hook] | None = None
+        # The backward that runs, broke off or waits for ``finalize_backward()``.
         self.run: ReductionRun | None = None
+        # For each parameter, whether a backward has used it that was not reduced.
         self.accumulated: list[bool] = []
         self.has_accumulated = False
         self.reentrant = ReentrantGrads()
         self.forwards = Forwards()
-        self.forwards_begun = 0
+        self.forwards_begun = 0  # with gradients
+        # Numbers of the parameters that the last reduced backward has not reached.
         self.missing: Collection[int] | None = None
-        self.is_static = True
-        self.skipped_last: Collection[int] = ()
-        self.buckets_reduced = 0
-        self.last_alone: ReductionRun | None = None
-        self.own_gradients_at = 0
-        self.deferred_error: str | None = None
+        self.is_static = True  # all reduced backwards have reached the same parameters
+        self.skipped_last: Collection[int] = ()  # buckets that the last run left out
+        self.buckets_reduced = 0  # and how many it did not
+        self.last_alone: ReductionRun | None = None  # the last run, if it exchanged nothing
+        self.own_gradients_at = 0  # reductions when .grad was last set to what is this rank's alone
+        self.deferred_error: str | None = None  # what the next forward raises
+        # What the end of the next backward waits for.
         self.post_backward: list[torch.futures.Future] = []
-        self.logger: Any = None  # of the wrapper
-        self.finalizes_manually = False
-        self.is_detached = False
-        self.steps_optimizers = False
+        self.logger: Any = None  # of the wrapper: told of errors that a backward ends with
+        self.finalizes_manually = False  # backwards end in finalize_backward()
+        self.is_detached = False  # hooks were removed: no backward is noticed any more
+        self.steps_optimizers = False  # in the backward
         # Of torch.distributed.autograd: the backward that is reduced, or broke off, and the id of
         # the last one that went through an output, reduced or not; see in_context.py.
         self.in_context: Any = None
         self.seen_in_context = -1
+        # Held while a segment is packed: hooks of a multi-device module run on a thread per device.
         self.launching = threading.RLock()
         self._reference = weakref.ref(self, group.open_runs.discard)
         hash(self._reference)  # which it keeps, and could not find out when this is gone
-        self._broke_off = _broke_off_callback(self._reference)
-        self._added = AddedParams(self)
+        self._broke_off = partial(_broke_off, self._reference)
+        self._added_hooks: list[Any] = []
         group.join_forks(self)
         self._follow_buckets()
 
@@ -177,12 +155,8 @@ class Reducer:
     def before_forward(self) -> None:
         """See that the last backward came to its end, and what has become of the parameters.
 
-        Raises:
-            NotImplementedError: a parameter was added that cannot be reduced.
-            RuntimeError: in strict mode, with gradients, the last backward left parameters unused;
-                or the ranks did not reduce the same (on a GPU, where the host does not wait for the
-                answer, in the reduction before the last one); or this process was forked from a
-                rank.
+        Raises what the wrapper's ``forward()`` tells of. (On a GPU, where the host does not wait
+        for the answer, ranks may have reduced something else in the reduction before the last.)
         """
         if self.is_detached:
             self.group.refuse_if_forked()
@@ -209,23 +183,14 @@ class Reducer:
             raise RuntimeError(message)
 
     def watch(self, outputs: Sequence[Tensor], syncs: bool = True) -> None:
-        """A forward has returned ``outputs``.
-
-        Args:
-            outputs: its tensors.
-            syncs: whether backwards through them may be reduced: it ran outside ``no_sync``.
-        """
+        """A forward has returned these tensors; ``syncs`` if it ran outside ``no_sync``."""
         forward = self.forwards.ended(self.counters.reductions, syncs)
         watch(outputs, self._reference, forward)
 
     def settle(self, newest: bool = True) -> None:
         """No forward follows: see that the last backward came to its end, as if one did.
 
-        Args:
-            newest: see :meth:`Agreement.check_pending`.
-
-        Raises:
-            RuntimeError: it waits for ``finalize_backward()``; or see :meth:`before_forward`.
+        For ``newest`` see :meth:`Agreement.check_pending`.
         """
         self.check_finalized()
         self.wait_post_backward()
@@ -242,7 +207,15 @@ class Reducer:
         """See what has become of the parameters."""
         self.parameters.refresh(self.where)
         # A backward may reach nothing else that has a hook of ours.
-        self._added.watch([param for _, param in self.parameters.added])
+        self._watch_added([param for _, param in self.parameters.added])
+
+    def _watch_added(self, params: Sequence[Parameter]) -> None:
+        """A gradient of one of these, which are in no bucket yet, tells of a backward."""
+        while self._added_hooks:
+            self._added_hooks.pop().remove()
+        hook = partial(tell, self._reference, None)
+        with as_trainable(params):
+            self._added_hooks = [register_post_accumulate_grad_hook(p, hook) for p in params]
 
     def check_pending(self, newest: bool = True) -> None:
         """On a GPU: raise what reductions could not tell yet, see :class:`Agreement`."""
@@ -309,14 +282,10 @@ class Reducer:
             )
         if len(self.agreement.pending) > 1:
             self.check_pending(newest=False)
-        if self.is_reduced(forward):
+        if self.forwards.decide(forward, self.sync, self.where):
             self._open(forward, reached, missing)
         else:
             self._open_local(forward, reached)
-
-    def is_reduced(self, forward: Forward | None) -> bool:
-        """Whether this backward is reduced, or only accumulates; see :class:`Forwards`."""
-        return self.forwards.decide(forward, self.sync, self.where)
 
     def _open(self, forward: Forward | None, reached: list[bool], missing: Collection[int]) -> None:
         """A backward begins that is reduced."""
@@ -428,10 +397,6 @@ class Reducer:
         if self.run is None and self.in_context is None:
             self.group.open_runs.discard(self._reference)
 
-    def recover(self) -> None:
-        """If a backward broke off, of whichever wrapper in the group: make its collectives."""
-        recovery.recover(self.group)
-
     def announce(self, run: ReductionRun) -> None:
         """Prepare what this rank says to the others in ``run``, and how much its means count."""
         agreement, join, weight = self.agreement, self.sync.join, run.weight
@@ -481,7 +446,7 @@ class Reducer:
             return
         number = self.tracker.number_of(param)
         if self.run is not None and not self.run.is_local:
-            bucket, _ = self.manager.current.segments[self.tracker.segment_of(number)]
+            bucket, _ = self.manager.current.segments[self.tracker.segment_of[number]]
             bucket.note_early(number - bucket.first)
         self.tracker.log.append(param)
 
@@ -493,7 +458,7 @@ class Reducer:
         if run.creates_graph and torch.is_grad_enabled():
             with torch.no_grad():
                 return self.on_segment_ready(number)
-        with self.launching:  # hooks of a multi-device module run on one thread per device
+        with self.launching:
             run.pack(number)
             index = run.bucket_set.segments[number][0].index
             run.unfilled[index] -= 1
@@ -555,11 +520,7 @@ class Reducer:
         self.close(run)
 
     def _look_back(self, run: ReductionRun) -> None:
-        """Gradients came in another order than expected, or not all of them, or others.
-
-        Raises:
-            RuntimeError: one came when its bucket was on its way already.
-        """
+        """Gradients came in another order than expected, or not all of them, or others."""
         tracker = self.tracker
         if self.manager.is_provisional:
             arrived = tracker.arrivals()
@@ -581,12 +542,12 @@ class Reducer:
         for number, position in tracker.unannounced():
             self.reentrant.came(number)
             run.used[number] = True
-            segment = tracker.segment_of(number)
+            segment = tracker.segment_of[number]
             if run.filled[segment] and position >= run.packed_at.get(segment, 0):
                 late.append(number)
         if late:
             tracker.learn()
-            bucket, _ = self.manager.current.segments[tracker.segment_of(late[0])]
+            bucket, _ = self.manager.current.segments[tracker.segment_of[late[0]]]
             raise RuntimeError(
                 f"{self.where()}: the gradient of {self.manager.current.names[late[0]]!r} arrived "
                 f"after its bucket {bucket.index} had been flattened or left out. It comes from an "
@@ -675,7 +636,7 @@ class Reducer:
         current = self.manager.current
         self.accumulated = [False] * len(current.params)
         self.parameters.set_bucketed(current.names, current.params)
-        self._added.watch(())
+        self._watch_added(())
         former = getattr(self, "tracker", None)
         if former is not None:
             former.remove()
@@ -709,18 +670,58 @@ class Reducer:
         self.accumulated = [False] * len(self.accumulated)
         self.has_accumulated = False
 
+    # When the caller says where a backward ends (torch 2.15)
+
+    def finalize_manually(self, required: bool) -> None:
+        """Whether backwards end in :meth:`finalize_backward`, not by themselves."""
+        # (One that broke off is over: the next forward makes up for it.)
+        if self.backward_runs or (self.run is not None and self.run.awaits_finalize):
+            raise RuntimeError(
+                f"{self.where()}: set_manual_finalization_required cannot be called after forward "
+                "while a backward pass is expected or in progress. Set "
+                "require_manual_backward_finalization before forward or after backward finalization"
+            )
+        self.finalizes_manually = required
+
+    @torch.no_grad()
+    def finalize_backward(self) -> None:
+        """Wait for the buckets of a backward that is over, or has launched all of them."""
+        if not self.finalizes_manually:
+            raise RuntimeError(
+                "finalize_backward() called but manual backward finalization is not required. Set "
+                "require_manual_backward_finalization to true first."
+            )
+        run = self.run
+        if run is not None and run.awaits_finalize:
+            run.awaits_finalize = False  # if it fails, the next forward makes up for it
+            self.finish(run)
+            return
+        if run is not None and self.backward_runs and not run.is_local:
+            if len(run.works) < len(run.buckets):
+                raise RuntimeError(
+                    f"{self.where()}: finalize_backward() called before all DDP buckets were "
+                    f"ready. next_bucket_={len(run.works)}. Call finalize_backward() only after "
+                    "all DDP-managed parameters have computed gradients."
+                )
+            if any(run.works):
+                try:
+                    run.finish()  # the rest comes at the end: hooks may change then
+                except Mismatch as error:
+                    recovery.raise_mismatch(self, error, run)
+                return
+        raise RuntimeError(
+            f"{self.where()}: finalize_backward() called but no gradient reduction requires "
+            "finalization. This can happen if no_sync() is active or finalize_backward() was "
+            "already called for this backward pass."
+        )
+
     # What users register
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Have ``hook`` reduce the buckets of all backwards from now on.
 
-        Args:
-            state: handed to the hook.
-            hook: see :class:`~tritonddp.comm.comm_hook.CommHook`.
-
-        Raises:
-            RuntimeError: there is one already, gradients are quantised, a backward or a trace is
-                under way, or a backward waits for ``finalize_backward()``.
+        See :class:`~tritonddp.comm.comm_hook.CommHook`, and for what it raises the method of the
+        wrapper.
         """
         if self.wire.compression is not None:
             raise RuntimeError(
@@ -742,30 +743,19 @@ class Reducer:
         self.comm_hook = state, hook
         self.transport = CommHook(hook, state, self.group, self.counters)
 
-    @property
-    def hook_steps_optimizers(self) -> bool:
-        """Whether the communication hook is torch's that steps optimizers in the backward."""
-        return self.comm_hook is not None and steps_optimizers(self.comm_hook[1])
-
     def detach(self) -> None:
         """Let go of the parameters for good, without waiting for any other rank."""
         self.is_detached = True
         self.tracker.remove()
-        self._added.watch(())
+        self._watch_added(())
         self.group.open_runs.discard(self._reference)
         self.run = None
 
 
-def _broke_off_callback(
-    reference: weakref.ref[Reducer],
-) -> Callable[[object], None]:
-    """What is called when the engine has dropped the end of a backward without a call."""
-
-    def broke_off(_: object) -> None:
-        reducer = reference()
-        if reducer is not None and reducer.run is not None:
-            reducer.tracker.stop()
-            for call in reducer.events.on_abort:
-                call(reducer.run)
-
-    return broke_off
+def _broke_off(reference: weakref.ref[Reducer], _: object) -> None:
+    """The engine has dropped the end of a backward without a call."""
+    reducer = reference()
+    if reducer is not None and reducer.run is not None:
+        reducer.tracker.stop()
+        for call in reducer.events.on_abort:
+            call(reducer.run)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from tritonddp.features.auto_compression.cost_model import (
     Compute,
@@ -15,11 +16,7 @@ from tritonddp.features.auto_compression.cost_model import (
     passage,
     step_seconds,
 )
-
-if TYPE_CHECKING:
-    import torch
-
-    from tritonddp.features.auto_compression.probe import Figures
+from tritonddp.features.auto_compression.probe import Figures
 
 # A wire that loses something has to promise at least this share of the time. The model is held to
 # be within 15% of measured steps, mostly to the same side on all wires: the ratio of two of its
@@ -84,7 +81,9 @@ def choose(buckets: Sequence[Candidates], world_size: int, backward: float, core
     predicted[BEST] = seconds(trials[-1])
     wires = min(trials, key=seconds)
     best = seconds(wires)
-    for run in _runs(len(buckets)):
+    length = max(1, -(-len(buckets) // _RUNS))
+    for first in range(0, len(buckets), length):  # those that are hidden best come first
+        run = slice(first, first + length)
         tried = list(wires)
         tried[run] = own[run]
         if tried != wires and (longer := seconds(tried)) <= best * (1 + _HIDDEN):
@@ -138,9 +137,3 @@ def _fastest(ways: Mapping[str, Passage], names: Collection[str]) -> str:
         (name for name in ways if name in names), key=lambda each: ways[each].alone, default=own
     )
     return name if ways[name].alone <= (1 - MARGIN) * ways[own].alone else own
-
-
-def _runs(count: int) -> list[slice]:
-    """At most :data:`_RUNS` runs of so many buckets, those that are hidden best first."""
-    length = max(1, -(-count // _RUNS))
-    return [slice(first, first + length) for first in range(0, count, length)]

@@ -189,8 +189,9 @@ class AutoPlanner:
         dtype = params[0].dtype
         costs = self._costs.get(dtype)
         if costs is None or params[0] in sparse:
-            # Not known; whatever it takes, it takes it whatever is chosen for the others.
-            return Candidates(Load(0), [_unknown(dtype)])
+            # No wire was timed; whatever it takes, it takes it whatever is chosen for the others.
+            no_time, speeds = Kernel(0.0, 0.0), {Kind.ALL_REDUCE: Speed(0.0, 0.0)}
+            return Candidates(Load(0), [WireCost(name_of(dtype), 0.0, speeds, no_time, no_time)])
         elements = [0, 0]
         for is_exact, param in zip(self._exact.find(names, params), params, strict=True):
             elements[is_exact] += param.numel()
@@ -225,14 +226,12 @@ class BackwardTimer(Extension):
         self._running: Moments | None = None
 
     def on_begin(self, run: ReductionRun) -> None:
-        """A backward begins."""
         self._running = None
         if run.reached and not run.is_local:
             self._running = Moments(self._device)
             self._running.mark(_BEGAN)
 
     def on_compute_end(self, run: ReductionRun) -> None:
-        """It is over."""
         if self._running is None:
             return
         self._running.mark(_ENDED)
@@ -266,9 +265,3 @@ def _empty(bucket: Bucket) -> None:
 
 
 _QUANTISED_STEPS = ((None, _exchange), ("reduce", _reduce), (None, _gather), ("empty", _empty))
-
-
-def _unknown(dtype: torch.dtype) -> WireCost:
-    """Of gradients that no wire was timed for."""
-    nothing = Kernel(0.0, 0.0)
-    return WireCost(name_of(dtype), 0.0, {Kind.ALL_REDUCE: Speed(0.0, 0.0)}, nothing, nothing)

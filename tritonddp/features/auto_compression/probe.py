@@ -97,9 +97,7 @@ class Figures:
 
 
 def measure(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    ways: Mapping[torch.dtype, Mapping[str, Way]],
+    group: dist.ProcessGroup, device: torch.device, ways: Mapping[torch.dtype, Mapping[str, Way]]
 ) -> Figures:
     """Time collectives of the ranks of ``group``, and buckets; collective.
 
