@@ -100,8 +100,10 @@ def patched(recorder: Recorder) -> Iterator[None]:
             recorder.current = former
 
     def synchronize(device: Any = None) -> None:
+        clock: dict[Timeline, int] = {}
         for each in recorder.streams:
-            recorder.host_waits(each.clock, "torch.cuda.synchronize")
+            clock.update({each: each.now})
+        recorder.host_waits(clock, "torch.cuda.synchronize")
 
     properties = SimpleNamespace(
         gcnArchName="", major=9, minor=0, name="recorded", multi_processor_count=132

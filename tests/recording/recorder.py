@@ -8,18 +8,28 @@ other order: a race.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
+
+import torch
 
 import tritonddp
 
 PACKAGE = str(Path(tritonddp.__file__).parent)
-_HERE = str(Path(__file__).parent)
+# Whose frames stand between whoever does something and its record.
+_PASSED = (
+    *(str(Path(module.__file__ or "").parent) for module in (torch, contextlib)),
+    *(str(Path(__file__).with_name(f"{name}.py")) for name in ("recorder", "device", "cuda")),
+    *(str(Path(__file__).with_name(f"{name}.py")) for name in ("nccl", "kernels")),
+)
 
 
 class Timeline:
@@ -85,6 +95,28 @@ class Wait(NamedTuple):
     stack: str
     age: int  # steps since the device was given what it waits for
 
+    @property
+    def place(self) -> str:
+        """File and function outside the rooms that all the others wait through."""
+        for frame in self.stack.split(" < "):
+            file, _, function = frame.partition(" ")
+            if not file.startswith(("_device.py", "coordination/agreement.py")):
+                return f"{file.partition(':')[0]} {function}"
+        return self.stack
+
+
+def by_package() -> bool:
+    """Whether the package itself does what happens now, and not a module that it calls."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(PACKAGE):
+            return True
+        if not name.startswith(_PASSED) and "/unittest/" not in name:
+            return False
+        frame = frame.f_back
+    return False
+
 
 def package_stack() -> str:
     """Where in the package this is: the innermost frames, the last one first; empty outside."""
@@ -140,8 +172,8 @@ class Recorder:
 
     def host_waits(self, clock: dict[Timeline, int], what: str, age: int = 0) -> None:
         """The host stops until the device has come to ``clock``."""
-        stack = package_stack()
-        if stack:
+        if by_package():
+            stack = package_stack()
             self.waits.append(Wait(what, stack, age))
             if self.capturing:
                 self.races.append(f"{what} while a CUDA graph is captured\n    {stack}")
@@ -161,7 +193,7 @@ class Recorder:
         """There is new memory, which ``key`` stands for."""
         memory = Memory(address, nbytes, is_pinned, self.current)
         self.live[key] = memory
-        if package_stack():
+        if by_package():
             self.allocations += not is_pinned
             self.pinned += is_pinned
         return memory
@@ -172,10 +204,11 @@ class Recorder:
             del self.live[key]
         if memory.is_pinned:  # the caching host allocator waits for the copies that use it
             return
-        # Its pool waits for the streams of record_stream, as far as they have come by now.
-        known_by = [memory.home, *memory.guards]
+        # Its pool waits for the streams of record_stream, as far as they have come by now; and what
+        # the host has waited for is over.
+        known_by = [memory.home, *memory.guards, self.host]
         for access in memory.accesses:
-            if access.timeline is self.host or access.timeline in known_by:
+            if access.timeline in known_by:
                 continue
             if not any(timeline.knows(access) for timeline in known_by):
                 self.races.append(
@@ -219,7 +252,7 @@ class Recorder:
         self.host.step()
         timeline.join(self.host.clock)
         timeline.step()
-        if package_stack():
+        if by_package():
             self.launches[what] += 1
 
     def report(self) -> str:

@@ -1,0 +1,176 @@
+"""Small programs for the recorded device, one for each way that gradients go."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel.distributed import _MixedPrecision
+
+import tritonddp
+from recording.device import recording
+from recording.recorder import Recorder
+from tritonddp import DistributedDataParallel
+
+# Until then buckets follow the order of gradients, and steps are measured for the logging data.
+WARM_UP = 12
+# About 600 bytes: two buckets and more.
+_CAP = 0.0006
+
+
+class Net(nn.Module):
+    """Some layers, of which one may be left out."""
+
+    def __init__(self, sparse: bool = False, batch_norm: bool = False, wide: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8) if batch_norm else nn.Identity()
+        self.second = nn.Linear(8, 8)
+        self.third = nn.Linear(8, 8)
+        self.table = nn.Embedding(10, 8, sparse=True) if sparse else None
+        # Of as many elements as gradients have that are quantised.
+        self.wide = nn.Sequential(nn.Linear(8, 160), nn.Linear(160, 8)) if wide else nn.Identity()
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, leaves_out: bool = False) -> Tensor:
+        y = self.norm(self.first(x)).relu()
+        if self.table is not None:
+            y = y + self.table(torch.arange(len(x), device=x.device))
+        y = self.second(y)
+        if not leaves_out:
+            y = self.third(y)
+        return self.last(self.wide(y))
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is wrapped, and what a step does beside a forward and a backward.
+
+    Attributes:
+        options: of the wrapper.
+        net: of the module.
+        prepare: called with the wrapper, once.
+        around: context of a forward and a backward.
+        leaves_out: a layer is not used.
+        before: called with the wrapper and inputs in each step before its forward.
+        after: likewise, behind its backward.
+        keeps: gradients are zeroed where they are.
+    """
+
+    options: dict[str, Any] = field(default_factory=dict)
+    net: dict[str, Any] = field(default_factory=dict)
+    prepare: Callable[[Any], object] = lambda net: None
+    around: Callable[[Any], contextlib.AbstractContextManager[Any]] = lambda net: (
+        contextlib.nullcontext()
+    )
+    leaves_out: bool = False
+    before: Callable[[Any, Tensor], object] = lambda net, x: None
+    after: Callable[[Any], object] = lambda net: None
+    keeps: bool = False
+
+    def step(self, net: Any, x: Tensor) -> None:
+        """One of them."""
+        net.zero_grad(set_to_none=not self.keeps)
+        self.before(net, x)
+        with self.around(net):
+            net(x, self.leaves_out).sum().backward()
+        self.after(net)
+
+
+def _without_sync(net: Any, x: Tensor) -> None:
+    with net.no_sync():
+        net(x).sum().backward()
+
+
+def _with_hook(net: Any) -> None:
+    net.register_comm_hook(None, default_hooks.allreduce_hook)
+
+
+_VIEWS = {"gradient_as_bucket_view": True}
+PROGRAMS = {
+    "copies": Program(),
+    "copies, zeroed in place": Program(keeps=True),
+    "views": Program(_VIEWS),
+    "views, zeroed in place": Program(_VIEWS, keeps=True),
+    "weights": Program(around=lambda net: net.weighted(3)),
+    "weights, views": Program(_VIEWS, around=lambda net: net.weighted(3)),
+    "unused parameters": Program(leaves_out=True),
+    "unused parameters, views": Program(_VIEWS, leaves_out=True),
+    "no_sync": Program(before=_without_sync),
+    "bf16 wire": Program({"reduce_dtype": torch.bfloat16}),
+    "bf16 wire, views": Program({"reduce_dtype": torch.bfloat16, **_VIEWS}),
+    "int8": Program({"compression": "int8"}, {"wide": True}),
+    "lazy buckets": Program({"lazy_bucket_allocation": True}),
+    "communication hook": Program(prepare=_with_hook),
+    "communication hook, views": Program(_VIEWS, prepare=_with_hook),
+    "buffers": Program(net={"batch_norm": True}),
+    "left-out buckets": Program({"skip_all_reduce_unused_params": True}, leaves_out=True),
+    "check_finite": Program({"check_finite": "warn"}),
+    "sparse": Program(net={"sparse": True}),
+    "reduce_gradients": Program(
+        around=lambda net: net.no_sync(), after=lambda net: net.reduce_gradients()
+    ),
+    "trace": Program(around=tritonddp.trace),
+    "mixed precision": Program(
+        {
+            "mixed_precision": _MixedPrecision(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16
+            )
+        }
+    ),
+}
+
+
+@dataclass
+class Played:
+    """What was recorded.
+
+    Attributes:
+        recorder: of all steps; what it counts is of the last one.
+        buckets: how many there were.
+        gradients: after the last step.
+    """
+
+    recorder: Recorder
+    buckets: int
+    gradients: list[Tensor]
+
+
+def play(
+    program: Program,
+    rank: int,
+    steps: int = WARM_UP + 2,
+    elsewhere: bool = False,
+    plays: bool = True,
+) -> Played:
+    """Some steps of ``program`` on the recorded device, or, without, on the CPU.
+
+    Args:
+        elsewhere: steps are made on another stream than the module is wrapped on.
+    """
+    torch.manual_seed(0)
+    with contextlib.ExitStack() as stack:
+        recorder = stack.enter_context(recording()) if plays else Recorder()
+        place = "cuda" if plays else "cpu"
+        module = Net(**program.net).to(place)
+        net = DistributedDataParallel(module, bucket_cap_mb=_CAP, **program.options)
+        program.prepare(net)
+        if elsewhere:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            stack.enter_context(torch.cuda.stream(side))
+        x = (torch.randn(5, 6) + rank).to(place)
+        for _ in range(steps):
+            recorder.step_begins()
+            program.step(net, x)
+        buckets = len(net.reducer.buckets)
+        given = [param.grad for param in module.parameters() if param.grad is not None]
+        gradients = [grad.detach().to_dense().cpu().clone() for grad in given]
+        if plays:
+            torch.cuda.synchronize()  # the module goes, whatever streams it was used on
+    return Played(recorder, buckets, gradients)
