@@ -55,15 +55,16 @@ class Kernels:
                     recorder.races.append(f"{what} of a tensor that is not on the device")
                 device.touch(recorder.current, tensor, is_write, what)
 
-    def at_address(self, address: int, nbytes: int, writes: bool, what: str) -> None:
-        """The kernel follows an address of its table."""
+    def at_address(self, address: int, nbytes: int, writes: bool, what: str) -> bool:
+        """The kernel follows an address of its table; returns whether that leads anywhere."""
         recorder = self._device.recorder
         memory = recorder.at(address)
         if memory is None or memory.is_pinned:
             recorder.races.append(f"{what} follows an address to no memory of the device")
-            return
+            return False
         first = address - memory.address
         recorder.touch(recorder.current, memory, first, first + nbytes, writes, what)
+        return True
 
     def flatten(self, grid: Any, *arguments: Any) -> None:
         """See ``flatten_kernel``."""
@@ -87,7 +88,8 @@ class Kernels:
                     continue
                 assert address % 16 == 0 or not aligned
                 address += start * size
-                self.at_address(address, count * size, False, "flatten")
+                if not self.at_address(address, count * size, False, "flatten"):
+                    continue
                 content = bytearray(ctypes.string_at(address, count * size))
                 numbers = torch.frombuffer(content, dtype=dtype).to(wide)
                 target.copy_(_narrow(numbers * torch.tensor(scale, dtype=wide), bucket.dtype))
@@ -112,7 +114,8 @@ class Kernels:
                     continue
                 assert address % 16 == 0 or not aligned
                 address += start * size
-                self.at_address(address, count * size, True, "unflatten")
+                if not self.at_address(address, count * size, True, "unflatten"):
+                    continue
                 numbers = _narrow(bucket[offset : offset + count].to(wide) * scale, dtype)
                 ctypes.memmove(address, numbers.contiguous().data_ptr(), count * size)
 

@@ -91,6 +91,12 @@ def _with_hook(net: Any) -> None:
     net.register_comm_hook(None, default_hooks.allreduce_hook)
 
 
+def _frozen(net: Any, x: Tensor) -> None:
+    """A while later the buckets are without them: the first ones, as gradients kept their order."""
+    if net.reducer.counters.reductions == 2:
+        net.module.third.requires_grad_(False)
+
+
 _VIEWS = {"gradient_as_bucket_view": True}
 PROGRAMS = {
     "copies": Program(),
@@ -110,6 +116,7 @@ PROGRAMS = {
     "communication hook, views": Program(_VIEWS, prepare=_with_hook),
     "buffers": Program(net={"batch_norm": True}),
     "left-out buckets": Program({"skip_all_reduce_unused_params": True}, leaves_out=True),
+    "frozen parameters": Program(before=_frozen),
     "check_finite": Program({"check_finite": "warn"}),
     "sparse": Program(net={"sparse": True}),
     "reduce_gradients": Program(

@@ -1,0 +1,39 @@
+"""Each planted fault of :mod:`recording.faults` is found; without one there is nothing to find."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+from as_on_gpu import interpreting_ranks
+from distributed import ranks
+
+from recording.faults import FAULTS
+from recording.programs import PROGRAMS, play
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreting() -> Iterator[None]:
+    with interpreting_ranks():
+        yield
+
+
+def test_there_are_fifteen() -> None:
+    assert len(FAULTS) >= 15
+
+
+@pytest.mark.parametrize("name", list(FAULTS))
+@ranks(2)
+def test_a_planted_fault_is_found(name: str) -> None:
+    fault = FAULTS[name]
+    options = {"steps": fault.steps, "elsewhere": fault.elsewhere}
+    sound = play(PROGRAMS[fault.program], dist.get_rank(), **options).recorder
+    assert not sound.races, sound.report()
+    before = {each.place for each in sound.waits if each.age < 2}
+    with fault.plant():
+        found = play(PROGRAMS[fault.program], dist.get_rank(), **options).recorder
+    if fault.is_wait:
+        assert {each.place for each in found.waits if each.age < 2} - before
+    else:
+        assert found.races
