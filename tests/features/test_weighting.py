@@ -493,3 +493,34 @@ def test_gradients_are_not_weighted_where_the_backward_still_reads_them(
         (alone(x) * (3 if reduction == "mean" else 1)).backward()
         for ours, own in zip(ddp.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, own.grad / 5)
+
+
+@VIEW
+@ranks(2)
+def test_a_parameter_added_in_a_window_that_its_last_backward_does_not_use(view):
+    """On no rank: what it has is of backwards under no_sync, set aside while the last one runs."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(2, 1, bias=False)
+            self.extra = None
+
+        def forward(self, x, uses_extra=False):
+            y = self.first(x).sum()
+            return y + self.extra(x).sum() if uses_extra else y
+
+    torch.manual_seed(0)
+    rank, x = dist.get_rank(), torch.ones(1, 2)
+    net = DistributedDataParallel(Net(), gradient_as_bucket_view=view)
+    net(x).backward()
+    net.module.extra = nn.Linear(2, 1, bias=False)
+    net.zero_grad()
+    for weight in (1, 2):
+        with net.no_sync(), net.weighted(weight):
+            net(weight * x, uses_extra=rank == 1).backward()
+    with net.weighted(3):
+        net(x).backward()
+    # Rank 1 has (1 * 1 + 2 * 2) over the six items of each rank.
+    expected = torch.full((1, 2), 5 / 12)
+    torch.testing.assert_close(net.module.extra.weight.grad, expected)

@@ -103,6 +103,8 @@ class AccumulationWindow(Extension):
     def on_compute_end(self, run: ReductionRun) -> None:
         if run.is_local:
             self.close(self._get_params())
+        else:  # no bucket of this backward has those that were added
+            self.merge([param for _, param in self._parameters.added])
 
     def on_close(self, run: ReductionRun) -> None:
         if not run.is_local:
