@@ -23,6 +23,7 @@ from tritonddp._torch import storage_address, storage_use_count
 from tritonddp.buckets.donation import sole_owners
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
+from tritonddp.kernels.device_tables import DeviceTables
 from tritonddp.kernels.dispatch import Kernels
 from tritonddp.kernels.flat_buffer import Layout
 from tritonddp.kernels.memory_order import dims_by_stride, gradient_strides
@@ -143,7 +144,7 @@ class Bucket:
         # The trailer of the last reduction, what this rank had said in it, and the used flags.
         self.last_trailer: tuple[bytes, bytes, Sequence[float]] | None = None
         self._counts: Tensor | None = None  # of ranks that used a parameter, of a buffer that went
-        self._tables: Any = None  # of a buffer that went
+        self._tables: DeviceTables | None = None  # of a buffer that went
         self.allocate()
         flat: Any = self.flat
         self.nbytes: int = flat.nbytes
@@ -369,9 +370,9 @@ class Bucket:
         """The backward is over: a lazy bucket lets its memory go."""
         if self.is_lazy and self.flat is not None:
             self._counts = self.flat.flags.clone()
-            self._tables = self.flat.tables
-            if self._tables is not None:
-                self._tables.launches.clear()  # which hold the memory
+            if isinstance(tables := self.flat.tables, DeviceTables):
+                tables.launches.clear()  # which hold the memory
+                self._tables = tables
             self.flat = None
             for segment in self.segments:
                 segment.flat = None
