@@ -89,6 +89,8 @@ SHAPES = [(8, 2), (16, 2), (16, 4)]
 @ranks(2)
 def test_a_step_calls_no_more_than_its_budget(case: str) -> None:
     """In all: a bucket whose memory somebody still holds copies, and is called more often."""
+    if case == "large gradients" and sys.version_info < (3, 11):
+        pytest.skip("a profiler of Python 3.10 holds what is in frames: memory seems to be shared")
     gradient, bucket, rest = BUDGETS[case]
     options, size, is_gpu = CASES[case]
     # While torch knows of optimizers in the backward each parameter is asked for them; and it never
