@@ -11,6 +11,11 @@ import torch
 from torch import Tensor
 
 
+def is_capturing() -> bool:
+    """Whether what the current stream is given goes into a CUDA graph, and runs in its replays."""
+    return torch.cuda.is_current_stream_capturing()
+
+
 class Readback:
     """Brings a small tensor from a GPU to the host, which waits for it later or not at all.
 
@@ -22,11 +27,12 @@ class Readback:
         self._event: Any = None
 
     def start(self, tensor: Tensor) -> None:
-        """Copy ``tensor`` as it will be when the current stream comes to this place."""
+        """Copy ``tensor``, which holds no NaN, as it is when the current stream comes here."""
         copy = self._copy
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
             copy = self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._event = torch.cuda.Event()
+        copy.fill_(torch.nan)  # see peek()
         copy.copy_(tensor, non_blocking=True)
         self._event.record(torch.cuda.current_stream(tensor.device))
 
@@ -34,6 +40,10 @@ class Readback:
         """The copy, once it is there; it holds until the next :meth:`start`."""
         self._event.synchronize()
         return self._copy
+
+    def peek(self) -> Tensor | None:
+        """The copy if it is there, which the device, in a capture, cannot be asked."""
+        return None if self._copy.isnan().any() else self._copy
 
 
 def read_together(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -49,8 +59,10 @@ def read_together(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return [each.view(tensor.shape) for each, tensor in zip(numbers, tensors, strict=True)]
 
 
-def upload(target: Tensor, host: Tensor) -> None:
+def upload(target: Tensor, host: Tensor) -> Tensor:
     """Copy ``host``, of the CPU, into ``target``, and wait for nothing.
+
+    Returns what is copied: in a capture it has to live, and stay as it is, as long as the graph.
 
     By a fresh pinned tensor each time: the copy is asynchronous, and writing the next content into
     memory that it still reads would corrupt this one. The caching host allocator reuses a block
@@ -59,10 +71,11 @@ def upload(target: Tensor, host: Tensor) -> None:
     """
     if target.device.type == "cpu":
         target.copy_(host)
-        return
+        return host
     pinned = torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
     pinned.copy_(host)
     target.copy_(pinned, non_blocking=True)
+    return pinned
 
 
 def uploaded(host: Tensor, device: torch.device) -> Tensor:

@@ -82,6 +82,8 @@ def patched(recorder: Recorder) -> Iterator[None]:
 
         def query(self) -> bool:
             """A device that is as far behind as a program may expect it to be."""
+            if recorder.capturing:
+                recorder.races.append("an event is asked for while a CUDA graph is captured")
             if recorder.steps - self.step < _FAR_BEHIND:
                 return recorder.host.knows_all(self.clock)
             recorder.host.join(self.clock)

@@ -173,12 +173,14 @@ def patched(device: Any, without_modes: Callable[[], Any]) -> Iterator[None]:
         by_address=True,
         segments=dispatch._whole,
         donates=dispatch._never,
+        tables=device_tables.DeviceTables.of,
     )
     quantized = dispatch.QuantizedKernels(
         quantize.quantize,
         reduce_parts.reduce_parts,
         dispatch._leave_factor,
         dequantize.dequantize,
+        quantize.QuantizedTables.of,
     )
     on_cpu = dispatch._for_device_type, dispatch._quantized_for
     fakes = [

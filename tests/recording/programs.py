@@ -20,7 +20,7 @@ from tritonddp import DistributedDataParallel
 # Until then buckets follow the order of gradients, and steps are measured for the logging data.
 WARM_UP = 12
 # About 600 bytes: two buckets and more.
-_CAP = 0.0006
+CAP = 0.0006
 
 
 class Net(nn.Module):
@@ -165,7 +165,7 @@ def play(
         recorder = stack.enter_context(recording()) if plays else Recorder()
         place = "cuda" if plays else "cpu"
         module = Net(**program.net).to(place)
-        net = DistributedDataParallel(module, bucket_cap_mb=_CAP, **program.options)
+        net = DistributedDataParallel(module, bucket_cap_mb=CAP, **program.options)
         program.prepare(net)
         if elsewhere:
             side = torch.cuda.Stream()

@@ -13,7 +13,7 @@ import itertools
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -86,6 +86,8 @@ class Memory:
     home: Timeline  # the stream whose pool it comes from
     accesses: list[Access] = field(default_factory=list)
     guards: set[Timeline] = field(default_factory=set)  # streams of record_stream
+    is_captured: bool = False  # a CUDA graph uses it
+    is_of_graph: bool = False  # and it comes from its pool
 
 
 class Wait(NamedTuple):
@@ -139,7 +141,8 @@ class Recorder:
         collectives: by name.
         allocations: of device memory, by the package.
         pinned: likewise, of pinned memory.
-        capturing: a CUDA graph is being captured; see :meth:`refuse_in_capture`.
+        capturing: a CUDA graph is being captured: the host must not ask the device anything.
+        has_graph: one has been, and may be replayed.
     """
 
     def __init__(self) -> None:
@@ -154,7 +157,7 @@ class Recorder:
         self.collectives: Counter[str] = Counter()
         self.allocations = 0
         self.pinned = 0
-        self.capturing = False
+        self.capturing = self.has_graph = False
         self.keeps_stacks = True
         self.steps = 0
 
@@ -165,6 +168,20 @@ class Recorder:
         stream = Timeline(f"{name} {len(self.streams)}")
         self.streams.append(stream)
         return stream
+
+    @contextlib.contextmanager
+    def graph(self) -> Iterator[None]:
+        """Context: as ``torch.cuda.graph``, but what is captured runs at once."""
+        for each in self.streams:
+            self.host.join(each.clock)
+        former, self.current = self.current, self.new_stream("the captured stream")
+        self.capturing = self.has_graph = True
+        try:
+            yield
+        finally:
+            self.capturing = False
+            former.join(self.current.clock)
+            self.current = former
 
     def stack(self) -> str:
         """Of what happens now."""
@@ -191,7 +208,7 @@ class Recorder:
 
     def allocated(self, key: int, address: int, nbytes: int, is_pinned: bool = False) -> Memory:
         """There is new memory, which ``key`` stands for."""
-        memory = Memory(address, nbytes, is_pinned, self.current)
+        memory = Memory(address, nbytes, is_pinned, self.current, is_of_graph=self.capturing)
         self.live[key] = memory
         if by_package():
             self.allocations += not is_pinned
@@ -203,7 +220,11 @@ class Recorder:
         if self.live.get(key) is memory:
             del self.live[key]
         if memory.is_pinned:  # the caching host allocator waits for the copies that use it
+            if memory.is_captured and self.has_graph:
+                self.races.append("pinned memory is given back that a CUDA graph copies")
             return
+        if memory.is_captured and not memory.is_of_graph and self.has_graph:
+            self.races.append(f"{memory.nbytes} bytes are given back that a CUDA graph uses")
         # Its pool waits for the streams of record_stream, as far as they have come by now; and what
         # the host has waited for is over.
         known_by = [memory.home, *memory.guards, self.host]
@@ -231,6 +252,7 @@ class Recorder:
         """``timeline`` reads or writes bytes ``[first, end)`` of ``memory``."""
         if first >= end:
             return
+        memory.is_captured |= self.capturing and timeline is not self.host
         mine = Access(timeline, timeline.now, what, first, end, writes, self.stack())
         kept = []
         for access in memory.accesses:

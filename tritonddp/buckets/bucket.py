@@ -169,7 +169,10 @@ class Bucket:
         """Make a buffer."""
         params = self.params
         flat = self._kernels.buffer(self._layout, self._wire_dtype, params[0].device)
-        flat.tables = self._tables
+        if self._tables is None:
+            self._kernels.tables(flat)
+        else:
+            flat.tables = self._tables
         for segment in self.segments:
             is_whole = segment.last - segment.first == len(params)
             segment.flat = flat if is_whole else flat.part(segment.first, segment.last)
@@ -377,10 +380,18 @@ class Bucket:
             for segment in self.segments:
                 segment.flat = None
 
+    def capture(self) -> None:
+        """A CUDA graph begins that reduces this bucket."""
+        tables = self._tables if self.flat is None else self._kernels.tables(self.flat)
+        if tables is not None:
+            tables.capture()
+
     def let_go(self) -> None:
         """It is dropped, perhaps while a GPU still unflattens it."""
         if self.flat is not None:
             let_go(*self.flat.memory)
+            if (tables := self._kernels.tables(self.flat)) is not None:
+                let_go(*tables.memory)
 
     def _donate(self, grads: list[Tensor | None], before: dict[int, tuple[Tensor, int]]) -> None:
         """Make ``.grad`` of what is donated a part of the buffer, and leave it out of ``grads``."""

@@ -123,6 +123,7 @@ class ReductionRun:
         creates_graph: the backward runs with ``create_graph=True``.
         is_alone: it is of the only rank, and nothing is exchanged.
         is_late: its first gradient had come when it was noticed.
+        is_captured: it goes into a CUDA graph, and is made by its replays.
     """
 
     # What most runs leave as it is: an attribute that is not set costs nothing.
@@ -153,6 +154,7 @@ class ReductionRun:
     graph_task = -1
     creates_graph = False
     is_late = False
+    is_captured = False
 
     def __init__(
         self,

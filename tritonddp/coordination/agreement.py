@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tritonddp._device import Readback
+from tritonddp._device import Readback, is_capturing
 from tritonddp._torch import group_backend
 from tritonddp.coordination.group import Group
 
@@ -297,7 +297,7 @@ class Agreement:
         if headers.device.type == "cpu":
             unit = self._check(headers, said, where)
             self.unit = self.unit if unit is None else unit
-        elif where not in self.pending:  # before an interrupt
+        elif where not in self.pending and not is_capturing():  # before an interrupt
             readback = self._idle.pop() if self._idle else Readback()
             readback.start(headers)
             self._last = where
@@ -312,7 +312,9 @@ class Agreement:
         """
         while len(self.pending) > (0 if newest else 1):
             where, (readback, said) = next(iter(self.pending.items()))
-            headers = readback.wait()
+            headers = readback.peek() if is_capturing() else readback.wait()
+            if headers is None:
+                return
             try:
                 unit = self._check(headers, said, where)
             except Mismatch:

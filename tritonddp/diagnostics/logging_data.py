@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonddp._device import Moments
+from tritonddp._device import Moments, is_capturing
 from tritonddp._torch import gloo_threads, group_backend
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.comm.run import ReductionRun
@@ -165,6 +165,9 @@ class Sampler(Extension):
 
     def forward_begins(self) -> None:
         """A step begins that may be measured: read what the last sample has come to."""
+        if self._device is not None and self._device.type == "cuda" and is_capturing():
+            self._drop()
+            return
         if self.moments is not None:
             self._close(self.moments)
         if self.iteration > FIRST and self.iteration % self.rate:
@@ -217,6 +220,9 @@ class Sampler(Extension):
                 self.times |= {field: time, mean: total // self._recorded}
             for field, moment in _STAMPS:
                 self.times[field] = moments.host(moment)
+        self._drop()
+
+    def _drop(self) -> None:
         self.moments = None
         reducer = self._reducer()
         if reducer is not None:

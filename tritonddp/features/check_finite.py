@@ -30,6 +30,8 @@ def check_mode(mode: Any) -> None:
 class FiniteCheck(Extension):
     """Tells what the marks of the buckets say when a reduction is over."""
 
+    reads_device = "which gradients are not finite (check_finite)"
+
     def __init__(self, mode: str, group: Group) -> None:
         self._mode = mode
         self._group = group

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonddp._device import upload, uploaded
+from tritonddp._device import is_capturing, upload, uploaded
 from tritonddp.kernels.flat_buffer import FlatBuffer
 
 # In elements of the wire dtype: the bucket side of every 16-byte access is then aligned for any
@@ -83,6 +83,8 @@ class DeviceTables:
         self._used: list[bool] = [False] * len(layout.numels)
         self._headers: Sequence[int] = bytes(layout.headers)
         self._scale = 0.0
+        self._is_captured = False
+        self._captured: list[Tensor] = []  # what the copies in CUDA graphs read
 
     def _rows(self, flat: FlatBuffer, block: int) -> Tensor:
         """The rows of :attr:`chunks`, on the CPU."""
@@ -139,7 +141,7 @@ class DeviceTables:
             or (used is not None and used != self._used)
             or (headers is not None and (headers or b"") != self._headers)
             # 0.0 equals -0.0.
-            or (scale is not None and (scale != self._scale or not scale))
+            or (scale is not None and (scale != self._scale or not scale or self._is_captured))
         ):
             self._change(grads, addresses, dtype, used, scale, headers)
         return dtype
@@ -170,10 +172,24 @@ class DeviceTables:
         # The scale by its bits: -0.0 equals 0.0 and NaN does not equal itself.
         (bits,) = unpack("<q", pack("<d", self._scale))
         words = [*addresses, *map(int, map(bool, used)), *headers, bits]
-        if words != self._words:
-            upload(self.dynamic, torch.frombuffer(array("q", words), dtype=torch.int64))
+        if words != self._words or (self._is_captured and scale is not None):
+            pinned = upload(self.dynamic, torch.frombuffer(array("q", words), dtype=torch.int64))
             self._words = words
             self.uploads += 1
+            if self._is_captured and is_capturing():
+                self._captured.append(pinned)
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """All that kernels reach."""
+        return [self.chunks, self.dynamic, self.one]
+
+    def capture(self) -> None:
+        """A CUDA graph begins whose launches read :attr:`dynamic`.
+
+        From now on each ``flatten`` brings its table along: what is there may be a replay's.
+        """
+        self._is_captured = True
 
     def _check(self, grads: Sequence[Tensor | None], dtype: torch.dtype | None) -> None:
         # An address tells the kernel nothing about what lies there: a wrong dtype would be read

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,10 @@ from tritonddp.kernels.quantized.buffer import Quantization, QuantizedBuffer
 
 # What gradients may be.
 GRADIENT_DTYPES = (*DTYPES, *REAL)
+
+
+def _none(flat: FlatBuffer) -> None:
+    """On the CPU there are no tables."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,8 @@ class Kernels:
     donates: Callable[[Layout], bool]
     buffer: Callable[[Layout, torch.dtype, torch.device], FlatBuffer] = FlatBuffer
     marks: Marks | None = None  # of gradients that are not finite; None: flatten does not look
+    # Makes the tables of a buffer, which cannot be made while a CUDA graph is captured.
+    tables: Callable[[FlatBuffer], Any] = _none
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,7 @@ class QuantizedKernels:
     # that is left for unflatten.
     receive: Callable[[QuantizedBuffer, Tensor | None], Tensor | None]
     unflatten: Callable[..., None]
+    tables: Callable[[FlatBuffer], Any] = _none  # see Kernels
 
 
 def select(
@@ -75,6 +83,7 @@ def quantizing(kernels: Kernels, device: torch.device, quantization: Quantizatio
         kernels,
         flatten=quantized.quantize,
         unflatten=quantized.unflatten,
+        tables=quantized.tables,
         by_address=True,  # blocks follow the memory order
         buffer=partial(QuantizedBuffer, quantization),
     )
@@ -120,13 +129,18 @@ def _quantized_for(device_type: str) -> QuantizedKernels:
     from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
 
     return QuantizedKernels(
-        quantize.quantize, reduce_parts.reduce_parts, _leave_factor, dequantize.dequantize
+        *(quantize.quantize, reduce_parts.reduce_parts, _leave_factor, dequantize.dequantize),
+        tables=quantize.QuantizedTables.of,
     )
 
 
 def _leave_factor(flat: QuantizedBuffer, factor: Tensor | None) -> Tensor | None:
     """On a GPU ``unflatten`` reads the message."""
     return factor
+
+
+def _of_real_parts(tables: Callable[[FlatBuffer], Any], flat: Any) -> Any:
+    return tables(flat.real)
 
 
 @cache
@@ -137,6 +151,7 @@ def _for_complex(kernels: Kernels) -> Kernels:
         unflatten=on_real_parts(kernels.unflatten),
         by_address=True,  # what is flagged as conjugate has no real parts to be written to
         donates=_never,
+        tables=partial(_of_real_parts, kernels.tables),
         buffer=ComplexBuffer,
     )
 
@@ -180,6 +195,7 @@ def _for_device_type(device_type: str) -> Kernels:
         by_address=True,
         segments=_whole,
         donates=_never,
+        tables=device_tables.DeviceTables.of,
     )
 
 

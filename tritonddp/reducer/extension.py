@@ -13,7 +13,13 @@ class Extension:
     """What a reducer does beside the plain mean. Override what you need; the rest costs nothing.
 
     An extension may live as long as the reducer, and must not hold it.
+
+    Attributes:
+        reads_device: what the host asks the device in each backward, in words, for errors: then no
+            CUDA graph can hold one. Empty if nothing.
     """
+
+    reads_device = ""
 
     def on_forward(self) -> None:
         """A forward is about to run. May raise what the last backward has left."""

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from tritonddp._device import is_capturing
 from tritonddp._torch import (
     compiled_autograd_runs,
     current_autograd_node,
@@ -32,6 +33,7 @@ from tritonddp._torch import (
     register_post_accumulate_grad_hook,
 )
 from tritonddp.buckets.assignment import BucketCaps
+from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.formats import BucketFactory, WireFormat
 from tritonddp.buckets.manager import REBUILD_AFTER, BucketManager
 from tritonddp.buckets.parameters import ModuleParameters
@@ -44,7 +46,7 @@ from tritonddp.coordination.agreement import Agreement, GradSource, Mismatch
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
-from tritonddp.reducer import recovery
+from tritonddp.reducer import capture, recovery
 from tritonddp.reducer.extension import Events, SyncState
 from tritonddp.reducer.output_hooks import Forward, Forwards, tell, watch
 from tritonddp.reducer.participation import ReentrantGrads, accumulates, as_trainable
@@ -133,6 +135,8 @@ class Reducer:
         self.finalizes_manually = False  # backwards end in finalize_backward()
         self.is_detached = False  # hooks were removed: no backward is noticed any more
         self.steps_optimizers = False  # in the backward
+        # Buckets that CUDA graphs reduce: those use their memory as long as they live.
+        self.captured: list[Bucket] = []
         # Of torch.distributed.autograd: the backward that is reduced, or broke off, and the id of
         # the last one that went through an output, reduced or not; see in_context.py.
         self.in_context: Any = None
@@ -282,7 +286,10 @@ class Reducer:
             )
         if len(self.agreement.pending) > 1:
             self.check_pending(newest=False)
-        if self.forwards.decide(forward, self.sync, self.where):
+        is_reduced = self.forwards.decide(forward, self.sync, self.where)
+        if self.is_on_gpu and is_capturing():
+            capture.begin(self, missing, is_reduced)
+        if is_reduced:
             self._open(forward, reached, missing)
         else:
             self._open_local(forward, reached)
@@ -302,6 +309,7 @@ class Reducer:
         run.is_late, run.reached = forward is None, reached
         run.earlier, run.came = self.accumulated, tracker.log
         run.has_missing = bool(missing)
+        run.is_captured = self.is_on_gpu and is_capturing()
         doubtful: Collection[int] = _NONE
         if not manager.is_provisional and (missing or self.reentrant.has_come):
             doubtful = self.reentrant.may_come(set(missing))
@@ -563,7 +571,9 @@ class Reducer:
             if run.is_alone:
                 run.bucket_set.make_views()
             run.finish()
-            if (
+            if run.is_captured:
+                run.is_finished = True
+            elif (
                 manager.is_provisional
                 or manager.since_change + 1 == REBUILD_AFTER
                 or self.parameters.is_uncommitted
@@ -634,6 +644,7 @@ class Reducer:
     def _follow_buckets(self) -> None:
         """Lists and hooks by the numbers of the parameters in the buckets in force."""
         current = self.manager.current
+        self.is_on_gpu = any(param.is_cuda for param in current.params)
         self.accumulated = [False] * len(current.params)
         self.parameters.set_bucketed(current.names, current.params)
         self._watch_added(())

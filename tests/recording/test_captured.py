@@ -1,0 +1,159 @@
+"""CUDA graphs: what is captured needs nothing of the host; what no replay could do is refused.
+
+As far as a machine without a GPU can tell: what the host does while a graph is captured, and which
+memory the graph goes on to use. Replays are those of ``tests/gpu``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from as_on_gpu import interpreting_ranks
+from distributed import gather, ranks
+from torch import Tensor, nn
+
+from recording.device import recording
+from recording.programs import CAP, PROGRAMS, Net, Program
+from recording.recorder import Recorder
+from tritonddp import DistributedDataParallel
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreting() -> Iterator[None]:
+    with interpreting_ranks():
+        yield
+
+
+class Run:
+    """A program on the recorded device, step by step."""
+
+    def __init__(self, program: Program, recorder: Recorder) -> None:
+        self.program, self.recorder = program, recorder
+        torch.manual_seed(0)
+        self.module = Net(**program.net).to("cuda")
+        self.net = DistributedDataParallel(self.module, bucket_cap_mb=CAP, **program.options)
+        program.prepare(self.net)
+        self.x = (torch.randn(5, 6) + dist.get_rank()).to("cuda")
+
+    def step(self) -> None:
+        self.recorder.step_begins()
+        self.program.step(self.net, self.x)
+
+    def gradients(self) -> list[Tensor]:
+        return [p.grad.detach().cpu() for p in self.module.parameters() if p.grad is not None]
+
+
+@contextlib.contextmanager
+def running(program: Program) -> Iterator[Run]:
+    with recording() as recorder:
+        run = Run(program, recorder)
+        yield run
+        recorder.has_graph = False
+        torch.cuda.synchronize()
+        assert not recorder.races, recorder.report()
+
+
+CAPTURED = [
+    *("copies", "copies, zeroed in place", "views", "views, zeroed in place", "bf16 wire"),
+    *("bf16 wire, views", "int8", "lazy buckets", "communication hook", "buffers"),
+    "mixed precision",
+]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", CAPTURED)
+@ranks(2)
+def test_after_one_step_a_step_is_captured(name: str) -> None:
+    with running(PROGRAMS[name]) as run:
+        run.step()
+        with run.recorder.graph():
+            run.step()
+        captured = run.recorder.launches, run.recorder.collectives
+        assert captured[0]["flatten"] + captured[0]["quantize"] == len(run.net.reducer.buckets)
+        # The tables of the graph go up with it.
+        assert captured[0]["copy to the device"] >= len(run.net.reducer.buckets)
+        assert captured[0]["copy to the host"] == 0
+        assert not run.recorder.waits
+        expected = run.gradients()
+        run.step()
+        assert run.recorder.collectives == captured[1]
+        # What a replay has left on the device is not what an eager step reads.
+        assert run.recorder.launches["copy to the device"] >= len(run.net.reducer.buckets)
+        if run.program.options.get("compression") is None:
+            torch.testing.assert_close(run.gradients(), expected, rtol=0, atol=0)
+
+
+@ranks(2)
+def test_buckets_outlive_a_graph_that_reduces_them() -> None:
+    with running(PROGRAMS["copies"]) as run:
+        run.step()
+        with run.recorder.graph():
+            run.step()
+        run.module.third.requires_grad_(False)
+        for _ in range(12):  # buckets are made anew
+            run.step()
+        assert len(run.net.core.captured) == 2
+        assert set(run.net.core.captured).isdisjoint(run.net.reducer.buckets)
+
+
+def _add(net: Any, x: Tensor) -> None:
+    net.module.third = nn.Linear(8, 8).to("cuda")
+
+
+REFUSED: dict[str, tuple[Program, str]] = {
+    "unused parameters": (PROGRAMS["unused parameters"], r"does not reach 'third\.bias'"),
+    "weights": (PROGRAMS["weights"], r"weighted\(n\)"),
+    "no_sync": (PROGRAMS["no_sync"], "under no_sync"),
+    "check_finite": (PROGRAMS["check_finite"], "check_finite"),
+    "sparse": (PROGRAMS["sparse"], "sparse gradients"),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+@ranks(2)
+def test_what_no_replay_could_do_is_refused_and_training_goes_on(name: str) -> None:
+    program, said = REFUSED[name]
+    with recording() as recorder:
+        run = Run(program, recorder)
+        run.step()
+        said = rf"step \d, while a CUDA graph is .*{said}"
+        with pytest.raises(RuntimeError, match=said), recorder.graph():
+            run.step()
+        assert not recorder.races, recorder.report()
+        run.step()
+        sums = gather([float(gradient.sum()) for gradient in run.gradients()])
+        assert sums[0] == sums[1]
+
+
+@pytest.mark.parametrize("change", [None, _add], ids=["at first", "after a change"])
+@ranks(2)
+def test_a_first_step_is_wanted(change: Callable[..., Any] | None) -> None:
+    with recording() as recorder:
+        run = Run(PROGRAMS["copies"], recorder)
+        if change is not None:
+            run.step()
+            change(run.net, run.x)
+        said = "run one step, forward and backward"
+        with pytest.raises(RuntimeError, match=said), recorder.graph():
+            run.step()
+        run.step()
+        with recorder.graph():
+            run.step()
+
+
+@ranks(2)
+def test_what_the_ranks_have_said_is_looked_at_before() -> None:
+    with recording() as recorder:
+        run = Run(PROGRAMS["copies"], recorder)
+        run.step()
+        weighted = run.net.weighted(2) if dist.get_rank() else contextlib.nullcontext()
+        with weighted:
+            run.step()
+        said = "the mean is weighted on some ranks only"
+        with pytest.raises(RuntimeError, match=said), recorder.graph():
+            run.step()

@@ -1,0 +1,70 @@
+"""CUDA graphs: backwards that are captured, to be replayed without any of this code.
+
+A replay does on the device what was captured: it gathers the gradients, reduces them and takes them
+apart, each bucket with a table of its own. The host takes no part: it neither compares what the
+ranks say of themselves nor notices that parameters were unused, frozen or added. So what a replay
+could not do is refused when it is captured, and what the ranks said before that is looked at then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from tritonddp.coordination.failures import listed
+
+if TYPE_CHECKING:
+    from tritonddp.reducer.reducer import Reducer
+
+
+def begin(reducer: Reducer, missing: Collection[int], is_reduced: bool) -> None:
+    """A backward is captured.
+
+    Args:
+        missing: numbers of the parameters that it does not reach.
+        is_reduced: not under ``no_sync``.
+
+    Raises:
+        RuntimeError: its replays would not do what it does.
+    """
+    problem = _problem(reducer, missing, is_reduced)
+    if problem is not None:
+        raise RuntimeError(f"{reducer.where()}, while a CUDA graph is captured: {problem}")
+    reducer.check_pending()
+    for bucket in reducer.manager.current.buckets:
+        bucket.capture()
+    reducer.captured += reducer.manager.current.buckets
+
+
+def _problem(reducer: Reducer, missing: Collection[int], is_reduced: bool) -> str | None:
+    """What is in the way, and what to do."""
+    manager, sync = reducer.manager, reducer.sync
+    if not is_reduced:
+        return (
+            "a backward under no_sync accumulates, and the host does not notice its replays: "
+            "capture reduced backwards only, or run the accumulating ones without a graph"
+        )
+    if manager.is_provisional or reducer.parameters.is_uncommitted:
+        return (
+            "no backward has been reduced since the module was wrapped, or its parameters changed: "
+            "run one step, forward and backward, on a side stream before"
+        )
+    if missing:
+        names = [manager.current.names[number] for number in sorted(missing)]
+        return (
+            f"the backward does not reach {listed(names)}. Whether another rank has used them the "
+            "host would have to ask in each replay: use all parameters, or freeze them "
+            "(requires_grad_(False)) and run ten steps before"
+        )
+    if sync.weight is not None:
+        return "weighted(n) would mean this n in all replays: run such backwards without a graph"
+    if sync.join is not None:
+        return "inside join() the ranks ask each other in each forward: leave join() before"
+    asks = [each.reads_device for each in reducer.events.extensions if each.reads_device]
+    if any(bucket.is_sparse for bucket in manager.current.buckets):
+        asks.append("how many rows the sparse gradients have")
+    if manager.planner is not None:
+        asks.append('how long backwards take (compression="auto")')
+    if asks:
+        return f"the host has to ask the device {asks[0]}: do without that, or without a graph"
+    return None
