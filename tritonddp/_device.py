@@ -25,11 +25,13 @@ class Readback:
     def __init__(self) -> None:
         self._copy: Any = None
         self._event: Any = None
+        self._kind: Any = None
 
     def start(self, tensor: Tensor) -> None:
         """Copy ``tensor``, which holds no NaN, as it is when the current stream comes here."""
-        copy = self._copy
-        if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+        copy, kind = self._copy, (tensor.shape, tensor.dtype, tensor.device)
+        if copy is None or kind != self._kind:  # an event belongs to one device
+            self._kind = kind
             copy = self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._event = torch.cuda.Event()
         copy.fill_(torch.nan)  # see peek()
@@ -47,16 +49,22 @@ class Readback:
 
 
 def read_together(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Some small tensors of one device on the host, with their shapes: by one copy, and one wait.
+    """Some small tensors on the host, with their shapes: by one copy and one wait a device.
 
     Those of a GPU come as fp64.
     """
-    if not tensors or tensors[0].is_cpu:
-        return tensors
-    readback = Readback()
-    readback.start(torch.cat([tensor.reshape(-1).double() for tensor in tensors]))
-    numbers = readback.wait().split([tensor.numel() for tensor in tensors])
-    return [each.view(tensor.shape) for each, tensor in zip(numbers, tensors, strict=True)]
+    found = list(tensors)
+    started = []
+    for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
+        places = [place for place, tensor in enumerate(tensors) if tensor.device == device]
+        readback = Readback()
+        readback.start(torch.cat([tensors[place].reshape(-1).double() for place in places]))
+        started.append((places, readback))
+    for places, readback in started:
+        numbers = readback.wait().split([tensors[place].numel() for place in places])
+        for place, each in zip(places, numbers, strict=True):
+            found[place] = each.view(tensors[place].shape)
+    return found
 
 
 def upload(target: Tensor, host: Tensor) -> Tensor:

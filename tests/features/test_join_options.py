@@ -121,8 +121,10 @@ def test_hooks_run_on_ranks_that_have_left_as_in_stock(name: str) -> None:
             return ddp.module.state_dict()
 
         ours = train_with_hook(DistributedDataParallel)
-        # In stock the collectives of PowerSGD get mixed up.
-        expected = Alone(counts).final if name == "powerSGD" else train_with_hook(Stock, **STOCK)
+        # In stock the collectives of PowerSGD get mixed up; and on a loaded machine, with fp16 and
+        # ranks that have left, one training in a thousand ends elsewhere on all ranks.
+        is_known = name in ("powerSGD", "fp16")
+        expected = Alone(counts).final if is_known else train_with_hook(Stock, **STOCK)
         torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
         assert_same_on_all_ranks(list(ours.values()))
 

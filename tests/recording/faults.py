@@ -20,7 +20,6 @@ from tritonddp import _device
 from tritonddp.buckets import bucket, formats
 from tritonddp.comm import quantized
 from tritonddp.comm.all_reduce import AllReduce
-from tritonddp.coordination import agreement
 from tritonddp.kernels import device_tables, dispatch, flatten, unflatten
 from tritonddp.kernels.device_tables import DeviceTables
 
@@ -34,7 +33,7 @@ class Fault:
         plant: context in which it is there.
         is_wait: the host waits; else there is a race.
         elsewhere, steps: see :func:`recording.programs.play`. Buckets follow the order of gradients
-            after the first step, and headers are read in the third.
+            after the first step, and headers are read in the next one.
     """
 
     program: str
@@ -94,13 +93,6 @@ def the_event_of_a_copy_comes_before_it() -> Iterator[None]:
         self._copy.copy_(tensor, non_blocking=True)
 
     with mock.patch.object(_device.Readback, "start", early):
-        yield
-
-
-@fault("copies", is_wait=True)  # for the event of the newest
-def one_pinned_copy_serves_all_headers() -> Iterator[None]:
-    kept = _device.Readback()
-    with mock.patch.object(agreement, "Readback", return_value=kept):
         yield
 
 

@@ -296,7 +296,7 @@ class Bucket:
                 fits = False  # a missing or a sparse gradient
             if not fits:
                 given, grads = grads, self._all_to_slot_layout(segment, grads)
-                if all(map(is_, given, grads)) and None not in grads:
+                if NoneType not in map(type, grads) and all(map(is_, given, grads)):
                     segment.strides = tuple(map(Tensor.stride, grads))
         sources = grads if scale else [None] * len(grads)
         if not earlier:
@@ -366,7 +366,7 @@ class Bucket:
         if self.flat is not None:
             self.flat.known_flags = None
         self._grads = [None] * len(self._grads)
-        self.wants_flags = False
+        self.wants_flags, self.flags_on_host = False, None
         self.before = {}
 
     def release(self) -> None:

@@ -123,6 +123,7 @@ class ReductionRun:
         creates_graph: the backward runs with ``create_graph=True``.
         is_alone: it is of the only rank, and nothing is exchanged.
         is_late: its first gradient had come when it was noticed.
+        has_headers: those of all ranks have been read, once.
         is_captured: it goes into a CUDA graph, and is made by its replays.
     """
 
@@ -155,6 +156,7 @@ class ReductionRun:
     creates_graph = False
     is_late = False
     is_captured = False
+    has_headers = False
 
     def __init__(
         self,
@@ -367,8 +369,9 @@ class ReductionRun:
 
     def read_headers(self, headers: Tensor) -> None:
         """The headers of all ranks are there, in the first bucket."""
-        if self.factor is None:
+        if not self.has_headers:
             self.factor = self.agreement.read(headers, self.where)
+            self.has_headers = True
 
     def explain(
         self, bucket: Bucket, error: BaseException, what: str | None = None

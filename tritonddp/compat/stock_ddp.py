@@ -209,7 +209,7 @@ class StockDDPNames:
         """What stock puts off until the first forward is done when that has begun."""
         return self.core.forwards_begun > 0
 
-    def _do_nothing(self, *_: Any) -> None:
+    def _do_nothing(self, *_: Any, **__: Any) -> None:
         """Nothing is put off, and what stock has to be told is seen here in any case."""
 
     _lazy_init = _assign_modules_buffers = _clear_grad_buffer = _set_sparse_metadata = _do_nothing

@@ -190,21 +190,8 @@ def _by_rank(words: dict[int, str]) -> str:
     return "; ".join(f"rank {rank}: {what}" for rank, what in words.items())
 
 
-@dataclass(frozen=True)
-class _Said:
-    """What this rank has said in a reduction, to compare the answer with."""
-
-    header: RankHeader
-    all_alike: Tensor  # the headers of all ranks if they say the same, fp32
-    over_present: bool  # see Agreement.open
-
-
 class Agreement:
     """What this rank says at the beginning of each reduction, and whether all say the same.
-
-    On a GPU the host does not wait for the answer: it is looked at when the reduction after the
-    next one begins, on all ranks alike. A device that is less than a whole step behind keeps no
-    host waiting.
 
     Attributes:
         group: the ranks.
@@ -215,7 +202,7 @@ class Agreement:
         scale: by which gradients are multiplied before the sum: the weight, or 1, over the number
             of ranks unless something else divides by that.
         unit: in which weights are counted, alike on all ranks: about the last ones.
-        pending: on a GPU, by where it was: headers that are not looked at yet, and what was said.
+        pending: on a GPU, where the host does not wait for the headers: they are not looked at yet.
     """
 
     def __init__(self, group: Group) -> None:
@@ -225,11 +212,12 @@ class Agreement:
         self.is_unanimous = False
         self.scale = 1.0 / group.size
         self.unit = _FIRST_UNIT
-        self.pending: dict[str, tuple[Readback, _Said]] = {}
-        self._idle: list[Readback] = []
-        self._units: dict[str, float] = {}  # that follow from what was looked at, not yet in force
-        self._last = ""  # where headers were read last
-        self._said = _Said(RankHeader(bytes(3), GradSource.BROKEN), torch.empty(0), False)
+        self.pending = False
+        self._where = ""
+        self._header = RankHeader(bytes(3), GradSource.BROKEN)  # in the last reduction
+        self._over_present = False
+        self._all_alike = torch.empty(0)
+        self._readback = Readback()
         self._is_alone = False  # the group exchanges nothing, which was said once
 
     def open(
@@ -252,17 +240,15 @@ class Agreement:
             averages: gradients are divided by the number of ranks before they are sent.
         """
         self.key = None  # until all that follows from it is there
-        if self._units:
-            self._take_units()
         items = None if weight is None else weight.items
-        header = RankHeader(schema, source, items, skipped_hash(skipped))
+        self._header = RankHeader(schema, source, items, skipped_hash(skipped))
+        self._over_present = over_present
         self.scale = 1.0 if weight is None else weight.scale / self.unit
         if averages:
             self.scale /= self.group.size
-        self.encoded = header.encode(self.group.rank, self.group.size)
+        self.encoded = self._header.encode(self.group.rank, self.group.size)
         mine = self.encoded[self.group.rank * BYTES :][:BYTES]
-        all_alike = torch.tensor([*mine] * self.group.size, dtype=torch.float32)
-        self._said = _Said(header, all_alike, over_present)
+        self._all_alike = torch.tensor([*mine] * self.group.size, dtype=torch.float32)
         self.is_unanimous = False
         self.key = schema, source, weight, skipped, over_present, averages
 
@@ -271,7 +257,7 @@ class Agreement:
 
         Args:
             headers: of all ranks, reduced.
-            where: this rank and step, for messages; not that of other headers that are pending.
+            where: this rank and step, for messages.
 
         Returns:
             The factor by which the sum over ranks has to be multiplied, fp64 ``(1,)``; ``None``
@@ -280,10 +266,10 @@ class Agreement:
         Raises:
             Mismatch: see :func:`check`. On a GPU :meth:`check_pending` raises it.
         """
-        said, size = self._said, self.group.size
-        header = said.header
+        self._where = where
+        header, size = self._header, self.group.size
         factor: Tensor | None = None
-        if said.over_present:
+        if self._over_present:
             have_inputs = headers.view(-1, BYTES)[:, -1] != GradSource.JOINED
             factor = (size / have_inputs.sum().to(torch.float64)).view(1)
         if header.weight is not None:
@@ -295,75 +281,48 @@ class Agreement:
                 weighted = torch.where(total.isnan(), without, weighted)
             factor = weighted
         if headers.device.type == "cpu":
-            unit = self._check(headers, said, where)
-            self.unit = self.unit if unit is None else unit
-        elif where not in self.pending and not is_capturing():  # before an interrupt
-            readback = self._idle.pop() if self._idle else Readback()
-            readback.start(headers)
-            self._last = where
-            self.pending[where] = readback, said
+            self._check(headers)
+        elif not is_capturing():  # the host does not wait for the device here
+            self._readback.start(headers)
+            self.pending = True
         return factor
 
-    def check_pending(self, newest: bool = True) -> None:
-        """Look at headers that could not be looked at, and raise what :meth:`read` would have.
+    def check_pending(self) -> None:
+        """Wait for headers that could not be looked at, and raise what :meth:`read` would have."""
+        if self.pending:
+            headers = self._readback.peek() if is_capturing() else self._readback.wait()
+            if headers is not None:
+                self.pending = False
+                self._check(headers)
 
-        Args:
-            newest: also at the last ones, which the host waits for; on all ranks alike.
-        """
-        while len(self.pending) > (0 if newest else 1):
-            where, (readback, said) = next(iter(self.pending.items()))
-            headers = readback.peek() if is_capturing() else readback.wait()
-            if headers is None:
-                return
-            try:
-                unit = self._check(headers, said, where)
-            except Mismatch:
-                self.pending.clear()
-                self._units.clear()
-                raise
-            if unit is not None:
-                self._units[where] = unit
-            # (Until here an interrupt leaves it to the next call.)
-            self._idle.append(readback)
-            del self.pending[where]
-
-    def _take_units(self) -> None:
-        """All are in force but that of the last reduction, which a rank may not have looked at."""
-        for where in [where for where in self._units if where != self._last]:
-            self.unit = self._units.pop(where)
-
-    def _check(self, headers: Tensor, said: _Said, where: str) -> float | None:
-        """Raise what :meth:`read` does, or return the unit of weights that follows, if one does."""
-        if said.header.weight is None and torch.equal(headers.float(), said.all_alike):
-            self.is_unanimous = not said.over_present
-            return None
+    def _check(self, headers: Tensor) -> None:
+        if self._header.weight is None and torch.equal(headers.float(), self._all_alike):
+            self.is_unanimous = not self._over_present
+            return
         self.is_unanimous = False
         # What torch's ``fake`` backend does by intention: this rank finds what it has written, and
         # nothing else. (One that takes part writes zeros alone in one case of 16 million only.)
-        mine = said.header.encode(self.group.rank, self.group.size)
-        if self.group.size > 1 and headers.tolist() == list(mine):
+        if self.group.size > 1 and headers.tolist() == list(self.encoded):
             if not self._is_alone:
                 self._is_alone = True
                 logger.warning(
                     "%s: no other rank has said anything: this process group (%s) exchanges "
                     "nothing, and gradients are not averaged",
-                    where,
+                    self._where,
                     group_backend(self.group.process_group),
                 )
-            return None
-        all_said = decode(headers)
-        check(all_said)
-        broken = [
-            f"rank {rank}" for rank, h in enumerate(all_said) if h.source is GradSource.BROKEN
-        ]
-        if broken and said.header.source is not GradSource.BROKEN:
+            return
+        said = decode(headers)
+        check(said)
+        broken = [f"rank {rank}" for rank, h in enumerate(said) if h.source is GradSource.BROKEN]
+        if broken and self._header.source is not GradSource.BROKEN:
             logger.warning(
                 "%s: the backward of %s broke off: gradients are NaN in this step",
-                where,
+                self._where,
                 " and ".join(broken),
             )
         # A power of two, which rounds nothing, near their mean: divided by it, weights do not
         # overflow a wire of fp16.
-        weights = [each.weight for each in all_said if each.weight]
+        weights = [each.weight for each in said if each.weight]
         mean = sum(weights) / len(weights) if weights else _FIRST_UNIT
-        return 2.0 ** round(math.log2(mean))
+        self.unit = 2.0 ** round(math.log2(mean))

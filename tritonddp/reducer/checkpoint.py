@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def comm_state(reducer: Reducer) -> dict[str, Any]:
     """The order of the buckets, and what else the bits of the next reduction depend on."""
-    reducer.settle(newest=False)  # some ranks alone may save
+    reducer.settle()
     manager, unit = reducer.manager, reducer.agreement.unit
     return {
         "rank": reducer.group.rank,

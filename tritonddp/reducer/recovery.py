@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tritonddp.in_step")
 
 # How often, and for how many seconds, a thread that lets a backward go is waited for.
-_TRIES, _PAUSE = 20, 1e-4
+_TRIES, _PAUSE = 5_000, 1e-4
 
 
 def recover(group: Group) -> None:

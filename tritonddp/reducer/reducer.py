@@ -170,8 +170,8 @@ class Reducer:
             self.check_finalized()
         if self.group.open_runs:
             recovery.recover(self.group)
-        if len(self.agreement.pending) > 1:
-            self.check_pending(newest=False)
+        if self.agreement.pending:
+            self.check_pending()
         if self.post_backward:
             self.wait_post_backward()
         if not has_grad:
@@ -191,15 +191,12 @@ class Reducer:
         forward = self.forwards.ended(self.counters.reductions, syncs)
         watch(outputs, self._reference, forward)
 
-    def settle(self, newest: bool = True) -> None:
-        """No forward follows: see that the last backward came to its end, as if one did.
-
-        For ``newest`` see :meth:`Agreement.check_pending`.
-        """
+    def settle(self) -> None:
+        """No forward follows: see that the last backward came to its end, as if one did."""
         self.check_finalized()
         self.wait_post_backward()
         recovery.recover(self.group)
-        self.check_pending(newest)
+        self.check_pending()
 
     def settle_and_refresh(self) -> None:
         """Likewise, and see what has become of the parameters."""
@@ -221,10 +218,10 @@ class Reducer:
         with as_trainable(params):
             self._added_hooks = [register_post_accumulate_grad_hook(p, hook) for p in params]
 
-    def check_pending(self, newest: bool = True) -> None:
+    def check_pending(self) -> None:
         """On a GPU: raise what reductions could not tell yet, see :class:`Agreement`."""
         try:
-            self.agreement.check_pending(newest)
+            self.agreement.check_pending()
         except Mismatch as error:
             recovery.raise_mismatch(self, error, None)
 
@@ -284,8 +281,8 @@ class Reducer:
                 "torch._dynamo.config.compiled_autograd at False. What torch.compile makes of a "
                 "forward needs none of it."
             )
-        if len(self.agreement.pending) > 1:
-            self.check_pending(newest=False)
+        if self.agreement.pending:
+            self.check_pending()
         is_reduced = self.forwards.decide(forward, self.sync, self.where)
         if self.is_on_gpu and is_capturing():
             capture.begin(self, missing, is_reduced)
