@@ -21,6 +21,7 @@ REDUCER_TESTS = (
     TESTS / "test_reducer_nccl.py",
     TESTS / "test_agreement_nccl.py",
     TESTS / "test_quantized_nccl.py",
+    TESTS / "test_graphs_nccl.py",
 )
 _PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 _TESTS_FAILED = 1  # pytest's exit status

@@ -30,6 +30,7 @@ from tritonddp.comm import all_reduce
 from tritonddp.kernels import reference
 
 Played = dict[str, Trace]
+RECORDED = "tritonddp on the recorded device"
 OURS, STOCK = "tritonddp", "stock DDP"
 LONG = "tritonddp with nothing prepared"
 
@@ -60,6 +61,29 @@ def play_all(seeds: Sequence[int], mutation: str | None = None) -> list[Played]:
         warnings.simplefilter("ignore")
         scenarios = [scenario_of(seed, dist.get_world_size()) for seed in seeds]
         return [_play_all_ways(each, mutation is not None) for each in scenarios]
+
+
+def play_recorded(seeds: Sequence[int]) -> list[Played]:
+    """Likewise on the recorded device alone, see :mod:`recording`.
+
+    Raises:
+        RuntimeError: also where a GPU might do something else.
+    """
+    from recording.device import recording  # and Triton, which no other scenario needs
+
+    _groups.clear()
+    logging.getLogger("tritonddp").setLevel(logging.ERROR)
+    found = []
+    for seed in seeds:
+        scenario = scenario_of(seed, dist.get_world_size())
+        with warnings.catch_warnings(), recording(everywhere=True) as recorder:
+            warnings.simplefilter("ignore")
+            trace = _play(scenario, RECORDED, DistributedDataParallel, scenario.options)
+            torch.cuda.synchronize()
+        if recorder.races:
+            raise RuntimeError(f"seed {seed}: {recorder.report()[:4000]}")
+        found.append({RECORDED: trace})
+    return found
 
 
 def build(scenario: Scenario, rank: int) -> Network:

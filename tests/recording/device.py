@@ -10,13 +10,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from recording import cuda, kernels, nccl
-from recording.recorder import Memory, Recorder, Timeline, extent
+from recording.recorder import Memory, Recorder, Timeline, by_package, extent
 
 # What reads a tensor on the host without an operation that a dispatcher sees.
 _READS = ("tolist", "numpy", "__array__")
@@ -37,8 +38,9 @@ _NO_WORK = ("aten::set_", "aten::resize_", "aten::_sparse_", "aten::record_strea
 class Device:
     """Which tensors are the device's, and what is done to them."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, everywhere: bool = False) -> None:
         self.recorder = recorder
+        self.everywhere = everywhere
         self.place: str | None = None  # of what is made now: "device", "host", "pinned"
 
     # Memory
@@ -127,6 +129,8 @@ class _Operations(TorchDispatchMode):
         recorder = device.recorder
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         on_device = list(map(device.has, given))
+        if device.everywhere and place is None and not given and not by_package():
+            place = "device"
         if not any(on_device) and place in (None, "host") and not any(map(device.memory_of, given)):
             return func(*args, **kwargs)
         if func.namespace == "c10d" or func.name().startswith(_NO_WORK):
@@ -273,7 +277,7 @@ class _Appearance(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def recording(keeps_stacks: bool = True) -> Iterator[Recorder]:
+def recording(keeps_stacks: bool = True, everywhere: bool = False) -> Iterator[Recorder]:
     """Context: there is a GPU, ``cuda:0``, with NCCL; what is put on it is recorded.
 
     Autograd's own order of streams is not: all nodes of a backward run on the stream that is the
@@ -281,10 +285,11 @@ def recording(keeps_stacks: bool = True) -> Iterator[Recorder]:
 
     Args:
         keeps_stacks: races say where in the package both sides were.
+        everywhere: whatever is not the package makes its tensors on the device.
     """
     recorder = Recorder()
     recorder.keeps_stacks = keeps_stacks
-    device = Device(recorder)
+    device = Device(recorder, everywhere)
     appearance, operations = _Appearance(device), _Operations(device)
     run_backward: Callable[..., Any] = torch.autograd._engine_run_backward
 
@@ -305,7 +310,13 @@ def recording(keeps_stacks: bool = True) -> Iterator[Recorder]:
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             yield
 
+    def metadata(tensor: Tensor) -> dict[str, Any]:
+        # Checkpoints ask for it in operations, which no mode sees, and outside of them.
+        return {"dtype": tensor.dtype, "shape": tensor.shape}
+
+    checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns
     with (
+        mock.patch.dict(checks, {torch.utils.checkpoint._DEFAULT_DETERMINISM_MODE: metadata}),
         cuda.patched(recorder),
         nccl.patched(recorder, device.has, device.touch, without_modes),
         kernels.patched(device, without_modes),

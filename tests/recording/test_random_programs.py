@@ -1,0 +1,37 @@
+"""Programs of the differential test on the recorded device: a GPU could not do otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from as_on_gpu import interpreting_ranks
+from differential.in_ranks import play_recorded
+from distributed import run_ranks
+
+BATCH = 5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreting() -> Iterator[None]:
+    torch.set_num_threads(1)
+    with interpreting_ranks():
+        yield
+
+
+def seeds(first: int, end: int) -> list[range]:
+    return [range(each, each + BATCH) for each in range(first, end, BATCH)]
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        *seeds(0, 10),
+        *(pytest.param(each, marks=pytest.mark.long) for each in seeds(10, 40)),
+        *(pytest.param(each, marks=pytest.mark.thorough) for each in seeds(40, 500)),
+    ],
+    ids=str,
+)
+def test_a_random_program_has_no_race(chosen: range) -> None:
+    run_ranks(play_recorded, 2, list(chosen), timeout=120)
