@@ -26,17 +26,31 @@ class Readback:
         self._copy: Any = None
         self._event: Any = None
         self._kind: Any = None
+        self._stream: Any = None
 
-    def start(self, tensor: Tensor) -> None:
-        """Copy ``tensor``, which holds no NaN, as it is when the current stream comes here."""
+    def start(self, tensor: Tensor, work: Any = None) -> None:
+        """Copy ``tensor``, which holds no NaN, as it is when the current stream comes here.
+
+        With ``work``, a collective, as that leaves it: on a stream of its own, which waits for
+        nothing else that the current one has been given. Nobody may write to ``tensor`` until
+        :meth:`wait` has returned.
+        """
         copy, kind = self._copy, (tensor.shape, tensor.dtype, tensor.device)
         if copy is None or kind != self._kind:  # an event belongs to one device
             self._kind = kind
             copy = self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._event = torch.cuda.Event()
+            self._stream = None
         copy.fill_(torch.nan)  # see peek()
-        copy.copy_(tensor, non_blocking=True)
-        self._event.record(torch.cuda.current_stream(tensor.device))
+        stream = torch.cuda.current_stream(tensor.device)
+        if work is not None:
+            stream = self._stream = self._stream or torch.cuda.Stream(tensor.device)
+            tensor.record_stream(stream)
+        with torch.cuda.stream(stream):
+            if work is not None:
+                work.wait()
+            copy.copy_(tensor, non_blocking=True)
+            self._event.record(stream)
 
     def wait(self) -> Tensor:
         """The copy, once it is there; it holds until the next :meth:`start`."""

@@ -322,7 +322,7 @@ def _raises(_: Tensor) -> None:
 @ranks(2)
 def test_ranks_that_do_not_reduce_the_same_are_told_that() -> None:
     # As on a GPU, where a run does not wait for what the ranks say.
-    def read(self: Agreement, headers: Tensor, where: str) -> None:
+    def read(self: Agreement, headers: Tensor, where: str, work: Any) -> None:
         came = headers.clone()
         self._readback = SimpleNamespace(wait=lambda: came)  # type: ignore[assignment]
         self.pending = True

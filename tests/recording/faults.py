@@ -85,11 +85,22 @@ def headers_are_read_before_the_copy_is_there() -> Iterator[None]:
 
 
 @fault("copies")
+def headers_are_copied_before_their_sum_is_there() -> Iterator[None]:
+    start = _device.Readback.start
+
+    def early(self: _device.Readback, tensor: Tensor, work: Any = None) -> None:
+        start(self, tensor, _Never(work))
+
+    with mock.patch.object(_device.Readback, "start", early):
+        yield
+
+
+@fault("copies")
 def the_event_of_a_copy_comes_before_it() -> Iterator[None]:
     start = _device.Readback.start
 
-    def early(self: _device.Readback, tensor: Tensor) -> None:
-        start(self, tensor)
+    def early(self: _device.Readback, tensor: Tensor, work: Any = None) -> None:
+        start(self, tensor, work)
         self._copy.copy_(tensor, non_blocking=True)
 
     with mock.patch.object(_device.Readback, "start", early):

@@ -96,6 +96,7 @@ class Wait(NamedTuple):
     what: str
     stack: str
     age: int  # steps since the device was given what it waits for
+    ahead: int  # so much the default stream has been given that it need not have done by then
 
     @property
     def place(self) -> str:
@@ -191,7 +192,8 @@ class Recorder:
         """The host stops until the device has come to ``clock``."""
         if by_package():
             stack = package_stack()
-            self.waits.append(Wait(what, stack, age))
+            ahead = self.default.now - clock.get(self.default, 0)
+            self.waits.append(Wait(what, stack, age, ahead))
             if self.capturing:
                 self.races.append(f"{what} while a CUDA graph is captured\n    {stack}")
         self.host.join(clock)

@@ -34,7 +34,7 @@ class Step:
         uploads: copies to the device, at most: none where gradients lie where they lay.
         readbacks: copies to the host.
         waits: of the host for what the device was given in this step: where. (Before its forward it
-            waits for the headers of the last one.)
+            waits for the headers of the last one, which are there long before that one's end.)
     """
 
     buckets: int
@@ -46,6 +46,7 @@ class Step:
     waits: tuple[str, ...] = ()
 
 
+_HEADERS = "reducer/reducer.py check_pending"
 _FLAGS = ("comm/run.py _read_flags",)
 STEADY = {
     "copies": Step(2, 4, 2, uploads=2),
@@ -92,8 +93,9 @@ def test_a_steady_step_waits_for_the_last_headers_only_and_has_no_race(name: str
     assert launches["copy to the host"] == expected.readbacks
     waits = tuple(each.place for each in recorder.waits if not each.age)
     assert waits == expected.waits, recorder.waits
-    before = [each.place for each in recorder.waits if each.age]
-    assert before == ["reducer/reducer.py check_pending"] * (name != "check_finite"), before
+    before = [each for each in recorder.waits if each.age]
+    assert [each.place for each in before] == [_HEADERS] * (name != "check_finite"), before
+    assert all(each.ahead for each in before), "the device is kept waiting for the host"
 
 
 _KERNELS = ("flatten", "unflatten", "quantize", "reduce_parts", "dequantize")

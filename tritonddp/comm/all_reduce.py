@@ -117,7 +117,7 @@ class AllReduce:
             return None
         flat.known_flags = None
         if bucket.index == 0:
-            run.read_headers(flat.headers)
+            run.read_headers(flat.headers, run.works[0] if self._is_plain else None)
         if isinstance(bucket, SparseBucket):
             exchange_rows(run, bucket, self._counters)
         elif flat.data.is_cpu and run.agreement.is_unanimous and type(flat) is FlatBuffer:

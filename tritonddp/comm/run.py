@@ -367,10 +367,10 @@ class ReductionRun:
 
     # For transports
 
-    def read_headers(self, headers: Tensor) -> None:
-        """The headers of all ranks are there, in the first bucket."""
+    def read_headers(self, headers: Tensor, work: Any = None) -> None:
+        """The headers of all ranks are there, in the first bucket; see :meth:`Agreement.read`."""
         if not self.has_headers:
-            self.factor = self.agreement.read(headers, self.where)
+            self.factor = self.agreement.read(headers, self.where, work)
             self.has_headers = True
 
     def explain(

@@ -14,6 +14,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -252,12 +253,15 @@ class Agreement:
         self.is_unanimous = False
         self.key = schema, source, weight, skipped, over_present, averages
 
-    def read(self, headers: Tensor, where: str) -> Tensor | None:
+    def read(self, headers: Tensor, where: str, work: Any = None) -> Tensor | None:
         """Find out the sum of the weights, and whether the ranks reduce the same.
 
         Args:
             headers: of all ranks, reduced.
             where: this rank and step, for messages.
+            work: the collective that has reduced them, if torch made it. On a GPU the host, which
+                looks at them before the next forward, then waits for nothing behind it: while the
+                device is through with the first bucket, most of a backward may be ahead of it.
 
         Returns:
             The factor by which the sum over ranks has to be multiplied, fp64 ``(1,)``; ``None``
@@ -283,7 +287,7 @@ class Agreement:
         if headers.device.type == "cpu":
             self._check(headers)
         elif not is_capturing():  # the host does not wait for the device here
-            self._readback.start(headers)
+            self._readback.start(headers, work)
             self.pending = True
         return factor
 
