@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
@@ -57,7 +58,9 @@ def load(commit: str, folder: Path, repository: Path = ROOT) -> ModuleType:
     if archive.returncode != 0:
         raise RevisionError(f"{commit} has no {PACKAGE}/: {archive.stderr.decode().strip()}")
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
-        files.extractall(folder, filter="data")
+        # (Python 3.11.3 and older have no filters, and the archive is git's own.)
+        safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+        files.extractall(folder, **safely)
     target = folder / BASE
     (folder / PACKAGE).rename(target)
     for path in sorted(target.rglob("*.py")):
