@@ -10,8 +10,8 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
-from typing import Any
 from types import ModuleType
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PACKAGE, BASE = "tritonddp", "tritonddp_base"
