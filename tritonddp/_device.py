@@ -32,15 +32,15 @@ class Readback:
         """Copy ``tensor``, which holds no NaN, as it is when the current stream comes here.
 
         With ``work``, a collective, as that leaves it: on a stream of its own, which waits for
-        nothing else that the current one has been given. Nobody may write to ``tensor`` until
-        :meth:`wait` has returned.
+        nothing else that the current one has been given. Nobody may write to ``tensor`` before
+        :meth:`keep_order`, or until :meth:`wait` has returned.
         """
         copy, kind = self._copy, (tensor.shape, tensor.dtype, tensor.device)
         if copy is None or kind != self._kind:  # an event belongs to one device
-            self._kind = kind
             copy = self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._event = torch.cuda.Event()
             self._stream = None
+            self._kind = kind
         copy.fill_(torch.nan)  # see peek()
         stream = torch.cuda.current_stream(tensor.device)
         if work is not None:
@@ -51,6 +51,10 @@ class Readback:
                 work.wait()
             copy.copy_(tensor, non_blocking=True)
             self._event.record(stream)
+
+    def keep_order(self) -> None:
+        """What the current stream is given from now on is behind the copy."""
+        torch.cuda.current_stream().wait_event(self._event)
 
     def wait(self) -> Tensor:
         """The copy, once it is there; it holds until the next :meth:`start`."""

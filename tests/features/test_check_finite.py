@@ -324,7 +324,8 @@ def test_ranks_that_do_not_reduce_the_same_are_told_that() -> None:
     # As on a GPU, where a run does not wait for what the ranks say.
     def read(self: Agreement, headers: Tensor, where: str, work: Any) -> None:
         came = headers.clone()
-        self._readback = SimpleNamespace(wait=lambda: came)  # type: ignore[assignment]
+        readback: Any = SimpleNamespace(wait=lambda: came, keep_order=lambda: None)
+        self._readback = readback
         self.pending = True
 
     module, ddp = net()

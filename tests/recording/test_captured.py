@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from recording.device import recording
 from recording.programs import CAP, PROGRAMS, Net, Program
 from recording.recorder import Recorder
 from tritonddp import DistributedDataParallel
+from tritonddp.coordination.agreement import Agreement, SchemaMismatch
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,10 +34,12 @@ def _interpreting() -> Iterator[None]:
 class Run:
     """A program on the recorded device, step by step."""
 
-    def __init__(self, program: Program, recorder: Recorder) -> None:
+    def __init__(
+        self, program: Program, recorder: Recorder, module: nn.Module | None = None
+    ) -> None:
         self.program, self.recorder = program, recorder
         torch.manual_seed(0)
-        self.module = Net(**program.net).to("cuda")
+        self.module = (module or Net(**program.net)).to("cuda")
         self.net = DistributedDataParallel(self.module, bucket_cap_mb=CAP, **program.options)
         program.prepare(self.net)
         self.x = (torch.randn(5, 6) + dist.get_rank()).to("cuda")
@@ -105,12 +109,20 @@ def _add(net: Any, x: Tensor) -> None:
     net.module.third = nn.Linear(8, 8).to("cuda")
 
 
+def _given(net: Any, x: Tensor) -> None:
+    params = list(net.module.parameters())
+    net.reduce_gradients(torch.autograd.grad(net(x).sum(), params))
+
+
 REFUSED: dict[str, tuple[Program, str]] = {
     "unused parameters": (PROGRAMS["unused parameters"], r"does not reach 'third\.bias'"),
     "weights": (PROGRAMS["weights"], r"weighted\(n\)"),
     "no_sync": (PROGRAMS["no_sync"], "under no_sync"),
     "check_finite": (PROGRAMS["check_finite"], "check_finite"),
     "sparse": (PROGRAMS["sparse"], "sparse gradients"),
+    "reduce_gradients": (PROGRAMS["reduce_gradients"], "under no_sync"),
+    "reduce_gradients of what is given": (Program(before=_given), "not reduced on request in a"),
+    "trace": (PROGRAMS["trace"], "trace a step without"),
 }
 
 
@@ -157,3 +169,89 @@ def test_what_the_ranks_have_said_is_looked_at_before() -> None:
         said = "the mean is weighted on some ranks only"
         with pytest.raises(RuntimeError, match=said), recorder.graph():
             run.step()
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(6, 8, dtype=torch.complex64))
+        self.second = nn.Parameter(torch.randn(8, 4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor, leaves_out: bool = False) -> Tensor:
+        return (x.to(torch.complex64) @ self.first @ self.second).abs()
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["", "lazy"])
+@ranks(2)
+def test_complex_gradients_are_captured(lazy: bool) -> None:
+    with recording() as recorder:
+        run = Run(Program({"lazy_bucket_allocation": lazy}), recorder, Complex())
+        run.step()
+        with recorder.graph():
+            run.step()
+        run.step()
+        assert not recorder.races, recorder.report()
+        recorder.has_graph = False
+
+
+@ranks(2)
+def test_a_replay_right_behind_a_step_is_in_order_with_it() -> None:
+    with recording() as recorder:
+        run = Run(PROGRAMS["copies"], recorder)
+        run.step()
+        with recorder.graph():
+            run.step()
+        run.step()
+        for bucket in run.net.core.manager.current.buckets:
+            bucket.flat.data.fill_(0)  # as the first kernel of a replay
+        assert not recorder.races, recorder.report()
+        recorder.has_graph = False
+
+
+def _raises(_: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+@ranks(2)
+def test_a_backward_that_fails_in_a_capture_has_sent_nothing() -> None:
+    with recording() as recorder:
+        run = Run(PROGRAMS["copies"], recorder)
+        run.step()
+        handle = run.module.first.weight.register_hook(_raises)
+        with pytest.raises(ZeroDivisionError), recorder.graph():
+            run.step()
+        handle.remove()
+        run.step()
+        assert recorder.collectives.total() == len(run.net.reducer.buckets)
+        sums = gather([float(gradient.sum()) for gradient in run.gradients()])
+        assert sums[0] == sums[1]
+
+
+@ranks(2)
+def test_a_backward_that_broke_off_is_made_up_for_before() -> None:
+    with recording() as recorder:
+        run = Run(PROGRAMS["copies"], recorder)
+        run.step()
+        handle = run.module.first.weight.register_hook(_raises)
+        with pytest.raises(ZeroDivisionError):
+            run.step()
+        handle.remove()
+        said = "did not come to its end"
+        with pytest.raises(RuntimeError, match=said), recorder.graph():
+            run.step()
+        assert not recorder.races, recorder.report()
+        run.step()
+
+
+@ranks(2)
+def test_ranks_that_reduce_other_parameters_are_told_without_a_collective() -> None:
+    with recording() as recorder:
+        run = Run(PROGRAMS["copies"], recorder)
+        run.step()
+        run.net.core.agreement.pending = True
+        with mock.patch.object(Agreement, "_check", side_effect=SchemaMismatch):
+            said = "the ranks reduce different parameters. Run one step without a graph"
+            with pytest.raises(RuntimeError, match=said), recorder.graph():
+                run.step()
+        assert not recorder.races, recorder.report()
+        run.step()

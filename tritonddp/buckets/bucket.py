@@ -172,7 +172,7 @@ class Bucket:
         if self._tables is None:
             self._kernels.tables(flat)
         else:
-            flat.tables = self._tables
+            getattr(flat, "real", flat).tables = self._tables  # of a complex one its kernels' view
         for segment in self.segments:
             is_whole = segment.last - segment.first == len(params)
             segment.flat = flat if is_whole else flat.part(segment.first, segment.last)
@@ -373,7 +373,7 @@ class Bucket:
         """The backward is over: a lazy bucket lets its memory go."""
         if self.is_lazy and self.flat is not None:
             self._counts = self.flat.flags.clone()
-            if isinstance(tables := self.flat.tables, DeviceTables):
+            if (tables := self._kernels.tables(self.flat)) is not None:
                 tables.launches.clear()  # which hold the memory
                 self._tables = tables
             self.flat = None

@@ -307,6 +307,8 @@ class ReductionRun:
             works[bucket.index] = None
             for call in events.on_reduced:
                 call(self, bucket)
+        if self.agreement.pending:
+            self.agreement.keep_order()
 
     def _read_flags(self) -> None:
         """On a GPU: used flags that the host has to know, in one copy for all buckets."""

@@ -299,6 +299,10 @@ class Agreement:
                 self.pending = False
                 self._check(headers)
 
+    def keep_order(self) -> None:
+        """Whatever the current stream is given next, a replay too, may write to the headers."""
+        self._readback.keep_order()
+
     def _check(self, headers: Tensor) -> None:
         if self._header.weight is None and torch.equal(headers.float(), self._all_alike):
             self.is_unanimous = not self._over_present

@@ -16,6 +16,7 @@ from tritonddp._torch import register_post_accumulate_grad_hook
 from tritonddp.buckets.bucket import Bucket, Segment
 from tritonddp.comm.run import ReductionRun
 from tritonddp.diagnostics.timeline import Backward, BucketPass, Gradient, Interval, Timeline
+from tritonddp.reducer import capture
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.reducer import Reducer
 
@@ -65,6 +66,7 @@ def trace(module: nn.Module) -> Iterator[Timeline]:
         raise RuntimeError(
             "this module is being traced already: leave the first trace() before the next"
         )
+    capture.refuse(reducer, "a replay tells nothing of itself: trace a step without a graph")
     device = reducer.manager.current.params[0].device
     timeline = Timeline(reducer.group.rank, str(device))
     recorder = _Recorder(device)
@@ -109,6 +111,8 @@ class _Record:
 
 class _Recorder(Extension):
     """Takes the stamps of one reducer's backwards."""
+
+    reads_device = "when gradients and buckets come and go (trace)"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from tritonddp._device import is_capturing
 from tritonddp.coordination.failures import listed
 
 if TYPE_CHECKING:
@@ -29,11 +30,17 @@ def begin(reducer: Reducer, missing: Collection[int], is_reduced: bool) -> None:
     """
     problem = _problem(reducer, missing, is_reduced)
     if problem is not None:
-        raise RuntimeError(f"{reducer.where()}, while a CUDA graph is captured: {problem}")
-    reducer.check_pending()
+        refuse(reducer, problem)
     for bucket in reducer.manager.current.buckets:
         bucket.capture()
-    reducer.captured += reducer.manager.current.buckets
+        if bucket not in reducer.captured:
+            reducer.captured.append(bucket)
+
+
+def refuse(reducer: Reducer, problem: str) -> None:
+    """Raise a RuntimeError if a CUDA graph is captured now."""
+    if reducer.is_on_gpu and is_capturing():
+        raise RuntimeError(f"{reducer.where()}, while a CUDA graph is captured: {problem}")
 
 
 def _problem(reducer: Reducer, missing: Collection[int], is_reduced: bool) -> str | None:

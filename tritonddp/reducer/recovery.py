@@ -23,7 +23,7 @@ from tritonddp.coordination.agreement import (
 from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
-from tritonddp.reducer import in_context
+from tritonddp.reducer import capture, in_context
 
 if TYPE_CHECKING:
     from tritonddp.reducer.reducer import Reducer
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tritonddp.in_step")
 
 # How often, and for how many seconds, a thread that lets a backward go is waited for.
-_TRIES, _PAUSE = 5_000, 1e-4
+_TRIES, _PAUSE = 200, 1e-4
 
 
 def recover(group: Group) -> None:
@@ -59,6 +59,19 @@ def _make_up(reducer: Reducer) -> None:
     if run.is_local or run.is_finished:
         reducer.close(run)
         return
+    if run.is_captured:  # none of it has been made, on no rank
+        reducer.tracker.stop()
+        for bucket in run.buckets:
+            bucket.discard()
+        for call in reducer.events.on_abort:
+            call(run)
+        reducer.close(run)
+        return
+    capture.refuse(
+        reducer,
+        "the last backward did not come to its end, and the other ranks wait for the rest: run one "
+        "step without a graph before",
+    )
     unsent = {bucket.index for bucket in run.buckets[len(run.works) :]}.difference(run.skipped)
     logger.warning(
         "%s: the last backward did not come to its end%s",
@@ -108,6 +121,7 @@ def shadow_backward(reducer: Reducer, source: GradSource) -> None:
 
     Its gradients count as zero. Those of the other ranks come into ``.grad`` here too.
     """
+    capture.refuse(reducer, "a rank without inputs takes part by what no replay does")
     reducer.check_pending()
     reducer.parameters.register()
     reducer.counters.reductions += 1

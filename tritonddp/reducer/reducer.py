@@ -223,6 +223,10 @@ class Reducer:
         try:
             self.agreement.check_pending()
         except Mismatch as error:
+            if self.is_on_gpu and is_capturing():
+                self.agreement.pending = True  # a step without a graph asks the others what differs
+                what = str(error) or "the ranks reduce different parameters"
+                capture.refuse(self, f"{what}. Run one step without a graph before")
             recovery.raise_mismatch(self, error, None)
 
     def check_finalized(self) -> None:
@@ -306,7 +310,8 @@ class Reducer:
         run.is_late, run.reached = forward is None, reached
         run.earlier, run.came = self.accumulated, tracker.log
         run.has_missing = bool(missing)
-        run.is_captured = self.is_on_gpu and is_capturing()
+        if self.is_on_gpu and is_capturing():
+            run.is_captured = True
         doubtful: Collection[int] = _NONE
         if not manager.is_provisional and (missing or self.reentrant.has_come):
             doubtful = self.reentrant.may_come(set(missing))
