@@ -85,12 +85,14 @@ def without_a_gpu() -> Iterator[None]:
 SHAPES = [(8, 2), (16, 2), (16, 4)]
 
 
-@pytest.mark.parametrize("case", list(CASES))
+# (A profiler of Python 3.10 holds what is in frames: memory seems to be shared.)
+MEASURED = [case for case in CASES if case != "large gradients" or sys.version_info >= (3, 11)]
+
+
+@pytest.mark.parametrize("case", MEASURED)
 @ranks(2)
 def test_a_step_calls_no_more_than_its_budget(case: str) -> None:
     """In all: a bucket whose memory somebody still holds copies, and is called more often."""
-    if case == "large gradients" and sys.version_info < (3, 11):
-        pytest.skip("a profiler of Python 3.10 holds what is in frames: memory seems to be shared")
     gradient, bucket, rest = BUDGETS[case]
     options, size, is_gpu = CASES[case]
     # While torch knows of optimizers in the backward each parameter is asked for them; and it never
