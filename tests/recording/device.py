@@ -318,7 +318,7 @@ def recording(keeps_stacks: bool = True, everywhere: bool = False) -> Iterator[R
     with (
         mock.patch.dict(checks, {torch.utils.checkpoint._DEFAULT_DETERMINISM_MODE: metadata}),
         cuda.patched(recorder),
-        nccl.patched(recorder, device.has, device.touch, without_modes),
+        nccl.patched(recorder, device.has, device.memory_of, device.touch, without_modes),
         kernels.patched(device, without_modes),
         mock.patch.object(torch.autograd, "_engine_run_backward", with_modes),
         mock.patch.object(Tensor, "record_stream", record_stream),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recording.recorder import Recorder, Timeline
+from recording.recorder import Memory, Recorder, Timeline
 
 # Of each method: which arguments are written, and which are read.
 _METHODS = {
@@ -52,19 +53,27 @@ class _Method:
 class RecordedFuture(torch.futures.Future):
     """Of a work: what is chained to it runs on a stream of its own, behind the collective."""
 
-    def __init__(self, recorder: Recorder, clock: dict[Timeline, int], value: Any) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        clock: dict[Timeline, int],
+        value: Any,
+        hold: Callable[[Timeline], None],
+    ) -> None:
         super().__init__()
-        self._recorder, self._clock = recorder, clock
+        self._recorder, self._clock, self._hold = recorder, clock, hold
         self.set_result(value)
 
     def wait(self) -> Any:
         self._recorder.current.join(self._clock)
+        self._hold(self._recorder.current)
         return super().wait()
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
         recorder = self._recorder
         stream, former = recorder.new_stream("a future's stream"), recorder.current
         stream.join(self._clock)
+        self._hold(stream)  # as torch's futures do with what they hold
         recorder.current = stream
         try:
             value = callback(self)
@@ -72,7 +81,7 @@ class RecordedFuture(torch.futures.Future):
             recorder.current = former
         if isinstance(value, torch.futures.Future):
             value = value.value()
-        return RecordedFuture(recorder, dict(stream.clock), value)
+        return RecordedFuture(recorder, dict(stream.clock), value, self._hold)
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         self.then(lambda future: callback(future))
@@ -81,8 +90,16 @@ class RecordedFuture(torch.futures.Future):
 class RecordedWork:
     """See ``torch.distributed.Work``."""
 
-    def __init__(self, recorder: Recorder, timeline: Timeline, tensors: list[Tensor]) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        timeline: Timeline,
+        tensors: list[Tensor],
+        hold: Callable[[Timeline], None],
+    ) -> None:
         self._recorder = recorder
+        self._timeline = timeline
+        self._hold = hold
         self._clock = dict(timeline.clock)
         self._tensors = tensors
         self._value = tensors
@@ -93,7 +110,10 @@ class RecordedWork:
         return True
 
     def get_future(self) -> RecordedFuture:
-        return RecordedFuture(self._recorder, self._clock, self._value)
+        # Who has a future need not wait for the work: torch then holds the tensors until the device
+        # is through.
+        self._hold(self._timeline)
+        return RecordedFuture(self._recorder, self._clock, self._value, self._hold)
 
     def is_completed(self) -> bool:
         return True
@@ -122,6 +142,7 @@ class _Backend:
 def patched(
     recorder: Recorder,
     is_on_device: Callable[[Tensor], bool],
+    memory_of: Callable[[Tensor], Memory | None],
     touch: Callable[[Timeline, Tensor, bool, str], None],
     without_modes: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Iterator[None]:
@@ -130,6 +151,7 @@ def patched(
     Args:
         recorder: where collectives are noted.
         is_on_device: whether a tensor is a GPU's.
+        memory_of: what a tensor lies in.
         touch: notes an access.
         without_modes: context in which nothing of torch is recorded.
     """
@@ -157,7 +179,8 @@ def patched(
                 for place in places:
                     for tensor in _tensors(arguments[place]):
                         touch(timeline, tensor, writes, name)
-            return RecordedWork(recorder, timeline, _tensors(arguments[written_at[0]]))
+            hold = partial(_hold, tensors, memory_of)
+            return RecordedWork(recorder, timeline, _tensors(arguments[written_at[0]]), hold)
 
         return call
 
@@ -175,6 +198,14 @@ def patched(
                 stack.enter_context(mock.patch.object(dist.ProcessGroup, name, fake))
         stack.enter_context(mock.patch.object(dist.ProcessGroup, "_get_backend", get_backend))
         yield
+
+
+def _hold(
+    tensors: list[Tensor], memory_of: Callable[[Tensor], Memory | None], timeline: Timeline
+) -> None:
+    with torch._C.DisableTorchFunction():
+        for memory in filter(None, map(memory_of, tensors)):
+            memory.guards.add(timeline)
 
 
 def _tensors(value: Any) -> list[Tensor]:
