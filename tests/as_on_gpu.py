@@ -10,6 +10,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import distributed
@@ -40,24 +41,21 @@ def interpreting_ranks() -> Iterator[None]:
 
 def use_gpu_kernels() -> None:
     """From now on this rank's tensors on the CPU get the kernels of a GPU, interpreted."""
-    from tritonddp.kernels import device_tables, flatten, unflatten
-    from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
+    from tritonddp.kernels import flatten
 
     assert flatten.INTERPRETED
     one_at_a_time = _one_at_a_time()
-    plain = kernels.Kernels(
-        one_at_a_time(flatten.flatten),
-        one_at_a_time(unflatten.unflatten),
-        device_tables.ALIGNMENT,
-        True,
-        kernels._whole,
-        kernels._never,
+    plain, quantized = kernels.in_triton(), kernels.quantized_in_triton()
+    plain = replace(
+        plain,
+        flatten=one_at_a_time(plain.flatten),
+        unflatten=one_at_a_time(plain.unflatten),
     )
-    quantized = kernels.QuantizedKernels(
-        one_at_a_time(quantize.quantize),
-        one_at_a_time(reduce_parts.reduce_parts),
-        kernels._leave_factor,
-        one_at_a_time(dequantize.dequantize),
+    quantized = replace(
+        quantized,
+        quantize=one_at_a_time(quantized.quantize),
+        reduce_parts=one_at_a_time(quantized.reduce_parts),
+        unflatten=one_at_a_time(quantized.unflatten),
     )
     kernels._for_device_type = lambda device_type: plain  # type: ignore[assignment]
     kernels._quantized_for = lambda device_type: quantized  # type: ignore[assignment]

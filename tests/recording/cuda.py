@@ -62,14 +62,12 @@ def patched(recorder: Recorder) -> Iterator[None]:
             self.enable_timing = enable_timing
             self.clock: dict[Timeline, int] = {}
             self.at = 0.0
-            self.is_captured = False
             self.step = 0
 
         def record(self, stream: Stream | None = None) -> None:
             timeline = recorder.current if stream is None else stream.timeline
             recorder.run(timeline, "event")
             self.clock, self.at = dict(timeline.clock), time.perf_counter()
-            self.is_captured = recorder.capturing
             self.step = recorder.steps
 
         def wait(self, stream: Stream | None = None) -> None:

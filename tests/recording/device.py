@@ -277,18 +277,16 @@ class _Appearance(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def recording(keeps_stacks: bool = True, everywhere: bool = False) -> Iterator[Recorder]:
+def recording(everywhere: bool = False) -> Iterator[Recorder]:
     """Context: there is a GPU, ``cuda:0``, with NCCL; what is put on it is recorded.
 
     Autograd's own order of streams is not: all nodes of a backward run on the stream that is the
     current one.
 
     Args:
-        keeps_stacks: races say where in the package both sides were.
         everywhere: whatever is not the package makes its tensors on the device.
     """
     recorder = Recorder()
-    recorder.keeps_stacks = keeps_stacks
     device = Device(recorder, everywhere)
     appearance, operations = _Appearance(device), _Operations(device)
     run_backward: Callable[..., Any] = torch.autograd._engine_run_backward

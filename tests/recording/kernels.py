@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tritonddp.kernels import device_tables, dispatch, flatten, unflatten
+from tritonddp.kernels import dispatch, flatten, unflatten
 from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
 
 _DTYPES = {triton: dtype for dtype, triton in flatten.TRITON_DTYPES.items()}
@@ -166,23 +166,6 @@ def _narrow(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 def patched(device: Any, without_modes: Callable[[], Any]) -> Iterator[None]:
     """Context: the kernels of a GPU are those of the recorded device."""
     work = Kernels(device, without_modes)
-    plain = dispatch.Kernels(
-        flatten.flatten,
-        unflatten.unflatten,
-        alignment=device_tables.ALIGNMENT,
-        by_address=True,
-        segments=dispatch._whole,
-        donates=dispatch._never,
-        tables=device_tables.DeviceTables.of,
-    )
-    quantized = dispatch.QuantizedKernels(
-        quantize.quantize,
-        reduce_parts.reduce_parts,
-        dispatch._leave_factor,
-        dequantize.dequantize,
-        quantize.QuantizedTables.of,
-    )
-    on_cpu = dispatch._for_device_type, dispatch._quantized_for
     fakes = [
         (flatten._launch, _Launch("flatten", work.flatten)),
         (unflatten._launch, _Launch("unflatten", work.unflatten)),
@@ -198,11 +181,11 @@ def patched(device: Any, without_modes: Callable[[], Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for launcher, fake in fakes:
             stack.enter_context(mock.patch.object(launcher, "kernel", fake))
-        for name, ours, theirs in (
-            ("_for_device_type", plain, on_cpu[0]),
-            ("_quantized_for", quantized, on_cpu[1]),
+        for name, ours in (
+            ("_for_device_type", dispatch.in_triton()),
+            ("_quantized_for", dispatch.quantized_in_triton()),
         ):
-            choose = partial(_choose, ours, theirs)
+            choose = partial(_choose, ours, getattr(dispatch, name))
             stack.enter_context(mock.patch.object(dispatch, name, choose))
         yield
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import _MixedPrecision
@@ -133,6 +135,46 @@ PROGRAMS = {
 }
 
 
+class Run:
+    """A program step by step, on the recorded device or on the CPU.
+
+    Args:
+        recorder: of the device; told of each step.
+        place: ``"cuda"`` or ``"cpu"``.
+        module: instead of the program's net.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        recorder: Recorder,
+        place: str = "cuda",
+        module: nn.Module | None = None,
+    ) -> None:
+        self.program, self.recorder = program, recorder
+        torch.manual_seed(0)
+        self.module = (module or Net(**program.net)).to(place)
+        self.net = DistributedDataParallel(self.module, bucket_cap_mb=CAP, **program.options)
+        program.prepare(self.net)
+        self._x = torch.randn(5, 6) + dist.get_rank()
+        self._place = place
+
+    @cached_property
+    def x(self) -> Tensor:
+        """The inputs, copied on the stream of the first step."""
+        return self._x.to(self._place)
+
+    def step(self) -> None:
+        """One more."""
+        self.recorder.step_begins()
+        self.program.step(self.net, self.x)
+
+    def gradients(self) -> list[Tensor]:
+        """Those that there are, on the CPU."""
+        given = [param.grad for param in self.module.parameters() if param.grad is not None]
+        return [grad.detach().to_dense().cpu().clone() for grad in given]
+
+
 @dataclass
 class Played:
     """What was recorded.
@@ -150,7 +192,6 @@ class Played:
 
 def play(
     program: Program,
-    rank: int,
     steps: int = WARM_UP + 2,
     elsewhere: bool = False,
     plays: bool = True,
@@ -160,24 +201,16 @@ def play(
     Args:
         elsewhere: steps are made on another stream than the module is wrapped on.
     """
-    torch.manual_seed(0)
     with contextlib.ExitStack() as stack:
         recorder = stack.enter_context(recording()) if plays else Recorder()
-        place = "cuda" if plays else "cpu"
-        module = Net(**program.net).to(place)
-        net = DistributedDataParallel(module, bucket_cap_mb=CAP, **program.options)
-        program.prepare(net)
+        run = Run(program, recorder, "cuda" if plays else "cpu")
         if elsewhere:
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             stack.enter_context(torch.cuda.stream(side))
-        x = (torch.randn(5, 6) + rank).to(place)
         for _ in range(steps):
-            recorder.step_begins()
-            program.step(net, x)
-        buckets = len(net.reducer.buckets)
-        given = [param.grad for param in module.parameters() if param.grad is not None]
-        gradients = [grad.detach().to_dense().cpu().clone() for grad in given]
+            run.step()
+        played = Played(recorder, len(run.net.reducer.buckets), run.gradients())
         if plays:
             torch.cuda.synchronize()  # the module goes, whatever streams it was used on
-    return Played(recorder, buckets, gradients)
+    return played

@@ -140,8 +140,6 @@ class Recorder:
         waits: of the host for the device, by the package.
         launches: of kernels and torch's operations on the device, by name.
         collectives: by name.
-        allocations: of device memory, by the package.
-        pinned: likewise, of pinned memory.
         capturing: a CUDA graph is being captured: the host must not ask the device anything.
         has_graph: one has been, and may be replayed.
     """
@@ -156,10 +154,7 @@ class Recorder:
         self.waits: list[Wait] = []
         self.launches: Counter[str] = Counter()
         self.collectives: Counter[str] = Counter()
-        self.allocations = 0
-        self.pinned = 0
         self.capturing = self.has_graph = False
-        self.keeps_stacks = True
         self.steps = 0
 
     # Timelines
@@ -184,10 +179,6 @@ class Recorder:
             former.join(self.current.clock)
             self.current = former
 
-    def stack(self) -> str:
-        """Of what happens now."""
-        return package_stack() if self.keeps_stacks else ""
-
     def host_waits(self, clock: dict[Timeline, int], what: str, age: int = 0) -> None:
         """The host stops until the device has come to ``clock``."""
         if by_package():
@@ -204,7 +195,6 @@ class Recorder:
         self.waits.clear()
         self.launches.clear()
         self.collectives.clear()
-        self.allocations = self.pinned = 0
 
     # Memory
 
@@ -212,9 +202,6 @@ class Recorder:
         """There is new memory, which ``key`` stands for."""
         memory = Memory(address, nbytes, is_pinned, self.current, is_of_graph=self.capturing)
         self.live[key] = memory
-        if by_package():
-            self.allocations += not is_pinned
-            self.pinned += is_pinned
         return memory
 
     def freed(self, key: int, memory: Memory) -> None:
@@ -255,7 +242,7 @@ class Recorder:
         if first >= end:
             return
         memory.is_captured |= self.capturing and timeline is not self.host
-        mine = Access(timeline, timeline.now, what, first, end, writes, self.stack())
+        mine = Access(timeline, timeline.now, what, first, end, writes, package_stack())
         kept = []
         for access in memory.accesses:
             if access.end <= first or end <= access.first:

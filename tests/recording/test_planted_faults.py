@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch.distributed as dist
 from as_on_gpu import interpreting_ranks
 from distributed import ranks
 
@@ -28,11 +27,11 @@ def test_there_are_fifteen() -> None:
 def test_a_planted_fault_is_found(name: str) -> None:
     fault = FAULTS[name]
     options = {"steps": fault.steps, "elsewhere": fault.elsewhere}
-    sound = play(PROGRAMS[fault.program], dist.get_rank(), **options).recorder
+    sound = play(PROGRAMS[fault.program], **options).recorder
     assert not sound.races, sound.report()
     before = {each.place for each in sound.waits if not each.age}
     with fault.plant():
-        found = play(PROGRAMS[fault.program], dist.get_rank(), **options).recorder
+        found = play(PROGRAMS[fault.program], **options).recorder
     if fault.is_wait:
         assert {each.place for each in found.waits if not each.age} - before
     else:

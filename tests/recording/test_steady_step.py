@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.distributed as dist
 from as_on_gpu import interpreting_ranks
 from distributed import ranks
 
@@ -80,7 +79,7 @@ STEADY = {
 @ranks(2)
 def test_a_steady_step_waits_for_the_last_headers_only_and_has_no_race(name: str) -> None:
     expected = STEADY[name]
-    recorder = (played := play(PROGRAMS[name], dist.get_rank())).recorder
+    recorder = (played := play(PROGRAMS[name])).recorder
     assert not recorder.races, recorder.report()
     launches = recorder.launches
     kernels = {each: n for each, n in launches.items() if each in _KERNELS}
@@ -107,10 +106,10 @@ _KERNELS = ("flatten", "unflatten", "quantize", "reduce_parts", "dequantize")
 def test_on_another_stream_than_the_wrapping_gradients_are_those_of_the_cpu(name: str) -> None:
     """As the kernels here are others than the CPU's, this is of tables, layouts and order."""
     program = PROGRAMS[name]
-    played = play(program, dist.get_rank(), elsewhere=True)
+    played = play(program, elsewhere=True)
     assert not played.recorder.races, played.recorder.report()
     on_device = played.gradients
-    on_cpu = play(program, dist.get_rank(), plays=False).gradients
+    on_cpu = play(program, plays=False).gradients
     is_exact = not {"reduce_dtype", "compression", "mixed_precision"} & set(program.options)
     for one, other in zip(on_device, on_cpu, strict=True):
         tolerance = {"rtol": 1e-6, "atol": 1e-6} if is_exact else {"rtol": 2e-2, "atol": 2e-2}

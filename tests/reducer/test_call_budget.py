@@ -9,6 +9,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -46,7 +47,7 @@ CASES: dict[str, tuple[dict[str, Any], int, bool]] = {
 @contextlib.contextmanager
 def without_a_gpu() -> Iterator[None]:
     """Kernels of a GPU are prepared and launched on CPU tensors; their twins do the work."""
-    from tritonddp.kernels import device_tables, flatten, reference, unflatten
+    from tritonddp.kernels import flatten, reference, unflatten
 
     class Compiled:
         def __getitem__(self, grid: Any) -> Any:
@@ -69,10 +70,7 @@ def without_a_gpu() -> Iterator[None]:
         with uncounted():
             reference.unflatten(flat, grads, *arguments)
 
-    kernels = dispatch.Kernels(
-        *(flattened, unflattened, device_tables.ALIGNMENT, True),
-        *(dispatch._whole, dispatch._never),
-    )
+    kernels = replace(dispatch.in_triton(), flatten=flattened, unflatten=unflattened)
     with (
         mock.patch.object(flatten._launch, "kernel", Kernel()),
         mock.patch.object(unflatten._launch, "kernel", Kernel()),

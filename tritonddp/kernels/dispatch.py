@@ -126,6 +126,11 @@ def _quantized_for(device_type: str) -> QuantizedKernels:
         return QuantizedKernels(
             quantized.quantize, quantized.reduce_parts, quantized.put_together, reference.unflatten
         )
+    return quantized_in_triton()
+
+
+def quantized_in_triton() -> QuantizedKernels:
+    """Likewise."""
     from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
 
     return QuantizedKernels(
@@ -181,13 +186,20 @@ def _for_device_type(device_type: str) -> Kernels:
             f"tritonddp needs Triton for 'cuda' tensors, but importing it failed ({error}): "
             "pip install 'triton>=3.6'"
         ) from error
-    from tritonddp.kernels import device_tables, flatten, unflatten
+    from tritonddp.kernels import flatten
 
     if flatten.INTERPRETED:
         # The interpreter would follow device addresses on the host, and crash without a word.
         raise RuntimeError(
             "Triton's interpreter cannot reach 'cuda' gradients by address: unset TRITON_INTERPRET"
         )
+    return in_triton()
+
+
+def in_triton() -> Kernels:
+    """Those of a GPU, whatever tensors they get."""
+    from tritonddp.kernels import device_tables, flatten, unflatten
+
     return Kernels(
         flatten.flatten,
         unflatten.unflatten,

@@ -288,14 +288,21 @@ class Reducer:
         if self.agreement.pending:
             self.check_pending()
         is_reduced = self.forwards.decide(forward, self.sync, self.where)
-        if self.is_on_gpu and is_capturing():
+        is_captured = self.is_on_gpu and is_capturing()
+        if is_captured:
             capture.begin(self, missing, is_reduced)
         if is_reduced:
-            self._open(forward, reached, missing)
+            self._open(forward, reached, missing, is_captured)
         else:
             self._open_local(forward, reached)
 
-    def _open(self, forward: Forward | None, reached: list[bool], missing: Collection[int]) -> None:
+    def _open(
+        self,
+        forward: Forward | None,
+        reached: list[bool],
+        missing: Collection[int],
+        is_captured: bool,
+    ) -> None:
         """A backward begins that is reduced."""
         manager, tracker, events = self.manager, self.tracker, self.events
         if self.parameters.number < 0:
@@ -310,7 +317,7 @@ class Reducer:
         run.is_late, run.reached = forward is None, reached
         run.earlier, run.came = self.accumulated, tracker.log
         run.has_missing = bool(missing)
-        if self.is_on_gpu and is_capturing():
+        if is_captured:
             run.is_captured = True
         doubtful: Collection[int] = _NONE
         if not manager.is_provisional and (missing or self.reentrant.has_come):
