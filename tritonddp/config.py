@@ -19,7 +19,9 @@ from tritonddp._torch import STOCK, serving_device
 from tritonddp.buckets.assignment import BucketCaps
 from tritonddp.buckets.formats import ExactParams, WireFormat
 from tritonddp.buckets.parameters import ModuleParameters
+from tritonddp.comm.all_reduce import goes_by_messages
 from tritonddp.comm.broadcast import StateBroadcast
+from tritonddp.comm.peer_memory import PeerMemory
 from tritonddp.coordination.group import Group
 from tritonddp.features.auto_compression.planner import AutoPlanner
 from tritonddp.features.auto_compression.probe import Figures
@@ -30,6 +32,10 @@ from tritonddp.features.unused_params import SkipUnused, StrictUnused
 from tritonddp.kernels.dispatch import GRADIENT_DTYPES, select
 from tritonddp.reducer.extension import Extension, SyncState
 from tritonddp.reducer.reducer import Reducer
+
+# How gradients may travel.
+PROCESS_GROUP, PEER_MEMORY = "process_group", "peer_memory"
+TRANSPORTS = ("auto", PROCESS_GROUP, PEER_MEMORY)
 
 # Options of the constructor that are on or off.
 FLAGS = (
@@ -52,6 +58,7 @@ class DDPConfig:
     lazy: bool  # lazy_bucket_allocation
     skip_unused: bool  # skip_all_reduce_unused_params
     check_finite: str | None
+    transport: str
     options: dict[str, Any]  # what has to be alike on all ranks, by name
 
     @classmethod
@@ -70,6 +77,7 @@ class DDPConfig:
         given = SimpleNamespace(**arguments)
         devices = {param.device for _, param in params}
         check_mode(given.check_finite)
+        check_transport(given.transport, group, devices)
         check_flags({name: arguments[name] for name in FLAGS})
         if given.mixed_precision is not None:
             check_mixed_precision(given.mixed_precision)
@@ -92,7 +100,7 @@ class DDPConfig:
             delay.names if delay else frozenset(),
             few_bytes_on=device_type if given.reduce_dtype or given.compression else None,
         )
-        options: dict[str, Any] = {"bucket sizes": caps.limits}
+        options: dict[str, Any] = {"bucket sizes": caps.limits, "transport": given.transport}
         if delay is not None:
             options["delayed"] = sorted(caps.delayed)
         for name in ("mixed_precision", "reduce_dtype", "check_finite"):
@@ -104,6 +112,7 @@ class DDPConfig:
             lazy=bool(given.lazy_bucket_allocation),
             skip_unused=bool(given.skip_all_reduce_unused_params),
             check_finite=given.check_finite,
+            transport=given.transport,
             options=options | wire_options,
         )
 
@@ -126,6 +135,7 @@ class DDPConfig:
             views=self.views,
             lazy=self.lazy,
             check_finite=self.check_finite is not None,
+            peer_memory=self._peer_memory(group, parameters),
         )
         extensions: list[Extension] = []
         if is_strict:
@@ -144,6 +154,33 @@ class DDPConfig:
         for extension in extensions:
             core.events.install(extension)
         return core
+
+
+    def _peer_memory(self, group: Group, parameters: ModuleParameters) -> PeerMemory | None:
+        """How ranks of one host may exchange gradients; ``None`` if they shall not."""
+        is_on_cpu = all(param.is_cpu for _, param in parameters.params)
+        if self.transport == PROCESS_GROUP or not is_on_cpu or not goes_by_messages(group):
+            return None
+        return PeerMemory(group, is_required=self.transport == PEER_MEMORY)
+
+
+def check_transport(
+    transport: Any, group: dist.ProcessGroup, devices: Iterable[torch.device]
+) -> None:
+    """Raise a ValueError if there is no such transport, or not for these devices and this group."""
+    if not isinstance(transport, str) or transport not in TRANSPORTS:
+        raise ValueError(
+            f"transport should be one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}"
+        )
+    if transport != PEER_MEMORY or group.size() == 1:
+        return
+    others = sorted({device.type for device in devices} - {"cpu"})
+    if others or not goes_by_messages(Group(group)):
+        what = f"parameters are on {others[0]!r}" if others else f"the group is {group.name()}"
+        raise ValueError(
+            "transport='peer_memory' needs parameters on the CPU and a process group of gloo, "
+            f"without TORCH_DISTRIBUTED_DEBUG=DETAIL, but {what}: use 'auto'"
+        )
 
 
 def sendable(group: Group, device: torch.device, device_ids: Any) -> torch.device:

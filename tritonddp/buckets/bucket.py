@@ -87,6 +87,10 @@ class Bucket:
         names: their names, for errors.
         first: number of the first of them among those of all buckets.
         flat: the buffer that the collective sends, ``None`` while a lazy bucket has no memory.
+        packed: the buffer that gradients are packed into: ``flat``, or one in memory that other
+            ranks read.
+        exchange: through memory, see :mod:`tritonddp.comm.peer_memory`; ``None`` if the bucket
+            goes through the process group.
         segments: what is flattened at once.
         nbytes: on the wire: payload and trailer.
         direct_nbytes: what counts for the choice of a direct exchange: of this bucket and those
@@ -110,6 +114,7 @@ class Bucket:
     flags_on_host: Sequence[float] | None = None
     is_sparse = False
     has_views = False
+    exchange: Any = None
 
     def __init__(
         self,
@@ -173,11 +178,34 @@ class Bucket:
             self._kernels.tables(flat)
         else:
             getattr(flat, "real", flat).tables = self._tables  # of a complex one its kernels' view
-        for segment in self.segments:
-            is_whole = segment.last - segment.first == len(params)
-            segment.flat = flat if is_whole else flat.part(segment.first, segment.last)
         self.flat = flat
+        if self.exchange is None:
+            self._pack_into(flat)
         self._unshared = self._memory()
+
+    def _pack_into(self, flat: Any) -> None:
+        self.packed = flat
+        for segment in self.segments:
+            is_whole = segment.last - segment.first == len(self.params)
+            segment.flat = flat if is_whole else flat.part(segment.first, segment.last)
+
+    @property
+    def can_share(self) -> bool:
+        """Whether :meth:`share` may be called."""
+        return not (self.is_lazy or self.is_sparse or self.quantization is not None)
+
+    def share(self, exchange: Any, memory: Tensor) -> None:
+        """Pack into ``memory``, uint8 zeros ``(nbytes,)``, from where ``exchange`` takes it."""
+        self.exchange = exchange
+        self._pack_into(
+            self._kernels.buffer(self._layout, self._wire_dtype, memory.device, memory)
+        )
+
+    def unshare(self) -> None:
+        """Pack into the buffer that the collective sends again."""
+        if self.exchange is not None:
+            self.exchange = None
+            self._pack_into(self.flat)
 
     def _memory(self) -> tuple[Any, ...]:
         """Of the buffer: changes when somebody gets hold of its memory, or does something to it."""
@@ -312,14 +340,14 @@ class Bucket:
 
     def finish_trailer(self, header: bytes = b"") -> None:
         """All segments are packed, of which there are several: write used flags and headers."""
-        self.flat.write_trailer(self.used, header)
+        self.packed.write_trailer(self.used, header)
 
     def fill_nan(self, header: bytes = b"") -> None:
         """Fill the buffer with NaN instead of gradients."""
         if self.flat is None:
             self.allocate()
-        self.flat.fill_nan()
-        self.flat.write_trailer([False] * len(self.params), header)
+        self.packed.fill_nan()
+        self.packed.write_trailer([False] * len(self.params), header)
 
     # Out of the buffer
 
@@ -376,7 +404,7 @@ class Bucket:
             if (tables := self._kernels.tables(self.flat)) is not None:
                 tables.launches.clear()  # which hold the memory
                 self._tables = tables
-            self.flat = None
+            self.flat = self.packed = None
             for segment in self.segments:
                 segment.flat = None
 

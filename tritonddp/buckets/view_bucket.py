@@ -38,7 +38,7 @@ class ViewBucket(Bucket):
         """See :meth:`Bucket.pack`. Used gradients become views, which frees their memory."""
         super().pack(segment, used, scale, header, earlier)
         first, last = segment.first, segment.last
-        views = segment.flat.views
+        views = self.flat.views[first:last]
         flags = self.used[first:last]
         if all(flags):
             for param, view in zip(segment.params, views, strict=True):

@@ -38,6 +38,8 @@ class AllReduce:
     of another process to wake. Where messages are small those are all that they cost, and each rank
     sends them to every other one directly instead: one round, and the sum is made here, by all
     ranks in the same order. Such a bucket takes ``2 * world_size`` times its memory on its way.
+
+    A bucket that ranks of one host share goes through their memory instead: ``peer_memory.py``.
     """
 
     averages = True
@@ -50,16 +52,7 @@ class AllReduce:
         # Its work objects need no help, and a call of it no Python.
         self._is_plain = type(group.process_group) is dist.ProcessGroup
         self._to_all = dist.AllToAllOptions()
-        self._most_direct = _DIRECT // (group.size - 1) ** 2 if self._may_go_directly() else 0
-
-    def _may_go_directly(self) -> bool:
-        """On all ranks alike. (In debug mode torch compares the sizes of an all-reduce only.)"""
-        return (
-            self._group.size > 1
-            and self._is_plain
-            and backend_name(self._process_group, torch.device("cpu")) == "gloo"
-            and not is_checked(self._process_group, torch.device("cpu"))
-        )
+        self._most_direct = _DIRECT // (group.size - 1) ** 2 if goes_by_messages(group) else 0
 
     def launch(self, run: ReductionRun, bucket: Bucket, is_broken: bool = False) -> None:
         """See :meth:`Transport.launch`."""
@@ -70,6 +63,11 @@ class AllReduce:
             run.log(bucket, "is sent with NaN" if is_broken else "is sent")
         data, group = bucket.flat.data, self._process_group
         try:
+            if bucket.exchange is not None:
+                with Uninterrupted():
+                    bucket.exchange.launch(data)
+                    run.works.append(bucket.exchange)
+                return
             # Python handles signals between two instructions. Here is but one from each call to the
             # note that it was made.
             if bucket.direct_nbytes <= self._most_direct and data.is_cpu:
@@ -125,6 +123,20 @@ class AllReduce:
             trailer = string_at(flat.trailer.data_ptr(), flat.trailer_nbytes)
             bucket.last_trailer = run.header, trailer, () if all(flags) else flags
         return run.factor
+
+
+def goes_by_messages(group: Group) -> bool:
+    """Whether all-reduces on the CPU may be made of messages: on all ranks alike.
+
+    (In debug mode torch compares the sizes of an all-reduce only.)
+    """
+    process_group, device = group.process_group, torch.device("cpu")
+    return (
+        group.size > 1
+        and type(process_group) is dist.ProcessGroup
+        and backend_name(process_group, device) == "gloo"
+        and not is_checked(process_group, device)
+    )
 
 
 def exchange_rows(run: ReductionRun, bucket: SparseBucket, counters: Counters) -> None:

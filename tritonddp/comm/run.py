@@ -197,6 +197,8 @@ class ReductionRun:
                 self.used[bucket.first + slot] = self.earlier[bucket.first + slot]
         if bucket.quantization is not None:
             bucket.quantization.rescale(self.agreement.unit)
+        if bucket.exchange is not None and not bucket.exchange.is_free:
+            self._reserve(bucket)
         for call in self.events.on_pack:
             call(self, bucket, segment)
         # A sum counts without a weight; what was reduced before it does not.
@@ -215,6 +217,13 @@ class ReductionRun:
         self.packed_at[number] = len(self.came)
         for observe in self.events.on_packed:
             observe(self, bucket)
+
+    def _reserve(self, bucket: Bucket) -> None:
+        """Other ranks may still read what they were given in the last reduction."""
+        try:
+            bucket.exchange.reserve()
+        except RuntimeError as error:
+            raise self.explain(bucket, error, f"exchange of {bucket.nbytes} bytes") from error
 
     # On the way
 
@@ -276,6 +285,8 @@ class ReductionRun:
             if bucket.index in self.skipped:
                 self.works.append(None)
                 continue
+            if bucket.exchange is not None:
+                self._reserve(bucket)
             bucket.fill_nan(b"" if bucket.index else self.header)
             self.transport.launch(self, bucket, is_broken=True)
 

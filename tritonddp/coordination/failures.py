@@ -17,6 +17,8 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -91,6 +93,8 @@ class History:
     failures: int = 0  # number of the last failure: a post with a smaller one is old
     is_announced: bool = False  # this rank has posted its process, as all do that wrap a module
     first: Process | None = None  # rank 0, which may host the store: without it nobody can be asked
+    # What other ranks may wait for, and has a close(): they shall not go on waiting.
+    connections: WeakSet[Any] = dataclasses.field(default_factory=WeakSet)
 
 
 class FailureReport:
@@ -121,6 +125,10 @@ class FailureReport:
             with contextlib.suppress(Exception):
                 self._history.first = look_up(self._group.get_group_store(), 0)
 
+    def close_on_failure(self, connections: Any) -> None:
+        """Have ``connections.close()`` called, in any thread, when a collective has failed."""
+        self._history.connections.add(connections)
+
     def explain(self, where: str, what: str, error: BaseException) -> RuntimeError:
         """The error to raise from ``error``; made in 2 to 3 s, and in 5 s at most.
 
@@ -138,6 +146,8 @@ class FailureReport:
         failed = f"rank {rank}, {place} failed: {_first_line(error)}"
         # At once: torchrun ends the other processes soon after one has died.
         logger.error("%s", failed)
+        for connections in list(self._history.connections):
+            connections.close()
         if self._group.get_group_store() is None:
             answers = [
                 "Which rank is missing is not known: this process group, a "

@@ -17,6 +17,7 @@ from tritonddp.coordination.group import Group
 
 # Names in one error message; the rest is counted.
 _SHOWN = 10
+_CPU = torch.device("cpu")
 # Characters of a line in it, which has what another rank has sent.
 _LONGEST = 1_000
 # Bytes of a description: some million parameters. More are no description.
@@ -78,7 +79,7 @@ def verify_same(
     with group.guard(place, "comparison of what the ranks hold"):
         # What a rank calls itself, and what no other rank has, in front.
         sent = group.rank.to_bytes(8, "little") + os.urandom(8) + digest
-        came = _all_gather_bytes(sent, len(sent), group, device)
+        came = all_gather_bytes(sent, len(sent), group, device)
     ranks = [int.from_bytes(each[:8], "little") for each in came]
     wanted = list(range(len(came)))
     is_exchanged = len(set(came)) > 1  # torch's fake backend hands each rank its own
@@ -95,7 +96,7 @@ def verify_same(
     with group.guard(place, "comparison of what the ranks hold"):
         if longest > _LARGEST:  # on every rank alike
             raise RuntimeError(f"a rank announces a description of {longest} bytes")
-        messages = _all_gather_bytes(message, longest, group, device)
+        messages = all_gather_bytes(message, longest, group, device)
     descriptions = [json.loads(other.rstrip(b"\0")) for other in messages]
     if all("error" in each["option"] for each in descriptions):
         return  # no rank can wrap its module: each raises its own error, whatever numbers are in it
@@ -115,8 +116,8 @@ def _describe_tensor(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype} strides {tensor.stride()}{kind}"
 
 
-def _all_gather_bytes(
-    message: bytes, length: int, group: Group, device: torch.device
+def all_gather_bytes(
+    message: bytes, length: int, group: Group, device: torch.device = _CPU
 ) -> list[bytes]:
     """Every rank's ``message``, padded with zeros to ``length`` bytes."""
     mine = torch.frombuffer(bytearray(message.ljust(length, b"\0")), dtype=torch.uint8).to(device)

@@ -22,8 +22,15 @@ class ComplexBuffer(FlatBuffer):
         real: the same buffer, as kernels and collectives see it.
     """
 
-    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
-        self.real = FlatBuffer(_real_layout(layout), REAL[dtype], device)
+    def __init__(
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+        device: torch.device,
+        memory: Tensor | None = None,
+    ) -> None:
+        """See :class:`FlatBuffer`."""
+        self.real = FlatBuffer(_real_layout(layout), REAL[dtype], device, memory)
         vars(self).update(vars(self.real), layout=layout, dtype=dtype)  # the same memory
         self.views = list(map(self.tensor_at, range(len(layout.numels))))
 

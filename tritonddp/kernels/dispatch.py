@@ -37,7 +37,7 @@ class Kernels:
     segments: Callable[[Layout], list[tuple[int, int]]]
     # Whether gradients are better handed over in the buffer than copied out of it.
     donates: Callable[[Layout], bool]
-    buffer: Callable[[Layout, torch.dtype, torch.device], FlatBuffer] = FlatBuffer
+    buffer: Callable[..., FlatBuffer] = FlatBuffer  # (layout, dtype, device, memory=None)
     marks: Marks | None = None  # of gradients that are not finite; None: flatten does not look
     # Makes the tables of a buffer, which cannot be made while a CUDA graph is captured.
     tables: Callable[[FlatBuffer], Any] = _none

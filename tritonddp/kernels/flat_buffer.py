@@ -200,10 +200,21 @@ class FlatBuffer:
     batched: Any = None
     known_flags: Sequence[float] | None = None
 
-    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+        device: torch.device,
+        memory: Tensor | None = None,
+    ) -> None:
+        """In ``memory``, uint8 zeros ``(nbytes,)``, if that is given."""
         self.layout = layout
         self.dtype = dtype
-        self.data = torch.zeros(layout.numel, dtype=dtype, device=device)
+        self.data = (
+            torch.zeros(layout.numel, dtype=dtype, device=device)
+            if memory is None
+            else memory.view(dtype)
+        )
         self.payload = self.data[: layout.flags_offset]
         # Made now: a view that comes later would look like somebody else's hold on the memory.
         self.trailer = self.data[layout.flags_offset : layout.marks_offset]

@@ -40,6 +40,7 @@ from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.all_reduce import AllReduce
 from tritonddp.comm.broadcast import StateBroadcast
 from tritonddp.comm.comm_hook import CommHook, Hook
+from tritonddp.comm.peer_memory import PeerMemory
 from tritonddp.comm.quantized import QuantizedAllReduce
 from tritonddp.comm.run import LocalError, ReductionRun, Transport
 from tritonddp.coordination.agreement import Agreement, GradSource, Mismatch
@@ -82,6 +83,7 @@ class Reducer:
         views: gradients live in the buckets.
         lazy: buckets have memory during backwards only.
         check_finite: buckets tell which gradients are not finite.
+        peer_memory: how ranks of one host may exchange them; ``None`` if they shall not.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Reducer:
         views: bool = False,
         lazy: bool = False,
         check_finite: bool = False,
+        peer_memory: PeerMemory | None = None,
     ) -> None:
         self.counters = Counters()  # of what was launched and sent so far
         self.events = Events()  # whom to tell of what happens; extensions are installed there
@@ -112,6 +115,7 @@ class Reducer:
         self.transport: Transport = self.plain  # of a bucket in a backward
         if self.wire.compression is not None:
             self.transport = QuantizedAllReduce(group, self.counters)
+        self.peer_memory = peer_memory if self.transport is self.plain else None
         self.comm_hook: tuple[Any, Hook] | None = None
         # The backward that runs, broke off or waits for ``finalize_backward()``.
         self.run: ReductionRun | None = None
@@ -635,6 +639,8 @@ class Reducer:
         self.reentrant.stayed_away(missing)
         failure = recovery.take_up_added(self, run) if self.parameters.added else None
         self.renumber(self.manager.renew())
+        if self.peer_memory is not None:
+            self.peer_memory.follow(self.manager.current, self.where())
         if failure is not None:
             raise failure
 
@@ -761,6 +767,9 @@ class Reducer:
         recovery.recover(self.group)
         self.check_pending()
         self.comm_hook = state, hook
+        self.peer_memory = None
+        for bucket in self.manager.current.buckets:
+            bucket.unshare()
         self.transport = CommHook(hook, state, self.group, self.counters)
 
     def detach(self) -> None:

@@ -1,0 +1,422 @@
+"""Connections between the ranks of one host: small messages, and memory that is handed over.
+
+A message says that a rank has come somewhere. It orders memory (what was written before it was
+sent can be read when it is there), wakes who waits for it, and ends when its sender dies. Memory
+is anonymous (``memfd_create``), and its descriptor goes over the connection: there is no file in
+/dev/shm, and nothing that outlives the processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonddp._torch import timeout_of
+from tritonddp.coordination.failures import plain
+from tritonddp.coordination.group import Group
+from tritonddp.coordination.interrupts import Uninterrupted
+from tritonddp.coordination.verify import all_gather_bytes
+
+# What a message says of the exchange with its number, on its sender's side.
+PACKED, SUMMED, READ = range(3)
+# Kind, bucket, number of the exchange, bytes of the bucket.
+_MESSAGE = struct.Struct("<IIQQ")
+# Of recvmsg, for map(): a message, room for one descriptor, and what closes that in new programs.
+_RECEIVE = (_MESSAGE.size,), (socket.CMSG_SPACE(4),), (getattr(socket, "MSG_CMSG_CLOEXEC", 0),)
+# The first message of a connection: who sends it, and what only ranks of the group know.
+_HELLO = struct.Struct("<I32s")
+# Bytes of what each rank says of itself before they connect.
+_INTRODUCTION = 512
+# Bytes of why a rank has failed.
+_WORDS = 256
+# Seconds until a rank that has introduced itself has connected.
+_CONNECTING = 30.0
+_MISSING_TIMEOUT = 1800.0  # of a group that has none
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why ranks are not connected.
+
+    Attributes:
+        why: in words, with the rank that it is about.
+        is_failure: it should have been possible.
+    """
+
+    why: str
+    is_failure: bool = False
+
+
+class PeerError(RuntimeError):
+    """A rank of this host is gone, or does not answer."""
+
+
+@dataclass(eq=False)
+class Memory:
+    """Some memory that ranks of this host share.
+
+    Attributes:
+        tensor: uint8 ``(nbytes,)``; holds the mapping.
+        descriptor: of what is mapped, until all have it; -1 afterwards.
+    """
+
+    tensor: Tensor
+    descriptor: int = -1
+
+    @classmethod
+    def create(cls, nbytes: int) -> Memory:
+        """Zeros, for others to map.
+
+        Raises:
+            OSError: there is no memory, or none that can be shared.
+        """
+        descriptor = os.memfd_create("tritonddp", os.MFD_CLOEXEC)
+        try:
+            # Now, where a lack of memory is an error, and not by the first write to a page, where
+            # it is a signal.
+            os.posix_fallocate(descriptor, 0, nbytes)
+            return cls(_mapped(descriptor, nbytes), descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    @classmethod
+    def received(cls, descriptor: int, nbytes: int) -> Memory:
+        """That of another rank. The descriptor is closed."""
+        try:
+            if os.fstat(descriptor).st_size < nbytes:  # to read behind its end would be a signal
+                raise PeerError(f"shared memory is smaller than the {nbytes} bytes announced")
+            return cls(_mapped(descriptor, nbytes))
+        finally:
+            os.close(descriptor)
+
+    def close_descriptor(self) -> None:
+        """Nobody else is to map it."""
+        if self.descriptor >= 0:
+            descriptor, self.descriptor = self.descriptor, -1
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        self.close_descriptor()
+
+
+def _mapped(descriptor: int, nbytes: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
+
+
+class _Peer:
+    """The connection with one other rank.
+
+    Attributes:
+        rank: in the group.
+        counts: the highest number that it has sent of each kind of message.
+        announced: bucket and bytes of exchanges that it has packed and this rank has not looked at.
+        memory: of its buckets, by index.
+        is_open: messages may still come.
+    """
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.rank = rank
+        self.counts = [0, 0, 0]
+        self.announced: dict[int, tuple[int, int]] = {}
+        self.memory: dict[int, Memory] = {}
+        self.is_open = True
+        self._connection = connection
+        # Python handles signals between any two instructions, so between a message that has come
+        # and the note that it has. One call in C does both.
+        self._came: deque[Any] = deque()
+        self._receive = connection.recvmsg
+        self.fileno = connection.fileno
+
+    def look(self) -> None:
+        """Take what has come. Waits for nothing."""
+        came = self._came
+        try:
+            while self.is_open:
+                came.extend(map(self._receive, *_RECEIVE))
+                while came:
+                    self._take(*came[0])
+        except BlockingIOError:
+            pass
+        except OSError:  # the connection was reset
+            self.is_open = False
+
+    def _take(self, content: bytes, ancillary: list[Any], flags: int, _: object) -> None:
+        if not content:
+            self.is_open = False
+            self._came.popleft()
+            return
+        kind, bucket, number, nbytes = _MESSAGE.unpack(content)
+        if ancillary:
+            with Uninterrupted():
+                self._take_memory(ancillary, bucket, nbytes)
+        if kind == PACKED:
+            self.announced[number] = bucket, nbytes
+        self.counts[kind] = number
+        self._came.popleft()
+
+    def _take_memory(self, ancillary: list[Any], bucket: int, nbytes: int) -> None:
+        """A bucket has other memory than before."""
+        if bucket == 0:  # that of new buckets comes in their order
+            self.memory.clear()
+        (descriptor,) = struct.unpack("i", ancillary.pop()[2])
+        self.memory[bucket] = Memory.received(descriptor, nbytes)
+
+    def send(self, message: bytes, descriptor: int = -1) -> bool:
+        """Send; returns whether it was, or never will be as the other rank is gone."""
+        try:
+            if descriptor < 0:
+                self._connection.send(message)
+            else:
+                socket.send_fds(self._connection, [message], [descriptor])
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM):
+                raise PeerError(f"memory cannot be handed to rank {self.rank}: {error}") from error
+            self.is_open = False  # who waits for its messages says so
+        return True
+
+    def close(self) -> None:
+        """No more messages, either way."""
+        self.is_open = False
+        self._connection.close()
+
+
+class Peers:
+    """The other ranks of a group, all of which are on this host.
+
+    Made by :func:`connect`. Messages of exchange ``n`` come behind all those of earlier ones.
+    """
+
+    def __init__(self, group: Group, peers: list[_Peer]) -> None:
+        self.rank, self.size = group.rank, group.size
+        self._peers = peers
+        timeout = timeout_of(group.process_group, torch.device("cpu"))
+        self._timeout = _MISSING_TIMEOUT if timeout is None else timeout.total_seconds()
+        self._poll = select.poll()
+        self._polled = list(peers)
+        for peer in peers:
+            self._poll.register(peer.fileno(), select.POLLIN)
+        group.join_forks(self)
+        group.close_on_failure(self)  # in any thread
+
+    def send(
+        self, kind: int, number: int, bucket: int = 0, nbytes: int = 0, descriptor: int = -1
+    ) -> None:
+        """Tell all that this rank has come to ``kind`` of exchange ``number``. Waits for nothing.
+
+        With ``descriptor`` the bucket has other memory than before.
+        """
+        message = _MESSAGE.pack(kind, bucket, number, nbytes)
+        for peer in self._peers:
+            while not peer.send(message, descriptor):  # hundreds of messages wait there
+                for other in self._peers:  # one of which may wait for room here
+                    other.look()
+                time.sleep(1e-4)
+
+    def has_come(self, kind: int, number: int) -> bool:
+        """Whether all have come to ``kind`` of exchange ``number``. Waits for nothing."""
+        for peer in self._peers:
+            if peer.counts[kind] < number:
+                peer.look()
+                if peer.counts[kind] < number:
+                    return False
+        return True
+
+    def wait(self, kind: int, number: int) -> None:
+        """Until all have come to ``kind`` of exchange ``number``.
+
+        Raises:
+            PeerError: a rank is gone, or has not come there within the group's timeout.
+        """
+        if self.has_come(kind, number):
+            return
+        end = time.monotonic() + self._timeout
+        while not self.has_come(kind, number):
+            late = [peer.rank for peer in self._peers if peer.counts[kind] < number]
+            gone = [p.rank for p in self._peers if p.counts[kind] < number and not p.is_open]
+            if gone:
+                raise PeerError(f"rank {gone[0]} has closed its connection")
+            left = end - time.monotonic()
+            if left <= 0:
+                raise PeerError(f"rank {late[0]} has not come there within {self._timeout:g} s")
+            for peer in [peer for peer in self._polled if not peer.is_open]:
+                self._poll.unregister(peer.fileno())
+                self._polled.remove(peer)
+            self._poll.poll(1000 * left)
+
+    def take(self, number: int, bucket: int, nbytes: int) -> list[Tensor]:
+        """What the others have packed in exchange ``number``, in the order of their ranks: uint8.
+
+        Raises:
+            PeerError: that is another bucket, or one of another size.
+        """
+        for peer in self._peers:
+            theirs = peer.announced.pop(number)
+            if theirs != (bucket, nbytes):
+                raise PeerError(
+                    f"rank {peer.rank} exchanges bucket {theirs[0]} of {theirs[1]} bytes, this "
+                    f"rank bucket {bucket} of {nbytes}"
+                )
+        return [peer.memory[bucket].tensor for peer in self._peers]
+
+    def close(self) -> None:
+        """No more messages, either way: the others are told that this rank is gone."""
+        for peer in self._peers:
+            peer.close()
+
+    detach = close  # in a process that was forked: what it sent would be taken for the rank's own
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def connect(group: Group, refusal: str = "") -> Peers | Refusal:
+    """Connect all ranks of ``group``, which all call this, if they are on one host.
+
+    Args:
+        group: the ranks.
+        refusal: why this rank does not want to.
+
+    Returns:
+        The connections, or why there are none: on all ranks alike.
+
+    Raises:
+        RuntimeError: a collective failed.
+    """
+    token = secrets.token_bytes(32)
+    mine: dict[str, str] = {"refusal": refusal}
+    failure = ""
+    found: dict[int, socket.socket] = {}
+    with contextlib.ExitStack() as stack:
+        try:
+            if not refusal:
+                listener = stack.enter_context(_listener())
+                address = listener.getsockname()[1:].decode()
+                mine = {"host": _host(), "address": address, "token": token.hex()}
+        except OSError as error:
+            failure = f"no connections between the ranks of a host: {error}"
+            mine = {"refusal": ""}
+        came = all_gather_bytes(json.dumps(mine).encode(), _INTRODUCTION, group)
+        others = [json.loads(each.rstrip(b"\0")) for each in came]
+        for rank, each in enumerate(others):
+            if each.get("refusal"):
+                return Refusal(f"rank {rank}: {each['refusal']}")
+        hosts = [each.get("host") for each in others]
+        for rank, host in enumerate(hosts):
+            if None not in hosts and host != hosts[0]:
+                return Refusal(f"ranks 0 and {rank} are not on one host, or not of one user")
+        if not failure and None not in hosts:
+            try:
+                _meet(group, listener, token, others, found)
+            except OSError as error:
+                failure = str(error)
+    peers = Peers(group, [_Peer(rank, found[rank]) for rank in sorted(found)])
+    if told := first_failure(failure, group):
+        peers.close()
+        return Refusal(told, is_failure=True)
+    return peers
+
+
+def first_failure(failure: str, group: Group) -> str:
+    """The failure of the first rank of all, which all call this, that has one; else ``""``."""
+    for rank, each in enumerate(all_gather_bytes(failure.encode()[:_WORDS], _WORDS, group)):
+        if text := each.rstrip(b"\0").decode(errors="replace"):
+            return f"rank {rank}: {plain(text)}"
+    return ""
+
+
+def _host() -> str:
+    """Equal on two ranks if one can connect to the other's socket: kernel, network and user."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/net')} {os.getuid()}"
+
+
+def _listener() -> socket.socket:
+    """In the kernel's own space of names: there is no file."""
+    if not sys.platform.startswith("linux"):
+        raise OSError(f"needs Linux, not {sys.platform}")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(f"\0tritonddp-{secrets.token_hex(16)}")
+    listener.listen(socket.SOMAXCONN)
+    return listener
+
+
+def _meet(
+    group: Group,
+    listener: socket.socket,
+    token: bytes,
+    others: Sequence[dict[str, str]],
+    found: dict[int, socket.socket],
+) -> None:
+    """Connect to the ranks before this one, and let those behind it in, into ``found``."""
+    end = time.monotonic() + _CONNECTING
+    for rank in range(group.rank):
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        found[rank] = connection
+        connection.settimeout(_CONNECTING)
+        connection.connect("\0" + others[rank]["address"])
+        _check_user(connection)
+        connection.send(_HELLO.pack(group.rank, bytes.fromhex(others[rank]["token"])))
+    poll = select.poll()
+    poll.register(listener.fileno(), select.POLLIN)
+    waiting: dict[int, socket.socket] = {}
+    while len(found) < group.size - 1:
+        left = end - time.monotonic()
+        if left <= 0:
+            missing = next(r for r in range(group.size) if r != group.rank and r not in found)
+            raise OSError(f"rank {missing} has not connected within {_CONNECTING:g} s")
+        for descriptor, _ in poll.poll(1000 * left):
+            if descriptor == listener.fileno():
+                connection, _ = listener.accept()
+                waiting[connection.fileno()] = connection
+                poll.register(connection.fileno(), select.POLLIN)
+                continue
+            connection = waiting.pop(descriptor)
+            poll.unregister(descriptor)
+            rank = _rank_of(connection, token, group)
+            if rank is None or rank in found:
+                connection.close()
+            else:
+                found[rank] = connection
+    for stranger in waiting.values():
+        stranger.close()
+
+
+def _rank_of(connection: socket.socket, token: bytes, group: Group) -> int | None:
+    """Who has connected; ``None`` for whoever is no rank of the group."""
+    try:
+        _check_user(connection)
+        rank, theirs = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_DONTWAIT))
+    except (OSError, struct.error):
+        return None
+    is_rank = secrets.compare_digest(theirs, token) and group.rank < rank < group.size
+    return rank if is_rank else None
+
+
+def _check_user(connection: socket.socket) -> None:
+    """Raise a PermissionError if the other side belongs to another user."""
+    size = struct.calcsize("3i")
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    _, uid, _ = struct.unpack("3i", credentials)
+    if uid != os.getuid():
+        raise PermissionError(f"a process of user {uid} has the socket of a rank")
