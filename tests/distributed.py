@@ -437,12 +437,12 @@ def sequence_number() -> int:
 
 
 def in_rings(module: Any, **options: Any) -> Any:
-    """The module wrapped, so that gloo reduces small buckets as it does large ones: in a ring."""
+    """The module wrapped, so that gloo reduces all buckets, also small ones, and in a ring."""
     from tritonddp import DistributedDataParallel
     from tritonddp.comm import all_reduce
 
     with mock.patch.object(all_reduce, "_DIRECT", 0):
-        return DistributedDataParallel(module, **options)
+        return DistributedDataParallel(module, transport="process_group", **options)
 
 
 @contextlib.contextmanager

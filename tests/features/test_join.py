@@ -17,6 +17,7 @@ from distributed import (
     assert_same_bits,
     assert_same_on_all_ranks,
     gather,
+    in_rings,
     ranks,
     recorded_collectives,
 )
@@ -226,7 +227,7 @@ def throwing_join(ddp: DistributedDataParallel) -> Join:
 @ranks(2)
 def test_outside_and_switched_off_nothing_is_told() -> None:
     rank = dist.get_rank()
-    ddp = DistributedDataParallel(net(), forward_sync_buffers=False)
+    ddp = in_rings(net(), forward_sync_buffers=False)
 
     def collectives() -> list[str]:
         with recorded_collectives() as calls:

@@ -108,7 +108,7 @@ def test_several_buckets_one_all_reduce_each_in_launch_order(view: bool) -> None
 @VIEW
 @ranks(2)
 def test_large_parameters_are_flattened_in_segments_and_still_sent_together(view: bool) -> None:
-    ddp = DistributedDataParallel(Sum(*[200_000] * 10), gradient_as_bucket_view=view)
+    ddp = in_rings(Sum(*[200_000] * 10), gradient_as_bucket_view=view)
     train(ddp, 2)
     before = copy.copy(ddp.reducer.counters)
     with recorded_collectives() as calls:
@@ -203,7 +203,7 @@ def test_buckets_follow_the_order_of_the_first_backward_once(view: bool) -> None
 @ranks(2)
 def test_buckets_are_launched_as_they_fill_while_the_backward_goes_on(view: bool) -> None:
     model = Ordered(list("abcdef"))
-    ddp = DistributedDataParallel(model, bucket_cap_mb=1e-6, gradient_as_bucket_view=view)
+    ddp = in_rings(model, bucket_cap_mb=1e-6, gradient_as_bucket_view=view)
     for _ in range(2):
         ddp(torch.randn(2, 4)).backward()
     launched = []
@@ -288,7 +288,7 @@ def test_memory_kept_is_the_buckets_and_no_more(view: bool) -> None:
     before = living_bytes()
     sizes = [1000] * 20 + [50_000] * 4
     model = Sum(*sizes)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.1, gradient_as_bucket_view=view)
+    ddp = in_rings(model, bucket_cap_mb=0.1, gradient_as_bucket_view=view)
     train(ddp, 3)
     parameters = 4 * sum(sizes)
     buckets = sum(bucket.nbytes for bucket in ddp.reducer.buckets)

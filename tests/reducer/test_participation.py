@@ -17,6 +17,7 @@ from cases.models import Branches, batch, branch
 from distributed import (
     assert_same_bits,
     assert_same_on_all_ranks,
+    in_rings,
     ranks,
     recorded_collectives,
 )
@@ -263,11 +264,11 @@ def test_automatic_mode_is_the_default_and_what_true_means() -> None:
         {"find_unused_parameters": True},
         {"find_unused_parameters": False, "static_graph": True},  # as in stock
     ):
-        ddp = DistributedDataParallel(branches(), **option)
+        ddp = in_rings(branches(), **option)
         for _ in range(3):
             with recorded_collectives() as calls:
                 ddp(batch(), "a").sum().backward()
-        assert calls.names == ["all_to_all_single"] * len(ddp.reducer.buckets)
+        assert calls.names == ["all_reduce"] * len(ddp.reducer.buckets)
 
 
 Microbatch = tuple[str, bool, bool]  # branches, forward inside no_sync, two backwards

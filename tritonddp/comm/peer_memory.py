@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -46,6 +47,10 @@ _PIECE = 512 * 1024
 _RANKS_OF_SHARES, _BYTES_OF_SHARES = 4, 256 * 1024
 
 
+def _nothing() -> None:
+    """What a weak reference to something that is gone returns."""
+
+
 class PeerMemory:
     """Exchanges of buckets with the other ranks, if all of them are on this host.
 
@@ -68,7 +73,7 @@ class PeerMemory:
         self._group = group
         self._is_required = is_required
         self._is_refused = False
-        self._followed: object = None
+        self._followed: Callable[[], object] = _nothing  # weakly: its buckets refer to this
 
     def follow(self, current: BucketSet, where: str) -> None:
         """Have these buckets packed where the other ranks can read them, if all ranks can do that.
@@ -78,9 +83,9 @@ class PeerMemory:
         Raises:
             RuntimeError: it cannot be had, and is required; or a collective failed.
         """
-        if self._is_refused or self._followed is current:
+        if self._is_refused or self._followed() is current:
             return
-        self._followed = current
+        self._followed = weakref.ref(current)
         with self._group.guard(where, "agreement to exchange through memory"):
             refusal = self._connect(where) or self._share(current.buckets)
         if refusal is None:
@@ -108,7 +113,6 @@ class PeerMemory:
         return None
 
     def _share(self, buckets: Sequence[Bucket]) -> Refusal | None:
-        assert self.peers is not None
         found = [bucket for bucket in buckets if bucket.can_share]
         memory, failure = [], ""
         try:
@@ -118,11 +122,15 @@ class PeerMemory:
         if failure := first_failure(failure, self._group):
             return Refusal(failure, is_failure=True)
         for bucket, each in zip(found, memory, strict=True):
-            has_shares = self.size >= _RANKS_OF_SHARES and bucket.nbytes >= _BYTES_OF_SHARES
-            kind = TwoShots if has_shares else Exchange
-            exchange = kind(self, self.peers, each, bucket.index, bucket.wire_dtype)
-            bucket.share(exchange, each.tensor)
+            bucket.share(self.exchange(each, bucket.index, bucket.wire_dtype), each.tensor)
         return None
+
+    def exchange(self, memory: Memory, index: int, dtype: torch.dtype) -> Exchange:
+        """The exchanges of bucket ``index``, which is packed in ``memory``."""
+        assert self.peers is not None
+        has_shares = self.size >= _RANKS_OF_SHARES and memory.tensor.numel() >= _BYTES_OF_SHARES
+        kind = TwoShots if has_shares else Exchange
+        return kind(self, self.peers, memory, index, dtype)
 
 
 def _refusal() -> str:
@@ -194,7 +202,7 @@ class Exchange:
     def take(self) -> None:
         """Wait until all have packed the bucket."""
         self._peers.wait(PACKED, self.number)
-        came = self._peers.take(self.number, self._index, self._nbytes)
+        came = self._peers.packed(self.number, self._index, self._nbytes)
         if not self.packed:
             came.insert(self._all.rank, self._memory.tensor)
             self.packed = [each.view(self._dtype) for each in came]

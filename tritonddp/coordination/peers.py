@@ -127,7 +127,7 @@ class _Peer:
     Attributes:
         rank: in the group.
         counts: the highest number that it has sent of each kind of message.
-        announced: bucket and bytes of exchanges that it has packed and this rank has not looked at.
+        announced: number and bytes of the last exchange that it has packed, by bucket.
         memory: of its buckets, by index.
         is_open: messages may still come.
     """
@@ -169,7 +169,7 @@ class _Peer:
             with Uninterrupted():
                 self._take_memory(ancillary, bucket, nbytes)
         if kind == PACKED:
-            self.announced[number] = bucket, nbytes
+            self.announced[bucket] = number, nbytes
         self.counts[kind] = number
         self._came.popleft()
 
@@ -264,18 +264,18 @@ class Peers:
                 self._polled.remove(peer)
             self._poll.poll(1000 * left)
 
-    def take(self, number: int, bucket: int, nbytes: int) -> list[Tensor]:
+    def packed(self, number: int, bucket: int, nbytes: int) -> list[Tensor]:
         """What the others have packed in exchange ``number``, in the order of their ranks: uint8.
 
         Raises:
             PeerError: that is another bucket, or one of another size.
         """
         for peer in self._peers:
-            theirs = peer.announced.pop(number)
-            if theirs != (bucket, nbytes):
+            if peer.announced.get(bucket) != (number, nbytes):
+                theirs = sorted(peer.announced.items(), key=lambda each: each[1])[-1]
                 raise PeerError(
-                    f"rank {peer.rank} exchanges bucket {theirs[0]} of {theirs[1]} bytes, this "
-                    f"rank bucket {bucket} of {nbytes}"
+                    f"rank {peer.rank} has packed bucket {theirs[0]} of {theirs[1][1]} bytes, and "
+                    f"this rank bucket {bucket} of {nbytes}"
                 )
         return [peer.memory[bucket].tensor for peer in self._peers]
 

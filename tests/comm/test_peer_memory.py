@@ -1,0 +1,305 @@
+"""Ranks of one host exchange gradients through memory that they share."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_bits, assert_same_on_all_ranks, gather, give_up_after, ranks
+from torch import Tensor, nn
+
+from tritonddp import DistributedDataParallel
+from tritonddp.comm import peer_memory
+from tritonddp.coordination import peers
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "copies": {},
+    "views": {"gradient_as_bucket_view": True},
+    "small buckets": {"bucket_cap_mb": 1e-3},
+    "bf16": {"reduce_dtype": torch.bfloat16},
+    "check_finite": {"check_finite": "warn"},
+}
+
+
+class Net(nn.Module):
+    """Large and small gradients, one of which a rank may leave out, and a complex one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(20, 300)
+        self.left_out = nn.Linear(300, 300)
+        self.last = nn.Linear(300, 3)
+        self.phase = nn.Parameter(torch.ones(7, dtype=torch.complex64))
+
+    def forward(self, x: Tensor, leaves_out: bool = False) -> Tensor:
+        y = self.first(x).relu()
+        if not leaves_out:
+            y = self.left_out(y).relu()
+        return self.last(y).sum() * self.phase.abs().sum()
+
+
+def net(**options: Any) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(Net(), **options)
+
+
+def step(ddp: Any, number: int, **arguments: Any) -> list[Tensor | None]:
+    """The gradients of a step."""
+    ddp.zero_grad(set_to_none=number % 3 != 0)
+    torch.manual_seed(10 * number + dist.get_rank())
+    ddp(torch.randn(4, 20), **arguments).backward()
+    return [None if p.grad is None else p.grad.detach().clone() for p in ddp.parameters()]
+
+
+def is_shared(ddp: DistributedDataParallel) -> list[bool]:
+    """For each bucket, whether it goes through memory."""
+    return [bucket.exchange is not None for bucket in ddp.core.manager.current.buckets]
+
+
+def in_two_shots() -> Any:
+    """Context: all buckets, whatever the number of ranks."""
+    return mock.patch.multiple(peer_memory, _RANKS_OF_SHARES=2, _BYTES_OF_SHARES=0, _PIECE=4096)
+
+
+@pytest.mark.parametrize("shots", [1, 2])
+@pytest.mark.parametrize("options", OPTIONS)
+@ranks(2, 3, 4)
+def test_the_sums_are_those_of_the_process_group(options: str, shots: int) -> None:
+    """At two ranks bit by bit: there is but one order to add two numbers in."""
+    with in_two_shots() if shots == 2 else contextlib.nullcontext():
+        shared = net(**OPTIONS[options])
+        plain = net(transport="process_group", **OPTIONS[options])
+        for number in range(5):
+            leaves_out = number == 2 or (number > 2 and dist.get_rank() > 0)
+            mine = step(shared, number, leaves_out=leaves_out)
+            theirs = step(plain, number, leaves_out=leaves_out)
+            assert_same_on_all_ranks(mine, f"step {number}")
+            for one, other in zip(mine, theirs, strict=True):
+                assert (one is None) == (other is None)
+                if one is None:
+                    continue
+                if dist.get_world_size() == 2:
+                    assert_same_bits([one], [other])
+                else:
+                    scale = 2e-2 if options == "bf16" else 1e-5
+                    torch.testing.assert_close(one, other, rtol=scale, atol=scale)
+        assert all(is_shared(shared))
+        assert not any(is_shared(plain))
+
+
+@ranks(2)
+def test_what_is_said_and_when_it_begins(caplog: Any = None) -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    log = logging.getLogger("tritonddp.comm.peer_memory")
+    log.addHandler(handler)
+    former = log.level
+    log.setLevel(logging.INFO)
+    try:
+        ddp = net()
+        assert not any(is_shared(ddp))
+        for number in range(4):
+            step(ddp, number)
+            assert all(is_shared(ddp))
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(former)
+    said = [record.getMessage() for record in records]
+    assert len(said) == (dist.get_rank() == 0)
+    assert all("through memory that the 2 ranks of this host share" in each for each in said)
+
+
+def refuses(how: str) -> Any:
+    """Context: rank 1 cannot, or does not want to."""
+    if dist.get_rank() != 1:
+        return contextlib.nullcontext()
+    denied = OSError(1, "Operation not permitted")
+    if how == "environment":
+        return mock.patch.dict(os.environ, {"TRITONDDP_PEER_MEMORY": "0"})
+    if how == "another host":
+        return mock.patch.object(peers, "_host", return_value="elsewhere")
+    if how == "no sockets":
+        return mock.patch.object(peers, "_listener", side_effect=denied)
+    if how == "no connection":
+        return mock.patch.object(peers, "_check_user", side_effect=PermissionError("not mine"))
+    return mock.patch.object(os, "memfd_create", side_effect=denied)
+
+
+REFUSALS = {
+    "environment": (False, "rank 1: TRITONDDP_PEER_MEMORY is 0"),
+    "another host": (False, "ranks 0 and 1 are not on one host"),
+    "no sockets": (True, "rank 1: no connections between the ranks of a host"),
+    "no connection": (True, "rank 1: not mine"),
+    "no memory": (True, "bytes cannot be allocated: [Errno 1] Operation not permitted"),
+}
+
+
+@pytest.mark.parametrize("how", REFUSALS)
+@ranks(3)
+def test_where_one_rank_cannot_all_take_the_process_group(how: str) -> None:
+    is_failure, why = REFUSALS[how]
+    log = logging.getLogger("tritonddp.comm.peer_memory")
+    with (
+        refuses(how),
+        mock.patch.object(log, "log") as said,
+        mock.patch.object(peers, "_CONNECTING", 1.0),
+    ):
+        ddp = net()
+        for number in range(3):
+            assert_same_on_all_ranks(step(ddp, number), "gradients")
+        assert not any(is_shared(ddp))
+        assert said.call_count == 1
+        level, text, told = said.call_args.args
+        assert level == (logging.WARNING if is_failure and dist.get_rank() == 0 else logging.DEBUG)
+        assert why in text % told
+        required = net(transport="peer_memory")
+        with pytest.raises(RuntimeError, match="transport='auto'"):
+            step(required, 0)
+
+
+@ranks(2)
+def test_options_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="transport should be one of 'auto', 'process_group'"):
+        net(transport="memory")
+    with (
+        mock.patch.object(peer_memory, "PeerMemory"),
+        mock.patch("tritonddp.config.goes_by_messages", return_value=False),
+        pytest.raises(ValueError, match="transport='peer_memory' needs parameters on the CPU"),
+    ):
+        net(transport="peer_memory")
+
+
+def resources() -> dict[str, int]:
+    """What this process holds."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text()
+    links = []
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(each))
+    return {
+        "mappings": maps.count("memfd:tritonddp"),
+        "memory descriptors": sum("memfd:tritonddp" in link for link in links),
+        "sockets": sum(link.startswith("socket:") for link in links),
+        "threads": threading.active_count(),
+    }
+
+
+@ranks(3)
+def test_nothing_piles_up_and_nothing_is_left() -> None:
+    warm = net(transport="process_group")
+    step(warm, 0)
+    before = resources()
+    ddp = net(bucket_cap_mb=1e-3)
+    counts = []
+    for number in range(30):
+        if number % 5 == 4:  # buckets anew, without a layer or with it
+            ddp.module.left_out.requires_grad_(number % 10 == 9)
+        step(ddp, number, leaves_out=number == 1)
+        counts.append((len(ddp.reducer.buckets), resources()))
+    for buckets, each in counts[1:]:
+        assert each["memory descriptors"] == 0
+        assert each["sockets"] == before["sockets"] + 2
+        assert each["threads"] == before["threads"]
+        assert each["mappings"] <= 3 * buckets + 3  # a bucket dropped is dropped by others later
+    del ddp
+    assert resources() == before
+
+
+@ranks(2)
+def test_strangers_are_not_let_in() -> None:
+    """One that says nothing, one that says the wrong word, and one that claims to be a rank."""
+    met = peers._meet
+
+    def with_strangers(group: Any, listener: Any, token: bytes, others: Any, found: Any) -> None:
+        strangers = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3)]
+        for stranger in strangers:
+            stranger.connect(listener.getsockname())
+        strangers[1].send(b"let me in")
+        strangers[2].send(peers._HELLO.pack(1, bytes(32)))
+        met(group, listener, token, others, found)
+        assert len(found) == 1
+        for stranger in strangers:
+            stranger.settimeout(5)
+            with contextlib.suppress(ConnectionError):
+                assert dist.get_rank() == 1 or stranger.recv(1) == b""
+            stranger.close()
+
+    with mock.patch.object(peers, "_meet", with_strangers):
+        ddp = net()
+        for number in range(3):
+            assert_same_on_all_ranks(step(ddp, number), "gradients")
+        assert all(is_shared(ddp))
+
+
+@ranks(2)
+def test_a_connection_of_another_user_is_refused() -> None:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with one, other:
+        peers._check_user(one)
+        with (
+            mock.patch.object(os, "getuid", return_value=os.getuid() + 1),
+            pytest.raises(PermissionError, match=f"a process of user {os.getuid()}"),
+        ):
+            peers._check_user(one)
+
+
+@ranks(2)
+def test_ranks_that_do_not_exchange_the_same_are_told() -> None:
+    give_up_after(5, dist.group.WORLD)
+    ddp = net()
+    step(ddp, 0)
+    exchange = ddp.core.manager.current.buckets[0].exchange
+    if dist.get_rank() == 1:
+        exchange._nbytes += 4
+    with pytest.raises(RuntimeError, match=r"bucket 0 .*(has packed bucket 0|closed)"):
+        step(ddp, 1)
+        step(ddp, 2)
+
+
+@ranks(3)
+def test_a_late_rank_is_named_after_the_timeout() -> None:
+    ddp = net()
+    for number in range(2):
+        step(ddp, number)
+    give_up_after(1, dist.group.WORLD)
+    if dist.get_rank() == 2:
+        time.sleep(4)
+        with pytest.raises(RuntimeError, match="step 3, bucket 0"):
+            step(ddp, 2)
+        return
+    with pytest.raises(RuntimeError, match="step 3, bucket 0") as caught:
+        step(ddp, 2)
+    assert "rank 2 has not come there within 1 s" in str(caught.value) or "closed" in str(
+        caught.value
+    )
+
+
+@contextlib.contextmanager
+def dies(when: str, rank: int) -> Iterator[None]:
+    """Context: this rank is killed at a point of its exchange."""
+    points = {
+        "before it packs": (peer_memory.Exchange, "launch"),
+        "before it adds up": (peer_memory.Exchange, "wait"),
+        "when it has added up": (torch.optim.SGD, "step"),
+    }
+    if dist.get_rank() != rank:
+        yield
+        return
+    kind, name = points[when]
+    with mock.patch.object(kind, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
+        yield
