@@ -144,20 +144,25 @@ class _Peer:
         # and the note that it has. One call in C does both.
         self._came: deque[Any] = deque()
         self._receive = connection.recvmsg
-        self.fileno = connection.fileno
+        self.descriptor = connection.fileno()
 
-    def look(self) -> None:
-        """Take what has come. Waits for nothing."""
-        came = self._came
+    def look_for(self, kind: int, number: int) -> bool:
+        """Whether it has come to ``kind`` of exchange ``number``. Waits for nothing."""
+        came, counts = self._came, self.counts
         try:
-            while self.is_open:
-                came.extend(map(self._receive, *_RECEIVE))
-                while came:
-                    self._take(*came[0])
+            while counts[kind] < number and (came or self.is_open):
+                if not came:
+                    came.extend(map(self._receive, *_RECEIVE))
+                self._take(*came[0])
         except BlockingIOError:
             pass
         except OSError:  # the connection was reset
             self.is_open = False
+        return counts[kind] >= number
+
+    def make_room(self) -> None:
+        """Take all that has come."""
+        self.look_for(READ, sys.maxsize)
 
     def _take(self, content: bytes, ancillary: list[Any], flags: int, _: object) -> None:
         if not content:
@@ -208,14 +213,12 @@ class Peers:
     """
 
     def __init__(self, group: Group, peers: list[_Peer]) -> None:
-        self.rank, self.size = group.rank, group.size
+        self._group = group
         self._peers = peers
-        timeout = timeout_of(group.process_group, torch.device("cpu"))
-        self._timeout = _MISSING_TIMEOUT if timeout is None else timeout.total_seconds()
         self._poll = select.poll()
         self._polled = list(peers)
         for peer in peers:
-            self._poll.register(peer.fileno(), select.POLLIN)
+            self._poll.register(peer.descriptor, select.POLLIN)
         group.join_forks(self)
         group.close_on_failure(self)  # in any thread
 
@@ -230,16 +233,14 @@ class Peers:
         for peer in self._peers:
             while not peer.send(message, descriptor):  # hundreds of messages wait there
                 for other in self._peers:  # one of which may wait for room here
-                    other.look()
+                    other.make_room()
                 time.sleep(1e-4)
 
     def has_come(self, kind: int, number: int) -> bool:
         """Whether all have come to ``kind`` of exchange ``number``. Waits for nothing."""
         for peer in self._peers:
-            if peer.counts[kind] < number:
-                peer.look()
-                if peer.counts[kind] < number:
-                    return False
+            if peer.counts[kind] < number and not peer.look_for(kind, number):
+                return False
         return True
 
     def wait(self, kind: int, number: int) -> None:
@@ -250,18 +251,19 @@ class Peers:
         """
         if self.has_come(kind, number):
             return
-        end = time.monotonic() + self._timeout
-        while not self.has_come(kind, number):
-            late = [peer.rank for peer in self._peers if peer.counts[kind] < number]
-            gone = [p.rank for p in self._peers if p.counts[kind] < number and not p.is_open]
-            if gone:
-                raise PeerError(f"rank {gone[0]} has closed its connection")
+        timeout = timeout_of(self._group.process_group, torch.device("cpu"))
+        seconds = _MISSING_TIMEOUT if timeout is None else timeout.total_seconds()
+        end = time.monotonic() + seconds
+        while late := [peer for peer in self._peers if not peer.look_for(kind, number)]:
+            for peer in [peer for peer in self._polled if not peer.is_open]:
+                self._poll.unregister(peer.descriptor)
+                self._polled.remove(peer)
+            for peer in late:
+                if not peer.is_open:
+                    raise PeerError(f"rank {peer.rank} has closed its connection")
             left = end - time.monotonic()
             if left <= 0:
-                raise PeerError(f"rank {late[0]} has not come there within {self._timeout:g} s")
-            for peer in [peer for peer in self._polled if not peer.is_open]:
-                self._poll.unregister(peer.fileno())
-                self._polled.remove(peer)
+                raise PeerError(f"rank {late[0].rank} has not come there within {seconds:g} s")
             self._poll.poll(1000 * left)
 
     def packed(self, number: int, bucket: int, nbytes: int) -> list[Tensor]:
