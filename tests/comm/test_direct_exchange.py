@@ -36,7 +36,7 @@ def reduced(ddp: DistributedDataParallel, gradient: Tensor) -> Tensor:
 
 
 def wrapped(size: int, **options: Any) -> DistributedDataParallel:
-    ddp = DistributedDataParallel(Vector(size), **options)
+    ddp = DistributedDataParallel(Vector(size), transport="process_group", **options)
     for _ in range(3):
         reduced(ddp, torch.ones(size))
     return ddp
@@ -96,7 +96,9 @@ def test_groups_of_some_ranks_and_large_ones_side_by_side() -> None:
         return
     module = nn.ModuleList([Vector(10), Vector(300_000)])
     module.forward = lambda gradients: sum(m(g) for m, g in zip(module, gradients, strict=True))
-    ddp = DistributedDataParallel(module, process_group=group, bucket_cap_mb_list=[0.5, 0.5])
+    ddp = DistributedDataParallel(
+        module, process_group=group, bucket_cap_mb_list=[0.5, 0.5], transport="process_group"
+    )
     mine = 1.0 + dist.get_rank()
     with recorded_collectives() as calls:
         for _ in range(4):

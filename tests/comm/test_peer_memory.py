@@ -6,7 +6,6 @@ import contextlib
 import gc
 import logging
 import os
-import signal
 import socket
 import threading
 import time
@@ -143,7 +142,7 @@ REFUSALS = {
     "environment": (False, "rank 1: TRITONDDP_PEER_MEMORY is 0"),
     "another host": (False, "ranks 0 and 1 are not on one host"),
     "no sockets": (True, "rank 1: no connections between the ranks of a host"),
-    "no connection": (True, "rank 1: not mine"),
+    "no connection": (True, "rank 0: rank 1 has not connected within 1 s"),
     "no memory": (True, "bytes cannot be allocated: [Errno 1] Operation not permitted"),
 }
 
@@ -224,26 +223,27 @@ def test_nothing_piles_up_and_nothing_is_left() -> None:
 def test_strangers_are_not_let_in() -> None:
     """One that says nothing, one that says the wrong word, and one that claims to be a rank."""
     met = peers._meet
+    strangers: list[socket.socket] = []
 
     def with_strangers(group: Any, listener: Any, token: bytes, others: Any, found: Any) -> None:
-        strangers = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3)]
+        strangers.extend(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3))
         for stranger in strangers:
             stranger.connect(listener.getsockname())
         strangers[1].send(b"let me in")
         strangers[2].send(peers._HELLO.pack(1, bytes(32)))
         met(group, listener, token, others, found)
         assert len(found) == 1
-        for stranger in strangers:
-            stranger.settimeout(5)
-            with contextlib.suppress(ConnectionError):
-                assert dist.get_rank() == 1 or stranger.recv(1) == b""
-            stranger.close()
 
     with mock.patch.object(peers, "_meet", with_strangers):
         ddp = net()
         for number in range(3):
             assert_same_on_all_ranks(step(ddp, number), "gradients")
         assert all(is_shared(ddp))
+    assert len(strangers) == 3
+    for stranger in strangers:
+        stranger.settimeout(5)
+        with stranger, contextlib.suppress(ConnectionError):
+            assert stranger.recv(1) == b""
 
 
 @ranks(2)
@@ -253,7 +253,7 @@ def test_a_connection_of_another_user_is_refused() -> None:
         peers._check_user(one)
         with (
             mock.patch.object(os, "getuid", return_value=os.getuid() + 1),
-            pytest.raises(PermissionError, match=f"a process of user {os.getuid()}"),
+            pytest.raises(PermissionError, match=r"a process of user \d+ has the socket"),
         ):
             peers._check_user(one)
 
@@ -263,11 +263,11 @@ def test_ranks_that_do_not_exchange_the_same_are_told() -> None:
     give_up_after(5, dist.group.WORLD)
     ddp = net()
     step(ddp, 0)
+    step(ddp, 1)
     exchange = ddp.core.manager.current.buckets[0].exchange
     if dist.get_rank() == 1:
         exchange._nbytes += 4
     with pytest.raises(RuntimeError, match=r"bucket 0 .*(has packed bucket 0|closed)"):
-        step(ddp, 1)
         step(ddp, 2)
 
 
@@ -287,19 +287,3 @@ def test_a_late_rank_is_named_after_the_timeout() -> None:
     assert "rank 2 has not come there within 1 s" in str(caught.value) or "closed" in str(
         caught.value
     )
-
-
-@contextlib.contextmanager
-def dies(when: str, rank: int) -> Iterator[None]:
-    """Context: this rank is killed at a point of its exchange."""
-    points = {
-        "before it packs": (peer_memory.Exchange, "launch"),
-        "before it adds up": (peer_memory.Exchange, "wait"),
-        "when it has added up": (torch.optim.SGD, "step"),
-    }
-    if dist.get_rank() != rank:
-        yield
-        return
-    kind, name = points[when]
-    with mock.patch.object(kind, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
-        yield

@@ -122,7 +122,8 @@ class PeerMemory:
         if failure := first_failure(failure, self._group):
             return Refusal(failure, is_failure=True)
         for bucket, each in zip(found, memory, strict=True):
-            bucket.share(self.exchange(each, bucket.index, bucket.wire_dtype), each.tensor)
+            exchange = self.exchange(each, bucket.index, bucket.flat.data.dtype)
+            bucket.share(exchange, each.tensor)
         return None
 
     def exchange(self, memory: Memory, index: int, dtype: torch.dtype) -> Exchange:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import mmap
 import os
 import secrets
 import select
@@ -73,7 +72,7 @@ class Memory:
     """Some memory that ranks of this host share.
 
     Attributes:
-        tensor: uint8 ``(nbytes,)``; holds the mapping.
+        tensor: uint8 ``(nbytes,)``; holds what is mapped.
         descriptor: of what is mapped, until all have it; -1 afterwards.
     """
 
@@ -118,7 +117,12 @@ class Memory:
 
 
 def _mapped(descriptor: int, nbytes: int) -> Tensor:
-    return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
+    # (Python's mmap would keep a descriptor for each.)
+    path = f"/proc/self/fd/{descriptor}"
+    try:
+        return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise OSError(str(error).partition("\n")[0]) from error
 
 
 class _Peer:
