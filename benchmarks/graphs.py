@@ -72,7 +72,7 @@ def _is_ours(name: str) -> bool:
 
 def measure(case: Case, ranks: Ranks, rounds: int, end: float) -> dict[str, Any]:
     """All configurations on one model until ``end``; what JSON says."""
-    compared = [family for family in families(case.unused)]
+    compared = families(case.unused)
     configurations = [UNWRAPPED, *(each for f in compared for each in (f.stock[0], f.ours))]
     batch = case.batch(ranks.device, seed=ranks.rank)
     copies = case.copies(ranks.device)

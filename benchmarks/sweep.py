@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent / "kernels")]
+sys.path.insert(1, str(Path(__file__).parent / "kernels"))
 sys.path.append(str(Path(__file__).parents[1]))  # unless tritonddp is installed
 
 import machine

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import FrameType
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-ROOT = Path(__file__).parents[2]
-sys.path[0] = str(ROOT / "tests")  # not this folder, whose names are also those of others' modules
-sys.path.append(str(ROOT))
+sys.path.pop(0)  # this folder, whose names are also those of others' modules
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[2]))
 
 import torch
 import torch.nn.parallel.distributed
