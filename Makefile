@@ -11,6 +11,7 @@
 #              (make figures FROM=local: first copy over them what make bench has measured here)
 # make bench-compare BASE=<git revision>    the tree's steps against an earlier revision's, in one run
 # make gpu     tests and benchmarks that need a CUDA device, with this machine's own $(PYTHON)
+# make gpu-rehearsal    the same without one, small, on a device that is none (a minute)
 # make clean   remove what the others have made
 #
 # PYTHON=python3.12 chooses the interpreter, ARGS="..." goes on to pytest, to the example or to the
@@ -37,7 +38,7 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 
-.PHONY: demo test test-all test-faults test-clients soak lint bench figures bench-compare gpu clean
+.PHONY: demo test test-all test-faults test-clients soak lint bench figures bench-compare gpu gpu-rehearsal clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-installed
@@ -89,6 +90,10 @@ bench-compare: $(VENV)/.test-installed
 gpu:
 	@echo "Running the GPU tests, then the GPU benchmarks (under 10 minutes) ..."
 	@timeout -k 5 594 $(PYTHON) benchmarks/gpu.py $(ARGS)
+
+gpu-rehearsal: $(VENV)/.test-installed
+	@echo "Rehearsing make gpu without a GPU (a minute) ..."
+	@$(BIN)/python benchmarks/gpu.py --rehearse $(ARGS)
 
 clean:
 	rm -rf .venv .venv-torch-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks

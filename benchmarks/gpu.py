@@ -10,7 +10,7 @@ started, and the others go on. Time that a part leaves is the next one's. The re
 anew after each part, so that whatever cuts the run off leaves what was measured. Plots come last,
 and a screen that tells of each part how it ended and of each bound whether it is met.
 
-Tests need pytest, the rest only torch, Triton and numpy; nothing is downloaded.
+Tests need pytest, the rest only torch and Triton; nothing is downloaded.
 
 ``--rehearse`` runs all of it, small, on the recorded device (``tests/recording``), where there is
 no GPU: what cannot run on a GPU for a mistake in Python fails there too. Its figures mean nothing.

@@ -6,8 +6,6 @@ on every GPU, so a share of its speed may say little.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +16,7 @@ BLOCK, WARPS = 8192, 4
 
 
 @triton.jit(do_not_specialize=["count"])
-def copy_kernel(source: Any, target: Any, count: Any, BLOCK: tl.constexpr) -> None:
+def copy_kernel(source, target, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """``BLOCK`` words a program, of 4 bytes; Triton takes 4 of them at a time."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < (count // 16) * 16  # or no access of 16 bytes would be safe
