@@ -190,15 +190,11 @@ def table(content: Mapping[str, Any]) -> Iterator[str]:
     yield f"{'part':14}{'':10}{'seconds':>8}{'limit':>7}{'estimate':>10}"
     for name, part in parts.items():
         times = f"{part['seconds']:8.1f}{part['limit']:7.0f}{part['estimate']:10.0f}"
-        result = part["result"] if isinstance(part["result"], dict) else {}
-        said = [part["reason"]] if part["reason"] else []
-        for group, counts in result.get("groups", {}).items():
-            why = next(iter(result["skipped"].get(group, ())), None)
-            said.append(f"{group} {_counts(counts, why)}")
-        yield _line(f"{name:14}{part['status']:10}{times}  {'; '.join(said)}")
+        said = "; ".join([*filter(None, [part["reason"]]), *_groups_in_words(part["result"])])
+        yield _line(f"{name:14}{part['status']:10}{times}  {said}")
         if part["status"] == "failed":
-            for test in result.get("failed", ())[:10]:
-                yield _line(f"{'':14}FAILED {test}")
+            for failure in _failures(part["result"])[:10]:
+                yield _line(f"{'':14}FAILED {failure}")
     times = [sum(part[key] for part in parts.values()) for key in ("seconds", "limit", "estimate")]
     yield f"{'all':14}{'':10}{times[0]:8.1f}{times[1]:7.0f}{times[2]:10.0f}"
     yield from _launches((parts.get("step-small") or {}).get("result"))
@@ -209,6 +205,22 @@ def table(content: Mapping[str, Any]) -> Iterator[str]:
 
 def _line(text: str) -> str:
     return text[:160].rstrip()
+
+
+def _groups_in_words(result: Any) -> list[str]:
+    """What tests say of each world, or of each file."""
+    if not isinstance(result, dict) or "skipped" not in result:
+        return []
+    whys = {group: next(iter(each)) for group, each in result["skipped"].items()}
+    return [f"{group} {_counts(each, whys.get(group))}" for group, each in result["groups"].items()]
+
+
+def _failures(result: Any) -> list[str]:
+    """Tests by name, groups of a suite with the reason."""
+    failed = result.get("failed", []) if isinstance(result, dict) else []
+    if isinstance(failed, dict):
+        return [f"{group}: {why}" for group, why in failed.items()]
+    return list(failed)
 
 
 def _counts(counts: Mapping[str, int], why: str | None) -> str:

@@ -238,8 +238,6 @@ class _Appearance(TorchFunctionMode):
         if kwargs.get("device") is not None:
             given = kwargs["device"]
             is_index = isinstance(given, int)
-            if not is_index and torch.device(given).type == "meta":
-                return "host"
             place = "device" if is_index or torch.device(given).type == "cuda" else "host"
             kwargs["device"] = torch.device("cpu")
         if kwargs.pop("pin_memory", False):
