@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gpu.Report:
     monkeypatch.setattr(processes, "GRACE", 0.5)
-    return gpu.Report(tmp_path / "card" / "gpu.json", {"gpu": None}, True, time.monotonic() + 600)
+    return gpu.Report(tmp_path / "card" / "gpu.json", {"gpu": None}, False, time.monotonic() + 600)
 
 
 def script(name: str, code: str, limit: float = 60, **options: Any) -> Part:
