@@ -108,6 +108,9 @@ def patched(recorder: Recorder) -> Iterator[None]:
             clock.update({each: each.now})
         recorder.host_waits(clock, "torch.cuda.synchronize")
 
+    def sleep(cycles: int) -> None:
+        recorder.run(recorder.current, "sleep")
+
     properties = SimpleNamespace(
         gcnArchName="", major=9, minor=0, name="recorded", multi_processor_count=132
     )
@@ -116,8 +119,10 @@ def patched(recorder: Recorder) -> Iterator[None]:
         "Event": Event,
         "stream": stream,
         "synchronize": synchronize,
+        "_sleep": sleep,
         "current_stream": lambda device=None: Stream(timeline=recorder.current),
         "default_stream": lambda device=None: Stream(timeline=recorder.default),
+        "is_available": lambda: True,
         "current_device": lambda: 0,
         "device_count": lambda: 1,
         "device": lambda device: contextlib.nullcontext(),

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from recording import cuda, kernels, nccl
-from recording.recorder import Memory, Recorder, Timeline, by_package, extent
+from recording.recorder import Memory, Recorder, Timeline, by_package, by_stock, extent
 
 # What reads a tensor on the host without an operation that a dispatcher sees.
 _READS = ("tolist", "numpy", "__array__")
@@ -32,6 +32,8 @@ _SIZED_BY_CONTENT = (
 )
 # They take tensors on the host for a GPU's, or look at their shapes only.
 _MIXED = ("aten::index", "aten::empty_like", "aten::zeros_like", "aten::ones_like")
+# They look at no content.
+_EMPTY = ("aten::empty", "aten::new_empty")
 _NO_WORK = ("aten::set_", "aten::resize_", "aten::_sparse_", "aten::record_stream", "profiler::")
 
 
@@ -129,8 +131,9 @@ class _Operations(TorchDispatchMode):
         recorder = device.recorder
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         on_device = list(map(device.has, given))
-        if device.everywhere and place is None and not given and not by_package():
-            place = "device"
+        if place is None and not given:
+            if (device.everywhere and not by_package()) or by_stock():
+                place = "device"
         if not any(on_device) and place in (None, "host") and not any(map(device.memory_of, given)):
             return func(*args, **kwargs)
         if func.namespace == "c10d" or func.name().startswith(_NO_WORK):
@@ -166,16 +169,17 @@ class _Operations(TorchDispatchMode):
     def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any], made: list[Tensor]) -> None:
         """Pinned memory is read and written at once."""
         device, host = self._device, self._device.recorder.host
+        if func.name().startswith(_EMPTY):
+            return
         host.step()
         for tensor, writes in _operands(func, args, kwargs):
             device.touch(host, tensor, writes, func.name())
-        if not func.name().startswith(("aten::empty", "aten::new_empty")):
-            for tensor in made:
-                device.touch(host, tensor, True, func.name())
+        for tensor in made:
+            device.touch(host, tensor, True, func.name())
 
     def _on_device(self, func: Any, args: Any, kwargs: dict[str, Any], made: list[Tensor]) -> None:
         device, recorder = self._device, self._device.recorder
-        if func.name().startswith(("aten::empty", "aten::new_empty")):
+        if func.name().startswith(_EMPTY):
             return
         stream = recorder.current
         recorder.run(stream, func.name())

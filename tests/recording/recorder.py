@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from types import FrameType
 from typing import NamedTuple
 
 import torch
+from torch.nn.parallel import distributed as stock
 
 import tritonddp
 
@@ -29,6 +29,11 @@ _PASSED = (
     *(str(Path(module.__file__ or "").parent) for module in (torch, contextlib)),
     *(str(Path(__file__).with_name(f"{name}.py")) for name in ("recorder", "device", "cuda")),
     *(str(Path(__file__).with_name(f"{name}.py")) for name in ("nccl", "kernels", "faults")),
+)
+# Likewise, of C++ alone.
+_BETWEEN = (
+    *(str(Path(__file__).parent), str(Path(torch.__file__).with_name("_compile.py"))),
+    *(str(Path(torch.__file__).with_name(each)) for each in ("_dynamo", "utils")),
 )
 
 
@@ -121,14 +126,25 @@ def by_package() -> bool:
     return False
 
 
+def by_stock() -> bool:
+    """Whether stock DDP does: its reducer, in C++, makes buckets where it sees parameters."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename == stock.__file__
+
+
 def package_stack() -> str:
     """Where in the package this is: the innermost frames, the last one first; empty outside."""
-    frames = [
-        f"{Path(frame.filename).relative_to(PACKAGE)}:{frame.lineno} {frame.name}"
-        for frame in traceback.extract_stack()
-        if frame.filename.startswith(PACKAGE)
-    ]
-    return " < ".join(reversed(frames[-4:]))
+    frames: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(frames) < 4:
+        code = frame.f_code
+        if code.co_filename.startswith(PACKAGE):
+            place = code.co_filename.removeprefix(PACKAGE)[1:]
+            frames.append(f"{place}:{frame.f_lineno} {code.co_name}")
+        frame = frame.f_back
+    return " < ".join(frames)
 
 
 class Recorder:
