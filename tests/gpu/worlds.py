@@ -156,10 +156,14 @@ def _call_on_device(name: tuple[str, str], arguments: dict[str, Any], device_typ
         torch.cuda.synchronize()  # what fails on the device fails this test, and not the next
 
 
-def skip_if_recorded(device: torch.device, why: str) -> None:
-    """In the body of a test: what follows needs what the recorded device has not."""
-    if device.type == "cuda" and torch.cuda.get_device_properties(device).name == "recorded":
-        pytest.skip(f"on the recorded device {why}")
+def is_recorded(device: torch.device) -> bool:
+    """In the body of a test."""
+    return device.type == "cuda" and torch.cuda.get_device_properties(device).name == "recorded"
+
+
+def device_of_stock(device: torch.device) -> torch.device:
+    """Where stock DDP runs beside ours: what its reducer, in C++, does is not recorded."""
+    return torch.device("cpu") if is_recorded(device) else device
 
 
 def _call_on_recorded_device(name: tuple[str, str], arguments: dict[str, Any], _: str) -> None:

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from recording import cuda, kernels, nccl
-from recording.recorder import Memory, Recorder, Timeline, by_package, by_stock, extent
+from recording import batch_norm, cuda, kernels, nccl
+from recording.recorder import Memory, Recorder, Timeline, by_package, extent
 
 # What reads a tensor on the host without an operation that a dispatcher sees.
 _READS = ("tolist", "numpy", "__array__")
@@ -131,9 +131,8 @@ class _Operations(TorchDispatchMode):
         recorder = device.recorder
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         on_device = list(map(device.has, given))
-        if place is None and not given:
-            if (device.everywhere and not by_package()) or by_stock():
-                place = "device"
+        if device.everywhere and place is None and not given and not by_package():
+            place = "device"
         if not any(on_device) and place in (None, "host") and not any(map(device.memory_of, given)):
             return func(*args, **kwargs)
         if func.namespace == "c10d" or func.name().startswith(_NO_WORK):
@@ -322,6 +321,7 @@ def recording(everywhere: bool = False) -> Iterator[Recorder]:
         cuda.patched(recorder),
         nccl.patched(recorder, device.has, device.memory_of, device.touch, without_modes),
         kernels.patched(device, without_modes),
+        batch_norm.patched(),
         mock.patch.object(torch.autograd, "_engine_run_backward", with_modes),
         mock.patch.object(Tensor, "record_stream", record_stream),
         mock.patch.object(torch.autograd.graph, "_engine_run_backward", with_modes),

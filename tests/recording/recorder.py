@@ -19,7 +19,6 @@ from types import FrameType
 from typing import NamedTuple
 
 import torch
-from torch.nn.parallel import distributed as stock
 
 import tritonddp
 
@@ -29,11 +28,6 @@ _PASSED = (
     *(str(Path(module.__file__ or "").parent) for module in (torch, contextlib)),
     *(str(Path(__file__).with_name(f"{name}.py")) for name in ("recorder", "device", "cuda")),
     *(str(Path(__file__).with_name(f"{name}.py")) for name in ("nccl", "kernels", "faults")),
-)
-# Likewise, of C++ alone.
-_BETWEEN = (
-    *(str(Path(__file__).parent), str(Path(torch.__file__).with_name("_compile.py"))),
-    *(str(Path(torch.__file__).with_name(each)) for each in ("_dynamo", "utils")),
 )
 
 
@@ -124,14 +118,6 @@ def by_package() -> bool:
             return False
         frame = frame.f_back
     return False
-
-
-def by_stock() -> bool:
-    """Whether stock DDP does: its reducer, in C++, makes buckets where it sees parameters."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename == stock.__file__
 
 
 def package_stack() -> str:
