@@ -142,7 +142,9 @@ def test_gradients_are_those_of_stock_ddp(device: torch.device, kind: str, view:
             ddp(x.to(where, dtype)).float().pow(2).mean().backward()
         for expected, param in zip(stock.parameters(), ours.parameters(), strict=True):
             torch.testing.assert_close(
-                param.grad.cpu(), expected.grad.cpu(), msg=lambda text, step=step: f"step {step}: {text}"
+                param.grad.cpu(),
+                expected.grad.cpu(),
+                msg=lambda text, step=step: f"step {step}: {text}",
             )
         assert_same_on_all_ranks([param.grad for param in ours.parameters()], f"step {step}")
         for optimizer in optimizers:

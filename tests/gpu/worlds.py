@@ -20,6 +20,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import one_card
 import pytest
@@ -169,7 +170,11 @@ def device_of_stock(device: torch.device) -> torch.device:
 def _call_on_recorded_device(name: tuple[str, str], arguments: dict[str, Any], _: str) -> None:
     from recording.device import recording
 
-    with recording() as recorder:
+    from tritonddp.features.auto_compression import probe
+
+    # What compression="auto" times: Triton's interpreter takes minutes for as much as on a GPU.
+    small = mock.patch.multiple(probe, _MANY=1 << 11, _CACHES=1 << 10)
+    with small, recording() as recorder:
         call_body(name, {**arguments, "device": torch.device("cuda", 0)})
         torch.cuda.synchronize()
     assert not recorder.races, recorder.report()
