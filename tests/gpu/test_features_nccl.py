@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,7 +55,7 @@ class Sparse(nn.Module):
 
 def dense() -> nn.Module:
     widths = [WIDTH, 64, 64, 64, 8]
-    layers = [nn.Linear(*pair) for pair in zip(widths, widths[1:], strict=False)]
+    layers = [nn.Linear(*pair) for pair in itertools.pairwise(widths)]
     return nn.Sequential(*(each for layer in layers for each in (layer, nn.Tanh())))
 
 
@@ -157,9 +158,7 @@ def test_gradients_are_the_mean_of_what_ranks_compute_alone(
             means = [mean + one / size for mean, one in zip(means, gradients(alone), strict=True)]
         largest = max(float(mean.abs().max()) for mean in means)
         for mean, one in zip(means, gradients(ddp), strict=True):
-            torch.testing.assert_close(
-                one, mean, rtol=1e-4, atol=feature.tolerance * largest, msg=lambda m: f"{step}: {m}"
-            )  # fmt: skip
+            torch.testing.assert_close(one, mean, rtol=1e-4, atol=feature.tolerance * largest)
         assert_same_on_all_ranks(gradients(ddp), f"step {step}")
 
 
