@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from recording import batch_norm, cuda, kernels, nccl
+from recording import autograd, batch_norm, cuda, kernels, nccl
 from recording.recorder import Memory, Recorder, Timeline, by_package, extent
 
 # What reads a tensor on the host without an operation that a dispatcher sees.
@@ -201,9 +201,10 @@ def _operands(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Te
 class _Appearance(TorchFunctionMode):
     """Tensors on the device say so, and factories make them there."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, streams: autograd.Streams) -> None:
         super().__init__()
         self._device = device
+        self._streams = streams
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -228,6 +229,7 @@ class _Appearance(TorchFunctionMode):
             result = func(*args, **kwargs)
         finally:
             place, device.place = device.place, former
+        self._streams.note(result)
         if name in ("tensor", "as_tensor") and place == "device":
             device.take(result)
             device.recorder.run(device.recorder.current, "copy to the device")
@@ -266,9 +268,11 @@ class _Appearance(TorchFunctionMode):
             options = {"copy": True} if has_copy else {}
             former, device.place = device.place, None
             try:
-                return tensor.to(dtype or tensor.dtype, **options)
+                result = tensor.to(dtype or tensor.dtype, **options)
             finally:
                 device.place = former
+            self._streams.note(result)
+            return result
         with _disable_current_modes():
             copy = tensor.to(dtype or tensor.dtype, copy=True)
         if target.type == "cuda":
@@ -283,21 +287,22 @@ class _Appearance(TorchFunctionMode):
 def recording(everywhere: bool = False) -> Iterator[Recorder]:
     """Context: there is a GPU, ``cuda:0``, with NCCL; what is put on it is recorded.
 
-    Autograd's own order of streams is not: all nodes of a backward run on the stream that is the
-    current one.
-
     Args:
         everywhere: whatever is not the package makes its tensors on the device.
     """
     recorder = Recorder()
     device = Device(recorder, everywhere)
-    appearance, operations = _Appearance(device), _Operations(device)
+    streams = autograd.Streams(recorder, device.memory_of)
+    appearance, operations = _Appearance(device, streams), _Operations(device)
     run_backward: Callable[..., Any] = torch.autograd._engine_run_backward
 
     def with_modes(*args: Any, **kwargs: Any) -> Any:
         # Tensor.backward is looked at by the mode, and what it calls no more; hooks have to be.
         modes = torch.overrides._get_current_function_mode_stack()
-        with contextlib.nullcontext() if appearance in modes else appearance:
+        with (
+            contextlib.nullcontext() if appearance in modes else appearance,
+            streams.backward(args[0]),
+        ):
             return run_backward(*args, **kwargs)
 
     def record_stream(tensor: Tensor, stream: Any) -> None:
@@ -322,6 +327,7 @@ def recording(everywhere: bool = False) -> Iterator[Recorder]:
         nccl.patched(recorder, device.has, device.memory_of, device.touch, without_modes),
         kernels.patched(device, without_modes),
         batch_norm.patched(),
+        streams.patched(),
         mock.patch.object(torch.autograd, "_engine_run_backward", with_modes),
         mock.patch.object(Tensor, "record_stream", record_stream),
         mock.patch.object(torch.autograd.graph, "_engine_run_backward", with_modes),
