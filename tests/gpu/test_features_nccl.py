@@ -233,3 +233,38 @@ def test_batch_norm_over_all_ranks_is_that_of_the_whole_batch(
         for buffer, expected in zip(ddp.buffers(), alone.buffers(), strict=True):
             torch.testing.assert_close(buffer.cpu(), expected, rtol=1e-4, atol=1e-5)
     assert isinstance(ddp.module[1], nn.SyncBatchNorm)
+
+
+@VIEW
+@in_worlds(CPU, *CARDS)
+def test_gradients_that_are_accumulated_on_several_streams(
+    device: torch.device, view: bool
+) -> None:
+    """An AccumulateGrad node keeps the stream that it was made on as long as anybody holds it.
+
+    In each bucket some are of a stream of their own, which is far behind when the bucket is full.
+    """
+    alone = dense()
+    module = copy.deepcopy(alone).to(device)
+    streams, held = [], []
+    for layer in module[::2]:
+        if device.type == "cuda":
+            streams.append(torch.cuda.Stream(device))
+            with torch.cuda.stream(streams[-1]):
+                held.append(layer.weight.expand_as(layer.weight))
+    ddp = DistributedDataParallel(module, gradient_as_bucket_view=view, bucket_cap_mb=0.03)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for step in range(4):
+        # In place: each gradient is added to on the stream of its node.
+        for net in (alone, ddp):
+            net.zero_grad(set_to_none=False)
+        loss = ddp(batch(rank, step).to(device)).square().mean()
+        if device.type == "cuda" and step:
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(30_000_000)
+        loss.backward()
+        for each in range(size):
+            (alone(batch(each, step)).square().mean() / size).backward()
+        for expected, found in zip(gradients(alone), gradients(ddp), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -100,7 +100,7 @@ class Streams:
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
-        """Context: what the package queues for the end of a backward runs on its caller's stream."""
+        """Context: the end of a backward, which the package queues, runs on its caller's stream."""
         name = "queue_end_of_backward"
         with contextlib.ExitStack() as stack:
             for module in [
