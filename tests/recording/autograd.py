@@ -43,7 +43,10 @@ class Streams:
 
     def note(self, result: Any) -> None:
         """Nodes of ``result`` that are new have been made just now."""
-        nodes = [each.grad_fn for each in tree_leaves(result) if isinstance(each, Tensor)]
+        nodes = []
+        for each in tree_leaves(result):
+            with contextlib.suppress(RuntimeError):  # of a view that has no part in any graph
+                nodes.append(each.grad_fn if isinstance(each, Tensor) else None)
         while nodes:
             node = nodes.pop()
             if node is not None and _STREAM not in node.metadata:
