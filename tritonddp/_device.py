@@ -127,6 +127,11 @@ def current_stream(device: torch.device) -> Any:
     return torch.cuda.current_stream(device)
 
 
+def is_default(stream: Any) -> bool:
+    """Whether ``stream`` is its device's default one."""
+    return bool(stream == torch.cuda.default_stream(stream.device))
+
+
 def follow(streams: Iterable[Any], gradients: Iterable[Tensor | None]) -> None:
     """What is given from now on comes behind ``streams``, and may read ``gradients``.
 

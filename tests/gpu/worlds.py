@@ -54,7 +54,9 @@ class World:
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
         """Of what runs here."""
-        return [pytest.mark.gpu] if self.device_type == "cuda" and self is not RECORDED_2 else []
+        if self.device_type == "cpu":
+            return []
+        return [pytest.mark.long if self is RECORDED_2 else pytest.mark.gpu]
 
     def refusal(self) -> str | None:
         """Why nothing can run in this world here; ``None`` if something can."""

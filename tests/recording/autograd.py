@@ -79,6 +79,8 @@ class Streams:
 
     def _begin(self, running: _Backward, node: Any, gradients: Sequence[Tensor | None]) -> None:
         stream = node.metadata.get(_STREAM, running.caller)
+        if self._recorder.capturing and stream is self._recorder.default:
+            self._recorder.races.append(f"{node.name()} of the default stream in a CUDA graph")
         for clock in running.behind.pop(node, None) or [running.caller.clock]:
             stream.join(clock)
         for gradient in gradients:  # as the engine does where they come from another stream

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -146,6 +147,7 @@ class _Operations(TorchDispatchMode):
             device.copy(
                 args[0], args[1], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
             )
+            recorder.replayable(partial(func, *args, **kwargs))
             return result
         made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
         if func.is_view:
@@ -161,6 +163,7 @@ class _Operations(TorchDispatchMode):
             if not is_there and tensor.dim() and not func.name().startswith(_MIXED):
                 recorder.races.append(f"{func} of tensors on the host and on the device")
         self._on_device(func, args, kwargs, made)
+        recorder.replayable(partial(_again, func, args, kwargs, made))
         if func in _SIZED_BY_CONTENT:
             recorder.host_waits(recorder.current.clock, func.name())
         return result
@@ -186,6 +189,15 @@ class _Operations(TorchDispatchMode):
             device.touch(stream, tensor, writes, func.name())
         for tensor in made:
             device.touch(stream, tensor, True, func.name())
+
+
+def _again(func: Any, args: Any, kwargs: dict[str, Any], made: list[Tensor]) -> None:
+    """In a replay, into the same memory."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        new = [each for each in tree_leaves(func(*args, **kwargs)) if isinstance(each, Tensor)]
+        for target, source in zip(made, new, strict=True):
+            if target.data_ptr() != source.data_ptr():
+                target.copy_(source)
 
 
 def _operands(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, bool]]:

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -144,6 +144,7 @@ class Recorder:
         collectives: by name.
         capturing: a CUDA graph is being captured: the host must not ask the device anything.
         has_graph: one has been, and may be replayed.
+        captured: what a replay of the graph that is captured now will do; ``None`` if it has none.
     """
 
     def __init__(self) -> None:
@@ -157,6 +158,7 @@ class Recorder:
         self.launches: Counter[str] = Counter()
         self.collectives: Counter[str] = Counter()
         self.capturing = self.has_graph = False
+        self.captured: list[Callable[[], object]] | None = None
         self.steps = 0
 
     # Timelines
@@ -180,6 +182,11 @@ class Recorder:
             self.capturing = False
             former.join(self.current.clock)
             self.current = former
+
+    def replayable(self, work: Callable[[], object]) -> None:
+        """The device has been given ``work``, which replays repeat if a graph is captured."""
+        if self.captured is not None:
+            self.captured.append(work)
 
     def host_waits(self, clock: dict[Timeline, int], what: str, age: int = 0) -> None:
         """The host stops until the device has come to ``clock``."""
