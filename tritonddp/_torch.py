@@ -225,6 +225,13 @@ backward_hooks_of = attrgetter("_backward_hooks")
 queue_end_of_backward = Variable._execution_engine.queue_callback
 
 
+# Whether torch moves an autograd node of a stream that is not captured to one that is. Until 2.12
+# it does not. Only the setter is public: torch.autograd.graph.set_override_stale_capture_stream.
+moves_nodes_into_captures: Callable[[], bool] = getattr(
+    torch._C, "_override_stale_capture_stream", lambda: False
+)
+
+
 def gradient_node(tensor: Tensor) -> Any:
     """The autograd node that ``tensor``'s gradient goes to: AccumulateGrad for a leaf.
 

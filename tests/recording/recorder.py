@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -123,12 +122,15 @@ def by_package() -> bool:
 
 def package_stack() -> str:
     """Where in the package this is: the innermost frames, the last one first; empty outside."""
-    frames = [
-        f"{Path(frame.filename).relative_to(PACKAGE)}:{frame.lineno} {frame.name}"
-        for frame in traceback.extract_stack()
-        if frame.filename.startswith(PACKAGE)
-    ]
-    return " < ".join(reversed(frames[-4:]))
+    frames: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(frames) < 4:
+        code = frame.f_code
+        if code.co_filename.startswith(PACKAGE):
+            place = code.co_filename.removeprefix(PACKAGE)[1:]
+            frames.append(f"{place}:{frame.f_lineno} {code.co_name}")
+        frame = frame.f_back
+    return " < ".join(frames)
 
 
 class Recorder:
@@ -142,6 +144,7 @@ class Recorder:
         collectives: by name.
         capturing: a CUDA graph is being captured: the host must not ask the device anything.
         has_graph: one has been, and may be replayed.
+        captured: what a replay of the graph that is captured now will do; ``None`` if it has none.
     """
 
     def __init__(self) -> None:
@@ -155,6 +158,7 @@ class Recorder:
         self.launches: Counter[str] = Counter()
         self.collectives: Counter[str] = Counter()
         self.capturing = self.has_graph = False
+        self.captured: list[Callable[[], object]] | None = None
         self.steps = 0
 
     # Timelines
@@ -178,6 +182,11 @@ class Recorder:
             self.capturing = False
             former.join(self.current.clock)
             self.current = former
+
+    def replayable(self, work: Callable[[], object]) -> None:
+        """The device has been given ``work``, which replays repeat if a graph is captured."""
+        if self.captured is not None:
+            self.captured.append(work)
 
     def host_waits(self, clock: dict[Timeline, int], what: str, age: int = 0) -> None:
         """The host stops until the device has come to ``clock``."""

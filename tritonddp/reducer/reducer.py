@@ -476,6 +476,8 @@ class Reducer:
             with torch.no_grad():
                 return self.on_segment_ready(number)
         with self.launching:
+            if self.tracker.streams_beside:
+                self.tracker.follow(number)
             run.pack(number)
             index = run.bucket_set.segments[number][0].index
             run.unfilled[index] -= 1
@@ -513,6 +515,8 @@ class Reducer:
         else:
             if not is_usual or self.manager.is_provisional:
                 self._look_back(run)
+                if self.tracker.streams:
+                    self.tracker.follow()
             if len(run.works) < len(run.buckets):
                 with self.launching:
                     run.launch_ready(rest=True)
