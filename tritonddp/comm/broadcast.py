@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import compress, repeat
+from operator import attrgetter, eq
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tritonddp._torch import foreach_copy_
+from tritonddp._torch import flatten_dense, foreach_copy_, unflatten_dense
 from tritonddp.coordination.collectives import broadcast
 from tritonddp.coordination.group import Group
+
+_NBYTES, _DTYPE, _DEVICE = attrgetter("nbytes"), attrgetter("dtype"), attrgetter("device")
+_ITEMSIZE = attrgetter("itemsize")
 
 
 class StateBroadcast:
@@ -52,38 +57,52 @@ def broadcast_coalesced(
     Tensors of all dtypes travel together as bytes, so that a model with float and integer buffers
     needs one broadcast, not one per dtype. They are dense, of the same shapes and dtypes in the
     same order on every rank. Messages hold at most ``max_bytes``, or one tensor.
+
+    Nothing is kept of the tensors, which may be others the next time, or lie elsewhere; what is
+    done for each of them is done in C.
     """
     is_source = group.rank() == group_src
     with torch.no_grad():
         for batch in _batches(tensors, max_bytes):
-            # A tensor that is not row-major, or is flagged as conjugate or as negative, is sent
-            # through a copy.
-            rows = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in batch]
-            pieces = [row.detach().view(-1).view(torch.uint8) for row in rows]
-            message = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            # The widest dtype first, so that each line begins where its dtype may.
+            batch.sort(key=_ITEMSIZE, reverse=True)
+            kinds = _sorted(batch, _DTYPE)
+            # A tensor that is alone is itself the line: it may be flagged as conjugate or negative,
+            # and if it has but one element any number may be its stride.
+            lines = [flatten_dense(each).resolve_conj().resolve_neg() for each in kinds.values()]
+            parts = [line.as_strided(line.shape, (1,)).view(torch.uint8) for line in lines]
+            message = parts[0] if len(parts) == 1 else torch.cat(parts)
             broadcast(message, group, group_src).wait()
             if is_source:
                 continue
-            if len(pieces) > 1:
-                foreach_copy_(pieces, message.split([piece.numel() for piece in pieces]))
-            for tensor, row in zip(batch, rows, strict=True):
-                if row is not tensor:
-                    tensor.copy_(row)
+            received = message.split(list(map(_NBYTES, lines)))
+            for (dtype, targets), part in zip(kinds.items(), received, strict=True):
+                pieces = unflatten_dense(part.view(dtype), targets)
+                if any(map(Tensor.is_conj, targets)) or any(map(Tensor.is_neg, targets)):
+                    for target, piece in zip(targets, pieces, strict=True):
+                        target.copy_(piece)
+                else:
+                    foreach_copy_(targets, pieces)
 
 
 def _batches(tensors: Sequence[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
-    """Cut ``tensors`` into lists of one device and at most ``max_bytes`` each, in a fixed order."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            by_device.setdefault(tensor.device, []).append(tensor)
-    for group in by_device.values():
-        batch: list[Tensor] = []
-        size = 0
-        for tensor in group:
-            if batch and size + tensor.nbytes > max_bytes:
-                yield batch
-                batch, size = [], 0
-            batch.append(tensor)
-            size += tensor.nbytes
-        yield batch
+    """Cut ``tensors`` into lists of one device and at most ``max_bytes`` each, in a fixed order.
+
+    Those without elements are left out.
+    """
+    for group in _sorted(list(compress(tensors, map(_NBYTES, tensors))), _DEVICE).values():
+        first = size = 0
+        for place, nbytes in enumerate(map(_NBYTES, group)):
+            if place > first and size + nbytes > max_bytes:
+                yield group[first:place]
+                first, size = place, 0
+            size += nbytes
+        yield group[first:]
+
+
+def _sorted(tensors: Sequence[Tensor], key: Callable[[Tensor], Any]) -> dict[Any, list[Tensor]]:
+    """The tensors by what ``key`` says of them, in the order in which that first comes."""
+    kinds = list(map(key, tensors))
+    return {
+        kind: list(compress(tensors, map(eq, kinds, repeat(kind)))) for kind in dict.fromkeys(kinds)
+    }
