@@ -70,11 +70,6 @@ foreach_zero_: Any = torch._foreach_zero_
 foreach_mul: Any = torch._foreach_mul
 foreach_mul_: Any = torch._foreach_mul_
 
-# Dense tensors of one dtype to a copy of them in one line, row-major, and a line to views with the
-# shapes of such tensors: one call in C for all. Stock DDP broadcasts by them.
-flatten_dense: Any = torch._C._nn.flatten_dense_tensors
-unflatten_dense: Any = torch._C._nn.unflatten_dense_tensors
-
 
 def future_types() -> tuple[type, ...]:
     """What a communication hook may return: ``Work.get_future()`` gives the C++ class itself."""

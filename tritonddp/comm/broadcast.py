@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import compress, repeat
-from operator import attrgetter, eq
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tritonddp._torch import flatten_dense, foreach_copy_, unflatten_dense
+from tritonddp._torch import foreach_copy_
 from tritonddp.coordination.collectives import broadcast
 from tritonddp.coordination.group import Group
 
-_NBYTES, _DTYPE, _DEVICE = attrgetter("nbytes"), attrgetter("dtype"), attrgetter("device")
-_ITEMSIZE = attrgetter("itemsize")
+# Where the bytes of a dense tensor are, and whether they are all and in order. Views that are held
+# keep any other tensor from getting the same address.
+_STATE = (
+    Tensor.data_ptr,
+    attrgetter("nbytes"),
+    Tensor.is_contiguous,
+    Tensor.is_conj,
+    Tensor.is_neg,
+)
 
 
 class StateBroadcast:
@@ -26,11 +32,13 @@ class StateBroadcast:
         self._group = group
         self._source = source
         self.max_bytes = 250 * 1024 * 1024  # of one message
+        self._messages = Messages()
 
-    def send(self, tensors: Sequence[Tensor], place: str, what: str) -> None:
+    def send(self, tensors: Sequence[Tensor], place: str, what: str, again: bool = False) -> None:
         """Overwrite ``tensors``; see :func:`broadcast_coalesced`.
 
         For errors, ``place`` says where in its program this rank is, and ``what`` what they are.
+        With ``again`` they are likely to be sent again, as they are.
 
         Raises:
             RuntimeError: a rank is missing, which is named.
@@ -38,7 +46,8 @@ class StateBroadcast:
         group = self._group
         try:
             broadcast_coalesced(
-                tensors, group.process_group, self._source.source_rank, self.max_bytes
+                *(tensors, group.process_group, self._source.source_rank, self.max_bytes),
+                self._messages if again else None,
             )
         except RuntimeError as error:
             nbytes = sum(tensor.nbytes for tensor in tensors)
@@ -49,60 +58,93 @@ class StateBroadcast:
             ) from error
 
 
+class Messages:
+    """What is sent of some tensors: views of their bytes, in messages.
+
+    Most of a broadcast's time would go into them. They are made anew where tensors have other memory
+    than the last time, or more or less of it. Until then they hold it.
+    """
+
+    def __init__(self) -> None:
+        self._state: list[Any] = []
+        self._messages: list[_Message] = []
+
+    def of(self, tensors: Sequence[Tensor], max_bytes: int) -> list[_Message]:
+        """As :func:`broadcast_coalesced` sends them."""
+        state = [max_bytes, *(list(map(each, tensors)) for each in _STATE)]
+        if state == self._state:
+            return self._messages
+        messages = [_Message(batch) for batch in _batches(tensors, max_bytes)]
+        if {*map(type, tensors)} == {Tensor} and not any(message.copies for message in messages):
+            self._state, self._messages = state, messages
+        else:
+            self._state, self._messages = [], []
+        return messages
+
+
+class _Message:
+    """Some tensors of one device.
+
+    Attributes:
+        pieces: the bytes of each.
+        sizes: of the pieces.
+        copies: tensors that are not row-major, or are flagged as conjugate or as negative, and the
+            copies of them that are sent.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        rows = [tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in tensors]
+        # (A single element may have any stride.)
+        lines = [row.as_strided((row.numel(),), (1,)) for row in rows]
+        self.pieces = [line.view(torch.uint8) for line in lines]
+        self.sizes = [piece.numel() for piece in self.pieces]
+        self.copies = [
+            (tensor, row)
+            for tensor, row in zip(tensors, rows, strict=True)
+            if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous()
+        ]
+
+
 def broadcast_coalesced(
-    tensors: Sequence[Tensor], group: dist.ProcessGroup, group_src: int, max_bytes: int
+    tensors: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    group_src: int,
+    max_bytes: int,
+    messages: Messages | None = None,
 ) -> None:
     """Overwrite ``tensors`` with those of rank ``group_src`` of ``group``.
 
     Tensors of all dtypes travel together as bytes, so that a model with float and integer buffers
     needs one broadcast, not one per dtype. They are dense, of the same shapes and dtypes in the
-    same order on every rank. Messages hold at most ``max_bytes``, or one tensor.
-
-    Nothing is kept of the tensors, which may be others the next time, or lie elsewhere; what is
-    done for each of them is done in C.
+    same order on every rank. Messages hold at most ``max_bytes``, or one tensor. With ``messages``
+    the same tensors take less time the next time.
     """
     is_source = group.rank() == group_src
     with torch.no_grad():
-        for batch in _batches(tensors, max_bytes):
-            # The widest dtype first, so that each line begins where its dtype may.
-            batch.sort(key=_ITEMSIZE, reverse=True)
-            kinds = _sorted(batch, _DTYPE)
-            # A tensor that is alone is itself the line: it may be flagged as conjugate or negative,
-            # and if it has but one element any number may be its stride.
-            lines = [flatten_dense(each).resolve_conj().resolve_neg() for each in kinds.values()]
-            parts = [line.as_strided(line.shape, (1,)).view(torch.uint8) for line in lines]
-            message = parts[0] if len(parts) == 1 else torch.cat(parts)
+        for each in (messages or Messages()).of(tensors, max_bytes):
+            message = each.pieces[0] if len(each.pieces) == 1 else torch.cat(each.pieces)
             broadcast(message, group, group_src).wait()
             if is_source:
                 continue
-            received = message.split(list(map(_NBYTES, lines)))
-            for (dtype, targets), part in zip(kinds.items(), received, strict=True):
-                pieces = unflatten_dense(part.view(dtype), targets)
-                if any(map(Tensor.is_conj, targets)) or any(map(Tensor.is_neg, targets)):
-                    for target, piece in zip(targets, pieces, strict=True):
-                        target.copy_(piece)
-                else:
-                    foreach_copy_(targets, pieces)
+            if len(each.pieces) > 1:
+                foreach_copy_(each.pieces, message.split(each.sizes))
+            for tensor, row in each.copies:
+                tensor.copy_(row)
 
 
 def _batches(tensors: Sequence[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
-    """Cut ``tensors`` into lists of one device and at most ``max_bytes`` each, in a fixed order.
-
-    Those without elements are left out.
-    """
-    for group in _sorted(list(compress(tensors, map(_NBYTES, tensors))), _DEVICE).values():
-        first = size = 0
-        for place, nbytes in enumerate(map(_NBYTES, group)):
-            if place > first and size + nbytes > max_bytes:
-                yield group[first:place]
-                first, size = place, 0
-            size += nbytes
-        yield group[first:]
-
-
-def _sorted(tensors: Sequence[Tensor], key: Callable[[Tensor], Any]) -> dict[Any, list[Tensor]]:
-    """The tensors by what ``key`` says of them, in the order in which that first comes."""
-    kinds = list(map(key, tensors))
-    return {
-        kind: list(compress(tensors, map(eq, kinds, repeat(kind)))) for kind in dict.fromkeys(kinds)
-    }
+    """Cut ``tensors`` into lists of one device and at most ``max_bytes`` each, in a fixed order."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_device.setdefault(tensor.device, []).append(tensor)
+    for group in by_device.values():
+        batch: list[Tensor] = []
+        size = 0
+        for tensor in group:
+            if batch and size + tensor.nbytes > max_bytes:
+                yield batch
+                batch, size = [], 0
+            batch.append(tensor)
+            size += tensor.nbytes
+        yield batch

@@ -414,6 +414,7 @@ class StockDDPNames:
                     buffers,
                     f"step {self.core.counters.reductions + 1}, forward",
                     f"buffers ({listed(names)})",
+                    again=True,
                 )
             else:
                 with torch.no_grad():
