@@ -61,8 +61,8 @@ class StateBroadcast:
 class Messages:
     """What is sent of some tensors: views of their bytes, in messages.
 
-    Most of a broadcast's time would go into them. They are made anew where tensors have other memory
-    than the last time, or more or less of it. Until then they hold it.
+    Most of a broadcast's time would go into them. They are made anew where a tensor has other
+    memory than the last time, or more or less of it. Until then they hold it.
     """
 
     def __init__(self) -> None:
