@@ -33,7 +33,7 @@ def test_what_is_no_number_is_refused(n):
         weight_of(n, "mean")
 
 
-@pytest.mark.parametrize("n", [-1, math.nan, math.inf, torch.tensor(-0.5)])
+@pytest.mark.parametrize("n", [-1, math.nan, math.inf, 10**400, torch.tensor(-0.5)])
 def test_a_weight_out_of_range_is_refused(n):
     with pytest.raises(ValueError, match="finite and not negative"):
         weight_of(n, "mean")

@@ -121,6 +121,21 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
     "bucket of truth": (small, {"bucket_cap_mb": True}, TypeError, ["bucket_cap_mb", "True"]),
     "no list": (small, {"bucket_cap_mb_list": []}, ValueError, ["bucket_cap_mb_list", "empty"]),
     "bad list": (small, {"bucket_cap_mb_list": [1, -2]}, ValueError, ["bucket_cap_mb_list", "-2"]),
+    "no list at all": (small, {"bucket_cap_mb_list": 5}, TypeError, ["bucket_cap_mb_list", "5"]),
+    "device_ids of another kind": (small, {"device_ids": 0}, TypeError, ["device_ids", "got 0"]),
+    "no mesh": (small, {"device_mesh": "dp"}, TypeError, ["device_mesh", "'dp'"]),
+    "delayed without names": (
+        small,
+        {"delay_all_reduce_named_params": [torch.ones(1)], "param_to_hook_all_reduce": 1},
+        TypeError,
+        ["list of names and parameters"],
+    ),
+    "delayed until nothing": (
+        small,
+        {"delay_all_reduce_named_params": [], "param_to_hook_all_reduce": 1},
+        TypeError,
+        ["param_to_hook_all_reduce", "got 1"],
+    ),
     "delayed": (
         small,
         {"delay_all_reduce_named_params": [("a", nn.Parameter(torch.ones(1)))]},
