@@ -34,7 +34,89 @@ GUARD = "a guard: no way is known to get there"
 
 # By file: the first line of a statement, a function for example, which is meant with all that is in
 # it; and the reason.
-UNREACHED: dict[str, dict[str, str]] = {}
+UNREACHED: dict[str, dict[str, str]] = {
+    "_device.py": {"each.event.synchronize()": GPU},
+    "_torch.py": {
+        "raise": "torch raises nothing else there, as far as is known: it goes on",
+        "def gradients_in_context(context: int) -> dict[Tensor, Tensor]:": ENGINE,
+        "def put_into_context(context: int, param: Tensor, gradient: Tensor) -> None:": ENGINE,
+        "def _put() -> Any:": ENGINE,
+        "raise NotImplementedError": "the one class that inherits it overrides it",
+    },
+    "buckets/bucket.py": {
+        "raise": "what else torch raises in a kernel, as for want of memory: it goes on",
+        "if grad.shape != param.shape or grad.dtype != param.dtype:": (
+            "torch checks the same before, when a gradient is accumulated or assigned"
+        ),
+    },
+    "buckets/parameters.py": {
+        "raise RuntimeError(": "verify_same, before it, raises wherever a hash can have differed",
+    },
+    "buckets/residuals.py": {
+        "if quantization is None or quantization.residuals is None:": (
+            "a parameter of a loaded state is quantised no more: its dtype is another one now"
+        ),
+    },
+    "buckets/view_bucket.py": {
+        "if self.flat is None:": "a lazy bucket between two backwards: at a renewal it has a buffer",
+    },
+    "comm/all_reduce.py": {
+        "except RuntimeError as error:": "a connection that breaks within an exchange of rows",
+    },
+    "comm/grad_bucket.py": {
+        "if bucket.flat is None:": "the hook of a lazy bucket that has come to nothing: " + GUARD,
+    },
+    "comm/quantized.py": {
+        "except RuntimeError as error:": "NCCL, that refuses a collective at once; gloo is in a thread",
+        "for thread, (_, reference) in threads:": (
+            "at the end of a process; those of the tests are ended before that"
+        ),
+    },
+    "comm/run.py": {
+        "if bucket.index in self.skipped:": "a bucket that is left out of a backward that breaks off",
+    },
+    "compat/stock_ddp.py": {
+        "return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)": GPU + ", several of them",
+        "return gather(outputs, output_device, dim=self.dim)": GPU + ", several of them",
+    },
+    "config.py": {
+        "devices.insert(0, device)": GPU,
+        "given = device_ids[0] if isinstance(device_ids, list) and device_ids else None": GPU,
+        "if not isinstance(given, int) or given < 0:": GPU,
+        'devices.append(torch.device("cuda", given))': GPU,
+        "if not dist.is_available():": "a build of torch without torch.distributed",
+        "ids = [_device_index(device_ids[0])]": GPU,
+        "return ids, ids[0] if output_device is None else _device_index(output_device)": GPU,
+        "def _device_index(device: int | str | torch.device) -> int:": GPU,
+    },
+    "coordination/processes.py": {"except OSError:": "a system without /proc, such as macOS"},
+    "ddp.py": {"if self.device_ids:": GPU},
+    "diagnostics/trace.py": {"if len(devices) > 1:": GPU + ", several of them"},
+    "features/auto_compression/planner.py": {
+        "if backward is None:": "no rank has timed a backward since it began: all have joined early",
+        "if self._running is None:": "a backward that is not timed, as under no_sync",
+    },
+    "features/auto_compression/probe.py": {
+        "if kind is Kind.ALL_TO_ALL:": GPU,
+        "return lambda: _wait([all_gather_single(whole, other[:part], self._group)])": GPU,
+        "settle(device)": GPU + ", or several threads; one_card's ranks have one",
+        "return time.perf_counter()": GPU + ", or several threads",
+        'return float("inf")': GPU,
+    },
+    "features/join.py": {},
+    "features/weighted_mean.py": {},
+    "integrations/fabric.py": {
+        "class TritonDDPStrategy(_Base):": "needs lightning; make test-clients",
+    },
+    "kernels/flatten.py": {"elif x.dtype == tl.bfloat16:": COMPILED},
+    "kernels/quantized/blocks.py": {},
+    "reducer/capture.py": {
+        "if manager.planner is not None:": (
+            "compression=\"auto\" on a GPU: the recorded device would time kernels for minutes"
+        ),
+    },
+    "reducer/in_context.py": {},
+}
 
 
 def statements(name: str) -> Iterator[tuple[str, range]]:
