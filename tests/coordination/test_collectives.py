@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from tritonddp._torch import timeout_of
 from tritonddp.coordination.collectives import all_gather_into, all_reduce
 
 
@@ -62,3 +64,7 @@ def test_what_a_group_has_done_when_it_returns_is_complete() -> None:
     assert tensor.tolist() == [2, 2]
     all_gather_into(gathered, tensor, Group(waits=True)).wait()  # type: ignore[arg-type]
     assert gathered.tolist() == [2, 2, 2, 2]
+
+
+def test_what_a_group_without_backends_does_not_tell_is_not_known() -> None:
+    assert timeout_of(dist.ProcessGroup(0, 1), torch.device("cpu")) is None

@@ -335,3 +335,13 @@ def test_where_no_wire_can_be_chosen_none_is_timed() -> None:
     ddp = tritonddp.DistributedDataParallel(model, compression="auto")
     ddp(torch.full((1, 2), 1 + 1j) * (1 + dist.get_rank())).abs().sum().backward()
     assert_same_on_all_ranks([torch.view_as_real(param.grad) for param in model.parameters()])
+
+
+@ranks(2)
+def test_wires_of_a_state_that_no_run_can_have_had_are_refused() -> None:
+    with line(SLOW):
+        ddp = wrap()
+        step(ddp)
+    state = {**ddp.comm_state_dict(), "wires": [99] * 2}
+    with pytest.raises(ValueError, match=r"\[99, 99\] as 'wires'"):
+        ddp.load_comm_state_dict(state)
