@@ -292,7 +292,11 @@ def _pool(size: int, interprets: bool) -> list[_Worker]:
 @atexit.register
 def stop_all() -> None:
     """End the processes; later tests start new ones."""
+    for worker in _workers:
+        worker.connection.close()  # it ends by itself then, and a measurement of coverage is saved
     for worker in list(_workers):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            worker.process.wait(_GRACE)
         worker.kill()
     _leave_group()
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from recording.recorder import Recorder
 from tritonddp.kernels import dispatch, flatten, unflatten
+from tritonddp.kernels import launch as launch_module
 from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
 
 _DTYPES = {triton: dtype for dtype, triton in flatten.TRITON_DTYPES.items()}
@@ -156,7 +157,7 @@ class Kernels:
                         if words[slot]:
                             address = words[slot] + start * size
                             self.at_address(address, count * size, follows, what)
-                kernel[grid](*arguments, **launcher.options)
+                kernel[grid](*arguments, **launch_module.OPTIONS)
 
         return launch
 

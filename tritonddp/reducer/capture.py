@@ -72,8 +72,6 @@ def _problem(reducer: Reducer, missing: Collection[int], is_reduced: bool) -> st
         )
     if sync.weight is not None:
         return "weighted(n) would mean this n in all replays: run such backwards without a graph"
-    if sync.join is not None:
-        return "inside join() the ranks ask each other in each forward: leave join() before"
     asks = [each.reads_device for each in reducer.events.extensions if each.reads_device]
     if any(bucket.is_sparse for bucket in manager.current.buckets):
         asks.append("how many rows the sparse gradients have")

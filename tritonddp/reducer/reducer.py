@@ -180,8 +180,6 @@ class Reducer:
         self.forwards.was_local = False  # one inside of this, as Lightning makes, is none of its
         if self.parameters.has_changed():
             self.refresh_parameters()
-        for call in self.events.on_forward:
-            call()
         if self.deferred_error is not None:
             message, self.deferred_error = self.deferred_error, None
             raise RuntimeError(message)
