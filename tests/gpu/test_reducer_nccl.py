@@ -367,8 +367,17 @@ def test_a_backward_on_a_side_stream(device: torch.device, forward: str, view: b
 def test_the_memory_of_gradients_may_be_reused_while_the_device_lags_behind(
     device: torch.device, view: bool
 ) -> None:
-    """Many steps are queued behind a busy stream, in memory that is freed and written at once."""
+    """Many steps are queued behind a busy stream, in memory that is freed and written at once.
+
+    Each step uploads tables, as gradients move, from pinned memory that is in use until the device
+    has come there. So much is allocated before: cudaHostAlloc itself may wait for the device.
+    """
     ddp = wrapped_zoo(device, view)
+    if device.type == "cuda":
+        rounded = [1 << exponent for exponent in range(3, 18) for _ in range(64)]
+        pinned = [torch.empty(n, dtype=torch.uint8, pin_memory=True) for n in rounded]
+        del pinned
+        before = torch.cuda.host_memory_stats()["num_host_alloc"]
     given = [own(ddp, step) for step in range(6)]
     kept = []
     over_nccl = dist.group.WORLD._get_backend(device).name() == "nccl"
@@ -376,11 +385,15 @@ def test_the_memory_of_gradients_may_be_reused_while_the_device_lags_behind(
         stall(device)
         ddp(given[step]).backward()
         if step >= 2 and over_nccl:
-            assert not torch.cuda.current_stream().query(), "the host waited for the device"
+            found = torch.cuda.host_memory_stats()["num_host_alloc"] - before
+            is_behind = not torch.cuda.current_stream().query()
+            assert is_behind, f"the host waited; it allocated pinned memory {found} times"
         kept.append([param.grad.clone() for param in ddp.parameters()])
         ddp.zero_grad()
         for param in ddp.parameters():
             torch.full_like(param, 77)
+    if over_nccl:
+        assert not found, f"{found} times pinned memory that no free block serves"
     for step, grads in enumerate(kept):
         for number, (grad, expected) in enumerate(
             zip(grads, mean(everyone(ddp, step)), strict=True)

@@ -82,7 +82,7 @@ class World:
                 name,
                 arguments,
                 self.device_type,
-                timeout=TIMEOUT,
+                timeout=TIMEOUT * (4 if self.is_recorded else 1),  # kernels are interpreted
                 backend="gloo" if self.is_recorded else self.backend,
                 keeps_group=True,
                 interprets=self.is_recorded,

@@ -85,8 +85,10 @@ class Streams:
             stream.join(clock)
         for gradient in gradients:  # as the engine does where they come from another stream
             with torch._C.DisableTorchFunction():
-                memory = None if gradient is None else self._memory_of(gradient)
-            if memory is not None:
+                is_sparse = gradient is not None and gradient.layout is torch.sparse_coo
+                parts = [gradient._indices(), gradient._values()] if is_sparse else [gradient]  # type: ignore[union-attr]
+                memories = [self._memory_of(each) for each in parts if each is not None]
+            for memory in filter(None, memories):
                 memory.guards.add(stream)
         running.used.add(stream)
         self._recorder.current = stream

@@ -157,6 +157,7 @@ def patched(recorder: Recorder) -> Iterator[None]:
         "current_stream": lambda device=None: Stream(timeline=recorder.current),
         "default_stream": lambda device=None: Stream(timeline=recorder.default),
         "is_available": lambda: True,
+        "host_memory_stats": lambda: {"num_host_alloc": recorder.pinned_allocations},
         "current_device": lambda: 0,
         "device_count": lambda: 1,
         "device": lambda device: contextlib.nullcontext(),

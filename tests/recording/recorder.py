@@ -142,6 +142,7 @@ class Recorder:
         waits: of the host for the device, by the package.
         launches: of kernels and torch's operations on the device, by name.
         collectives: by name.
+        pinned_allocations: those that no free block serves: a GPU may be waited for.
         capturing: a CUDA graph is being captured: the host must not ask the device anything.
         has_graph: one has been, and may be replayed.
         captured: what a replay of the graph that is captured now will do; ``None`` if it has none.
@@ -160,6 +161,9 @@ class Recorder:
         self.capturing = self.has_graph = False
         self.captured: list[Callable[[], object]] | None = None
         self.steps = 0
+        self.pinned_allocations = 0
+        # Of the caching host allocator, for each size: how far what uses a free block has come.
+        self._free_pinned: dict[int, list[dict[Timeline, int]]] = {}
 
     # Timelines
 
@@ -204,12 +208,20 @@ class Recorder:
         self.waits.clear()
         self.launches.clear()
         self.collectives.clear()
+        self.pinned_allocations = 0
 
     # Memory
 
     def allocated(self, key: int, address: int, nbytes: int, is_pinned: bool = False) -> Memory:
         """There is new memory, which ``key`` stands for."""
         memory = Memory(address, nbytes, is_pinned, self.current, is_of_graph=self.capturing)
+        if is_pinned:
+            free = self._free_pinned.setdefault(_rounded(nbytes), [])
+            over = next((clock for clock in free if self.host.knows_all(clock)), None)
+            if over is not None:
+                free.remove(over)
+            else:
+                self.pinned_allocations += 1
         self.live[key] = memory
         return memory
 
@@ -218,6 +230,10 @@ class Recorder:
         if self.live.get(key) is memory:
             del self.live[key]
         if memory.is_pinned:  # the caching host allocator waits for the copies that use it
+            clock: dict[Timeline, int] = {}
+            for access in memory.accesses:
+                clock[access.timeline] = max(access.tick, clock.get(access.timeline, 0))
+            self._free_pinned[_rounded(memory.nbytes)].append(clock)
             if memory.is_captured and self.has_graph:
                 self.races.append("pinned memory is given back that a CUDA graph copies")
             return
@@ -278,6 +294,11 @@ class Recorder:
     def report(self) -> str:
         """All races, one a paragraph."""
         return "\n".join(dict.fromkeys(self.races))
+
+
+def _rounded(nbytes: int) -> int:
+    """To a power of two, as the caching host allocator does."""
+    return 1 << max(0, nbytes - 1).bit_length()
 
 
 def _told(access: Access) -> str:
