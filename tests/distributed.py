@@ -296,7 +296,7 @@ def stop_all() -> None:
         worker.connection.close()  # it ends by itself then, and a measurement of coverage is saved
     for worker in list(_workers):
         with contextlib.suppress(subprocess.TimeoutExpired):
-            worker.process.wait(_GRACE)
+            worker.process.wait(10 * _GRACE)
         worker.kill()
     _leave_group()
 

@@ -69,8 +69,6 @@ UNREACHED: dict[str, dict[str, str]] = {
     "comm/grad_bucket.py": {"if bucket.flat is None:": "the hook of a lazy bucket: " + GUARD},
     "comm/quantized.py": {
         "launch: except RuntimeError as error:": "NCCL that refuses at once; gloo is in a thread",
-        "for thread, (_, reference) in threads:": "the end of a process; ranks of tests are ended",
-        "queue.put(None)": "the end of a process that still has such threads",
     },
     "comm/run.py": {
         "launch_nan: if bucket.index in self.skipped:": (
