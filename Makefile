@@ -10,7 +10,9 @@
 # make figures tables, plots and the figures of the pages anew from the committed results
 #              (make figures FROM=local: first copy over them what make bench has measured here)
 # make bench-compare BASE=<git revision>    the tree's steps against an earlier revision's, in one run
+# make coverage lines of the package that no test executes and tests/project/unreached.py does not name
 # make gpu     tests and benchmarks that need a CUDA device, with this machine's own $(PYTHON)
+# make gpu-rehearsal    the same without one, small, on a device that is none (a minute)
 # make clean   remove what the others have made
 #
 # PYTHON=python3.12 chooses the interpreter, ARGS="..." goes on to pytest, to the example or to the
@@ -37,7 +39,7 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 
-.PHONY: demo test test-all test-faults test-clients soak lint bench figures bench-compare gpu clean
+.PHONY: demo test test-all test-faults test-clients soak lint bench figures bench-compare coverage gpu gpu-rehearsal clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-installed
@@ -84,11 +86,20 @@ bench-compare: $(VENV)/.test-installed
 	echo "make bench-compare: '$(BASE)' names no commit of this repository: try git log --oneline, or git fetch" >&2; exit 2; }
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/compare.py --base "$(BASE)" $(ARGS)
 
+coverage: $(VENV)/.test-installed
+	@$(PIP) "coverage>=7.13"
+	@echo "Running the tests under coverage.py (a quarter of an hour) ..."
+	@$(BIN)/python tests/project/unreached.py $(ARGS)
+
 # No venv and no network: a machine with a GPU usually has the torch that fits its driver. Each part
 # has a time limit of its own; this one is for whatever they miss.
 gpu:
 	@echo "Running the GPU tests, then the GPU benchmarks (under 10 minutes) ..."
 	@timeout -k 5 594 $(PYTHON) benchmarks/gpu.py $(ARGS)
+
+gpu-rehearsal: $(VENV)/.test-installed
+	@echo "Rehearsing make gpu without a GPU (a minute) ..."
+	@$(BIN)/python benchmarks/gpu.py --rehearse $(ARGS)
 
 clean:
 	rm -rf .venv .venv-torch-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks

@@ -1,4 +1,4 @@
-"""What all pytest-benchmark modules share: the import path, their setting, their JSON."""
+"""What all pytest-benchmark modules share: import path, setting, JSON, and tables at the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1]))  # unless tritonddp is installed
 
 import machine
+import replay
 import torch
+from rows import shortened
 
 _AT_START = machine.describe()
 # Of what pytest-benchmark says about a row; the rest repeats it or says nothing here.
@@ -34,6 +36,12 @@ def pytest_report_header() -> list[str]:
     return machine.summary(_AT_START).splitlines()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for line in replay.tables():
+        terminalreporter.write_line(line)
+
+
 def pytest_benchmark_update_json(output_json: dict[str, Any]) -> None:
     """The heading that all result files share, and of each row what says something."""
     now = machine.describe()
@@ -46,16 +54,5 @@ def pytest_benchmark_update_json(output_json: dict[str, Any]) -> None:
         benchmark="+".join(sorted(folders)),
         machine={**_AT_START, "torch_threads": now["torch_threads"]},
         load_average_after=now["load_average"],
-        benchmarks=_shortened(rows),
+        benchmarks=shortened(rows),
     )
-
-
-def _shortened(value: Any) -> Any:
-    """Numbers to 6 digits: no clock shows more, and files with raw rounds stay small."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {key: _shortened(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_shortened(each) for each in value]
-    return value

@@ -1,18 +1,23 @@
 """Everything that needs a GPU, in one command of under ten minutes: `make gpu`.
 
-    python benchmarks/gpu.py [--out FOLDER] [--only PART ...]
+    python benchmarks/gpu.py [--out FOLDER] [--only PART ...] [--rehearse]
 
-Each part is a process, or one a rank, with a time limit: tests of the compiled kernels and of the
-reducer over NCCL, benchmarks of the kernels, of the host, of the step and of memory, and the
-kernels under compute-sanitizer. A part that fails, hangs or crashes is ended with all it started,
-and the others go on. The result file is written anew after each part, so that whatever cuts the run
-off leaves what was measured. Plots, and a table of the bounds that are to be met, come last.
+Each part is a process, or one a rank, with a time limit, in the order of what is learnt: the
+description of the machine, tests of the compiled kernels and of the reducer over NCCL with one
+rank and with two on one card, bandwidth of the kernels, the step, the host, CUDA graphs, memory,
+and the kernels under compute-sanitizer. A part that fails, hangs or crashes is ended with all it
+started, and the others go on. Time that a part leaves is the next one's. The result file is written
+anew after each part, so that whatever cuts the run off leaves what was measured. Plots come last,
+and a screen that tells of each part how it ended and of each bound whether it is met.
 
-``--device cpu``, for developers, goes through the same motions on the CPU, with gloo and small
-inputs, to find mistakes in this file where there is no GPU. Its figures mean nothing and say so.
+Tests need pytest, the rest only torch and Triton; nothing is downloaded.
+
+``--rehearse`` runs all of it, small, on the recorded device (``tests/recording``), where there is
+no GPU: what cannot run on a GPU for a mistake in Python fails there too. Its figures mean nothing.
 
 The exit status is 0 if no test and no part failed, whatever was measured; what cannot run here
-(NCCL takes no second rank on a card, no compute-sanitizer) is reported and is no failure.
+(NCCL takes no second rank on a card, no compute-sanitizer) is reported and is no failure, but for
+a rehearsal.
 """
 
 from __future__ import annotations
@@ -29,50 +34,61 @@ import time
 from pathlib import Path
 from typing import Any
 
+import deadline
+
 sys.path.append(str(Path(__file__).parents[1]))  # unless tritonddp is installed
 
 import gpu_table
 import one_card
 import processes
-from gpu_parts import PROBE, Outcome, Part, on_cpu, on_gpu
+from gpu_parts import PROBE, REHEARSING, Outcome, Part, parts
 
 HERE = Path(__file__).parent
 # Seconds from the start to the end of the last part, no less than the sum of all limits. What is
 # left of ten minutes is for ending a part that had to be interrupted, and for the plots.
 BUDGET = 553.0
-DESCRIBE, PLOTS = 45.0, 20.0
+PLOTS = 20.0
+# Of a part's limit: benchmarks that take as many rounds as they have time for should end by then.
+IN_TIME = 0.85
 
 
 class Report:
     """The result file, and the clock that all parts share."""
 
-    def __init__(self, path: Path, facts: dict[str, Any], smoke: bool, end: float) -> None:
+    def __init__(self, path: Path, facts: dict[str, Any], rehearsal: bool, end: float) -> None:
         self.path = path
         self.end = end
+        self.later = 0.0  # seconds that the parts to come may take
         self.content: dict[str, Any] = {
             "benchmark": "gpu",
             "machine": facts,
-            "smoke": smoke,  # on the CPU: no figure means anything
+            "rehearsal": rehearsal,  # without a GPU: no figure means anything
             "parts": {},
             "bounds": [],
         }
 
     def run(self, part: Part) -> None:
         """Run a part and write down what came of it."""
-        limit = max(0.0, min(part.limit, self.end - time.monotonic()))
+        left = self.end - time.monotonic() - self.later
+        # A rehearsal is no race: it may share its cores with other tests.
+        limit = max(0.0, min((6 if self.content["rehearsal"] else 2) * part.limit, left))
         print(f"\n--- {part.name}: {part.title} (at most {limit:.0f} s)", flush=True)
         start = time.monotonic()
         try:
             outcome = _outcome(part, limit)
         except Exception as error:  # in reading a result: the other parts are worth more than it
             outcome = Outcome("failed", f"{type(error).__name__}: {error}")
-        seconds = time.monotonic() - start
+        self.add(part, outcome, time.monotonic() - start)
+
+    def add(self, part: Part, outcome: Outcome, seconds: float) -> None:
+        """Write down what came of a part, and say it."""
         self.content["parts"][part.name] = {
             "title": part.title,
             "status": outcome.status,
             "reason": outcome.reason,
             "seconds": round(seconds, 1),
             "limit": part.limit,
+            "estimate": part.estimate,
             "result": outcome.result,
             "log": outcome.log,
         }
@@ -86,39 +102,41 @@ class Report:
         self.content["bounds"] = gpu_table.bounds(self.content["parts"])
         write_json(self.path, self.content)
 
-    @property
-    def failed(self) -> list[str]:
-        parts = self.content["parts"]
-        return [name for name, part in parts.items() if part["status"] == "failed"]
+
+# Imports torch, Triton and the package, and asks the device what it is.
+DESCRIBE = Part(
+    *("describe", "the machine", 25, 8),
+    command=(sys.executable, str(HERE / "machine.py")),
+)
 
 
 def main() -> int:
     options = _options()
-    end = time.monotonic() + options.budget
+    start = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(124))  # so that started processes end too
-    smoke = options.device == "cpu"
-    _prepare_environment(smoke)
-    facts = _facts()
+    _prepare_environment(options.rehearse)
+    facts = _facts(DESCRIBE.rehearsed() if options.rehearse else DESCRIBE)
     why = "torch and tritonddp cannot be imported" if facts is None else None
-    if facts is not None and facts["gpu"] is None and not smoke:
+    if facts is not None and facts["gpu"] is None:
         why = "torch sees no CUDA device"
-    if importlib.util.find_spec("pytest") is None:
-        why = "pytest is not installed"
     if facts is None or why is not None:
         print(f"make gpu: nothing was run: {why} ({sys.executable})", file=sys.stderr)
         return 2
-    report = Report(_result_path(options.out, facts, smoke), facts, smoke, end)
-    report.write()
-    plan = on_cpu() if smoke else on_gpu()
+    path = _result_path(options.out, facts, options.rehearse)
+    report = Report(path, facts, options.rehearse, start + options.budget)
+    report.add(DESCRIBE, Outcome("ok"), time.monotonic() - start)
+    plan = [each for each in parts(options.rehearse) if each.name in (options.only or each.name)]
     try:
-        for part in plan:
-            if not options.only or part.name in options.only:
-                report.run(part)
+        for number, part in enumerate(plan):
+            report.later = sum(each.limit for each in plan[number + 1 :])
+            report.run(part)
         _draw(report.path)
     finally:  # also when the run is cut off
         print("\n" + "\n".join(gpu_table.table(report.content)))
         print(f"written to {report.path}", flush=True)
-    return 1 if report.failed else 0
+    # In a rehearsal nothing is missing but the GPU.
+    fine = ("ok",) if options.rehearse else ("ok", "not run")
+    return int(any(part["status"] not in fine for part in report.content["parts"].values()))
 
 
 def _outcome(part: Part, limit: float) -> Outcome:
@@ -126,30 +144,32 @@ def _outcome(part: Part, limit: float) -> Outcome:
         return Outcome("not run", "no time was left")
     missing = [name for name in part.needs if importlib.util.find_spec(name) is None]
     if missing:
-        return Outcome("not run", f"not installed: {', '.join(missing)}")
+        return Outcome("not run", f"{', '.join(missing)} is not installed")
     if part.unavailable is not None:
         return Outcome("not run", part.unavailable)
-    if part.on_one_card:  # tried by PROBE, or now
+    if part.on_one_card:  # tried by the part "probe", or now
         why = one_card.refusal(min(limit, PROBE.limit))
-        if why is not None or part is PROBE:
-            return Outcome("not run" if why else "ok", why)
+        if why is not None:
+            return Outcome("not run", why)
+    end = time.monotonic() + IN_TIME * min(limit, part.limit)
+    environment = {**part.environment, deadline.VARIABLE: str(end)}
     with tempfile.TemporaryDirectory(prefix="tritonddp-gpu-") as folder:
         result, log = Path(folder) / "result", Path(folder) / "log"
         command = [each.replace("{result}", str(result)) for each in part.command]
         with log.open("wb") as output:
-            codes = processes.run(command, limit, output, part.ranks, part.environment)
+            codes = processes.run(command, limit, output, part.ranks, environment)
         text = log.read_text(errors="replace")
         print(text, flush=True)
         return part.read(result, codes, text, limit)
 
 
-def _facts() -> dict[str, Any] | None:
+def _facts(part: Part) -> dict[str, Any] | None:
     """What machine.py says, in a process of its own: a sick device may hang whoever asks it.
 
     ``None`` if torch cannot be imported, or does not answer in time.
     """
     with tempfile.TemporaryFile() as output:
-        codes = processes.run([sys.executable, str(HERE / "machine.py")], DESCRIBE, output)
+        codes = processes.run(part.command, 2 * part.limit, output)
         output.seek(0)
         text = output.read().decode(errors="replace")
     if codes != [0]:
@@ -160,7 +180,7 @@ def _facts() -> dict[str, Any] | None:
     return facts
 
 
-def _prepare_environment(smoke: bool) -> None:
+def _prepare_environment(rehearse: bool) -> None:
     """For all processes of all parts."""
     paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
@@ -168,10 +188,11 @@ def _prepare_environment(smoke: bool) -> None:
     # All ranks are here, and a machine without a network has no other interface.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    if smoke:
+    os.environ.pop("TRITON_INTERPRET", None)
+    if rehearse:
         os.environ["OMP_NUM_THREADS"] = "1"
-    else:
-        os.environ.pop("TRITON_INTERPRET", None)
+        os.environ[REHEARSING] = "1"
+        os.environ.setdefault(one_card.ANSWER, "")  # where the part "probe" is not asked for
 
 
 def _draw(result: Path) -> None:
@@ -186,17 +207,19 @@ def _draw(result: Path) -> None:
     print(f"\n{text}" if codes == [0] else f"\nno plots: {codes}\n{text[-2000:]}", flush=True)
 
 
-def _result_path(folder: Path | None, facts: dict[str, Any], smoke: bool) -> Path:
+def _result_path(folder: Path | None, facts: dict[str, Any], rehearsal: bool) -> Path:
     """``<folder>/<name of the GPU>/gpu.json``."""
     if folder is None:
-        folder = Path(tempfile.mkdtemp(prefix="tritonddp-smoke-")) if smoke else HERE / "results"
-    name = "smoke-on-cpu" if smoke else facts["gpu"]["name"]
+        folder = HERE / "results"
+        if rehearsal:
+            folder = Path(tempfile.mkdtemp(prefix="tritonddp-rehearsal-"))
+    name = "rehearsal" if rehearsal else facts["gpu"]["name"]
     return folder / re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") / "gpu.json"
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    names = [part.name for part in on_cpu()]
+    names = [part.name for part in parts()]
     parser.add_argument(
         "--out",
         type=Path,
@@ -209,7 +232,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--budget", type=float, default=BUDGET, help=f"seconds for all parts ({BUDGET:.0f})"
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--rehearse", action="store_true", help="all of it, small, on a device that is none"
+    )
     options = parser.parse_args()
     if options.out is not None:
         options.out = Path(options.out).resolve()

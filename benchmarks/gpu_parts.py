@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -14,10 +15,16 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import one_card
+
 HERE = Path(__file__).parent
 TESTS = HERE.parent / "tests" / "gpu"
+# Runs a script on the recorded device.
+REHEARSE = HERE.parent / "tests" / "recording" / "rehearse.py"
+# Set for the tests of a rehearsal, see tests/gpu/worlds.py.
+REHEARSING = "TRITONDDP_REHEARSE"
 KERNEL_TESTS = (TESTS / "test_kernels_gpu.py", TESTS / "test_quantize_gpu.py")
-REDUCER_TESTS = (
+NCCL_TESTS = (
     TESTS / "test_reducer_nccl.py",
     TESTS / "test_agreement_nccl.py",
     TESTS / "test_quantized_nccl.py",
@@ -57,7 +64,8 @@ class Part:
     Attributes:
         name: on the command line and in the result file.
         title: what it is about.
-        limit: seconds after which it is ended.
+        limit: seconds after which it is ended, unless parts before it have left it more.
+        estimate: seconds that it should take on an H100.
         command: with ``{result}`` where the name of its result file goes.
         read: makes an outcome of it.
         ranks: how many, for a script that wants to be started by torchrun.
@@ -65,11 +73,13 @@ class Part:
         needs: Python modules without which it is not run.
         on_one_card: it needs two ranks on one card.
         unavailable: why it cannot run here, known beforehand.
+        small: further arguments in a rehearsal.
     """
 
     name: str
     title: str
     limit: float
+    estimate: float
     command: tuple[str, ...] = ()
     read: Reader = lambda *_: Outcome("ok")
     ranks: int | None = None
@@ -77,84 +87,108 @@ class Part:
     needs: tuple[str, ...] = ()
     on_one_card: bool = False
     unavailable: str | None = None
+    small: str = ""
+
+    def rehearsed(self) -> Part:
+        """The same on the recorded device. Tests see to that themselves."""
+        python, *rest = self.command
+        if "pytest" not in rest:
+            python, rest = sys.executable, [str(REHEARSE), *rest]
+        return replace(self, command=(python, *rest, *shlex.split(self.small)))
 
 
-PROBE = Part("probe", "do two ranks on one card find each other over NCCL?", 15, on_one_card=True)
-
-
-def on_gpu() -> list[Part]:
-    """Tests first, then what the bounds are about, then the rest."""
+# The estimates are seconds of an H100. On that of benchmarks/results/gpu-h100, an earlier commit's,
+# test-kernels, probe, step-pair and memcheck took as long; kernels, quantize and host did, which
+# take fewer rounds now where time is short; and both halves of the tests over NCCL together, which
+# are a tenth more now. The others are guesses: step-small, step-large and memory were cut off
+# there, mostly drawing parameters on the host, and sweep and graphs did not exist.
+def parts(rehearse: bool = False) -> list[Part]:
+    """In the order of what is learnt; each is small in a rehearsal."""
     nccl = "--backend nccl"
     # Not all: rounds of ten configurations take seconds. "host" measures many small parameters.
     small = "resnet50 gpt2_small llama3_8b_layer vit_b16 mlp transformer"
-    return [
-        _tests("test-kernels", "the compiled kernels", 68, KERNEL_TESTS, "-m gpu"),
+    one, two = "nccl-1-rank", f"{nccl} --models mlp --builds 1 --rounds 3"
+    found = [
+        _tests("test-kernels", "the compiled kernels", 70, 61, KERNEL_TESTS, "", "missing"),
+        _tests("test-nccl-1", "one rank over NCCL", 50, 45, NCCL_TESTS, one, f"stock and {one}"),
         PROBE,
-        _tests("test-reducer", "the reducer over NCCL", 122, REDUCER_TESTS, "-m gpu"),
+        _tests(
+            *("test-nccl-2", "two ranks on one card", 75, 65, NCCL_TESTS, f"not {one}"),
+            f"stock and not {one}",
+        ),
         # (No rows with gradients in fp32 and a buffer in bf16: the reducer has no such thing yet.)
-        _bench("kernels", "flatten and unflatten", 54, "-k 'not wire' --rounds 20"),
-        _bench("quantize", "quantising kernels", 33, "--rounds 4"),
-        _step("step-small", "small batches", 82, f"{nccl} --builds 1 --rounds 6 --models {small}"),
-        _bench("host", "the host's work", 52, "--rounds 7"),
-        _step(
-            "step-large",
-            "large batches",
-            40,
-            f"{nccl} --batch large --builds 1 --rounds 4 --models resnet50",
+        _suite(
+            *("kernels", "flatten and unflatten", 54, 48, "--without wire --rounds 20"),
+            "--only many_small-fp32-whole many_small-bf16-25MiB",
         ),
-        replace(
-            _step("step-pair", "two ranks", 27, f"{nccl} --models mlp --builds 1 --rounds 3"),
-            ranks=2,
-            on_one_card=True,
+        Part(
+            *("sweep", "blocks and warps of flatten and unflatten", 22, 15),
+            *(_script("sweep.py", "--rounds 10"), read_json),
+            small="--lists many_small",
         ),
-        _ranks("memory", "memory", 45, "memory.py", f"{nccl} --models resnet50 gpt2_small mlp"),
-        _sanitizer(15),
+        _suite(
+            *("quantize", "quantising kernels", 30, 27, "--rounds 4"),
+            "--only int8-many_small-fp32 fp8-many_small-bf16",
+        ),
+        _step("step-small", "small batches", 52, 40, f"{nccl} --builds 1 --rounds 6", small),
+        _step("step-large", "large batches", 28, 20, f"{nccl} --batch large --builds 1 --rounds 4"),
+        replace(_step("step-pair", "two ranks", 26, 22, two), ranks=2, on_one_card=True),
+        _suite("host", "the host's work", 44, 38, "--rounds 7"),
+        _ranks("graphs", "CUDA graphs", 20, 12, "graphs.py", "--rounds 20", "mlp transformer"),
+        _ranks("memory", "memory", 27, 20, "memory.py", nccl, "resnet50 gpt2_small mlp"),
+        _sanitizer(15, 11, rehearse),
     ]
+    return [part.rehearsed() for part in found] if rehearse else found
 
 
-def on_cpu() -> list[Part]:
-    """The same motions on the CPU, as small as they can be."""
-    few = "--backend gloo --models many_small --builds 1 --rounds 2"
-    some = "-m 'not gpu' -k 'mean or stock'"
-    return [
-        _tests("test-kernels", "the compiled kernels", 40, KERNEL_TESTS, "-m gpu"),
-        replace(PROBE, unavailable="NCCL needs CUDA devices"),
-        _tests("test-reducer", "the reducer over gloo", 60, REDUCER_TESTS, some),
-        _bench("kernels", "flatten and unflatten", 60, "-k 'small or resnet50' --rounds 3"),
-        _bench(
-            "quantize", "quantising kernels", 60, "-k 'many_small and int8 and fp32' --rounds 2"
-        ),
-        _step("step-small", "small batches", 60, f"--batch small {few}"),
-        _bench("host", "the host's work", 60, "--rounds 2"),
-        _step("step-large", "large batches", 60, f"--batch large {few}"),
-        replace(_step("step-pair", "two ranks", 60, few), ranks=2),
-        _ranks("memory", "memory", 60, "memory.py", "--backend gloo --models mlp"),
-        _sanitizer(33),
-    ]
+def _tests(
+    name: str,
+    title: str,
+    limit: float,
+    estimate: float,
+    files: Sequence[Path],
+    which: str,
+    small: str,
+) -> Part:
+    """``which`` and ``small`` choose tests as ``pytest -k`` does, on a GPU and in a rehearsal."""
+    command = (*_PYTEST, "-rs", "--junitxml={result}", "-m", "gpu", *map(str, files))
+    command += ("-k", which) if which else ()
+    title, small = f"tests of {title}", shlex.join(("-k", small))
+    return Part(name, title, limit, estimate, command, read_tests, needs=("pytest",), small=small)
 
 
-def _tests(name: str, title: str, limit: float, files: Sequence[Path], arguments: str) -> Part:
-    options = ("-rs", "--junitxml={result}", *shlex.split(arguments))
-    command = (*_PYTEST, *options, *map(str, files))
-    return Part(name, f"tests of {title}", limit, command, read_tests, needs=("pytest",))
+def _script(name: str, arguments: str) -> tuple[str, ...]:
+    return (sys.executable, str(HERE / name), *shlex.split(arguments), "--out", "{result}")
 
 
-def _bench(suite: str, title: str, limit: float, arguments: str) -> Part:
-    command = (*_PYTEST, str(HERE / suite), "--benchmark-only", "--benchmark-json={result}")
-    needs = ("pytest", "pytest_benchmark")
-    return Part(suite, title, limit, (*command, *shlex.split(arguments)), read_json, needs=needs)
+def _suite(
+    name: str, title: str, limit: float, estimate: float, arguments: str, small: str = ""
+) -> Part:
+    command = _script("plain.py", f"{name} {arguments}")
+    return Part(name, title, limit, estimate, command, read_json, small=small)
 
 
-def _ranks(name: str, title: str, limit: float, script: str, arguments: str) -> Part:
-    command = (sys.executable, str(HERE / script), *shlex.split(arguments), "--out", "{result}")
-    return Part(name, title, limit, command, read_json, ranks=1)
+def _ranks(
+    name: str,
+    title: str,
+    limit: float,
+    estimate: float,
+    script: str,
+    arguments: str,
+    models: str,
+) -> Part:
+    command = _script(script, f"{arguments} --models {models}")
+    small = "--models mlp"
+    return Part(name, title, limit, estimate, command, read_json, ranks=1, small=small)
 
 
-def _step(name: str, title: str, limit: float, arguments: str) -> Part:
-    return _ranks(name, f"steps, {title}", limit, "step.py", arguments)
+def _step(
+    name: str, title: str, limit: float, estimate: float, arguments: str, models: str = "resnet50"
+) -> Part:
+    return _ranks(name, f"steps, {title}", limit, estimate, "step.py", arguments, models)
 
 
-def _sanitizer(limit: float) -> Part:
+def _sanitizer(limit: float, estimate: float, rehearse: bool) -> Part:
     """Memcheck over a few launches of the kernels, in fp32 and with a cast.
 
     (Racecheck looks at shared memory, which no kernel uses but by Triton's own layout changes.)
@@ -162,20 +196,22 @@ def _sanitizer(limit: float) -> Part:
     tool = shutil.which(_SANITIZER) or shutil.which(_SANITIZER, path="/usr/local/cuda/bin")
     which = "bits_of_the_reference and torch.float32-torch.bfloat16 or missing_gradients"
     which += " or torch.int8-torch.float32-aligned"
+    tests = (*_PYTEST, "--junitxml={result}", "-m", "gpu", *map(str, KERNEL_TESTS), "-k", which)
+    checked = (
+        *(tool or _SANITIZER, "--tool", "memcheck", "--report-api-errors", "no"),
+        *("--error-exitcode", str(_MEMORY_ERRORS)),
+    )
     return Part(
         "memcheck",
         f"the kernels under {_SANITIZER}",
         limit,
-        (
-            *(tool or _SANITIZER, "--tool", "memcheck", "--report-api-errors", "no"),
-            *("--error-exitcode", str(_MEMORY_ERRORS)),
-            *(*_PYTEST, "--junitxml={result}", "-m", "gpu", *map(str, KERNEL_TESTS), "-k", which),
-        ),
+        estimate,
+        tests if rehearse else (*checked, *tests),
         read_memcheck,
         # Each tensor is an allocation of its own, or accesses beyond it would go unseen.
         environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         needs=("pytest",),
-        unavailable=None if tool else f"{_SANITIZER} is not installed",
+        unavailable=None if tool or rehearse else f"{_SANITIZER} is not installed",
     )
 
 
@@ -221,6 +257,20 @@ def read_json(path: Path, codes: Sequence[int | None], text: str, limit: float) 
     return Outcome(failure.status, failure.reason, result, failure.log)
 
 
+def read_probe(path: Path, codes: Sequence[int | None], text: str, limit: float) -> Outcome:
+    """Of :mod:`one_card`, for all parts that need to know."""
+    why = one_card.answer(text, codes, limit)
+    os.environ[one_card.ANSWER] = why or ""
+    return Outcome("not run" if why else "ok", why)
+
+
+PROBE = Part(
+    *("probe", "do two ranks on one card find each other over NCCL?", 15, 7),
+    *((sys.executable, str(HERE / "one_card.py")), read_probe),
+    ranks=2,
+)
+
+
 def read_memcheck(path: Path, codes: Sequence[int | None], text: str, limit: float) -> Outcome:
     """Of the sanitizer, which does not work with every driver and is slow with some."""
     if list(codes) == [_MEMORY_ERRORS]:
@@ -242,7 +292,7 @@ def _failure(codes: Sequence[int | None], text: str, limit: float) -> Outcome:
         ended = f"exit status {code}" if code > 0 else f"signal {-code}"
     else:
         ended = f"ran longer than {limit:.0f} s"
-    return Outcome("failed", f"{ended}; {_last(r'(Error|Exception)', text)}", log=text[-8000:])
+    return Outcome("failed", f"{ended}; {_last(r'Error|Exception|error:', text)}", log=text[-8000:])
 
 
 def _last(pattern: str, text: str) -> str:

@@ -39,7 +39,9 @@ def main() -> None:
 def figures(content: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
     """File names and figures of what was measured."""
     results = {name: part["result"] for name, part in content["parts"].items()}
-    where = "SMOKE RUN ON A CPU, MEANINGLESS" if content["smoke"] else _machine(content["machine"])
+    where = _machine(content["machine"])
+    if content.get("rehearsal"):
+        where = "REHEARSAL WITHOUT A GPU, MEANINGLESS"
     if results.get("kernels"):
         yield "bandwidth.png", bandwidth(results["kernels"], where)
     steps = {size: results.get(f"step-{size}") for size in ("small", "large")}

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 OURS, CEILING, FOREACH_DIV = "tritonddp", "device copy", "_foreach_copy_ + div_"
+SM_COPY = "SM copy"
 LARGE = 25e6  # bytes of gradients
 US_PER_PARAMETER = 2.0
 VERDICTS = ("missed", "too noisy", "met")  # of several the first one counts
@@ -108,6 +109,13 @@ def of_ceiling(kernels: Any) -> Iterator[Value]:
             yield Value(group[OURS]["of_ceiling"]["median"], name)
 
 
+def of_sm_copy(kernels: Any) -> Iterator[Value]:
+    """Likewise, of the bandwidth of a kernel that copies."""
+    for name, group in _groups(kernels):
+        if SM_COPY in group and group[OURS]["bytes"] / 2 >= LARGE:
+            yield Value(group[OURS]["gb_per_s"] / group[SM_COPY]["gb_per_s"], name)
+
+
 def over_foreach(kernels: Any) -> Iterator[Value]:
     """Our bandwidth over that of stock's ``batched_grad_copy``."""
     for name, group in _groups(kernels):
@@ -148,6 +156,13 @@ BOUNDS = (
         0.9,
         at_least=True,
     ),
+    Bound(
+        "share of a copy kernel's bandwidth, likewise",
+        ("kernels",),
+        of_sm_copy,
+        0.9,
+        at_least=True,
+    ),
     Bound("bandwidth over _foreach_copy_ + div_", ("kernels",), over_foreach, 1.5, at_least=True),
     Bound("time of 1,000 x 64 over one copy of its bytes", ("kernels",), small_over_copy, 2.0),
     Bound(
@@ -169,27 +184,43 @@ def bounds(parts: Parts) -> list[dict[str, Any]]:
 
 def table(content: Mapping[str, Any]) -> Iterator[str]:
     """What `make gpu` prints last."""
-    if content["smoke"]:
-        yield "SMOKE RUN on the CPU, of this benchmark itself: NO FIGURE BELOW MEANS ANYTHING."
-    for name, part in content["parts"].items():
-        groups = (part["result"] or {}).get("groups")
-        if groups:
-            for group, counts in groups.items():
-                why = next(iter(part["result"]["skipped"].get(group, ())), None)
-                yield _line(f"{name} {group}", _counts(counts, why))
-        if not groups or part["status"] != "ok":
-            yield _line(name, part["status"] + (f": {part['reason']}" if part["reason"] else ""))
-        if part["status"] == "failed" and groups:
-            for test in part["result"]["failed"][:10]:
-                yield _line("", f"FAILED {test}")
-    yield from _launches((content["parts"].get("step-small") or {}).get("result"))
+    if content["rehearsal"]:
+        yield "REHEARSAL without a GPU: NO FIGURE BELOW MEANS ANYTHING; estimates are of an H100."
+    parts = content["parts"]
+    yield f"{'part':14}{'':10}{'seconds':>8}{'limit':>7}{'estimate':>10}"
+    for name, part in parts.items():
+        times = f"{part['seconds']:8.1f}{part['limit']:7.0f}{part['estimate']:10.0f}"
+        said = "; ".join([*filter(None, [part["reason"]]), *_groups_in_words(part["result"])])
+        yield _line(f"{name:14}{part['status']:10}{times}  {said}")
+        if part["status"] == "failed":
+            for failure in _failures(part["result"])[:10]:
+                yield _line(f"{'':14}FAILED {failure}")
+    times = [sum(part[key] for part in parts.values()) for key in ("seconds", "limit", "estimate")]
+    yield f"{'all':14}{'':10}{times[0]:8.1f}{times[1]:7.0f}{times[2]:10.0f}"
+    yield from _launches((parts.get("step-small") or {}).get("result"))
     yield ""
     for bound in content["bounds"]:
         yield from _bound_lines(bound)
 
 
-def _line(what: str, how: str) -> str:
-    return f"{what:44} {how}"[:160]
+def _line(text: str) -> str:
+    return text[:160].rstrip()
+
+
+def _groups_in_words(result: Any) -> list[str]:
+    """What tests say of each world, or of each file."""
+    if not isinstance(result, dict) or "skipped" not in result:
+        return []
+    whys = {group: next(iter(each)) for group, each in result["skipped"].items()}
+    return [f"{group} {_counts(each, whys.get(group))}" for group, each in result["groups"].items()]
+
+
+def _failures(result: Any) -> list[str]:
+    """Tests by name, groups of a suite with the reason."""
+    failed = result.get("failed", []) if isinstance(result, dict) else []
+    if isinstance(failed, dict):
+        return [f"{group}: {why}" for group, why in failed.items()]
+    return list(failed)
 
 
 def _counts(counts: Mapping[str, int], why: str | None) -> str:
@@ -206,9 +237,9 @@ def _launches(step: Any) -> Iterator[str]:
         return
     names = ("unwrapped", "stock", "ours", "stock views", "ours views")
     yield ""
-    yield _line("launches of a backward", "".join(f"{name:>13}" for name in names))
+    yield f"{'launches of a backward':44}" + "".join(f"{name:>13}" for name in names)
     for model, row in rows.items():
-        yield _line(f"  {model}", "".join(f"{row.get(name) or '-':>13}" for name in names))
+        yield f"  {model:42}" + "".join(f"{row.get(name) or '-':>13}" for name in names)
 
 
 def _bound_lines(bound: Mapping[str, Any]) -> Iterator[str]:

@@ -90,8 +90,15 @@ def _gpu() -> dict[str, Any] | None:
         "l2_bytes": properties.L2_cache_size,
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "nccl": _nccl_version(),
     }
+
+
+def _nccl_version() -> str | None:
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    except Exception:  # a build without it: what needs none can still run
+        return None
 
 
 def _source() -> dict[str, Any]:

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import processes
@@ -58,14 +59,16 @@ def _try(limit: float) -> str | None:
             ranks=2,
         )
         output.seek(0)
-        text = output.read().decode(errors="replace")
-    if codes == [0, 0] and text.count(_SUM) == 2:
+        return answer(output.read().decode(errors="replace"), codes, limit)
+
+
+def answer(text: str, codes: Sequence[int | None], limit: float) -> str | None:
+    """What :func:`refusal` says of the two processes that printed ``text``.
+
+    That is what NCCL, or else torch, said last, on one line.
+    """
+    if list(codes) == [0, 0] and text.count(_SUM) == 2:
         return None
-    return reason(text, codes, limit)
-
-
-def reason(text: str, codes: list[int | None], limit: float) -> str:
-    """What NCCL, or else torch, said last in ``text``, on one line."""
     lines = [line.strip() for line in text.splitlines()]
     for pattern in (r"NCCL WARN (?!Call to)", r"^Last error", r"\w*(Error|Exception)\b"):
         said = [line for line in lines if re.search(pattern, line)]

@@ -375,10 +375,23 @@ def _or_dash(value: Any, show: Callable[[Any], str]) -> str:
 
 
 def _gpu_kernels(content: Any) -> Iterator[str]:
-    part = content["parts"].get("kernels")
-    if part is None or part["result"] is None:
-        return
-    yield from kernels(part["result"])
+    parts = content["parts"]
+    for name, table in (("kernels", kernels), ("sweep", _sweep)):
+        result = (parts.get(name) or {}).get("result")
+        if result is not None:
+            yield from table(result)
+
+
+def _sweep(content: Any) -> Iterator[str]:
+    """Blocks and warps of flatten and unflatten, as shares of the copy, and the best for each."""
+    names = list(content["rows"][0]["choices"])  # the file is written after the first
+    rows = []
+    for row in content["rows"]:
+        shares = [f"{row['choices'][name]['of_ceiling']['median']:.3f}" for name in names]
+        bucket = " ".join(row[key] for key in ("direction", "parameters", "dtype", "bucket"))
+        rows.append((bucket, number(row["bytes"] / 1e6), *shares, row["best"]))
+    yield ""
+    yield from markdown(("block x warps: share of the copy", "MB", *names, "best"), rows)
 
 
 # What is made of them

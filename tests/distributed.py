@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -46,6 +46,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import one_card
 
+_FINE = ("returned", "skipped")  # what a rank answers that has not failed
 RAN_TOO_LONG = "ran longer than"  # in the failure of a test that hangs
 # Once one rank has failed, the others have this long to end by themselves.
 _GRACE = 1.0
@@ -85,28 +86,71 @@ def run_ranks(
     *args: Any,
     timeout: float = _TIMEOUT,
     backend: str = "gloo",
+    keeps_group: bool = False,
+    interprets: bool = False,
 ) -> list[Any]:
     """Call ``function(*args)`` in ``world_size`` processes and return what each rank returns.
 
-    Everything must be picklable; ``function`` by its name. Each process is a rank of a fresh group
-    of ``backend``, runs torch on one thread and is seeded alike; over NCCL its current device is
-    the one of its rank. A rank that raises, dies or takes longer than ``timeout`` seconds fails
-    the test.
+    Everything must be picklable; ``function`` by its name. Each process is a rank of a group of
+    ``backend``, runs torch on one thread and is seeded alike; over NCCL its current device is the
+    one of its rank. A rank that raises, dies or takes longer than ``timeout`` seconds fails the
+    test.
+
+    Args:
+        keeps_group: the group is the one of the last call, if that kept it and was alike: to make
+            one over NCCL takes a second. Else it is a fresh one.
+        interprets: the processes run Triton's kernels in its interpreter.
     """
-    workers = _pool(world_size)
-    with tempfile.TemporaryDirectory(prefix="tritonddp-test-") as folder:
-        store = os.path.join(folder, "store")
-        job = pickle.dumps((function, args))
-        for rank, worker in enumerate(workers):
-            worker.send(store, rank, world_size, timeout, backend, job)
-        answers, silent = _collect(workers, timeout)
-        failed = [rank for rank, answer in answers.items() if answer[0] != "returned"]
-        if not failed and not silent:
-            return [answers[rank][1] for rank in range(world_size)]
-        report = _report(workers, answers, silent, timeout)
-        for worker in workers:  # their state, and that of the group, is unknown
-            worker.kill()
+    workers = _pool(world_size, interprets)
+    kind = (backend, timeout)
+    if not (keeps_group and _kept and _kept[0][:2] == (kind, workers)):
+        _leave_group()
+        workers = _pool(world_size, interprets)
+        folder = tempfile.TemporaryDirectory(prefix="tritonddp-test-")
+        _kept.append(_Kept(kind, workers, folder))
+    store = os.path.join(_kept[0].folder.name, "store")
+    job = pickle.dumps((function, args))
+    for rank, worker in enumerate(workers):
+        worker.send(store, rank, world_size, timeout, backend, keeps_group, job)
+    answers, silent = _collect(workers, timeout)
+    if not keeps_group:
+        _kept.pop().folder.cleanup()
+    failed = [rank for rank, answer in answers.items() if answer[0] not in _FINE]
+    if not failed and not silent:
+        if answers[0][0] == "skipped":
+            pytest.skip(answers[0][1])
+        return [answers[rank][1] for rank in range(world_size)]
+    report = _report(workers, answers, silent, timeout)
+    for worker in workers:  # their state, and that of the group, is unknown
+        worker.kill()
     pytest.fail(report, pytrace=False)
+
+
+class _Kept(NamedTuple):
+    """A group that processes stay members of between tests."""
+
+    kind: Any
+    workers: list[_Worker]
+    folder: tempfile.TemporaryDirectory[str]
+
+
+_kept: list[_Kept] = []  # one at most
+_LEAVE = 10.0  # seconds for all ranks to leave a group
+
+
+def _leave_group() -> None:
+    """All processes that have kept a group leave it, together, or end."""
+    while _kept:
+        _, members, folder = _kept.pop()
+        answers = {}
+        if all(worker in _workers for worker in members):  # or NCCL would wait for who is not there
+            for worker in members:
+                worker.send(None)
+            answers, _ = _collect(members, _LEAVE)
+        for rank, worker in enumerate(members):
+            if worker in _workers and answers.get(rank, ("",))[0] != "returned":
+                worker.kill()
+        folder.cleanup()
 
 
 def _collect(
@@ -123,7 +167,7 @@ def _collect(
         for connection in ready:
             rank = waiting.pop(connection)  # type: ignore[call-overload]
             answers[rank] = workers[rank].receive()
-            if answers[rank][0] != "returned":
+            if answers[rank][0] not in _FINE:
                 deadline = min(deadline, time.monotonic() + _GRACE)
     return answers, sorted(waiting.values())
 
@@ -137,7 +181,7 @@ def _report(
     parts = [
         f"rank {rank} of {len(workers)} {kind}:\n{text}"
         for rank, (kind, text) in answers.items()
-        if kind != "returned"
+        if kind not in _FINE
     ]
     why = "did not end after another rank failed" if parts else f"{RAN_TOO_LONG} {timeout} s"
     stacks = {rank: workers[rank].stacks() for rank in silent}
@@ -152,7 +196,8 @@ def _report(
 class _Worker:
     """One process, in a process group of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, interprets: bool = False) -> None:
+        self.interprets = interprets
         self.connection, theirs = Pipe()
         # Both ends close when their owner dies, however it dies: neither outlives the other.
         self.log = tempfile.TemporaryFile()  # noqa: SIM115  it is closed in kill()
@@ -165,6 +210,7 @@ class _Worker:
             env={
                 **one_card.environment(f"test-process-{next(_numbers)}"),
                 **os.environ,
+                **({"TRITON_INTERPRET": "1"} if interprets else {}),
                 "OMP_NUM_THREADS": "1",
                 "MKL_NUM_THREADS": "1",
             },
@@ -231,12 +277,13 @@ _workers: list[_Worker] = []
 _numbers = itertools.count()  # a process that replaces another takes none that is still in use
 
 
-def _pool(size: int) -> list[_Worker]:
+def _pool(size: int, interprets: bool) -> list[_Worker]:
     for worker in [worker for worker in _workers if worker.process.poll() is not None]:
         worker.kill()
-    while len(_workers) < size:
-        _workers.append(_Worker())
-    chosen = _workers[:size]
+    chosen = [worker for worker in _workers if worker.interprets is interprets][:size]
+    while len(chosen) < size:
+        chosen.append(_Worker(interprets))
+        _workers.append(chosen[-1])
     for worker in chosen:
         worker.wait_ready()
     return chosen
@@ -245,8 +292,13 @@ def _pool(size: int) -> list[_Worker]:
 @atexit.register
 def stop_all() -> None:
     """End the processes; later tests start new ones."""
+    for worker in _workers:
+        worker.connection.close()  # it ends by itself then, and a measurement of coverage is saved
     for worker in list(_workers):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            worker.process.wait(10 * _GRACE)
         worker.kill()
+    _leave_group()
 
 
 # The processes from inside.
@@ -315,31 +367,47 @@ def _modes() -> tuple[Any, ...]:
     )
 
 
-def _run(store: str, rank: int, world_size: int, timeout: float, backend: str, job: bytes) -> bytes:
+def _run(
+    store: str | None,
+    rank: int = 0,
+    world_size: int = 1,
+    timeout: float = _TIMEOUT,
+    backend: str = "gloo",
+    keeps_group: bool = False,
+    job: bytes = b"",
+) -> bytes:
+    """One job. Without a ``store`` it is to leave the group that the last one has kept."""
     log = logging.getLogger("tritonddp")
     level, handlers = log.level, list(log.handlers)
     try:
+        if store is None:
+            _leave()
+            return pickle.dumps(("returned", None))
         device = None
         if backend == "nccl":
             device = torch.device("cuda", rank % torch.cuda.device_count())
             torch.cuda.set_device(device)
-        dist.init_process_group(
-            backend,
-            store=dist.FileStore(store, world_size),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout),
-            device_id=device,  # connects now, where what goes wrong is easy to read
-        )
+        if not dist.is_initialized():
+            dist.init_process_group(
+                backend,
+                store=dist.FileStore(store, world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout),
+                device_id=device,  # connects now, where what goes wrong is easy to read
+            )
         torch.manual_seed(0)
         function, args = pickle.loads(job)
         modes = _modes()
-        answer = pickle.dumps(("returned", function(*args)))
+        try:
+            answer = pickle.dumps(("returned", function(*args)))
+        except pytest.skip.Exception as skip:  # on all ranks; its own exception is not pickled
+            answer = pickle.dumps(("skipped", str(skip)))
         assert _modes() == modes, "torch's modes are not as before the test: it must restore them"
         gc.collect()
         gc.freeze()  # what is left is modules that the test imported, and caches
-        _last_group[:] = [dist.group.WORLD]
-        dist.destroy_process_group()
+        if not keeps_group:
+            _leave()
         return answer
     except BaseException as error:
         return pickle.dumps(("failed", "".join(traceback.format_exception(error))))
@@ -347,6 +415,11 @@ def _run(store: str, rank: int, world_size: int, timeout: float, backend: str, j
         # In torch's debug mode DETAIL a wrapper turns logging on, for all tests that follow.
         log.setLevel(level)
         log.handlers[:] = handlers
+
+
+def _leave() -> None:
+    _last_group[:] = [dist.group.WORLD]
+    dist.destroy_process_group()
 
 
 # What several tests need on a rank.

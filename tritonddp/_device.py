@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -120,6 +120,28 @@ def let_go(*memory: Tensor) -> None:
     for tensor in memory:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def current_stream(device: torch.device) -> Any:
+    """That of ``device``, a GPU."""
+    return torch.cuda.current_stream(device)
+
+
+def is_default(stream: Any) -> bool:
+    """Whether ``stream`` is its device's default one."""
+    return bool(stream == torch.cuda.default_stream(stream.device))
+
+
+def follow(streams: Iterable[Any], gradients: Iterable[Tensor | None]) -> None:
+    """What is given from now on comes behind ``streams``, and may read ``gradients``.
+
+    Those may be let go before the current stream is through with them.
+    """
+    others = [each for each in streams if each != torch.cuda.current_stream(each.device)]
+    for stream in others:
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
+    if others:
+        let_go(*(each for each in gradients if each is not None and not each.is_sparse))
 
 
 class SideStreams:

@@ -1,6 +1,7 @@
-"""Every private torch name that tritonddp uses, each with its reason.
+"""Every private name of torch and Triton that tritonddp uses, each with its reason.
 
-Checked with torch 2.11, 2.13 and 2.15. When a name moves, this is the only file to mend.
+Checked with torch 2.11, 2.13 and 2.15, and with Triton 3.6, 3.7, 3.8 and 3.9. When a name moves,
+this is the only file to mend.
 """
 
 from __future__ import annotations
@@ -225,6 +226,13 @@ backward_hooks_of = attrgetter("_backward_hooks")
 queue_end_of_backward = Variable._execution_engine.queue_callback
 
 
+# Whether torch moves an autograd node of a stream that is not captured to one that is. Until 2.12
+# it does not. Only the setter is public: torch.autograd.graph.set_override_stale_capture_stream.
+moves_nodes_into_captures: Callable[[], bool] = getattr(
+    torch._C, "_override_stale_capture_stream", lambda: False
+)
+
+
 def gradient_node(tensor: Tensor) -> Any:
     """The autograd node that ``tensor``'s gradient goes to: AccumulateGrad for a leaf.
 
@@ -419,3 +427,34 @@ def all_gather_single(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) 
     """``all_gather_into_tensor``, of whose name torch 2.13 warns; returns the work."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(output, tensor, group=group, async_op=True)
+
+
+def triton_launch(compiled: Any, shape: tuple[int, int, int]) -> Callable[..., None]:
+    """``compiled[shape]`` of a Triton kernel, which launches on the device that is current now.
+
+    For the hooks of profilers Triton makes a record of each launch, and two calls, also where there
+    are none: half of the Python of a launch. torch's inductor leaves that out in the same way.
+    """
+    with_hooks = compiled[shape]  # loads the kernel
+    try:
+        from triton import knobs
+        from triton.runtime import driver
+
+        hooks = knobs.runtime
+        run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+        stream_of, device = driver.active.get_current_stream, driver.active.get_current_device()
+    except (AttributeError, ImportError):
+        return with_hooks
+
+    def launch(*arguments: Any) -> None:
+        try:
+            is_hooked = hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls
+        except AttributeError:  # something else is in the place of Triton's chain of hooks
+            is_hooked = True
+        if is_hooked:
+            with_hooks(*arguments)
+        else:
+            stream = stream_of(device)
+            run(*shape, stream, function, packed, None, None, None, *arguments)
+
+    return launch

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDDP
 Key = TypeVar("Key")
 
 SIZE = 64  # elements of a parameter
+PARAMETERS, PER_BUCKET = 1000, 50
 WARMUPS = 5
 
 

@@ -143,6 +143,12 @@ def _copy_in(inputs: Inputs) -> None:
     inputs.plain.payload.copy_(inputs.block[: inputs.plain.payload.numel()])
 
 
+def _sm_copy_in(inputs: Inputs) -> None:
+    from copying import copy  # Triton's, which a machine without a GPU need not have
+
+    copy(inputs.plain.payload, inputs.block[: inputs.plain.payload.numel()])
+
+
 def _ours_unflatten(inputs: Inputs) -> None:
     select(inputs.ours.data.device).unflatten(inputs.ours, inputs.grads)
 
@@ -169,9 +175,16 @@ def _copy_out(inputs: Inputs) -> None:
     inputs.block[: inputs.plain.payload.numel()].copy_(inputs.plain.payload)
 
 
+def _sm_copy_out(inputs: Inputs) -> None:
+    from copying import copy
+
+    copy(inputs.block[: inputs.plain.payload.numel()], inputs.plain.payload)
+
+
 OURS = "tritonddp"
 MOVED = "tritonddp, moved"  # gradients are at other addresses each time: the table is uploaded
 CEILING = "device copy"
+SM_COPY = "SM copy"
 FOREACH_DIV = "_foreach_copy_ + div_"
 
 DIRECTIONS: dict[str, tuple[Contender, ...]] = {
@@ -183,6 +196,7 @@ DIRECTIONS: dict[str, tuple[Contender, ...]] = {
         Contender("cat, unscaled", _cat, scales=False),
         Contender("_chunk_cat, unscaled", _chunk_cat, scales=False),
         Contender(CEILING, _copy_in),
+        Contender(SM_COPY, _sm_copy_in, casts=False, by_address=True),
     ),
     "unflatten": (
         Contender(OURS, _ours_unflatten, ours=True),
@@ -190,6 +204,7 @@ DIRECTIONS: dict[str, tuple[Contender, ...]] = {
         Contender("_foreach_copy_", _foreach),
         Contender("split_with_sizes_copy", _split_copy, casts=False),
         Contender(CEILING, _copy_out),
+        Contender(SM_COPY, _sm_copy_out, casts=False, by_address=True),
     ),
 }
 
@@ -208,12 +223,15 @@ def check(direction: str, contender: Contender, inputs: Inputs) -> None:
     """Let a contender move gradients once, onto NaN, and compare all elements.
 
     tritonddp must have the bits of a multiplication in fp32, others come close to it. (The
-    ceiling has no gradients to find, only bytes to copy: it is let through.)
+    ceilings have no gradients to find, only bytes to copy: torch's is let through.)
 
     Raises:
         RuntimeError: a result is wrong.
     """
     if contender.name == CEILING:
+        return
+    if contender.name == SM_COPY:
+        _check_copy(direction, contender, inputs)
         return
     buffer = contender.buffer(inputs)
     if direction == "flatten":
@@ -241,6 +259,17 @@ def check(direction: str, contender: Contender, inputs: Inputs) -> None:
             f"{direction} by {contender.name!r} of {len(inputs.grads)} gradients: {wrong} of "
             f"{expected.numel()} elements are wrong"
         )
+
+
+def _check_copy(direction: str, contender: Contender, inputs: Inputs) -> None:
+    payload = inputs.plain.payload
+    sides = inputs.block[: payload.numel()], payload
+    source, target = sides if direction == "flatten" else reversed(sides)
+    target.fill_(torch.nan)
+    contender.run(inputs)
+    copied = max(0, payload.nbytes - 63) // payload.element_size()
+    if not torch.equal(source[:copied], target[:copied]):
+        raise RuntimeError(f"{direction} by {contender.name!r} copies something else")
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

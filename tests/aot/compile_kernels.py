@@ -21,9 +21,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tritonddp.kernels import flatten, unflatten
-from tritonddp.kernels.device_tables import BLOCK
+from tritonddp.kernels.device_tables import BLOCK, WARPS
 from tritonddp.kernels.flatten import FLAG_BLOCK
-from tritonddp.kernels.launch import Launcher
+from tritonddp.kernels.launch import OPTIONS, Launcher
 
 SPELLING = {tl.float16: "fp16", tl.bfloat16: "bf16", tl.float32: "fp32", tl.float64: "fp64"}
 ALL_PAIRS = [(grad, wire) for grad in SPELLING for wire in SPELLING]
@@ -67,7 +67,7 @@ def compile_as_launched(
         constexprs={(names.index(k),): v for k, v in constexprs.items()},
         attrs={(names.index(each),): divisible for each in pointers if each not in anywhere},
     )
-    return triton.compile(source, target=target, options=launcher.options)
+    return triton.compile(source, target=target, options={"num_warps": WARPS, **OPTIONS})
 
 
 def compile_variant(

@@ -26,21 +26,46 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gpu.Report:
     monkeypatch.setattr(processes, "GRACE", 0.5)
-    return gpu.Report(tmp_path / "card" / "gpu.json", {"gpu": None}, True, time.monotonic() + 600)
+    return gpu.Report(tmp_path / "card" / "gpu.json", {"gpu": None}, False, time.monotonic() + 600)
 
 
 def script(name: str, code: str, limit: float = 60, **options: Any) -> Part:
     command = (sys.executable, "-c", code, "{result}")
-    return Part(name, name, limit, command, read_json, **options)
+    return Part(name, name, limit, 1, command, read_json, **options)
 
 
 def test_all_limits_together_are_under_ten_minutes() -> None:
-    assert sum(part.limit for part in gpu_parts.on_gpu()) <= gpu.BUDGET
+    parts = [gpu.DESCRIBE, *gpu_parts.parts()]
+    assert sum(part.limit for part in parts) <= gpu.BUDGET
+    # What adapts to the time it has is asked to end early; what does not takes less, as far as is
+    # known.
+    assert all(part.estimate < part.limit for part in parts)
     # Only the last part can be interrupted as late as that: two graces, for it and for the plots.
     ends = gpu.BUDGET + gpu.PLOTS + 4 * processes.GRACE
     makefile = (ROOT / "Makefile").read_text()
     (timeout,) = re.findall(r"timeout -k \d+ (\d+) \S+ benchmarks/gpu", makefile)
     assert ends <= int(timeout) < 600
+
+
+def test_parts_come_in_the_order_of_what_is_learnt() -> None:
+    assert [part.name for part in gpu_parts.parts()] == [
+        *("test-kernels", "test-nccl-1", "probe", "test-nccl-2", "kernels", "sweep", "quantize"),
+        *("step-small", "step-large", "step-pair", "host", "graphs", "memory", "memcheck"),
+    ]
+
+
+def test_only_tests_need_pytest() -> None:
+    needing = {part.name for part in gpu_parts.parts() if "pytest" in part.needs}
+    assert needing == {"test-kernels", "test-nccl-1", "test-nccl-2", "memcheck"}
+    assert needing == {part.name for part in gpu_parts.parts() if "pytest" in part.command}
+
+
+def test_a_rehearsal_runs_the_same_commands() -> None:
+    real = {part.name: part for part in gpu_parts.parts()}
+    for part in gpu_parts.parts(rehearse=True):
+        if part.name != "memcheck":  # there is no compute-sanitizer
+            command = tuple(each for each in part.command if each != str(gpu_parts.REHEARSE))
+            assert command[: len(real[part.name].command)] == real[part.name].command
 
 
 @pytest.mark.long
@@ -52,11 +77,13 @@ def test_a_part_that_fails_hangs_or_lies_does_not_stop_the_others(report: gpu.Re
     for part in (
         script("raises", "raise RuntimeError('boom')"),
         script("crashes", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
-        script("hangs", "import time; time.sleep(300)", limit=5),
+        script(
+            "hangs", "import time; time.sleep(300)", limit=5
+        ),  # and as long again, that others have left
         script("writes, then fails", write + "; raise RuntimeError('late')"),
         script("writes nothing", "pass"),
         script("cannot be read", "print(1)"),
-        Part("has no program", "", 20, ("/no/such/program",)),
+        Part("has no program", "", 20, 1, ("/no/such/program",)),
         replace(script("lies", "pass"), read=liar),
         script("needs more", "pass", needs=("no_such_module",)),
         script("cannot be", "pass", unavailable="because"),
@@ -69,7 +96,7 @@ def test_a_part_that_fails_hangs_or_lies_does_not_stop_the_others(report: gpu.Re
     } == {
         "raises": ("failed", "exit status 1; RuntimeError: boom", None),
         "crashes": ("failed", "signal 11; it said nothing of an error", None),
-        "hangs": ("failed", "ran longer than 5 s; it said nothing of an error", None),
+        "hangs": ("failed", "ran longer than 10 s; it said nothing of an error", None),
         "writes, then fails": ("failed", "exit status 1; RuntimeError: late", {"n": 1}),
         "writes nothing": ("failed", "it wrote no result", None),
         "cannot be read": ("failed", "it wrote no result", None),
@@ -79,11 +106,10 @@ def test_a_part_that_fails_hangs_or_lies_does_not_stop_the_others(report: gpu.Re
             None,
         ),
         "lies": ("failed", "KeyError: 'no such thing'", None),
-        "needs more": ("not run", "not installed: no_such_module", None),
+        "needs more": ("not run", "no_such_module is not installed", None),
         "cannot be": ("not run", "because", None),
         "works": ("ok", None, {"n": 1}),
     }
-    assert len(report.failed) == 8
     assert "\n".join(gpu_table.table(report.content))
 
 
@@ -93,37 +119,98 @@ def test_when_time_is_up_nothing_more_is_started(report: gpu.Report) -> None:
     assert report.content["parts"]["late"]["reason"] == "no time was left"
 
 
+def test_a_part_has_the_time_that_is_left_and_leaves_the_later_ones_theirs(
+    report: gpu.Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+
+    def outcome(part: Part, limit: float) -> Outcome:
+        limits.append(limit)
+        return Outcome("ok")
+
+    monkeypatch.setattr(gpu, "_outcome", outcome)
+    for left, later in ((100, 60), (100, 10), (45, 40)):
+        report.end, report.later = time.monotonic() + left, later
+        report.run(script("part", "", limit=30))
+    assert limits == [pytest.approx(40, abs=1), pytest.approx(60), pytest.approx(5, abs=1)]
+
+
+def test_a_benchmark_is_told_when_to_end(report: gpu.Report) -> None:
+    code = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w'))"
+    report.run(script("told", code, limit=40))
+    end = float(report.content["parts"]["told"]["result"]["TRITONDDP_BENCH_DEADLINE"])
+    assert end == pytest.approx(time.monotonic() + gpu.IN_TIME * 40, abs=15)
+
+
 def test_two_ranks_on_one_card_are_asked_for_first(
     report: gpu.Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(one_card.ANSWER, "NCCL: Duplicate GPU detected")
-    report.run(gpu_parts.PROBE)
+    monkeypatch.setenv(one_card.ANSWER, "not yet asked")
+    refuse = "print('NCCL WARN Duplicate GPU detected', flush=True); exit(1)"
+    report.run(replace(gpu_parts.PROBE, command=(sys.executable, "-c", refuse)))
     report.run(script("pair", "exit(1)", ranks=2, on_one_card=True))
     for name in ("probe", "pair"):
         part = report.content["parts"][name]
         assert (part["status"], part["reason"]) == ("not run", "NCCL: Duplicate GPU detected")
-    assert not report.failed
+    agree = f"print('{one_card._SUM}')"
+    report.run(replace(gpu_parts.PROBE, command=(sys.executable, "-c", agree)))
+    assert report.content["parts"]["probe"]["status"] == "ok"
+    assert one_card.refusal() is None
 
 
 @pytest.mark.long
-def test_the_motions_on_a_cpu(tmp_path: Path) -> None:
-    script = ROOT / "benchmarks" / "gpu.py"
-    command = [sys.executable, str(script), "--device", "cpu", "--only", "probe", "test-kernels"]
+def test_the_rehearsal(tmp_path: Path) -> None:
+    """All parts run as on a GPU, on the recorded device."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--rehearse"]
     done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = tmp_path / "smoke-on-cpu" / "gpu.json"
-    assert done.stdout.splitlines()[-1] == f"written to {result}"
-    assert "NO FIGURE BELOW MEANS ANYTHING" in done.stdout
+    assert done.returncode == 0, done.stdout[-20000:] + done.stderr
+    result = tmp_path / "rehearsal" / "gpu.json"
+    lines = done.stdout.splitlines()
+    assert lines[-1] == f"written to {result}"
+    screen = lines[[line.startswith("REHEARSAL") for line in lines].index(True) :]
+    assert "NO FIGURE BELOW MEANS ANYTHING" in screen[0]
+    assert len(screen) <= 40
     content = json.loads(result.read_text())
-    assert content["smoke"] is True
-    assert [(part["status"]) for part in content["parts"].values()] == ["ok", "not run"]
+    assert content["rehearsal"] is True
+    names = ["describe", *(part.name for part in gpu_parts.parts())]
+    assert {name: part["status"] for name, part in content["parts"].items()} == dict.fromkeys(
+        names, "ok"
+    )
     assert len(content["bounds"]) == len(gpu_table.BOUNDS)
+    for name in names:
+        assert any(re.match(rf"{name} +ok +\d", line) for line in screen)
+    # Nothing was passed over: what only a GPU has is in the results.
+    results = {name: part["result"] for name, part in content["parts"].items()}
+    contenders = {row["extra_info"]["contender"] for row in results["kernels"]["benchmarks"]}
+    assert {"tritonddp, moved", gpu_table.SM_COPY} < contenders
+    assert results["step-small"]["models"]["mlp"]["launches"]["ours"]
+    assert results["step-pair"]["world_size"] == 2
+    assert set(results["graphs"]["models"]["mlp"]["seconds"]) >= {"unwrapped", "stock", "ours"}
+    assert len(results["sweep"]["rows"][0]["choices"]) == 6
+    assert results["memory"]["models"]["mlp"]["ours"]["holds"]
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("torch.cuda.empty_cash()", "no attribute 'empty_cash'"),
+        ("torch.ones(3, device='cuda') + torch.ones(3)", "on the host and on the device"),
+        ("sys.exit(3)", ""),
+    ],
+)
+def test_a_rehearsal_fails_where_a_gpu_would(code: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "script.py"
+    file.write_text(f"import sys, torch\nassert torch.ones(1).to('cuda').is_cuda\n{code}\n")
+    command = [sys.executable, str(gpu_parts.REHEARSE), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == (1 if said else 3)
+    assert said in done.stderr
 
 
 @pytest.mark.long
 def test_a_run_that_is_cut_off_ends_what_it_started_and_says_what_it_has(tmp_path: Path) -> None:
     script = ROOT / "benchmarks" / "gpu.py"
-    command = [sys.executable, str(script), "--device", "cpu", "--only", "probe", "test-reducer"]
+    command = [sys.executable, str(script), "--rehearse", "--only", "probe", "test-nccl-2"]
     run = subprocess.Popen(
         [*command, "--out", str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -131,18 +218,18 @@ def test_a_run_that_is_cut_off_ends_what_it_started_and_says_what_it_has(tmp_pat
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
     assert run.stdout is not None
-    while not run.stdout.readline().startswith("--- test-reducer"):
+    while not run.stdout.readline().startswith("--- test-nccl-2"):
         assert run.poll() is None
-    time.sleep(2)  # the tests have begun
+    time.sleep(1)  # the tests have begun
     started = Path(f"/proc/{run.pid}/task/{run.pid}/children")
     children = [int(pid) for pid in started.read_text().split()] if started.exists() else []
     run.terminate()
     printed, _ = run.communicate(timeout=120)
     assert run.returncode == 124
     assert all(not Path(f"/proc/{pid}").exists() for pid in children)
-    assert re.search(r"probe +not run: NCCL needs CUDA devices", printed)
-    content = json.loads((tmp_path / "smoke-on-cpu" / "gpu.json").read_text())
-    assert list(content["parts"]) == ["probe"]
+    assert re.search(r"probe +ok +\d", printed)
+    content = json.loads((tmp_path / "rehearsal" / "gpu.json").read_text())
+    assert list(content["parts"]) == ["describe", "probe"]
 
 
 TESTS = """
@@ -177,9 +264,8 @@ def test_a_test_report_is_counted_by_world(tmp_path: Path) -> None:
         "skipped": {"nccl-2-ranks": {"NCCL: Duplicate GPU detected": 1}},
         "failed": ["test_some[views-gloo-cpu]"],
     }
-    part = {"status": "failed", "reason": outcome.reason, "result": outcome.result}
-    shown = "\n".join(gpu_table.table({"smoke": False, "parts": {"t": part}, "bounds": []}))
-    assert re.search(r"t nccl-2-ranks +1 not run: NCCL: Duplicate GPU detected", shown)
+    shown = screen({"t": part(outcome.result, "failed", outcome.reason)})
+    assert re.search(r"t +failed .* nccl-2-ranks 1 not run: NCCL: Duplicate GPU detected", shown)
     assert re.search(r"FAILED test_some\[views-gloo-cpu\]", shown)
     # Cut off: what had been run is still told, and so is that it was cut off.
     cut = read_tests(xml, [None], "", 60)
@@ -227,7 +313,12 @@ def row(contender: str, share: float, **others: Any) -> dict[str, Any]:
 
 
 def part(result: Any, status: str = "ok", reason: str | None = None) -> dict[str, Any]:
-    return {"status": status, "reason": reason, "result": result}
+    times = {"seconds": 1.0, "limit": 20.0, "estimate": 10.0}
+    return {"status": status, "reason": reason, "result": result, **times}
+
+
+def screen(parts: dict[str, Any]) -> str:
+    return "\n".join(gpu_table.table({"rehearsal": False, "parts": parts, "bounds": []}))
 
 
 def judged(**parts: Any) -> list[tuple[str, Any]]:
@@ -240,6 +331,7 @@ def kernels(ours: float, small: float) -> dict[str, Any]:
     return {
         "benchmarks": [
             *[row(gpu_table.OURS, ours), row(gpu_table.FOREACH_DIV, 0.5), row("device copy", 1.0)],
+            row(gpu_table.SM_COPY, 1.25),
             *[row(gpu_table.OURS, small, **many), row("device copy", 1.0, **many)],
         ]
     }
@@ -260,13 +352,15 @@ def step(**models: tuple[float, str]) -> dict[str, Any]:
 def test_bounds_are_met_missed_or_not_run() -> None:
     steps = step(mlp=(0.4, "met"))
     steps["models"]["bad"] = {"error": "gradients differ"}
-    assert judged(kernels=part(kernels(0.95, 0.6)), step_small=part(steps))[:3] == [
+    assert judged(kernels=part(kernels(0.95, 0.6)), step_small=part(steps))[:4] == [
         ("met", 0.95),
+        ("missed", pytest.approx(0.76)),
         ("met", pytest.approx(1.9)),
         ("met", pytest.approx(1 / 0.6)),
     ]
-    assert judged(kernels=part(kernels(0.7, 0.25)))[:3] == [
+    assert judged(kernels=part(kernels(0.7, 0.25)))[:4] == [
         ("missed", 0.7),
+        ("missed", pytest.approx(0.56)),
         ("missed", pytest.approx(1.4)),
         ("missed", pytest.approx(4.0)),
     ]
@@ -275,9 +369,20 @@ def test_bounds_are_met_missed_or_not_run() -> None:
     assert judged() == [("not run", None)] * len(gpu_table.BOUNDS)
 
 
+def test_what_failed_in_a_suite_is_shown() -> None:
+    result = {"benchmarks": [], "failed": {"flatten-fp32": "RuntimeError: wrong"}}
+    shown = screen({"kernels": part(result, "failed", "exit status 1")})
+    assert re.search(r"kernels +failed .* exit status 1\n +FAILED flatten-fp32: Runtime", shown)
+
+
+@pytest.mark.parametrize("result", [None, [], 3, {}, {"failed": []}])
+def test_a_screen_of_results_of_another_form_is_no_crash(result: Any) -> None:
+    assert "kernels" in screen({"kernels": part(result, "failed")})
+
+
 def test_launches_are_shown_where_they_were_counted() -> None:
     parts = {"step-small": part(step(mlp=(0.4, "met")))}
-    shown = "\n".join(gpu_table.table({"smoke": False, "parts": parts, "bounds": []}))
+    shown = screen(parts)
     assert re.search(r"  mlp +10 +30 +12 +- +-\n", shown)
 
 

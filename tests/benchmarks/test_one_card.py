@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import IO, Any
 
 import one_card
 import processes
 import pytest
 import torch
+import torch.distributed as dist
 import worlds
+from distributed import run_ranks
 
 # What NCCL 2.27 and torch print for two ranks with one host name.
 DUPLICATE = """
@@ -105,3 +108,32 @@ def test_after_a_test_that_hung_its_world_is_left_alone(monkeypatch: pytest.Monk
     assert skipped(worlds.NCCL_2) == "nccl-2-ranks: test_x hung before"
     with pytest.raises(pytest.fail.Exception):  # on the CPU the other tests are worth their time
         worlds.CPU.run(("module", "test_y"), {})
+
+
+def _members() -> tuple[int, int]:
+    """Of the group of this rank, and how many there are."""
+    dist.barrier()
+    return id(dist.group.WORLD), dist.get_world_size()
+
+
+def _fails() -> None:
+    assert dist.get_rank() == 0, "as it should"
+    dist.barrier()
+
+
+def test_the_group_of_a_world_is_kept_until_a_test_fails() -> None:
+    kept = partial(run_ranks, timeout=30, keeps_group=True)
+    first = kept(_members, 2)
+    assert kept(_members, 2) == first
+    assert [size for _, size in run_ranks(_members, 1)] == [1]
+    assert [size for _, size in kept(_members, 2)] == [2, 2]
+    with pytest.raises(pytest.fail.Exception, match="as it should"):
+        kept(_fails, 2)
+    assert [size for _, size in kept(_members, 2)] == [2, 2]
+    assert [size for _, size in kept(_members, 1)] == [1]
+    assert [size for _, size in run_ranks(_members, 2)] == [2, 2]
+
+
+def test_a_body_may_skip() -> None:
+    with pytest.raises(pytest.skip.Exception, match="not here"):
+        run_ranks(pytest.skip, 2, "not here", keeps_group=True)

@@ -129,6 +129,19 @@ def trained(*wires: tuple[str, list[float]]) -> dict[str, Any]:
     }
 
 
+def sweep_row() -> dict[str, Any]:
+    choices = {"1024 x 4": 0.9, "2048 x 8": 0.95}
+    return {
+        "direction": "flatten",
+        "parameters": "resnet50",
+        "dtype": "bf16",
+        "bucket": "25MiB",
+        "bytes": 52e6,
+        "best": "2048 x 8",
+        "choices": {name: {"of_ceiling": {"median": share}} for name, share in choices.items()},
+    }
+
+
 RESULTS: dict[str, dict[str, Any]] = {
     "cpu": {
         "step": {
@@ -209,7 +222,10 @@ RESULTS: dict[str, dict[str, Any]] = {
     },
     "some-gpu": {
         "gpu": {
-            "parts": {"kernels": {"result": {"benchmarks": kernel_rows()}}},
+            "parts": {
+                "kernels": {"result": {"benchmarks": kernel_rows()}},
+                "sweep": {"result": {"rows": [sweep_row()]}},
+            },
             "bounds": [
                 {
                     "bound": "share of the copy",
@@ -311,6 +327,14 @@ def test_tables_begin_with_the_verdicts(folder: Path, monkeypatch: pytest.Monkey
     row = "| step | mlp copies, backwards: stock | 0.987 | 0.974 to 1.008 | 1.02 | met | 6 |"
     assert text.index("## Verdicts") < text.index(row) < text.index("## Step")
     assert "Verdicts" not in (folder / "some-gpu" / report.TABLES).read_text()
+
+
+def test_the_sweep_of_a_gpu_is_a_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "draw", lambda *_: None)
+    assert run(monkeypatch, "--results", folder) == 0
+    text = (folder / "some-gpu" / report.TABLES).read_text()
+    assert "| block x warps: share of the copy | MB | 1024 x 4 | 2048 x 8 | best |" in text
+    assert "| flatten resnet50 bf16 25MiB | 52.0 | 0.900 | 0.950 | 2048 x 8 |" in text
 
 
 def test_local_results_are_left_alone_unless_they_are_asked_for(

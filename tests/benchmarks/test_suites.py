@@ -7,9 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import deadline
+import plain
 import pytest
+from rows import Case, Row
 
 ROOT = Path(__file__).parents[2]
 HEADING = {"benchmark", "machine", "load_average_after", "benchmarks"}
@@ -32,8 +35,14 @@ def run(suite, tmp_path, *arguments):
     return content["benchmarks"], done.stdout
 
 
-def test_kernels_are_reported_as_shares_of_a_copy(tmp_path):
-    rows, output = run("kernels", tmp_path, "-k", "many_small-bf16", "--rounds", "2")
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kernels")
+    return run("kernels", folder, "-k", "many_small-bf16", "--rounds", "2")
+
+
+def test_kernels_are_reported_as_shares_of_a_copy(kernels):
+    rows, output = kernels
     assert "share of the device copy's" in output
     facts = {(row["extra_info"]["direction"], row["extra_info"]["contender"]): row for row in rows}
     for direction in ("flatten", "unflatten"):
@@ -46,6 +55,55 @@ def test_kernels_are_reported_as_shares_of_a_copy(tmp_path):
         ceiling = facts[direction, "device copy"]["stats"]["data"]
         shares = sorted(a / b for a, b in zip(ceiling, row["stats"]["data"], strict=True))
         assert abs(info["of_ceiling"]["median"] - sum(shares) / 2) < 1e-3
+
+
+WITHOUT_PYTEST = """
+import runpy, sys
+sys.modules.update(pytest=None, pytest_benchmark=None)
+sys.path.insert(0, sys.argv[1])
+sys.argv[:] = ["plain.py", *sys.argv[2:]]
+runpy.run_module("plain", run_name="__main__")
+"""
+
+
+def test_without_pytest_the_result_has_the_same_form(tmp_path, kernels):
+    rows, _ = kernels
+    result = tmp_path / "plain.json"
+    arguments = ["kernels", "--only", "many_small-bf16", "--without", "wire", "--rounds", "2"]
+    command = [sys.executable, "-c", WITHOUT_PYTEST, str(ROOT / "benchmarks"), *arguments]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, "--out", str(result)], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "share of the device copy's" in done.stdout
+    content = json.loads(result.read_text())
+    assert content["benchmark"] == "kernels"
+    assert set(content) >= HEADING
+    for ours, theirs in zip(content["benchmarks"], rows, strict=True):
+        assert ours["group"] == theirs["group"]
+        assert set(ours) == set(theirs)
+        assert set(ours["stats"]) == set(theirs["stats"])
+        assert set(ours["extra_info"]) == set(theirs["extra_info"])
+
+
+def test_a_group_that_fails_does_not_take_the_others_with_it(tmp_path, monkeypatch, capsys):
+    def row(case, rounds, groups_left):
+        if case.group == "b":
+            raise RuntimeError("no such thing")
+        return Row([1.0], {})
+
+    names = (("a", "1"), ("a", "2"), ("b", "1"), ("b", "2"), ("c", "1"))
+    cases = [Case(group, (), f"{group}-{number}") for group, number in names]
+    suite = SimpleNamespace(cases=lambda: cases, row=row, tables=lambda infos: [])
+    monkeypatch.setattr(plain.importlib, "import_module", lambda name: suite)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["plain.py", "kernels", "--out", str(tmp_path / "result")])
+    assert plain.main() == 1
+    content = json.loads((tmp_path / "result").read_text())
+    assert [row["name"] for row in content["benchmarks"]] == ["a-1", "a-2", "c-1"]
+    assert content["failed"] == {"b": "RuntimeError: no such thing"}
+    assert "FAILED b: RuntimeError: no such thing" in capsys.readouterr().out
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -429,3 +430,17 @@ def test_buffers_that_go_in_a_step_that_breaks_off_go_on_all_ranks(view: bool) -
         ddp.zero_grad()
         ddp(x + dist.get_rank()).sum().backward()
         assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+
+
+@ranks(1)
+def test_buffers_that_hold_a_graph_are_not_held() -> None:
+    """As ``torch.func.functional_call`` puts them in the place of others, for one forward."""
+    module = nn.BatchNorm1d(3)
+    parameters = DistributedDataParallel(module).core.parameters
+    for _ in range(2):
+        module.running_mean = torch.ones(3, requires_grad=True) * 2
+        assert parameters.buffers()[0][1] is module.running_mean
+        held = weakref.ref(module.running_mean)
+        module.running_mean = torch.ones(3)
+        assert held() is None
+        assert parameters.buffers()[0][1] is module.running_mean

@@ -456,3 +456,44 @@ def test_uneven_inputs_with_a_hook() -> None:
             train(model, 2 + 2 * dist.get_rank(), optimizer)
     for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+class Turned(nn.Module):
+    """Complex, and not row-major."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 2, dtype=torch.complex64).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight @ x).abs().sum()
+
+
+@pytest.mark.parametrize("view", [False, True])
+@ranks(2)
+def test_complex_gradients_in_another_memory_order_with_a_hook(view: bool) -> None:
+    hooked = OURS(Turned(), gradient_as_bucket_view=view)
+    plain = OURS(copy.deepcopy(hooked.module), gradient_as_bucket_view=view)
+    hooked.register_comm_hook(None, default_hooks.allreduce_hook)
+    x = torch.arange(3) + torch.full((3,), 1j + dist.get_rank())
+    for _ in range(3):
+        for model in (hooked, plain):
+            model.zero_grad()
+            model(x).backward()
+        assert hooked.module.weight.grad.stride() == (1, 2)
+        torch.testing.assert_close(hooked.module.weight.grad, plain.module.weight.grad)
+
+
+@ranks(2)
+def test_a_hook_is_not_registered_during_a_backward() -> None:
+    model = OURS(nn.Linear(2, 2))
+    refused = []
+
+    def register(_: Tensor) -> None:
+        with pytest.raises(RuntimeError, match="cannot be registered during a backward") as error:
+            model.register_comm_hook(None, default_hooks.allreduce_hook)
+        refused.append(error)
+
+    model.module.bias.register_hook(register)
+    model(torch.ones(1, 2)).sum().backward()
+    assert len(refused) == 1

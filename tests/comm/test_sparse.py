@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_on_all_ranks, ranks
+from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
 from oracle import Alone, adopt, mean_over_ranks, one_per_rank, seed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Stock
@@ -448,3 +448,18 @@ def test_ranks_that_have_left_take_part(over_present: bool) -> None:
             optimizer.step()
     for ours, oracles in zip(ddp.parameters(), alone[0].parameters(), strict=True):
         torch.testing.assert_close(ours.data, oracles.data, rtol=1e-12, atol=1e-12)
+
+
+@VIEW
+@ranks(2)
+def test_a_dense_mean_has_the_memory_order_of_a_table_that_is_not_row_major(view: bool) -> None:
+    table = nn.Embedding(ROWS, 4, sparse=True)
+    table.weight = nn.Parameter(torch.randn(4, ROWS).t())
+    ddp = DistributedDataParallel(table, gradient_as_bucket_view=view)
+    for _ in range(2):
+        table.weight.grad = torch.full_like(table.weight, 1.0 + dist.get_rank())
+        ddp(torch.tensor([1])).sum().backward()
+        expected = torch.full((ROWS, 4), 1.5)
+        expected[1] += 1
+        assert table.weight.grad.stride() == table.weight.stride()
+        assert_same_bits(table.weight.grad, expected)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
+from distributed import assert_same_bits, assert_same_on_all_ranks, ranks, sequence_number
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as Stock
@@ -225,3 +225,28 @@ def test_buckets_count_as_rebuilt_once_their_order_is_known() -> None:
     output = net(batch())
     output.mul_(2).sum().backward()
     assert_same_on_all_ranks([param.grad for param in net.parameters()])
+
+
+@ranks(2)
+def test_what_is_seldom_called_does_what_stocks_does() -> None:
+    for module in ("no module", 3):
+        with pytest.raises(TypeError, match=r"should be|must be"):
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["a"])
+    net = DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="list of parameters, got 3"):
+        net._build_debug_param_to_name_mapping(3)
+    net.broadcast_buffers = False
+    assert not net.forward_sync_buffers
+    before = sequence_number()
+    net._sync_buffers()
+    assert sequence_number() == before
+    future: torch.futures.Future = torch.futures.Future()
+    net.reducer._install_post_backward_futures([future])
+    future.set_result(None)
+    net(torch.ones(1, 2)).sum().backward()
+    state = net.comm_state_dict()
+    net.reducer._remove_autograd_hooks()
+    before = sequence_number()
+    net(torch.ones(1, 2)).sum().backward()
+    net.load_comm_state_dict(state)
+    assert sequence_number() == before

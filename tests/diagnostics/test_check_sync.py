@@ -13,6 +13,7 @@ from distributed import gather, ranks, recorded_collectives
 from torch import Tensor, nn
 
 from tritonddp import DistributedDataParallel
+from tritonddp.diagnostics.check_sync import _spans
 
 
 class Net(nn.Module):
@@ -360,3 +361,18 @@ def test_modes_of_the_caller_and_numbers_of_four_bits_do_not_matter() -> None:
         torch.set_default_device(None)  # "cpu" would be a mode, too
     assert "2 of 6 buffers" in text
     assert "buffer 'packed' (4,) torch.float4_e2m1fn_x2: rank 0 has norm 0" in text
+
+
+@ranks(6)
+def test_of_many_contents_the_first_are_listed_and_the_others_counted() -> None:
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    with torch.no_grad():
+        ddp.module.bias += dist.get_rank()
+    with pytest.raises(RuntimeError, match="2 more ranks have 2 others"):
+        ddp.check_sync()
+
+
+def test_a_group_that_torch_has_not_registered_has_the_ranks_of_no_other() -> None:
+    group, other = dist.ProcessGroup(0, 1), dist.ProcessGroup(0, 1)
+    assert _spans(group, group)
+    assert not _spans(other, group)

@@ -86,6 +86,7 @@ def test_shape_dtype_layout_and_none_count_and_memory_order_does_not() -> None:
         torch.zeros(0, 3),
     ]
     assert len(set(checksums(different))) == len(different)
+    assert checksums([torch.zeros(0)]) == checksums([torch.zeros(0), tensor])[:1]
     turned = numbers(torch.float32, 4, 5)
     assert one(turned.t().contiguous().t()) == one(turned)
     assert one(turned[:, 1:3]) == one(turned[:, 1:3].clone())

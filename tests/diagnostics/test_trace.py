@@ -436,6 +436,7 @@ def made_up() -> Timeline:
 
 def test_buckets_under_way_at_the_same_time_get_different_lanes() -> None:
     timeline = made_up()
+    assert timeline.backwards[0].buckets[0].unflatten.seconds == pytest.approx(0.001)
     assert timeline.backwards[0].lanes() == [0, 1, 0]
     assert timeline.backwards[2].lanes() == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import pytest
@@ -177,6 +178,92 @@ def test_reassigned_buffers_are_found_at_the_next_forward() -> None:
     ddp(torch.ones(2, 2))
     assert odd.bf16.tolist() == [7, 7, 7]
     assert odd.count.tolist() == [[0, 0, 0]] * 2
+
+
+def flagged(imaginary: bool) -> Tensor:
+    """A tensor that is flagged as conjugate, or as negative, of which no copy has been made."""
+    conjugate = torch.full((1,), complex(2, dist.get_rank() + 3)).conj()
+    return conjugate.imag if imaginary else conjugate
+
+
+# What somebody may do to the buffer `scale`, or to its module, between two forwards.
+CHANGES: dict[str, Any] = {
+    "same": lambda module: None,
+    "another tensor": lambda module: setattr(module, "scale", torch.ones(4)),
+    "another dtype in place": lambda module: setattr(module.scale, "data", module.scale.half()),
+    "another dtype of the module": lambda module: module.double(),
+    "longer": lambda module: module.scale.resize_(9),
+    "shorter, where it was": lambda module: module.scale.resize_(2),
+    "a part of itself": lambda module: setattr(module.scale, "data", module.scale[1:3]),
+    "elsewhere": lambda module: setattr(module.scale, "data", module.scale.clone()),
+    "transposed where it is": lambda module: module.scale.resize_(2, 3).t_(),
+    "one of two": lambda module: setattr(module, "scale", torch.ones(2).double()[::2]),
+    "nothing": lambda module: setattr(module, "scale", None),
+    "empty": lambda module: module.scale.resize_(0),
+    "named anew": lambda module: module.register_buffer("other", module._buffers.pop("scale")),
+    "shared": lambda module: setattr(module[0], "scale", module.scale),
+    "conjugate": lambda module: setattr(module, "scale", flagged(imaginary=False)),
+    "negative": lambda module: setattr(module, "scale", flagged(imaginary=True)),
+}
+
+
+@ranks(2)
+def test_a_buffer_is_sent_as_it_is_at_the_forward_whatever_it_was_before() -> None:
+    for what, change in CHANGES.items():
+        module = model()
+        module.register_buffer("scale", torch.zeros(4))
+        module[0].register_buffer("scale", torch.zeros(1))
+        ddp = DistributedDataParallel(module)
+        for _ in range(2):
+            change(module)
+            with torch.no_grad():
+                for buffer in module.buffers():
+                    buffer.copy_(torch.arange(buffer.numel()).view(buffer.shape))
+                    buffer += dist.get_rank()
+                state = {name: buffer.clone() for name, buffer in module.named_buffers()}
+                kinds = {name: (b.dtype, b.stride()) for name, b in module.named_buffers()}
+            ddp.require_forward_param_sync = True
+            ddp._sync_buffers()
+            for name, expected in gather(state)[0].items():
+                assert_same_bits(module.get_buffer(name).clone(), expected, f"{what}: {name}")
+            assert kinds == {name: (b.dtype, b.stride()) for name, b in module.named_buffers()}
+            module.register_buffer("scale", torch.zeros(4))
+            module._buffers.pop("other", None)
+
+
+def counted(function: Any) -> int:
+    """Functions that a call calls, in Python and in C, beside what the collector may happen to."""
+    counts = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        counts[-1] += event in ("call", "c_call")
+
+    for _ in range(5):
+        counts.append(0)
+        sys.setprofile(note)
+        try:
+            function()
+        finally:
+            sys.setprofile(None)
+    return min(counts)
+
+
+@ranks(2)
+def test_a_steady_forward_calls_one_function_a_buffer_which_is_torchs() -> None:
+    counts = []
+    for layers in (10, 60):
+        norms = [nn.BatchNorm1d(4) for _ in range(layers)]
+        ddp = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), *norms).eval())
+        ddp.module.forward = lambda x: x
+
+        def forward(ddp: Any = ddp) -> None:
+            ddp.require_forward_param_sync = True
+            ddp(batch())
+
+        counts.append(counted(forward))
+    per_buffer = (counts[1] - counts[0]) / (3 * 50)
+    # What preserves version counters looks at each.
+    assert per_buffer <= 1.01, counts
 
 
 @ranks(2)

@@ -349,3 +349,11 @@ def test_another_mode_is_an_error_on_every_rank() -> None:
     mode = "raise" if dist.get_rank() else "log"
     with pytest.raises((ValueError, RuntimeError), match=r"check_finite should be .* got 'log'"):
         DistributedDataParallel(nn.Linear(2, 2), check_finite=mode)
+
+
+@ranks(2)
+def test_of_many_places_the_first_are_named_and_the_others_counted() -> None:
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(7)))
+    ddp = DistributedDataParallel(module, check_finite="raise", bucket_cap_mb=1e-5)
+    with pytest.raises(FloatingPointError, match=r"; and in \d+ more places\."):
+        (ddp(torch.ones(1, 4)) * math.nan).sum().backward()

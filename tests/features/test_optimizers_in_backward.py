@@ -91,6 +91,15 @@ def test_of_two_layers_only_one_steps_in_the_backward() -> None:
     assert all(param.grad is not None for param in module.parameters())
 
 
+@ranks(1)
+def test_an_optimizer_of_which_torch_has_no_twin_is_an_error_that_says_what_to_do() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    with pytest.raises(ValueError, match=r"Own.* Step it after the backward\."):
+        OURS(net())._register_fused_optim(Own, 0.3)
+
+
 @ranks(2)
 def test_optimizers_that_hooks_of_torch_step_reach_the_loss_of_ordinary_ones() -> None:
     reference = OURS(net())

@@ -33,7 +33,7 @@ def test_what_is_no_number_is_refused(n):
         weight_of(n, "mean")
 
 
-@pytest.mark.parametrize("n", [-1, math.nan, math.inf, torch.tensor(-0.5)])
+@pytest.mark.parametrize("n", [-1, math.nan, math.inf, 10**400, torch.tensor(-0.5)])
 def test_a_weight_out_of_range_is_refused(n):
     with pytest.raises(ValueError, match="finite and not negative"):
         weight_of(n, "mean")
@@ -524,3 +524,14 @@ def test_a_parameter_added_in_a_window_that_its_last_backward_does_not_use(view)
     # Rank 1 has (1 * 1 + 2 * 2) over the six items of each rank.
     expected = torch.full((1, 2), 5 / 12)
     torch.testing.assert_close(net.module.extra.weight.grad, expected)
+
+
+def test_a_sparse_gradient_that_alone_has_a_share_is_the_mean():
+    param = Parameter(torch.zeros(3, 2))
+    window = window_of(param)
+    for weight in (0.0, 2.0):
+        window.open(Weight(weight, is_sum=False), is_last=False, is_first=False, is_late=False)
+        new = torch.sparse_coo_tensor([[1]], torch.full((1, 2), 3.0), (3, 2))
+        param.grad = new if param.grad is None else param.grad + new
+        window.close([param])
+    assert param.grad.to_dense().tolist() == [[0, 0], [3, 3], [0, 0]]

@@ -28,7 +28,12 @@ class Training:
         torch.manual_seed(0)
         layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.ReLU())]
         self.net = nn.Sequential(*layers).to(device)
-        self.ddp = DistributedDataParallel(self.net, bucket_cap_mb=0.05, **options)
+        # Gradients are accumulated on the stream of the wrapping; no default one is captured.
+        self.side = torch.cuda.Stream()
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            self.ddp = DistributedDataParallel(self.net, bucket_cap_mb=0.05, **options)
+        torch.cuda.current_stream().wait_stream(self.side)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1, momentum=0.9)
         self.x = torch.zeros(16, 64, device=device)
 
@@ -42,12 +47,11 @@ class Training:
         self.optimizer.step()
 
     def warm_up(self, step: int) -> None:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
             self.feed(step)
             self.step()
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(self.side)
 
     def captured(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -92,6 +96,8 @@ def test_replays_train_as_steps_do(device: torch.device, name: str, view: bool) 
         else:
             graph.replay()
         torch.testing.assert_close(replayed.params, eager.params, msg=lambda m: f"{step}: {m}")  # noqa: B023
+    torch.cuda.synchronize()
+    del graph  # before what it uses
 
 
 @in_worlds(NCCL_2)

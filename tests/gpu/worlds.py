@@ -4,17 +4,23 @@
     def test_something(device: torch.device) -> None:
         ...  # runs on every rank of each world
 
-What needs a card is marked ``gpu``. The world on the CPU shows, where there is no card, that the
-test itself is right.
+What needs a card is marked ``gpu``. Where there is none, the world on the CPU shows that the test
+itself is right, and that on the recorded device (see ``tests/recording``) that its lines for a card
+run, in an order that a GPU keeps. With ``TRITONDDP_REHEARSE=1`` the worlds of NCCL are on the
+recorded device too.
+
+The ranks of a world, and their communicator, are those of the test before, until one fails.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import one_card
 import pytest
@@ -22,6 +28,7 @@ import torch
 import torch.distributed as dist
 from distributed import RAN_TOO_LONG, call_body, run_ranks
 
+REHEARSES = os.environ.get("TRITONDDP_REHEARSE") == "1"
 # Seconds for one test. Processes start within the time that the harness gives them for that.
 TIMEOUT = 30.0
 
@@ -35,16 +42,25 @@ class World:
         backend: of the process group.
         size: number of ranks.
         device_type: of the tensors; ranks take turns on the devices that are there.
+        is_recorded: the device is not there, nor is NCCL: gloo and the CPU pass for them.
     """
 
     name: str
     backend: str
     size: int
     device_type: str
+    is_recorded: bool = False
+
+    @property
+    def marks(self) -> list[pytest.MarkDecorator]:
+        """Of what runs here."""
+        if self.device_type == "cpu":
+            return []
+        return [pytest.mark.long if self is RECORDED_2 else pytest.mark.gpu]
 
     def refusal(self) -> str | None:
         """Why nothing can run in this world here; ``None`` if something can."""
-        if self.device_type == "cpu":
+        if self.device_type == "cpu" or self.is_recorded:
             return None
         if not torch.cuda.is_available():
             return "torch sees no CUDA device"
@@ -61,16 +77,19 @@ class World:
             pytest.skip(f"{self.name}: {why}")
         try:
             run_ranks(
-                _call_on_device,
+                _call_on_recorded_device if self.is_recorded else _call_on_device,
                 self.size,
                 name,
                 arguments,
                 self.device_type,
-                timeout=TIMEOUT,
-                backend=self.backend,
+                timeout=TIMEOUT * (4 if self.is_recorded else 1),  # kernels are interpreted
+                backend="gloo" if self.is_recorded else self.backend,
+                keeps_group=True,
+                interprets=self.is_recorded,
             )
         except pytest.fail.Exception as failure:
-            if self.device_type == "cuda" and RAN_TOO_LONG in str(failure):
+            is_card = self.device_type == "cuda" and not self.is_recorded
+            if is_card and RAN_TOO_LONG in str(failure):
                 # What follows would probably hang too, and the time of a machine with a card is
                 # short. The test that hung has failed, so this is not passed over.
                 _hung[self] = f"{name[1]} hung before"
@@ -78,11 +97,13 @@ class World:
 
 
 CPU = World("gloo-cpu", "gloo", 2, "cpu")
-NCCL_1 = World("nccl-1-rank", "nccl", 1, "cuda")
-NCCL_2 = World("nccl-2-ranks", "nccl", 2, "cuda")
+NCCL_1 = World("nccl-1-rank", "nccl", 1, "cuda", is_recorded=REHEARSES)
+NCCL_2 = World("nccl-2-ranks", "nccl", 2, "cuda", is_recorded=REHEARSES)
 # gloo takes CUDA tensors through the host: two ranks average on one card even where NCCL will not.
 GLOO_2 = World("gloo-2-ranks", "gloo", 2, "cuda")
 CARDS = (NCCL_1, NCCL_2)
+# In the place of NCCL_2 where no rehearsal is asked for.
+RECORDED_2 = World("recorded-2-ranks", "nccl", 2, "cuda", is_recorded=True)
 
 _hung: dict[World, str] = {}
 
@@ -121,12 +142,8 @@ def in_worlds(*worlds: World) -> Callable[[Any], Any]:
         run.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[*others, world_parameter]
         )
-        marked = [
-            pytest.param(
-                each, id=each.name, marks=[pytest.mark.gpu] if each.device_type == "cuda" else []
-            )
-            for each in worlds
-        ]
+        played = [RECORDED_2] if NCCL_2 in worlds and not REHEARSES else []
+        marked = [pytest.param(each, id=each.name, marks=each.marks) for each in (*worlds, *played)]
         return pytest.mark.parametrize("world", marked, scope="session")(run)
 
     return decorate
@@ -138,3 +155,28 @@ def _call_on_device(name: tuple[str, str], arguments: dict[str, Any], device_typ
         device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
     call_body(name, {**arguments, "device": device})
+    if device_type == "cuda":
+        torch.cuda.synchronize()  # what fails on the device fails this test, and not the next
+
+
+def is_recorded(device: torch.device) -> bool:
+    """In the body of a test."""
+    return device.type == "cuda" and torch.cuda.get_device_properties(device).name == "recorded"
+
+
+def device_of_stock(device: torch.device) -> torch.device:
+    """Where stock DDP runs beside ours: what its reducer, in C++, does is not recorded."""
+    return torch.device("cpu") if is_recorded(device) else device
+
+
+def _call_on_recorded_device(name: tuple[str, str], arguments: dict[str, Any], _: str) -> None:
+    from recording.device import recording
+
+    from tritonddp.features.auto_compression import probe
+
+    # What compression="auto" times: Triton's interpreter takes minutes for as much as on a GPU.
+    small = mock.patch.multiple(probe, _MANY=1 << 11, _CACHES=1 << 10)
+    with small, recording() as recorder:
+        call_body(name, {**arguments, "device": torch.device("cuda", 0)})
+        torch.cuda.synchronize()
+    assert not recorder.races, recorder.report()

@@ -8,6 +8,7 @@ import sys
 import types
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -200,3 +201,19 @@ def test_a_missing_fabric_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "tritonddp.integrations.fabric", raising=False)
     with pytest.raises(ImportError, match=r"pip install lightning \(or lightning-fabric\)"):
         importlib.import_module("tritonddp.integrations.fabric")
+
+
+def test_what_an_installed_fabric_lacks_itself_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = tmp_path / "lightning_fabric" / "strategies"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").write_text("import packaging_of_lightning")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.startswith("lightning_fabric")]:
+        monkeypatch.delitem(sys.modules, name)
+    from tritonddp.integrations.strategies import ddp_strategy
+
+    with pytest.raises(ModuleNotFoundError, match="packaging_of_lightning"):
+        ddp_strategy("user", "lightning_fabric")

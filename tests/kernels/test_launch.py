@@ -22,7 +22,8 @@ class StubKernel:
         self.compiled_launches: list[tuple] = []
         self.jit_launches: list[tuple] = []
 
-    def warmup(self, *args, grid, num_warps):
+    def warmup(self, *args, grid, num_warps, enable_fp_fusion):
+        assert not enable_fp_fusion  # each operation is rounded by itself, as on the CPU
         self.warmups.append((grid, num_warps, args))
         if self.interpreted:
             return None
@@ -30,7 +31,7 @@ class StubKernel:
         return StubFuture(compiled) if self.asynchronous else compiled
 
     def __getitem__(self, grid):
-        return lambda *args, num_warps: self.jit_launches.append((grid, num_warps, args))
+        return lambda *args, num_warps, **_: self.jit_launches.append((grid, num_warps, args))
 
 
 class StubCompiled:
@@ -62,12 +63,12 @@ def tensors():
 
 def test_a_kernel_is_compiled_once_and_launched_with_all_arguments_in_order(tensors):
     kernel = StubKernel()
-    launcher = Launcher(kernel, num_warps=8)
+    launcher = Launcher(kernel)
     before = launch.launches
     run(launcher, 5, tensors, (3, 4), ("fp32", True))
     run(launcher, 6, tensors, (30, 40), ("fp32", True))
     assert launch.launches - before == 2
-    assert [(grid, num_warps) for grid, num_warps, _ in kernel.warmups] == [((5, 1, 1), 8)]
+    assert [(grid, num_warps) for grid, num_warps, _ in kernel.warmups] == [((5, 1, 1), 4)]
     assert kernel.compiled_launches == [
         (1, (5, 1, 1), (*tensors, 3, 4, "fp32", True)),
         (1, (6, 1, 1), (*tensors, 30, 40, "fp32", True)),
@@ -127,6 +128,15 @@ def test_each_key_has_its_own_compiled_kernel(tensors):
         run(launcher, 1, tensors, (), (aligned,))
     assert [number for number, *_ in kernel.compiled_launches] == [1, 2, 1, 2]
     assert len(kernel.warmups) == 2
+
+
+def test_each_number_of_warps_has_its_own_compiled_kernel(tensors):
+    kernel = StubKernel()
+    launcher = Launcher(kernel)
+    for num_warps in (4, 8, 4, 8):
+        launcher.bind(1, tensors, (), (), num_warps=num_warps)()
+    assert [num_warps for _, num_warps, _ in kernel.warmups] == [4, 8]
+    assert [number for number, *_ in kernel.compiled_launches] == [1, 2, 1, 2]
 
 
 def test_kernels_do_not_share_a_cache(tensors):

@@ -13,7 +13,7 @@ from tritonddp.kernels import flatten as flatten_module
 from tritonddp.kernels import reference
 from tritonddp.kernels.complex import ComplexBuffer, on_real_parts
 from tritonddp.kernels.device_tables import DeviceTables
-from tritonddp.kernels.flat_buffer import DTYPES, Layout, Marks
+from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer, Layout, Marks
 from tritonddp.kernels.quantized import quantize as quantize_module
 from tritonddp.kernels.quantized import reference as quantize_reference
 from tritonddp.kernels.quantized.quantize import QuantizedTables
@@ -124,6 +124,14 @@ def test_the_twin_marks_the_parts_of_a_buffer_one_by_one():
     flat.write_trailer([True] * 6, [9])
     assert flat.marked() == {2: [0], 5: [0]}
     assert flat.headers.tolist() == [9]
+
+
+def test_a_buffer_of_headers_alone_marks_nothing():
+    layout = Layout.of([], [], 1, 2, Marks(0, 1))
+    flat = FlatBuffer(layout, torch.float32, torch.device("cpu"))
+    reference.flatten(flat, [], [], 1.0, [3, 4])
+    assert flat.marked() == {}
+    assert flat.headers.tolist() == [3, 4]
 
 
 @pytest.mark.parametrize("numbers", [torch.int8, torch.float8_e4m3fn], ids=str)

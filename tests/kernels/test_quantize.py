@@ -15,7 +15,6 @@ from quantized_ranks import all_reduce, exchange, gather, quantized_buffers
 
 from tritonddp.kernels import launch
 from tritonddp.kernels.quantized import dequantize as dequantize_module
-from tritonddp.kernels.quantized import quantize as quantize_module
 from tritonddp.kernels.quantized import reference
 from tritonddp.kernels.quantized.quantize import QuantizedTables, quantize
 from tritonddp.kernels.quantized.reduce_parts import reduce_parts
@@ -288,10 +287,3 @@ def test_arguments_that_do_not_fit_are_errors_and_nothing_is_written():
     with pytest.raises(ValueError, match="at least 256, but is 128"):
         QuantizedTables(flat, block=128)
     assert flat.message.count_nonzero() == 0
-
-
-def test_each_operation_is_rounded_by_itself():
-    from tritonddp.kernels.quantized import reduce_parts as reduce_parts_module
-
-    for module in (quantize_module, reduce_parts_module, dequantize_module):
-        assert module._launch.options["enable_fp_fusion"] is False

@@ -302,3 +302,9 @@ def test_a_buffer_of_another_dtype_than_fp32_is_refused():
     quantization = Quantization(flat.message_layout, torch.int8, 0, None)
     with pytest.raises(ValueError, match=r"torch\.float32, not torch\.bfloat16"):
         QuantizedBuffer(quantization, flat.layout, torch.bfloat16, torch.device("cpu"))
+
+
+def test_gradients_that_are_not_as_many_as_the_slots_are_refused():
+    (flat,) = quantized_buffers([torch.empty(3)], [True], torch.int8, 1)
+    with pytest.raises(ValueError, match="1 slots"):
+        reference.quantize(flat, [torch.ones(3)] * 2, [True] * 2, 1.0, bytes(flat.layout.headers))

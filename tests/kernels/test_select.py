@@ -6,6 +6,7 @@ import dataclasses
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -157,3 +158,15 @@ def test_the_cpu_path_does_not_import_triton():
         """
     )
     assert "flatten" not in printed.replace("unflatten", "flatten")
+
+
+def test_fp8_needs_gfx950_on_amd_gpus(monkeypatch):
+    from tritonddp.kernels.dispatch import _check_fp8
+
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    names = {0: "gfx950:sramecc+", 1: "gfx942:sramecc+"}
+    named = lambda device: SimpleNamespace(gcnArchName=names[device.index])  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_properties", named)
+    _check_fp8.__wrapped__(torch.device("cuda", 0))
+    with pytest.raises(RuntimeError, match=r"needs gfx950, but cuda:1 is gfx942.*use int8"):
+        _check_fp8.__wrapped__(torch.device("cuda", 1))

@@ -20,8 +20,8 @@ from poisoned import assert_same_bits, dense, embedded_gradients, values
 from quantized_ranks import quantized_buffers
 
 import tritonddp
+from tritonddp.kernels import device_tables, launch, reference
 from tritonddp.kernels import flatten as flatten_module
-from tritonddp.kernels import launch, reference
 from tritonddp.kernels import unflatten as unflatten_module
 from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer, Layout, Marks
 from tritonddp.kernels.quantized import dequantize as dequantize_module
@@ -82,15 +82,17 @@ class Kernel:
     """Compiles nothing.
 
     Attributes:
+        options: of the last variant.
         launched: number of the variant and arguments of each launch.
     """
 
     def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
         self.variants = 0
         self.launched: list[tuple[int, tuple[Any, ...]]] = []
 
     def warmup(self, *arguments: Any, **options: Any) -> Compiled:
-        self.variants += 1
+        self.variants, self.options = self.variants + 1, options
         return Compiled(self, self.variants)
 
 
@@ -351,6 +353,21 @@ def test_launches_of_a_steady_quantised_step_are_few_functions(kernels):
     assert calls(dequantize_module.dequantize, flat, grads) == 3
     assert calls(dequantize_module.dequantize, flat, grads, ONE) == 4
     assert all(len(kernels[name].launched) >= 3 for name in ("quantize", "dequantize"))
+
+
+def test_one_function_says_how_large_all_programs_are(kernels, monkeypatch):
+    monkeypatch.setattr(device_tables, "program_shape", lambda flat: (512, 8))
+    grads = [torch.ones(1025)]
+    flat = flat_of([dense([1025])], alignment=16)
+    flatten_module.flatten(flat, grads, [True], 0.5, HEADERS)
+    unflatten_module.unflatten(flat, grads)
+    (quantized,) = quantized_buffers(grads, [True], torch.int8, 1)
+    quantize_module.quantize(quantized, grads, [True], 0.5, HEADERS)
+    dequantize_module.dequantize(quantized, grads)
+    assert [row[-1] for row in flat.tables.chunks.tolist()] == [512, 512, 1]
+    for name in ("flatten", "unflatten", "quantize", "dequantize"):
+        assert kernels[name].options["num_warps"] == 8
+        assert 512 in kernels[name].launched[-1][1][4:]
 
 
 def test_no_gpu_is_asked_for_tensors_on_the_cpu(kernels, monkeypatch):

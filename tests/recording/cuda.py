@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -93,6 +94,37 @@ def patched(recorder: Recorder) -> Iterator[None]:
             assert recorder.host.knows_all(end.clock), "of an event that may not have come"
             return (end.at - self.at) * 1e3
 
+    class CUDAGraph:
+        """See ``torch.cuda.CUDAGraph``."""
+
+        def __init__(self, keep_graph: bool = False) -> None:
+            self.work: list[Callable[[], object]] = []
+
+        def __del__(self) -> None:
+            recorder.has_graph = False
+
+        def replay(self) -> None:
+            for each in self.work:
+                each()
+
+    @contextlib.contextmanager
+    def graph(captured: CUDAGraph, **_: Any) -> Iterator[None]:
+        """What is captured runs, for its results have to be somewhere, and is undone."""
+        before = [
+            (key, memory, ctypes.string_at(memory.address, memory.nbytes))
+            for key, memory in recorder.live.items()
+            if not memory.is_pinned
+        ]
+        recorder.captured = captured.work
+        try:
+            with recorder.graph():
+                yield
+        finally:
+            recorder.captured = None
+            for key, memory, content in before:
+                if recorder.live.get(key) is memory:
+                    ctypes.memmove(memory.address, content, len(content))
+
     @contextlib.contextmanager
     def stream(chosen: Stream | None) -> Iterator[None]:
         former = recorder.current
@@ -108,16 +140,24 @@ def patched(recorder: Recorder) -> Iterator[None]:
             clock.update({each: each.now})
         recorder.host_waits(clock, "torch.cuda.synchronize")
 
+    def sleep(cycles: int) -> None:
+        recorder.run(recorder.current, "sleep")
+
     properties = SimpleNamespace(
         gcnArchName="", major=9, minor=0, name="recorded", multi_processor_count=132
     )
     fakes = {
         "Stream": Stream,
         "Event": Event,
+        "CUDAGraph": CUDAGraph,
+        "graph": graph,
         "stream": stream,
         "synchronize": synchronize,
+        "_sleep": sleep,
         "current_stream": lambda device=None: Stream(timeline=recorder.current),
         "default_stream": lambda device=None: Stream(timeline=recorder.default),
+        "is_available": lambda: True,
+        "host_memory_stats": lambda: {"num_host_alloc": recorder.pinned_allocations},
         "current_device": lambda: 0,
         "device_count": lambda: 1,
         "device": lambda device: contextlib.nullcontext(),

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from recording import cuda, kernels, nccl
+from recording import autograd, batch_norm, cuda, kernels, nccl
 from recording.recorder import Memory, Recorder, Timeline, by_package, extent
 
 # What reads a tensor on the host without an operation that a dispatcher sees.
@@ -32,6 +33,8 @@ _SIZED_BY_CONTENT = (
 )
 # They take tensors on the host for a GPU's, or look at their shapes only.
 _MIXED = ("aten::index", "aten::empty_like", "aten::zeros_like", "aten::ones_like")
+# They look at no content.
+_EMPTY = ("aten::empty", "aten::new_empty")
 _NO_WORK = ("aten::set_", "aten::resize_", "aten::_sparse_", "aten::record_stream", "profiler::")
 
 
@@ -144,6 +147,7 @@ class _Operations(TorchDispatchMode):
             device.copy(
                 args[0], args[1], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
             )
+            recorder.replayable(partial(func, *args, **kwargs))
             return result
         made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
         if func.is_view:
@@ -159,6 +163,7 @@ class _Operations(TorchDispatchMode):
             if not is_there and tensor.dim() and not func.name().startswith(_MIXED):
                 recorder.races.append(f"{func} of tensors on the host and on the device")
         self._on_device(func, args, kwargs, made)
+        recorder.replayable(partial(_again, func, args, kwargs, made))
         if func in _SIZED_BY_CONTENT:
             recorder.host_waits(recorder.current.clock, func.name())
         return result
@@ -166,16 +171,17 @@ class _Operations(TorchDispatchMode):
     def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any], made: list[Tensor]) -> None:
         """Pinned memory is read and written at once."""
         device, host = self._device, self._device.recorder.host
+        if func.name().startswith(_EMPTY):
+            return
         host.step()
         for tensor, writes in _operands(func, args, kwargs):
             device.touch(host, tensor, writes, func.name())
-        if not func.name().startswith(("aten::empty", "aten::new_empty")):
-            for tensor in made:
-                device.touch(host, tensor, True, func.name())
+        for tensor in made:
+            device.touch(host, tensor, True, func.name())
 
     def _on_device(self, func: Any, args: Any, kwargs: dict[str, Any], made: list[Tensor]) -> None:
         device, recorder = self._device, self._device.recorder
-        if func.name().startswith(("aten::empty", "aten::new_empty")):
+        if func.name().startswith(_EMPTY):
             return
         stream = recorder.current
         recorder.run(stream, func.name())
@@ -183,6 +189,15 @@ class _Operations(TorchDispatchMode):
             device.touch(stream, tensor, writes, func.name())
         for tensor in made:
             device.touch(stream, tensor, True, func.name())
+
+
+def _again(func: Any, args: Any, kwargs: dict[str, Any], made: list[Tensor]) -> None:
+    """In a replay, into the same memory."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        new = [each for each in tree_leaves(func(*args, **kwargs)) if isinstance(each, Tensor)]
+        for target, source in zip(made, new, strict=True):
+            if target.data_ptr() != source.data_ptr():
+                target.copy_(source)
 
 
 def _operands(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, bool]]:
@@ -198,9 +213,10 @@ def _operands(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Te
 class _Appearance(TorchFunctionMode):
     """Tensors on the device say so, and factories make them there."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, streams: autograd.Streams) -> None:
         super().__init__()
         self._device = device
+        self._streams = streams
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -225,6 +241,7 @@ class _Appearance(TorchFunctionMode):
             result = func(*args, **kwargs)
         finally:
             place, device.place = device.place, former
+        self._streams.note(result)
         if name in ("tensor", "as_tensor") and place == "device":
             device.take(result)
             device.recorder.run(device.recorder.current, "copy to the device")
@@ -263,9 +280,11 @@ class _Appearance(TorchFunctionMode):
             options = {"copy": True} if has_copy else {}
             former, device.place = device.place, None
             try:
-                return tensor.to(dtype or tensor.dtype, **options)
+                result = tensor.to(dtype or tensor.dtype, **options)
             finally:
                 device.place = former
+            self._streams.note(result)
+            return result
         with _disable_current_modes():
             copy = tensor.to(dtype or tensor.dtype, copy=True)
         if target.type == "cuda":
@@ -280,21 +299,22 @@ class _Appearance(TorchFunctionMode):
 def recording(everywhere: bool = False) -> Iterator[Recorder]:
     """Context: there is a GPU, ``cuda:0``, with NCCL; what is put on it is recorded.
 
-    Autograd's own order of streams is not: all nodes of a backward run on the stream that is the
-    current one.
-
     Args:
         everywhere: whatever is not the package makes its tensors on the device.
     """
     recorder = Recorder()
     device = Device(recorder, everywhere)
-    appearance, operations = _Appearance(device), _Operations(device)
+    streams = autograd.Streams(recorder, device.memory_of)
+    appearance, operations = _Appearance(device, streams), _Operations(device)
     run_backward: Callable[..., Any] = torch.autograd._engine_run_backward
 
     def with_modes(*args: Any, **kwargs: Any) -> Any:
         # Tensor.backward is looked at by the mode, and what it calls no more; hooks have to be.
         modes = torch.overrides._get_current_function_mode_stack()
-        with contextlib.nullcontext() if appearance in modes else appearance:
+        with (
+            contextlib.nullcontext() if appearance in modes else appearance,
+            streams.backward(args[0]),
+        ):
             return run_backward(*args, **kwargs)
 
     def record_stream(tensor: Tensor, stream: Any) -> None:
@@ -318,6 +338,8 @@ def recording(everywhere: bool = False) -> Iterator[Recorder]:
         cuda.patched(recorder),
         nccl.patched(recorder, device.has, device.memory_of, device.touch, without_modes),
         kernels.patched(device, without_modes),
+        batch_norm.patched(),
+        streams.patched(),
         mock.patch.object(torch.autograd, "_engine_run_backward", with_modes),
         mock.patch.object(Tensor, "record_stream", record_stream),
         mock.patch.object(torch.autograd.graph, "_engine_run_backward", with_modes),

@@ -18,7 +18,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from recording.recorder import Recorder
 from tritonddp.kernels import dispatch, flatten, unflatten
+from tritonddp.kernels import launch as launch_module
 from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
 
 _DTYPES = {triton: dtype for dtype, triton in flatten.TRITON_DTYPES.items()}
@@ -27,15 +29,20 @@ _DTYPES = {triton: dtype for dtype, triton in flatten.TRITON_DTYPES.items()}
 class _Launch:
     """In the place of a kernel: what :class:`~tritonddp.kernels.launch.Launcher` compiles."""
 
-    def __init__(self, name: str, launch: Callable[..., None]) -> None:
+    def __init__(self, name: str, launch: Callable[..., None], recorder: Recorder) -> None:
         self.__name__ = name
         self._launch = launch
+        self._recorder = recorder
 
     def warmup(self, *arguments: Any, grid: Any, **options: Any) -> Any:
         return self
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
-        return partial(self._launch, grid)
+        def launch(*arguments: Any) -> None:
+            self._launch(grid, *arguments)
+            self._recorder.replayable(partial(self._launch, grid, *arguments))
+
+        return launch
 
 
 class Kernels:
@@ -150,7 +157,7 @@ class Kernels:
                         if words[slot]:
                             address = words[slot] + start * size
                             self.at_address(address, count * size, follows, what)
-                kernel[grid](*arguments, **launcher.options)
+                kernel[grid](*arguments, **launch_module.OPTIONS)
 
         return launch
 
@@ -167,8 +174,8 @@ def patched(device: Any, without_modes: Callable[[], Any]) -> Iterator[None]:
     """Context: the kernels of a GPU are those of the recorded device."""
     work = Kernels(device, without_modes)
     fakes = [
-        (flatten._launch, _Launch("flatten", work.flatten)),
-        (unflatten._launch, _Launch("unflatten", work.unflatten)),
+        (flatten._launch, _Launch("flatten", work.flatten, device.recorder)),
+        (unflatten._launch, _Launch("unflatten", work.unflatten, device.recorder)),
     ]
     if flatten.INTERPRETED:
         for module, name, places in (
@@ -177,7 +184,7 @@ def patched(device: Any, without_modes: Callable[[], Any]) -> Iterator[None]:
             (dequantize, "dequantize", ((0, 1, 2, 3, 4), (), True)),
         ):
             launch = work.interpreted(module._launch, name, *places)
-            fakes.append((module._launch, _Launch(name, launch)))
+            fakes.append((module._launch, _Launch(name, launch, device.recorder)))
     with contextlib.ExitStack() as stack:
         for launcher, fake in fakes:
             stack.enter_context(mock.patch.object(launcher, "kernel", fake))

@@ -167,8 +167,13 @@ def patched(
             for tensor in tensors:
                 if not is_on_device(tensor):
                     recorder.races.append(f"{name} of a tensor on the host, beside others")
-            with without_modes():
-                original(group, *arguments, **options).wait()
+
+            def work() -> None:
+                with without_modes():
+                    original(group, *arguments, **options).wait()
+
+            work()
+            recorder.replayable(work)
             timeline = streams.get(group.group_name)
             if timeline is None:
                 timeline = streams[group.group_name] = recorder.new_stream("NCCL's stream")

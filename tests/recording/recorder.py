@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -123,12 +122,15 @@ def by_package() -> bool:
 
 def package_stack() -> str:
     """Where in the package this is: the innermost frames, the last one first; empty outside."""
-    frames = [
-        f"{Path(frame.filename).relative_to(PACKAGE)}:{frame.lineno} {frame.name}"
-        for frame in traceback.extract_stack()
-        if frame.filename.startswith(PACKAGE)
-    ]
-    return " < ".join(reversed(frames[-4:]))
+    frames: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(frames) < 4:
+        code = frame.f_code
+        if code.co_filename.startswith(PACKAGE):
+            place = code.co_filename.removeprefix(PACKAGE)[1:]
+            frames.append(f"{place}:{frame.f_lineno} {code.co_name}")
+        frame = frame.f_back
+    return " < ".join(frames)
 
 
 class Recorder:
@@ -140,8 +142,10 @@ class Recorder:
         waits: of the host for the device, by the package.
         launches: of kernels and torch's operations on the device, by name.
         collectives: by name.
+        pinned_allocations: those that no free block serves: a GPU may be waited for.
         capturing: a CUDA graph is being captured: the host must not ask the device anything.
         has_graph: one has been, and may be replayed.
+        captured: what a replay of the graph that is captured now will do; ``None`` if it has none.
     """
 
     def __init__(self) -> None:
@@ -155,7 +159,11 @@ class Recorder:
         self.launches: Counter[str] = Counter()
         self.collectives: Counter[str] = Counter()
         self.capturing = self.has_graph = False
+        self.captured: list[Callable[[], object]] | None = None
         self.steps = 0
+        self.pinned_allocations = 0
+        # Of the caching host allocator, for each size: how far what uses a free block has come.
+        self._free_pinned: dict[int, list[dict[Timeline, int]]] = {}
 
     # Timelines
 
@@ -179,6 +187,11 @@ class Recorder:
             former.join(self.current.clock)
             self.current = former
 
+    def replayable(self, work: Callable[[], object]) -> None:
+        """The device has been given ``work``, which replays repeat if a graph is captured."""
+        if self.captured is not None:
+            self.captured.append(work)
+
     def host_waits(self, clock: dict[Timeline, int], what: str, age: int = 0) -> None:
         """The host stops until the device has come to ``clock``."""
         if by_package():
@@ -195,12 +208,20 @@ class Recorder:
         self.waits.clear()
         self.launches.clear()
         self.collectives.clear()
+        self.pinned_allocations = 0
 
     # Memory
 
     def allocated(self, key: int, address: int, nbytes: int, is_pinned: bool = False) -> Memory:
         """There is new memory, which ``key`` stands for."""
         memory = Memory(address, nbytes, is_pinned, self.current, is_of_graph=self.capturing)
+        if is_pinned:
+            free = self._free_pinned.setdefault(_rounded(nbytes), [])
+            over = next((clock for clock in free if self.host.knows_all(clock)), None)
+            if over is not None:
+                free.remove(over)
+            else:
+                self.pinned_allocations += 1
         self.live[key] = memory
         return memory
 
@@ -209,6 +230,10 @@ class Recorder:
         if self.live.get(key) is memory:
             del self.live[key]
         if memory.is_pinned:  # the caching host allocator waits for the copies that use it
+            clock: dict[Timeline, int] = {}
+            for access in memory.accesses:
+                clock[access.timeline] = max(access.tick, clock.get(access.timeline, 0))
+            self._free_pinned[_rounded(memory.nbytes)].append(clock)
             if memory.is_captured and self.has_graph:
                 self.races.append("pinned memory is given back that a CUDA graph copies")
             return
@@ -269,6 +294,11 @@ class Recorder:
     def report(self) -> str:
         """All races, one a paragraph."""
         return "\n".join(dict.fromkeys(self.races))
+
+
+def _rounded(nbytes: int) -> int:
+    """To a power of two, as the caching host allocator does."""
+    return 1 << max(0, nbytes - 1).bit_length()
 
 
 def _told(access: Access) -> str:

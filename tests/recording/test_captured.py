@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from recording.device import recording
 from recording.programs import PROGRAMS, Program, Run
 from tritonddp.coordination.agreement import Agreement, SchemaMismatch
+from tritonddp.reducer import capture
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,10 +32,12 @@ def _interpreting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def running(program: Program, module: nn.Module | None = None) -> Iterator[Run]:
-    """Context: a program whose order is right, whatever is captured of it."""
+    """Context, on a side stream: a program whose order is right, whatever is captured of it."""
     with recording() as recorder:
-        run = Run(program, recorder, module=module)
-        yield run
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            run = Run(program, recorder, module=module)
+            yield run
         recorder.has_graph = False
         torch.cuda.synchronize()
         assert not recorder.races, recorder.report()
@@ -101,6 +104,7 @@ REFUSED: dict[str, tuple[Program, str]] = {
     "reduce_gradients": (PROGRAMS["reduce_gradients"], "under no_sync"),
     "reduce_gradients of what is given": (Program(before=_given), "not reduced on request in a"),
     "trace": (PROGRAMS["trace"], "trace a step without"),
+    "join": (Program(around=lambda net: net.join()), r"inside join\(\)"),
 }
 
 
@@ -131,6 +135,28 @@ def test_a_first_step_is_wanted(change: Callable[..., Any] | None) -> None:
         run.step()
         with run.recorder.graph():
             run.step()
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["", "moved"])
+@ranks(2)
+def test_a_module_that_is_wrapped_on_the_default_stream_is_refused(moves: bool) -> None:
+    """Unless torch is told to move its nodes, which it can from 2.13 on."""
+    with (
+        recording() as recorder,
+        mock.patch.object(capture, "moves_nodes_into_captures", return_value=moves),
+    ):
+        run = Run(PROGRAMS["copies"], recorder)
+        run.step()
+        refused = (
+            contextlib.nullcontext()
+            if moves
+            else pytest.raises(RuntimeError, match="wrap it on a side")
+        )
+        with refused, recorder.graph():
+            run.step()
+        recorder.has_graph = False
+        run.step()
+        torch.cuda.synchronize()
 
 
 @ranks(2)
@@ -183,7 +209,7 @@ def _raises(_: Tensor) -> None:
 @ranks(2)
 def test_a_backward_that_fails_in_a_capture_has_sent_nothing() -> None:
     # (Not in running(): what this graph holds never runs on a card, where the recorder ran it.)
-    with recording() as recorder:
+    with recording() as recorder, torch.cuda.stream(torch.cuda.Stream()):
         run = Run(PROGRAMS["copies"], recorder)
         run.step()
         handle = run.module.first.weight.register_hook(_raises)

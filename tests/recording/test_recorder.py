@@ -116,3 +116,27 @@ def test_the_device_goes_with_the_context() -> None:
     assert x.is_cpu
     assert torch.cuda.current_stream is current_stream
     assert torch.autograd._engine_run_backward is backward
+
+
+def test_a_node_runs_on_the_stream_of_its_forward(recorder: Recorder) -> None:
+    x, side = on_device(4).requires_grad_(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    ran = {}
+
+    def note(name: str) -> Any:
+        return lambda *_: ran.update({name: recorder.current})
+
+    with torch.cuda.stream(side):
+        y = x * 2
+        y.grad_fn.register_hook(note("forward on the side"))
+    torch.cuda.current_stream().wait_stream(side)
+    z = y.sum()
+    x.register_post_accumulate_grad_hook(note("accumulation"))
+    third = torch.cuda.Stream()
+    third.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(third):
+        z.backward()
+        x.grad.clone()  # type: ignore[union-attr]
+    assert ran == dict.fromkeys(ran, side.timeline)  # type: ignore[attr-defined]
+    assert len(ran) == 2
+    assert not recorder.races

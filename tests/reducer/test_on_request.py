@@ -220,3 +220,27 @@ def test_a_gradient_that_does_not_fit_leaves_nobody_waiting() -> None:
     ddp.zero_grad()
     ddp(x).sum().backward()
     assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+
+
+@ranks(2)
+def test_added_parameters_are_reduced_on_request_with_the_weight_of_the_others() -> None:
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(2, 2, bias=False))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x)
+
+    net = DistributedDataParallel(Growing())
+    rank = dist.get_rank()
+    net(torch.ones(1, 2)).sum().backward()
+    net.zero_grad()
+    net.module.layers.append(nn.Linear(2, 2, bias=False))
+    for param in net.module.parameters():
+        torch.nn.init.eye_(param)
+    with net.no_sync(), net.weighted(1 + 2 * rank):
+        net(torch.full((1, 2), 1.0 + rank)).sum().backward()
+    net.reduce_gradients()
+    for param in net.module.parameters():  # (1 * 1 + 3 * 2) / 4
+        torch.testing.assert_close(param.grad, torch.full((2, 2), 1.75))

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from tritonddp import DistributedDataParallel
+from tritonddp.coordination import verify
 
 
 def small() -> nn.Module:
@@ -121,6 +123,21 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
     "bucket of truth": (small, {"bucket_cap_mb": True}, TypeError, ["bucket_cap_mb", "True"]),
     "no list": (small, {"bucket_cap_mb_list": []}, ValueError, ["bucket_cap_mb_list", "empty"]),
     "bad list": (small, {"bucket_cap_mb_list": [1, -2]}, ValueError, ["bucket_cap_mb_list", "-2"]),
+    "no list at all": (small, {"bucket_cap_mb_list": 5}, TypeError, ["bucket_cap_mb_list", "5"]),
+    "device_ids of another kind": (small, {"device_ids": 0}, TypeError, ["device_ids", "got 0"]),
+    "no mesh": (small, {"device_mesh": "dp"}, TypeError, ["device_mesh", "'dp'"]),
+    "delayed without names": (
+        small,
+        {"delay_all_reduce_named_params": [torch.ones(1)], "param_to_hook_all_reduce": 1},
+        TypeError,
+        ["list of names and parameters"],
+    ),
+    "delayed until nothing": (
+        small,
+        {"delay_all_reduce_named_params": [], "param_to_hook_all_reduce": 1},
+        TypeError,
+        ["param_to_hook_all_reduce", "got 1"],
+    ),
     "delayed": (
         small,
         {"delay_all_reduce_named_params": [("a", nn.Parameter(torch.ones(1)))]},
@@ -524,3 +541,13 @@ def test_wrappers_that_share_a_parameter_cannot_both_own_its_gradient() -> None:
         sum(each(torch.ones(1, 2)).sum() for each in both).backward()
         torch.testing.assert_close(first.weight.grad, torch.full((2, 2), 2.0))
         first.zero_grad()
+
+
+@ranks(2)
+def test_a_rank_that_announces_more_than_there_can_be_is_not_believed() -> None:
+    module = nn.Linear(2, 2) if dist.get_rank() else nn.Linear(2, 3)
+    with (
+        mock.patch.object(verify, "_LARGEST", 10),
+        pytest.raises(RuntimeError, match=r"a rank announces a description of \d+ bytes"),
+    ):
+        DistributedDataParallel(module)

@@ -401,6 +401,7 @@ class Bucket:
         """The backward is over: a lazy bucket lets its memory go."""
         if self.is_lazy and self.flat is not None:
             self._counts = self.flat.flags.clone()
+            let_go(*self.flat.memory)  # it was made on the stream of a gradient
             if (tables := self._kernels.tables(self.flat)) is not None:
                 tables.launches.clear()  # which hold the memory
                 self._tables = tables

@@ -53,6 +53,10 @@ class ModuleParameters:
         self._ignored = ignored
         self._buffers_since_update: list[tuple[str, dict[str, Tensor | None]]] = []
         self._held: list[Any] = []
+        # As of the last look: keys and numbers of keys, tensors, and what buffers() returned.
+        self._buffer_places: list[int | str] = []
+        self._held_buffers: list[Tensor | None] = []
+        self._named_buffers: list[tuple[str, Tensor]] = []
         self.params: list[tuple[str, Parameter]] = []
         self._group = group
         self.number = -1
@@ -173,6 +177,7 @@ class ModuleParameters:
     def commit(self) -> None:
         """All ranks have changed alike, and so hold the same buffers."""
         self._buffers = self._buffers_since_update
+        self._buffer_places = []
         self.is_uncommitted = False
 
     def _sort(self) -> None:
@@ -208,14 +213,22 @@ class ModuleParameters:
 
     def buffers(self) -> list[tuple[str, Tensor]]:
         """The buffers that all ranks hold, each once. Modules may reassign them at any time."""
-        found: dict[Tensor, str] = {}
-        for prefix, buffers in self._buffers:
-            if buffers:
-                for key, buffer in buffers.items():
+        tables = [table for _, table in self._buffers]
+        # As for parameters: comparing all that is there takes less than naming it anew.
+        held = list(chain.from_iterable(map(dict.values, tables)))
+        places: list[int | str] = [*map(len, tables), *chain.from_iterable(tables)]
+        if places != self._buffer_places or not all(map(is_, held, self._held_buffers)):
+            found: dict[Tensor, str] = {}
+            for prefix, table in self._buffers:
+                for key, buffer in table.items():
                     name = f"{prefix}.{key}" if prefix else key
                     if buffer is not None and name not in self._ignored:
                         found.setdefault(buffer, name)
-        return [(name, buffer) for buffer, name in found.items()]
+            named = [(name, buffer) for buffer, name in found.items()]
+            if not all(buffer.is_leaf for buffer in found):
+                return named  # they hold a graph: this keeps them no longer than somebody else
+            self._named_buffers, self._held_buffers, self._buffer_places = named, held, places
+        return self._named_buffers
 
     def verify(self, where: str, requested: Sequence[tuple[str, Tensor]] | None = None) -> NoReturn:
         """Explain, together with all ranks, why they do not reduce the same.

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from tritonddp._device import let_go
 from tritonddp._torch import (
     backend_name,
     collectives_issued,
@@ -163,6 +164,7 @@ class CommHook:
                 if call.is_broken:
                     broken[number].fill_(1)
             message = torch.cat([*(call.trailer.to(device) for call in calls), broken])
+            let_go(*(call.trailer for call in calls))  # made on the streams of gradients
         try:
             if state.trailers is None:
                 state.trailers = message, self._send(message)

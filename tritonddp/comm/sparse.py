@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tritonddp._device import let_go
 from tritonddp.buckets.sparse_bucket import Kind, SparseBucket
 from tritonddp.coordination.collectives import all_gather_into, all_reduce
 from tritonddp.coordination.counters import Counters
@@ -57,6 +58,7 @@ def _gather(
     message = indices.new_zeros(size, dtype=torch.uint8)
     _write(message, 0, indices)
     _write(message, _values_at(len(indices)), values)
+    let_go(indices, values)  # made on the stream of the gradient
     gathered = message.new_empty(size * len(counts))
     counters.collective(gathered.nbytes, group.size())
     all_gather_into(gathered, message, group).wait()

@@ -404,20 +404,21 @@ class StockDDPNames:
 
     def _sync_buffers(self) -> None:
         """Give all ranks the same module buffers, if there are any."""
-        named_buffers = dict(self.core.parameters.buffers())
+        named_buffers = self.core.parameters.buffers()
         if not named_buffers:
             return
-        buffers = list(named_buffers.values())
+        names, buffers = zip(*named_buffers, strict=True)
         with preserve_version_counters(buffers):
             if self._buffer_hook is None:
                 self.state_broadcast.send(
                     buffers,
                     f"step {self.core.counters.reductions + 1}, forward",
-                    f"buffers ({listed(list(named_buffers))})",
+                    f"buffers ({listed(names)})",
+                    again=True,
                 )
             else:
                 with torch.no_grad():
-                    self.core.post_backward.extend(self._buffer_hook(named_buffers) or ())
+                    self.core.post_backward.extend(self._buffer_hook(dict(named_buffers)) or ())
 
     def _register_buffer_comm_hook(
         self,

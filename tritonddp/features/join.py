@@ -29,6 +29,7 @@ from tritonddp.comm.broadcast import StateBroadcast
 from tritonddp.coordination.agreement import GradSource
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import describe, verify_same
+from tritonddp.reducer import capture
 from tritonddp.reducer.extension import SyncState
 from tritonddp.reducer.recovery import shadow_backward
 from tritonddp.reducer.reducer import Reducer
@@ -230,6 +231,7 @@ class ShadowHook(JoinHook):
 
 def announce_forward(ddp: Wrapper) -> None:
     """A forward begins: tell the ranks that have no inputs which collectives it will bring."""
+    capture.refuse(ddp.core, "inside join() the ranks ask each other in each forward: leave it")
     _make_up(ddp)
     protocol: JoinProtocol = ddp.sync.join
     # Where a rank without inputs ends the loop, that is an error of its own.

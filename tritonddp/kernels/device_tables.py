@@ -25,10 +25,21 @@ from tritonddp.kernels.flat_buffer import FlatBuffer
 # wire dtype, and the compiler may be told so without a check per launch.
 ALIGNMENT = 16
 
-# 2048 elements by 4 warps: 4 accesses of 16 bytes in flight per thread at about 30 registers.
-BLOCK = 2048
+# By 4 warps: 4 accesses of 16 bytes in flight per thread at about 30 registers.
+BLOCK, WARPS = 2048, 4
 
 _ADDRESS_OF = Tensor.data_ptr
+
+
+def program_shape(flat: FlatBuffer) -> tuple[int, int]:
+    """Elements of a chunk, and warps of the program that moves it.
+
+    One for all, since nothing else has won anywhere: on an H100 buffers of 0.3 to 205 MB moved at
+    97 to 100 % of what the best of 1024 to 8192 elements by 4 or 8 warps reached
+    (benchmarks/results/gpu-h100/host.txt). Where a sweep finds another one, by architecture or by
+    the size of ``flat``, it is chosen here.
+    """
+    return BLOCK, WARPS
 
 
 class DeviceTables:
@@ -44,6 +55,7 @@ class DeviceTables:
         one: fp64 ``(1,)``, 1.0: the factor of an unflatten that is given none.
         num_chunks: rows of ``chunks``.
         block: most elements of a chunk, a power of two and a multiple of 16.
+        num_warps: of a program.
         aligned: every address is a multiple of 16 bytes.
         uploads: copies of ``dynamic`` to the device so far.
         device_index: of the GPU; ``None`` for tensors on the CPU.
@@ -51,12 +63,17 @@ class DeviceTables:
             may be compiled in and changes from step to step.
     """
 
-    def __init__(self, flat: FlatBuffer, block: int = BLOCK) -> None:
-        """Build the chunk rows of ``flat``.
+    def __init__(
+        self, flat: FlatBuffer, block: int | None = None, num_warps: int | None = None
+    ) -> None:
+        """Build the chunk rows of ``flat``, by default as :func:`program_shape` says.
 
         Raises:
             ValueError: ``block`` is unfit, or the buffer is not laid out for 16-byte accesses.
         """
+        usual = program_shape(flat)
+        block = usual[0] if block is None else block
+        self.num_warps = usual[1] if num_warps is None else num_warps
         if block < 16 or block & (block - 1):
             raise ValueError(f"block should be a power of two of at least 16, but is {block}")
         layout, device = flat.layout, flat.data.device

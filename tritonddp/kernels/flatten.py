@@ -208,4 +208,5 @@ def _prepare(
         (tables.chunks, tables.dynamic, flat.data),
         (slots, trailer, num_chunks, layout.flags_offset, *mark),
         (*kind, marks is not None, INTERPRETED),
+        num_warps=tables.num_warps,
     )

@@ -1,10 +1,10 @@
 """Launching compiled Triton kernels without Triton's own per-launch work.
 
 ``kernel[grid](...)`` binds, specialises and looks up in Python at every launch, about 6.5 us.
-``JITFunction.warmup`` returns the compiled kernel, and that launches in about 1.3 us, but it checks
-nothing: which code fits which arguments is for the key below to know. Both are public and alike in
-Triton 3.6 to 3.9. What a buffer launches again and again is *prepared*: found once, and kept with
-its tables (:attr:`~tritonddp.kernels.device_tables.DeviceTables.launches`).
+``JITFunction.warmup`` returns the compiled kernel, and that launches in a third of it, but checks
+nothing: which code fits which arguments is for the key below to know. What a buffer launches again
+and again is *prepared*: found once, and kept with its tables
+(:attr:`~tritonddp.kernels.device_tables.DeviceTables.launches`).
 """
 
 from __future__ import annotations
@@ -12,14 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tritonddp._torch import triton_launch
+
 # Launches of all kernels since the import, for tests and benchmarks.
 launches = 0
+
+# The compiler's, for all kernels: each operation is rounded by itself, as on the CPU, so that bits
+# can be compared. (Triton 3.9 warns where it is not told.)
+OPTIONS = {"enable_fp_fusion": False}
 
 _INT32_MAX = 2**31 - 1
 
@@ -31,10 +36,8 @@ class Launcher:
     ``do_not_specialize``, or their values would be compiled in), then its constexprs.
     """
 
-    def __init__(self, kernel: Any, num_warps: int = 4, **options: Any) -> None:
-        """``options`` are the compiler's, such as ``enable_fp_fusion``."""
+    def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self.options = {"num_warps": num_warps, **options}
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._compiled_kernel = kernel
 
@@ -44,6 +47,7 @@ class Launcher:
         tensors: Sequence[Tensor],
         integers: Sequence[int],
         constexprs: Sequence[Any],
+        num_warps: int = 4,
     ) -> Callable[..., None]:
         """What launches ``grid`` programs, at least one, on the current stream.
 
@@ -55,21 +59,30 @@ class Launcher:
             self._compiled, self._compiled_kernel = {}, self.kernel
         device = tensors[0].device
         shape, arguments = (grid, 1, 1), (*tensors, *integers, *constexprs)
+        options = {"num_warps": num_warps, **OPTIONS}
         with current(device):
-            key = specialisation(device, tensors, integers, constexprs)
+            key = num_warps, specialisation(device, tensors, integers, constexprs)
             compiled = self._compiled.get(key)
             if compiled is None:
-                compiled = self.kernel.warmup(*arguments, grid=shape, **self.options)
+                compiled = self.kernel.warmup(*arguments, grid=shape, **options)
                 if compiled is None:  # the interpreter compiles nothing
-                    return partial(self.kernel[shape], **self.options)
+                    return partial(self.kernel[shape], **options)
                 if hasattr(compiled, "result"):  # Triton compiles in the background if asked to
                     compiled = compiled.result()
                 self._compiled[key] = compiled
-            return compiled[shape]
+            return triton_launch(compiled, shape)
 
-    def bind(self, grid: int, *arguments: Sequence[Any]) -> Callable[[], None]:
+    def bind(
+        self,
+        grid: int,
+        tensors: Sequence[Tensor],
+        integers: Sequence[int],
+        constexprs: Sequence[Any],
+        num_warps: int = 4,
+    ) -> Callable[[], None]:
         """What :meth:`prepare` returns, with these very arguments."""
-        return partial(self.prepare(grid, *arguments), *chain(*arguments))
+        prepared = self.prepare(grid, tensors, integers, constexprs, num_warps)
+        return partial(prepared, *tensors, *integers, *constexprs)
 
 
 def run(device_index: int | None, prepared: Callable[..., None], *arguments: Any) -> None:

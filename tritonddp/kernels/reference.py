@@ -202,8 +202,6 @@ def _flatten_cast(flat: FlatBuffer, grads: Sequence[Tensor | None], scale: float
         foreach_zero_([view for view, g in zip(views, grads, strict=True) if g is None])
         pairs = [(view, g) for view, g in zip(views, grads, strict=True) if g is not None]
         views, present = [view for view, _ in pairs], [grad for _, grad in pairs]
-    if not present:
-        return
     wire, source = flat.data.dtype, present[0].dtype
     compute = compute_dtype(source, wire)
     if compute is wire:

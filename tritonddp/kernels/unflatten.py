@@ -134,5 +134,7 @@ def _prepare(
     tensors = (tables.chunks, tables.dynamic, flat.data)
     integers = (flat.layout.flags_offset,)
     constexprs = (target, compute, tables.block, tables.aligned, in_place, INTERPRETED)
-    run = _launch.prepare(tables.num_chunks, (*tensors, factor), integers, constexprs)
+    run = _launch.prepare(
+        tables.num_chunks, (*tensors, factor), integers, constexprs, tables.num_warps
+    )
     return partial(run, *tensors), (*integers, *constexprs)

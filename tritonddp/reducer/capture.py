@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from tritonddp._device import is_capturing
+from tritonddp._device import is_capturing, is_default
+from tritonddp._torch import moves_nodes_into_captures
 from tritonddp.coordination.failures import listed
 
 if TYPE_CHECKING:
@@ -56,6 +57,12 @@ def _problem(reducer: Reducer, missing: Collection[int], is_reduced: bool) -> st
             "no backward has been reduced since the module was wrapped, or its parameters changed: "
             "run one step, forward and backward, on a side stream before"
         )
+    if any(map(is_default, reducer.tracker.streams)) and not moves_nodes_into_captures():
+        return (
+            "autograd accumulates gradients on the stream that the module was wrapped on, here the "
+            "default one, which cannot be captured: wrap it on a side stream, inside "
+            "`with torch.cuda.stream(torch.cuda.Stream())`"
+        )
     if missing:
         names = [manager.current.names[number] for number in sorted(missing)]
         return (
@@ -65,8 +72,6 @@ def _problem(reducer: Reducer, missing: Collection[int], is_reduced: bool) -> st
         )
     if sync.weight is not None:
         return "weighted(n) would mean this n in all replays: run such backwards without a graph"
-    if sync.join is not None:
-        return "inside join() the ranks ask each other in each forward: leave join() before"
     asks = [each.reads_device for each in reducer.events.extensions if each.reads_device]
     if any(bucket.is_sparse for bucket in manager.current.buckets):
         asks.append("how many rows the sparse gradients have")

@@ -21,9 +21,6 @@ class Extension:
 
     reads_device = ""
 
-    def on_forward(self) -> None:
-        """A forward is about to run. May raise what the last backward has left."""
-
     def on_begin(self, run: ReductionRun) -> None:
         """A backward begins, or what it accumulated is reduced on request.
 
@@ -68,7 +65,6 @@ class Extension:
 class Events(RunEvents):
     """For each event, the methods of the extensions that want it."""
 
-    on_forward: Sequence[Callable[[], None]] = ()
     on_begin: Sequence[Callable[[ReductionRun], None]] = ()
     on_compute_end: Sequence[Callable[[ReductionRun], None]] = ()
     on_close: Sequence[Callable[[ReductionRun], None]] = ()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.nn import Parameter
 
+from tritonddp._device import current_stream, follow
 from tritonddp._torch import register_post_accumulate_grad_hook, will_engine_execute
 from tritonddp.reducer.participation import gradient_nodes
 
@@ -65,6 +66,12 @@ class ReadyTracker:
         self.log: list[Tensor] = []  # the parameters in the order of their gradients
         self.reached: list[bool] = []  # for each parameter, whether the engine has announced it
         self.waiting: list[int] = []  # for each bucket, how many segments wait for gradients
+        # On a GPU, the streams that these nodes run on, as far as known: those that were current
+        # when they were made, by us, or before by somebody who still holds them.
+        self.streams: list[Any] = []
+        self.streams_beside: list[Any] = []  # all but one
+        self._unheard = {param for param in params if param.is_cuda}  # whose is not known
+        self._hears = False  # a backward runs that tells some
         self._params = list(params)
         self._ranges = ranges
         self._segments_of = segments_of
@@ -84,6 +91,8 @@ class ReadyTracker:
         # Functions and arguments of the hook. Held here: the hook may be exchanged while it runs.
         self._idle: tuple[Any, ...] = (_first_gradient, (self._listener,), {}, None)
         self._logging: tuple[Any, ...] = (self.log.append, (), {}, None)
+        heard = (self.log, self.streams, self.streams_beside, self._unheard)
+        self._hearing: tuple[Any, ...] = (_gradient_on_stream, heard, {}, None)
         self._hook: Any = partial(_first_gradient, self._listener)
         self._handles = [register_post_accumulate_grad_hook(param, self._hook) for param in params]
         # Parameters may outlive the wrapper. (Their autograd nodes, and the end hooks, do not.)
@@ -101,15 +110,27 @@ class ReadyTracker:
             looks: segments are told when they are full.
         """
         self.log.clear()
-        self._hook.__setstate__(self._logging)
-        self._looked[0] = 0 if looks else _NOBODY_LOOKS
         if reached != self.reached or doubtful != self._doubtful:
             self._expect(reached, doubtful)
+        self._hook.__setstate__(self._hearing if self._hears else self._logging)
+        self._looked[0] = 0 if looks else _NOBODY_LOOKS
 
     def stop(self) -> None:
         """The backward is over: what comes now begins another one."""
         self._hook.__setstate__(self._idle)
         self._looked[0] = _NOBODY_LOOKS
+        self._hears = False
+
+    def follow(self, number: int | None = None) -> None:
+        """The current stream comes behind all gradients, and may read those of a segment, or all.
+
+        Autograd runs a hook behind the gradient of its own node only. (The end of a backward it
+        runs behind all, but the memory of gradients is kept for the streams of their nodes alone.)
+        """
+        params = self._params
+        if number is not None:
+            params = [params[each] for each in self._ranges[number]]
+        follow(self.streams, [param.grad for param in params])
 
     def remove(self) -> None:
         """Take all hooks away."""
@@ -125,6 +146,7 @@ class ReadyTracker:
         for position, number in enumerate(usual, start=1):
             segment = self.segment_of[number]
             self._full_at[segment], self._last[segment] = position, number
+        self._hears = not self._unheard.isdisjoint(self._expected)
         waits = [number != _NEVER for number in self._last]
         for number in doubtful:
             segment = self.segment_of[number]
@@ -218,6 +240,21 @@ def _first_gradient(listener: weakref.ref[Reducer], param: Tensor) -> None:
     told = listener()
     if told is not None:
         told.on_first_gradient(param)
+
+
+def _gradient_on_stream(
+    log: list[Tensor],
+    streams: list[Any],
+    beside: list[Any],
+    unheard: set[Tensor],
+    param: Tensor,
+) -> None:
+    log.append(param)
+    unheard.discard(param)
+    stream = current_stream(param.device)
+    if stream not in streams:
+        streams.append(stream)
+        beside[:] = streams[1:]
 
 
 def _remove_all(handles: Iterable[Any]) -> None:

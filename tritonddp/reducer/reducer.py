@@ -184,8 +184,6 @@ class Reducer:
         self.forwards.was_local = False  # one inside of this, as Lightning makes, is none of its
         if self.parameters.has_changed():
             self.refresh_parameters()
-        for call in self.events.on_forward:
-            call()
         if self.deferred_error is not None:
             message, self.deferred_error = self.deferred_error, None
             raise RuntimeError(message)
@@ -480,6 +478,8 @@ class Reducer:
             with torch.no_grad():
                 return self.on_segment_ready(number)
         with self.launching:
+            if self.tracker.streams_beside:
+                self.tracker.follow(number)
             run.pack(number)
             index = run.bucket_set.segments[number][0].index
             run.unfilled[index] -= 1
@@ -517,6 +517,8 @@ class Reducer:
         else:
             if not is_usual or self.manager.is_provisional:
                 self._look_back(run)
+                if self.tracker.streams:
+                    self.tracker.follow()
             if len(run.works) < len(run.buckets):
                 with self.launching:
                     run.launch_ready(rest=True)

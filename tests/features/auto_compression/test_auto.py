@@ -327,3 +327,21 @@ def test_what_is_measured_decides() -> None:
     assert gather(report) == [report] * 2
     assert set(ddp.core.manager.planner._wires) <= {OWN, "bfloat16", "int8"}
     assert all(isinstance(bucket, Bucket) for bucket in ddp.reducer.buckets)
+
+
+@ranks(2)
+def test_where_no_wire_can_be_chosen_none_is_timed() -> None:
+    model = nn.Linear(2, 2, dtype=torch.complex64)
+    ddp = tritonddp.DistributedDataParallel(model, compression="auto")
+    ddp(torch.full((1, 2), 1 + 1j) * (1 + dist.get_rank())).abs().sum().backward()
+    assert_same_on_all_ranks([torch.view_as_real(param.grad) for param in model.parameters()])
+
+
+@ranks(2)
+def test_wires_of_a_state_that_no_run_can_have_had_are_refused() -> None:
+    with line(SLOW):
+        ddp = wrap()
+        step(ddp)
+    state = {**ddp.comm_state_dict(), "wires": [99] * 2}
+    with pytest.raises(ValueError, match=r"\[99, 99\] as 'wires'"):
+        ddp.load_comm_state_dict(state)

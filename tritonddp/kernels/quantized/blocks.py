@@ -11,10 +11,6 @@ import triton.language as tl
 
 from tritonddp.kernels.flatten import INTERPRETED
 
-# Options of the compiler: each operation is rounded by itself, as on the CPU, so that bits can be
-# compared.
-UNFUSED = {"enable_fp_fusion": False}
-
 # Fp8 by integer operations, not by the hardware's conversions. The interpreter's are wrong by up to
 # a factor of two, and AMD's are of another format (fnuz) before gfx950.
 BY_BITS = INTERPRETED or torch.version.hip is not None

@@ -17,7 +17,7 @@ from torch import Tensor
 from tritonddp.kernels import launch
 from tritonddp.kernels.flatten import INTERPRETED, TRITON_DTYPES, narrow
 from tritonddp.kernels.launch import Launcher
-from tritonddp.kernels.quantized.blocks import BY_BITS, UNFUSED, decode
+from tritonddp.kernels.quantized.blocks import BY_BITS, decode
 from tritonddp.kernels.quantized.buffer import QuantizedBuffer
 from tritonddp.kernels.quantized.quantize import QuantizedTables
 
@@ -84,7 +84,7 @@ def dequantize_kernel(  # type: ignore[no-untyped-def]
         tl.store(target + places, x, mask=(places >= body) & (places < count))
 
 
-_launch = Launcher(dequantize_kernel, **UNFUSED)
+_launch = Launcher(dequantize_kernel)
 
 
 def dequantize(
@@ -123,5 +123,7 @@ def _prepare(
     integers = (tables.quantized_chunks, *offsets)
     target, is_fp8 = TRITON_DTYPES[dtype], flat.numbers is not torch.int8
     constexprs = (target, tables.block, is_fp8, tables.aligned, BY_BITS, INTERPRETED)
-    run = _launch.prepare(tables.num_chunks, (*tensors, factor), integers, constexprs)
+    run = _launch.prepare(
+        tables.num_chunks, (*tensors, factor), integers, constexprs, tables.num_warps
+    )
     return partial(run, *tensors), (*integers, *constexprs)

@@ -19,7 +19,7 @@ from tritonddp.kernels.device_tables import DeviceTables
 from tritonddp.kernels.flat_buffer import FlatBuffer
 from tritonddp.kernels.flatten import FLAG_BLOCK, INTERPRETED, TRITON_DTYPES, are_finite, widen
 from tritonddp.kernels.launch import Launcher
-from tritonddp.kernels.quantized.blocks import BY_BITS, UNFUSED, encode, error_of
+from tritonddp.kernels.quantized.blocks import BY_BITS, encode, error_of
 from tritonddp.kernels.quantized.buffer import BLOCK, QuantizedBuffer
 
 
@@ -143,7 +143,7 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
         mark_unless(are_finite(block_scale), message + marks_offset + slot, stride, PARTS)
 
 
-_launch = Launcher(quantize_kernel, **UNFUSED)
+_launch = Launcher(quantize_kernel)
 
 
 class QuantizedTables(DeviceTables):
@@ -225,4 +225,5 @@ def _prepare(
         (tables.chunks, tables.dynamic, flat.message, sent),
         (slots, trailer, own_header, scale_place, *chunks, *offsets, marks_offset),
         (source, tables.block, FLAG_BLOCK, *kind, *marks, BY_BITS, INTERPRETED),
+        num_warps=tables.num_warps,
     )

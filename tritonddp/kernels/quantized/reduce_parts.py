@@ -16,7 +16,7 @@ from torch import Tensor
 from tritonddp.kernels import device_tables, launch
 from tritonddp.kernels.flatten import FLAG_BLOCK
 from tritonddp.kernels.launch import Launcher
-from tritonddp.kernels.quantized.blocks import BY_BITS, UNFUSED, decode, encode, error_of
+from tritonddp.kernels.quantized.blocks import BY_BITS, decode, encode, error_of
 from tritonddp.kernels.quantized.buffer import BLOCK, QuantizedBuffer
 from tritonddp.kernels.quantized.quantize import QuantizedTables
 
@@ -113,7 +113,7 @@ def reduce_parts_kernel(  # type: ignore[no-untyped-def]
     tl.store(own_scales.to(tl.pointer_type(tl.float32)) + blocks, scale, mask=there)
 
 
-_launch = Launcher(reduce_parts_kernel, **UNFUSED)
+_launch = Launcher(reduce_parts_kernel)
 
 
 def reduce_parts(flat: QuantizedBuffer) -> None:

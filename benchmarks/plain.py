@@ -1,0 +1,121 @@
+"""The suites of kernels, quantising and the host in plain Python, where there is no pytest.
+
+    python benchmarks/plain.py SUITE [--only WORD ...] [--without WORD ...] [--rounds N]
+        [--out FILE]
+
+SUITE is kernels, quantize or host. ``--only`` wants one of its words in a case's name,
+``--without`` none of its own. The result file has the form of pytest-benchmark's, and is written
+after each group. A group that fails is told and left out; the others are measured, and the exit
+status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import statistics
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))  # unless tritonddp is installed
+
+import machine
+import torch
+from rows import Row, groups_from, shortened
+
+HERE = Path(__file__).parent
+# The folder, and the module in it.
+SUITES = {"kernels": "bandwidth", "quantize": "quantizing", "host": "cost"}
+
+
+def main() -> int:
+    options = _options()
+    sys.path[:0] = [str(HERE / options.suite), str(HERE / "kernels")]  # the clock is the kernels'
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)  # what torchrun gives a rank
+    suite: Any = importlib.import_module(SUITES[options.suite])
+    facts = machine.describe()
+    print(machine.summary(facts), flush=True)
+    cases = [
+        case
+        for case in suite.cases()
+        if not options.only or any(word in case.name for word in options.only)
+        if not any(word in case.name for word in options.without)
+    ]
+    if not cases:
+        print(f"no case of {options.suite} is called so")
+        return 1
+    rows: list[dict[str, Any]] = []
+    failed: dict[str, str] = {}
+    with getattr(suite, "session", contextlib.nullcontext)():
+        for number, case in enumerate(cases):
+            if case.group in failed:
+                continue
+            try:
+                row = suite.row(case, options.rounds, groups_from(cases, case))
+            except Exception as error:  # the other groups are worth more than it
+                traceback.print_exc()
+                failed[case.group] = f"{type(error).__name__}: {error}"
+            else:
+                rows.append(_content(case.group, case.name, row))
+            is_last = number + 1 == len(cases) or cases[number + 1].group != case.group
+            if options.out is not None and (is_last or case.group in failed):
+                now = machine.describe()
+                content = {
+                    "benchmark": options.suite,
+                    "machine": {**facts, "torch_threads": now["torch_threads"]},
+                    "load_average_after": now["load_average"],
+                    "benchmarks": shortened(rows),
+                    "failed": failed,
+                }
+                machine.write_json(options.out, content)
+    print("\n".join(suite.tables([row["extra_info"] for row in rows])), flush=True)
+    for group, why in failed.items():
+        print(f"FAILED {group}: {why}")
+    return 1 if failed else 0
+
+
+def _content(group: str, name: str, row: Row) -> dict[str, Any]:
+    """As pytest-benchmark writes it, as far as ``conftest.py`` keeps that."""
+    return {
+        "group": group,
+        "name": name,
+        "fullname": name,
+        "extra_info": row.info,
+        "stats": stats(row.seconds),
+    }
+
+
+def stats(seconds: Sequence[float]) -> dict[str, Any]:
+    """What is said of the rounds of a row."""
+    several = len(seconds) > 1
+    q1, _, q3 = statistics.quantiles(seconds, method="inclusive") if several else [*seconds] * 3
+    return {
+        "rounds": len(seconds),
+        "median": statistics.median(seconds),
+        "q1": q1,
+        "q3": q3,
+        "min": min(seconds),
+        "max": max(seconds),
+        "mean": statistics.fmean(seconds),
+        "stddev": statistics.stdev(seconds) if several else 0.0,
+        "data": list(seconds),
+    }
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("suite", choices=SUITES)
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="in a case's name")
+    parser.add_argument("--without", nargs="+", default=[], metavar="WORD", help="not in its name")
+    parser.add_argument("--rounds", type=int, help="timed, of each group (default: the suite's)")
+    parser.add_argument("--out", type=Path, help="write JSON here")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""The three quantising kernels against torch's operations and a plain copy of the same bytes.
+
+    python benchmarks/plain.py quantize [--only resnet50] [--rounds 15] [--out FILE]
+    pytest benchmarks/quantize --benchmark-only [-k resnet50] [--rounds 15] [--benchmark-json FILE]
+
+Time as in ``benchmarks/kernels``. GB/s count the bytes that have to be read and written at least:
+gradients, residuals, numbers and scales, for rank 0 of 8.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from deadline import share, until
+from device_timing import Samples, input_sets, time_rounds
+from paired import Spread, paired_ratio
+from quantizers import CEILING, CONTENDERS, Inputs, check, nbytes
+from rows import Case, Row
+from shapes import MANY_SMALL, whole
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ROUNDS = 15 if DEVICE.type == "cuda" else 3
+LISTS = (MANY_SMALL, "resnet50")
+NUMBERS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def _has_fp8() -> bool:
+    return DEVICE.type == "cpu" or torch.cuda.get_device_capability() >= (8, 9)
+
+
+def cases() -> Iterator[Case]:
+    """All contenders, of the numbers that the device has."""
+    for numbers in NUMBERS:
+        if numbers == "fp8" and not _has_fp8():
+            continue
+        for parameters in LISTS:
+            for dtype in DTYPES:
+                bucket = (numbers, parameters, dtype)
+                for kernel, rivals in CONTENDERS.items():
+                    group = "-".join((kernel, *bucket))
+                    for each in rivals:
+                        yield Case(group, (*bucket, kernel, each.name), f"{group}-{each.name}")
+
+
+def row(case: Case, rounds: int | None, groups_left: int) -> Row:
+    """What one contender took, see ``rows.py``."""
+    numbers, parameters, dtype, kernel, contender = case.parts
+    buckets_left = -(-groups_left // len(CONTENDERS))
+    size, all_samples = measure(numbers, parameters, dtype, rounds or ROUNDS, buckets_left)
+    samples, ceiling = all_samples[kernel][contender], all_samples[kernel][CEILING].seconds
+    host = Spread.of(samples.host_seconds) if samples.host_seconds else None
+    info = {
+        "direction": kernel,
+        "numbers": numbers,
+        "parameters": parameters,
+        "dtype": dtype,
+        "bucket": "whole",
+        "contender": contender,
+        "bytes": size[kernel],
+        "gb_per_s": size[kernel] / Spread.of(samples.seconds).median / 1e9,
+        "of_ceiling": asdict(paired_ratio(ceiling, samples.seconds)),
+        "launches": samples.launches,
+        "host_us": host and {name: 1e6 * seconds for name, seconds in asdict(host).items()},
+        "calls": samples.calls,
+        "device": DEVICE.type,
+    }
+    return Row(samples.seconds, info)
+
+
+@functools.cache  # the first case of a bucket measures it
+def measure(
+    numbers: str, parameters: str, dtype: str, rounds: int, buckets_left: int
+) -> tuple[dict[str, int], dict[str, dict[str, Samples]]]:
+    """Bytes, and the samples of each contender, of each kernel; checked before any is timed."""
+    end = share(1 / buckets_left)
+    shapes = whole(parameters)
+    rotation = [Inputs.make(shapes, DTYPES[dtype], NUMBERS[numbers], DEVICE)]
+    check(rotation[0])
+    layout = rotation[0].flat.message_layout
+    size = {kernel: nbytes(kernel, layout, DTYPES[dtype]) for kernel in CONTENDERS}
+    for _ in range(input_sets(min(size.values()), DEVICE) - 1):
+        rotation.append(Inputs.make(shapes, DTYPES[dtype], NUMBERS[numbers], DEVICE))
+    samples = {}
+    for number, (kernel, rivals) in enumerate(CONTENDERS.items()):
+        stop = until(end, 1 / (len(CONTENDERS) - number))
+        samples[kernel] = time_rounds(rivals, rotation, rounds, stop)  # type: ignore[arg-type]
+    rotation.clear()
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
+    return size, samples
+
+
+def tables(infos: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """A line for each contender."""
+    if infos:
+        yield ""
+        yield f"quantising kernels on {infos[0]['device']}"
+    for info in infos:
+        group = " ".join(info[key] for key in ("direction", "numbers", "parameters", "dtype"))
+        yield (
+            f"{group:44}{info['contender']:>16}{info['bytes'] / 1e6:10.1f} MB"
+            f"{info['gb_per_s']:10.1f} GB/s{info['of_ceiling']['median']:8.3f} of the copy's"
+            f"{info['launches'] or '?':>6} launches"
+        )
