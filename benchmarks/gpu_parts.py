@@ -28,6 +28,7 @@ NCCL_TESTS = (
     TESTS / "test_reducer_nccl.py",
     TESTS / "test_agreement_nccl.py",
     TESTS / "test_quantized_nccl.py",
+    TESTS / "test_features_nccl.py",
     TESTS / "test_graphs_nccl.py",
 )
 _PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")

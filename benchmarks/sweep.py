@@ -29,18 +29,12 @@ from device_timing import input_sets, time_rounds
 from paired import Spread, paired_ratio
 from shapes import BUCKETS, LISTS, whole
 
-from tritonddp.kernels import device_tables, flatten, unflatten
-from tritonddp.kernels.device_tables import DeviceTables
-from tritonddp.kernels.launch import Launcher
+from tritonddp.kernels.device_tables import BLOCK, WARPS, DeviceTables
 
-BLOCKS = (1024, 2048, 4096)
-WARPS = (4, 8)
+CHOICES = [(block, warps) for block in (1024, 2048, 4096) for warps in (4, 8)]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Of 0.26 to 100 MB of gradients: what a bucket is between the first one and a whole model.
 DEFAULT_LISTS = ("many_small", "resnet50", "gpt2_small")
-MODULES = {"flatten": flatten, "unflatten": unflatten}
-# What the package launches with.
-OURS = (device_tables.BLOCK, flatten._launch.options["num_warps"])
 
 
 def main() -> int:
@@ -62,7 +56,7 @@ def main() -> int:
                 "benchmark": "sweep",
                 "machine": facts,
                 "load_average_after": machine.describe()["load_average"],
-                "launched_with": {"block": OURS[0], "warps": OURS[1]},
+                "launched_with": {"block": BLOCK, "warps": WARPS},
                 "rows": rows,
             }
             machine.write_json(options.out, content)
@@ -121,14 +115,9 @@ def measure(
 def _rivals(direction: str) -> Iterator[Contender]:
     (plain,) = (each for each in DIRECTIONS[direction] if each.name == "tritonddp")
     (ceiling,) = (each for each in DIRECTIONS[direction] if each.name == CEILING)
-    module = MODULES[direction]
-    for block in BLOCKS:
-        for warps in WARPS:
-            options = {**module._launch.options, "num_warps": warps}
-            launcher = Launcher(module._launch.kernel, **options)
-            # Tables of a block of their own, by the buffer that they are of.
-            run = partial(_run, module, launcher, block, {}, plain)
-            yield Contender(named(block, warps), run, ours=True)
+    for choice in CHOICES:
+        # Tables of their own, by the buffer that they are of.
+        yield Contender(named(*choice), partial(_run, choice, {}, plain), ours=True)
     yield ceiling
 
 
@@ -138,24 +127,18 @@ def named(block: int, warps: int) -> str:
 
 
 def _run(
-    module: Any,
-    launcher: Launcher,
-    block: int,
-    tables: dict[int, DeviceTables],
-    plain: Contender,
-    inputs: Inputs,
+    choice: tuple[int, int], tables: dict[int, DeviceTables], plain: Contender, inputs: Inputs
 ) -> None:
-    """What the package does, with another launcher and another block."""
+    """What the package does, with other programs."""
     flat = inputs.ours
     own = tables.get(id(flat))
     if own is None:
-        own = tables[id(flat)] = DeviceTables(flat, block)
-    former = module._launch, flat.tables
-    module._launch, flat.tables = launcher, own
+        own = tables[id(flat)] = DeviceTables(flat, *choice)
+    former, flat.tables = flat.tables, own
     try:
         plain.run(inputs)
     finally:
-        module._launch, flat.tables = former
+        flat.tables = former
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -173,7 +156,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"  {group:42}{row['bytes'] / 1e6:8.1f}" + "".join(
             [*(f"{each:10.3f}" for each in shares), f"{row['best']:>10}"]
         )
-    yield f"  (the package launches {named(*OURS)})"
+    yield f"  (the package launches {named(BLOCK, WARPS)})"
 
 
 def _options() -> argparse.Namespace:

@@ -137,21 +137,34 @@ def test_a_first_step_is_wanted(change: Callable[..., Any] | None) -> None:
             run.step()
 
 
+class Reordered(nn.Module):
+    """Gradients come in the order of registration: buckets are made anew after the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = nn.Linear(8, 4), nn.Linear(6, 8)
+
+    def forward(self, x: Tensor, leaves_out: bool = False) -> Tensor:
+        return self.last(self.first(x))
+
+
 @pytest.mark.parametrize("moves", [False, True], ids=["", "moved"])
+@pytest.mark.parametrize("module", [None, Reordered], ids=["", "reordered"])
 @ranks(2)
-def test_a_module_that_is_wrapped_on_the_default_stream_is_refused(moves: bool) -> None:
+def test_a_module_that_is_wrapped_on_the_default_stream_is_refused(
+    moves: bool, module: type[nn.Module] | None
+) -> None:
     """Unless torch is told to move its nodes, which it can from 2.13 on."""
     with (
         recording() as recorder,
         mock.patch.object(capture, "moves_nodes_into_captures", return_value=moves),
     ):
-        run = Run(PROGRAMS["copies"], recorder)
+        run = Run(PROGRAMS["copies"], recorder, module=module and module())
+        tracker = run.net.core.tracker
         run.step()
-        refused = (
-            contextlib.nullcontext()
-            if moves
-            else pytest.raises(RuntimeError, match="wrap it on a side")
-        )
+        assert (run.net.core.tracker is tracker) == (module is None)
+        said = "wrap it on a side stream"
+        refused = contextlib.nullcontext() if moves else pytest.raises(RuntimeError, match=said)
         with refused, recorder.graph():
             run.step()
         recorder.has_graph = False

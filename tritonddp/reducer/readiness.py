@@ -132,6 +132,11 @@ class ReadyTracker:
             params = [params[each] for each in self._ranges[number]]
         follow(self.streams, [param.grad for param in params])
 
+    def inherit(self, former: ReadyTracker) -> None:
+        """Nodes that ``former`` holds too run on the streams that it knows."""
+        self.streams[:], self.streams_beside[:] = former.streams, former.streams_beside
+        self._unheard.difference_update(set(former._params).difference(former._unheard))
+
     def remove(self) -> None:
         """Take all hooks away."""
         self._remove()

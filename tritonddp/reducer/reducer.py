@@ -670,6 +670,8 @@ class Reducer:
             former.remove()
         with as_trainable(current.params):
             self.tracker = ReadyTracker(current.params, current.ranges, current.segments_of, self)
+        if former is not None:
+            self.tracker.inherit(former)
 
     def close(self, run: ReductionRun) -> None:
         """``run`` is over, whatever has become of it.
