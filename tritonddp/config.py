@@ -155,7 +155,6 @@ class DDPConfig:
             core.events.install(extension)
         return core
 
-
     def _peer_memory(self, group: Group, parameters: ModuleParameters) -> PeerMemory | None:
         """How ranks of one host may exchange gradients; ``None`` if they shall not."""
         is_on_cpu = all(param.is_cpu for _, param in parameters.params)

@@ -197,9 +197,7 @@ class Bucket:
     def share(self, exchange: Any, memory: Tensor) -> None:
         """Pack into ``memory``, uint8 zeros ``(nbytes,)``, from where ``exchange`` takes it."""
         self.exchange = exchange
-        self._pack_into(
-            self._kernels.buffer(self._layout, self._wire_dtype, memory.device, memory)
-        )
+        self._pack_into(self._kernels.buffer(self._layout, self._wire_dtype, memory.device, memory))
 
     def unshare(self) -> None:
         """Pack into the buffer that the collective sends again."""

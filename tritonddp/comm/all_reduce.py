@@ -17,6 +17,7 @@ from tritonddp.coordination import collectives
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
+from tritonddp.coordination.peers import Peers
 from tritonddp.kernels.flat_buffer import FlatBuffer
 
 # Bytes that two ranks send each other directly. Above the ring is no slower, since it adds half as
@@ -40,9 +41,13 @@ class AllReduce:
     ranks in the same order. Such a bucket takes ``2 * world_size`` times its memory on its way.
 
     A bucket that ranks of one host share goes through their memory instead: ``peer_memory.py``.
+
+    Attributes:
+        peers: connections of the ranks, where they are on one host.
     """
 
     averages = True
+    peers: Peers | None = None
 
     def __init__(self, group: Group, counters: Counters) -> None:
         self._group = group
@@ -68,6 +73,8 @@ class AllReduce:
                     bucket.exchange.launch(data)
                     run.works.append(bucket.exchange)
                 return
+            if self.peers is not None:
+                self.peers.goes_elsewhere(bucket.index, nbytes)
             # Python handles signals between two instructions. Here is but one from each call to the
             # note that it was made.
             if bucket.direct_nbytes <= self._most_direct and data.is_cpu:

@@ -54,21 +54,25 @@ def _nothing() -> None:
 class PeerMemory:
     """Exchanges of buckets with the other ranks, if all of them are on this host.
 
-    Exchanges are numbered alike on all ranks, which launch them in the same order.
+    Of one wrapped module. Exchanges are numbered alike on all ranks, which launch them in the same
+    order.
 
     Args:
         group: all ranks.
         is_required: where it cannot be had, that is an error.
 
     Attributes:
-        launched: number of the last exchange.
+        number: of the module.
+        last: number of its last exchange.
+        mapped: memory of other ranks, by rank and bucket.
         without_share: exchanges whose share this rank has still to add up, in their order.
     """
 
     def __init__(self, group: Group, is_required: bool) -> None:
         self.rank, self.size = group.rank, group.size
         self.peers: Peers | None = None
-        self.launched = 0
+        self.number = self.last = 0
+        self.mapped: dict[tuple[int, int], Memory] = {}
         self.without_share: list[TwoShots] = []
         self._group = group
         self._is_required = is_required
@@ -100,16 +104,18 @@ class PeerMemory:
     def _connect(self, where: str) -> Refusal | None:
         if self.peers is not None:
             return None
-        connected = connect(self._group, _refusal())
-        if isinstance(connected, Refusal):
-            return connected
-        self.peers = connected
-        if self.rank == 0:
-            logger.info(
-                "%s: gradients go through memory that the %d ranks of this host share, not through "
-                "the process group; transport='process_group' or %s=0 changes that",
-                *(where, self.size, _VARIABLE),
-            )
+        if self._group.peers is None:
+            self._group.peers = connect(self._group, _refusal())
+            if self.rank == 0 and isinstance(self._group.peers, Peers):
+                logger.info(
+                    "%s: gradients go through memory that the %d ranks of this host share, not "
+                    "through the process group; transport='process_group' or %s=0 changes that",
+                    *(where, self.size, _VARIABLE),
+                )
+        if isinstance(self._group.peers, Refusal):
+            return self._group.peers
+        self.peers = self._group.peers
+        self.number = self.peers.enter(self)
         return None
 
     def _share(self, buckets: Sequence[Bucket]) -> Refusal | None:
@@ -168,15 +174,17 @@ class Exchange:
         Raises:
             PeerError: see :meth:`Peers.wait`.
         """
-        self._peers.wait(READ, self.number)
+        self._peers.wait(READ, self._all.number, self.number)
         self.is_free = True
 
     def launch(self, result: Tensor) -> None:
         """The bucket is packed: tell the others. The sum will be in ``result``."""
-        every, memory = self._all, self._memory
-        every.launched += 1
-        self.number, self.is_free, self._result = every.launched, False, result
-        self._peers.send(PACKED, self.number, self._index, self._nbytes, memory.descriptor)
+        every, peers, memory = self._all, self._peers, self._memory
+        peers.launched += 1
+        self.number = every.last = peers.launched
+        self.is_free, self._result = False, result
+        what = every.number, self.number, self._index, self._nbytes
+        peers.send(PACKED, *what, memory.descriptor)
         memory.close_descriptor()
 
     def wait(self) -> None:
@@ -189,8 +197,9 @@ class Exchange:
             return
         self._sum(self._result)
         self._result = None
-        if self.number == self._all.launched:
-            self._peers.send(READ, self.number)
+        self._peers.forget(self.number)
+        if self.number == self._all.last:
+            self._peers.send(READ, self._all.number, self.number)
         if self._future is not None:
             future, self._future = self._future, None
             future.set_result(None)
@@ -202,11 +211,14 @@ class Exchange:
 
     def take(self) -> None:
         """Wait until all have packed the bucket."""
-        self._peers.wait(PACKED, self.number)
-        came = self._peers.packed(self.number, self._index, self._nbytes)
+        every, index = self._all, self._index
+        self._peers.wait_packed(every.number, self.number, index, self._nbytes)
         if not self.packed:
-            came.insert(self._all.rank, self._memory.tensor)
-            self.packed = [each.view(self._dtype) for each in came]
+            came = [
+                self._memory if rank == every.rank else every.mapped[rank, index]
+                for rank in range(every.size)
+            ]
+            self.packed = [each.tensor.view(self._dtype) for each in came]
 
     def _sum(self, result: Tensor) -> None:
         self.take()
@@ -225,12 +237,12 @@ class TwoShots(Exchange):
         waiting = self._all.without_share
         # Also of later ones, if they have come: other ranks wait for that.
         while waiting and (
-            waiting[0].number <= self.number or self._peers.has_come(PACKED, waiting[0].number)
+            waiting[0].number <= self.number or self._peers.have_packed(waiting[0].number)
         ):
             with Uninterrupted():  # in place: not to be done twice
                 waiting[0].sum_share()
                 del waiting[0]
-        self._peers.wait(SUMMED, self.number)
+        self._peers.wait(SUMMED, self._all.number, self.number)
         for rank, share in enumerate(self._shares(result)):
             share.copy_(self._shares(self.packed[rank])[rank])
 
@@ -240,7 +252,7 @@ class TwoShots(Exchange):
         rank = self._all.rank
         mine = [self._shares(each)[rank] for each in self.packed]
         _add(mine, mine[rank])
-        self._peers.send(SUMMED, self.number)
+        self._peers.send(SUMMED, self._all.number, self.number)
 
     def _shares(self, whole: Tensor) -> Sequence[Tensor]:
         """One for each rank."""

@@ -27,6 +27,7 @@ class _Shared:
     members: WeakSet[Any] = field(default_factory=WeakSet)
     wrappers: Iterator[int] = field(default_factory=count)
     exchanges: Iterator[int] = field(default_factory=count)
+    peers: Any = None  # connections of ranks on this host, or why there are none
     is_inherited: bool = False  # this process was forked from the rank that made it
 
 
@@ -48,6 +49,15 @@ class Group(FailureReport):
         # Weak references to whoever has begun a reduction and has not ended it: a collective of the
         # group must wait until it has made its own, as collectives are matched by their order.
         self.open_runs = shared.open_runs
+
+    @property
+    def peers(self) -> Any:
+        """See :func:`tritonddp.coordination.peers.connect`; ``None`` before it was called."""
+        return self._shared.peers
+
+    @peers.setter
+    def peers(self, found: Any) -> None:
+        self._shared.peers = found
 
     def next_wrapper(self) -> int:
         """Number of a wrapper among those of the group: alike on all ranks."""

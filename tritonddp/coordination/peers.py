@@ -18,11 +18,13 @@ import socket
 import struct
 import sys
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -33,10 +35,12 @@ from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.coordination.verify import all_gather_bytes
 
-# What a message says of the exchange with its number, on its sender's side.
+# What a message says of its sender in the exchange with its number.
 PACKED, SUMMED, READ = range(3)
-# Kind, bucket, number of the exchange, bytes of the bucket.
-_MESSAGE = struct.Struct("<IIQQ")
+# Kind, wrapper, bucket, number of the exchange, bytes of the bucket.
+_MESSAGE = struct.Struct("<IIIQQ")
+# In the place of a wrapper: the bucket goes through the process group.
+_ELSEWHERE = 0
 # Of recvmsg, for map(): a message, room for one descriptor, and what closes that in new programs.
 _RECEIVE = (_MESSAGE.size,), (socket.CMSG_SPACE(4),), (getattr(socket, "MSG_CMSG_CLOEXEC", 0),)
 # The first message of a connection: who sends it, and what only ranks of the group know.
@@ -45,6 +49,8 @@ _HELLO = struct.Struct("<I32s")
 _INTRODUCTION = 512
 # Bytes of why a rank has failed.
 _WORDS = 256
+# Of a message that never comes.
+_NEVER = READ, _ELSEWHERE
 # Seconds until a rank that has introduced itself has connected.
 _CONNECTING = 30.0
 _MISSING_TIMEOUT = 1800.0  # of a group that has none
@@ -125,24 +131,35 @@ def _mapped(descriptor: int, nbytes: int) -> Tensor:
         raise OSError(str(error).partition("\n")[0]) from error
 
 
+class Mapped(Protocol):
+    """What a wrapper has of other ranks.
+
+    Attributes:
+        mapped: memory of their buckets, by rank and bucket.
+    """
+
+    mapped: dict[tuple[int, int], Memory]
+
+
 class _Peer:
     """The connection with one other rank.
 
     Attributes:
         rank: in the group.
-        counts: the highest number that it has sent of each kind of message.
-        announced: number and bytes of the last exchange that it has packed, by bucket.
-        memory: of its buckets, by index.
+        counts: the highest number that it has sent, by kind of message and wrapper.
+        announced: wrapper, bucket and bytes of what it has packed, by number.
         is_open: messages may still come.
     """
 
-    def __init__(self, rank: int, connection: socket.socket) -> None:
+    def __init__(
+        self, rank: int, connection: socket.socket, wrappers: Mapping[int, Mapped]
+    ) -> None:
         connection.setblocking(False)
         self.rank = rank
-        self.counts = [0, 0, 0]
-        self.announced: dict[int, tuple[int, int]] = {}
-        self.memory: dict[int, Memory] = {}
+        self.counts: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self.announced: dict[int, tuple[int, int, int]] = {}
         self.is_open = True
+        self._wrappers = wrappers
         self._connection = connection
         # Python handles signals between any two instructions, so between a message that has come
         # and the note that it has. One call in C does both.
@@ -150,7 +167,7 @@ class _Peer:
         self._receive = connection.recvmsg
         self.descriptor = connection.fileno()
 
-    def look_for(self, kind: int, number: int) -> bool:
+    def look_for(self, kind: tuple[int, int], number: int) -> bool:
         """Whether it has come to ``kind`` of exchange ``number``. Waits for nothing."""
         came, counts = self._came, self.counts
         try:
@@ -166,28 +183,34 @@ class _Peer:
 
     def make_room(self) -> None:
         """Take all that has come."""
-        self.look_for(READ, sys.maxsize)
+        self.look_for(_NEVER, 1)
 
     def _take(self, content: bytes, ancillary: list[Any], flags: int, _: object) -> None:
         if not content:
             self.is_open = False
             self._came.popleft()
             return
-        kind, bucket, number, nbytes = _MESSAGE.unpack(content)
+        kind, wrapper, bucket, number, nbytes = _MESSAGE.unpack(content)
         if ancillary:
             with Uninterrupted():
-                self._take_memory(ancillary, bucket, nbytes)
+                self._take_memory(ancillary, wrapper, bucket, nbytes)
         if kind == PACKED:
-            self.announced[bucket] = number, nbytes
-        self.counts[kind] = number
+            self.announced[number] = wrapper, bucket, nbytes
+            wrapper = _ELSEWHERE  # all wrappers are numbered together
+        self.counts[kind, wrapper] = number
         self._came.popleft()
 
-    def _take_memory(self, ancillary: list[Any], bucket: int, nbytes: int) -> None:
+    def _take_memory(self, ancillary: list[Any], wrapper: int, bucket: int, nbytes: int) -> None:
         """A bucket has other memory than before."""
-        if bucket == 0:  # that of new buckets comes in their order
-            self.memory.clear()
         (descriptor,) = struct.unpack("i", ancillary.pop()[2])
-        self.memory[bucket] = Memory.received(descriptor, nbytes)
+        memory = Memory.received(descriptor, nbytes)
+        owner = self._wrappers.get(wrapper)
+        if owner is None:  # this rank has dropped the module
+            return
+        if bucket == 0:  # that of new buckets comes in their order
+            for rank, index in [each for each in owner.mapped if each[0] == self.rank]:
+                del owner.mapped[rank, index]
+        owner.mapped[self.rank, bucket] = memory
 
     def send(self, message: bytes, descriptor: int = -1) -> bool:
         """Send; returns whether it was, or never will be as the other rank is gone."""
@@ -213,52 +236,103 @@ class _Peer:
 class Peers:
     """The other ranks of a group, all of which are on this host.
 
-    Made by :func:`connect`. Messages of exchange ``n`` come behind all those of earlier ones.
+    Made by :func:`connect`, once for a group: buckets of all wrapped modules are numbered together,
+    as collectives are, so that ranks find out that they do not make the same.
+
+    Attributes:
+        launched: number of the last exchange, be it through memory or the process group.
     """
 
-    def __init__(self, group: Group, peers: list[_Peer]) -> None:
-        self._group = group
-        self._peers = peers
+    def __init__(self, group: Group, connections: Mapping[int, socket.socket]) -> None:
+        self.launched = 0
+        self._wrappers: WeakValueDictionary[int, Mapped] = WeakValueDictionary()
+        self._numbers = count(_ELSEWHERE + 1)
+        self._peers = [
+            _Peer(rank, connection, self._wrappers)
+            for rank, connection in sorted(connections.items())
+        ]
+        self._process_group = ref(group.process_group)  # which may hold this
         self._poll = select.poll()
-        self._polled = list(peers)
-        for peer in peers:
+        self._polled = list(self._peers)
+        for peer in self._peers:
             self._poll.register(peer.descriptor, select.POLLIN)
         group.join_forks(self)
-        group.close_on_failure(self)  # in any thread
+        group.close_on_failure(self)
+
+    def enter(self, wrapper: Mapped) -> int:
+        """The number of a wrapper, which all ranks give one at the same time."""
+        number = next(self._numbers)
+        self._wrappers[number] = wrapper
+        return number
 
     def send(
-        self, kind: int, number: int, bucket: int = 0, nbytes: int = 0, descriptor: int = -1
+        self,
+        kind: int,
+        wrapper: int,
+        number: int,
+        bucket: int = 0,
+        nbytes: int = 0,
+        descriptor: int = -1,
     ) -> None:
         """Tell all that this rank has come to ``kind`` of exchange ``number``. Waits for nothing.
 
         With ``descriptor`` the bucket has other memory than before.
         """
-        message = _MESSAGE.pack(kind, bucket, number, nbytes)
+        message = _MESSAGE.pack(kind, wrapper, bucket, number, nbytes)
         for peer in self._peers:
             while not peer.send(message, descriptor):  # hundreds of messages wait there
                 for other in self._peers:  # one of which may wait for room here
                     other.make_room()
                 time.sleep(1e-4)
 
-    def has_come(self, kind: int, number: int) -> bool:
-        """Whether all have come to ``kind`` of exchange ``number``. Waits for nothing."""
+    def goes_elsewhere(self, bucket: int, nbytes: int) -> None:
+        """A bucket goes through the process group: ranks that expect another one are told."""
+        self.launched += 1
+        self.send(PACKED, _ELSEWHERE, self.launched, bucket, nbytes)
         for peer in self._peers:
-            if peer.counts[kind] < number and not peer.look_for(kind, number):
-                return False
-        return True
+            peer.make_room()
+            for number in [n for n, of in peer.announced.items() if of[0] == _ELSEWHERE]:
+                if number < self.launched:  # nobody has asked, or will
+                    del peer.announced[number]
 
-    def wait(self, kind: int, number: int) -> None:
-        """Until all have come to ``kind`` of exchange ``number``.
+    def have_packed(self, number: int) -> bool:
+        """Whether all have come to exchange ``number``. Waits for nothing."""
+        return self._has_come((PACKED, _ELSEWHERE), number)
+
+    def wait_packed(self, wrapper: int, number: int, bucket: int, nbytes: int) -> None:
+        """Wait until all have packed this bucket in exchange ``number``.
+
+        Raises:
+            PeerError: a rank has packed something else; or see :meth:`wait`.
+        """
+        self.wait(PACKED, _ELSEWHERE, number)
+        mine = wrapper, bucket, nbytes
+        for peer in self._peers:
+            theirs = peer.announced.get(number, (_ELSEWHERE, 0, 0))
+            if theirs != mine:
+                raise PeerError(
+                    f"rank {peer.rank} reduces {_told(*theirs)}, and this rank {_told(*mine)}"
+                )
+
+    def forget(self, number: int) -> None:
+        """Exchange ``number`` is over."""
+        for peer in self._peers:
+            peer.announced.pop(number, None)
+
+    def wait(self, kind: int, wrapper: int, number: int) -> None:
+        """Until all have come to ``kind`` of exchange ``number``, of this wrapper.
 
         Raises:
             PeerError: a rank is gone, or has not come there within the group's timeout.
         """
-        if self.has_come(kind, number):
+        line = kind, wrapper
+        if self._has_come(line, number):
             return
-        timeout = timeout_of(self._group.process_group, torch.device("cpu"))
-        seconds = _MISSING_TIMEOUT if timeout is None else timeout.total_seconds()
+        process_group = self._process_group()
+        timeout = process_group and timeout_of(process_group, torch.device("cpu"))
+        seconds = timeout.total_seconds() if timeout else _MISSING_TIMEOUT
         end = time.monotonic() + seconds
-        while late := [peer for peer in self._peers if not peer.look_for(kind, number)]:
+        while late := [peer for peer in self._peers if not peer.look_for(line, number)]:
             for peer in [peer for peer in self._polled if not peer.is_open]:
                 self._poll.unregister(peer.descriptor)
                 self._polled.remove(peer)
@@ -270,20 +344,11 @@ class Peers:
                 raise PeerError(f"rank {late[0].rank} has not come there within {seconds:g} s")
             self._poll.poll(1000 * left)
 
-    def packed(self, number: int, bucket: int, nbytes: int) -> list[Tensor]:
-        """What the others have packed in exchange ``number``, in the order of their ranks: uint8.
-
-        Raises:
-            PeerError: that is another bucket, or one of another size.
-        """
+    def _has_come(self, line: tuple[int, int], number: int) -> bool:
         for peer in self._peers:
-            if peer.announced.get(bucket) != (number, nbytes):
-                theirs = sorted(peer.announced.items(), key=lambda each: each[1])[-1]
-                raise PeerError(
-                    f"rank {peer.rank} has packed bucket {theirs[0]} of {theirs[1][1]} bytes, and "
-                    f"this rank bucket {bucket} of {nbytes}"
-                )
-        return [peer.memory[bucket].tensor for peer in self._peers]
+            if peer.counts[line] < number and not peer.look_for(line, number):
+                return False
+        return True
 
     def close(self) -> None:
         """No more messages, either way: the others are told that this rank is gone."""
@@ -294,6 +359,12 @@ class Peers:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _told(wrapper: int, bucket: int, nbytes: int) -> str:
+    if wrapper == _ELSEWHERE:
+        return f"{nbytes} bytes through the process group"
+    return f"bucket {bucket} of {nbytes} bytes of module {wrapper} through memory"
 
 
 def connect(group: Group, refusal: str = "") -> Peers | Refusal:
@@ -336,7 +407,7 @@ def connect(group: Group, refusal: str = "") -> Peers | Refusal:
                 _meet(group, listener, token, others, found)
             except OSError as error:
                 failure = str(error)
-    peers = Peers(group, [_Peer(rank, found[rank]) for rank in sorted(found)])
+    peers = Peers(group, found)
     if told := first_failure(failure, group):
         peers.close()
         return Refusal(told, is_failure=True)
@@ -399,11 +470,11 @@ def _meet(
                 continue
             connection = waiting.pop(descriptor)
             poll.unregister(descriptor)
-            rank = _rank_of(connection, token, group)
-            if rank is None or rank in found:
+            who = _rank_of(connection, token, group)
+            if who is None or who in found:
                 connection.close()
             else:
-                found[rank] = connection
+                found[who] = connection
     for stranger in waiting.values():
         stranger.close()
 

@@ -643,6 +643,7 @@ class Reducer:
         self.renumber(self.manager.renew())
         if self.peer_memory is not None:
             self.peer_memory.follow(self.manager.current, self.where())
+            self.plain.peers = self.peer_memory.peers
         if failure is not None:
             raise failure
 
