@@ -130,10 +130,13 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             the parameters and the ranks. ``.grad`` holds the means by then, and training may go on.
             On a GPU the host waits there for the reduction. Optimizers in the backward have made
             their steps, and a rank that has run out of inputs inside :meth:`join` only warns.
-        transport: ``"auto"``: where all ranks are on one host and the group is gloo's, gradients go
-            from the second reduced backward on through memory that the ranks share, else through
-            the process group; ``"process_group"`` or ``"peer_memory"``: that, or an error.
-            ``TRITONDDP_PEER_MEMORY=0`` in the environment of any rank prevents the former.
+        transport: ``"process_group"``; or ``"peer_memory"``: over gloo, where all ranks are on one
+            host, gradients go from the second reduced backward on through memory that the ranks
+            share, which is several times faster. Quantised, sparse and lazy buckets and those of
+            communication hooks go through the process group all the same. It takes once more the
+            memory of the buckets. Where it cannot be had, that is an error at the end of the first
+            reduced backward; with ``"auto"`` the process group is taken.
+            ``TRITONDDP_PEER_MEMORY=0`` in the environment of any rank prevents it.
 
     Attributes:
         module: the wrapped module.
@@ -186,7 +189,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         error_feedback: bool = True,
         exact: Any = None,
         check_finite: str | None = None,
-        transport: str = "auto",
+        transport: str = "process_group",
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
         if not isinstance(module, nn.Module):
