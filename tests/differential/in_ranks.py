@@ -8,6 +8,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -26,7 +27,7 @@ from differential.player import Player
 from differential.scenario import Options, Scenario
 from differential.trace import Trace
 from tritonddp import DistributedDataParallel
-from tritonddp.comm import all_reduce
+from tritonddp.comm import all_reduce, peer_memory
 from tritonddp.kernels import reference
 
 Played = dict[str, Trace]
@@ -95,11 +96,15 @@ def build(scenario: Scenario, rank: int) -> Network:
 
 def _play_all_ways(scenario: Scenario, is_mutated: bool) -> Played:
     played = {}
+    # Through memory on one of the two ways.
+    ways = [DistributedDataParallel, partial(DistributedDataParallel, transport="auto")]
+    if scenario.seed % 2 and not is_mutated:
+        ways.reverse()
     with _thresholds(scenario.thresholds), _directly(scenario.seed):
-        played[OURS] = _play(scenario, OURS, DistributedDataParallel, scenario.options)
+        played[OURS] = _play(scenario, OURS, ways[0], scenario.options)
         if not is_mutated:
             with nothing_prepared():
-                played[LONG] = _play(scenario, LONG, DistributedDataParallel, scenario.options)
+                played[LONG] = _play(scenario, LONG, ways[1], scenario.options)
     if scenario.stock is not None and _STOCK_DEFINES:
         played[STOCK] = _play(scenario, STOCK, Stock, scenario.stock)
     return played
@@ -168,8 +173,16 @@ def _made_once(name: str, make: Callable[[], Any]) -> Any:
 
 
 def _directly(seed: int) -> contextlib.AbstractContextManager[Any]:
-    """Context: no bucket is exchanged directly, or the smallest ones are, or all."""
-    return patch.object(all_reduce, "_DIRECT", (0, 400, 2**20)[seed % 3])
+    """Context: no bucket is exchanged directly, or the smallest ones are, or all.
+
+    Through memory, in one shot or in two.
+    """
+    stack = contextlib.ExitStack()
+    stack.enter_context(patch.object(all_reduce, "_DIRECT", (0, 400, 2**20)[seed % 3]))
+    if seed % 4 < 2:
+        shares = {"_RANKS_OF_SHARES": 2, "_BYTES_OF_SHARES": 200, "_PIECE": 64}
+        stack.enter_context(patch.multiple(peer_memory, **shares))
+    return stack
 
 
 @contextlib.contextmanager
