@@ -145,6 +145,7 @@ class Steps:
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "views": {"gradient_as_bucket_view": True},
+    "memory": {"transport": "auto"},
     "int8": {"compression": "int8"},
     "skip": {"skip_all_reduce_unused_params": True},
     "finite": {"check_finite": "warn"},

@@ -189,13 +189,11 @@ class Bucket:
             is_whole = segment.last - segment.first == len(self.params)
             segment.flat = flat if is_whole else flat.part(segment.first, segment.last)
 
-    @property
-    def can_share(self) -> bool:
-        """Whether :meth:`share` may be called."""
-        return not (self.is_lazy or self.is_sparse or self.quantization is not None)
-
     def share(self, exchange: Any, memory: Tensor) -> None:
-        """Pack into ``memory``, uint8 zeros ``(nbytes,)``, from where ``exchange`` takes it."""
+        """Pack into ``memory``, uint8 zeros ``(nbytes,)``, from where ``exchange`` takes it.
+
+        Not for a bucket that is lazy, sparse or quantised.
+        """
         self.exchange = exchange
         self._pack_into(self._kernels.buffer(self._layout, self._wire_dtype, memory.device, memory))
 

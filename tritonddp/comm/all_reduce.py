@@ -68,13 +68,16 @@ class AllReduce:
             run.log(bucket, "is sent with NaN" if is_broken else "is sent")
         data, group = bucket.flat.data, self._process_group
         try:
-            if bucket.exchange is not None:
-                with Uninterrupted():
-                    bucket.exchange.launch(data)
-                    run.works.append(bucket.exchange)
-                return
             if self.peers is not None:
-                self.peers.goes_elsewhere(bucket.index, nbytes)
+                with Uninterrupted():
+                    if bucket.exchange is not None:
+                        bucket.exchange.launch(data)
+                        run.works.append(bucket.exchange)
+                        return
+                    self.peers.goes_elsewhere(bucket.index, nbytes)
+                    counters.sent_bytes -= -2 * (size - 1) * nbytes // size
+                    run.works.append(collectives.all_reduce(data, group))
+                return
             # Python handles signals between two instructions. Here is but one from each call to the
             # note that it was made.
             if bucket.direct_nbytes <= self._most_direct and data.is_cpu:

@@ -119,7 +119,11 @@ class PeerMemory:
         return None
 
     def _share(self, buckets: Sequence[Bucket]) -> Refusal | None:
-        found = [bucket for bucket in buckets if bucket.can_share]
+        found = [
+            bucket
+            for bucket in buckets
+            if not (bucket.is_lazy or bucket.is_sparse or bucket.quantization is not None)
+        ]
         memory, failure = [], ""
         try:
             memory = [Memory.create(bucket.nbytes) for bucket in found]
@@ -196,10 +200,11 @@ class Exchange:
         if self._result is None:  # it was waited for
             return
         self._sum(self._result)
-        self._result = None
-        self._peers.forget(self.number)
-        if self.number == self._all.last:
-            self._peers.send(READ, self._all.number, self.number)
+        with Uninterrupted():  # or the others would wait for ever, or what was read come anew
+            self._result = None
+            self._peers.forget(self.number)
+            if self.number == self._all.last:
+                self._peers.send(READ, self._all.number, self.number)
         if self._future is not None:
             future, self._future = self._future, None
             future.set_result(None)
@@ -239,6 +244,7 @@ class TwoShots(Exchange):
         while waiting and (
             waiting[0].number <= self.number or self._peers.have_packed(waiting[0].number)
         ):
+            waiting[0].take()
             with Uninterrupted():  # in place: not to be done twice
                 waiting[0].sum_share()
                 del waiting[0]
@@ -248,7 +254,6 @@ class TwoShots(Exchange):
 
     def sum_share(self) -> None:
         """Add up the share of this rank, and tell the others."""
-        self.take()
         rank = self._all.rank
         mine = [self._shares(each)[rank] for each in self.packed]
         _add(mine, mine[rank])

@@ -107,7 +107,7 @@ class Memory:
         """That of another rank. The descriptor is closed."""
         try:
             if os.fstat(descriptor).st_size < nbytes:  # to read behind its end would be a signal
-                raise PeerError(f"shared memory is smaller than the {nbytes} bytes announced")
+                raise OSError(f"it is smaller than the {nbytes} bytes announced")
             return cls(_mapped(descriptor, nbytes))
         finally:
             os.close(descriptor)
@@ -149,6 +149,7 @@ class _Peer:
         counts: the highest number that it has sent, by kind of message and wrapper.
         announced: wrapper, bucket and bytes of what it has packed, by number.
         is_open: messages may still come.
+        unsent: messages to it, and descriptors, for which there was no room.
     """
 
     def __init__(
@@ -159,6 +160,8 @@ class _Peer:
         self.counts: defaultdict[tuple[int, int], int] = defaultdict(int)
         self.announced: dict[int, tuple[int, int, int]] = {}
         self.is_open = True
+        self.unsent: deque[tuple[bytes, int]] = deque()
+        self._failure = ""
         self._wrappers = wrappers
         self._connection = connection
         # Python handles signals between any two instructions, so between a message that has come
@@ -168,17 +171,26 @@ class _Peer:
         self.descriptor = connection.fileno()
 
     def look_for(self, kind: tuple[int, int], number: int) -> bool:
-        """Whether it has come to ``kind`` of exchange ``number``. Waits for nothing."""
+        """Whether it has come to ``kind`` of exchange ``number``. Waits for nothing.
+
+        Raises:
+            PeerError: memory that it has handed over has not come here.
+        """
         came, counts = self._came, self.counts
-        try:
-            while counts[kind] < number and (came or self.is_open):
+        if self._failure:
+            raise PeerError(self._failure)
+        while counts[kind] < number and (came or self.is_open):
+            try:
                 if not came:
                     came.extend(map(self._receive, *_RECEIVE))
-                self._take(*came[0])
-        except BlockingIOError:
-            pass
-        except OSError:  # the connection was reset
-            self.is_open = False
+            except BlockingIOError:
+                break
+            except ConnectionResetError:  # told once, before what it has sent and its end
+                continue
+            except OSError:  # closed by this rank
+                self.is_open = False
+                break
+            self._take(*came[0])
         return counts[kind] >= number
 
     def make_room(self) -> None:
@@ -191,9 +203,13 @@ class _Peer:
             self._came.popleft()
             return
         kind, wrapper, bucket, number, nbytes = _MESSAGE.unpack(content)
-        if ancillary:
+        if ancillary or flags & socket.MSG_CTRUNC:
             with Uninterrupted():
-                self._take_memory(ancillary, wrapper, bucket, nbytes)
+                try:
+                    self._take_memory(ancillary, wrapper, bucket, nbytes)
+                except OSError as error:
+                    self._failure = f"memory of rank {self.rank} cannot be mapped: {error}"
+                    raise PeerError(self._failure) from error
         if kind == PACKED:
             self.announced[number] = wrapper, bucket, nbytes
             wrapper = _ELSEWHERE  # all wrappers are numbered together
@@ -202,6 +218,8 @@ class _Peer:
 
     def _take_memory(self, ancillary: list[Any], wrapper: int, bucket: int, nbytes: int) -> None:
         """A bucket has other memory than before."""
+        if not ancillary:
+            raise OSError("this process has as many descriptors as it may have")
         (descriptor,) = struct.unpack("i", ancillary.pop()[2])
         memory = Memory.received(descriptor, nbytes)
         owner = self._wrappers.get(wrapper)
@@ -212,8 +230,27 @@ class _Peer:
                 del owner.mapped[rank, index]
         owner.mapped[self.rank, bucket] = memory
 
-    def send(self, message: bytes, descriptor: int = -1) -> bool:
-        """Send; returns whether it was, or never will be as the other rank is gone."""
+    def send(self, message: bytes, descriptor: int = -1) -> None:
+        """Send, now or when there is room: hundreds of messages may lie there unread.
+
+        (That it is gone is found by who waits for its messages.)
+
+        Raises:
+            PeerError: the descriptor cannot be sent.
+        """
+        if self.unsent:
+            self.send_rest()
+        if self.unsent or not self._send(message, descriptor):
+            self.unsent.append((message, os.dup(descriptor) if descriptor >= 0 else -1))
+
+    def send_rest(self) -> None:
+        """Of what there was no room for, as much as there is room for now."""
+        while self.unsent and self._send(*self.unsent[0]):
+            _, descriptor = self.unsent.popleft()
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def _send(self, message: bytes, descriptor: int) -> bool:
         try:
             if descriptor < 0:
                 self._connection.send(message)
@@ -224,13 +261,16 @@ class _Peer:
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM):
                 raise PeerError(f"memory cannot be handed to rank {self.rank}: {error}") from error
-            self.is_open = False  # who waits for its messages says so
         return True
 
     def close(self) -> None:
         """No more messages, either way."""
         self.is_open = False
         self._connection.close()
+        while self.unsent:
+            _, descriptor = self.unsent.popleft()
+            if descriptor >= 0:
+                os.close(descriptor)
 
 
 class Peers:
@@ -244,6 +284,7 @@ class Peers:
     """
 
     def __init__(self, group: Group, connections: Mapping[int, socket.socket]) -> None:
+        self._peers: list[_Peer] = []
         self.launched = 0
         self._wrappers: WeakValueDictionary[int, Mapped] = WeakValueDictionary()
         self._numbers = count(_ELSEWHERE + 1)
@@ -280,10 +321,7 @@ class Peers:
         """
         message = _MESSAGE.pack(kind, wrapper, bucket, number, nbytes)
         for peer in self._peers:
-            while not peer.send(message, descriptor):  # hundreds of messages wait there
-                for other in self._peers:  # one of which may wait for room here
-                    other.make_room()
-                time.sleep(1e-4)
+            peer.send(message, descriptor)
 
     def goes_elsewhere(self, bucket: int, nbytes: int) -> None:
         """A bucket goes through the process group: ranks that expect another one are told."""
@@ -332,17 +370,24 @@ class Peers:
         timeout = process_group and timeout_of(process_group, torch.device("cpu"))
         seconds = timeout.total_seconds() if timeout else _MISSING_TIMEOUT
         end = time.monotonic() + seconds
-        while late := [peer for peer in self._peers if not peer.look_for(line, number)]:
+        while not self._has_come(line, number):
+            # What came of others too, or there would be something to read at once, and their ends.
+            for peer in self._peers:
+                peer.make_room()
+                peer.send_rest()
             for peer in [peer for peer in self._polled if not peer.is_open]:
                 self._poll.unregister(peer.descriptor)
                 self._polled.remove(peer)
+            late = [peer for peer in self._peers if peer.counts[line] < number]
             for peer in late:
                 if not peer.is_open:
                     raise PeerError(f"rank {peer.rank} has closed its connection")
             left = end - time.monotonic()
-            if left <= 0:
+            if late and left <= 0:
                 raise PeerError(f"rank {late[0].rank} has not come there within {seconds:g} s")
-            self._poll.poll(1000 * left)
+            if late:
+                is_full = any(peer.unsent for peer in self._peers)
+                self._poll.poll(min(1.0, 1000 * left) if is_full else 1000 * left)
 
     def _has_come(self, line: tuple[int, int], number: int) -> bool:
         for peer in self._peers:
