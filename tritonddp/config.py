@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -155,12 +156,14 @@ class DDPConfig:
             core.events.install(extension)
         return core
 
-    def _peer_memory(self, group: Group, parameters: ModuleParameters) -> PeerMemory | None:
+    def _peer_memory(
+        self, group: Group, parameters: ModuleParameters
+    ) -> Callable[..., PeerMemory] | None:
         """How ranks of one host may exchange gradients; ``None`` if they shall not."""
         is_on_cpu = all(param.is_cpu for _, param in parameters.params)
         if self.transport == PROCESS_GROUP or not is_on_cpu or not goes_by_messages(group):
             return None
-        return PeerMemory(group, is_required=self.transport == PEER_MEMORY)
+        return partial(PeerMemory, is_required=self.transport == PEER_MEMORY)
 
 
 def check_transport(

@@ -47,7 +47,7 @@ from tritonddp.features.optimizer_in_backward import step_in_backward
 from tritonddp.features.weighted_mean import AccumulationWindow, weight_of
 from tritonddp.reducer import checkpoint, in_context, on_demand
 from tritonddp.reducer.extension import SyncState
-from tritonddp.reducer.output_hooks import tensors_in
+from tritonddp.reducer.output_hooks import tensors_in, watch
 
 # Where it is imported, optimizers may step in the backward.
 _OPTIMIZERS_IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
@@ -369,7 +369,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             context = distributed_context()
             if context is None:
                 is_one = type(output) is Tensor
-                self.core.watch((output,) if is_one else tensors_in(output), syncs)
+                watch(self.core, (output,) if is_one else tensors_in(output), syncs)
             else:
                 in_context.watch(self.core, output, context, syncs)
         # As in stock: after a forward that will not be synchronised, the next one need not

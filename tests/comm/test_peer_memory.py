@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -264,9 +265,10 @@ def test_ranks_that_do_not_exchange_the_same_are_told() -> None:
     ddp = net()
     step(ddp, 0)
     step(ddp, 1)
-    exchange = ddp.core.manager.current.buckets[0].exchange
+    bucket = ddp.core.manager.current.buckets[0]
     if dist.get_rank() == 1:
-        exchange._nbytes += 4
+        bucket.nbytes += 4
+        bucket.exchange.content = *bucket.exchange.content[:2], bucket.nbytes
     with pytest.raises(RuntimeError, match=r"bucket 0 .*(reduces bucket 0 of|closed)"):
         step(ddp, 2)
 
@@ -317,37 +319,63 @@ def test_more_messages_than_a_connection_holds() -> None:
         ddp(x * (1 + dist.get_rank())).backward()
         assert ddp.module.layers[0].grad.tolist() == [1.5, 1.5]
     assert len(ddp.reducer.buckets) == 500
-    assert not any(peer.unsent for peer in ddp.core.group.peers._peers)
+    assert not any(peer.unsent for peer in ddp.core.group.peers.others)
 
 
-def a_pair() -> tuple[peers._Peer, socket.socket]:
-    """A connection with rank 1, and its other side."""
+@pytest.fixture
+def a_pair() -> Iterator[tuple[Any, Any, socket.socket]]:
+    """An exchange of a bucket with rank 1, the connection, and its other side."""
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    return peers._Peer(1, one, {}), other
+    group = mock.MagicMock(size=2, rank=0)
+    group.process_group = mock.MagicMock()
+    found = peer_memory.Peers(group, {1: one})
+    module = peer_memory.PeerMemory(group, mock.Mock(), mock.Mock(), False)
+    module.number = found.enter(module)
+    bucket = mock.Mock(index=0, nbytes=8)
+    exchange = peer_memory.Exchange(module, found, mock.Mock(descriptor=-1), bucket)
+    yield exchange, found.others[0], other
+    found.close()
+    other.close()
 
 
-@ranks(1)
-def test_what_a_rank_has_sent_before_its_end_counts() -> None:
+def test_what_a_rank_has_sent_before_its_end_counts(a_pair: Any) -> None:
     """Also where it has left something unread, which the kernel tells first."""
-    peer, other = a_pair()
+    exchange, peer, other = a_pair
     for number in (1, 2):
-        other.send(peers._MESSAGE.pack(peers.PACKED, 1, 0, number, 8))
+        other.send(peer_memory._MESSAGE.pack(peers.PACKED, 1, 0, number, 8))
     peer.send(b"what is never read")
     other.close()
-    assert peer.look_for((peers.PACKED, 0), 1)
+    exchange.number = 1
+    exchange.wait_for(peers.PACKED)
     peer.send(b"nobody is there")
-    assert peer.look_for((peers.PACKED, 0), 2)
-    assert not peer.look_for((peers.PACKED, 0), 3)
+    exchange.number = 2
+    exchange.wait_for(peers.PACKED)
+    exchange.number = 3
+    with pytest.raises(peers.PeerError, match="rank 1 has closed its connection"):
+        exchange.wait_for(peers.PACKED)
     assert not peer.is_open
 
 
-@ranks(1)
-def test_memory_that_does_not_arrive_is_an_error_each_time() -> None:
-    peer, other = a_pair()
-    content = peers._MESSAGE.pack(peers.PACKED, 1, 0, 1, 8)
-    peer._came.append((content, [], socket.MSG_CTRUNC, None))
+def test_memory_that_does_not_arrive_is_an_error_each_time(a_pair: Any) -> None:
+    exchange, peer, _ = a_pair
+    content = peer_memory._MESSAGE.pack(peers.PACKED, 1, 0, 1, 8)
+    peer.came.append((content, [], socket.MSG_CTRUNC, None))
+    exchange.number = 1
     for _ in range(2):
         with pytest.raises(peers.PeerError, match="memory of rank 1 cannot be mapped"):
-            peer.look_for((peers.PACKED, 0), 1)
-    other.close()
-    peer.close()
+            exchange.wait_for(peers.PACKED)
+
+
+def test_a_message_that_comes_twice_counts_once(a_pair: Any) -> None:
+    exchange, peer, other = a_pair
+    for number in (1, 1, 2, 1):
+        other.send(peer_memory._MESSAGE.pack(peers.PACKED, 1, 0, number, 8))
+    exchange.number = 2
+    exchange.wait_for(peers.PACKED)
+    assert sorted(peer.announced) == [1, 2]
+    peer.announced.clear()
+    other.send(peer_memory._MESSAGE.pack(peers.READ, 1, 0, 2, 8))
+    exchange._module.read = 2
+    exchange.wait_for(peers.READ)
+    assert exchange.is_free
+    assert not peer.announced

@@ -23,6 +23,7 @@ from tritonddp._torch import storage_address, storage_use_count
 from tritonddp.buckets.donation import sole_owners
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
+from tritonddp.coordination.peers import READ
 from tritonddp.kernels.device_tables import DeviceTables
 from tritonddp.kernels.dispatch import Kernels
 from tritonddp.kernels.flat_buffer import Layout
@@ -287,10 +288,17 @@ class Bucket:
         One launch. A parameter without a gradient counts as zero; one that is not ``used`` but
         has a gradient of an earlier backward contributes that, as it would on this rank alone,
         unless ``earlier`` gradients do not count. A ``scale`` of zero makes zeros even of NaN.
+
+        Raises:
+            GradientError: a gradient does not fit its parameter.
+            PeerError: a rank is gone that may still read what was packed before.
         """
         first, last = segment.first, segment.last
         if self.flat is None:
             self.allocate()
+        exchange = self.exchange
+        if exchange is not None and not exchange.is_free:
+            exchange.wait_for(READ)
         grads: list[Any] = list(map(_grad_of, segment.params))
         if NoneType in map(type, grads):
             self.wants_flags = True
@@ -339,9 +347,11 @@ class Bucket:
         self.packed.write_trailer(self.used, header)
 
     def fill_nan(self, header: bytes = b"") -> None:
-        """Fill the buffer with NaN instead of gradients."""
+        """Fill the buffer with NaN instead of gradients; see :meth:`pack` for a PeerError."""
         if self.flat is None:
             self.allocate()
+        if self.exchange is not None and not self.exchange.is_free:
+            self.exchange.wait_for(READ)
         self.packed.fill_nan()
         self.packed.write_trailer([False] * len(self.params), header)
 

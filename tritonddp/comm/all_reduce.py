@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from ctypes import string_at
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,8 +15,6 @@ from tritonddp.coordination import collectives
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
-from tritonddp.coordination.peers import Peers
-from tritonddp.kernels.flat_buffer import FlatBuffer
 
 # Bytes that two ranks send each other directly. Above the ring is no slower, since it adds half as
 # much on each rank. Of the last buckets together, so that memory is bounded and since no backward
@@ -39,15 +35,9 @@ class AllReduce:
     of another process to wake. Where messages are small those are all that they cost, and each rank
     sends them to every other one directly instead: one round, and the sum is made here, by all
     ranks in the same order. Such a bucket takes ``2 * world_size`` times its memory on its way.
-
-    A bucket that ranks of one host share goes through their memory instead: ``peer_memory.py``.
-
-    Attributes:
-        peers: connections of the ranks, where they are on one host.
     """
 
     averages = True
-    peers: Peers | None = None
 
     def __init__(self, group: Group, counters: Counters) -> None:
         self._group = group
@@ -68,16 +58,6 @@ class AllReduce:
             run.log(bucket, "is sent with NaN" if is_broken else "is sent")
         data, group = bucket.flat.data, self._process_group
         try:
-            if self.peers is not None:
-                with Uninterrupted():
-                    if bucket.exchange is not None:
-                        bucket.exchange.launch(data)
-                        run.works.append(bucket.exchange)
-                        return
-                    self.peers.goes_elsewhere(bucket.index, nbytes)
-                    counters.sent_bytes -= -2 * (size - 1) * nbytes // size
-                    run.works.append(collectives.all_reduce(data, group))
-                return
             # Python handles signals between two instructions. Here is but one from each call to the
             # note that it was made.
             if bucket.direct_nbytes <= self._most_direct and data.is_cpu:
@@ -108,31 +88,17 @@ class AllReduce:
             # On a GPU the host goes on before it is there.
             is_there = bucket.flat.data.is_cpu
             run.log(bucket, "is there" if is_there else "is waited for by the device")
-        flat, last = bucket.flat, bucket.last_trailer
         if run.from_ranks and bucket.index in run.from_ranks:
+            data = bucket.flat.data
             first, second, *others = run.from_ranks[bucket.index].unbind()
-            torch.add(first, second, out=flat.data)
+            torch.add(first, second, out=data)
             for other in others:
-                flat.data.add_(other)
+                data.add_(other)
             del run.from_ranks[bucket.index]
-        # The address is asked for each time: share_memory() moves gradients that are views.
-        if (
-            last is not None
-            and last[0] is run.header
-            and string_at(flat.trailer.data_ptr(), flat.trailer_nbytes) == last[1]
-        ):
-            flat.known_flags = last[2]
-            return None
-        flat.known_flags = None
-        if bucket.index == 0:
-            run.read_headers(flat.headers, run.works[0] if self._is_plain else None)
+        factor = run.read_trailer(bucket, run.works[0] if self._is_plain else None)
         if isinstance(bucket, SparseBucket):
             exchange_rows(run, bucket, self._counters)
-        elif flat.data.is_cpu and run.agreement.is_unanimous and type(flat) is FlatBuffer:
-            flags = flat.flags.tolist()
-            trailer = string_at(flat.trailer.data_ptr(), flat.trailer_nbytes)
-            bucket.last_trailer = run.header, trailer, () if all(flags) else flags
-        return run.factor
+        return factor
 
 
 def goes_by_messages(group: Group) -> bool:

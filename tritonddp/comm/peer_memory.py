@@ -3,25 +3,46 @@
 gloo moves each byte through the kernel several times, even between two processes of one host. Here
 each rank packs its buckets into memory that the others have mapped, tells them by a message, and
 adds up what all have packed, in the order of the ranks, so that all hold the same bits. The sum
-goes into memory of its own: until all have packed a bucket, nothing has become of ``.grad``.
+goes into memory of its own: until all have packed a bucket, nothing has become of ``.grad``::
+
+    pack     bucket.pack    wait until all have READ what was there, write the gradients
+    launch   one message    PACKED, with the number of the exchange
+    wait     take part      wait until all have PACKED; add; behind the last bucket say READ
 
 With few ranks, or little data, each rank adds up whole buckets (*one shot*). Otherwise each does so
-with its share, in place, and copies those of the others (*two shots*): it reads 2 buckets instead
-of ``world_size``, and waits twice.
+with its share, in place, says SUMMED, and copies those of the others (*two shots*): it reads 2
+buckets instead of ``world_size``, and waits twice.
+
+A message orders memory (what was written before it was sent can be read when it is there), wakes
+who waits for it, and ends when its sender dies. It does no harm if it comes twice: what Ctrl-C
+cuts short is done again.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
-import weakref
-from collections.abc import Callable, Sequence
+import select
+import socket
+import struct
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from time import monotonic
+from types import NoneType
+from typing import Any, NoReturn
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
 
+from tritonddp._torch import timeout_of
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.bucket_set import BucketSet
+from tritonddp.comm.all_reduce import AllReduce
+from tritonddp.comm.run import ReductionRun
+from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.coordination.peers import (
@@ -29,7 +50,7 @@ from tritonddp.coordination.peers import (
     READ,
     SUMMED,
     Memory,
-    Peers,
+    PeerError,
     Refusal,
     connect,
     first_failure,
@@ -46,79 +67,510 @@ _PIECE = 512 * 1024
 # From so many ranks and bytes on each adds up its share only.
 _RANKS_OF_SHARES, _BYTES_OF_SHARES = 4, 256 * 1024
 
+# What is said, the module, the bucket, the number of the exchange, bytes of the bucket.
+_MESSAGE = struct.Struct("<IIIQQ")
+# In the place of a module where it does not matter: all are numbered together.
+_ANY = 0
+# Of recvmsg, for map(): a message, room for one descriptor, and what closes that in new programs.
+_RECEIVE = (_MESSAGE.size,), (socket.CMSG_SPACE(4),), (getattr(socket, "MSG_CMSG_CLOEXEC", 0),)
+# Seconds until who waits looks at the timeout of the group.
+_PATIENCE = 1.0
+_MISSING_TIMEOUT = 1800.0  # of a group that has none
 
-def _nothing() -> None:
-    """What a weak reference to something that is gone returns."""
+
+class Peer:
+    """The connection with one other rank of the host.
+
+    Attributes:
+        rank: in the group.
+        counts: number of the last exchange in which it has said something, by that and the module.
+        announced: module, bucket and bytes of what it has packed, by the number of the exchange.
+        is_open: messages may still come.
+        came: messages that are not taken yet. Python handles signals between any two instructions,
+            so between a message that has come and the note that it has: one call in C does both.
+        receive, send_now: of the connection; neither waits.
+        unsent: messages to it, and descriptors, for which there was no room.
+    """
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.rank = rank
+        self.counts: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self.announced: dict[int, tuple[int, int, int]] = {}
+        self.is_open = True
+        self.came: deque[Any] = deque()
+        self.receive, self.send_now = connection.recvmsg, connection.send
+        self.unsent: deque[tuple[bytes, int]] = deque()
+        self.descriptor = connection.fileno()
+        self._connection = connection
+
+    def send(self, message: bytes, descriptor: int = -1) -> None:
+        """Send, now or when there is room: hundreds of messages may lie there unread.
+
+        (That it is gone is found by who waits for its messages.)
+
+        Raises:
+            PeerError: the descriptor cannot be sent.
+        """
+        self.unsent.append((message, os.dup(descriptor) if descriptor >= 0 else -1))
+        self.send_rest()
+
+    def send_rest(self) -> None:
+        """Of what there was no room for, as much as there is room for now."""
+        while self.unsent:
+            message, descriptor = self.unsent[0]
+            try:
+                if descriptor < 0:
+                    self.send_now(message)
+                else:
+                    socket.send_fds(self._connection, [message], [descriptor])
+            except BlockingIOError:
+                return
+            except OSError as error:
+                full = errno.EMFILE, errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM
+                if error.errno in full:
+                    self._drop()
+                    what = f"memory cannot be handed to rank {self.rank}: {error}"
+                    raise PeerError(what) from error
+            self._drop()
+
+    def _drop(self) -> None:
+        _, descriptor = self.unsent.popleft()
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """No more messages, either way."""
+        self.is_open = False
+        self._connection.close()
+        while self.unsent:
+            self._drop()
+
+
+class Peers:
+    """The other ranks of a group, all of which are on this host.
+
+    Once for a group: the buckets of all its wrapped modules are numbered together, as collectives
+    are, so that ranks find out that they do not reduce the same.
+
+    Attributes:
+        others: the connections, in the order of ranks.
+        at_once: sends a message to each of them, if there is room.
+        sends: that, or where messages wait for room what puts them behind those.
+        launched: number of the last exchange.
+        has_shares: some exchange goes in two shots.
+        poll, pause: what waits for messages, and how many milliseconds it does at most.
+    """
+
+    def __init__(self, group: Group, connections: Mapping[int, socket.socket]) -> None:
+        self.others: list[Peer] = []
+        self.others = [Peer(rank, each) for rank, each in sorted(connections.items())]
+        self.at_once = [peer.send_now for peer in self.others]
+        self.sends: Sequence[Callable[[bytes], Any]] = self.at_once
+        self.launched = 0
+        self.has_shares = False
+        self._modules: WeakValueDictionary[int, PeerMemory] = WeakValueDictionary()
+        self._numbers = count(_ANY + 1)
+        self._process_group = ref(group.process_group)  # which may hold this
+        self._poll = select.poll()
+        for peer in self.others:
+            self._poll.register(peer.descriptor, select.POLLIN)
+        self.poll, self.pause = self._poll.poll, 1000 * _PATIENCE
+        group.join_forks(self)
+        group.close_on_failure(self)
+
+    def enter(self, module: PeerMemory) -> int:
+        """The number of a module, which all ranks give one at the same time."""
+        number = next(self._numbers)
+        self._modules[number] = module
+        return number
+
+    def send(self, message: bytes, descriptor: int = -1) -> None:
+        """Tell all, also where there is no room now. Waits for nothing."""
+        for peer in self.others:
+            peer.send(message, descriptor)
+        self._note_unsent()
+
+    def _note_unsent(self) -> None:
+        has_unsent = any(peer.unsent for peer in self.others)
+        self.sends = [self.send] if has_unsent else self.at_once
+        self.pause = 1.0 if has_unsent else 1000 * _PATIENCE
+
+    def take_unusual(self, peer: Peer) -> None:
+        """The next message of ``peer`` is its end, or comes with memory.
+
+        Raises:
+            PeerError: the memory has not come here. (Again, when this is called again.)
+        """
+        content, ancillary, _, _ = peer.came[0]
+        if not content:
+            self.has_ended(peer)
+            return
+        _, number, bucket, _, nbytes = _MESSAGE.unpack(content)
+        with Uninterrupted():
+            try:
+                if not ancillary:
+                    raise OSError("this process has as many descriptors as it may have")
+                (descriptor,) = struct.unpack("i", ancillary[0][2])
+                memory = Memory.received(descriptor, nbytes)
+            except OSError as error:
+                peer.came[0] = content, [], socket.MSG_CTRUNC, None
+                what = f"memory of rank {peer.rank} cannot be mapped: {error}"
+                raise PeerError(what) from error
+            peer.came[0] = content, [], 0, None
+            module = self._modules.get(number)
+            if module is not None:  # else this rank has dropped it
+                module.has_come(peer.rank, bucket, memory)
+
+    def has_ended(self, peer: Peer) -> None:
+        """Nothing comes from it any more."""
+        peer.came.clear()
+        if peer.is_open:
+            peer.is_open = False
+            self._poll.unregister(peer.descriptor)
+
+    def attend(self, late: Peer, waited: float) -> None:
+        """What else is to be done while ``late`` is waited for, so many seconds until now.
+
+        Raises:
+            PeerError: it has not come within the group's timeout.
+        """
+        for peer in self.others:
+            peer.send_rest()
+        self._note_unsent()
+        if self.has_shares:
+            self.sum_shares()
+        if waited < _PATIENCE:
+            return
+        process_group = self._process_group()
+        timeout = process_group and timeout_of(process_group, torch.device("cpu"))
+        seconds = timeout.total_seconds() if timeout else _MISSING_TIMEOUT
+        left = seconds - waited
+        if left <= 0:
+            raise PeerError(f"rank {late.rank} has not come there within {seconds:g} s")
+        if left < _PATIENCE:
+            self.poll(1000 * left)
+
+    def sum_shares(self) -> None:
+        """Of all exchanges that all have packed: others may wait for the share of this rank."""
+        for module in list(self._modules.values()):
+            for exchange in module.exchanges:
+                if exchange.has_shares and exchange.summed < exchange.number:
+                    exchange.sum_share()
+
+    def close(self) -> None:
+        """No more messages, either way: the others are told that this rank is gone."""
+        for peer in self.others:
+            peer.close()
+
+    detach = close  # in a process that was forked: what it sent would be taken for the rank's own
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Exchange:
+    """The exchanges of one bucket, one after the other; a work object.
+
+    Attributes:
+        number: of the last one.
+        taken: of the last one whose sum is in the bucket.
+        summed: of the last one whose share of this rank is there.
+        is_free: nobody reads any more what was packed.
+        packed: by all ranks, in their order; empty before the first exchange.
+        has_shares: it goes in two shots.
+        content: module, bucket and bytes: alike on all ranks.
+    """
+
+    def __init__(self, module: PeerMemory, peers: Peers, memory: Memory, bucket: Bucket) -> None:
+        self.number = self.taken = self.summed = 0
+        self.is_free = True
+        self.packed: list[Tensor] = []
+        self.content = module.number, bucket.index, bucket.nbytes
+        self.memory = memory
+        is_large = bucket.nbytes >= _BYTES_OF_SHARES
+        self.has_shares = is_large and len(peers.others) + 1 >= _RANKS_OF_SHARES
+        peers.has_shares = peers.has_shares or self.has_shares
+        self.future: torch.futures.Future[None] | None = None
+        self._module, self._peers = module, peers
+        self._dtype = bucket.flat.data.dtype
+        self._lines = (PACKED, _ANY), (SUMMED, module.number), (READ, module.number)
+        # Of the first one, which hands the memory over.
+        self.sends: Sequence[Callable[[bytes], Any]] = [self._hand_over]
+
+    def _hand_over(self, message: bytes) -> None:
+        self._peers.send(message, self.memory.descriptor)
+        self.memory.close_descriptor()
+
+    def wait_for(self, kind: int) -> None:
+        """Until all have said ``kind`` of the last exchange.
+
+        Raises:
+            PeerError: a rank is gone, or has not come there within the group's timeout.
+        """
+        peers, line, number = self._peers, self._lines[kind], self.number
+        if kind == READ and number > self._module.read:
+            self._module.give_up()
+        since = 0.0
+        while True:
+            late = None
+            for peer in peers.others:
+                came, counts = peer.came, peer.counts
+                # Whoever waits takes all that comes: poll() would find it again and again.
+                while came or (peer.is_open and (since or counts[line] < number)):
+                    try:
+                        if not came:
+                            came.extend(map(peer.receive, *_RECEIVE))
+                    except BlockingIOError:
+                        break
+                    except ConnectionResetError:  # told once, before what it has sent and its end
+                        continue
+                    except OSError:  # closed by this rank
+                        peers.has_ended(peer)
+                        break
+                    content, ancillary, flags, _ = came[0]
+                    if not content or ancillary or flags & socket.MSG_CTRUNC:
+                        peers.take_unusual(peer)
+                        continue
+                    said, module, bucket, at, nbytes = _MESSAGE.unpack(content)
+                    of = said, _ANY if said == PACKED else module
+                    if counts[of] < at:  # it has not come twice
+                        if said == PACKED:
+                            peer.announced[at] = module, bucket, nbytes
+                        counts[of] = at
+                    came.popleft()
+                if counts[line] < number:
+                    if not peer.is_open:
+                        raise PeerError(f"rank {peer.rank} has closed its connection")
+                    late = late or peer
+            if late is None:
+                break
+            now = monotonic()
+            since = since or now
+            if peers.has_shares or peers.sends is not peers.at_once or now - since > _PATIENCE:
+                peers.attend(late, now - since)
+            peers.poll(peers.pause)
+        self.is_free = self.is_free or kind == READ
+
+    def take(self, result: Tensor) -> None:
+        """All have packed: write the sum into ``result``.
+
+        Raises:
+            PeerError: a rank has packed something else; or see :meth:`wait_for`.
+        """
+        others, number = self._peers.others, self.number
+        for peer in others:
+            if peer.announced.get(number) != self.content:
+                self._refuse(peer)
+        if not self.packed:
+            self.packed = [each.view(result.dtype) for each in self._module.packed_by_all(self)]
+        if self.has_shares:
+            self._peers.sum_shares()
+            self.wait_for(SUMMED)
+            size = len(self.packed)
+            for rank, share in enumerate(result.tensor_split(size)):
+                share.copy_(self.packed[rank].tensor_split(size)[rank])
+        elif len(others) == 1:
+            torch.add(*self.packed, out=result)
+        else:
+            _add(self.packed, result)
+        self.taken = number
+        for peer in others:
+            peer.announced.pop(number, None)
+
+    def sum_share(self) -> None:
+        """Add up the share of this rank, if all have packed, and tell them."""
+        others = self._peers.others
+        if any(peer.announced.get(self.number) != self.content for peer in others):
+            return  # it is not there, or what it is there is for who takes it to tell
+        packed = [each.view(self._dtype) for each in self._module.packed_by_all(self)]
+        mine = [each.tensor_split(len(packed))[self._module.rank] for each in packed]
+        with Uninterrupted():  # in place: not to be done twice
+            _add(mine, mine[self._module.rank])
+            self.summed = self.number
+            self._peers.send(_MESSAGE.pack(SUMMED, *self.content[:2], self.number, 0))
+
+    def _refuse(self, peer: Peer) -> NoReturn:
+        theirs = peer.announced.get(self.number)
+        told = "nothing" if theirs is None else _told(*theirs)
+        raise PeerError(f"rank {peer.rank} reduces {told}, and this rank {_told(*self.content)}")
+
+    def get_future(self) -> torch.futures.Future[None]:
+        """Complete when the sum is there: for traces."""
+        self.future = torch.futures.Future()
+        return self.future
+
+
+def _told(module: int, bucket: int, nbytes: int) -> str:
+    return f"bucket {bucket} of {nbytes} bytes of module {module}"
+
+
+def _add(parts: Sequence[Tensor], result: Tensor) -> None:
+    """Write the sum of ``parts``, from the first to the last, into ``result``, or one of them."""
+    size = _PIECE // result.element_size()
+    *cuts, targets = (each.split(size) for each in (*parts, result))
+    for first, second, *others, target in zip(*cuts, targets, strict=True):
+        if not others:
+            torch.add(first, second, out=target)
+            continue
+        *between, last = others
+        total = torch.add(first, second)
+        for other in between:
+            total.add_(other)
+        torch.add(total, last, out=target)
 
 
 class PeerMemory:
-    """Exchanges of buckets with the other ranks, if all of them are on this host.
+    """Reduces the buckets of one module with the other ranks, all of which are on this host.
 
-    Of one wrapped module. Exchanges are numbered alike on all ranks, which launch them in the same
-    order.
+    Buckets that are lazy, sparse or quantised go through the process group.
 
     Args:
         group: all ranks.
+        plain: reduces through the process group.
+        counters: count what is launched.
         is_required: where it cannot be had, that is an error.
 
     Attributes:
-        number: of the module.
+        rank: this one.
+        number: of the module, alike on all ranks.
+        exchanges: of its buckets.
         last: number of its last exchange.
-        mapped: memory of other ranks, by rank and bucket.
-        without_share: exchanges whose share this rank has still to add up, in their order.
+        read: of the last one of which this rank has said that it has read it.
     """
 
-    def __init__(self, group: Group, is_required: bool) -> None:
-        self.rank, self.size = group.rank, group.size
-        self.peers: Peers | None = None
-        self.number = self.last = 0
-        self.mapped: dict[tuple[int, int], Memory] = {}
-        self.without_share: list[TwoShots] = []
-        self._group = group
+    averages = True
+
+    def __init__(
+        self, group: Group, plain: AllReduce, counters: Counters, is_required: bool
+    ) -> None:
+        self.rank, self.number = group.rank, 0
+        self.exchanges: list[Exchange] = []
+        self._group, self._plain, self._counters = group, plain, counters
         self._is_required = is_required
         self._is_refused = False
-        self._followed: Callable[[], object] = _nothing  # weakly: its buckets refer to this
+        self._peers: Peers | None = None
+        self.last = self.read = 0
+        self._came: dict[tuple[int, int], Memory] = {}  # of other ranks, by rank and bucket
+        self._followed: Callable[[], object] = NoneType  # weakly: its buckets refer to this
 
-    def follow(self, current: BucketSet, where: str) -> None:
+    def launch(self, run: ReductionRun, bucket: Bucket, is_broken: bool = False) -> None:
+        """See :meth:`Transport.launch`."""
+        exchange, peers, counters = bucket.exchange, self._peers, self._counters
+        if exchange is None or peers is None:
+            self._plain.launch(run, bucket, is_broken)
+            return
+        counters.collectives += 1
+        counters.wire_bytes += bucket.nbytes
+        if run.is_logged:
+            run.log(bucket, "is there for the others" + " with NaN" * is_broken)
+        number = peers.launched + 1
+        message = _MESSAGE.pack(PACKED, self.number, bucket.index, number, bucket.nbytes)
+        try:
+            for send in exchange.sends or peers.sends:
+                send(message)
+            exchange.number = self.last = peers.launched = number
+            exchange.is_free, exchange.sends = False, ()
+            run.works.append(exchange)
+        except PeerError as error:
+            raise run.explain(bucket, error) from error
+        except BaseException as error:
+            # Ctrl-C. Or there is no room, or a rank is gone, which is found by who waits for it.
+            with Uninterrupted():
+                if len(run.works) == bucket.index:
+                    peers.send(message, exchange.memory.descriptor)
+                    exchange.memory.close_descriptor()
+                    exchange.number = self.last = peers.launched = number
+                    exchange.is_free, exchange.sends = False, ()
+                    run.works.append(exchange)
+            if not isinstance(error, OSError):
+                raise
+
+    def wait(self, run: ReductionRun, bucket: Bucket) -> Tensor | None:
+        """See :meth:`Transport.wait`."""
+        exchange, peers = bucket.exchange, self._peers
+        if exchange is None or peers is None:
+            return self._plain.wait(run, bucket)
+        try:
+            if exchange.taken < exchange.number:
+                exchange.wait_for(PACKED)
+                exchange.take(bucket.flat.data)
+        except PeerError as error:
+            raise run.explain(bucket, error) from error
+        if exchange.number == self.last != self.read:
+            message = _MESSAGE.pack(READ, self.number, 0, self.last, 0)
+            try:
+                for send in peers.sends:
+                    send(message)
+            except OSError:
+                peers.send(message)
+            self.read = self.last
+        if exchange.future is not None:
+            future, exchange.future = exchange.future, None
+            future.set_result(None)
+        if run.is_logged:
+            run.log(bucket, "is there")
+        return run.read_trailer(bucket)
+
+    def give_up(self) -> None:
+        """The last reduction has failed on this rank: nothing of it will be read any more."""
+        assert self._peers is not None
+        for exchange in self.exchanges:
+            exchange.taken = exchange.number
+        self._peers.send(_MESSAGE.pack(READ, self.number, 0, self.last, 0))
+        self.read = self.last
+
+    # Which buckets
+
+    def follow(self, current: BucketSet, where: str) -> bool:
         """Have these buckets packed where the other ranks can read them, if all ranks can do that.
 
         All ranks call this, at the same time, when they have new buckets, and perhaps more often.
+
+        Returns:
+            Whether they do.
 
         Raises:
             RuntimeError: it cannot be had, and is required; or a collective failed.
         """
         if self._is_refused or self._followed() is current:
-            return
-        self._followed = weakref.ref(current)
+            return not self._is_refused
+        self._followed = ref(current)
         with self._group.guard(where, "agreement to exchange through memory"):
             refusal = self._connect(where) or self._share(current.buckets)
         if refusal is None:
-            return
+            return True
         self._is_refused = True
         told = f"{where}: gradients cannot go through memory of the host: {refusal.why}"
         if self._is_required:
             raise RuntimeError(f"{told}. With transport='auto' they go through the process group")
         level = logging.WARNING if refusal.is_failure and self.rank == 0 else logging.DEBUG
         logger.log(level, "%s. They go through the process group", told)
+        return False
 
     def _connect(self, where: str) -> Refusal | None:
-        if self.peers is not None:
+        if self._peers is not None:
             return None
         if self._group.peers is None:
-            self._group.peers = connect(self._group, _refusal())
-            if self.rank == 0 and isinstance(self._group.peers, Peers):
-                logger.info(
-                    "%s: gradients go through memory that the %d ranks of this host share, not "
-                    "through the process group; transport='process_group' or %s=0 changes that",
-                    *(where, self.size, _VARIABLE),
-                )
+            found = connect(self._group, _refusal())
+            if isinstance(found, Refusal):
+                self._group.peers = found
+            else:
+                self._group.peers = Peers(self._group, found)
+                if self.rank == 0:
+                    logger.info(
+                        "%s: gradients go through memory that the %d ranks of this host share, not "
+                        "through the process group; transport='process_group' or %s=0 changes that",
+                        *(where, self._group.size, _VARIABLE),
+                    )
         if isinstance(self._group.peers, Refusal):
             return self._group.peers
-        self.peers = self._group.peers
-        self.number = self.peers.enter(self)
+        self._peers = self._group.peers
+        self.number = self._peers.enter(self)
         return None
 
     def _share(self, buckets: Sequence[Bucket]) -> Refusal | None:
+        assert self._peers is not None
         found = [
             bucket
             for bucket in buckets
@@ -131,149 +583,30 @@ class PeerMemory:
             failure = f"{sum(b.nbytes for b in found)} bytes cannot be allocated: {error}"
         if failure := first_failure(failure, self._group):
             return Refusal(failure, is_failure=True)
+        self.exchanges = []
         for bucket, each in zip(found, memory, strict=True):
-            exchange = self.exchange(each, bucket.index, bucket.flat.data.dtype)
+            exchange = Exchange(self, self._peers, each, bucket)
+            self.exchanges.append(exchange)
             bucket.share(exchange, each.tensor)
         return None
 
-    def exchange(self, memory: Memory, index: int, dtype: torch.dtype) -> Exchange:
-        """The exchanges of bucket ``index``, which is packed in ``memory``."""
-        assert self.peers is not None
-        has_shares = self.size >= _RANKS_OF_SHARES and memory.tensor.numel() >= _BYTES_OF_SHARES
-        kind = TwoShots if has_shares else Exchange
-        return kind(self, self.peers, memory, index, dtype)
+    def has_come(self, rank: int, bucket: int, memory: Memory) -> None:
+        """``rank`` packs this bucket there from now on."""
+        if bucket == 0:  # that of new buckets comes in their order
+            for of in [each for each in self._came if each[0] == rank]:
+                del self._came[of]
+        self._came[rank, bucket] = memory
+
+    def packed_by_all(self, exchange: Exchange) -> list[Tensor]:
+        """Where the ranks pack a bucket, in their order."""
+        _, index, _ = exchange.content
+        return [
+            (exchange.memory if rank == self.rank else self._came[rank, index]).tensor
+            for rank in range(self._group.size)
+        ]
 
 
 def _refusal() -> str:
     """Why the user does not want it; empty if nothing is said."""
     value = os.environ.get(_VARIABLE, "1")
     return f"{_VARIABLE} is {value}" if value.lower() in ("0", "false", "off", "no") else ""
-
-
-class Exchange:
-    """The exchanges of one bucket, one after the other; a work object. In one shot.
-
-    Attributes:
-        number: of the last one.
-        is_free: nobody reads any more what was packed for it.
-        packed: by all ranks, in their order; empty before the first exchange.
-    """
-
-    def __init__(
-        self, every: PeerMemory, peers: Peers, memory: Memory, index: int, dtype: torch.dtype
-    ) -> None:
-        self.number = 0
-        self.is_free = True
-        self.packed: list[Tensor] = []
-        self._all = every
-        self._peers = peers
-        self._memory = memory
-        self._index, self._nbytes, self._dtype = index, memory.tensor.numel(), dtype
-        self._result: Tensor | None = None  # where the sum goes, while it is waited for
-        self._future: torch.futures.Future[None] | None = None
-
-    def reserve(self) -> None:
-        """Wait until nobody reads any more what was packed for the last exchange.
-
-        Raises:
-            PeerError: see :meth:`Peers.wait`.
-        """
-        self._peers.wait(READ, self._all.number, self.number)
-        self.is_free = True
-
-    def launch(self, result: Tensor) -> None:
-        """The bucket is packed: tell the others. The sum will be in ``result``."""
-        every, peers, memory = self._all, self._peers, self._memory
-        peers.launched += 1
-        self.number = every.last = peers.launched
-        self.is_free, self._result = False, result
-        what = every.number, self.number, self._index, self._nbytes
-        peers.send(PACKED, *what, memory.descriptor)
-        memory.close_descriptor()
-
-    def wait(self) -> None:
-        """Until the sum is there.
-
-        Raises:
-            PeerError: a rank is gone or late, or packs something else.
-        """
-        if self._result is None:  # it was waited for
-            return
-        self._sum(self._result)
-        with Uninterrupted():  # or the others would wait for ever, or what was read come anew
-            self._result = None
-            self._peers.forget(self.number)
-            if self.number == self._all.last:
-                self._peers.send(READ, self._all.number, self.number)
-        if self._future is not None:
-            future, self._future = self._future, None
-            future.set_result(None)
-
-    def get_future(self) -> torch.futures.Future[None]:
-        """Complete when the sum is there: for traces."""
-        self._future = torch.futures.Future()
-        return self._future
-
-    def take(self) -> None:
-        """Wait until all have packed the bucket."""
-        every, index = self._all, self._index
-        self._peers.wait_packed(every.number, self.number, index, self._nbytes)
-        if not self.packed:
-            came = [
-                self._memory if rank == every.rank else every.mapped[rank, index]
-                for rank in range(every.size)
-            ]
-            self.packed = [each.tensor.view(self._dtype) for each in came]
-
-    def _sum(self, result: Tensor) -> None:
-        self.take()
-        _add(self.packed, result)
-
-
-class TwoShots(Exchange):
-    """Each rank adds up its share of the bucket, and all copy that."""
-
-    def launch(self, result: Tensor) -> None:
-        """See :meth:`Exchange.launch`."""
-        super().launch(result)
-        self._all.without_share.append(self)
-
-    def _sum(self, result: Tensor) -> None:
-        waiting = self._all.without_share
-        # Also of later ones, if they have come: other ranks wait for that.
-        while waiting and (
-            waiting[0].number <= self.number or self._peers.have_packed(waiting[0].number)
-        ):
-            waiting[0].take()
-            with Uninterrupted():  # in place: not to be done twice
-                waiting[0].sum_share()
-                del waiting[0]
-        self._peers.wait(SUMMED, self._all.number, self.number)
-        for rank, share in enumerate(self._shares(result)):
-            share.copy_(self._shares(self.packed[rank])[rank])
-
-    def sum_share(self) -> None:
-        """Add up the share of this rank, and tell the others."""
-        rank = self._all.rank
-        mine = [self._shares(each)[rank] for each in self.packed]
-        _add(mine, mine[rank])
-        self._peers.send(SUMMED, self._all.number, self.number)
-
-    def _shares(self, whole: Tensor) -> Sequence[Tensor]:
-        """One for each rank."""
-        return whole.tensor_split(self._all.size)
-
-
-def _add(parts: Sequence[Tensor], result: Tensor) -> None:
-    """Write the sum of ``parts``, from the first to the last, into ``result``, or one of them."""
-    first, second, *others = parts
-    if not others:
-        torch.add(first, second, out=result)
-        return
-    size = _PIECE // result.element_size()
-    *cuts, targets = (each.split(size) for each in (*parts, result))
-    for first, second, *others, last, target in zip(*cuts, targets, strict=True):
-        total = torch.add(first, second)
-        for other in others:
-            total.add_(other)
-        torch.add(total, last, out=target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from ctypes import string_at
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -14,6 +15,8 @@ from tritonddp._device import read_together
 from tritonddp.buckets.bucket import Bucket, GradientError, Segment
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.coordination.agreement import Agreement, GradSource
+from tritonddp.coordination.peers import PeerError
+from tritonddp.kernels.flat_buffer import FlatBuffer
 
 logger = logging.getLogger("tritonddp.comm.reduction")
 
@@ -189,6 +192,7 @@ class ReductionRun:
 
         Raises:
             GradientError: a gradient does not fit its parameter.
+            RuntimeError: another rank is gone that may still read what was packed before.
         """
         bucket, segment = self.bucket_set.segments[number]
         first, last = bucket.first + segment.first, bucket.first + segment.last
@@ -197,8 +201,6 @@ class ReductionRun:
                 self.used[bucket.first + slot] = self.earlier[bucket.first + slot]
         if bucket.quantization is not None:
             bucket.quantization.rescale(self.agreement.unit)
-        if bucket.exchange is not None and not bucket.exchange.is_free:
-            self._reserve(bucket)
         for call in self.events.on_pack:
             call(self, bucket, segment)
         # A sum counts without a weight; what was reduced before it does not.
@@ -213,17 +215,12 @@ class ReductionRun:
             )
         except GradientError as error:
             raise GradientError(f"{self.where}: {error}") from None
+        except PeerError as error:
+            raise self.explain(bucket, error, f"exchange of {bucket.nbytes} bytes") from error
         self.filled[number] = True
         self.packed_at[number] = len(self.came)
         for observe in self.events.on_packed:
             observe(self, bucket)
-
-    def _reserve(self, bucket: Bucket) -> None:
-        """Other ranks may still read what they were given in the last reduction."""
-        try:
-            bucket.exchange.reserve()
-        except RuntimeError as error:
-            raise self.explain(bucket, error, f"exchange of {bucket.nbytes} bytes") from error
 
     # On the way
 
@@ -285,9 +282,10 @@ class ReductionRun:
             if bucket.index in self.skipped:
                 self.works.append(None)
                 continue
-            if bucket.exchange is not None:
-                self._reserve(bucket)
-            bucket.fill_nan(b"" if bucket.index else self.header)
+            try:
+                bucket.fill_nan(b"" if bucket.index else self.header)
+            except PeerError as error:
+                raise self.explain(bucket, error, f"exchange of {bucket.nbytes} bytes") from error
             self.transport.launch(self, bucket, is_broken=True)
 
     # Back
@@ -379,6 +377,39 @@ class ReductionRun:
         self.discard()
 
     # For transports
+
+    def read_trailer(self, bucket: Bucket, work: Any = None) -> Tensor | None:
+        """The sum is in ``bucket``; returns the factor, see :meth:`Transport.wait`.
+
+        Args:
+            bucket: what is read of its trailer is kept until it is another one.
+            work: of the first bucket, where it may be that of a GPU: see :meth:`Agreement.read`.
+
+        Raises:
+            Mismatch: the ranks do not reduce the same.
+        """
+        flat, last = bucket.flat, bucket.last_trailer
+        # The address is asked for each time: share_memory() moves gradients that are views.
+        if (
+            last is not None
+            and last[0] is self.header
+            and string_at(flat.trailer.data_ptr(), flat.trailer_nbytes) == last[1]
+        ):
+            flat.known_flags = last[2]
+            return None
+        flat.known_flags = None
+        if bucket.index == 0:
+            self.read_headers(flat.headers, work)
+        if (
+            flat.data.is_cpu
+            and self.agreement.is_unanimous
+            and type(flat) is FlatBuffer
+            and not bucket.is_sparse
+        ):
+            flags = flat.flags.tolist()
+            trailer = string_at(flat.trailer.data_ptr(), flat.trailer_nbytes)
+            bucket.last_trailer = self.header, trailer, () if all(flags) else flags
+        return self.factor
 
     def read_headers(self, headers: Tensor, work: Any = None) -> None:
         """The headers of all ranks are there, in the first bucket; see :meth:`Agreement.read`."""

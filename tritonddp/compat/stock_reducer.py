@@ -18,6 +18,7 @@ from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.grad_bucket import GradBucket, sum_of, zeros_like
 from tritonddp.coordination.counters import Counters
 from tritonddp.features.unused_params import StrictUnused
+from tritonddp.reducer.output_hooks import watch
 from tritonddp.reducer.reducer import Reducer
 
 
@@ -52,7 +53,7 @@ class StockReducer:
         One through the outputs of a forward until now is even if it starts there. (Here no other
         backward has to be prepared.) ``outputs`` are further ones, that no forward has shown.
         """
-        self._core.watch(outputs)
+        watch(self._core, outputs)
         self._core.forwards.prepare()
 
     def _set_static_graph(self) -> None:

@@ -1,15 +1,13 @@
-"""Connections between the ranks of one host: small messages, and memory that is handed over.
+"""Ranks of one host find each other, and hand memory over.
 
-A message says that a rank has come somewhere. It orders memory (what was written before it was
-sent can be read when it is there), wakes who waits for it, and ends when its sender dies. Memory
-is anonymous (``memfd_create``), and its descriptor goes over the connection: there is no file in
+They are told each other's addresses and secrets through the process group, and connect. Memory is
+anonymous (``memfd_create``), and its descriptor goes over the connection: there is no file in
 /dev/shm, and nothing that outlives the processes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import secrets
@@ -18,42 +16,29 @@ import socket
 import struct
 import sys
 import time
-from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
-from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
 
-from tritonddp._torch import timeout_of
 from tritonddp.coordination.failures import plain
 from tritonddp.coordination.group import Group
-from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.coordination.verify import all_gather_bytes
 
-# What a message says of its sender in the exchange with its number.
+# What a rank says of an exchange through memory: that its part is packed, that its share of the sum
+# is there, that it reads no more of what others have packed.
 PACKED, SUMMED, READ = range(3)
-# Kind, wrapper, bucket, number of the exchange, bytes of the bucket.
-_MESSAGE = struct.Struct("<IIIQQ")
-# In the place of a wrapper: the bucket goes through the process group.
-_ELSEWHERE = 0
-# Of recvmsg, for map(): a message, room for one descriptor, and what closes that in new programs.
-_RECEIVE = (_MESSAGE.size,), (socket.CMSG_SPACE(4),), (getattr(socket, "MSG_CMSG_CLOEXEC", 0),)
+
 # The first message of a connection: who sends it, and what only ranks of the group know.
 _HELLO = struct.Struct("<I32s")
 # Bytes of what each rank says of itself before they connect.
 _INTRODUCTION = 512
 # Bytes of why a rank has failed.
 _WORDS = 256
-# Of a message that never comes.
-_NEVER = READ, _ELSEWHERE
 # Seconds until a rank that has introduced itself has connected.
 _CONNECTING = 30.0
-_MISSING_TIMEOUT = 1800.0  # of a group that has none
 
 
 @dataclass(frozen=True)
@@ -131,288 +116,7 @@ def _mapped(descriptor: int, nbytes: int) -> Tensor:
         raise OSError(str(error).partition("\n")[0]) from error
 
 
-class Mapped(Protocol):
-    """What a wrapper has of other ranks.
-
-    Attributes:
-        mapped: memory of their buckets, by rank and bucket.
-    """
-
-    mapped: dict[tuple[int, int], Memory]
-
-
-class _Peer:
-    """The connection with one other rank.
-
-    Attributes:
-        rank: in the group.
-        counts: the highest number that it has sent, by kind of message and wrapper.
-        announced: wrapper, bucket and bytes of what it has packed, by number.
-        is_open: messages may still come.
-        unsent: messages to it, and descriptors, for which there was no room.
-    """
-
-    def __init__(
-        self, rank: int, connection: socket.socket, wrappers: Mapping[int, Mapped]
-    ) -> None:
-        connection.setblocking(False)
-        self.rank = rank
-        self.counts: defaultdict[tuple[int, int], int] = defaultdict(int)
-        self.announced: dict[int, tuple[int, int, int]] = {}
-        self.is_open = True
-        self.unsent: deque[tuple[bytes, int]] = deque()
-        self._failure = ""
-        self._wrappers = wrappers
-        self._connection = connection
-        # Python handles signals between any two instructions, so between a message that has come
-        # and the note that it has. One call in C does both.
-        self._came: deque[Any] = deque()
-        self._receive = connection.recvmsg
-        self.descriptor = connection.fileno()
-
-    def look_for(self, kind: tuple[int, int], number: int) -> bool:
-        """Whether it has come to ``kind`` of exchange ``number``. Waits for nothing.
-
-        Raises:
-            PeerError: memory that it has handed over has not come here.
-        """
-        came, counts = self._came, self.counts
-        if self._failure:
-            raise PeerError(self._failure)
-        while counts[kind] < number and (came or self.is_open):
-            try:
-                if not came:
-                    came.extend(map(self._receive, *_RECEIVE))
-            except BlockingIOError:
-                break
-            except ConnectionResetError:  # told once, before what it has sent and its end
-                continue
-            except OSError:  # closed by this rank
-                self.is_open = False
-                break
-            self._take(*came[0])
-        return counts[kind] >= number
-
-    def make_room(self) -> None:
-        """Take all that has come."""
-        self.look_for(_NEVER, 1)
-
-    def _take(self, content: bytes, ancillary: list[Any], flags: int, _: object) -> None:
-        if not content:
-            self.is_open = False
-            self._came.popleft()
-            return
-        kind, wrapper, bucket, number, nbytes = _MESSAGE.unpack(content)
-        if ancillary or flags & socket.MSG_CTRUNC:
-            with Uninterrupted():
-                try:
-                    self._take_memory(ancillary, wrapper, bucket, nbytes)
-                except OSError as error:
-                    self._failure = f"memory of rank {self.rank} cannot be mapped: {error}"
-                    raise PeerError(self._failure) from error
-        if kind == PACKED:
-            self.announced[number] = wrapper, bucket, nbytes
-            wrapper = _ELSEWHERE  # all wrappers are numbered together
-        self.counts[kind, wrapper] = number
-        self._came.popleft()
-
-    def _take_memory(self, ancillary: list[Any], wrapper: int, bucket: int, nbytes: int) -> None:
-        """A bucket has other memory than before."""
-        if not ancillary:
-            raise OSError("this process has as many descriptors as it may have")
-        (descriptor,) = struct.unpack("i", ancillary.pop()[2])
-        memory = Memory.received(descriptor, nbytes)
-        owner = self._wrappers.get(wrapper)
-        if owner is None:  # this rank has dropped the module
-            return
-        if bucket == 0:  # that of new buckets comes in their order
-            for rank, index in [each for each in owner.mapped if each[0] == self.rank]:
-                del owner.mapped[rank, index]
-        owner.mapped[self.rank, bucket] = memory
-
-    def send(self, message: bytes, descriptor: int = -1) -> None:
-        """Send, now or when there is room: hundreds of messages may lie there unread.
-
-        (That it is gone is found by who waits for its messages.)
-
-        Raises:
-            PeerError: the descriptor cannot be sent.
-        """
-        if self.unsent:
-            self.send_rest()
-        if self.unsent or not self._send(message, descriptor):
-            self.unsent.append((message, os.dup(descriptor) if descriptor >= 0 else -1))
-
-    def send_rest(self) -> None:
-        """Of what there was no room for, as much as there is room for now."""
-        while self.unsent and self._send(*self.unsent[0]):
-            _, descriptor = self.unsent.popleft()
-            if descriptor >= 0:
-                os.close(descriptor)
-
-    def _send(self, message: bytes, descriptor: int) -> bool:
-        try:
-            if descriptor < 0:
-                self._connection.send(message)
-            else:
-                socket.send_fds(self._connection, [message], [descriptor])
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM):
-                raise PeerError(f"memory cannot be handed to rank {self.rank}: {error}") from error
-        return True
-
-    def close(self) -> None:
-        """No more messages, either way."""
-        self.is_open = False
-        self._connection.close()
-        while self.unsent:
-            _, descriptor = self.unsent.popleft()
-            if descriptor >= 0:
-                os.close(descriptor)
-
-
-class Peers:
-    """The other ranks of a group, all of which are on this host.
-
-    Made by :func:`connect`, once for a group: buckets of all wrapped modules are numbered together,
-    as collectives are, so that ranks find out that they do not make the same.
-
-    Attributes:
-        launched: number of the last exchange, be it through memory or the process group.
-    """
-
-    def __init__(self, group: Group, connections: Mapping[int, socket.socket]) -> None:
-        self._peers: list[_Peer] = []
-        self.launched = 0
-        self._wrappers: WeakValueDictionary[int, Mapped] = WeakValueDictionary()
-        self._numbers = count(_ELSEWHERE + 1)
-        self._peers = [
-            _Peer(rank, connection, self._wrappers)
-            for rank, connection in sorted(connections.items())
-        ]
-        self._process_group = ref(group.process_group)  # which may hold this
-        self._poll = select.poll()
-        self._polled = list(self._peers)
-        for peer in self._peers:
-            self._poll.register(peer.descriptor, select.POLLIN)
-        group.join_forks(self)
-        group.close_on_failure(self)
-
-    def enter(self, wrapper: Mapped) -> int:
-        """The number of a wrapper, which all ranks give one at the same time."""
-        number = next(self._numbers)
-        self._wrappers[number] = wrapper
-        return number
-
-    def send(
-        self,
-        kind: int,
-        wrapper: int,
-        number: int,
-        bucket: int = 0,
-        nbytes: int = 0,
-        descriptor: int = -1,
-    ) -> None:
-        """Tell all that this rank has come to ``kind`` of exchange ``number``. Waits for nothing.
-
-        With ``descriptor`` the bucket has other memory than before.
-        """
-        message = _MESSAGE.pack(kind, wrapper, bucket, number, nbytes)
-        for peer in self._peers:
-            peer.send(message, descriptor)
-
-    def goes_elsewhere(self, bucket: int, nbytes: int) -> None:
-        """A bucket goes through the process group: ranks that expect another one are told."""
-        self.launched += 1
-        self.send(PACKED, _ELSEWHERE, self.launched, bucket, nbytes)
-        for peer in self._peers:
-            peer.make_room()
-            for number in [n for n, of in peer.announced.items() if of[0] == _ELSEWHERE]:
-                if number < self.launched:  # nobody has asked, or will
-                    del peer.announced[number]
-
-    def have_packed(self, number: int) -> bool:
-        """Whether all have come to exchange ``number``. Waits for nothing."""
-        return self._has_come((PACKED, _ELSEWHERE), number)
-
-    def wait_packed(self, wrapper: int, number: int, bucket: int, nbytes: int) -> None:
-        """Wait until all have packed this bucket in exchange ``number``.
-
-        Raises:
-            PeerError: a rank has packed something else; or see :meth:`wait`.
-        """
-        self.wait(PACKED, _ELSEWHERE, number)
-        mine = wrapper, bucket, nbytes
-        for peer in self._peers:
-            theirs = peer.announced.get(number, (_ELSEWHERE, 0, 0))
-            if theirs != mine:
-                raise PeerError(
-                    f"rank {peer.rank} reduces {_told(*theirs)}, and this rank {_told(*mine)}"
-                )
-
-    def forget(self, number: int) -> None:
-        """Exchange ``number`` is over."""
-        for peer in self._peers:
-            peer.announced.pop(number, None)
-
-    def wait(self, kind: int, wrapper: int, number: int) -> None:
-        """Until all have come to ``kind`` of exchange ``number``, of this wrapper.
-
-        Raises:
-            PeerError: a rank is gone, or has not come there within the group's timeout.
-        """
-        line = kind, wrapper
-        if self._has_come(line, number):
-            return
-        process_group = self._process_group()
-        timeout = process_group and timeout_of(process_group, torch.device("cpu"))
-        seconds = timeout.total_seconds() if timeout else _MISSING_TIMEOUT
-        end = time.monotonic() + seconds
-        while not self._has_come(line, number):
-            # What came of others too, or there would be something to read at once, and their ends.
-            for peer in self._peers:
-                peer.make_room()
-                peer.send_rest()
-            for peer in [peer for peer in self._polled if not peer.is_open]:
-                self._poll.unregister(peer.descriptor)
-                self._polled.remove(peer)
-            late = [peer for peer in self._peers if peer.counts[line] < number]
-            for peer in late:
-                if not peer.is_open:
-                    raise PeerError(f"rank {peer.rank} has closed its connection")
-            left = end - time.monotonic()
-            if late and left <= 0:
-                raise PeerError(f"rank {late[0].rank} has not come there within {seconds:g} s")
-            if late:
-                is_full = any(peer.unsent for peer in self._peers)
-                self._poll.poll(min(1.0, 1000 * left) if is_full else 1000 * left)
-
-    def _has_come(self, line: tuple[int, int], number: int) -> bool:
-        for peer in self._peers:
-            if peer.counts[line] < number and not peer.look_for(line, number):
-                return False
-        return True
-
-    def close(self) -> None:
-        """No more messages, either way: the others are told that this rank is gone."""
-        for peer in self._peers:
-            peer.close()
-
-    detach = close  # in a process that was forked: what it sent would be taken for the rank's own
-
-    def __del__(self) -> None:
-        self.close()
-
-
-def _told(wrapper: int, bucket: int, nbytes: int) -> str:
-    if wrapper == _ELSEWHERE:
-        return f"{nbytes} bytes through the process group"
-    return f"bucket {bucket} of {nbytes} bytes of module {wrapper} through memory"
-
-
-def connect(group: Group, refusal: str = "") -> Peers | Refusal:
+def connect(group: Group, refusal: str = "") -> dict[int, socket.socket] | Refusal:
     """Connect all ranks of ``group``, which all call this, if they are on one host.
 
     Args:
@@ -420,7 +124,8 @@ def connect(group: Group, refusal: str = "") -> Peers | Refusal:
         refusal: why this rank does not want to.
 
     Returns:
-        The connections, or why there are none: on all ranks alike.
+        A connection with each other rank (``SOCK_SEQPACKET``), or why there are none: on all ranks
+        alike.
 
     Raises:
         RuntimeError: a collective failed.
@@ -452,11 +157,11 @@ def connect(group: Group, refusal: str = "") -> Peers | Refusal:
                 _meet(group, listener, token, others, found)
             except OSError as error:
                 failure = str(error)
-    peers = Peers(group, found)
     if told := first_failure(failure, group):
-        peers.close()
+        for connection in found.values():
+            connection.close()
         return Refusal(told, is_failure=True)
-    return peers
+    return found
 
 
 def first_failure(failure: str, group: Group) -> str:

@@ -105,7 +105,7 @@ class ContextReduction:
 
 
 def watch(reducer: Reducer, output: Any, context: int, syncs: bool) -> None:
-    """A forward in the context of this id has returned ``output``; see :meth:`Reducer.watch`.
+    """A forward in the context of this id has returned ``output``; see output_hooks.
 
     Raises:
         RuntimeError: gradients in a context cannot be averaged as the user has asked for.

@@ -86,24 +86,31 @@ class Forwards:
         self.was_local, self._prepared, self._is_armed = False, 0, False
 
 
-def watch(outputs: Iterable[Tensor], reducer: weakref.ref[Reducer], forward: Forward) -> None:
-    """See the start of each backward that runs through one of these outputs of a forward.
+def watch(reducer: Reducer, outputs: Iterable[Tensor], syncs: bool = True) -> None:
+    """A forward has returned these tensors: see the start of each backward through one of them.
 
     Without it the first gradient would do, but a backward that reaches no parameter of this rank
     must still take part, and one that starts with a reentrant checkpoint must be seen before its
     inner backward. An output may outlive the reducer.
+
+    Args:
+        reducer: is told.
+        outputs: of the forward.
+        syncs: it ran outside ``no_sync``.
     """
+    forward = reducer.forwards.ended(reducer.counters.reductions, syncs)
+    reference = reducer.reference
     for output in outputs:
         if output.grad_fn is None:
             continue
         hooks = backward_hooks_of(output)
         # A tensor that the module only hands on may live long: it gets one hook.
         if hooks and any(
-            isinstance(hook, partial) and hook.func is tell and hook.args[0] is reducer
+            isinstance(hook, partial) and hook.func is tell and hook.args[0] is reference
             for hook in hooks.values()
         ):
             continue
-        output.register_hook(partial(tell, reducer, forward))
+        output.register_hook(partial(tell, reference, forward))
 
 
 def tell(reducer: weakref.ref[Reducer], forward: Forward | None, _: Tensor) -> None:

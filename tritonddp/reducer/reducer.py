@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from operator import attrgetter, or_
 from types import NoneType
@@ -49,7 +49,7 @@ from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.reducer import capture, recovery
 from tritonddp.reducer.extension import Events, SyncState
-from tritonddp.reducer.output_hooks import Forward, Forwards, tell, watch
+from tritonddp.reducer.output_hooks import Forward, Forwards, tell
 from tritonddp.reducer.participation import ReentrantGrads, accumulates, as_trainable
 from tritonddp.reducer.readiness import ReadyTracker
 
@@ -83,7 +83,8 @@ class Reducer:
         views: gradients live in the buckets.
         lazy: buckets have memory during backwards only.
         check_finite: buckets tell which gradients are not finite.
-        peer_memory: how ranks of one host may exchange them; ``None`` if they shall not.
+        peer_memory: makes what ranks of one host may exchange them by, of the group, another
+            transport and the counters; ``None`` if they shall not.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Reducer:
         views: bool = False,
         lazy: bool = False,
         check_finite: bool = False,
-        peer_memory: PeerMemory | None = None,
+        peer_memory: Callable[..., PeerMemory] | None = None,
     ) -> None:
         self.counters = Counters()  # of what was launched and sent so far
         self.events = Events()  # whom to tell of what happens; extensions are installed there
@@ -115,7 +116,9 @@ class Reducer:
         self.transport: Transport = self.plain  # of a bucket in a backward
         if self.wire.compression is not None:
             self.transport = QuantizedAllReduce(group, self.counters)
-        self.peer_memory = peer_memory if self.transport is self.plain else None
+        self.peer_memory: PeerMemory | None = None
+        if peer_memory is not None and self.transport is self.plain:
+            self.peer_memory = peer_memory(group, self.plain, self.counters)
         self.comm_hook: tuple[Any, Hook] | None = None
         # The backward that runs, broke off or waits for ``finalize_backward()``.
         self.run: ReductionRun | None = None
@@ -147,9 +150,9 @@ class Reducer:
         self.seen_in_context = -1
         # Held while a segment is packed: hooks of a multi-device module run on a thread per device.
         self.launching = threading.RLock()
-        self._reference = weakref.ref(self, group.open_runs.discard)
-        hash(self._reference)  # which it keeps, and could not find out when this is gone
-        self._broke_off = partial(_broke_off, self._reference)
+        self.reference = weakref.ref(self, group.open_runs.discard)
+        hash(self.reference)  # which it keeps, and could not find out when this is gone
+        self._broke_off = partial(_broke_off, self.reference)
         self._added_hooks: list[Any] = []
         group.join_forks(self)
         self._follow_buckets()
@@ -188,11 +191,6 @@ class Reducer:
             message, self.deferred_error = self.deferred_error, None
             raise RuntimeError(message)
 
-    def watch(self, outputs: Sequence[Tensor], syncs: bool = True) -> None:
-        """A forward has returned these tensors; ``syncs`` if it ran outside ``no_sync``."""
-        forward = self.forwards.ended(self.counters.reductions, syncs)
-        watch(outputs, self._reference, forward)
-
     def settle(self) -> None:
         """No forward follows: see that the last backward came to its end, as if one did."""
         self.check_finalized()
@@ -216,7 +214,7 @@ class Reducer:
         """A gradient of one of these, which are in no bucket yet, tells of a backward."""
         while self._added_hooks:
             self._added_hooks.pop().remove()
-        hook = partial(tell, self._reference, None)
+        hook = partial(tell, self.reference, None)
         with as_trainable(params):
             self._added_hooks = [register_post_accumulate_grad_hook(p, hook) for p in params]
 
@@ -327,7 +325,7 @@ class Reducer:
             run.doubtful = doubtful
         # From here on the other ranks wait for the collectives of this run: see recovery.py.
         run.end = _opening
-        self.group.open_runs.add(self._reference)
+        self.group.open_runs.add(self.reference)
         self.run = run
         self.counters.reductions += 1
         run.where = f"rank {self.group.rank}, step {self.counters.reductions}"
@@ -409,12 +407,12 @@ class Reducer:
 
     def mark_open(self) -> None:
         """This reducer owes collectives to the other ranks."""
-        self.group.open_runs.add(self._reference)
+        self.group.open_runs.add(self.reference)
 
     def mark_closed(self) -> None:
         """It has made them all."""
         if self.run is None and self.in_context is None:
-            self.group.open_runs.discard(self._reference)
+            self.group.open_runs.discard(self.reference)
 
     def announce(self, run: ReductionRun) -> None:
         """Prepare what this rank says to the others in ``run``, and how much its means count."""
@@ -641,9 +639,9 @@ class Reducer:
         self.reentrant.stayed_away(missing)
         failure = recovery.take_up_added(self, run) if self.parameters.added else None
         self.renumber(self.manager.renew())
-        if self.peer_memory is not None:
-            self.peer_memory.follow(self.manager.current, self.where())
-            self.plain.peers = self.peer_memory.peers
+        memory = self.peer_memory
+        if memory is not None and memory.follow(self.manager.current, self.where()):
+            self.transport = memory
         if failure is not None:
             raise failure
 
@@ -694,7 +692,7 @@ class Reducer:
         self.run = None
         self.last_alone = run if run.is_alone else None
         if self.in_context is None:
-            self.group.open_runs.discard(self._reference)
+            self.group.open_runs.discard(self.reference)
 
     def forget_accumulated(self) -> None:
         """What was accumulated has been reduced."""
@@ -782,7 +780,7 @@ class Reducer:
         self.is_detached = True
         self.tracker.remove()
         self._watch_added(())
-        self.group.open_runs.discard(self._reference)
+        self.group.open_runs.discard(self.reference)
         self.run = None
 
 
