@@ -189,7 +189,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         error_feedback: bool = True,
         exact: Any = None,
         check_finite: str | None = None,
-        transport: str = "process_group",
+        transport: str = "auto",
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
         if not isinstance(module, nn.Module):

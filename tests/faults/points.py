@@ -33,7 +33,8 @@ class Point:
 
 STRUCK_AT = 2  # the step of most faults, counted from 0
 RUN = "tritonddp.comm.run:ReductionRun"
-TRANSPORT = "tritonddp.comm.all_reduce:AllReduce"
+# Through the process group, or through memory.
+TRANSPORT = "tritonddp.comm.all_reduce:AllReduce|tritonddp.comm.peer_memory:PeerMemory"
 
 POINTS = {
     "before wrapping": Point("plain", "wrap", step=-1),
@@ -101,7 +102,15 @@ def point_of(at: str) -> Point:
 
 
 def strike_before(target: str, strike: Callable[[], None]) -> None:
-    """Have ``strike`` called before each call of ``"module:name"`` or ``"module:Class.name"``."""
+    """Have ``strike`` called before each call of ``"module:name"`` or ``"module:Class.name"``.
+
+    ``"module:Class|module:Class.name"`` are methods of this name of both classes.
+    """
+    if "|" in target:
+        one, _, other = target.partition("|")
+        strike_before(f"{one}.{other.rpartition('.')[2]}", strike)
+        strike_before(other, strike)
+        return
     module, _, path = target.partition(":")
     *classes, name = path.split(".")
     owner: Any = importlib.import_module(module)

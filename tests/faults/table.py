@@ -83,6 +83,10 @@ INT8 = (("compression", "int8"),)
 AUTO = (("compression", "auto"),)
 UNCHECKED = (("init_sync", False),)
 CHECKED = (("check_finite", "raise"),)
+PROCESS_GROUP = (("transport", "process_group"),)
+
+# What ranks say who wait for each other through memory and through the process group.
+_OTHER_BACKWARD = "through the process group, and this rank bucket 0 of|onnection closed by peer"
 
 
 def _lost(kind: str, *rows: tuple[Any, ...]) -> list[Fault]:
@@ -236,7 +240,7 @@ FAULTS = {
             ),
             ("frozen on one rank", 3, 2, True, "parameter 'layers.0.weight'.*rank 2 has .* frozen"),
             ("added on one rank", 2, 1, True, "rank 1 has .*layers.4.weight"),
-            ("other wrapper first", 3, 1, True, "rank 0 has 'number 0 .*rank 1 has 'number 1"),
+            ("other wrapper first", 3, 1, False, _OTHER_BACKWARD),
             ("no_sync inside join on one rank", 3, 1, True, "rank 1: no"),
             ("another parameter", 3, 1, True, "parameter 'layers.1.weight' .*: rank 1 has norm"),
             ("another buffer", 3, 0, True, "buffer 'seen' .*: rank 0 has norm"),
@@ -251,7 +255,13 @@ FAULTS = {
             times_out=True,
         ),
         Fault("differ", "hook on one rank", 2, 1, says=r"step \d, bucket", times_out=True),
-        Fault("differ", "smaller wrapper first", 2, 1, aborts=True),
+        Fault("differ", "smaller wrapper first", 2, 1, says=_OTHER_BACKWARD),
+        Fault("differ", "smaller wrapper first", 2, 1, PROCESS_GROUP, aborts=True),
+        Fault(
+            *("differ", "other wrapper first", 3, 1, PROCESS_GROUP),
+            says="rank 0 has 'number 0 .*rank 1 has 'number 1",
+            goes_on=True,
+        ),
         Fault(
             "differ",
             "smaller wrapper first",

@@ -423,8 +423,6 @@ def test_an_interrupt_at_the_end_of_a_backward_leaves_nothing_on_its_way(view: b
     model = layers()
     ddp = wrap(model, view, bucket_cap_mb=1e-5)
     alone = copy.deepcopy(model)
-    transport: Any = ddp.core.transport
-    wait = transport.wait
 
     def interrupted(run: Any, bucket: Any) -> Any:
         if bucket.index == 1:
@@ -432,6 +430,8 @@ def test_an_interrupt_at_the_end_of_a_backward_leaves_nothing_on_its_way(view: b
         return wait(run, bucket)
 
     for seed in (0, 10):  # the first reduction ends with the order of gradients
+        transport: Any = ddp.core.transport
+        wait = transport.wait
         if dist.get_rank() == 0:
             transport.wait = interrupted
             with pytest.raises(KeyboardInterrupt):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -35,9 +37,14 @@ class AllReduce:
     of another process to wake. Where messages are small those are all that they cost, and each rank
     sends them to every other one directly instead: one round, and the sum is made here, by all
     ranks in the same order. Such a bucket takes ``2 * world_size`` times its memory on its way.
+
+    Attributes:
+        announce: tells ranks that expect another bucket through memory that one comes this way; see
+            :mod:`tritonddp.comm.peer_memory`. ``None`` where nobody does.
     """
 
     averages = True
+    announce: Callable[[Bucket], None] | None = None
 
     def __init__(self, group: Group, counters: Counters) -> None:
         self._group = group
@@ -58,6 +65,12 @@ class AllReduce:
             run.log(bucket, "is sent with NaN" if is_broken else "is sent")
         data, group = bucket.flat.data, self._process_group
         try:
+            if self.announce is not None:
+                with Uninterrupted():
+                    self.announce(bucket)
+                    counters.sent_bytes -= -2 * (size - 1) * nbytes // size
+                    run.works.append(collectives.all_reduce(data, group))
+                return
             # Python handles signals between two instructions. Here is but one from each call to the
             # note that it was made.
             if bucket.direct_nbytes <= self._most_direct and data.is_cpu:

@@ -69,7 +69,7 @@ _RANKS_OF_SHARES, _BYTES_OF_SHARES = 4, 256 * 1024
 
 # What is said, the module, the bucket, the number of the exchange, bytes of the bucket.
 _MESSAGE = struct.Struct("<IIIQQ")
-# In the place of a module where it does not matter: all are numbered together.
+# In the place of a module: the bucket goes through the process group; or it does not matter.
 _ANY = 0
 # Of recvmsg, for map(): a message, room for one descriptor, and what closes that in new programs.
 _RECEIVE = (_MESSAGE.size,), (socket.CMSG_SPACE(4),), (getattr(socket, "MSG_CMSG_CLOEXEC", 0),)
@@ -191,6 +191,15 @@ class Peers:
             peer.send(message, descriptor)
         self._note_unsent()
 
+    def goes_elsewhere(self, bucket: Bucket) -> None:
+        """It goes through the process group: ranks that expect another one are told."""
+        number = self.launched + 1
+        self.send(_MESSAGE.pack(PACKED, _ANY, bucket.index, number, bucket.nbytes))
+        self.launched = number
+        for peer in self.others:
+            for at in [n for n, what in peer.announced.items() if what[0] == _ANY and n < number]:
+                del peer.announced[at]
+
     def _note_unsent(self) -> None:
         has_unsent = any(peer.unsent for peer in self.others)
         self.sends = [self.send] if has_unsent else self.at_once
@@ -254,7 +263,7 @@ class Peers:
     def sum_shares(self) -> None:
         """Of all exchanges that all have packed: others may wait for the share of this rank."""
         for module in list(self._modules.values()):
-            for exchange in module.exchanges:
+            for _, exchange in sorted(module.exchanges.items()):
                 if exchange.has_shares and exchange.summed < exchange.number:
                     exchange.sum_share()
 
@@ -393,7 +402,14 @@ class Exchange:
     def _refuse(self, peer: Peer) -> NoReturn:
         theirs = peer.announced.get(self.number)
         told = "nothing" if theirs is None else _told(*theirs)
-        raise PeerError(f"rank {peer.rank} reduces {told}, and this rank {_told(*self.content)}")
+        raise PeerError(
+            f"rank {peer.rank} reduces {told}, and this rank {_told(*self.content)}: the ranks do "
+            "not run the same backwards in the same order"
+        )
+
+    def wait(self) -> None:
+        """See :meth:`Work.wait`: until all have packed. For who gives the sum up."""
+        self.wait_for(PACKED)
 
     def get_future(self) -> torch.futures.Future[None]:
         """Complete when the sum is there: for traces."""
@@ -402,6 +418,8 @@ class Exchange:
 
 
 def _told(module: int, bucket: int, nbytes: int) -> str:
+    if module == _ANY:
+        return f"{nbytes} bytes through the process group"
     return f"bucket {bucket} of {nbytes} bytes of module {module}"
 
 
@@ -434,7 +452,7 @@ class PeerMemory:
     Attributes:
         rank: this one.
         number: of the module, alike on all ranks.
-        exchanges: of its buckets.
+        exchanges: of its buckets, by index; weakly, or they would hold each other.
         last: number of its last exchange.
         read: of the last one of which this rank has said that it has read it.
     """
@@ -445,7 +463,7 @@ class PeerMemory:
         self, group: Group, plain: AllReduce, counters: Counters, is_required: bool
     ) -> None:
         self.rank, self.number = group.rank, 0
-        self.exchanges: list[Exchange] = []
+        self.exchanges: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
         self._group, self._plain, self._counters = group, plain, counters
         self._is_required = is_required
         self._is_refused = False
@@ -515,12 +533,20 @@ class PeerMemory:
     def give_up(self) -> None:
         """The last reduction has failed on this rank: nothing of it will be read any more."""
         assert self._peers is not None
-        for exchange in self.exchanges:
+        for exchange in self.exchanges.values():
             exchange.taken = exchange.number
         self._peers.send(_MESSAGE.pack(READ, self.number, 0, self.last, 0))
         self.read = self.last
 
     # Which buckets
+
+    def begin(self) -> None:
+        """A reduction begins before :meth:`follow`: ranks may wait for another one through memory.
+
+        Other modules have connected them then.
+        """
+        if isinstance(self._group.peers, Peers):
+            self._plain.announce = self._group.peers.goes_elsewhere
 
     def follow(self, current: BucketSet, where: str) -> bool:
         """Have these buckets packed where the other ranks can read them, if all ranks can do that.
@@ -541,6 +567,7 @@ class PeerMemory:
         if refusal is None:
             return True
         self._is_refused = True
+        self._plain.announce = None
         told = f"{where}: gradients cannot go through memory of the host: {refusal.why}"
         if self._is_required:
             raise RuntimeError(f"{told}. With transport='auto' they go through the process group")
@@ -583,11 +610,13 @@ class PeerMemory:
             failure = f"{sum(b.nbytes for b in found)} bytes cannot be allocated: {error}"
         if failure := first_failure(failure, self._group):
             return Refusal(failure, is_failure=True)
-        self.exchanges = []
+        self.exchanges.clear()
         for bucket, each in zip(found, memory, strict=True):
             exchange = Exchange(self, self._peers, each, bucket)
-            self.exchanges.append(exchange)
+            self.exchanges[bucket.index] = exchange
             bucket.share(exchange, each.tensor)
+        # Where nothing goes through memory nobody listens.
+        self._plain.announce = self._peers.goes_elsewhere if found else None
         return None
 
     def has_come(self, rank: int, bucket: int, memory: Memory) -> None:

@@ -216,7 +216,7 @@ class ReductionRun:
         except GradientError as error:
             raise GradientError(f"{self.where}: {error}") from None
         except PeerError as error:
-            raise self.explain(bucket, error, f"exchange of {bucket.nbytes} bytes") from error
+            raise self.explain(bucket, error) from error
         self.filled[number] = True
         self.packed_at[number] = len(self.came)
         for observe in self.events.on_packed:
@@ -285,7 +285,7 @@ class ReductionRun:
             try:
                 bucket.fill_nan(b"" if bucket.index else self.header)
             except PeerError as error:
-                raise self.explain(bucket, error, f"exchange of {bucket.nbytes} bytes") from error
+                raise self.explain(bucket, error) from error
             self.transport.launch(self, bucket, is_broken=True)
 
     # Back

@@ -314,6 +314,8 @@ class Reducer:
         used = list(map(or_, reached, self.accumulated)) if self.has_accumulated else list(reached)
         run = ReductionRun(manager.current, self.transport, self.agreement, events, used, source)
         run.is_provisional = manager.is_provisional
+        if run.is_provisional and self.peer_memory is not None:
+            self.peer_memory.begin()
         run.is_late, run.reached = forward is None, reached
         run.earlier, run.came = self.accumulated, tracker.log
         run.has_missing = bool(missing)
