@@ -99,6 +99,50 @@ def test_the_sums_are_those_of_the_process_group(options: str, shots: int) -> No
         assert not any(is_shared(plain))
 
 
+def on_hosts(size: int) -> Any:
+    """Context: ranks are on hosts of so many ranks each, for a group that is made inside."""
+    return mock.patch.object(peers, "_host", return_value=f"host {dist.get_rank() // size}")
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@ranks(4)
+def test_the_sums_of_several_hosts_are_those_of_the_process_group(options: str) -> None:
+    """As above, between four ranks of two hosts, and the bytes that cross the line."""
+    with on_hosts(2):
+        shared = net(process_group=dist.new_group(), **OPTIONS[options])
+        plain = net(transport="process_group", **OPTIONS[options])
+        for number in range(5):
+            leaves_out = number == 2 or (number > 2 and dist.get_rank() > 0)
+            before = shared.core.counters.sent_bytes
+            mine = step(shared, number, leaves_out=leaves_out)
+            sent = shared.core.counters.sent_bytes - before
+            theirs = step(plain, number, leaves_out=leaves_out)
+            assert_same_on_all_ranks(mine, f"step {number}")
+            scale = 2e-2 if options == "bf16" else 1e-5
+            for one, other in zip(mine, theirs, strict=True):
+                assert (one is None) == (other is None)
+                if one is not None:
+                    torch.testing.assert_close(one, other, rtol=scale, atol=scale)
+    assert all(is_shared(shared))
+    of_buckets = sum(bucket.nbytes for bucket in shared.core.manager.current.buckets)
+    assert abs(sent - of_buckets / 2) <= 8 * len(is_shared(shared))  # what is left of a half
+
+
+@ranks(6)
+def test_three_hosts_own_a_part_of_each_share() -> None:
+    with on_hosts(2):
+        shared = net(process_group=dist.new_group())
+        plain = net(transport="process_group")
+        for number in range(4):
+            mine = step(shared, number)
+            assert_same_on_all_ranks(mine, f"step {number}")
+            for one, other in zip(mine, step(plain, number), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    assert all(is_shared(shared))
+    counters = shared.core.counters
+    assert counters.sent_bytes < 0.8 * plain.core.counters.sent_bytes
+
+
 @ranks(2)
 def test_what_is_said_and_when_it_begins() -> None:
     records: list[logging.LogRecord] = []
@@ -140,7 +184,7 @@ def refuses(how: str) -> Any:
 
 REFUSALS = {
     "environment": (False, "rank 1: TRITONDDP_PEER_MEMORY is 0"),
-    "another host": (False, "ranks 0 and 1 are not on one host"),
+    "another host": (False, "rank 0 shares its host, as its user, with 1 others, rank 1 with 0"),
     "no sockets": (True, "rank 1: no connections between the ranks of a host"),
     "no connection": (True, "rank 0: rank 1 has not connected within 1 s"),
     "no memory": (True, "bytes cannot be allocated: [Errno 1] Operation not permitted"),
@@ -226,14 +270,14 @@ def test_strangers_are_not_let_in() -> None:
     met = peers._meet
     strangers: list[socket.socket] = []
 
-    def with_strangers(group: Any, listener: Any, token: bytes, others: Any, found: Any) -> None:
+    def with_strangers(group: Any, ranks: Any, listener: Any, *arguments: Any) -> None:
         strangers.extend(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3))
         for stranger in strangers:
             stranger.connect(listener.getsockname())
         strangers[1].send(b"let me in")
         strangers[2].send(peers._HELLO.pack(1, bytes(32)))
-        met(group, listener, token, others, found)
-        assert len(found) == 1
+        met(group, ranks, listener, *arguments)
+        assert len(arguments[-1]) == 1
 
     with mock.patch.object(peers, "_meet", with_strangers):
         ddp = net()
@@ -328,7 +372,7 @@ def a_pair() -> Iterator[tuple[Any, Any, socket.socket]]:
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     group = mock.MagicMock(size=2, rank=0)
     group.process_group = mock.MagicMock()
-    found = peer_memory.Peers(group, {1: one})
+    found = peer_memory.Peers(group, peers.Neighbours({1: one}, [[0, 1]]))
     module = peer_memory.PeerMemory(group, mock.Mock(), mock.Mock(), False)
     module.number = found.enter(module)
     bucket = mock.Mock(index=0, nbytes=8)

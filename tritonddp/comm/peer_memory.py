@@ -11,7 +11,8 @@ goes into memory of its own: until all have packed a bucket, nothing has become 
 
 With few ranks, or little data, each rank adds up whole buckets (*one shot*). Otherwise each does so
 with its share, in place, says SUMMED, and copies those of the others (*two shots*): it reads 2
-buckets instead of ``world_size``, and waits twice.
+buckets instead of ``world_size``, and waits twice. Where there are several hosts of several ranks
+each, the ranks that have the same share exchange it in between: see ``between_hosts.py``.
 
 A message orders memory (what was written before it was sent can be read when it is there), wakes
 who waits for it, and ends when its sender dies. It does no harm if it comes twice: what Ctrl-C
@@ -27,7 +28,7 @@ import select
 import socket
 import struct
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from time import monotonic
 from types import NoneType
@@ -41,6 +42,7 @@ from tritonddp._torch import timeout_of
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.all_reduce import AllReduce
+from tritonddp.comm.between_hosts import BetweenHosts
 from tritonddp.comm.run import ReductionRun
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
@@ -50,6 +52,7 @@ from tritonddp.coordination.peers import (
     READ,
     SUMMED,
     Memory,
+    Neighbours,
     PeerError,
     Refusal,
     connect,
@@ -148,23 +151,28 @@ class Peer:
 
 
 class Peers:
-    """The other ranks of a group, all of which are on this host.
+    """The other ranks of a group that are on this host.
 
     Once for a group: the buckets of all its wrapped modules are numbered together, as collectives
     are, so that ranks find out that they do not reduce the same.
 
     Attributes:
+        hosts: the ranks of each host, in their order.
+        host, place: of this rank: which of these hosts, and which rank of it.
         others: the connections, in the order of ranks.
         at_once: sends a message to each of them, if there is room.
         sends: that, or where messages wait for room what puts them behind those.
         launched: number of the last exchange.
-        has_shares: some exchange goes in two shots.
+        has_shares: some exchanges go in two shots.
         poll, pause: what waits for messages, and how many milliseconds it does at most.
     """
 
-    def __init__(self, group: Group, connections: Mapping[int, socket.socket]) -> None:
+    def __init__(self, group: Group, found: Neighbours) -> None:
         self.others: list[Peer] = []
-        self.others = [Peer(rank, each) for rank, each in sorted(connections.items())]
+        self.hosts = found.hosts
+        self.host = next(at for at, ranks in enumerate(found.hosts) if group.rank in ranks)
+        self.place = found.hosts[self.host].index(group.rank)
+        self.others = [Peer(rank, each) for rank, each in sorted(found.connections.items())]
         self.at_once = [peer.send_now for peer in self.others]
         self.sends: Sequence[Callable[[bytes], Any]] = self.at_once
         self.launched = 0
@@ -264,7 +272,7 @@ class Peers:
         """Of all exchanges that all have packed: others may wait for the share of this rank."""
         for module in list(self._modules.values()):
             for _, exchange in sorted(module.exchanges.items()):
-                if exchange.has_shares and exchange.summed < exchange.number:
+                if exchange.has_shares and exchange.started < exchange.number:
                     exchange.sum_share()
 
     def close(self) -> None:
@@ -284,26 +292,36 @@ class Exchange:
     Attributes:
         number: of the last one.
         taken: of the last one whose sum is in the bucket.
+        started: of the last one whose share of this rank is added up over its host.
         summed: of the last one whose share of this rank is there.
         is_free: nobody reads any more what was packed.
         packed: by all ranks, in their order; empty before the first exchange.
         has_shares: it goes in two shots.
+        sent_bytes: through the process group, by this rank, in one exchange.
         content: module, bucket and bytes: alike on all ranks.
     """
 
     def __init__(self, module: PeerMemory, peers: Peers, memory: Memory, bucket: Bucket) -> None:
-        self.number = self.taken = self.summed = 0
+        self.number = self.taken = self.started = self.summed = 0
         self.is_free = True
         self.packed: list[Tensor] = []
         self.content = module.number, bucket.index, bucket.nbytes
         self.memory = memory
         is_large = bucket.nbytes >= _BYTES_OF_SHARES
-        self.has_shares = is_large and len(peers.others) + 1 >= _RANKS_OF_SHARES
+        is_shared = is_large and len(peers.others) + 1 >= _RANKS_OF_SHARES
+        self.has_shares = is_shared or len(peers.hosts) > 1
         peers.has_shares = peers.has_shares or self.has_shares
         self.future: torch.futures.Future[None] | None = None
         self._module, self._peers = module, peers
         self._dtype = bucket.flat.data.dtype
         self._lines = (PACKED, _ANY), (SUMMED, module.number), (READ, module.number)
+        self._between: BetweenHosts | None = None
+        self.sent_bytes = 0
+        if len(peers.hosts) > 1:
+            partners = [ranks[peers.place] for ranks in peers.hosts]
+            share = self._shares(memory.tensor.view(self._dtype))[peers.place]
+            self._between = BetweenHosts(module.process_group, partners, peers.host, share)
+            self.sent_bytes = self._between.sent_bytes
         # Of the first one, which hands the memory over.
         self.sends: Sequence[Callable[[bytes], Any]] = [self._hand_over]
 
@@ -311,8 +329,14 @@ class Exchange:
         self._peers.send(message, self.memory.descriptor)
         self.memory.close_descriptor()
 
-    def wait_for(self, kind: int) -> None:
+    def _shares(self, whole: Tensor) -> Sequence[Tensor]:
+        """One for each rank of the host."""
+        return whole.tensor_split(len(self._peers.others) + 1)
+
+    def wait_for(self, kind: int, waits: bool = True) -> None:
         """Until all have said ``kind`` of the last exchange.
+
+        Or, unless it ``waits``, see what they have said of all exchanges.
 
         Raises:
             PeerError: a rank is gone, or has not come there within the group's timeout.
@@ -326,7 +350,7 @@ class Exchange:
             for peer in peers.others:
                 came, counts = peer.came, peer.counts
                 # Whoever waits takes all that comes: poll() would find it again and again.
-                while came or (peer.is_open and (since or counts[line] < number)):
+                while came or (peer.is_open and (since or not waits or counts[line] < number)):
                     try:
                         if not came:
                             came.extend(map(peer.receive, *_RECEIVE))
@@ -348,7 +372,7 @@ class Exchange:
                             peer.announced[at] = module, bucket, nbytes
                         counts[of] = at
                     came.popleft()
-                if counts[line] < number:
+                if waits and counts[line] < number:
                     if not peer.is_open:
                         raise PeerError(f"rank {peer.rank} has closed its connection")
                     late = late or peer
@@ -375,10 +399,12 @@ class Exchange:
             self.packed = [each.view(result.dtype) for each in self._module.packed_by_all(self)]
         if self.has_shares:
             self._peers.sum_shares()
+            if self._between is not None and self.summed < number:
+                self._between.finish()
+                self._say_summed()
             self.wait_for(SUMMED)
-            size = len(self.packed)
-            for rank, share in enumerate(result.tensor_split(size)):
-                share.copy_(self.packed[rank].tensor_split(size)[rank])
+            for rank, share in enumerate(self._shares(result)):
+                share.copy_(self._shares(self.packed[rank])[rank])
         elif len(others) == 1:
             torch.add(*self.packed, out=result)
         else:
@@ -387,15 +413,28 @@ class Exchange:
         for peer in others:
             peer.announced.pop(number, None)
 
+    def go_on(self) -> None:
+        """Sum what has come so far: others wait for it, or it has a line to cross."""
+        self.wait_for(PACKED, waits=False)
+        self._peers.sum_shares()
+
     def sum_share(self) -> None:
-        """Add up the share of this rank, if all have packed, and tell them."""
-        others = self._peers.others
+        """Add up the share of this rank, if all have packed, and tell them, or send it."""
+        others, place = self._peers.others, self._peers.place
         if any(peer.announced.get(self.number) != self.content for peer in others):
             return  # it is not there, or what it is there is for who takes it to tell
         packed = [each.view(self._dtype) for each in self._module.packed_by_all(self)]
-        mine = [each.tensor_split(len(packed))[self._module.rank] for each in packed]
+        mine = [self._shares(each)[place] for each in packed]
         with Uninterrupted():  # in place: not to be done twice
-            _add(mine, mine[self._module.rank])
+            _add(mine, mine[place])
+            self.started = self.number
+            if self._between is None:
+                self._say_summed()
+            else:
+                self._between.start(self.number)
+
+    def _say_summed(self) -> None:
+        with Uninterrupted():
             self.summed = self.number
             self._peers.send(_MESSAGE.pack(SUMMED, *self.content[:2], self.number, 0))
 
@@ -439,7 +478,7 @@ def _add(parts: Sequence[Tensor], result: Tensor) -> None:
 
 
 class PeerMemory:
-    """Reduces the buckets of one module with the other ranks, all of which are on this host.
+    """Reduces the buckets of one module with the other ranks of this host, or of each host.
 
     Buckets that are lazy, sparse or quantised go through the process group.
 
@@ -450,7 +489,7 @@ class PeerMemory:
         is_required: where it cannot be had, that is an error.
 
     Attributes:
-        rank: this one.
+        rank, process_group: this one, and that of all ranks.
         number: of the module, alike on all ranks.
         exchanges: of its buckets, by index; weakly, or they would hold each other.
         last: number of its last exchange.
@@ -462,7 +501,8 @@ class PeerMemory:
     def __init__(
         self, group: Group, plain: AllReduce, counters: Counters, is_required: bool
     ) -> None:
-        self.rank, self.number = group.rank, 0
+        self.number = 0
+        self.rank, self.process_group = group.rank, group.process_group
         self.exchanges: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
         self._group, self._plain, self._counters = group, plain, counters
         self._is_required = is_required
@@ -480,6 +520,7 @@ class PeerMemory:
             return
         counters.collectives += 1
         counters.wire_bytes += bucket.nbytes
+        counters.sent_bytes += exchange.sent_bytes
         if run.is_logged:
             run.log(bucket, "is there for the others" + " with NaN" * is_broken)
         number = peers.launched + 1
@@ -503,6 +544,8 @@ class PeerMemory:
                     run.works.append(exchange)
             if not isinstance(error, OSError):
                 raise
+        if exchange.has_shares:
+            exchange.go_on()
 
     def wait(self, run: ReductionRun, bucket: Bucket) -> Tensor | None:
         """See :meth:`Transport.wait`."""
@@ -513,7 +556,7 @@ class PeerMemory:
             if exchange.taken < exchange.number:
                 exchange.wait_for(PACKED)
                 exchange.take(bucket.flat.data)
-        except PeerError as error:
+        except RuntimeError as error:
             raise run.explain(bucket, error) from error
         if exchange.number == self.last != self.read:
             message = _MESSAGE.pack(READ, self.number, 0, self.last, 0)
@@ -584,11 +627,15 @@ class PeerMemory:
                 self._group.peers = found
             else:
                 self._group.peers = Peers(self._group, found)
+                has_line = len(found.hosts) > 1
                 if self.rank == 0:
                     logger.info(
-                        "%s: gradients go through memory that the %d ranks of this host share, not "
-                        "through the process group; transport='process_group' or %s=0 changes that",
-                        *(where, self._group.size, _VARIABLE),
+                        "%s: gradients go through memory that the %d ranks of %s share, not "
+                        "through the process group%s; transport='process_group' or %s=0 changes "
+                        "that",
+                        *(where, len(found.connections) + 1),
+                        *(("a host", ", but between hosts") if has_line else ("this host", "")),
+                        _VARIABLE,
                     )
         if isinstance(self._group.peers, Refusal):
             return self._group.peers
@@ -627,11 +674,12 @@ class PeerMemory:
         self._came[rank, bucket] = memory
 
     def packed_by_all(self, exchange: Exchange) -> list[Tensor]:
-        """Where the ranks pack a bucket, in their order."""
+        """Where the ranks of this host pack a bucket, in their order."""
+        assert self._peers is not None
         _, index, _ = exchange.content
         return [
             (exchange.memory if rank == self.rank else self._came[rank, index]).tensor
-            for rank in range(self._group.size)
+            for rank in self._peers.hosts[self._peers.host]
         ]
 
 

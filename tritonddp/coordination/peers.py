@@ -116,16 +116,29 @@ def _mapped(descriptor: int, nbytes: int) -> Tensor:
         raise OSError(str(error).partition("\n")[0]) from error
 
 
-def connect(group: Group, refusal: str = "") -> dict[int, socket.socket] | Refusal:
-    """Connect all ranks of ``group``, which all call this, if they are on one host.
+@dataclass(frozen=True)
+class Neighbours:
+    """The other ranks of this host, connected.
+
+    Attributes:
+        connections: with each of them (``SOCK_SEQPACKET``).
+        hosts: the ranks of each host, in their order; alike on all ranks. All have as many.
+    """
+
+    connections: dict[int, socket.socket]
+    hosts: list[list[int]]
+
+
+def connect(group: Group, refusal: str = "") -> Neighbours | Refusal:
+    """Connect the ranks of each host of ``group``, which all ranks call.
 
     Args:
         group: the ranks.
         refusal: why this rank does not want to.
 
     Returns:
-        A connection with each other rank (``SOCK_SEQPACKET``), or why there are none: on all ranks
-        alike.
+        The connections, or why there are none, then on all ranks alike: one does not want to or
+        cannot, or hosts have not as many ranks each, and at least two.
 
     Raises:
         RuntimeError: a collective failed.
@@ -134,6 +147,7 @@ def connect(group: Group, refusal: str = "") -> dict[int, socket.socket] | Refus
     mine: dict[str, str] = {"refusal": refusal}
     failure = ""
     found: dict[int, socket.socket] = {}
+    hosts: dict[str, list[int]] = {}
     with contextlib.ExitStack() as stack:
         try:
             if not refusal:
@@ -148,20 +162,26 @@ def connect(group: Group, refusal: str = "") -> dict[int, socket.socket] | Refus
         for rank, each in enumerate(others):
             if each.get("refusal"):
                 return Refusal(f"rank {rank}: {each['refusal']}")
-        hosts = [each.get("host") for each in others]
-        for rank, host in enumerate(hosts):
-            if None not in hosts and host != hosts[0]:
-                return Refusal(f"ranks 0 and {rank} are not on one host, or not of one user")
-        if not failure and None not in hosts:
+        if all("host" in each for each in others):
+            for rank, each in enumerate(others):
+                hosts.setdefault(each["host"], []).append(rank)
+            first, *rest = hosts.values()
+            for ranks in (each for each in rest if len(each) != len(first)):
+                return Refusal(
+                    f"rank {first[0]} shares its host, as its user, with {len(first) - 1} others, "
+                    f"rank {ranks[0]} with {len(ranks) - 1}"
+                )
+            if len(first) == 1:
+                return Refusal("no two ranks are on one host, of one user")
             try:
-                _meet(group, listener, token, others, found)
+                _meet(group, hosts[mine["host"]], listener, token, others, found)
             except OSError as error:
                 failure = str(error)
     if told := first_failure(failure, group):
         for connection in found.values():
             connection.close()
         return Refusal(told, is_failure=True)
-    return found
+    return Neighbours(found, list(hosts.values()))
 
 
 def first_failure(failure: str, group: Group) -> str:
@@ -190,14 +210,15 @@ def _listener() -> socket.socket:
 
 def _meet(
     group: Group,
+    ranks: Sequence[int],
     listener: socket.socket,
     token: bytes,
     others: Sequence[dict[str, str]],
     found: dict[int, socket.socket],
 ) -> None:
-    """Connect to the ranks before this one, and let those behind it in, into ``found``."""
+    """Connect to those of ``ranks`` before this one, and let the others in, into ``found``."""
     end = time.monotonic() + _CONNECTING
-    for rank in range(group.rank):
+    for rank in ranks[: ranks.index(group.rank)]:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         found[rank] = connection
         connection.settimeout(_CONNECTING)
@@ -207,10 +228,10 @@ def _meet(
     poll = select.poll()
     poll.register(listener.fileno(), select.POLLIN)
     waiting: dict[int, socket.socket] = {}
-    while len(found) < group.size - 1:
+    while len(found) < len(ranks) - 1:
         left = end - time.monotonic()
         if left <= 0:
-            missing = next(r for r in range(group.size) if r != group.rank and r not in found)
+            missing = next(r for r in ranks if r != group.rank and r not in found)
             raise OSError(f"rank {missing} has not connected within {_CONNECTING:g} s")
         for descriptor, _ in poll.poll(1000 * left):
             if descriptor == listener.fileno():
@@ -220,7 +241,7 @@ def _meet(
                 continue
             connection = waiting.pop(descriptor)
             poll.unregister(descriptor)
-            who = _rank_of(connection, token, group)
+            who = _rank_of(connection, token, ranks, group.rank)
             if who is None or who in found:
                 connection.close()
             else:
@@ -229,14 +250,14 @@ def _meet(
         stranger.close()
 
 
-def _rank_of(connection: socket.socket, token: bytes, group: Group) -> int | None:
-    """Who has connected; ``None`` for whoever is no rank of the group."""
+def _rank_of(connection: socket.socket, token: bytes, ranks: Sequence[int], own: int) -> int | None:
+    """Who has connected; ``None`` for whoever is no rank behind ``own``."""
     try:
         _check_user(connection)
         rank, theirs = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_DONTWAIT))
     except (OSError, struct.error):
         return None
-    is_rank = secrets.compare_digest(theirs, token) and group.rank < rank < group.size
+    is_rank = secrets.compare_digest(theirs, token) and rank > own and rank in ranks
     return rank if is_rank else None
 
 
