@@ -1,9 +1,9 @@
 """Training steps on slow networks: hosts on this machine, behind lines of limited rate.
 
-    python benchmarks/network.py [--by-wire] [--hosts 2 4] [--rates 100mbit 1gbit 10gbit none]
+    python benchmarks/network.py [--by-wire] [--hosts 2 4] [--ranks-per-host 1] [--rates 100mbit 1gbit 10gbit none]
         [--out FILE]
 
-Hosts are network namespaces (namespaces.py) with one rank each over gloo. What is timed is a whole
+Hosts are network namespaces (namespaces.py) with one rank each over gloo, or more. What is timed is a whole
 step, forward, backward and the synchronisation of gradients, on the slowest rank, next to the
 shortest time that the line allows (line.py) and to a bare all-reduce of the same bytes; with
 `--by-wire`, with fewer bytes too, in bf16 and less, each against stock in fp32. Needs root,
@@ -73,7 +73,7 @@ def main() -> int:
 
 
 def run(count: int, options: argparse.Namespace, report: Callable[[dict[str, Any]], None]) -> None:
-    """Measure with one rank on each of ``count`` hosts; report every result as soon as it is there.
+    """Measure with some ranks on each of ``count`` hosts; report every result as soon as it is there.
 
     Raises:
         NetworkUnavailableError: see :func:`namespaces.network`.
@@ -81,21 +81,22 @@ def run(count: int, options: argparse.Namespace, report: Callable[[dict[str, Any
     """
     some_rate = max((rate for rate in options.rates if rate), default=None)
     with network(count, some_rate) as hosts:
-        ranks = [_start(rank, hosts, options) for rank in range(count)]
+        ranks = [_start(rank, hosts, options) for rank in range(count * options.ranks_per_host)]
         for _ in range(len(options.models) * len(options.rates)):
-            report(evaluate(_next_messages(ranks), options.by_wire))
+            report(evaluate(_next_messages(ranks), options.by_wire, options.ranks_per_host))
         _next_messages(ranks)  # all are done
 
 
 def _start(rank: int, hosts: Sequence[Host], options: argparse.Namespace) -> Connection:
     """Start a rank on its host; both ends of the connection close when their owner dies."""
-    host = hosts[rank]
+    number, local_rank = divmod(rank, options.ranks_per_host)
+    host = hosts[number]
     connection, theirs = Pipe()
     environment = {
         "RANK": rank,
-        "WORLD_SIZE": len(hosts),
-        "LOCAL_RANK": 0,
-        "LOCAL_WORLD_SIZE": 1,
+        "WORLD_SIZE": len(hosts) * options.ranks_per_host,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": options.ranks_per_host,
         "MASTER_ADDR": hosts[0].address,
         "MASTER_PORT": 29500,  # a host has all ports for itself
         "GLOO_SOCKET_IFNAME": INTERFACE,
@@ -148,6 +149,7 @@ def rate_of(text: str) -> float | None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--hosts", nargs="+", type=int, default=[2, 4], help="default: 2 4")
+    parser.add_argument("--ranks-per-host", type=int, default=1, help="default: 1")
     parser.add_argument(
         "--rates",
         nargs="+",
@@ -168,6 +170,8 @@ def _options() -> argparse.Namespace:
     options = parser.parse_args()
     if not all(2 <= count <= 250 for count in options.hosts):
         parser.error("--hosts must be from 2 to 250")
+    if options.ranks_per_host < 1:
+        parser.error("--ranks-per-host must be at least 1")
     if options.rounds < LEAST_ROUNDS:
         parser.error(f"--rounds must be at least {LEAST_ROUNDS}")
     return options

@@ -21,7 +21,9 @@ _LIMITS = {
 }
 
 
-def evaluate(ranks: Sequence[dict[str, Any]], by_wire: bool = False) -> dict[str, Any]:
+def evaluate(
+    ranks: Sequence[dict[str, Any]], by_wire: bool = False, ranks_per_host: int = 1
+) -> dict[str, Any]:
     """An entry of the result file.
 
     Three limits, each less ideal than the one before: the line's own, with every gradient sent as
@@ -32,6 +34,8 @@ def evaluate(ranks: Sequence[dict[str, Any]], by_wire: bool = False) -> dict[str
     Args:
         ranks: of each rank what :func:`network_rank.measure` returned, and the model's facts.
         by_wire: what they sent differs: the limits of each are those of as many bytes.
+        ranks_per_host: the limits are those of a ring over all ranks all the same, which crosses
+            each line once.
     """
     hosts, first = len(ranks), ranks[0]
     rate, sizes, counts = first["rate"], first["gradient_bytes"], first["bucket_counts"]
@@ -87,6 +91,7 @@ def evaluate(ranks: Sequence[dict[str, Any]], by_wire: bool = False) -> dict[str
 
     return {
         "hosts": hosts,
+        "ranks_per_host": ranks_per_host,
         "rate_bits_per_s": rate,
         **{name: first[name] for name in ("model", "parameters", "gradients")},
         "payload_bytes": payload,
@@ -148,8 +153,12 @@ def _line(counters: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str
 def table(result: dict[str, Any]) -> Iterator[str]:
     """Lines that show an entry; times in milliseconds."""
     rate, payload, line = result["rate_bits_per_s"], result["payload_bytes"], result["line"]
+    of_each = result.get("ranks_per_host", 1)
+    hosts = f"{result['hosts'] // of_each} hosts"
+    if of_each > 1:
+        hosts += f" of {of_each} ranks"
     yield (
-        f"{result['hosts']} hosts, {_show(rate)}, {result['model']}: "
+        f"{hosts}, {_show(rate)}, {result['model']}: "
         f"{result['parameters'] / 1e6:.2f} M parameters, {payload / 1e6:.1f} MB of gradients, "
         f"{result['rounds']} rounds"
     )
