@@ -325,6 +325,34 @@ def test_any_number_of_gradients_is_one_launch_and_a_later_one_prepares_nothing(
     assert flat.tables.uploads == uploads
 
 
+def test_launches_of_one_buffer_are_told_apart_by_all_that_is_compiled_in():
+    slots = [dense([1000]), dense([17])]
+    (flat, _), (twin, _) = (result(packed(slots, torch.bfloat16, 1)[0][0]) for _ in range(2))
+    for ranks, shares, in_place, dtype, aligned in (
+        (2, False, False, torch.float32, True),
+        (3, False, False, torch.float32, True),
+        (3, True, False, torch.float32, True),
+        (3, True, False, torch.float32, False),
+        (3, True, False, torch.bfloat16, True),
+        (3, False, False, torch.bfloat16, True),
+        (3, False, True, torch.bfloat16, True),
+        (2, True, True, torch.bfloat16, True),
+    ):
+        targets = []
+        for kernels, each in (("triton", flat), ("reference", twin)):
+            flats, _ = packed(slots, torch.bfloat16, ranks, [[1, 0]] * ranks)
+            for rank in range(ranks if shares else 0):
+                KERNELS[kernels].reduce_share(each, peers_of(kernels, flats), rank)
+            grads, _ = embedded_gradients(slots, dtype, aligned)
+            targets.append(each.views if in_place else grads)
+            run(kernels, each, flats, targets[-1], factor_of(0.5), shares)
+        for grad, expected in zip(*targets, strict=True):
+            assert_same_bits(grad, expected, f"{ranks} ranks, {shares=}, {in_place=}, {dtype}")
+    # The interpreter does as well with the code of aligned gradients for others; a GPU would not.
+    prepared = [key for key in flat.tables.launches if triton._launch in key]
+    assert len(prepared) == 8
+
+
 def test_a_buffer_without_gradients_and_headers_needs_no_launch():
     flats, _ = packed([], torch.float32, 2)
     flat, _ = result(flats[0])
