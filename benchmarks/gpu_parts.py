@@ -23,7 +23,11 @@ TESTS = HERE.parent / "tests" / "gpu"
 REHEARSE = HERE.parent / "tests" / "recording" / "rehearse.py"
 # Set for the tests of a rehearsal, see tests/gpu/worlds.py.
 REHEARSING = "TRITONDDP_REHEARSE"
-KERNEL_TESTS = (TESTS / "test_kernels_gpu.py", TESTS / "test_quantize_gpu.py")
+KERNEL_TESTS = (
+    TESTS / "test_kernels_gpu.py",
+    TESTS / "test_quantize_gpu.py",
+    TESTS / "test_reduce_gpu.py",
+)
 NCCL_TESTS = (
     TESTS / "test_reducer_nccl.py",
     TESTS / "test_agreement_nccl.py",
@@ -101,8 +105,9 @@ class Part:
 # The estimates are seconds of an H100. On that of benchmarks/results/gpu-h100, an earlier commit's,
 # test-kernels, probe, step-pair and memcheck took as long; kernels, quantize and host did, which
 # take fewer rounds now where time is short; and both halves of the tests over NCCL together, which
-# are a tenth more now. The others are guesses: step-small, step-large and memory were cut off
-# there, mostly drawing parameters on the host, and sweep and graphs did not exist.
+# are a tenth more now. The others are guesses, and 4 s of test-kernels, for sums over ranks:
+# step-small, step-large and memory were cut off there, mostly drawing parameters on the host, and
+# sweep and graphs did not exist.
 def parts(rehearse: bool = False) -> list[Part]:
     """In the order of what is learnt; each is small in a rehearsal."""
     nccl = "--backend nccl"
@@ -110,7 +115,7 @@ def parts(rehearse: bool = False) -> list[Part]:
     small = "resnet50 gpt2_small llama3_8b_layer vit_b16 mlp transformer"
     one, two = "nccl-1-rank", f"{nccl} --models mlp --builds 1 --rounds 3"
     found = [
-        _tests("test-kernels", "the compiled kernels", 70, 61, KERNEL_TESTS, "", "missing"),
+        _tests("test-kernels", "the compiled kernels", 70, 65, KERNEL_TESTS, "", "missing"),
         _tests("test-nccl-1", "one rank over NCCL", 50, 45, NCCL_TESTS, one, f"stock and {one}"),
         PROBE,
         _tests(

@@ -95,10 +95,15 @@ class Bound:
 
 
 def _groups(kernels: Any) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
-    """Of the kernel benchmark: what is compared with each other, by contender."""
+    """Of the kernel benchmark: what is compared with each other, by contender.
+
+    But for the sum over ranks, of which too little is known for a bound.
+    """
     groups: dict[str, dict[str, dict[str, Any]]] = {}
     for each in kernels["benchmarks"]:
-        groups.setdefault(each["group"], {})[each["extra_info"]["contender"]] = each["extra_info"]
+        info = each["extra_info"]
+        if info.get("direction") != "reduce_unflatten":
+            groups.setdefault(each["group"], {})[info["contender"]] = info
     yield from groups.items()
 
 

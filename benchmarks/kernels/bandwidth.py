@@ -1,5 +1,7 @@
 """Flatten and unflatten against stock's ways and against a plain copy of the same bytes.
 
+On a GPU also the sum over three ranks with unflatten, whose buffers are all on the one GPU.
+
     python benchmarks/plain.py kernels [--only resnet50] [--rounds 25] [--out FILE]
     pytest benchmarks/kernels --benchmark-only [-k resnet50] [--max-mb 250] [--rounds 25]
                               [--benchmark-json FILE]
@@ -17,12 +19,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import inf, prod
 from typing import Any
 
 import torch
-from contenders import CEILING, DIRECTIONS, Inputs, check, contenders
+from contenders import CEILING, DIRECTIONS, REDUCE, Inputs, check, contenders
 from deadline import share
 from device_timing import Samples, input_sets, time_rounds
 from paired import Spread, paired_ratio
@@ -84,7 +86,11 @@ def cases(max_mb: float = MAX_MB) -> Iterator[Case]:
     for group in groups:
         if not group.shapes or group.megabytes > max_mb:
             continue
-        if group.casting and DEVICE.type == "cpu":
+        if DEVICE.type == "cpu" and (group.casting or group.direction == REDUCE):
+            continue
+        # Of sums over ranks one bucket says it all: the smaller one.
+        smaller = "25MiB" if replace(group, bucket="25MiB").shapes else "whole"
+        if group.direction == REDUCE and (group.casting or group.bucket != smaller):
             continue
         for each in contenders(group.direction, group.casting, DEVICE):
             yield Case(str(group), (group, each.name), f"{group}-{each.name}")
@@ -143,7 +149,7 @@ def measure(group: Group, rounds: int, groups_left: int) -> Measurement:
     end = share(1 / groups_left)
     dtype, wire = DTYPES[group.dtype]
     rotation = [Inputs.make(group.shapes, dtype, wire, DEVICE)]
-    nbytes = rotation[0].nbytes
+    nbytes = rotation[0].nbytes_of(group.direction)
     rivals = contenders(group.direction, group.casting, DEVICE)
     for contender in rivals:
         check(group.direction, contender, rotation[0])

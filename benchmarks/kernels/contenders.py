@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import cycle
 
 import torch
 from torch import Tensor
 
+from tritonddp.kernels import reference
 from tritonddp.kernels.dispatch import select
 from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
 
-WORLD_SIZE = 3  # gradients are scaled by 1/3, which rounds in every dtype
+# Gradients are scaled by 1/3, which rounds in every dtype; and three buffers are added up.
+WORLD_SIZE = 3
 # Gradients begin where torch's CUDA allocator lets allocations begin.
 _BYTES_APART = 512
 
@@ -72,8 +75,31 @@ class Inputs:
     @property
     def nbytes(self) -> int:
         """Bytes that whoever moves the gradients must read and write at least."""
-        sizes = self.block.element_size() + self.plain.data.element_size()
+        return self.nbytes_of("flatten")
+
+    def nbytes_of(self, direction: str) -> int:
+        """Likewise; a reduction reads the buffers of all ranks."""
+        buffers = WORLD_SIZE if direction == REDUCE else 1
+        sizes = self.block.element_size() + buffers * self.plain.data.element_size()
         return sum(self.plain.layout.numels) * sizes
+
+    @cached_property
+    def packed(self) -> list[FlatBuffer]:
+        """What each rank has packed, all in the memory of this device. Positive numbers."""
+        data = self.ours.data
+        flats = [FlatBuffer(self.ours.layout, data.dtype, data.device) for _ in range(WORLD_SIZE)]
+        for flat in flats:
+            flat.payload.uniform_()
+            flat.flags.fill_(1)
+        return flats
+
+    @cached_property
+    def peers(self) -> Tensor | list[Tensor]:
+        """Where that is, as tritonddp's kernels want to know it."""
+        data = [flat.data for flat in self.packed]
+        if not select(self.ours.data.device).by_address:
+            return data
+        return torch.tensor([each.data_ptr() for each in data], device=self.ours.data.device)
 
 
 def _views(block: Tensor, layout: Layout) -> list[Tensor]:
@@ -83,7 +109,7 @@ def _views(block: Tensor, layout: Layout) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to flatten or to unflatten.
+    """One way to flatten, to unflatten, or to sum what ranks have packed and unflatten that.
 
     Attributes:
         name: unique within its direction.
@@ -181,11 +207,35 @@ def _sm_copy_out(inputs: Inputs) -> None:
     copy(inputs.block[: inputs.plain.payload.numel()], inputs.plain.payload)
 
 
+def _ours_reduce_unflatten(inputs: Inputs) -> None:
+    kernels = select(inputs.ours.data.device)
+    kernels.reduce_unflatten(inputs.ours, inputs.peers, inputs.grads)
+
+
+def _twin_of_reduce_unflatten(inputs: Inputs) -> None:
+    packed = [flat.data for flat in inputs.packed]
+    reference.reduce_unflatten(inputs.ours, packed, inputs.grads)
+
+
+def _add_each_and_foreach(inputs: Inputs) -> None:
+    first, second, *others = (flat.payload for flat in inputs.packed)
+    total = torch.add(first, second, out=inputs.ours.payload)
+    for other in others:
+        total.add_(other)
+    torch._foreach_copy_(inputs.grads, inputs.ours.views)
+
+
+def _copy_out_as_many_bytes(inputs: Inputs) -> None:
+    for _ in range((WORLD_SIZE + 1) // 2):
+        _copy_out(inputs)
+
+
 OURS = "tritonddp"
 MOVED = "tritonddp, moved"  # gradients are at other addresses each time: the table is uploaded
 CEILING = "device copy"
 SM_COPY = "SM copy"
 FOREACH_DIV = "_foreach_copy_ + div_"
+REDUCE = "reduce_unflatten"
 
 DIRECTIONS: dict[str, tuple[Contender, ...]] = {
     "flatten": (
@@ -205,6 +255,13 @@ DIRECTIONS: dict[str, tuple[Contender, ...]] = {
         Contender("split_with_sizes_copy", _split_copy, casts=False),
         Contender(CEILING, _copy_out),
         Contender(SM_COPY, _sm_copy_out, casts=False, by_address=True),
+    ),
+    # Over NVLink buffers would be elsewhere: here it is what a GPU's own memory allows.
+    REDUCE: (
+        Contender(OURS, _ours_reduce_unflatten, ours=True),
+        Contender("in plain torch", _twin_of_reduce_unflatten, ours=True, by_address=True),
+        Contender("add_ each, _foreach_copy_", _add_each_and_foreach),
+        Contender(CEILING, _copy_out_as_many_bytes),
     ),
 }
 
@@ -242,6 +299,14 @@ def check(direction: str, contender: Contender, inputs: Inputs) -> None:
         found = _joined(buffer.views)
         if contender.ours and not bool((buffer.flags == 1).all()):
             raise RuntimeError(f"flatten by {contender.name!r} left flags of used parameters unset")
+    elif direction == REDUCE:
+        total = sum(_joined(flat.views).float() for flat in inputs.packed)
+        expected = total.to(buffer.data.dtype).to(inputs.block.dtype)
+        inputs.block.fill_(torch.nan)
+        contender.run(inputs)
+        found = _joined(inputs.grads)
+        if contender.ours and not bool((buffer.flags == WORLD_SIZE).all()):
+            raise RuntimeError(f"{direction} by {contender.name!r} summed flags wrongly")
     else:
         for view in buffer.views:
             view.normal_()
@@ -250,7 +315,7 @@ def check(direction: str, contender: Contender, inputs: Inputs) -> None:
         contender.run(inputs)
         found = _joined(inputs.grads)
     # One rounding more than ours in the wire's dtype, twice that to be safe.
-    rounds = direction == "flatten" and not contender.ours
+    rounds = direction != "unflatten" and not contender.ours
     tolerance = 4 * torch.finfo(buffer.data.dtype).eps if rounds else 0.0
     error = (found.float() - expected.float()).abs()
     wrong = int((~(error <= tolerance * expected.float().abs())).sum())  # NaN is wrong, too

@@ -182,7 +182,7 @@ def test_the_rehearsal(tmp_path: Path) -> None:
     # Nothing was passed over: what only a GPU has is in the results.
     results = {name: part["result"] for name, part in content["parts"].items()}
     contenders = {row["extra_info"]["contender"] for row in results["kernels"]["benchmarks"]}
-    assert {"tritonddp, moved", gpu_table.SM_COPY} < contenders
+    assert {"tritonddp, moved", gpu_table.SM_COPY, "in plain torch"} < contenders
     assert results["step-small"]["models"]["mlp"]["launches"]["ours"]
     assert results["step-pair"]["world_size"] == 2
     assert set(results["graphs"]["models"]["mlp"]["seconds"]) >= {"unwrapped", "stock", "ours"}

@@ -42,19 +42,20 @@ class ComplexBuffer(FlatBuffer):
 
     def real_parts(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """These gradients, not flagged as conjugate, as real ones; a view as that of ``real``."""
+        if grads is self.views:  # kernels know this very list
+            return self.real.views  # type: ignore[return-value]
         return [
             None if grad is None else real if grad is view else torch.view_as_real(grad)
             for grad, view, real in zip(grads, self.views, self.real.views, strict=True)
         ]
 
 
-def on_real_parts(kernel: Callable[..., None]) -> Callable[..., None]:
-    """``flatten`` or ``unflatten`` for complex buffers and gradients."""
+def on_real_parts(kernel: Callable[..., None], before: int = 1) -> Callable[..., None]:
+    """A kernel for complex buffers and gradients, which come behind ``before`` other arguments."""
 
-    def complex_kernel(
-        flat: ComplexBuffer, grads: Sequence[Tensor | None], *args: object, **kwargs: object
-    ) -> None:
-        kernel(flat.real, flat.real_parts(grads), *args, **kwargs)
+    def complex_kernel(flat: ComplexBuffer, *args: Any, **kwargs: object) -> None:
+        *peers, grads = args[:before]
+        kernel(flat.real, *peers, flat.real_parts(grads), *args[before:], **kwargs)
 
     return complex_kernel
 

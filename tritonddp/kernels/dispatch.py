@@ -31,6 +31,10 @@ class Kernels:
 
     flatten: Callable[..., None]  # (flat, grads, used, scale, headers=()): see reference.flatten
     unflatten: Callable[..., None]  # (flat, grads, factor=None): see reference.unflatten
+    # Of ranks that see each other's memory. The twins of reference take tensors for peers, those
+    # of a GPU a tensor of addresses.
+    reduce_unflatten: Callable[..., None]  # (flat, peers, grads, factor=None, shares=False)
+    reduce_share: Callable[..., None]  # (flat, peers, rank)
     alignment: int  # what these kernels want of Layout.of, in elements
     by_address: bool  # they read gradients by address, which lie in memory as their slots do
     # Cuts a layout into runs of slots [first, last), each flattened by one launch.
@@ -144,8 +148,8 @@ def _leave_factor(flat: QuantizedBuffer, factor: Tensor | None) -> Tensor | None
     return factor
 
 
-def _of_real_parts(tables: Callable[[FlatBuffer], Any], flat: Any) -> Any:
-    return tables(flat.real)
+def _of_real_parts(function: Callable[..., Any], flat: Any, *arguments: Any) -> Any:
+    return function(flat.real, *arguments)
 
 
 @cache
@@ -154,6 +158,8 @@ def _for_complex(kernels: Kernels) -> Kernels:
         kernels,
         flatten=on_real_parts(kernels.flatten),
         unflatten=on_real_parts(kernels.unflatten),
+        reduce_unflatten=on_real_parts(kernels.reduce_unflatten, before=2),
+        reduce_share=partial(_of_real_parts, kernels.reduce_share),
         by_address=True,  # what is flagged as conjugate has no real parts to be written to
         donates=_never,
         tables=partial(_of_real_parts, kernels.tables),
@@ -169,6 +175,8 @@ def _for_device_type(device_type: str) -> Kernels:
         return Kernels(
             reference.flatten,
             reference.unflatten,
+            reference.reduce_unflatten,
+            reference.reduce_share,
             alignment=reference.ALIGNMENT,
             by_address=False,
             segments=reference.segments,
@@ -198,11 +206,13 @@ def _for_device_type(device_type: str) -> Kernels:
 
 def in_triton() -> Kernels:
     """Those of a GPU, whatever tensors they get."""
-    from tritonddp.kernels import device_tables, flatten, unflatten
+    from tritonddp.kernels import device_tables, flatten, reduce_unflatten, unflatten
 
     return Kernels(
         flatten.flatten,
         unflatten.unflatten,
+        reduce_unflatten.reduce_unflatten,
+        reduce_unflatten.reduce_share,
         alignment=device_tables.ALIGNMENT,
         by_address=True,
         segments=_whole,

@@ -173,6 +173,81 @@ def unflatten(
         foreach_copy_(targets, sources)
 
 
+def reduce_unflatten(
+    flat: FlatBuffer,
+    peers: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    factor: Tensor | None = None,
+    shares: bool = False,
+) -> None:
+    """Sum what all ranks have packed and write it, as :func:`unflatten` would, into ``grads``.
+
+    The trailer is summed too, into that of ``flat``. All ranks get the same bits. Of two ranks they
+    are those of an all-reduce, which in 16 bits may differ in the last bit for more: here a sum is
+    rounded once, not with every addition.
+
+    Args:
+        flat: not a part of a buffer. Of its payload nothing is written, unless ``grads`` is
+            ``flat.views`` itself: then ``flat`` is what an all-reduce and an ``unflatten`` in place
+            would leave, which multiplies no gradient that no rank used.
+        peers: what each rank has packed, in their order: laid out as ``flat.data``, and of its
+            dtype. None of them is ``flat.data``.
+        grads: see :func:`unflatten`.
+        factor: likewise; the sum is rounded to the wire's dtype before.
+        shares: all ranks have summed theirs: see :func:`reduce_share`.
+
+    Raises:
+        TypeError: the factor is of another kind.
+    """
+    if factor is not None:
+        flat.check_factor(factor)
+    layout, in_place = flat.layout, grads is flat.views
+    total = flat if in_place else FlatBuffer(layout, flat.data.dtype, flat.data.device)
+    payloads = [peer[: layout.flags_offset] for peer in peers]
+    if shares:
+        for rank, share in enumerate(_shares(total.payload, peers)):
+            share.copy_(_shares(payloads[rank], peers)[rank])
+    else:
+        _sum(payloads, total.payload)
+    trailer = slice(layout.flags_offset, layout.marks_offset + flat.marks.numel())
+    _sum([peer[trailer] for peer in peers], flat.data[trailer])
+    if not in_place:
+        total.flags.copy_(flat.flags)
+    if not in_place or factor is not None:
+        unflatten(total, grads, factor)
+
+
+def reduce_share(flat: FlatBuffer, peers: Sequence[Tensor], rank: int) -> None:
+    """Sum the share of ``rank`` over all ranks, in place of what it has packed itself.
+
+    The first of two shots: each rank reads all buffers in part here, and then with
+    ``reduce_unflatten(..., shares=True)`` the shares of the others, instead of all buffers whole.
+    That must not begin before all ranks have been here. The trailer belongs to no share.
+
+    Args:
+        flat: not a part of a buffer; stays as it is.
+        peers: see :func:`reduce_unflatten`.
+        rank: this one.
+    """
+    shares = [_shares(peer[: flat.layout.flags_offset], peers)[rank] for peer in peers]
+    _sum(shares, shares[rank])
+
+
+def _shares(payload: Tensor, peers: Sequence[Tensor]) -> Sequence[Tensor]:
+    """One for each rank."""
+    return payload.tensor_split(len(peers))
+
+
+def _sum(terms: Sequence[Tensor], result: Tensor) -> None:
+    """Add ``terms`` up in their order, with one rounding, into ``result``, which may be a term."""
+    wide = compute_dtype(result.dtype, result.dtype)
+    for *others, target in zip(*(each.split(_CAST) for each in (*terms, result)), strict=True):
+        total = others[0].to(wide)
+        for other in others[1:]:
+            total = total + other
+        target.copy_(total)
+
+
 def segments(layout: Layout) -> list[tuple[int, int]]:
     """Cut a bucket into runs of slots ``[first, last)`` that are flattened at once.
 
