@@ -1,11 +1,11 @@
 """Training steps on slow networks: hosts on this machine, behind lines of limited rate.
 
-    python benchmarks/network.py [--by-wire] [--hosts 2 4] [--ranks-per-host 1] [--rates 100mbit 1gbit 10gbit none]
-        [--out FILE]
+    python benchmarks/network.py [--by-wire] [--hosts 2 4] [--ranks-per-host 1]
+        [--rates 100mbit 1gbit 10gbit none] [--out FILE]
 
-Hosts are network namespaces (namespaces.py) with one rank each over gloo, or more. What is timed is a whole
-step, forward, backward and the synchronisation of gradients, on the slowest rank, next to the
-shortest time that the line allows (line.py) and to a bare all-reduce of the same bytes; with
+Hosts are network namespaces (namespaces.py) with one rank each over gloo, or more. What is timed
+is a whole step, forward, backward and the synchronisation of gradients, on the slowest rank, next
+to the shortest time that the line allows (line.py) and to a bare all-reduce of the same bytes; with
 `--by-wire`, with fewer bytes too, in bf16 and less, each against stock in fp32. Needs root,
 `ip` and `tc`; ends with status 2 and a word of advice where it cannot have them.
 """
@@ -73,7 +73,7 @@ def main() -> int:
 
 
 def run(count: int, options: argparse.Namespace, report: Callable[[dict[str, Any]], None]) -> None:
-    """Measure with some ranks on each of ``count`` hosts; report every result as soon as it is there.
+    """Measure with some ranks on each of ``count`` hosts; report each result when it is there.
 
     Raises:
         NetworkUnavailableError: see :func:`namespaces.network`.
