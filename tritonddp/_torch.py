@@ -273,14 +273,18 @@ def keep_dynamo_out() -> None:
     rules.add(__name__.partition(".")[0])
 
 
+# Whether this process has begun RPC.
+rpc_runs: Callable[[], bool] = (
+    torch._C._distributed_rpc._is_current_rpc_agent_set if _HAS_RPC else bool
+)
+
+
 def distributed_context() -> int | None:
     """Id of the ``torch.distributed.autograd.context()`` that this thread is in, if any.
 
-    torch has no public name for it, and what it has raises outside one: so ask first, at 0.1 us,
-    whether this process has begun RPC, without which there are no contexts.
+    torch has no public name for it, and what it has raises outside one: ask first whether
+    :func:`rpc_runs`, without which there are no contexts.
     """
-    if not _HAS_RPC or not torch._C._distributed_rpc._is_current_rpc_agent_set():
-        return None
     try:
         return torch._C._distributed_autograd._current_context()._context_id()
     except RuntimeError:

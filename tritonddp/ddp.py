@@ -26,6 +26,7 @@ from tritonddp._torch import (
     leave_join,
     localize_if_sliced,
     move_inputs,
+    rpc_runs,
     set_active_wrapper,
 )
 from tritonddp.buckets.assignment import MIB
@@ -366,7 +367,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             self._sync_buffers()
         syncs, has_grad = self.sync.enabled, torch.is_grad_enabled()
         if has_grad:
-            context = distributed_context()
+            context = distributed_context() if rpc_runs() else None
             if context is None:
                 is_one = type(output) is Tensor
                 watch(self.core, (output,) if is_one else tensors_in(output), syncs)

@@ -419,7 +419,7 @@ def test_a_message_that_comes_twice_counts_once(a_pair: Any) -> None:
     assert sorted(peer.announced) == [1, 2]
     peer.announced.clear()
     other.send(peer_memory._MESSAGE.pack(peers.READ, 1, 0, 2, 8))
-    exchange._module.read = 2
+    exchange.module.read = 2
     exchange.wait_for(peers.READ)
-    assert exchange.is_free
+    assert exchange.module.free == 2
     assert not peer.announced

@@ -297,7 +297,7 @@ class Bucket:
         if self.flat is None:
             self.allocate()
         exchange = self.exchange
-        if exchange is not None and not exchange.is_free:
+        if exchange is not None and exchange.number > exchange.module.free:
             exchange.wait_for(READ)
         grads: list[Any] = list(map(_grad_of, segment.params))
         if NoneType in map(type, grads):
@@ -350,8 +350,9 @@ class Bucket:
         """Fill the buffer with NaN instead of gradients; see :meth:`pack` for a PeerError."""
         if self.flat is None:
             self.allocate()
-        if self.exchange is not None and not self.exchange.is_free:
-            self.exchange.wait_for(READ)
+        exchange = self.exchange
+        if exchange is not None and exchange.number > exchange.module.free:
+            exchange.wait_for(READ)
         self.packed.fill_nan()
         self.packed.write_trailer([False] * len(self.params), header)
 

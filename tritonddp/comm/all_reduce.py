@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import string_at
 
 import torch
 import torch.distributed as dist
@@ -108,6 +109,15 @@ class AllReduce:
             for other in others:
                 data.add_(other)
             del run.from_ranks[bucket.index]
+        flat, last = bucket.flat, bucket.last_trailer
+        # The address is asked for each time: share_memory() moves gradients that are views.
+        if (
+            last is not None
+            and last[0] is run.header
+            and string_at(flat.trailer.data_ptr(), flat.trailer_nbytes) == last[1]
+        ):
+            flat.known_flags = last[2]
+            return None
         factor = run.read_trailer(bucket, run.works[0] if self._is_plain else None)
         if isinstance(bucket, SparseBucket):
             exchange_rows(run, bucket, self._counters)

@@ -29,6 +29,7 @@ import socket
 import struct
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from ctypes import string_at
 from itertools import count
 from time import monotonic
 from types import NoneType
@@ -177,7 +178,7 @@ class Peers:
         self.sends: Sequence[Callable[[bytes], Any]] = self.at_once
         self.launched = 0
         self.has_shares = False
-        self._modules: WeakValueDictionary[int, PeerMemory] = WeakValueDictionary()
+        self.modules: WeakValueDictionary[int, PeerMemory] = WeakValueDictionary()
         self._numbers = count(_ANY + 1)
         self._process_group = ref(group.process_group)  # which may hold this
         self._poll = select.poll()
@@ -190,7 +191,7 @@ class Peers:
     def enter(self, module: PeerMemory) -> int:
         """The number of a module, which all ranks give one at the same time."""
         number = next(self._numbers)
-        self._modules[number] = module
+        self.modules[number] = module
         return number
 
     def send(self, message: bytes, descriptor: int = -1) -> None:
@@ -235,7 +236,7 @@ class Peers:
                 what = f"memory of rank {peer.rank} cannot be mapped: {error}"
                 raise PeerError(what) from error
             peer.came[0] = content, [], 0, None
-            module = self._modules.get(number)
+            module = self.modules.get(number)
             if module is not None:  # else this rank has dropped it
                 module.has_come(peer.rank, bucket, memory)
 
@@ -270,7 +271,7 @@ class Peers:
 
     def sum_shares(self) -> None:
         """Of all exchanges that all have packed: others may wait for the share of this rank."""
-        for module in list(self._modules.values()):
+        for module in list(self.modules.values()):
             for _, exchange in sorted(module.exchanges.items()):
                 if exchange.has_shares and exchange.started < exchange.number:
                     exchange.sum_share()
@@ -294,16 +295,15 @@ class Exchange:
         taken: of the last one whose sum is in the bucket.
         started: of the last one whose share of this rank is added up over its host.
         summed: of the last one whose share of this rank is there.
-        is_free: nobody reads any more what was packed.
         packed: by all ranks, in their order; empty before the first exchange.
         has_shares: it goes in two shots.
         sent_bytes: through the process group, by this rank, in one exchange.
         content: module, bucket and bytes: alike on all ranks.
+        module: see :class:`PeerMemory`.
     """
 
     def __init__(self, module: PeerMemory, peers: Peers, memory: Memory, bucket: Bucket) -> None:
         self.number = self.taken = self.started = self.summed = 0
-        self.is_free = True
         self.packed: list[Tensor] = []
         self.content = module.number, bucket.index, bucket.nbytes
         self.memory = memory
@@ -312,14 +312,14 @@ class Exchange:
         self.has_shares = is_shared or len(peers.hosts) > 1
         peers.has_shares = peers.has_shares or self.has_shares
         self.future: torch.futures.Future[None] | None = None
-        self._module, self._peers = module, peers
-        self._dtype = bucket.flat.data.dtype
+        self.module, self._peers = module, peers
+        self.dtype = bucket.flat.data.dtype
         self._lines = (PACKED, _ANY), (SUMMED, module.number), (READ, module.number)
         self._between: BetweenHosts | None = None
         self.sent_bytes = 0
         if len(peers.hosts) > 1:
             partners = [ranks[peers.place] for ranks in peers.hosts]
-            share = self._shares(memory.tensor.view(self._dtype))[peers.place]
+            share = self._shares(memory.tensor.view(self.dtype))[peers.place]
             self._between = BetweenHosts(module.process_group, partners, peers.host, share)
             self.sent_bytes = self._between.sent_bytes
         # Of the first one, which hands the memory over.
@@ -342,8 +342,8 @@ class Exchange:
             PeerError: a rank is gone, or has not come there within the group's timeout.
         """
         peers, line, number = self._peers, self._lines[kind], self.number
-        if kind == READ and number > self._module.read:
-            self._module.give_up()
+        if kind == READ and number > self.module.read:
+            self.module.give_up()
         since = 0.0
         while True:
             late = None
@@ -383,35 +383,21 @@ class Exchange:
             if peers.has_shares or peers.sends is not peers.at_once or now - since > _PATIENCE:
                 peers.attend(late, now - since)
             peers.poll(peers.pause)
-        self.is_free = self.is_free or kind == READ
+        if kind == READ:
+            self.module.free = self.module.read  # the last of that reduction
 
-    def take(self, result: Tensor) -> None:
-        """All have packed: write the sum into ``result``.
-
-        Raises:
-            PeerError: a rank has packed something else; or see :meth:`wait_for`.
-        """
-        others, number = self._peers.others, self.number
-        for peer in others:
-            if peer.announced.get(number) != self.content:
-                self._refuse(peer)
-        if not self.packed:
-            self.packed = [each.view(result.dtype) for each in self._module.packed_by_all(self)]
-        if self.has_shares:
-            self._peers.sum_shares()
-            if self._between is not None and self.summed < number:
-                self._between.finish()
-                self._say_summed()
-            self.wait_for(SUMMED)
-            for rank, share in enumerate(self._shares(result)):
-                share.copy_(self._shares(self.packed[rank])[rank])
-        elif len(others) == 1:
-            torch.add(*self.packed, out=result)
-        else:
+    def sum(self, result: Tensor) -> None:
+        """All have packed: write the sum into ``result``."""
+        if not self.has_shares:
             _add(self.packed, result)
-        self.taken = number
-        for peer in others:
-            peer.announced.pop(number, None)
+            return
+        self._peers.sum_shares()
+        if self._between is not None and self.summed < self.number:
+            self._between.finish()
+            self._say_summed()
+        self.wait_for(SUMMED)
+        for rank, share in enumerate(self._shares(result)):
+            share.copy_(self._shares(self.packed[rank])[rank])
 
     def go_on(self) -> None:
         """Sum what has come so far: others wait for it, or it has a line to cross."""
@@ -423,8 +409,7 @@ class Exchange:
         others, place = self._peers.others, self._peers.place
         if any(peer.announced.get(self.number) != self.content for peer in others):
             return  # it is not there, or what it is there is for who takes it to tell
-        packed = [each.view(self._dtype) for each in self._module.packed_by_all(self)]
-        mine = [self._shares(each)[place] for each in packed]
+        mine = [self._shares(each)[place] for each in self.module.packed_by_all(self)]
         with Uninterrupted():  # in place: not to be done twice
             _add(mine, mine[place])
             self.started = self.number
@@ -438,7 +423,8 @@ class Exchange:
             self.summed = self.number
             self._peers.send(_MESSAGE.pack(SUMMED, *self.content[:2], self.number, 0))
 
-    def _refuse(self, peer: Peer) -> NoReturn:
+    def refuse(self, peer: Peer) -> NoReturn:
+        """``peer`` has packed something else: the error that says so."""
         theirs = peer.announced.get(self.number)
         told = "nothing" if theirs is None else _told(*theirs)
         raise PeerError(
@@ -494,6 +480,8 @@ class PeerMemory:
         exchanges: of its buckets, by index; weakly, or they would hold each other.
         last: number of its last exchange.
         read: of the last one of which this rank has said that it has read it.
+        followed: the buckets, weakly: they refer to this.
+        free: of the last one that all have read: what was packed for it may be overwritten.
     """
 
     averages = True
@@ -508,9 +496,9 @@ class PeerMemory:
         self._is_required = is_required
         self._is_refused = False
         self._peers: Peers | None = None
-        self.last = self.read = 0
+        self.last = self.read = self.free = 0
         self._came: dict[tuple[int, int], Memory] = {}  # of other ranks, by rank and bucket
-        self._followed: Callable[[], object] = NoneType  # weakly: its buckets refer to this
+        self.followed: Callable[[], object] = NoneType
 
     def launch(self, run: ReductionRun, bucket: Bucket, is_broken: bool = False) -> None:
         """See :meth:`Transport.launch`."""
@@ -529,7 +517,7 @@ class PeerMemory:
             for send in exchange.sends or peers.sends:
                 send(message)
             exchange.number = self.last = peers.launched = number
-            exchange.is_free, exchange.sends = False, ()
+            exchange.sends = ()
             run.works.append(exchange)
         except PeerError as error:
             raise run.explain(bucket, error) from error
@@ -540,7 +528,7 @@ class PeerMemory:
                     peers.send(message, exchange.memory.descriptor)
                     exchange.memory.close_descriptor()
                     exchange.number = self.last = peers.launched = number
-                    exchange.is_free, exchange.sends = False, ()
+                    exchange.sends = ()
                     run.works.append(exchange)
             if not isinstance(error, OSError):
                 raise
@@ -549,13 +537,23 @@ class PeerMemory:
 
     def wait(self, run: ReductionRun, bucket: Bucket) -> Tensor | None:
         """See :meth:`Transport.wait`."""
-        exchange, peers = bucket.exchange, self._peers
+        exchange, peers, flat = bucket.exchange, self._peers, bucket.flat
         if exchange is None or peers is None:
             return self._plain.wait(run, bucket)
         try:
             if exchange.taken < exchange.number:
                 exchange.wait_for(PACKED)
-                exchange.take(bucket.flat.data)
+                for peer in peers.others:
+                    if peer.announced.get(exchange.number) != exchange.content:
+                        exchange.refuse(peer)
+                exchange.packed = exchange.packed or self.packed_by_all(exchange)
+                if len(exchange.packed) == 2 and not exchange.has_shares:
+                    torch.add(*exchange.packed, out=flat.data)
+                else:
+                    exchange.sum(flat.data)
+                exchange.taken = exchange.number
+                for peer in peers.others:
+                    peer.announced.pop(exchange.number, None)
         except RuntimeError as error:
             raise run.explain(bucket, error) from error
         if exchange.number == self.last != self.read:
@@ -571,6 +569,14 @@ class PeerMemory:
             future.set_result(None)
         if run.is_logged:
             run.log(bucket, "is there")
+        last = bucket.last_trailer
+        if (
+            last is not None
+            and last[0] is run.header
+            and string_at(flat.trailer.data_ptr(), flat.trailer_nbytes) == last[1]
+        ):
+            flat.known_flags = last[2]
+            return None
         return run.read_trailer(bucket)
 
     def give_up(self) -> None:
@@ -594,7 +600,7 @@ class PeerMemory:
     def follow(self, current: BucketSet, where: str) -> bool:
         """Have these buckets packed where the other ranks can read them, if all ranks can do that.
 
-        All ranks call this, at the same time, when they have new buckets, and perhaps more often.
+        All ranks call this, at the same time, when they have new buckets.
 
         Returns:
             Whether they do.
@@ -602,9 +608,9 @@ class PeerMemory:
         Raises:
             RuntimeError: it cannot be had, and is required; or a collective failed.
         """
-        if self._is_refused or self._followed() is current:
-            return not self._is_refused
-        self._followed = ref(current)
+        if self._is_refused:
+            return False
+        self.followed = ref(current)
         with self._group.guard(where, "agreement to exchange through memory"):
             refusal = self._connect(where) or self._share(current.buckets)
         if refusal is None:
@@ -678,7 +684,9 @@ class PeerMemory:
         assert self._peers is not None
         _, index, _ = exchange.content
         return [
-            (exchange.memory if rank == self.rank else self._came[rank, index]).tensor
+            (exchange.memory if rank == self.rank else self._came[rank, index]).tensor.view(
+                exchange.dtype
+            )
             for rank in self._peers.hosts[self._peers.host]
         ]
 

@@ -379,7 +379,9 @@ class ReductionRun:
     # For transports
 
     def read_trailer(self, bucket: Bucket, work: Any = None) -> Tensor | None:
-        """The sum is in ``bucket``; returns the factor, see :meth:`Transport.wait`.
+        """The sum is in ``bucket``, and its trailer is not that of the last reduction.
+
+        Returns the factor, see :meth:`Transport.wait`.
 
         Args:
             bucket: what is read of its trailer is kept until it is another one.
@@ -388,15 +390,7 @@ class ReductionRun:
         Raises:
             Mismatch: the ranks do not reduce the same.
         """
-        flat, last = bucket.flat, bucket.last_trailer
-        # The address is asked for each time: share_memory() moves gradients that are views.
-        if (
-            last is not None
-            and last[0] is self.header
-            and string_at(flat.trailer.data_ptr(), flat.trailer_nbytes) == last[1]
-        ):
-            flat.known_flags = last[2]
-            return None
+        flat = bucket.flat
         flat.known_flags = None
         if bucket.index == 0:
             self.read_headers(flat.headers, work)

@@ -67,7 +67,8 @@ def load_comm_state(reducer: Reducer, states: Sequence[dict[str, Any]]) -> None:
     manager = reducer.manager
     if manager.planner is not None:
         manager.planner.load(wires)
-    reducer.renumber(manager.restore(order, since_change))
+    if (former := manager.restore(order, since_change)) is not None:
+        reducer.renumber(former)
     load_state(manager.current.buckets, states, unit)
 
 

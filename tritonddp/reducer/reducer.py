@@ -632,7 +632,8 @@ class Reducer:
 
         Every rank that took part in that reduction is here, so the collectives here match.
         """
-        self.parameters.commit()
+        if self.parameters.is_uncommitted:
+            self.parameters.commit()
         missing: Collection[int] | None = None
         if self.manager.is_provisional:
             missing = self.manager.agree_on_order(run.arrived, self.where(), self.sync.source_rank)
@@ -640,17 +641,16 @@ class Reducer:
                 missing = ()
         self.reentrant.stayed_away(missing)
         failure = recovery.take_up_added(self, run) if self.parameters.added else None
-        self.renumber(self.manager.renew())
-        memory = self.peer_memory
-        if memory is not None and memory.follow(self.manager.current, self.where()):
-            self.transport = memory
+        if (former := self.manager.renew()) is not None:
+            self.renumber(former)
+        memory, current = self.peer_memory, self.manager.current
+        if memory is not None and memory.followed() is not current:
+            self.transport = memory if memory.follow(current, self.where()) else self.plain
         if failure is not None:
             raise failure
 
-    def renumber(self, former: Sequence[int | None] | None) -> None:
-        """Parameter ``i`` was ``former[i]`` until now, or is new; ``None`` if all are as before."""
-        if former is None:
-            return
+    def renumber(self, former: Sequence[int | None]) -> None:
+        """Parameter ``i`` was ``former[i]`` until now, or is new."""
         self.reentrant.renumber(former)
         if self.missing:
             self.missing = {new for new, old in enumerate(former) if old in self.missing}
