@@ -35,6 +35,9 @@ STRUCK_AT = 2  # the step of most faults, counted from 0
 RUN = "tritonddp.comm.run:ReductionRun"
 # Through the process group, or through memory.
 TRANSPORT = "tritonddp.comm.all_reduce:AllReduce|tritonddp.comm.peer_memory:PeerMemory"
+MEMORY = "tritonddp.comm.peer_memory"
+PEERS = "tritonddp.coordination.peers"
+BETWEEN_HOSTS = "tritonddp.comm.between_hosts:BetweenHosts"
 
 POINTS = {
     "before wrapping": Point("plain", "wrap", step=-1),
@@ -78,6 +81,16 @@ POINTS = {
     "rows of sparse gradients": Point("sparse", "tritonddp.comm.all_reduce:exchange"),
     "finalize_backward": Point("finalize", "finalize"),
     "inside finalize_backward": Point("finalize", f"{TRANSPORT}.wait", call=1),
+    "meeting of a host's ranks": Point("plain", f"{PEERS}:_meet", step=0),
+    "memory of buckets": Point("plain", f"{PEERS}:Memory.create", call=1, step=0),
+    "handing memory over": Point("plain", f"{MEMORY}:Exchange._hand_over", call=1, step=1),
+    "message through memory": Point("plain", f"{MEMORY}:PeerMemory.launch", call=2),
+    "wait for a message": Point("plain", f"{MEMORY}:Exchange.wait_for", call=2),
+    "sum in memory": Point("plain", f"{MEMORY}:Exchange.sum", call=1),
+    "share of a sum": Point("shares", f"{MEMORY}:Exchange.sum_share", call=1),
+    "word of a share": Point("shares", f"{MEMORY}:Exchange._say_summed", call=1),
+    "line between hosts": Point("hosts", f"{BETWEEN_HOSTS}.start", call=1),
+    "sum over hosts": Point("hosts", f"{BETWEEN_HOSTS}.finish", call=1),
     "check_sync": Point("check", "check"),
     "checksums": Point("check", "tritonddp.diagnostics.check_sync:checksums"),
     "forward inside join": Point("join", "tritonddp.ddp:announce_forward"),

@@ -38,7 +38,7 @@ _INTRODUCTION = 512
 # Bytes of why a rank has failed.
 _WORDS = 256
 # Seconds until a rank that has introduced itself has connected.
-_CONNECTING = 30.0
+_CONNECTING = 10.0
 
 
 @dataclass(frozen=True)
