@@ -314,8 +314,6 @@ class Reducer:
         used = list(map(or_, reached, self.accumulated)) if self.has_accumulated else list(reached)
         run = ReductionRun(manager.current, self.transport, self.agreement, events, used, source)
         run.is_provisional = manager.is_provisional
-        if run.is_provisional and self.peer_memory is not None:
-            self.peer_memory.begin()
         run.is_late, run.reached = forward is None, reached
         run.earlier, run.came = self.accumulated, tracker.log
         run.has_missing = bool(missing)
@@ -432,6 +430,8 @@ class Reducer:
         if key != agreement.key or weight is not None:  # whose unit may be another one now
             agreement.open(*key)
         run.scale, run.header = agreement.scale, agreement.encoded
+        if self.manager.is_provisional and self.peer_memory is not None:
+            self.peer_memory.begin()
         run.is_logged = run_logger.isEnabledFor(logging.DEBUG)
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
