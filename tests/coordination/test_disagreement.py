@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import gather, give_up_after, ranks
+from distributed import gather, give_up_after, in_rings, ranks
 from oracle import assert_mean, one_per_rank, seed
 from torch import Tensor, nn
 
@@ -109,7 +109,7 @@ def test_no_sync_on_one_rank_only_is_an_error_that_names_it() -> None:
 @ranks(2, 3)
 def test_a_request_that_meets_a_backward_is_an_error_on_all(view: bool) -> None:
     """Where sizes are alike; over gloo, buckets of different size end a process."""
-    ddp = DistributedDataParallel(network(), gradient_as_bucket_view=view)
+    ddp = in_rings(network(), gradient_as_bucket_view=view)
     rank = dist.get_rank()
     check_step(ddp, 0)
     loss = loss_of(ddp, rank, 1)

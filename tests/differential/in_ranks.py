@@ -96,11 +96,11 @@ def build(scenario: Scenario, rank: int) -> Network:
 
 def _play_all_ways(scenario: Scenario, is_mutated: bool) -> Played:
     played = {}
-    ways = [DistributedDataParallel] * 2
-    if scenario.seed % 2 and not is_mutated:
-        # Through memory. Two numbers have one sum, more of them one for each order.
-        shared = partial(DistributedDataParallel, transport="auto")
-        ways = [shared, DistributedDataParallel if scenario.world_size == 2 else shared]
+    # Two numbers have one sum, more of them one for each order: that of memory, or of gloo.
+    through = ["auto", "process_group"] if scenario.seed % 2 else ["process_group", "auto"]
+    if scenario.world_size > 2:
+        through[1] = through[0]
+    ways = [partial(DistributedDataParallel, transport=each) for each in through]
     with _thresholds(scenario.thresholds), _directly(scenario.seed):
         played[OURS] = _play(scenario, OURS, ways[0], scenario.options)
         if not is_mutated:

@@ -45,6 +45,7 @@ from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.all_reduce import AllReduce
 from tritonddp.comm.between_hosts import BetweenHosts
 from tritonddp.comm.run import ReductionRun
+from tritonddp.coordination.agreement import Mismatch
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
@@ -424,13 +425,21 @@ class Exchange:
             self._peers.send(_MESSAGE.pack(SUMMED, *self.content[:2], self.number, 0))
 
     def refuse(self, peer: Peer) -> NoReturn:
-        """``peer`` has packed something else: the error that says so."""
+        """``peer`` has packed something else.
+
+        Raises:
+            Mismatch: another module's bucket: all ranks find out.
+            PeerError: it waits for this rank elsewhere.
+        """
         theirs = peer.announced.get(self.number)
-        told = "nothing" if theirs is None else _told(*theirs)
-        raise PeerError(
-            f"rank {peer.rank} reduces {told}, and this rank {_told(*self.content)}: the ranks do "
-            "not run the same backwards in the same order"
+        told = (
+            f"rank {peer.rank} reduces {'nothing' if theirs is None else _told(*theirs)}, and this "
+            f"rank {_told(*self.content)}: the ranks do not run the same backwards in the same "
+            "order"
         )
+        if theirs is None or theirs[0] == _ANY:
+            raise PeerError(told)
+        raise Mismatch(told)
 
     def wait(self) -> None:
         """See :meth:`Work.wait`: until all have packed. For who gives the sum up."""
@@ -444,7 +453,7 @@ class Exchange:
 
 def _told(module: int, bucket: int, nbytes: int) -> str:
     if module == _ANY:
-        return f"{nbytes} bytes through the process group"
+        return f"{nbytes} bytes through the process group (a first backward, or on request)"
     return f"bucket {bucket} of {nbytes} bytes of module {module}"
 
 
@@ -582,10 +591,20 @@ class PeerMemory:
     def give_up(self) -> None:
         """The last reduction has failed on this rank: nothing of it will be read any more."""
         assert self._peers is not None
-        for exchange in self.exchanges.values():
-            exchange.taken = exchange.number
+        self._forget()
         self._peers.send(_MESSAGE.pack(READ, self.number, 0, self.last, 0))
         self.read = self.last
+
+    def end(self) -> None:
+        """The last reduction has failed on all ranks, and none is behind that."""
+        self._forget()
+        self.read = self.free = self.last
+
+    def _forget(self) -> None:
+        for exchange in self.exchanges.values():
+            exchange.taken = exchange.number
+            for peer in [] if self._peers is None else self._peers.others:
+                peer.announced.pop(exchange.number, None)
 
     # Which buckets
 

@@ -216,4 +216,6 @@ def raise_mismatch(
             work.wait()
     if isinstance(error, Disagreement):
         raise RuntimeError(f"{reducer.where()}, bucket 0: {error}") from None
+    if reducer.peer_memory is not None:
+        reducer.peer_memory.end()  # all ranks come to this comparison
     reducer.parameters.verify(reducer.where(), named_params)
