@@ -131,13 +131,14 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             the parameters and the ranks. ``.grad`` holds the means by then, and training may go on.
             On a GPU the host waits there for the reduction. Optimizers in the backward have made
             their steps, and a rank that has run out of inputs inside :meth:`join` only warns.
-        transport: ``"process_group"``; or ``"peer_memory"``: over gloo, where all ranks are on one
-            host, gradients go from the second reduced backward on through memory that the ranks
-            share, which is several times faster. Quantised, sparse and lazy buckets and those of
-            communication hooks go through the process group all the same. It takes once more the
-            memory of the buckets. Where it cannot be had, that is an error at the end of the first
-            reduced backward; with ``"auto"`` the process group is taken.
-            ``TRITONDDP_PEER_MEMORY=0`` in the environment of any rank prevents it.
+        transport: ``"auto"``: over gloo, where all hosts have as many ranks each, two or more,
+            those of a host exchange gradients from the second reduced backward on through memory
+            that they share, and take the process group between hosts. Quantised, sparse and lazy
+            buckets and those of communication hooks go through the process group all the same. It
+            takes once more the memory of the buckets. Where it cannot be had, all ranks take the
+            process group; with ``"peer_memory"`` that is an error at the end of the first reduced
+            backward. ``"process_group"``, or ``TRITONDDP_PEER_MEMORY=0`` in the environment of any
+            rank, leaves it off.
 
     Attributes:
         module: the wrapped module.

@@ -73,6 +73,7 @@ def in_two_shots() -> Any:
     return mock.patch.multiple(peer_memory, _RANKS_OF_SHARES=2, _BYTES_OF_SHARES=0, _PIECE=4096)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("shots", [1, 2])
 @pytest.mark.parametrize("options", OPTIONS)
 @ranks(2, 3, 4)
