@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torch import nn
 
 import tritonddp
 from tritonddp import DistributedDataParallel
+from tritonddp.comm import peer_memory
 from tritonddp.reducer.recovery import recover
 
 _LIBRARY = Path(tritonddp.__file__).parent
@@ -145,7 +147,8 @@ class Steps:
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "views": {"gradient_as_bucket_view": True},
-    "memory": {"transport": "auto"},
+    "process group": {"transport": "process_group"},
+    "shares": {},
     "int8": {"compression": "int8"},
     "skip": {"skip_all_reduce_unused_params": True},
     "finite": {"check_finite": "warn"},
@@ -161,6 +164,12 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("how", list(CASES))
 @ranks(2, timeout=500)
 def test_after_an_interrupt_anywhere_the_ranks_are_in_step(how: str) -> None:
+    limits = {"_RANKS_OF_SHARES": 2, "_BYTES_OF_SHARES": 0} if how == "shares" else {}
+    with mock.patch.multiple(peer_memory, **limits) if limits else contextlib.nullcontext():
+        interrupt_anywhere(how)
+
+
+def interrupt_anywhere(how: str) -> None:
     logging.getLogger("tritonddp").setLevel(logging.ERROR)
     point, where = 0, [""]
     steps = Steps(how, CASES[how])

@@ -14,6 +14,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from tritonddp.coordination.interrupts import Uninterrupted
+
 # Tags of messages: two for each exchange, from here on. So many may be under way.
 _FIRST_TAG = 0x7D200000
 _IN_FLIGHT = 4_096
@@ -47,6 +49,7 @@ class BetweenHosts:
         self._came = share.new_empty(number, len(self._parts[host]))
         self._rounds: tuple[list[Any], list[Any]] = [], []  # what is to be waited for
         self._tag = 0
+        self._is_added = True
         parts = [self._parts[at] for at in self._partners]
         own = self._parts[host].nbytes * len(self._partners) * (number > 2)
         self.sent_bytes = sum(part.nbytes for part in parts) + own
@@ -55,6 +58,7 @@ class BetweenHosts:
         """The share is there: send it. ``number`` is that of the exchange, alike on all ranks."""
         self._wait(0)
         self._wait(1)
+        self._is_added = False
         self._tag = _FIRST_TAG + 2 * (number % _IN_FLIGHT)
         for at in self._partners:
             self._receive(0, self._came[at], at)
@@ -67,8 +71,15 @@ class BetweenHosts:
         Raises:
             RuntimeError: a rank is gone, or has not sent its share within the group's timeout.
         """
-        mine = self._parts[self._host]
         self._wait(0)
+        with Uninterrupted():  # in place: not to be done twice
+            if not self._is_added:
+                self._is_added = True
+                self._add()
+        self._wait(1)
+
+    def _add(self) -> None:
+        mine = self._parts[self._host]
         if len(self._came) > 2:
             # (Of what is received here others have had what this rank had of it.)
             for at in self._partners:
@@ -80,7 +91,6 @@ class BetweenHosts:
         if len(self._came) > 2:
             for at in self._partners:
                 self._send(1, mine, at)
-            self._wait(1)
 
     def _receive(self, number: int, part: Tensor, at: int) -> None:
         if part.numel():

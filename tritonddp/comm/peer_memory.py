@@ -166,6 +166,7 @@ class Peers:
         sends: that, or where messages wait for room what puts them behind those.
         launched: number of the last exchange.
         has_shares: some exchanges go in two shots.
+        modules: by number.
         poll, pause: what waits for messages, and how many milliseconds it does at most.
     """
 
@@ -392,13 +393,17 @@ class Exchange:
         if not self.has_shares:
             _add(self.packed, result)
             return
-        self._peers.sum_shares()
-        if self._between is not None and self.summed < self.number:
-            self._between.finish()
-            self._say_summed()
+        self.finish_share()
         self.wait_for(SUMMED)
         for rank, share in enumerate(self._shares(result)):
             share.copy_(self._shares(self.packed[rank])[rank])
+
+    def finish_share(self) -> None:
+        """All have packed: add up the share of this rank, also over hosts, and tell the others."""
+        self._peers.sum_shares()
+        if self._between is not None and self.summed < self.started:
+            self._between.finish()
+            self._say_summed()
 
     def go_on(self) -> None:
         """Sum what has come so far: others wait for it, or it has a line to cross."""
@@ -542,7 +547,10 @@ class PeerMemory:
             if not isinstance(error, OSError):
                 raise
         if exchange.has_shares:
-            exchange.go_on()
+            try:
+                exchange.go_on()
+            except RuntimeError as error:
+                raise run.explain(bucket, error) from error
 
     def wait(self, run: ReductionRun, bucket: Bucket) -> Tensor | None:
         """See :meth:`Transport.wait`."""
@@ -591,6 +599,10 @@ class PeerMemory:
     def give_up(self) -> None:
         """The last reduction has failed on this rank: nothing of it will be read any more."""
         assert self._peers is not None
+        for _, exchange in sorted(self.exchanges.items()):
+            if exchange.has_shares and exchange.summed < exchange.number:
+                exchange.wait_for(PACKED)
+                exchange.finish_share()  # the others wait for it
         self._forget()
         self._peers.send(_MESSAGE.pack(READ, self.number, 0, self.last, 0))
         self.read = self.last
