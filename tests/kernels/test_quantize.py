@@ -151,10 +151,10 @@ def test_large_gradients_are_scaled_and_get_their_residuals_as_by_the_kernel(
 ):
     monkeypatch.setattr(reference, "_LARGE", 1)
     mine, twins = buffers(numbers, 2)
-    for step in range(4):  # in the third with magnitudes that a factor makes subnormal
+    for step in range(4):  # first with magnitudes that a factor makes subnormal
         for flat, twin in zip(mine.flats, twins.flats, strict=True):
             grads = gradients(flat.rank + 2 * step, special=False)
-            if step == 2:
+            if step < 2:
                 grads = [grad * 2.0**-146 for grad in grads]
             if step == 3:
                 grads[3] = None
@@ -163,6 +163,23 @@ def test_large_gradients_are_scaled_and_get_their_residuals_as_by_the_kernel(
             reference.quantize(twin, grads, used, scale, bytes(6))
             assert_same_messages(flat.message, twin.message, flat)
             assert_same_residuals(flat, twin)
+
+
+@NUMBERS
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_message_of_a_direct_exchange_is_that_of_the_reference(numbers, rank):
+    flat, twin = (
+        quantized_buffers(like(SLOTS), QUANTIZED, numbers, 2, is_direct=True)[rank]
+        for _ in range(2)
+    )
+    own = [3, 4, 5] if rank else [0, 1, 2]
+    for step in range(2):
+        grads, used = gradients(step, special=False), [True, True, step == 0, True, True, True]
+        quantize(flat, grads, used, 0.5, bytes(range(6)))
+        reference.quantize(twin, grads, used, 0.5, bytes(range(6)))
+        assert torch.equal(flat.received, twin.received)
+        assert flat.outgoing.trailers.tolist() == [[*map(int, used), *own]]
+        assert_same_residuals(flat, twin)
 
 
 @NUMBERS

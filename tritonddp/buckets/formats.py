@@ -23,7 +23,12 @@ from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.kernels.dispatch import quantizing, select, select_quantized
 from tritonddp.kernels.flat_buffer import Marks
-from tritonddp.kernels.quantized.buffer import MessageLayout, Quantization, Residuals
+from tritonddp.kernels.quantized.buffer import (
+    MessageLayout,
+    Quantization,
+    Residuals,
+    goes_directly,
+)
 
 # What the constructor's ``reduce_dtype`` may be.
 REDUCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -195,8 +200,9 @@ class BucketFactory:
             return None
         numels = [param.numel() for param in params]
         quantized = [not each for each in is_exact]
-        message = MessageLayout(numels, quantized, size, headers, self.check_finite)
         rank, device = self.group.rank, params[0].device
+        is_direct = goes_directly(size, device)
+        message = MessageLayout(numels, quantized, size, headers, self.check_finite, is_direct)
         residuals = Residuals.zeros(message, rank, device) if wire.error_feedback else None
         return Quantization(message, COMPRESSIONS[str(wire.compression)], rank, residuals)
 

@@ -153,7 +153,8 @@ def reduce_parts(flat: QuantizedBuffer) -> None:
     Blocks are summed in fp32, to what quantisation has left out of the sums before,
     ``residuals.reduced``, and quantised again. The residual of a block that is zeros on all ranks
     is not sent and stays as it is, and so is that of a block which becomes NaN. Then ``flat.flags``
-    and ``flat.headers`` are those of all ranks. ``flat`` is a whole buffer.
+    and ``flat.headers`` are those of all ranks. ``flat`` is a whole buffer. In a direct exchange no
+    rank owns a part, and the trailers alone are read.
     """
     numbers, scales, exact, trailers, _ = flat.incoming
     residuals = flat.residuals
@@ -163,24 +164,16 @@ def reduce_parts(flat: QuantizedBuffer) -> None:
     for first in range(0, owned, _BLOCKS):
         blocks = slice(first, min(first + _BLOCKS, owned))
         total, other, _ = _scratch(blocks.stop - first)
-        ranks = list(zip(numbers[:, blocks].unbind(), scales[:, blocks].unbind(), strict=True))
-        factor = _widen(*ranks[0], other)
-        residual = None
-        if residuals is None:
-            torch.mul(other, factor, out=total)
-        else:
-            residual = residuals.reduced[blocks]
-            torch.addcmul(residual, other, factor, out=total)
-        for each in ranks[1:]:
-            factor = _widen(*each, other)
-            total.addcmul_(other, factor)
+        residual = None if residuals is None else residuals.reduced[blocks]
+        _sum(numbers[:, blocks], scales[:, blocks], total, other, residual)
         kept = None
         if has_silent:
             kept = silent[blocks]
             total[kept] = 0
-        _encode(total, other, *ranks[0], residual, kept)
-    for rank in range(1, len(exact)):
-        exact[0].add_(exact[rank])
+        _encode(total, other, numbers[0, blocks], scales[0, blocks], residual, kept)
+    if not flat.message_layout.is_direct:
+        for rank in range(1, len(exact)):
+            exact[0].add_(exact[rank])
     slots = len(flat.flags)
     flat.flags.copy_(trailers[:, :slots].sum(0))
     flat.headers.copy_(trailers[:, slots:].reshape(-1))
@@ -212,6 +205,16 @@ def put_together(flat: QuantizedBuffer, factor: Tensor | None = None) -> None:
         multiplier = factor.item()
     layout = flat.message_layout
     numbers, scales, exact, _, _ = flat.result
+    if layout.is_direct:
+        for first in range(0, layout.blocks, _BLOCKS):
+            blocks = slice(first, min(first + _BLOCKS, layout.blocks))
+            target = flat.data[first * BLOCK : blocks.stop * BLOCK].view(-1, BLOCK)
+            _sum(numbers[:, blocks], scales[:, blocks], target, _scratch(len(target))[1])
+            if multiplier != 1:
+                target.mul_(multiplier)
+        target = flat.data[layout.blocks * BLOCK :]
+        torch.add(*exact[:, : len(target)], out=target).mul_(multiplier)
+        return
     for part in range(layout.world_size):
         begin = part * layout.part_blocks
         for first in range(0, layout.owned_blocks(part), _BLOCKS):
@@ -352,6 +355,21 @@ def _encode(
     torch.addcmul(values, other, factor, value=-1, out=residual)
     if kept is not None:
         residual[kept] = before
+
+
+def _sum(
+    numbers: Tensor, scales: Tensor, total: Tensor, other: Tensor, start: Tensor | None = None
+) -> None:
+    """The sum over ranks of blocks, in their order, to ``start``; ``other`` is overwritten."""
+    first, *others = zip(numbers.unbind(), scales.unbind(), strict=True)
+    factor = _widen(*first, other)
+    if start is None:
+        torch.mul(other, factor, out=total)
+    else:
+        torch.addcmul(start, other, factor, out=total)
+    for each in others:
+        factor = _widen(*each, other)
+        total.addcmul_(other, factor)
 
 
 def _widen(numbers: Tensor, scales: Tensor, out: Tensor) -> Tensor:
