@@ -23,12 +23,7 @@ from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.kernels.dispatch import quantizing, select, select_quantized
 from tritonddp.kernels.flat_buffer import Marks
-from tritonddp.kernels.quantized.buffer import (
-    MessageLayout,
-    Quantization,
-    Residuals,
-    goes_directly,
-)
+from tritonddp.kernels.quantized.buffer import MessageLayout, Quantization, Residuals
 
 # What the constructor's ``reduce_dtype`` may be.
 REDUCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -201,10 +196,11 @@ class BucketFactory:
         numels = [param.numel() for param in params]
         quantized = [not each for each in is_exact]
         rank, device = self.group.rank, params[0].device
-        is_direct = goes_directly(size, device)
+        numbers = COMPRESSIONS[str(wire.compression)]
+        is_direct = size == 2 and select_quantized(device, numbers).is_direct
         message = MessageLayout(numels, quantized, size, headers, self.check_finite, is_direct)
         residuals = Residuals.zeros(message, rank, device) if wire.error_feedback else None
-        return Quantization(message, COMPRESSIONS[str(wire.compression)], rank, residuals)
+        return Quantization(message, numbers, rank, residuals)
 
 
 class ExactParams:

@@ -27,7 +27,7 @@ from tritonddp.features.auto_compression.choice import OWN, Candidates, choose, 
 from tritonddp.features.auto_compression.cost_model import Kernel, Kind, Load, Speed, WireCost
 from tritonddp.features.auto_compression.probe import Figures, Way, measure, name_of
 from tritonddp.kernels.dispatch import select_quantized
-from tritonddp.kernels.quantized.buffer import BLOCK, goes_directly
+from tritonddp.kernels.quantized.buffer import BLOCK
 from tritonddp.reducer.extension import Events, Extension
 
 logger = logging.getLogger("tritonddp.auto")
@@ -93,7 +93,8 @@ def measured(
     wire: WireFormat, group: Group, device: torch.device, dtypes: Collection[torch.dtype]
 ) -> Figures:
     """The figures that a choice needs; collective, so ``dtypes`` come in one order on all ranks."""
-    others, is_direct = _others(wire), goes_directly(group.size, device)
+    others = _others(wire)
+    is_direct = group.size == 2 and select_quantized(device, torch.int8).is_direct
     steps = (_EXCHANGE, _REDUCE, *(() if is_direct else (_GATHER,)), _EMPTY)
     ways = {
         dtype: {

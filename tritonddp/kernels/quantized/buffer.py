@@ -44,11 +44,6 @@ EXACT_ALIGNMENT = 16
 LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
-def goes_directly(world_size: int, device: torch.device) -> bool:
-    """Whether an exchange of so many ranks is direct, see the module's docstring."""
-    return world_size == 2 and device.type == "cpu"
-
-
 class Piece(NamedTuple):
     """Consecutive elements of one gradient that lie in one part of the message."""
 
