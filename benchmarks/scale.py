@@ -139,7 +139,7 @@ class Scene:
         buckets = self.buckets[name]
         through = passage if library is Library.GLOO else in_a_tree
         ways = [
-            through(self.wires[wire], load, hosts)
+            through(among(hosts, self.wires[wire]), load, hosts)
             for wire, load in zip(taken, buckets.loads, strict=True)
         ]
         return step_seconds(buckets.compute, ways)
@@ -149,6 +149,22 @@ class Scene:
         own, name = next(iter(CONTENDERS.items()))
         ways = [passage(self.wires[own], load, hosts) for load in self.buckets[name].loads]
         return sum(stage.seconds for way in ways for stage in way.stages)
+
+
+def among(hosts: int, wire: WireCost) -> WireCost:
+    """What a wire costs among so many hosts, if two exchange directly.
+
+    More send sums, too. Making these is adding up numbers and quantising, of half of the elements
+    as two hosts would do it.
+    """
+    if not wire.is_direct or hosts == 2:
+        return wire
+    (speed,) = wire.speeds.values()
+    reduce = Kernel(
+        wire.fill.launch + wire.empty.launch, (wire.fill.element + wire.empty.element) / 2
+    )
+    speeds = {Kind.ALL_TO_ALL: speed, Kind.ALL_GATHER: speed}
+    return replace(wire, speeds=speeds, reduce=reduce, is_direct=False)
 
 
 def on_line(speed: Speed, bandwidth: float, latency: float = 0.0) -> Speed:

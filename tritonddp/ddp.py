@@ -115,12 +115,12 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             fp32 scale for 256, about a quarter of the bytes of fp32, over gloo or NCCL. All ranks
             end with the same bits. Those of fp64, complex and sparse ones travel as without it. A
             block of 256 elements with a NaN or an infinity is NaN afterwards. Messages take about
-            two bytes an element, on the CPU three. ``"auto"``: for each bucket what it would take
-            without compression, bf16 or ``"int8"``, by what is measured at construction, which
-            takes a second or two: see :meth:`wire_report`.
+            two bytes an element, on the CPU three if there are more than two ranks. ``"auto"``: for
+            each bucket what it would take without compression, bf16 or ``"int8"``, by what is
+            measured at construction, which takes a second or two: see :meth:`wire_report`.
         error_feedback: what quantisation leaves out of a gradient is kept in fp32, and added to the
-            next one: ``4 + 4 / world_size`` bytes an element. Without it errors pile up. Belongs
-            into checkpoints: see :meth:`comm_state_dict`.
+            next one: at most ``4 + 4 / world_size`` bytes an element. Without it errors pile up.
+            Belongs into checkpoints: see :meth:`comm_state_dict`.
         exact: parameters whose gradients are not quantised: a name, several names, patterns
             (``"head.*"``), or a function of name and parameter. Those of one dimension or of fewer
             than 1,024 elements and the weights of embeddings never are. They travel in fp32 in the

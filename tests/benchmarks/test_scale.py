@@ -21,6 +21,7 @@ from tritonddp.features.auto_compression.cost_model import (
     Speed,
     WireCost,
     collective_seconds,
+    passage,
 )
 
 FRAMED = FRAME_BYTES / FRAME_PAYLOAD
@@ -216,3 +217,18 @@ def test_latencies_are_written_with_their_unit(text: str, seconds: float) -> Non
 def test_other_latencies_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         scale._latency(text)
+
+
+def test_more_than_two_hosts_send_sums_where_two_exchange_directly() -> None:
+    one = result(None)
+    seconds = one["choice"]["figures"]["seconds"]
+    for name in [name for name in seconds if name.startswith("all-gather")]:
+        del seconds[name]
+    wire = scale.scene(network(one), 2).wires["int8"]
+    assert wire.is_direct
+    assert scale.among(2, wire) == wire
+    four = scale.among(4, wire)
+    assert list(four.speeds) == [Kind.ALL_TO_ALL, Kind.ALL_GATHER]
+    assert four.reduce == Kernel(0.0, pytest.approx(INT8))
+    parts = passage(four, Load(1000), 4)
+    assert [stage.kind for stage in parts.stages] == [Kind.ALL_TO_ALL, None, Kind.ALL_GATHER]

@@ -28,6 +28,7 @@ from tritonddp.buckets.manager import REBUILD_AFTER
 from tritonddp.buckets.residuals import residuals_of
 from tritonddp.comm import quantized
 from tritonddp.coordination.agreement import BYTES as HEADER_BYTES
+from tritonddp.kernels.flat_buffer import round_up
 from tritonddp.kernels.quantized.buffer import MessageLayout
 
 sys.path.append(str(ROOT / "tests" / "kernels"))
@@ -66,7 +67,9 @@ class Simulated:
         size = dist.get_world_size()
         numbers = NUMBERS[compression]
         self._flats = [
-            quantized_buffers([param], [_is_quantized(param)], numbers, size, feedback)
+            quantized_buffers(
+                [param], [_is_quantized(param)], numbers, size, feedback, is_direct=size == 2
+            )
             for param in module.parameters()
         ]
 
@@ -190,8 +193,9 @@ def test_weighted_means_lose_nothing_either_when_the_unit_of_weights_changes() -
         assert_same_on_all_ranks([param.grad for param in ddp.parameters()], f"step {step}")
 
 
-@ranks(2)
-def test_two_collectives_and_two_launches_a_bucket_and_the_bytes_of_the_docstring() -> None:
+@ranks(2, 4)
+def test_collectives_and_two_launches_a_bucket_and_the_bytes_of_the_docstring() -> None:
+    size = dist.get_world_size()
     module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
     ddp = DistributedDataParallel(module, compression="int8", bucket_cap_mb=0.03)
     for _ in range(3):
@@ -201,17 +205,20 @@ def test_two_collectives_and_two_launches_a_bucket_and_the_bytes_of_the_docstrin
     ddp(torch.randn(4, 64)).sum().backward()
     counters, buckets = ddp.reducer.counters, ddp.reducer.buckets
     assert len(buckets) == 3
-    assert counters.collectives - before.collectives == 2 * len(buckets)
+    # Two ranks exchange directly: there is nothing to send after that.
+    parts, collectives = (1, 1) if size == 2 else (size, 2)
+    assert counters.collectives - before.collectives == collectives * len(buckets)
     assert counters.flattens - before.flattens == len(buckets)
     assert counters.unflattens - before.unflattens == len(buckets)
     handed, sent = 0, 0
     for bucket in buckets:
-        # Two weights of 16 blocks and two biases of 64: half of each for either rank.
-        part = 16 * 256 + 16 * 4 + 64 * 4
+        # Two weights of 16 blocks and two biases of 64: for each rank its part, or all.
+        part = (32 * 256 + 32 * 4 + 128 * 4) // parts
         trailer = 16 * -(-(4 + (HEADER_BYTES if bucket.index == 0 else 0)) // 16)
-        assert bucket.nbytes == 2 * (part + trailer) + 2 * part
+        gathered = 0 if size == 2 else part
+        assert bucket.nbytes == size * (part + trailer) + size * gathered
         handed += bucket.nbytes
-        sent += (part + trailer) + part
+        sent += (size - 1) * (part + trailer) + (size - 1) * gathered
     assert counters.wire_bytes - before.wire_bytes == handed
     assert counters.sent_bytes - before.sent_bytes == sent
 
@@ -327,7 +334,7 @@ def test_a_backward_that_breaks_on_one_rank_leaves_the_next_step_right(first: bo
             assert_same_on_all_ranks([param.grad for param in ddp.parameters()], f"step {step}")
 
 
-@ranks(2)
+@ranks(2, 3)
 def test_collectives_in_the_backward_do_not_mix_with_those_of_the_thread() -> None:
     class Sums(torch.autograd.Function):
         @staticmethod
@@ -338,7 +345,7 @@ def test_collectives_in_the_backward_do_not_mix_with_those_of_the_thread() -> No
         def backward(ctx: Any, grad: Tensor) -> Tensor:
             total = torch.full((3,), float(dist.get_rank() + 1))
             dist.all_reduce(total)  # as SyncBatchNorm does
-            assert total.tolist() == [3.0] * 3
+            assert total.tolist() == [sum(range(dist.get_world_size() + 1))] * 3
             return grad
 
     class Synced(nn.Module):
@@ -371,7 +378,7 @@ def test_collectives_in_the_backward_do_not_mix_with_those_of_the_thread() -> No
     ledger.check(other, at_least=1e-5)
 
 
-@ranks(2)
+@ranks(3)
 def test_all_gathers_are_issued_while_the_backward_goes_on() -> None:
     class Waits(torch.autograd.Function):
         """The backward goes on when the bucket behind it has been summed."""
@@ -615,7 +622,7 @@ def test_a_communication_hook_beside_it_is_refused_by_name() -> None:
     ddp(torch.randn(4, 64)).sum().backward()
 
 
-@ranks(2)
+@ranks(2, 3)
 def test_copies_and_pickles_train_and_no_thread_outlives_its_reducer() -> None:
     before = set(_threads())  # of what earlier tests in this process have left to be collected
     ddp = DistributedDataParallel(nn.Linear(64, 64), compression="int8", exact="bias")
@@ -625,7 +632,7 @@ def test_copies_and_pickles_train_and_no_thread_outlives_its_reducer() -> None:
         copied(torch.randn(4, 64)).sum().backward()
     assert_same_on_all_ranks([param.grad for param in copied.parameters()])
     started = set(_threads()) - before
-    assert len(started) == 2
+    assert len(started) == (0 if dist.get_world_size() == 2 else 2)
     del ddp, copied
     for thread in started:
         thread.join(10)
@@ -749,24 +756,27 @@ print("ended", flush=True)
 @pytest.mark.parametrize(
     "how", [pytest.param("idle", marks=pytest.mark.thorough), "in flight", "in vain"]
 )
-def test_a_process_ends_with_its_thread(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("nproc", [2, 3])  # without a thread, and with one
+def test_a_process_ends_with_its_thread(how: str, nproc: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
-    result = run(script, how, env={"PYTHONPATH": str(ROOT)})
+    result = run(script, how, nproc=nproc, env={"PYTHONPATH": str(ROOT)})
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("ended") == 2
+    assert result.stdout.count("ended") == nproc
 
 
 @pytest.mark.parametrize("options", [{}, {"error_feedback": False}])
-@ranks(2)
+@ranks(2, 4)
 def test_residuals_take_the_memory_that_is_stated(options: Any) -> None:
     ddp = DistributedDataParallel(nn.Linear(64, 64, bias=False), compression="int8", **options)
     (bucket,) = ddp.reducer.buckets
+    size = dist.get_world_size()
     message: MessageLayout = bucket.quantization.message
     residuals = bucket.quantization.residuals
     if options:
         assert residuals is None
     else:
         assert residuals.sent.nbytes == 4 * 64 * 64
-        assert residuals.reduced.nbytes == 4 * 64 * 64 // 2
-    assert message.sent_numel == 64 * 64 + 16 * 4 + 2 * 16
+        assert residuals.reduced.nbytes == (0 if size == 2 else 4 * 64 * 64 // size)
+    parts = 1 if size == 2 else size
+    assert message.sent_numel == 64 * 64 + 16 * 4 + parts * round_up(1 + HEADER_BYTES, 16)

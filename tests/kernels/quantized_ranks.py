@@ -30,6 +30,7 @@ def quantized_buffers(
     header: int = 3,
     device: torch.device = CPU,
     has_marks: bool = False,
+    is_direct: bool = False,
 ) -> list[QuantizedBuffer]:
     """The buffer of each rank for gradients like these, with ``header`` bytes for each rank's."""
     layouts = [
@@ -43,7 +44,7 @@ def quantized_buffers(
         for rank in range(world_size)
     ]
     numels, headers = layouts[0].numels, layouts[0].headers
-    message = MessageLayout(numels, quantized, world_size, headers, has_marks)
+    message = MessageLayout(numels, quantized, world_size, headers, has_marks, is_direct)
     flats = []
     for rank, layout in enumerate(layouts):
         residuals = Residuals.zeros(message, rank, device) if feedback else None
@@ -56,12 +57,19 @@ def exchange(flats: Sequence[QuantizedBuffer]) -> None:
     """The all-to-all."""
     size = len(flats)
     for rank, flat in enumerate(flats):
+        if flat.message_layout.is_direct:
+            for other, each in enumerate(flats):
+                if other != rank:
+                    flat.received.view(size, -1)[other].copy_(each.message)
+            continue
         rows = [each.message.view(size, -1)[rank] for each in flats]
         flat.received.copy_(torch.cat(rows))
 
 
 def gather(flats: Sequence[QuantizedBuffer]) -> None:
     """The all-gather."""
+    if flats[0].message_layout.is_direct:
+        return
     gathered = torch.cat([flat.reduced for flat in flats])
     for flat in flats:
         flat.gathered.copy_(gathered)

@@ -144,6 +144,56 @@ def test_sums_come_into_gradients_of_any_dtype_as_by_the_reference(numbers, dtyp
     assert torch.equal(flat.message, sums), "the message was written"
 
 
+@pytest.mark.parametrize("scale", [0.5, 4.0, 0.375, -0.5, math.inf])
+@NUMBERS
+def test_large_gradients_are_scaled_and_get_their_residuals_as_by_the_kernel(
+    monkeypatch, numbers, scale
+):
+    monkeypatch.setattr(reference, "_LARGE", 1)
+    mine, twins = buffers(numbers, 2)
+    for step in range(4):  # first with magnitudes that a factor makes subnormal
+        for flat, twin in zip(mine.flats, twins.flats, strict=True):
+            grads = gradients(flat.rank + 2 * step, special=False)
+            if step < 2:
+                grads = [grad * 2.0**-146 for grad in grads]
+            if step == 3:
+                grads[3] = None
+            used = [True, True, True, step != 3, True, True]
+            quantize(flat, grads, used, scale, bytes(6))
+            reference.quantize(twin, grads, used, scale, bytes(6))
+            assert_same_messages(flat.message, twin.message, flat)
+            assert_same_residuals(flat, twin)
+
+
+@NUMBERS
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_message_of_a_direct_exchange_is_that_of_the_reference(numbers, rank):
+    flat, twin = (
+        quantized_buffers(like(SLOTS), QUANTIZED, numbers, 2, is_direct=True)[rank]
+        for _ in range(2)
+    )
+    own = [3, 4, 5] if rank else [0, 1, 2]
+    for step in range(2):
+        grads, used = gradients(step, special=False), [True, True, step == 0, True, True, True]
+        quantize(flat, grads, used, 0.5, bytes(range(6)))
+        reference.quantize(twin, grads, used, 0.5, bytes(range(6)))
+        assert torch.equal(flat.received, twin.received)
+        assert flat.outgoing.trailers.tolist() == [[*map(int, used), *own]]
+        assert_same_residuals(flat, twin)
+
+
+@NUMBERS
+def test_a_number_times_its_scale_is_exact(numbers):
+    # Or a device that multiplies and adds at once had other bits than one that does not.
+    flat = quantized_buffers([torch.empty(1 << 16)], [True], numbers, 1)[0]
+    grad = torch.randn(1 << 16) * torch.logspace(-30, 30, 1 << 16)
+    reference.quantize(flat, [grad], [True], 1.0, bytes(3))
+    numbers, scales = flat.outgoing.numbers.double(), flat.outgoing.scales.double()
+    assert scales.min() > 0
+    products = numbers * scales[..., None]
+    assert torch.equal(products.float().double(), products)
+
+
 def test_every_number_of_fp8_is_rounded_as_torch_does():
     # Of blocks whose largest element is 448 the scale is 1. Between neighbours lies a tie.
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -194,6 +244,7 @@ def test_a_part_of_many_ranks_is_summed_in_rank_order(numbers):
         generator = torch.Generator().manual_seed(0)
         flat.incoming.numbers.copy_(torch.randn(ranks, 1, 256, generator=generator) * 40)
         flat.incoming.scales.uniform_(0, 1, generator=generator)
+        flat.incoming.scales.view(torch.int32).bitwise_and_(~0xFF)  # as ranks send them
         flat.incoming.exact.normal_(generator=generator)
         flat.incoming.trailers.copy_(torch.arange(ranks)[:, None] % 2)
         flat.residuals.reduced.normal_(generator=generator)

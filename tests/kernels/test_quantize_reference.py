@@ -297,6 +297,59 @@ def test_the_size_of_a_message_is_that_of_the_docstring_and_every_element_has_on
     assert len(places) == blocks + sum(n for n, flag in slots if not flag)
 
 
+@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
+@pytest.mark.parametrize("factor", [None, 0.3])
+def test_two_ranks_that_exchange_directly_round_once(numbers, factor):
+    numels, quantized = [3 * BLOCK + 7, 20, BLOCK, 1024 * BLOCK], [True, False, True, True]
+    flats = quantized_buffers(
+        [torch.empty(numel) for numel in numels], quantized, numbers, 2, is_direct=True
+    )
+    assert not any(flat.residuals.reduced.numel() for flat in flats)
+    multiplier = None if factor is None else torch.tensor([factor], dtype=torch.float64)
+    due = [torch.zeros(numel, dtype=torch.float64) for numel in numels]
+    for step in range(3):
+        grads = [
+            [
+                _values(numel, 2.0**slot, 10 * step + 100 * rank + slot)
+                for slot, numel in enumerate(numels)
+            ]
+            for rank in range(2)
+        ]
+        if step == 1:
+            grads[1][2][3] = math.inf
+        headers = bytes([1, 2, 3, 4, 5, 6])
+        for flat, each in zip(flats, grads, strict=True):
+            reference.quantize(flat, each, [True, flat.rank == 0, True, True], 1.0, headers)
+        exchange(flats)
+        results = []
+        for flat in flats:
+            reference.reduce_parts(flat)
+            assert flat.flags.tolist() == [2, 1, 2, 2]
+            assert flat.headers.tolist() == [1, 2, 3, 4, 5, 6]
+            targets = [torch.zeros(numel) for numel in numels]
+            reference.dequantize(flat, targets, multiplier)
+            results.append(targets)
+        for slot in range(4):
+            assert torch.equal(
+                results[0][slot].view(torch.int32), results[1][slot].view(torch.int32)
+            )
+            total = sum(each[slot].double() for each in grads)
+            if step == 1 and slot == 2:
+                assert results[0][slot].isnan().all()
+                continue
+            due[slot] += total - results[0][slot].double() / (factor or 1)
+        if factor is None:
+            assert torch.equal(results[0][1], grads[0][1] + grads[1][1]), "exact"
+    left = sum(flat.residuals.sent.double() for flat in flats).view(-1)
+    place = 0
+    for slot in (0, 2, 3):
+        numel = numels[slot]
+        if slot != 2:  # what rank 0 has sent of that is lost with the infinity of rank 1
+            assert (due[slot] - left[place : place + numel]).abs().max() < 1e-5 * 2**slot
+        place += -(-numel // BLOCK) * BLOCK
+    assert left.abs().max() > 1e-3
+
+
 def test_a_buffer_of_another_dtype_than_fp32_is_refused():
     flat = quantized_buffers([torch.empty(3)], [True], torch.int8, 1)[0]
     quantization = Quantization(flat.message_layout, torch.int8, 0, None)

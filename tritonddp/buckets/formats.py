@@ -195,10 +195,12 @@ class BucketFactory:
             return None
         numels = [param.numel() for param in params]
         quantized = [not each for each in is_exact]
-        message = MessageLayout(numels, quantized, size, headers, self.check_finite)
         rank, device = self.group.rank, params[0].device
+        numbers = COMPRESSIONS[str(wire.compression)]
+        is_direct = size == 2 and select_quantized(device, numbers).is_direct
+        message = MessageLayout(numels, quantized, size, headers, self.check_finite, is_direct)
         residuals = Residuals.zeros(message, rank, device) if wire.error_feedback else None
-        return Quantization(message, COMPRESSIONS[str(wire.compression)], rank, residuals)
+        return Quantization(message, numbers, rank, residuals)
 
 
 class ExactParams:

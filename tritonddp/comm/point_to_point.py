@@ -41,7 +41,9 @@ def receive(incoming: Tensor, group: dist.ProcessGroup, tag: int) -> list[Any]:
 def send(outgoing: Tensor, incoming: Tensor, group: dist.ProcessGroup, tag: int) -> list[Any]:
     """The second half of :func:`all_to_all`, with this rank's own row."""
     works = [dist.isend(outgoing[r], group=group, tag=tag, group_dst=r) for r in _others(group)]
-    incoming[group.rank()].copy_(outgoing[group.rank()])
+    mine, own = incoming[group.rank()], outgoing[group.rank()]
+    if mine.data_ptr() != own.data_ptr():
+        mine.copy_(own)
     return works
 
 

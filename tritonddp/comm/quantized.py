@@ -4,7 +4,8 @@ The second collective depends on the first one's result. On a GPU both, and the 
 them, are enqueued at once on a stream of their own. Over gloo nobody but the host can wait for the
 first: a thread does, so that no hook has to, and goes through the buckets in order. Both are made
 of messages there, which are matched by their tags: a collective that a thread issues would be
-taken for one that the backward issues on another rank (SyncBatchNorm).
+taken for one that the backward issues on another rank (SyncBatchNorm). Two ranks over gloo need no
+second collective: see ``kernels/quantized/buffer.py``.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class QuantizedAllReduce:
 
     Two collectives a bucket. They send together (W-1)/W of a message of one byte an element to all
     ranks, and as much for the sums, half the bytes of an all-reduce in bf16: see ``MessageLayout``.
+    Two ranks on the CPU send each other all they have instead, the same number of bytes, at once,
+    and both make the sum: no thread, no second rounding.
     """
 
     averages = True
@@ -67,9 +70,10 @@ class QuantizedAllReduce:
             return
         if run.is_logged:
             run.log(bucket, "is sent with NaN" if is_broken else "is sent")
-        for message in (flat.message, flat.gathered):
+        is_direct = flat.message_layout.is_direct
+        for message in (flat.received,) if is_direct else (flat.received, flat.gathered):
             self._counters.collective(message.nbytes, self._group.size)
-        start = self._start_in_thread if flat.data.is_cpu else self._start_on_stream
+        start = self._start_on_host if flat.data.is_cpu else self._start_on_stream
         try:
             with Uninterrupted():
                 run.works.append(start(flat))
@@ -83,9 +87,11 @@ class QuantizedAllReduce:
             factor = select_quantized(flat.data.device, flat.numbers).receive(flat, factor)
         return factor
 
-    def _start_in_thread(self, flat: QuantizedBuffer) -> Work:
+    def _start_on_host(self, flat: QuantizedBuffer) -> Work:
         group = self._group.process_group
         exchange = _Exchange(flat, group, self._group.next_exchange())
+        if flat.message_layout.is_direct:
+            return exchange  # nothing follows
         if self._queue is None:
             queue: SimpleQueue[_Exchange | None] = SimpleQueue()
             # A daemon: a rank that fails must not wait there for others when it ends.
@@ -144,7 +150,7 @@ def _end_threads() -> None:
 
 
 class _Exchange:
-    """The work on one bucket over gloo: its :class:`Work`. The all-to-all is issued at once.
+    """The work on one bucket over gloo: its :class:`Work`. Its first messages are issued at once.
 
     The ``number`` is of the exchanges that this rank has made in the group, as on all of its ranks.
     """
@@ -153,17 +159,22 @@ class _Exchange:
         self._flat = flat
         self._group = group
         self._tag = _FIRST_TAG + 2 * (number % _IN_FLIGHT)
-        self._received = flat.received.view(group.size(), -1)
-        self._gathered = flat.gathered.view(group.size(), -1)
-        self._works = receive(self._received, group, self._tag)
-        # Not only when the sums are there: on a slow line the word that this rank is ready would
-        # wait behind what it sends, and the others wait for it.
-        self._sums = receive(self._gathered, group, self._tag + 1)
-        outgoing = flat.message.view(group.size(), -1)
-        self._works += send(outgoing, self._received, group, self._tag)
         self._error: BaseException | None = None
         self._is_reduced = threading.Event()  # and the all-gather issued; or it has failed
         self._waiting = threading.Lock()
+        size = group.size()
+        received = flat.received.view(size, -1)
+        self._works = receive(received, group, self._tag)
+        if flat.message_layout.is_direct:
+            outgoing = flat.message.expand(size, -1)
+            self._is_reduced.set()
+        else:
+            self._gathered = flat.gathered.view(size, -1)
+            # Not only when the sums are there: on a slow line the word that this rank is ready
+            # would wait behind what it sends, and the others wait for it.
+            self._sums = receive(self._gathered, group, self._tag + 1)
+            outgoing = flat.message.view(size, -1)
+        self._works += send(outgoing, received, group, self._tag)
 
     def go_on(self) -> None:
         """Wait for the all-to-all, sum, issue the all-gather. In the thread."""
@@ -184,11 +195,14 @@ class _Exchange:
 
     def wait(self) -> None:
         """See :meth:`Work.wait`."""
+        flat = self._flat
         self._is_reduced.wait()
         with self._waiting:
             if self._error is None:
                 try:
                     self._wait_for_works()
+                    if flat.message_layout.is_direct:
+                        select_quantized(flat.data.device, flat.numbers).reduce_parts(flat)
                 except RuntimeError as error:
                     self._error = error
         if self._error is not None:

@@ -61,6 +61,8 @@ class QuantizedKernels:
     receive: Callable[[QuantizedBuffer, Tensor | None], Tensor | None]
     unflatten: Callable[..., None]
     tables: Callable[[FlatBuffer], Any] = _none  # see Kernels
+    # Receive makes the sum of two ranks' messages, see quantized/buffer.py.
+    is_direct: bool = False
 
 
 def select(
@@ -128,7 +130,9 @@ def _quantized_for(device_type: str) -> QuantizedKernels:
         from tritonddp.kernels.quantized import reference as quantized
 
         return QuantizedKernels(
-            quantized.quantize, quantized.reduce_parts, quantized.put_together, reference.unflatten
+            *(quantized.quantize, quantized.reduce_parts, quantized.put_together),
+            reference.unflatten,
+            is_direct=True,
         )
     return quantized_in_triton()
 

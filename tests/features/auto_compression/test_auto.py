@@ -107,7 +107,8 @@ def test_a_slow_line_is_taken_in_int8_from_the_second_step_on() -> None:
     assert taken(ddp) == ["int8"] * 2
     before = ddp.reducer.counters.collectives
     step(ddp)
-    assert ddp.reducer.counters.collectives == before + 4
+    # Two ranks exchange directly.
+    assert ddp.reducer.counters.collectives == before + (2 if dist.get_world_size() == 2 else 4)
     assert len(measured) == 1
     plain = tritonddp.DistributedDataParallel(reference)
     step(plain)

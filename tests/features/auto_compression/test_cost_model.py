@@ -161,3 +161,13 @@ def test_of_a_backward_whose_end_alone_is_known_gradients_take_their_share() -> 
     assert compute.ready == pytest.approx([1.0, 4.0])
     assert compute.end == 4.0
     assert Compute.in_proportion([], 4.0).ready == []
+
+
+def test_a_direct_exchange_sends_the_whole_message_to_the_other_rank() -> None:
+    speeds, kernel = {Kind.ALL_TO_ALL: Speed(1.0, 0.001)}, Kernel(0.0, 0.0)
+    wire = WireCost("int8", 1.0, speeds, kernel, kernel, reduce=kernel, is_direct=True)
+    stages = passage(wire, Load(1000, 100), 2).stages
+    assert [stage.seconds for stage in stages] == [pytest.approx(1 + 1.4), 0]
+    assert step_seconds(Compute([0.5], 0.5), [passage(wire, Load(1000, 100), 2)]) == pytest.approx(
+        0.5 + 2.4
+    )

@@ -67,6 +67,7 @@ class WireCost:
     # Between two collectives, on the elements that one rank owns, from all ranks; runs beside the
     # backward. None where the collective itself adds up.
     reduce: Kernel | None = None
+    is_direct: bool = False  # a collective brings all ranks the whole of each rank's message
 
     @property
     def is_quantised(self) -> bool:
@@ -130,7 +131,7 @@ class Compute:
 
 
 def message_bytes(wire: WireCost, load: Load) -> float:
-    """Bytes of a bucket's message, without trailer and padding."""
+    """Bytes of a bucket's message on one rank, without trailer and padding."""
     if not wire.is_quantised:
         return load.total * wire.element_bytes
     return load.elements * wire.element_bytes + load.exact * EXACT_BYTES
@@ -156,7 +157,7 @@ def collective_seconds(kind: Kind, size: float, world_size: int, speed: Speed) -
 
 def passage(wire: WireCost, load: Load, world_size: int) -> Passage:
     """What a bucket goes through on this wire, with nothing else under way."""
-    size = message_bytes(wire, load)
+    size = message_bytes(wire, load) * (world_size if wire.is_direct else 1)
     stages = []
     for kind, speed in wire.speeds.items():
         seconds = collective_seconds(kind, size, world_size, speed)

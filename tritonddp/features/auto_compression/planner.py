@@ -52,9 +52,14 @@ def options(dtype: torch.dtype, reduce_dtype: torch.dtype | None = None) -> list
     return [name_of(own), *cast, QUANTISED]
 
 
-def collectives(wire: str) -> tuple[tuple[Kind, torch.dtype], ...]:
-    """What carries a bucket on this wire, in order, and the dtype of the messages."""
+def collectives(wire: str, is_direct: bool = False) -> tuple[tuple[Kind, torch.dtype], ...]:
+    """What carries a bucket on this wire, in order, and the dtype of the messages.
+
+    ``is_direct`` is said in :mod:`tritonddp.kernels.quantized.buffer`.
+    """
     if wire == QUANTISED:
+        if is_direct:
+            return ((Kind.ALL_TO_ALL, torch.uint8),)
         return (Kind.ALL_TO_ALL, torch.uint8), (Kind.ALL_GATHER, torch.uint8)
     return ((Kind.ALL_REDUCE, getattr(torch, wire)),)
 
@@ -63,6 +68,7 @@ def wires(
     figures: Figures, dtype: torch.dtype, reduce_dtype: torch.dtype | None = None
 ) -> list[WireCost]:
     """What the :func:`options` of gradients of ``dtype`` cost."""
+    is_direct = (Kind.ALL_GATHER, name_of(torch.uint8)) not in figures.speeds
     return [
         WireCost(
             name=wire,
@@ -71,10 +77,13 @@ def wires(
                 if wire == QUANTISED
                 else getattr(torch, wire).itemsize
             ),
-            speeds={kind: figures.speed(kind, carried) for kind, carried in collectives(wire)},
+            speeds={
+                kind: figures.speed(kind, carried) for kind, carried in collectives(wire, is_direct)
+            },
             fill=figures.kernel(dtype, wire, "fill"),
             empty=figures.kernel(dtype, wire, "empty"),
             reduce=figures.kernel(dtype, wire, "reduce") if wire == QUANTISED else None,
+            is_direct=is_direct and wire == QUANTISED,
         )
         for wire in options(dtype, reduce_dtype)
     ]
@@ -85,12 +94,14 @@ def measured(
 ) -> Figures:
     """The figures that a choice needs; collective, so ``dtypes`` come in one order on all ranks."""
     others = _others(wire)
+    is_direct = group.size == 2 and select_quantized(device, torch.int8).is_direct
+    steps = (_EXCHANGE, _REDUCE, *(() if is_direct else (_GATHER,)), _EMPTY)
     ways = {
         dtype: {
             name: Way(
                 make=BucketFactory(others.get(name, wire), group, Counters()).make,
-                collectives=collectives(name),
-                steps=_QUANTISED_STEPS if name == QUANTISED else Way.steps,
+                collectives=collectives(name, is_direct),
+                steps=steps if name == QUANTISED else Way.steps,
             )
             for name in options(dtype, wire.reduce_dtype)
         }
@@ -245,7 +256,11 @@ class BackwardTimer(Extension):
 def _exchange(bucket: Bucket) -> None:
     """In the place of the all-to-all."""
     flat: Any = bucket.flat
-    flat.received.copy_(flat.message)
+    layout = flat.message_layout
+    if layout.is_direct:
+        flat.received.view(layout.world_size, -1)[1 - flat.rank].copy_(flat.message)
+    else:
+        flat.received.copy_(flat.message)
 
 
 def _reduce(bucket: Bucket) -> None:
@@ -264,4 +279,5 @@ def _empty(bucket: Bucket) -> None:
     bucket.unpack(select_quantized(flat.data.device, flat.numbers).receive(flat, None))
 
 
-_QUANTISED_STEPS = ((None, _exchange), ("reduce", _reduce), (None, _gather), ("empty", _empty))
+_EXCHANGE, _REDUCE = (None, _exchange), ("reduce", _reduce)
+_GATHER, _EMPTY = (None, _gather), ("empty", _empty)

@@ -79,12 +79,12 @@ def encode(v, FP8: tl.constexpr, BY_BITS: tl.constexpr):  # type: ignore[no-unty
     which puts NaN above infinity and that above the others.
     """
     limit: tl.constexpr = 448.0 if FP8 else 127.0
-    largest: tl.constexpr = 7.595587302328394e35 if FP8 else 2.6793883890187504e36
     top = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     finite = top < 0x7F800000
     # True division: the other one is not rounded as that of the CPU is.
     scale = tl.math.div_rn(tl.where(finite, top, 0).to(tl.float32, bitcast=True), limit)
-    scale = tl.minimum(tl.where(scale < 1.1754943508222875e-38, 0.0, scale), largest)
+    scale = (scale.to(tl.int32, bitcast=True) & -256).to(tl.float32, bitcast=True)
+    scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
     divisor = tl.where(scale > 0.0, scale, 1.0)[:, None]
     number = tl.math.div_rn(v, tl.broadcast_to(divisor, v.shape))
     number = tl.where(finite[:, None], number, 0.0)

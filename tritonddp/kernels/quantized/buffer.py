@@ -15,6 +15,10 @@ it of them, and sends the sum to all. So the message of a rank to all others has
 and what each rank sends to all after that is such a part of sums, without the trailer. The trailer
 is the same in each part, so that every rank gets those of all. A mark is 1 where the gradient is
 not finite on this rank; there are none if nobody looks. Padding has no meaning.
+
+Two ranks send no more if each sends all it has to the other one, and both make the sum: so they do
+on the CPU, where that saves half of the work. Such an exchange is *direct*, and its message has one
+part.
 """
 
 from __future__ import annotations
@@ -56,7 +60,9 @@ class MessageLayout:
     Attributes:
         numels: number of elements of each gradient.
         quantized: which gradients are; the others are exact.
-        world_size: number of ranks, and of parts.
+        world_size: number of ranks.
+        is_direct: each rank gets the whole of the others' messages, and sums are not sent.
+        parts: of a message.
         header: bytes of the header of one rank.
         has_marks: whether the trailer has marks.
         places: of a quantised gradient the number of its first block, of an exact one the number
@@ -77,11 +83,14 @@ class MessageLayout:
         world_size: int,
         headers: int = 0,
         has_marks: bool = False,
+        is_direct: bool = False,
     ) -> None:
         """Lay gradients of so many elements out; ``headers`` are bytes, those of all ranks."""
         self.numels = tuple(numels)
         self.quantized = tuple(quantized)
         self.world_size = world_size
+        self.is_direct = is_direct
+        self.parts = parts = 1 if is_direct else world_size
         self.header = headers // world_size
         self.has_marks = has_marks
         self.places: list[int] = []
@@ -93,18 +102,20 @@ class MessageLayout:
             else:
                 self.places.append(self.exact)
                 self.exact += round_up(numel, EXACT_ALIGNMENT)
-        self.part_blocks = -(-self.blocks // world_size)
-        self.part_exact = round_up(-(-self.exact // world_size), EXACT_ALIGNMENT)
+        self.part_blocks = -(-self.blocks // parts)
+        self.part_exact = round_up(-(-self.exact // parts), EXACT_ALIGNMENT)
         self.scales_offset = self.part_blocks * BLOCK
         self.exact_offset = self.scales_offset + round_up(4 * self.part_blocks, 16)
         self.part_bytes = self.exact_offset + 4 * self.part_exact
         self.marks_offset = self.part_bytes + len(numels) + self.header
         self.stride = round_up(self.marks_offset + len(numels) * has_marks, 16)
-        self.sent_numel = world_size * self.stride
-        self.gathered_numel = world_size * self.part_bytes
+        self.sent_numel = parts * self.stride
+        self.gathered_numel = 0 if is_direct else world_size * self.part_bytes
 
     def owned_blocks(self, rank: int) -> int:
-        """Blocks that ``rank`` owns: less than :attr:`part_blocks` where there are no more."""
+        """Blocks whose sums ``rank`` sends: fewer than :attr:`part_blocks` at the end."""
+        if self.is_direct:
+            return 0
         return min(max(self.blocks - rank * self.part_blocks, 0), self.part_blocks)
 
     def pieces(self, first: int, last: int, most: int = sys.maxsize) -> Iterator[Piece]:
@@ -180,16 +191,16 @@ class QuantizedBuffer(FlatBuffer):
     (``reduced``) and reads the trailers. An all-gather of that brings ``gathered``, and
     ``dequantize`` the gradients.
 
-    Memory: on a GPU twice the message, about two bytes an element. On the CPU three times, and
-    ``data``, where the mean is put together, and from which large gradients are donated
-    (:class:`Bucket`).
+    Memory: on a GPU twice the message, about two bytes an element. On the CPU three times, of a
+    direct exchange, whose ``message`` is this rank's row of ``received``, twice, and ``data``,
+    where the mean is put together, and from which large gradients are donated (:class:`Bucket`).
 
     The quantisation is that of its bucket; its numbers, rank and residuals are attributes, too. Of
     the layout the offsets are made anew.
 
     Attributes:
         message: uint8, ``message_layout.sent_numel`` bytes: what goes to all ranks.
-        received: uint8, of the same size: what came from all.
+        received: uint8, what came from all, a row each.
         gathered: uint8, the sums of all. On a GPU the beginning of ``message``, which has gone
             then; on the CPU others may send it before.
         reduced: uint8, the beginning of ``received``: the sums that this rank owns.
@@ -221,15 +232,19 @@ class QuantizedBuffer(FlatBuffer):
         self.rank = quantization.rank
         self.numbers = quantization.numbers
         self.residuals = quantization.residuals
-        self.message = torch.zeros(message.sent_numel, dtype=torch.uint8, device=device)
-        self.received = torch.zeros_like(self.message)
+        received = message.world_size * message.stride
+        self.received = torch.zeros(received, dtype=torch.uint8, device=device)
+        if message.is_direct:
+            self.message = self.received.view(message.world_size, -1)[self.rank]
+        else:
+            self.message = torch.zeros_like(self.received)
         self.gathered = self.message[: message.gathered_numel]
         if device.type == "cpu":
             self.gathered = torch.zeros_like(self.gathered)
         self.reduced = self.received[: message.part_bytes]
-        self.outgoing = self._sections(self.message)
+        self.outgoing = self._sections(self.message, message.parts)
         self.incoming = self._sections(self.received)
-        self.result = self._sections(self.gathered)
+        self.result = self.incoming if message.is_direct else self._sections(self.gathered)
         trailer = torch.zeros(slots + layout.headers, dtype=dtype, device=device)
         self.flags = trailer[:slots]
         self.headers = trailer[slots:]
@@ -241,9 +256,9 @@ class QuantizedBuffer(FlatBuffer):
             self.views = list(map(self.tensor_at, range(slots)))
         self.payload = self.data
 
-    def _sections(self, parts: Tensor) -> Sections:
+    def _sections(self, parts: Tensor, size: int = 0) -> Sections:
         layout = self.message_layout
-        size, blocks = layout.world_size, layout.part_blocks
+        size, blocks = size or layout.world_size, layout.part_blocks
         rows = parts.view(size, parts.numel() // size)
         words = parts.view(torch.float32).view(size, rows.shape[1] // 4)
         scales, exact = layout.scales_offset // 4, layout.exact_offset // 4
@@ -274,7 +289,7 @@ class QuantizedBuffer(FlatBuffer):
     @property
     def nbytes(self) -> int:
         """See :attr:`FlatBuffer.nbytes`: of both collectives."""
-        return self.message.numel() + self.gathered.numel()
+        return self.received.numel() + self.gathered.numel()
 
     def fill_nan(self) -> None:
         """See :meth:`FlatBuffer.fill_nan`. Residuals stay as they are."""

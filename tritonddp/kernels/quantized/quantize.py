@@ -210,7 +210,7 @@ def _prepare(
     """
     layout, slots = flat.message_layout, len(flat.layout.numels)
     trailer = 0 if flat.is_part else slots + layout.header
-    programs = tables.num_chunks + layout.world_size * -(-trailer // FLAG_BLOCK)
+    programs = tables.num_chunks + layout.parts * -(-trailer // FLAG_BLOCK)
     if programs == 0:
         return None
     own_header, scale_place = flat.rank * layout.header, 2 * slots + flat.layout.headers
@@ -219,7 +219,7 @@ def _prepare(
     marks_offset = layout.marks_offset + flat.first_slot
     source = tl.float32 if dtype is None else TRITON_DTYPES[dtype]
     kind = (flat.numbers is not torch.int8, flat.residuals is not None, tables.aligned)
-    marks = (layout.has_marks, layout.world_size)
+    marks = (layout.has_marks, layout.parts)
     return _launch.bind(
         programs,
         (tables.chunks, tables.dynamic, flat.message, sent),

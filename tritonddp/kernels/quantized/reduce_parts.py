@@ -52,9 +52,9 @@ def reduce_parts_kernel(  # type: ignore[no-untyped-def]
     """One program for each ``BLOCK`` quantised elements, each ``BLOCK`` exact ones, and each
     ``FLAG_BLOCK`` of the flags and of the headers.
 
-    Each writes in the place of rank 0 what it alone has read there. Sums begin with the zero that
-    changes nothing, -0.0 (``tl.full`` would make it 0.0). Loops are unrolled, for several loads to
-    be under way, and not pipelined, which would take the loads' width.
+    Each writes in the place of rank 0 what it alone has read there. Sums begin with residuals, or
+    with the zero that changes nothing, -0.0 (``tl.full`` would make it 0.0). Loops are unrolled,
+    for several loads to be under way, and not pipelined, which would take the loads' width.
     """
     program = tl.program_id(0)
     if program >= block_programs + exact_programs:
@@ -91,7 +91,11 @@ def reduce_parts_kernel(  # type: ignore[no-untyped-def]
     blocks = tl.arange(0, BLOCK // 256)
     places = blocks[:, None] * 256 + tl.arange(0, 256)[None, :]
     there = blocks < owned_blocks - first
-    x = tl.zeros((BLOCK // 256, 256), tl.float32) * -1.0
+    if FEEDBACK:
+        left_out = tl.load(residual + places, mask=there[:, None], other=0.0)
+        x = left_out
+    else:
+        x = tl.zeros((BLOCK // 256, 256), tl.float32) * -1.0
     some = tl.zeros((BLOCK // 256,), tl.int32)
     for rank in tl.range(0, RANKS, num_stages=1, loop_unroll_factor=4):
         begin = tl.multiple_of(tl.cast(rank, tl.int64) * stride, 16)
@@ -101,9 +105,6 @@ def reduce_parts_kernel(  # type: ignore[no-untyped-def]
         some |= scale_in.to(tl.int32, bitcast=True)
         x += decode(code_in, scale_in, FP8, BY_BITS)
     spoken = some != 0  # no scale is -0.0
-    if FEEDBACK:
-        left_out = tl.load(residual + places, mask=there[:, None], other=0.0)
-        x += left_out
     x = tl.where(spoken[:, None], x, 0.0)
     code, scale, number = encode(x, FP8, BY_BITS)
     if FEEDBACK:

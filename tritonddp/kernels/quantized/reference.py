@@ -2,20 +2,22 @@
 
 Same names, same signatures and the same bits as in ``quantize.py``. A block of values v becomes
 
-    scale = max|v| / limit          limit: 127 (int8), 448 (fp8), the largest number
+    scale = max|v| / limit          limit: 127 (int8), 448 (fp8), the largest number; the last 8
+                                    of the 24 bits of its significand are cut off
     number = round(v / scale)       to the nearest, of two the even one
 
-in fp32, each operation rounded by itself (no fused multiply-add). Where the scale would be
-subnormal it is 0 and the block is zeros: its numbers could not be told apart. Where it is so large
-that ``limit * scale`` would overflow it is a little less. A block that holds NaN or Inf has the
-scale NaN, and numbers that are 0.
+in fp32. No number has more than 8 bits: ``number * scale`` is exact, and it is the same whether a
+device adds it to something in one operation (fused multiply-add) or in two. It does not overflow
+either. Where the scale would be subnormal it is 0 and the block is zeros: its numbers could not be
+told apart. A block that holds NaN or Inf has the scale NaN, and numbers that are 0.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from itertools import compress
 from operator import not_
 
@@ -29,42 +31,54 @@ from tritonddp.kernels.quantized.buffer import BLOCK, LIMITS, Piece, QuantizedBu
 # Blocks that are worked on at once: 1 MiB of fp32, which stays in the cache from one operation to
 # the next. Smaller ones cost more calls.
 _BLOCKS = 1_024
+# Pieces of as many elements on average are worth a call each.
+_LARGE = 8_192
 
-_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-# One below the largest whose product with the limit is finite.
-_LARGEST_SCALE = {
-    dtype: torch.nextafter(
-        torch.tensor(torch.finfo(torch.float32).max / limit, dtype=torch.float32),
-        torch.zeros((), dtype=torch.float32),
-    )
-    for dtype, limit in LIMITS.items()
-}
+_LARGEST_SUBNORMAL = torch.finfo(torch.float32).tiny * (1 - 2**-23)
+# Of the bits of a scale those that stay.
+_SCALE_BITS = ~0xFF
 
 
-@dataclass(frozen=True)
 class _Chunk:
-    """Blocks ``[first, last)`` of a part of the message, which follow each other in the buffer."""
+    """Blocks of a part of the message, which follow each other in the buffer.
 
-    part: int
-    first: int
-    last: int
-    pieces: list[Piece]  # of which they consist; their slots are those of the whole buffer
-    sizes: list[int]  # elements of the pieces and of what pads their last blocks, in order
-    gaps: list[bool]  # which of these pad
+    Attributes:
+        size: number of blocks.
+        pieces: of which they consist; their slots are those of the whole buffer.
+        sizes: elements of the pieces and of what pads their last blocks, in order.
+        gaps: which of these pad.
+        numbers, scales: of the blocks, in the message.
+        residual: of the blocks; ``None`` without feedback.
+        residuals: of the pieces, one-dimensional; none without feedback.
+    """
 
-    @classmethod
-    def of(cls, pieces: list[Piece]) -> _Chunk:
-        part, first = pieces[0].part, pieces[0].place
-        sizes, gaps = [], []
+    def __init__(self, flat: QuantizedBuffer, pieces: list[Piece]) -> None:
+        self.pieces = pieces
+        self.sizes: list[int] = []
+        self.gaps: list[bool] = []
         for piece in pieces:
             pad = -piece.numel % BLOCK
-            sizes += [piece.numel, pad] if pad else [piece.numel]
-            gaps += [False, True] if pad else [False]
-        return cls(part, first, first + sum(sizes) // BLOCK, pieces, sizes, gaps)
+            self.sizes += [piece.numel, pad] if pad else [piece.numel]
+            self.gaps += [False, True] if pad else [False]
+        self.size = sum(self.sizes) // BLOCK
+        part, first = pieces[0].part, pieces[0].place
+        self._first = first
+        rows = slice(first, first + self.size)
+        self.numbers = flat.outgoing.numbers[part, rows]
+        self.scales = flat.outgoing.scales[part, rows]
+        self.residual = None
+        self.residuals: Sequence[Tensor] = ()
+        if flat.residuals is not None:
+            self.residual = flat.residuals.sent[part * flat.message_layout.part_blocks :][rows]
+            self.residuals = self.without_gaps(self.residual.view(-1).split(self.sizes))
+
+    def without_gaps(self, fragments: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Of tensors of these sizes those of pieces."""
+        return list(compress(fragments, map(not_, self.gaps)))
 
     def rows_of(self, piece: Piece) -> slice:
         """Which of these blocks a piece has."""
-        first = piece.place - self.first
+        first = piece.place - self._first
         return slice(first, first - (-piece.numel // BLOCK))
 
 
@@ -85,7 +99,7 @@ def _cut(flat: QuantizedBuffer) -> tuple[list[_Chunk], list[Piece]]:
             size = 0
         runs[-1].append(piece)
         size += blocks
-    return list(map(_Chunk.of, runs)), exact
+    return [_Chunk(flat, run) for run in runs], exact
 
 
 def quantize(
@@ -121,8 +135,9 @@ def quantize(
     if flat.tables is None:
         flat.tables = _cut(flat)
     chunks, exact = flat.tables
+    is_used = dict(zip(sources, used, strict=True))
     for chunk in chunks:
-        _quantize_chunk(flat, chunk, sources, used, scale)
+        _quantize_chunk(chunk, sources, is_used, scale)
     for piece in exact:
         target = flat.outgoing.exact[piece.part, piece.place :][: piece.numel]
         _gather(target, [target], [piece], sources, scale)
@@ -135,30 +150,30 @@ def quantize(
 def reduce_parts(flat: QuantizedBuffer) -> None:
     """Sum the parts of all ranks, in rank order, into ``flat.reduced``, and read the trailers.
 
-    Blocks are summed in fp32, with what quantisation has left out of the sums before,
+    Blocks are summed in fp32, to what quantisation has left out of the sums before,
     ``residuals.reduced``, and quantised again. The residual of a block that is zeros on all ranks
     is not sent and stays as it is, and so is that of a block which becomes NaN. Then ``flat.flags``
-    and ``flat.headers`` are those of all ranks. ``flat`` is a whole buffer.
+    and ``flat.headers`` are those of all ranks. ``flat`` is a whole buffer. In a direct exchange no
+    rank owns a part, and the trailers alone are read.
     """
     numbers, scales, exact, trailers, _ = flat.incoming
     residuals = flat.residuals
     owned = flat.message_layout.owned_blocks(flat.rank)
+    silent = (scales[:, :owned] == 0).all(0)
+    has_silent = bool(silent.any())
     for first in range(0, owned, _BLOCKS):
         blocks = slice(first, min(first + _BLOCKS, owned))
-        total, other = _scratch(blocks.stop - first)
-        _decode(numbers[0, blocks], scales[0, blocks], total)
-        for rank in range(1, len(numbers)):
-            _decode(numbers[rank, blocks], scales[rank, blocks], other)
-            total.add_(other)
+        total, other, _ = _scratch(blocks.stop - first)
         residual = None if residuals is None else residuals.reduced[blocks]
-        silent = (scales[:, blocks] == 0).all(0)
-        if residual is not None:
-            total.add_(residual)
-        if silent.any():
-            total[silent] = 0
-        _encode(total, other, numbers[0, blocks], scales[0, blocks], residual, silent)
-    for rank in range(1, len(exact)):
-        exact[0].add_(exact[rank])
+        _sum(numbers[:, blocks], scales[:, blocks], total, other, residual)
+        kept = None
+        if has_silent:
+            kept = silent[blocks]
+            total[kept] = 0
+        _encode(total, other, numbers[0, blocks], scales[0, blocks], residual, kept)
+    if not flat.message_layout.is_direct:
+        for rank in range(1, len(exact)):
+            exact[0].add_(exact[rank])
     slots = len(flat.flags)
     flat.flags.copy_(trailers[:, :slots].sum(0))
     flat.headers.copy_(trailers[:, slots:].reshape(-1))
@@ -190,12 +205,22 @@ def put_together(flat: QuantizedBuffer, factor: Tensor | None = None) -> None:
         multiplier = factor.item()
     layout = flat.message_layout
     numbers, scales, exact, _, _ = flat.result
+    if layout.is_direct:
+        for first in range(0, layout.blocks, _BLOCKS):
+            blocks = slice(first, min(first + _BLOCKS, layout.blocks))
+            target = flat.data[first * BLOCK : blocks.stop * BLOCK].view(-1, BLOCK)
+            _sum(numbers[:, blocks], scales[:, blocks], target, _scratch(len(target))[1])
+            if multiplier != 1:
+                target.mul_(multiplier)
+        target = flat.data[layout.blocks * BLOCK :]
+        torch.add(*exact[:, : len(target)], out=target).mul_(multiplier)
+        return
     for part in range(layout.world_size):
         begin = part * layout.part_blocks
         for first in range(0, layout.owned_blocks(part), _BLOCKS):
             last = min(first + _BLOCKS, layout.owned_blocks(part))
             target = flat.data[(begin + first) * BLOCK : (begin + last) * BLOCK].view(-1, BLOCK)
-            _decode(numbers[part, first:last], scales[part, first:last], target)
+            target.mul_(_widen(numbers[part, first:last], scales[part, first:last], target))
             if multiplier != 1:
                 target.mul_(multiplier)
     target = flat.data[layout.blocks * BLOCK :]
@@ -204,41 +229,35 @@ def put_together(flat: QuantizedBuffer, factor: Tensor | None = None) -> None:
 
 
 def _quantize_chunk(
-    flat: QuantizedBuffer,
     chunk: _Chunk,
     sources: Mapping[int, Tensor | None],
-    used: Sequence[bool],
+    used: Mapping[int, bool],
     scale: float,
 ) -> None:
-    values, other = _scratch(chunk.last - chunk.first)
-    line = values.view(-1)
+    values, other, line = _scratch(chunk.size)
     fragments: Sequence[Tensor] = line.split(chunk.sizes)
     if len(fragments) > len(chunk.pieces):
         foreach_zero_(list(compress(fragments, chunk.gaps)))
-        fragments = list(compress(fragments, map(not_, chunk.gaps)))
-    _gather(line, fragments, chunk.pieces, sources, scale)
-    residual = kept = None
-    if flat.residuals is not None:
-        first = chunk.part * flat.message_layout.part_blocks + chunk.first
-        residual = flat.residuals.sent[first:][: len(values)]
-        unused = [piece for piece in chunk.pieces if not used[piece.slot - flat.first_slot]]
-        if not unused:
-            values.add_(residual)
-        else:
-            kept = torch.zeros(len(values), dtype=torch.bool)
-            for piece in unused:
-                kept[chunk.rows_of(piece)] = True
-            values.add_(residual.masked_fill(kept[:, None], 0))
-    rows = slice(chunk.first, chunk.last)
-    numbers, scales = flat.outgoing.numbers[chunk.part], flat.outgoing.scales[chunk.part]
-    _encode(values, other, numbers[rows], scales[rows], residual, kept)
+        fragments = chunk.without_gaps(fragments)
+    residual, kept = chunk.residual, None
+    unused = [piece for piece in chunk.pieces if not used[piece.slot]]
+    residuals = () if unused else chunk.residuals
+    is_added = _gather(line, fragments, chunk.pieces, sources, scale, residuals)
+    if unused and residual is not None:
+        kept = torch.zeros(len(values), dtype=torch.bool)
+        for piece in unused:
+            kept[chunk.rows_of(piece)] = True
+        values.add_(residual.masked_fill(kept[:, None], 0))
+    elif residual is not None and not is_added:
+        values.add_(residual)
+    _encode(values, other, chunk.numbers, chunk.scales, residual, kept)
 
 
 def _mark(flat: QuantizedBuffer, chunks: list[_Chunk], exact: list[Piece]) -> None:
     """Mark gradients that are not finite."""
     flat.clear_marks()
     for chunk in chunks:
-        broken = flat.outgoing.scales[chunk.part, chunk.first : chunk.last].isnan()
+        broken = chunk.scales.isnan()
         if broken.any():
             for piece in chunk.pieces:
                 if broken[chunk.rows_of(piece)].any():
@@ -254,8 +273,12 @@ def _gather(
     pieces: Sequence[Piece],
     sources: Mapping[int, Tensor | None],
     scale: float,
-) -> None:
-    """``scale`` times these pieces of the gradients into ``targets``, which lie in ``line``."""
+    residuals: Sequence[Tensor] = (),
+) -> bool:
+    """``scale`` times these pieces of the gradients into ``targets``, which lie in ``line``.
+
+    Where that takes no further pass over memory, with their ``residuals``: returns whether.
+    """
     present, there, absent = [], [], []
     for piece, target in zip(pieces, targets, strict=True):
         source = sources[piece.slot]
@@ -266,13 +289,35 @@ def _gather(
                 source = source[piece.start :][: piece.numel]
             present.append(source)
             there.append(target)
-    if len(present) == len(pieces) == 1 and present[0].dtype is line.dtype:
-        torch.mul(present[0], scale, out=targets[0])
+    is_large = len(pieces) == 1 or len(line) >= _LARGE * len(pieces)
+    is_large = is_large and {each.dtype for each in present} == {line.dtype}
+    divisor = _divisor(scale) if is_large and residuals and not absent else None
+    if divisor is not None:
+        for source, target, residual in zip(present, there, residuals, strict=True):
+            torch.addcdiv(residual, source, divisor, out=target)
+        return True
+    if is_large:
+        for source, target in zip(present, there, strict=True):
+            torch.mul(source, scale, out=target)
     elif there:
         foreach_copy_(there, present)
         line.mul_(scale)
     if absent:
         foreach_zero_(absent)
+    return False
+
+
+@lru_cache(16)
+def _divisor(scale: float) -> Tensor | None:
+    """Of a power of two the inverse: a division by it is rounded as a multiplication is.
+
+    Torch divides and adds in one pass, with two roundings. What multiplies and adds rounds once on
+    some machines.
+    """
+    fraction, exponent = math.frexp(scale)
+    if fraction != 0.5 or abs(exponent) > 100:
+        return None
+    return torch.tensor(1 / scale, dtype=torch.float32, device="cpu")
 
 
 def _encode(
@@ -290,49 +335,69 @@ def _encode(
     """
     dtype = numbers.dtype
     amax = torch.amax(torch.abs(values, out=other), dim=1)
-    scale = torch.minimum(amax / LIMITS[dtype], _LARGEST_SCALE[dtype])
-    scale.masked_fill_(scale < _SMALLEST_SCALE, 0)
-    broken = ~(amax < torch.inf)
-    if broken.any():
-        scale.masked_fill_(broken, torch.nan)
+    scale = amax / LIMITS[dtype]
+    scale.view(torch.int32).bitwise_and_(_SCALE_BITS)
+    divisor = torch.threshold(scale, _LARGEST_SUBNORMAL, 1)
+    torch.threshold_(scale, _LARGEST_SUBNORMAL, 0)
+    if not math.isfinite(amax.max().item()):
+        broken = ~amax.isfinite()
+        scale[broken] = torch.nan
+        divisor[broken] = 1
         values[broken] = 0
         kept = broken if kept is None else kept | broken
     scales.copy_(scale)
-    divisor = torch.where(scale > 0, scale, 1)[:, None]
-    torch.div(values, divisor, out=other)
+    torch.div(values, divisor[:, None], out=other)
     numbers.copy_(other.round_() if dtype is torch.int8 else other)
     if residual is None:
         return
     before = residual if kept is None else residual[kept]
-    if dtype is torch.int8:
-        other.mul_(scale[:, None])
-    else:
-        _decode(numbers, scale, other)
-    torch.sub(values, other, out=residual)
+    factor = scale[:, None] if dtype is torch.int8 else _widen(numbers, scale, other)
+    torch.addcmul(values, other, factor, value=-1, out=residual)
     if kept is not None:
         residual[kept] = before
 
 
-def _decode(numbers: Tensor, scales: Tensor, out: Tensor) -> None:
-    """``numbers * scales`` of blocks, in fp32."""
+def _sum(
+    numbers: Tensor, scales: Tensor, total: Tensor, other: Tensor, start: Tensor | None = None
+) -> None:
+    """The sum over ranks of blocks, in their order, to ``start``; ``other`` is overwritten."""
+    first, *others = zip(numbers.unbind(), scales.unbind(), strict=True)
+    factor = _widen(*first, other)
+    if start is None:
+        torch.mul(other, factor, out=total)
+    else:
+        torch.addcmul(start, other, factor, out=total)
+    for each in others:
+        factor = _widen(*each, other)
+        total.addcmul_(other, factor)
+
+
+def _widen(numbers: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+    """Numbers of blocks in fp32, and what these are to be multiplied by, ``(n, 1)``."""
     if numbers.dtype is torch.int8:
         out.copy_(numbers)
-        out.mul_(scales[:, None])
-        return
+        return scales[:, None]
     # Torch takes twenty times as long for fp8 as for int8. With its exponent and fraction in the
     # place of those of fp16, which has the sign in the highest bit, a number is 1/256 of itself.
     bits = numbers.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
     out.copy_(bits.view(torch.float16))
-    out.mul_((scales * 256)[:, None])
+    return (scales * 256)[:, None]
 
 
 _thread = threading.local()
 
 
-def _scratch(blocks: int) -> tuple[Tensor, Tensor]:
-    """Memory for the values of so many blocks, twice, of this thread, until the next call."""
+def _scratch(blocks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the values of so many blocks, twice, and the first once more as one dimension.
+
+    Of this thread, until the next call.
+    """
     try:
-        memory = _thread.memory
+        found = _thread.views.get(blocks)
     except AttributeError:
-        memory = _thread.memory = torch.empty(2, _BLOCKS, BLOCK, dtype=torch.float32)
-    return memory[0, :blocks], memory[1, :blocks]
+        _thread.memory = torch.empty(2, _BLOCKS, BLOCK, dtype=torch.float32)
+        _thread.views, found = {}, None
+    if found is None:
+        values, other = _thread.memory[:, :blocks]
+        found = _thread.views[blocks] = values, other, values.view(-1)
+    return found
