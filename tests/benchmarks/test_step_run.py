@@ -50,9 +50,12 @@ def test_step_measures_every_configuration(tmp_path: Path) -> None:
                 assert result["collectives"][configuration] == 0
             else:
                 assert result["wire_bytes"][configuration] == payload + extra, configuration
-                # Of two ranks each sends 2 (2 - 1) / 2 of an all-reduce.
-                assert result["sent_bytes"][configuration] == payload + extra, configuration
-                assert result["collectives"][configuration] == 2 + searches, configuration
+                # Of two ranks each sends 2 (2 - 1) / 2 of an all-reduce. Through memory there is none.
+                is_sent = not configuration.startswith("ours")
+                sent = (payload + extra) * is_sent
+                assert result["sent_bytes"][configuration] == sent, configuration
+                collectives = (2 + searches) * is_sent
+                assert result["collectives"][configuration] == collectives, configuration
         for one in result["comparisons"].values():
             assert one["bound"] == (0.9 if name == "branchy" else 1.02)
             assert one["verdict"] in ("met", "within spread", "missed", "too noisy")
@@ -102,7 +105,7 @@ def test_step_measures_fewer_bytes_beside(tmp_path: Path) -> None:
     full = 4 * (PARAMETERS["mlp"] + TENSORS["mlp"] + BYTES * 2)
     for name in ("ours bf16", "ours fp16"):
         assert 0 < result["gradients"][name]["error"] < 1e-2
-        assert result["wire_bytes"][name] == result["sent_bytes"][name] == full / 2
+        assert result["wire_bytes"][name] == full / 2
     # In blocks of 256 and a scale, and those of one dimension in fp32; of two ranks each sends half
     # of an all-to-all and of an all-gather.
     numbers = 12 * 512 * 512

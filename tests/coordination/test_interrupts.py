@@ -23,6 +23,7 @@ from tritonddp import DistributedDataParallel
 from tritonddp.buckets.sparse_bucket import SparseBucket
 from tritonddp.comm import point_to_point, quantized
 from tritonddp.comm.all_reduce import AllReduce
+from tritonddp.comm.peer_memory import PeerMemory
 from tritonddp.comm.run import ReductionRun
 from tritonddp.coordination import collectives
 from tritonddp.coordination.interrupts import Uninterrupted
@@ -57,11 +58,14 @@ def after(call: Callable[..., Any], number: int) -> Callable[..., Any]:
     return interrupted
 
 
+PROCESS_GROUP, VIEWS = {"transport": "process_group"}, {"gradient_as_bucket_view": True}
 POINTS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "begun": (Reducer, "announce", 0, {}),
-    "first bucket issued": (AllReduce, "launch", 0, {}),
-    "third bucket issued": (AllReduce, "launch", 2, {"gradient_as_bucket_view": True}),
-    "last bucket issued": (AllReduce, "launch", 3, {}),
+    "first bucket issued": (AllReduce, "launch", 0, PROCESS_GROUP),
+    "third bucket issued": (AllReduce, "launch", 2, PROCESS_GROUP | VIEWS),
+    "last bucket issued": (AllReduce, "launch", 3, PROCESS_GROUP),
+    "first bucket packed": (PeerMemory, "launch", 0, VIEWS),
+    "last bucket packed": (PeerMemory, "launch", 3, {}),
     "quantised bucket issued": (quantized, "send", 0, {"compression": "int8"}),
     "a result is there": (ReductionRun, "finish", 0, {}),
     "hooked bucket issued": (dist, "all_reduce", 1, {"hook": True}),

@@ -46,8 +46,10 @@ class Chain(nn.Module):
         return x
 
 
-def wrap(module: nn.Module, view: bool = False) -> DistributedDataParallel:
-    return DistributedDataParallel(module, bucket_cap_mb=1e-3, gradient_as_bucket_view=view)
+def wrap(module: nn.Module, view: bool = False, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(
+        module, bucket_cap_mb=1e-3, gradient_as_bucket_view=view, **options
+    )
 
 
 def step(net: nn.Module, seed: int = 0) -> None:
@@ -151,8 +153,8 @@ def test_every_gradient_and_bucket_is_there_once_and_in_order(view: bool) -> Non
 @ranks(2)
 def test_results_launches_and_collectives_are_those_without_it(view: bool) -> None:
     """From the first step on, in which buckets are formed anew."""
-    plain = wrap(Chain("dbca"), view)
-    traced = wrap(copy.deepcopy(plain.module), view)
+    plain = wrap(Chain("dbca"), view, transport="process_group")
+    traced = wrap(copy.deepcopy(plain.module), view, transport="process_group")
     with recorded_collectives() as expected:
         for seed in range(3):
             step(plain, seed)

@@ -37,7 +37,7 @@ RUN = "tritonddp.comm.run:ReductionRun"
 TRANSPORT = "tritonddp.comm.all_reduce:AllReduce|tritonddp.comm.peer_memory:PeerMemory"
 MEMORY = "tritonddp.comm.peer_memory"
 PEERS = "tritonddp.coordination.peers"
-BETWEEN_HOSTS = "tritonddp.comm.between_hosts:BetweenHosts"
+CROSS_HOST = "tritonddp.comm.cross_host:CrossHost"
 
 POINTS = {
     "before wrapping": Point("plain", "wrap", step=-1),
@@ -89,8 +89,8 @@ POINTS = {
     "sum in memory": Point("plain", f"{MEMORY}:Exchange.sum", call=1),
     "share of a sum": Point("shares", f"{MEMORY}:Exchange.sum_share", call=1),
     "word of a share": Point("shares", f"{MEMORY}:Exchange._say_summed", call=1),
-    "line between hosts": Point("hosts", f"{BETWEEN_HOSTS}.start", call=1),
-    "sum over hosts": Point("hosts", f"{BETWEEN_HOSTS}.finish", call=1),
+    "line between hosts": Point("hosts", f"{CROSS_HOST}.start", call=1),
+    "sum over hosts": Point("hosts", f"{CROSS_HOST}.finish", call=1),
     "check_sync": Point("check", "check"),
     "checksums": Point("check", "tritonddp.diagnostics.check_sync:checksums"),
     "forward inside join": Point("join", "tritonddp.ddp:announce_forward"),

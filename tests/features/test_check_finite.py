@@ -115,9 +115,7 @@ def test_a_warning_leaves_the_backward_alone() -> None:
 @ranks(2)
 def test_it_takes_neither_a_launch_nor_a_collective_more() -> None:
     def counted(**options: Any) -> tuple[int, int, int, int]:
-        module, ddp = net(check_finite=None)
-        if options:
-            module, ddp = net(**options)
+        module, ddp = net(**{"check_finite": None, "transport": "process_group", **options})
         loss = spoiled(ddp(torch.randn(4, 40)).sum(), {module[0].weight: math.inf})
         with recorded() as calls:
             outcome(loss)

@@ -291,7 +291,10 @@ def test_a_backward_that_fails_on_one_rank_leaves_the_ranks_in_step(tmp_path: Pa
         if group is None:
             return
         module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
-        ddp = DistributedDataParallel(module, process_group=group, bucket_cap_mb=CAP)
+        # (Through memory ranks that do different things could not go on.)
+        ddp = DistributedDataParallel(
+            module, process_group=group, bucket_cap_mb=CAP, transport="process_group"
+        )
         rank = dist.get_rank()
         handle = module[0].register_forward_hook(lambda _, x, y: Fails.apply(y) if rank == 0 else y)
         with dist_autograd.context() as context:

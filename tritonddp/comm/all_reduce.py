@@ -59,6 +59,15 @@ class AllReduce:
 
     def launch(self, run: ReductionRun, bucket: Bucket, is_broken: bool = False) -> None:
         """See :meth:`Transport.launch`."""
+        if self.announce is not None:
+            announce, self.announce = self.announce, None
+            with Uninterrupted():
+                announce(bucket)
+                try:
+                    self.launch(run, bucket, is_broken)
+                finally:
+                    self.announce = announce
+            return
         counters, nbytes, size = self._counters, bucket.nbytes, self._group.size
         counters.collectives += 1
         counters.wire_bytes += nbytes
@@ -66,12 +75,6 @@ class AllReduce:
             run.log(bucket, "is sent with NaN" if is_broken else "is sent")
         data, group = bucket.flat.data, self._process_group
         try:
-            if self.announce is not None:
-                with Uninterrupted():
-                    self.announce(bucket)
-                    counters.sent_bytes -= -2 * (size - 1) * nbytes // size
-                    run.works.append(collectives.all_reduce(data, group))
-                return
             # Python handles signals between two instructions. Here is but one from each call to the
             # note that it was made.
             if bucket.direct_nbytes <= self._most_direct and data.is_cpu:

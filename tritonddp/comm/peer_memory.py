@@ -12,7 +12,7 @@ goes into memory of its own: until all have packed a bucket, nothing has become 
 With few ranks, or little data, each rank adds up whole buckets (*one shot*). Otherwise each does so
 with its share, in place, says SUMMED, and copies those of the others (*two shots*): it reads 2
 buckets instead of ``world_size``, and waits twice. Where there are several hosts of several ranks
-each, the ranks that have the same share exchange it in between: see ``between_hosts.py``.
+each, the ranks that have the same share exchange it in between: see ``cross_host.py``.
 
 A message orders memory (what was written before it was sent can be read when it is there), wakes
 who waits for it, and ends when its sender dies. It does no harm if it comes twice: what Ctrl-C
@@ -43,7 +43,7 @@ from tritonddp._torch import timeout_of
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.all_reduce import AllReduce
-from tritonddp.comm.between_hosts import BetweenHosts
+from tritonddp.comm.cross_host import CrossHost
 from tritonddp.comm.run import ReductionRun
 from tritonddp.coordination.agreement import Mismatch
 from tritonddp.coordination.counters import Counters
@@ -162,7 +162,7 @@ class Peers:
         hosts: the ranks of each host, in their order.
         host, place: of this rank: which of these hosts, and which rank of it.
         others: the connections, in the order of ranks.
-        at_once: sends a message to each of them, if there is room.
+        direct_sends: sends a message to each of them, if there is room.
         sends: that, or where messages wait for room what puts them behind those.
         launched: number of the last exchange.
         has_shares: some exchanges go in two shots.
@@ -176,8 +176,8 @@ class Peers:
         self.host = next(at for at, ranks in enumerate(found.hosts) if group.rank in ranks)
         self.place = found.hosts[self.host].index(group.rank)
         self.others = [Peer(rank, each) for rank, each in sorted(found.connections.items())]
-        self.at_once = [peer.send_now for peer in self.others]
-        self.sends: Sequence[Callable[[bytes], Any]] = self.at_once
+        self.direct_sends = [peer.send_now for peer in self.others]
+        self.sends: Sequence[Callable[[bytes], Any]] = self.direct_sends
         self.launched = 0
         self.has_shares = False
         self.modules: WeakValueDictionary[int, PeerMemory] = WeakValueDictionary()
@@ -213,7 +213,7 @@ class Peers:
 
     def _note_unsent(self) -> None:
         has_unsent = any(peer.unsent for peer in self.others)
-        self.sends = [self.send] if has_unsent else self.at_once
+        self.sends = [self.send] if has_unsent else self.direct_sends
         self.pause = 1.0 if has_unsent else 1000 * _PATIENCE
 
     def take_unusual(self, peer: Peer) -> None:
@@ -317,13 +317,13 @@ class Exchange:
         self.module, self._peers = module, peers
         self.dtype = bucket.flat.data.dtype
         self._lines = (PACKED, _ANY), (SUMMED, module.number), (READ, module.number)
-        self._between: BetweenHosts | None = None
+        self._cross_host: CrossHost | None = None
         self.sent_bytes = 0
         if len(peers.hosts) > 1:
             partners = [ranks[peers.place] for ranks in peers.hosts]
             share = self._shares(memory.tensor.view(self.dtype))[peers.place]
-            self._between = BetweenHosts(module.process_group, partners, peers.host, share)
-            self.sent_bytes = self._between.sent_bytes
+            self._cross_host = CrossHost(module.process_group, partners, peers.host, share)
+            self.sent_bytes = self._cross_host.sent_bytes
         # Of the first one, which hands the memory over.
         self.sends: Sequence[Callable[[bytes], Any]] = [self._hand_over]
 
@@ -382,7 +382,7 @@ class Exchange:
                 break
             now = monotonic()
             since = since or now
-            if peers.has_shares or peers.sends is not peers.at_once or now - since > _PATIENCE:
+            if peers.has_shares or peers.sends is not peers.direct_sends or now - since > _PATIENCE:
                 peers.attend(late, now - since)
             peers.poll(peers.pause)
         if kind == READ:
@@ -401,8 +401,8 @@ class Exchange:
     def finish_share(self) -> None:
         """All have packed: add up the share of this rank, also over hosts, and tell the others."""
         self._peers.sum_shares()
-        if self._between is not None and self.summed < self.started:
-            self._between.finish()
+        if self._cross_host is not None and self.summed < self.started:
+            self._cross_host.finish()
             self._say_summed()
 
     def go_on(self) -> None:
@@ -419,10 +419,10 @@ class Exchange:
         with Uninterrupted():  # in place: not to be done twice
             _add(mine, mine[place])
             self.started = self.number
-            if self._between is None:
+            if self._cross_host is None:
                 self._say_summed()
             else:
-                self._between.start(self.number)
+                self._cross_host.start(self.number)
 
     def _say_summed(self) -> None:
         with Uninterrupted():
@@ -470,9 +470,9 @@ def _add(parts: Sequence[Tensor], result: Tensor) -> None:
         if not others:
             torch.add(first, second, out=target)
             continue
-        *between, last = others
+        *others, last = others
         total = torch.add(first, second)
-        for other in between:
+        for other in others:
             total.add_(other)
         torch.add(total, last, out=target)
 
@@ -524,7 +524,7 @@ class PeerMemory:
         counters.wire_bytes += bucket.nbytes
         counters.sent_bytes += exchange.sent_bytes
         if run.is_logged:
-            run.log(bucket, "is there for the others" + " with NaN" * is_broken)
+            run.log(bucket, "is sent with NaN" if is_broken else "is sent")
         number = peers.launched + 1
         message = _MESSAGE.pack(PACKED, self.number, bucket.index, number, bucket.nbytes)
         try:

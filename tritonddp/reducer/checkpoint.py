@@ -69,6 +69,8 @@ def load_comm_state(reducer: Reducer, states: Sequence[dict[str, Any]]) -> None:
         manager.planner.load(wires)
     if (former := manager.restore(order, since_change)) is not None:
         reducer.renumber(former)
+        if reducer.peer_memory is not None:
+            reducer.follow_memory(reducer.peer_memory)
     load_state(manager.current.buckets, states, unit)
 
 

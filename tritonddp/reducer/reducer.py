@@ -643,11 +643,16 @@ class Reducer:
         failure = recovery.take_up_added(self, run) if self.parameters.added else None
         if (former := self.manager.renew()) is not None:
             self.renumber(former)
-        memory, current = self.peer_memory, self.manager.current
-        if memory is not None and memory.followed() is not current:
-            self.transport = memory if memory.follow(current, self.where()) else self.plain
+        memory = self.peer_memory
+        if memory is not None and memory.followed() is not self.manager.current:
+            self.follow_memory(memory)
         if failure is not None:
             raise failure
+
+    def follow_memory(self, memory: PeerMemory) -> None:
+        """New buckets go through memory of the host, if they can. On all ranks at the same time."""
+        can = memory.follow(self.manager.current, self.where())
+        self.transport = memory if can else self.plain
 
     def renumber(self, former: Sequence[int | None]) -> None:
         """Parameter ``i`` was ``former[i]`` until now, or is new."""

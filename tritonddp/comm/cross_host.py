@@ -21,7 +21,7 @@ _FIRST_TAG = 0x7D200000
 _IN_FLIGHT = 4_096
 
 
-class BetweenHosts:
+class CrossHost:
     """The exchanges of one share of one bucket, one after the other.
 
     Two hosts send each other their shares, in one round. More own a part of the share each: they
