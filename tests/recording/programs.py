@@ -99,6 +99,21 @@ def _frozen(net: Any, x: Tensor) -> None:
         net.module.third.requires_grad_(False)
 
 
+class _BreaksOff(Exception):
+    """Of a backward."""
+
+
+def _breaking_off(net: Any, x: Tensor) -> None:
+    """One backward of the last rank does, when one bucket has been launched."""
+    if net.reducer.counters.reductions == 3 and dist.get_rank() == dist.get_world_size() - 1:
+
+        def fail(grad: Tensor) -> None:
+            handle.remove()
+            raise _BreaksOff
+
+        handle = net.module.first.weight.register_hook(fail)
+
+
 _VIEWS = {"gradient_as_bucket_view": True}
 _NVLINK = {"transport": "peer_memory"}
 PROGRAMS = {
@@ -135,6 +150,9 @@ PROGRAMS = {
     ),
     "NVLink, bf16 wire": Program(_NVLINK | {"reduce_dtype": torch.bfloat16}),
     "NVLink, frozen parameters": Program(_NVLINK, before=_frozen),
+    "NVLink, breaking off": Program(
+        _NVLINK, before=_breaking_off, around=lambda net: contextlib.suppress(_BreaksOff)
+    ),
     "NVLink, trace": Program(_NVLINK, around=tritonddp.trace),
     "mixed precision": Program(
         {

@@ -9,6 +9,7 @@ ranks, of which one writes, the first must come before a barrier that the second
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -107,15 +108,20 @@ class World:
         self.accesses: list[_Access] = []
         self._places: dict[Memory, tuple[_Block, int]] = {}
         self._files: dict[int, str] = {}
+        self._mapped: list[Tensor] = []
         self._blocks = 0
         self._touch = recorder.touch
         recorder.touch = self.touch  # type: ignore[method-assign]
 
-    def _take(self, tensor: Tensor) -> Memory:
-        storage, recorder = tensor.untyped_storage(), self.recorder
-        memory = recorder.allocated(storage._cdata, storage.data_ptr(), storage.nbytes())
+    def _map(self, path: str, nbytes: int) -> Tensor:
+        """On the device. What was mapped stays: no other memory comes where dropped one was."""
+        self._mapped.append(torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8))
+        at = self._mapped[-1].data_ptr()
+        tensor = torch.frombuffer((ctypes.c_char * nbytes).from_address(at), dtype=torch.uint8)
+        storage = tensor.untyped_storage()
+        memory = self.recorder.allocated(storage._cdata, at, nbytes)
         weakref.finalize(storage, self._free, storage._cdata, memory).atexit = False
-        return memory
+        return tensor
 
     def _free(self, key: int, memory: Memory) -> None:
         """torch lets the host wait for the device before."""
@@ -130,11 +136,10 @@ class World:
         os.truncate(descriptor, nbytes)
         with self.without_modes():
             path = f"/proc/{os.getpid()}/fd/{descriptor}"
-            tensor = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+            tensor = self._map(path, nbytes)
             tensor.fill_(171)  # nobody has said that it is zero
-            self._take(tensor)
         self._files[tensor.data_ptr()] = path
-        weakref.finalize(tensor.untyped_storage(), os.close, descriptor)
+        weakref.finalize(self._mapped[-1].untyped_storage(), os.close, descriptor)
         return tensor
 
     def rendezvous(self, memory: Tensor, group: Any) -> Handle:
@@ -150,8 +155,8 @@ class World:
                     self._places[self.recorder.live[memory.untyped_storage()._cdata]] = block, rank
                     every.append(memory)
                     continue
-                theirs = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
-                self._places[self._take(theirs)] = block, rank
+                theirs = self._map(path, nbytes)
+                self._places[self.recorder.live[theirs.untyped_storage()._cdata]] = block, rank
                 every.append(theirs)
             dist.barrier(group)
         return Handle(self, block, group, every)
@@ -169,21 +174,21 @@ class World:
             block.pending.append((access, timeline, timeline.now))
 
     def compare(self) -> None:
-        """What this rank has written with what the others have read, who all call this."""
+        """What ranks have written with what others have read; all call this, and all are told."""
         if not self._blocks:
             return
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, self.accesses)
-        rank = dist.get_rank()
-        written = [each for each in every[rank] if each.writes]
-        assert all(each.owner == rank for each in written)
-        for other, theirs in enumerate(every):
-            for each in theirs if other != rank else ():
-                self.recorder.races.extend(
-                    f"rank {rank}: {mine}, and rank {other}: {each}"
-                    for mine in written
-                    if mine.conflicts(each)
-                )
+        for owner, theirs in enumerate(every):
+            written = [each for each in theirs if each.writes]
+            assert all(each.owner == owner for each in written)
+            for rank, accesses in enumerate(every):
+                for each in accesses if rank != owner else ():
+                    self.recorder.races.extend(
+                        f"rank {owner}: {one}, and rank {rank}: {each}"
+                        for one in written
+                        if one.conflicts(each)
+                    )
 
 
 @contextlib.contextmanager
