@@ -445,9 +445,9 @@ def symmetric_memory_lack(device: torch.device) -> str:
     if torch.version.hip is not None:
         return "nobody has measured it on ROCm"
     backend = kind.get_backend(device)
-    return (
-        "" if backend == "CUDA" else f"torch's symmetric memory is that of {backend}, not of CUDA"
-    )
+    if backend is None:
+        return f"torch {torch.__version__} was built without symmetric memory for {device.type}"
+    return "" if backend == "CUDA" else f"torch's symmetric memory is {backend}'s, not CUDA's"
 
 
 def nvlinks(device: torch.device) -> list[int]:

@@ -199,11 +199,14 @@ def patched(recorder: Recorder, without_modes: Callable[[], Any]) -> Iterator[No
     """
     world = World(recorder, without_modes)
 
+    introduce = symmetric_memory._introduction
+
     def introduction(devices: set[torch.device]) -> dict[str, Any]:
-        size = dist.get_world_size()
-        return {"host": "", "card": dist.get_rank(), "links": [18] * size}
+        return {**introduce(devices), "card": dist.get_rank()}
 
     fakes = {
+        "symmetric_memory_lack": lambda device: "",
+        "nvlinks": lambda device: [18] * dist.get_world_size(),
         "symmetric_empty": world.empty,
         "symmetric_rendezvous": world.rendezvous,
         "_introduction": introduction,
