@@ -213,7 +213,7 @@ class SymmetricMemory:
             return not self._is_refused
         self._followed = ref(current)
         with self._group.guard(where, "agreement to exchange over NVLink"):
-            why = self._agree(current.params) or self._share(current.buckets)
+            why = self.agree(current.params) or self._share(current.buckets)
         if why:
             self._is_refused = True
             raise RuntimeError(
@@ -222,8 +222,8 @@ class SymmetricMemory:
             )
         return True
 
-    def _agree(self, params: Sequence[Tensor]) -> str:
-        """Why the ranks cannot; the same on all."""
+    def agree(self, params: Sequence[Tensor]) -> str:
+        """Why the ranks, which all call this, cannot; the same on all. Empty if they can."""
         if self._is_agreed:
             return ""
         device = params[0].device
