@@ -23,6 +23,7 @@ from recording.device import recording
 from recording.programs import CAP, PROGRAMS, Program, play
 from tritonddp import DistributedDataParallel, _torch
 from tritonddp.comm import symmetric_memory
+from tritonddp.coordination.counters import Counters
 
 CUDA = torch.device("cuda", 0)
 
@@ -224,6 +225,37 @@ def test_what_torch_lacks_is_said(backend: str | None, why: str) -> None:
             assert "ROCm" in _torch.symmetric_memory_lack(CUDA)
     with mock.patch(kind, object()):
         assert _torch.symmetric_memory_lack(CUDA).endswith("has no symmetric memory")
+
+
+def test_what_is_asked_of_torch_it_understands() -> None:
+    """Here, without a card, by its errors: they are not of names or arguments."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a card, for tests/gpu")
+    for ask in (_torch.nvlinks, lambda device: _torch.symmetric_empty(256, device)):
+        with pytest.raises(RuntimeError):
+            ask(CUDA)
+    connectivity = SimpleNamespace(matrix=[[0, 18], [18, 0]])
+    detect = "torch._C._distributed_c10d._detect_dma_connectivity"
+    with mock.patch(detect, return_value=connectivity):
+        assert _torch.nvlinks(CUDA) == [0, 18]
+
+
+@ranks(2)
+def test_rendezvous_is_asked_of_the_ranks_of_a_group() -> None:
+    with pytest.raises(RuntimeError, match=r"(?i)symm|device"):
+        _torch.symmetric_rendezvous(torch.zeros(256, dtype=torch.uint8), dist.group.WORLD)
+
+
+def test_a_sum_that_fails_is_explained() -> None:
+    run, bucket = mock.Mock(skipped=(), works=[], is_logged=True), mock.Mock(index=0, nbytes=8)
+    bucket.exchange.block.indices = [0]
+    bucket.exchange.launch.side_effect = RuntimeError("CUDA error")
+    run.explain.return_value = RuntimeError("bucket 0: CUDA error")
+    transport = symmetric_memory.SymmetricMemory(mock.Mock(), mock.Mock(), Counters())
+    with pytest.raises(RuntimeError, match="bucket 0: CUDA error"):
+        transport.launch(run, bucket, is_broken=True)
+    run.log.assert_called_once_with(bucket, "is summed over NVLink with NaN")
+    assert not run.works
 
 
 @ranks(2)
