@@ -328,17 +328,17 @@ def the_others_are_told_before_it_is_packed() -> Iterator[None]:
 
     def early(self: Any, kind: int) -> None:
         wait_for(self, kind)
-        with self.block.streams.behind_current(self.block.memory.device):
-            barrier(self.block)
+        with self.module.streams.behind_current(self.module.memory.device):
+            barrier(self.module)
 
     # From the second exchange on: the first one has nothing to wait for.
     def wanted(exchange: Any, place: str) -> bool:
-        return place == _AT_LAST or exchange.number == 1
+        return place == _AT_LAST or exchange.launched == 1
 
     launch = SymmetricExchange.launch
 
     def counted(self: Any, closes: bool) -> None:
-        self.number = getattr(self, "number", 0) + 1
+        self.launched = getattr(self, "launched", 0) + 1
         launch(self, closes)
 
     with (

@@ -248,7 +248,7 @@ def test_rendezvous_is_asked_of_the_ranks_of_a_group() -> None:
 
 def test_a_sum_that_fails_is_explained() -> None:
     run, bucket = mock.Mock(skipped=(), works=[], is_logged=True), mock.Mock(index=0, nbytes=8)
-    bucket.exchange.block.indices = [0]
+    bucket.exchange.module.indices = [0]
     bucket.exchange.launch.side_effect = RuntimeError("CUDA error")
     run.explain.return_value = RuntimeError("bucket 0: CUDA error")
     transport = symmetric_memory.SymmetricMemory(mock.Mock(), mock.Mock(), Counters())

@@ -74,7 +74,10 @@ class Block:
         streams: with that of all sums.
         closed: all ranks have read what was packed for the last reduction.
         indices: of the buckets that are packed there.
+        free: see :class:`SymmetricExchange`.
     """
+
+    free = 0
 
     def __init__(self, memory: Tensor, handle: Any, timeout: int, streams: SideStreams) -> None:
         self.memory, self.handle = memory, handle
@@ -97,12 +100,13 @@ class SymmetricExchange:
     """The exchanges of one bucket, one after the other; a work object.
 
     Attributes:
-        block: where it is packed.
-        is_free: nobody reads any more what was packed, when the current stream comes there.
+        module: where it is packed.
+        number: more than ``module.free`` if others may read what was packed, for all that the
+            current stream knows: streams wait, each for the bucket that it packs, and not the host.
     """
 
     def __init__(self, block: Block, bucket: Bucket, offset: int) -> None:
-        self.block, self.is_free = block, True
+        self.module, self.number = block, block.free
         device, flat = block.memory.device, bucket.flat
         self._device = device
         kernels = select(device, bucket.params[0].dtype)
@@ -122,12 +126,13 @@ class SymmetricExchange:
         Args:
             kind: ``READ``; what else there is to wait for the device does by itself.
         """
-        self.block.closed.wait()
-        self.is_free = True
+        self.module.closed.wait()
+        self.number = self.module.free
 
     def launch(self, closes: bool) -> None:
         """Sum what the current stream has packed, and all others; ``closes`` if it is the last."""
-        block, self.is_free = self.block, False
+        block = self.module
+        self.number = block.free + 1
         with block.streams.behind_current(self._device):
             block.barrier()
             self._reduce(self._summed, self._addresses, self._summed.views)
@@ -154,6 +159,9 @@ class SymmetricMemory:
         group: all ranks.
         plain: reduces through the process group.
         counters: count what is launched.
+
+    Attributes:
+        followed: the buckets, weakly: they refer to this.
     """
 
     averages = True
@@ -162,7 +170,7 @@ class SymmetricMemory:
         self._group, self._plain, self._counters = group, plain, counters
         self._streams = SideStreams(priority=-1)
         self._is_refused = self._is_agreed = False
-        self._followed: Callable[[], object] = NoneType  # weakly: its buckets refer to this
+        self.followed: Callable[[], object] = NoneType
 
     def launch(self, run: ReductionRun, bucket: Bucket, is_broken: bool = False) -> None:
         """See :meth:`Transport.launch`."""
@@ -174,7 +182,7 @@ class SymmetricMemory:
         self._counters.wire_bytes += bucket.nbytes
         if run.is_logged:
             run.log(bucket, "is summed over NVLink" + " with NaN" * is_broken)
-        last = max(index for index in exchange.block.indices if index not in run.skipped)
+        last = max(index for index in exchange.module.indices if index not in run.skipped)
         try:
             with Uninterrupted():
                 exchange.launch(closes=bucket.index == last)
@@ -197,10 +205,13 @@ class SymmetricMemory:
     def begin(self) -> None:
         """A reduction begins before :meth:`follow`: through the process group, as on all ranks."""
 
+    def end(self) -> None:
+        """The last reduction has failed on all ranks: all have launched, and closed, it."""
+
     def follow(self, current: BucketSet, where: str) -> bool:
         """Have the small ones of these buckets packed where the other ranks can read them.
 
-        All ranks call this, at the same time, when they have new buckets, and perhaps more often.
+        All ranks call this, at the same time, when they have new buckets.
 
         Returns:
             Whether they are; else an earlier call has raised an error.
@@ -209,9 +220,9 @@ class SymmetricMemory:
             RuntimeError: it cannot be had, on all ranks with the same words; or a collective
                 failed.
         """
-        if self._is_refused or self._followed() is current:
-            return not self._is_refused
-        self._followed = ref(current)
+        if self._is_refused:
+            return False
+        self.followed = ref(current)
         with self._group.guard(where, "agreement to exchange over NVLink"):
             why = self.agree(current.params) or self._share(current.buckets)
         if why:
