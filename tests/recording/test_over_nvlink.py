@@ -40,9 +40,10 @@ def net(transport: str = "peer_memory", module: nn.Module | None = None) -> Any:
     return DistributedDataParallel(module.to("cuda"), transport=transport, bucket_cap_mb=CAP)
 
 
-def step(ddp: Any) -> None:
+def step(ddp: Any, scale: float = 1.0) -> None:
     ddp.zero_grad()
-    ddp(torch.full((3, 6), 1.0 + dist.get_rank()).to("cuda")).sum().backward()
+    x = torch.full((3, 6), 1.0 + dist.get_rank()).to("cuda")
+    (scale * ddp(x).sum()).backward()
 
 
 def is_shared(ddp: Any) -> list[bool]:
@@ -121,11 +122,11 @@ def test_a_communication_hook_takes_its_buckets_back() -> None:
         step(ddp)
         step(ddp)
         assert all(is_shared(ddp))
-        expected = [param.grad.cpu().clone() for param in ddp.parameters()]
+        expected = [2 * param.grad.cpu() for param in ddp.parameters()]
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
         assert not any(is_shared(ddp))
         recorder.step_begins()
-        step(ddp)
+        step(ddp, 2.0)
         assert not recorder.launches["barrier"]
         torch.testing.assert_close(
             [param.grad.cpu() for param in ddp.parameters()], expected, rtol=1e-6, atol=1e-6
