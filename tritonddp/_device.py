@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -145,9 +145,14 @@ def follow(streams: Iterable[Any], gradients: Iterable[Tensor | None]) -> None:
 
 
 class SideStreams:
-    """A stream of its own on each device."""
+    """A stream of its own on each device.
 
-    def __init__(self) -> None:
+    Args:
+        priority: of what they are given; -1 goes before what other streams are given.
+    """
+
+    def __init__(self, priority: int = 0) -> None:
+        self._priority = priority
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @contextmanager
@@ -159,13 +164,45 @@ class SideStreams:
             memory: what is used inside. It may be let go before the stream is through.
         """
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            self._streams[device] = torch.cuda.Stream(device, priority=self._priority)
         stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             yield
         for tensor in memory:
             tensor.record_stream(stream)
+
+
+class Milestone:
+    """How far a stream of one device has been given work, for other streams to wait for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._event = torch.cuda.Event()
+
+    def record(self) -> None:
+        """It is here, on the current stream."""
+        self._event.record(torch.cuda.current_stream(self.device))
+
+    def wait(self) -> None:
+        """What the current stream is given from now on comes behind it."""
+        torch.cuda.current_stream(self.device).wait_event(self._event)
+
+    def get_future(self) -> torch.futures.Future[None]:
+        """As NCCL's: what is chained to it runs at once, on a stream that is behind this."""
+        return _Future(self)
+
+
+class _Future(torch.futures.Future[None]):
+    def __init__(self, milestone: Milestone) -> None:
+        super().__init__()
+        self._milestone = milestone
+        self.set_result(None)
+
+    def add_done_callback(self, callback: Callable[[torch.futures.Future[None]], None]) -> None:
+        with torch.cuda.stream(torch.cuda.Stream(self._milestone.device)):
+            self._milestone.wait()
+            callback(self)
 
 
 def settle(device: torch.device) -> None:

@@ -433,6 +433,52 @@ def all_gather_single(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) 
     return gather(output, tensor, group=group, async_op=True)
 
 
+def symmetric_memory_lack(device: torch.device) -> str:
+    """Why torch cannot let GPUs read each other's memory here; empty if nothing is known.
+
+    torch.distributed._symmetric_memory has no public names yet.
+    """
+    kind: Any = getattr(getattr(torch._C, "_distributed_c10d", None), "_SymmetricMemory", None)
+    names = ("barrier", "buffer_ptrs", "empty_strided_p2p", "get_backend", "rendezvous")
+    if any(not hasattr(kind, name) for name in names):
+        return f"torch {torch.__version__} has no symmetric memory"
+    if torch.version.hip is not None:
+        return "nobody has measured it on ROCm"
+    backend = kind.get_backend(device)
+    if backend is None:
+        return f"torch {torch.__version__} was built without symmetric memory for {device.type}"
+    return "" if backend == "CUDA" else f"torch's symmetric memory is {backend}'s, not CUDA's"
+
+
+def nvlinks(device: torch.device) -> list[int]:
+    """How many NVLinks, by switches too, there are from ``device`` to each GPU of this host."""
+    detect: Any = getattr(torch._C._distributed_c10d, "_detect_dma_connectivity")  # noqa: B009
+    return list(detect(torch._C._autograd.DeviceType.CUDA, "nvlink").matrix[device.index])
+
+
+def symmetric_empty(nbytes: int, device: torch.device) -> Tensor:
+    """Memory of this GPU, uint8 ``(nbytes,)``, that others can be given; a call of this rank alone.
+
+    Not ``symm_mem.empty``, whose pool gives freed memory out again that others have mapped: ranks
+    that free in different orders would part ways. When it is dropped the host waits for the device.
+    """
+    kind: Any = torch._C._distributed_c10d._SymmetricMemory
+    return kind.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+
+
+def symmetric_rendezvous(memory: Tensor, group: dist.ProcessGroup) -> Any:
+    """Let all ranks of ``group``, which all call this, read each other's ``memory``.
+
+    Returns:
+        ``rank``, ``buffer_ptrs`` (the addresses of all ranks' memory, as this GPU sees them) and
+        ``barrier(channel, timeout_ms)``, a kernel on the current stream: what earlier ones of all
+        ranks have written later ones can read.
+    """
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory.rendezvous(memory, group)
+
+
 def triton_launch(compiled: Any, shape: tuple[int, int, int]) -> Callable[..., None]:
     """``compiled[shape]`` of a Triton kernel, which launches on the device that is current now.
 

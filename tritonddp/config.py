@@ -16,13 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
 from tritonddp._arguments import check_flags
-from tritonddp._torch import STOCK, serving_device
+from tritonddp._torch import STOCK, backend_name, serving_device
 from tritonddp.buckets.assignment import BucketCaps
 from tritonddp.buckets.formats import ExactParams, WireFormat
 from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.all_reduce import goes_by_messages
 from tritonddp.comm.broadcast import StateBroadcast
 from tritonddp.comm.peer_memory import PeerMemory
+from tritonddp.comm.symmetric_memory import SymmetricMemory
 from tritonddp.coordination.group import Group
 from tritonddp.features.auto_compression.planner import AutoPlanner
 from tritonddp.features.auto_compression.probe import Figures
@@ -158,9 +159,11 @@ class DDPConfig:
 
     def _peer_memory(
         self, group: Group, parameters: ModuleParameters
-    ) -> Callable[..., PeerMemory] | None:
+    ) -> Callable[..., PeerMemory | SymmetricMemory] | None:
         """How ranks of one host may exchange gradients; ``None`` if they shall not."""
         is_on_cpu = all(param.is_cpu for _, param in parameters.params)
+        if self.transport == PEER_MEMORY and not is_on_cpu and group.size > 1:
+            return SymmetricMemory
         if self.transport == PROCESS_GROUP or not is_on_cpu or not goes_by_messages(group):
             return None
         return partial(PeerMemory, is_required=self.transport == PEER_MEMORY)
@@ -176,12 +179,17 @@ def check_transport(
         )
     if transport != PEER_MEMORY or group.size() == 1:
         return
-    others = sorted({device.type for device in devices} - {"cpu"})
-    if others or not goes_by_messages(Group(group)):
-        what = f"parameters are on {others[0]!r}" if others else f"the group is {group.name()}"
+    on_gpu = [device for device in devices if device.type == "cuda"]
+    if on_gpu:
+        serves = type(group) is dist.ProcessGroup and backend_name(group, on_gpu[0]) == "nccl"
+    else:
+        serves = goes_by_messages(Group(group))
+    if not serves:
         raise ValueError(
             "transport='peer_memory' needs parameters on the CPU and a process group of gloo, "
-            f"without TORCH_DISTRIBUTED_DEBUG=DETAIL, but {what}: use 'auto'"
+            "without TORCH_DISTRIBUTED_DEBUG=DETAIL, or parameters on GPUs and one of NCCL, but "
+            f"parameters are on {sorted({device.type for device in devices})[-1]!r} and the group "
+            f"is {group.name()}: use 'auto'"
         )
 
 

@@ -138,7 +138,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             takes once more the memory of the buckets. Where it cannot be had, all ranks take the
             process group; with ``"peer_memory"`` that is an error at the end of the first reduced
             backward. ``"process_group"``, or ``TRITONDDP_PEER_MEMORY=0`` in the environment of any
-            rank, leaves it off.
+            rank, leaves it off. On GPUs over NCCL ``"peer_memory"`` has buckets of up to 512 KiB
+            summed over NVLink; nothing has measured that, and ``"auto"`` is the process group.
 
     Attributes:
         module: the wrapped module.

@@ -50,7 +50,8 @@ def test_all_limits_together_are_under_ten_minutes() -> None:
 def test_parts_come_in_the_order_of_what_is_learnt() -> None:
     assert [part.name for part in gpu_parts.parts()] == [
         *("test-kernels", "test-nccl-1", "probe", "test-nccl-2", "kernels", "sweep", "quantize"),
-        *("step-small", "step-large", "step-pair", "host", "graphs", "memory", "memcheck"),
+        *("step-small", "step-large", "step-pair", "nvlink", "host", "graphs", "memory"),
+        "memcheck",
     ]
 
 
@@ -188,6 +189,23 @@ def test_the_rehearsal(tmp_path: Path) -> None:
     assert set(results["graphs"]["models"]["mlp"]["seconds"]) >= {"unwrapped", "stock", "ours"}
     assert len(results["sweep"]["rows"][0]["choices"]) == 6
     assert results["memory"]["models"]["mlp"]["ours"]["holds"]
+    assert {"NCCL", "NVLink"} < set(results["nvlink"]["rows"][0]["seconds"])
+
+
+@pytest.mark.parametrize(
+    ("text", "codes", "expected"),
+    [
+        ("not measured: needs two cards\n", [0, 0], ("not run", "needs two cards")),
+        ("not measured: needs two cards\n", [0, 1], ("failed", "exit status 1; it said nothing")),
+        ("", [0, 0], ("failed", "it wrote no result")),
+    ],
+)
+def test_where_two_cards_lack_something_the_sum_over_them_is_not_run(
+    text: str, codes: list[int | None], expected: tuple[str, str], tmp_path: Path
+) -> None:
+    outcome = gpu_parts.read_nvlink(tmp_path / "none", codes, text, 12)
+    assert outcome.status == expected[0]
+    assert str(outcome.reason).startswith(expected[1])
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_step_measures_every_configuration(tmp_path: Path) -> None:
                 assert result["collectives"][configuration] == 0
             else:
                 assert result["wire_bytes"][configuration] == payload + extra, configuration
-                # Of two ranks each sends 2 (2 - 1) / 2 of an all-reduce. Through memory there is none.
+                # Of two ranks each sends 2 (2 - 1) / 2 of an all-reduce; through memory nothing is.
                 is_sent = not configuration.startswith("ours")
                 sent = (payload + extra) * is_sent
                 assert result["sent_bytes"][configuration] == sent, configuration

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from distributed import ranks
 
-from tritonddp.comm.point_to_point import all_to_all
+from tritonddp.coordination.point_to_point import all_to_all
 
 
 @ranks(2, 3)

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from tritonddp import DistributedDataParallel
 from tritonddp.buckets.sparse_bucket import SparseBucket
-from tritonddp.comm import point_to_point, quantized
+from tritonddp.comm import quantized
 from tritonddp.comm.all_reduce import AllReduce
 from tritonddp.comm.peer_memory import PeerMemory
 from tritonddp.comm.run import ReductionRun
-from tritonddp.coordination import collectives
+from tritonddp.coordination import collectives, point_to_point
 from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.reducer.readiness import ReadyTracker
 from tritonddp.reducer.reducer import Reducer

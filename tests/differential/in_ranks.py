@@ -32,6 +32,7 @@ from tritonddp.kernels import reference
 
 Played = dict[str, Trace]
 RECORDED = "tritonddp on the recorded device"
+NVLINK = "tritonddp on the recorded device, over NVLink"
 OURS, STOCK = "tritonddp", "stock DDP"
 LONG = "tritonddp with nothing prepared"
 
@@ -65,10 +66,11 @@ def play_all(seeds: Sequence[int], mutation: str | None = None) -> list[Played]:
 
 
 def play_recorded(seeds: Sequence[int]) -> list[Played]:
-    """Likewise on the recorded device alone, see :mod:`recording`.
+    """Likewise on the recorded device alone, see :mod:`recording`: over NCCL, and over NVLink.
 
     Raises:
-        RuntimeError: also where a GPU might do something else.
+        RuntimeError: also where a GPU might do something else, and, at two ranks, where the sums
+            have other bits.
     """
     from recording.device import recording  # and Triton, which no other scenario needs
 
@@ -77,13 +79,20 @@ def play_recorded(seeds: Sequence[int]) -> list[Played]:
     found = []
     for seed in seeds:
         scenario = scenario_of(seed, dist.get_world_size())
-        with warnings.catch_warnings(), recording(everywhere=True) as recorder:
-            warnings.simplefilter("ignore")
-            trace = _play(scenario, RECORDED, DistributedDataParallel, scenario.options)
-            torch.cuda.synchronize()
-        if recorder.races:
-            raise RuntimeError(f"seed {seed}: {recorder.report()[:4000]}")
-        found.append({RECORDED: trace})
+        over_nvlink = partial(DistributedDataParallel, transport="peer_memory")
+        traces = {}
+        for title, wrap in ((RECORDED, DistributedDataParallel), (NVLINK, over_nvlink)):
+            with warnings.catch_warnings(), recording(everywhere=True) as recorder:
+                warnings.simplefilter("ignore")
+                traces[title] = _play(scenario, title, wrap, scenario.options)
+                torch.cuda.synchronize()
+            if recorder.races:
+                raise RuntimeError(f"seed {seed}, {title}: {recorder.report()[:4000]}")
+        if scenario.world_size == 2:
+            for one, other in zip(*traces.values(), strict=True):
+                if one != other:
+                    raise RuntimeError(f"seed {seed}: {other} has other bits than over NCCL")
+        found.append(traces)
     return found
 
 

@@ -7,6 +7,7 @@ import torch
 from poisoned import assert_gaps_intact, dense, embedded_flat, raw
 
 from tritonddp.kernels import reference
+from tritonddp.kernels.complex import ComplexBuffer
 from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer, Layout, Marks
 
 CPU = torch.device("cpu")
@@ -109,3 +110,15 @@ def test_a_poisoned_buffer_is_marked():
     unmarked = FlatBuffer(Layout.of([(3,)], [(1,)], 1), torch.float32, CPU)
     unmarked.fill_nan()
     assert unmarked.marked() == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_views_are_where_the_buffer_begins_in_memory_that_others_share(dtype):
+    layout = Layout.of([(3,), (2, 2)], [(1,), (2, 1)], 16)
+    kind = ComplexBuffer if dtype.is_complex else FlatBuffer
+    nbytes = kind(layout, dtype, torch.device("cpu")).nbytes
+    memory = torch.zeros(256 + nbytes, dtype=torch.uint8)
+    flat = kind(layout, dtype, memory.device, memory[256:])
+    for slot, view in enumerate(flat.views):
+        start = 256 + layout.offsets[slot] * dtype.itemsize
+        assert view.data_ptr() == memory.data_ptr() + start

@@ -20,6 +20,7 @@ from tritonddp import _device
 from tritonddp.buckets import bucket, formats
 from tritonddp.comm import quantized
 from tritonddp.comm.all_reduce import AllReduce
+from tritonddp.comm.symmetric_memory import Block, SymmetricExchange, SymmetricMemory
 from tritonddp.kernels import device_tables, dispatch, flatten, unflatten
 from tritonddp.kernels.device_tables import DeviceTables
 
@@ -268,7 +269,157 @@ def the_sums_are_not_waited_for() -> Iterator[None]:
         yield
 
 
+# Over NVLink: within a rank, or between ranks, whose barriers alone order what they do
+
+
+_AT_FIRST, _AT_LAST = "before the sum", "behind the last sum"
+
+
+def _barriers(wanted: Callable[[Any, str], bool]) -> Any:
+    """Only those that are wanted, of an exchange and a place."""
+    launch = SymmetricExchange.launch
+
+    def launched(self: Any, closes: bool) -> None:
+        places, barrier = iter((_AT_FIRST, _AT_LAST)), Block.barrier
+
+        def chosen(block: Block) -> None:
+            if wanted(self, next(places)):
+                barrier(block)
+
+        with mock.patch.object(Block, "barrier", chosen):
+            launch(self, closes)
+
+    return mock.patch.object(SymmetricExchange, "launch", launched)
+
+
+@fault("NVLink")
+def a_sum_does_not_wait_for_the_others() -> Iterator[None]:
+    with _barriers(lambda exchange, place: place == _AT_LAST):
+        yield
+
+
+@fault("NVLink")
+def a_run_is_not_closed() -> Iterator[None]:
+    with _barriers(lambda exchange, place: place == _AT_FIRST):
+        yield
+
+
+@fault("NVLink, breaking off")
+def a_run_that_broke_off_is_not_closed() -> Iterator[None]:
+    launch, broken = SymmetricMemory.launch, []
+
+    def launched(self: Any, run: Any, bucket: Any, is_broken: bool = False) -> None:
+        # On no rank: else the barriers of the next run would be taken for it.
+        broken.append(self._counters.reductions == 4)
+        launch(self, run, bucket, is_broken)
+        broken.pop()
+
+    with (
+        mock.patch.object(SymmetricMemory, "launch", launched),
+        _barriers(lambda exchange, place: not (broken[-1] and place == _AT_LAST)),
+    ):
+        yield
+
+
+@fault("NVLink")
+def the_others_are_told_before_it_is_packed() -> Iterator[None]:
+    barrier = Block.barrier
+    wait_for = SymmetricExchange.wait_for
+
+    def early(self: Any, kind: int) -> None:
+        wait_for(self, kind)
+        with self.module.streams.behind_current(self.module.memory.device):
+            barrier(self.module)
+
+    # From the second exchange on: the first one has nothing to wait for.
+    def wanted(exchange: Any, place: str) -> bool:
+        return place == _AT_LAST or exchange.launched == 1
+
+    launch = SymmetricExchange.launch
+
+    def counted(self: Any, closes: bool) -> None:
+        self.launched = getattr(self, "launched", 0) + 1
+        launch(self, closes)
+
+    with (
+        mock.patch.object(SymmetricExchange, "launch", counted),
+        mock.patch.object(SymmetricExchange, "wait_for", early),
+        _barriers(wanted),
+    ):
+        yield
+
+
+@fault("NVLink")
+def sums_over_nvlink_wait_for_nobody() -> Iterator[None]:
+    @contextlib.contextmanager
+    def behind_nobody(self: Any, device: torch.device, *memory: Tensor) -> Iterator[None]:
+        self.stream = getattr(self, "stream", None) or torch.cuda.Stream(device)
+        with torch.cuda.stream(self.stream):
+            yield
+
+    with mock.patch.object(_device.SideStreams, "behind_current", behind_nobody):
+        yield
+
+
+@fault("NVLink")
+def what_others_still_read_is_packed_anew() -> Iterator[None]:
+    with mock.patch.object(SymmetricExchange, "wait_for"):
+        yield
+
+
+@fault("NVLink")
+def sums_over_nvlink_are_not_waited_for() -> Iterator[None]:
+    with mock.patch.object(SymmetricExchange, "wait"):
+        yield
+
+
+@fault("NVLink")
+def a_rank_launches_in_another_order() -> Iterator[None]:
+    launch, held = SymmetricExchange.launch, []
+
+    def launched(self: Any, closes: bool) -> None:
+        if dist.get_rank() == 0:
+            launch(self, closes)
+        elif not closes:  # of two buckets the first one
+            held.append(self)
+        else:
+            launch(self, False)
+            launch(held.pop(), True)
+
+    with mock.patch.object(SymmetricExchange, "launch", launched):
+        yield
+
+
+@fault("NVLink, frozen parameters", steps=14)
+def sums_read_memory_that_was_dropped() -> Iterator[None]:
+    addresses, first = Block.addresses, []
+
+    def stale(self: Any, offset: int) -> Tensor:
+        first.append(addresses(self, offset))
+        return first[0]
+
+    with mock.patch.object(Block, "addresses", stale):
+        yield
+
+
 # Memory
+
+
+@fault("NVLink, frozen parameters", elsewhere=True, steps=14)
+def buckets_that_are_summed_over_nvlink_give_their_memory_back_at_once() -> Iterator[None]:
+    behind = _device.SideStreams.behind_current
+
+    def unmarked(self: Any, device: torch.device, *memory: Tensor) -> Any:
+        return behind(self, device)
+
+    def nothing(*memory: Tensor) -> None:
+        pass
+
+    with (
+        mock.patch.object(_device.SideStreams, "behind_current", unmarked),
+        mock.patch.object(bucket, "let_go", nothing),
+    ):
+        yield
 
 
 @fault("frozen parameters", elsewhere=True, steps=14)

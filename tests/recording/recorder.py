@@ -27,7 +27,10 @@ PACKAGE = str(Path(tritonddp.__file__).parent)
 _PASSED = (
     *(str(Path(module.__file__ or "").parent) for module in (torch, contextlib)),
     *(str(Path(__file__).with_name(f"{name}.py")) for name in ("recorder", "device", "cuda")),
-    *(str(Path(__file__).with_name(f"{name}.py")) for name in ("nccl", "kernels", "faults")),
+    *(
+        str(Path(__file__).with_name(f"{name}.py"))
+        for name in ("nccl", "kernels", "faults", "symmetric")
+    ),
 )
 
 

@@ -196,11 +196,17 @@ class Bucket:
         Not for a bucket that is lazy, sparse or quantised.
         """
         self.exchange = exchange
-        self._pack_into(self._kernels.buffer(self._layout, self._wire_dtype, memory.device, memory))
+        packed = self._kernels.buffer(self._layout, self._wire_dtype, memory.device, memory)
+        if (tables := self._kernels.tables(self.flat)) is not None:  # one copy of addresses serves
+            tables.launches.clear()
+            getattr(packed, "real", packed).tables = tables
+        self._pack_into(packed)
 
     def unshare(self) -> None:
         """Pack into the buffer that the collective sends again."""
         if self.exchange is not None:
+            if (tables := self._kernels.tables(self.flat)) is not None:
+                tables.launches.clear()  # which pack into what was shared
             self.exchange = None
             self._pack_into(self.flat)
 

@@ -25,13 +25,13 @@ from tritonddp._device import SideStreams
 from tritonddp._torch import all_gather_single
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.comm.all_reduce import AllReduce
-from tritonddp.comm.point_to_point import receive, send
 from tritonddp.comm.run import ReductionRun
 from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import close_connections
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
+from tritonddp.coordination.point_to_point import receive, send
 from tritonddp.kernels.dispatch import select_quantized
 from tritonddp.kernels.quantized.buffer import QuantizedBuffer
 

@@ -39,6 +39,7 @@ _INTRODUCTION = 512
 _WORDS = 256
 # Seconds until a rank that has introduced itself has connected.
 _CONNECTING = 10.0
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -184,9 +185,10 @@ def connect(group: Group, refusal: str = "") -> Neighbours | Refusal:
     return Neighbours(found, list(hosts.values()))
 
 
-def first_failure(failure: str, group: Group) -> str:
+def first_failure(failure: str, group: Group, device: torch.device = _CPU) -> str:
     """The failure of the first rank of all, which all call this, that has one; else ``""``."""
-    for rank, each in enumerate(all_gather_bytes(failure.encode()[:_WORDS], _WORDS, group)):
+    came = all_gather_bytes(failure.encode()[:_WORDS], _WORDS, group, device)
+    for rank, each in enumerate(came):
         if text := each.rstrip(b"\0").decode(errors="replace"):
             return f"rank {rank}: {plain(text)}"
     return ""

@@ -235,10 +235,11 @@ class FlatBuffer:
 
         (Views in autograd's sense share one: a write to any of them would look like one to all.)
         """
-        layout = self.layout
-        return torch.empty(0, dtype=self.dtype, device=self.data.device).set_(
-            self.data.untyped_storage(),
-            layout.offsets[slot],
+        layout, data = self.layout, self.data
+        start = data.storage_offset() * data.element_size() // self.dtype.itemsize
+        return torch.empty(0, dtype=self.dtype, device=data.device).set_(
+            data.untyped_storage(),
+            start + layout.offsets[slot],
             layout.shapes[slot],
             layout.strides[slot],
         )

@@ -72,6 +72,8 @@ def _problem(reducer: Reducer, missing: Collection[int], is_reduced: bool) -> st
         )
     if sync.weight is not None:
         return "weighted(n) would mean this n in all replays: run such backwards without a graph"
+    if any(bucket.exchange is not None for bucket in manager.current.buckets):
+        return "nobody has tried transport='peer_memory' in a graph: use 'auto'"
     asks = [each.reads_device for each in reducer.events.extensions if each.reads_device]
     if any(bucket.is_sparse for bucket in manager.current.buckets):
         asks.append("how many rows the sparse gradients have")

@@ -43,6 +43,7 @@ from tritonddp.comm.comm_hook import CommHook, Hook
 from tritonddp.comm.peer_memory import PeerMemory
 from tritonddp.comm.quantized import QuantizedAllReduce
 from tritonddp.comm.run import LocalError, ReductionRun, Transport
+from tritonddp.comm.symmetric_memory import SymmetricMemory
 from tritonddp.coordination.agreement import Agreement, GradSource, Mismatch
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
@@ -98,7 +99,7 @@ class Reducer:
         views: bool = False,
         lazy: bool = False,
         check_finite: bool = False,
-        peer_memory: Callable[..., PeerMemory] | None = None,
+        peer_memory: Callable[..., PeerMemory | SymmetricMemory] | None = None,
     ) -> None:
         self.counters = Counters()  # of what was launched and sent so far
         self.events = Events()  # whom to tell of what happens; extensions are installed there
@@ -116,7 +117,7 @@ class Reducer:
         self.transport: Transport = self.plain  # of a bucket in a backward
         if self.wire.compression is not None:
             self.transport = QuantizedAllReduce(group, self.counters)
-        self.peer_memory: PeerMemory | None = None
+        self.peer_memory: PeerMemory | SymmetricMemory | None = None
         if peer_memory is not None and self.transport is self.plain:
             self.peer_memory = peer_memory(group, self.plain, self.counters)
         self.comm_hook: tuple[Any, Hook] | None = None
@@ -649,7 +650,7 @@ class Reducer:
         if failure is not None:
             raise failure
 
-    def follow_memory(self, memory: PeerMemory) -> None:
+    def follow_memory(self, memory: PeerMemory | SymmetricMemory) -> None:
         """New buckets go through memory of the host, if they can. On all ranks at the same time."""
         can = memory.follow(self.manager.current, self.where())
         self.transport = memory if can else self.plain

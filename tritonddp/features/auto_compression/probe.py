@@ -25,8 +25,8 @@ from torch.nn import Parameter
 from tritonddp._device import settle
 from tritonddp._torch import all_gather_single
 from tritonddp.buckets.bucket import Bucket
-from tritonddp.comm.point_to_point import all_to_all
 from tritonddp.coordination.collectives import all_gather, all_reduce
+from tritonddp.coordination.point_to_point import all_to_all
 from tritonddp.features.auto_compression.cost_model import Kernel, Kind, Speed, sent_bytes
 
 # Bytes of the messages that are timed: four times more, until one takes so many seconds, and so

@@ -1,0 +1,324 @@
+"""The sum over GPUs of one host that read each other's memory over NVLink.
+
+An all-reduce of a small bucket takes NCCL several rounds. Here each rank packs it into memory that
+the others have mapped, and one kernel of each reads them all, adding in the order of the ranks, so
+that all hold the same bits. The sum goes into the bucket's own buffer, on a stream beside the
+backward, where it waits to be unpacked as NCCL's does::
+
+    pack     current stream   behind the barrier that closed the last reduction
+    launch   side stream      behind what was packed: a barrier, the sum
+    wait     current stream   behind the sum
+    last     side stream      behind the last sum of a run: a barrier that closes it
+
+A barrier is a kernel of torch's, by which the device waits, and not the host. Whoever waits for a
+rank that is gone, or reduces something else, does so until the timeout of the group, and then its
+device is lost: torch's kernel ends it.
+
+Nothing has measured this yet. It is for small buckets: each rank reads ``world_size`` of them,
+where those of a ring read two.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from types import NoneType
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from tritonddp._device import Milestone, SideStreams, uploaded
+from tritonddp._torch import (
+    nvlinks,
+    symmetric_empty,
+    symmetric_memory_lack,
+    symmetric_rendezvous,
+    timeout_of,
+)
+from tritonddp.buckets.bucket import Bucket
+from tritonddp.buckets.bucket_set import BucketSet
+from tritonddp.comm.all_reduce import AllReduce
+from tritonddp.comm.run import ReductionRun
+from tritonddp.coordination.counters import Counters
+from tritonddp.coordination.failures import plain
+from tritonddp.coordination.group import Group
+from tritonddp.coordination.interrupts import Uninterrupted
+from tritonddp.coordination.peers import first_failure
+from tritonddp.coordination.verify import all_gather_bytes
+from tritonddp.kernels.dispatch import select
+from tritonddp.kernels.flat_buffer import round_up
+
+logger = logging.getLogger("tritonddp.comm.symmetric_memory")
+
+# Bytes of the largest bucket. Of others' reports: one shot wins below 400 KB on 8 H100.
+_LARGEST = 512 * 1024
+_ALIGNMENT = 256  # of a bucket within the memory, in bytes
+# Bytes of what each rank says of itself.
+_INTRODUCTION = 1024
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_MISSING_TIMEOUT = 1800.0  # seconds, of a group that has none
+
+
+class Block:
+    """The memory of this rank in which it packs its buckets, and that of the others.
+
+    Attributes:
+        memory: uint8; dropping it makes the host wait for the device.
+        handle: see :func:`tritonddp._torch.symmetric_rendezvous`.
+        timeout: milliseconds that a barrier waits.
+        streams: with that of all sums.
+        closed: all ranks have read what was packed for the last reduction.
+        indices: of the buckets that are packed there.
+        free: see :class:`SymmetricExchange`.
+    """
+
+    free = 0
+
+    def __init__(self, memory: Tensor, handle: Any, timeout: int, streams: SideStreams) -> None:
+        self.memory, self.handle = memory, handle
+        self.timeout, self.streams = timeout, streams
+        self.closed = Milestone(memory.device)
+        self.indices: list[int] = []
+
+    def barrier(self) -> None:
+        """On the current stream: what it is given comes behind what all ranks have given theirs."""
+        self.handle.barrier(0, self.timeout)
+
+    def addresses(self, offset: int) -> Tensor:
+        """Of the byte ``offset`` in the memory of each rank: int64 ``(world_size,)``."""
+        starts = self.handle.buffer_ptrs
+        offset += self.memory.data_ptr() - starts[self.handle.rank]
+        return uploaded(torch.tensor([start + offset for start in starts]), self.memory.device)
+
+
+class SymmetricExchange:
+    """The exchanges of one bucket, one after the other; a work object.
+
+    Attributes:
+        module: where it is packed.
+        number: more than ``module.free`` if others may read what was packed, for all that the
+            current stream knows: streams wait, each for the bucket that it packs, and not the host.
+    """
+
+    def __init__(self, block: Block, bucket: Bucket, offset: int) -> None:
+        self.module, self.number = block, block.free
+        device, flat = block.memory.device, bucket.flat
+        self._device = device
+        kernels = select(device, bucket.params[0].dtype)
+        self._reduce = kernels.reduce_unflatten
+        # All that the sums use is made on their stream, and goes back to it.
+        with block.streams.behind_current(device, *flat.memory):
+            # With tables of its own: those of the bucket hold the addresses of .grad.
+            memory = flat.data.view(torch.uint8)
+            self._summed = kernels.buffer(flat.layout, bucket.wire_dtype, device, memory)
+            kernels.tables(self._summed)
+            self._addresses = block.addresses(offset)
+        self._is_there = Milestone(device)
+
+    def wait_for(self, kind: int) -> None:
+        """What the current stream packs now comes behind all that ranks read for the last time.
+
+        Args:
+            kind: ``READ``; what else there is to wait for the device does by itself.
+        """
+        self.module.closed.wait()
+        self.number = self.module.free
+
+    def launch(self, closes: bool) -> None:
+        """Sum what the current stream has packed, and all others; ``closes`` if it is the last."""
+        block = self.module
+        self.number = block.free + 1
+        with block.streams.behind_current(self._device):
+            block.barrier()
+            self._reduce(self._summed, self._addresses, self._summed.views)
+            self._is_there.record()
+            if closes:
+                block.barrier()
+                block.closed.record()
+
+    def wait(self) -> None:
+        """See :meth:`Work.wait`."""
+        self._is_there.wait()
+
+    def get_future(self) -> torch.futures.Future[None]:
+        """See :meth:`Work.get_future`."""
+        return self._is_there.get_future()
+
+
+class SymmetricMemory:
+    """Reduces the small buckets of one module over NVLink, where all ranks can; the others by NCCL.
+
+    Those that are lazy, sparse or quantised go through the process group too.
+
+    Args:
+        group: all ranks.
+        plain: reduces through the process group.
+        counters: count what is launched.
+
+    Attributes:
+        followed: the buckets, weakly: they refer to this.
+    """
+
+    averages = True
+
+    def __init__(self, group: Group, plain: AllReduce, counters: Counters) -> None:
+        self._group, self._plain, self._counters = group, plain, counters
+        self._streams = SideStreams(priority=-1)
+        self._is_refused = self._is_agreed = False
+        self.followed: Callable[[], object] = NoneType
+
+    def launch(self, run: ReductionRun, bucket: Bucket, is_broken: bool = False) -> None:
+        """See :meth:`Transport.launch`."""
+        exchange = bucket.exchange
+        if exchange is None:
+            self._plain.launch(run, bucket, is_broken)
+            return
+        self._counters.collectives += 1
+        self._counters.wire_bytes += bucket.nbytes
+        if run.is_logged:
+            run.log(bucket, "is summed over NVLink" + " with NaN" * is_broken)
+        last = max(index for index in exchange.module.indices if index not in run.skipped)
+        try:
+            with Uninterrupted():
+                exchange.launch(closes=bucket.index == last)
+                run.works.append(exchange)
+        except RuntimeError as error:
+            raise run.explain(bucket, error) from error
+
+    def wait(self, run: ReductionRun, bucket: Bucket) -> Tensor | None:
+        """See :meth:`Transport.wait`."""
+        if bucket.exchange is None:
+            return self._plain.wait(run, bucket)
+        work = run.works[bucket.index]
+        work.wait()
+        if run.is_logged:
+            run.log(bucket, "is waited for by the device")
+        return run.read_trailer(bucket, work)
+
+    # Which buckets
+
+    def begin(self) -> None:
+        """A reduction begins before :meth:`follow`: through the process group, as on all ranks."""
+
+    def end(self) -> None:
+        """The last reduction has failed on all ranks: all have launched, and closed, it."""
+
+    def follow(self, current: BucketSet, where: str) -> bool:
+        """Have the small ones of these buckets packed where the other ranks can read them.
+
+        All ranks call this, at the same time, when they have new buckets.
+
+        Returns:
+            Whether they are; else an earlier call has raised an error.
+
+        Raises:
+            RuntimeError: it cannot be had, on all ranks with the same words; or a collective
+                failed.
+        """
+        if self._is_refused:
+            return False
+        self.followed = ref(current)
+        with self._group.guard(where, "agreement to exchange over NVLink"):
+            why = self.agree(current.params) or self._share(current.buckets)
+        if why:
+            self._is_refused = True
+            raise RuntimeError(
+                f"{where}: gradients cannot go over NVLink: {why}. With transport='auto' they go "
+                "through the process group"
+            )
+        return True
+
+    def agree(self, params: Sequence[Tensor]) -> str:
+        """Why the ranks, which all call this, cannot; the same on all. Empty if they can."""
+        if self._is_agreed:
+            return ""
+        device = params[0].device
+        mine = _introduction({param.device for param in params})
+        came = all_gather_bytes(json.dumps(mine).encode(), _INTRODUCTION, self._group, device)
+        why = _refusal([json.loads(each.rstrip(b"\0")) for each in came])
+        self._is_agreed = not why
+        return why
+
+    def _share(self, buckets: Sequence[Bucket]) -> str:
+        """Likewise."""
+        found = [
+            bucket
+            for bucket in buckets
+            if bucket.nbytes <= _LARGEST
+            and not (bucket.is_lazy or bucket.is_sparse or bucket.quantization is not None)
+        ]
+        if self._group.rank == 0:
+            logger.info(
+                "%d of %d buckets go over NVLink, those of at most %d bytes; the others through "
+                "the process group",
+                *(len(found), len(buckets), _LARGEST),
+            )
+        if not found:
+            return ""
+        group, device = self._group.process_group, found[0].params[0].device
+        *offsets, size = accumulate(
+            (round_up(bucket.nbytes, _ALIGNMENT) for bucket in found), initial=0
+        )
+        failure, memory, handle = "", torch.empty(0), None
+        try:
+            memory = symmetric_empty(size, device).zero_()
+        except RuntimeError as error:
+            failure = f"{size} bytes cannot be allocated: {error}"
+        if failure := first_failure(failure, self._group, device):
+            return failure
+        try:
+            handle = symmetric_rendezvous(memory, group)
+        except RuntimeError as error:
+            failure = f"the memory of the others cannot be mapped: {error}"
+        if failure := first_failure(failure, self._group, device):
+            return failure
+        timeout = timeout_of(group, device)
+        seconds = timeout.total_seconds() if timeout else _MISSING_TIMEOUT
+        block = Block(memory, handle, int(1000 * seconds), self._streams)
+        for bucket, offset in zip(found, offsets, strict=True):
+            block.indices.append(bucket.index)
+            exchange = SymmetricExchange(block, bucket, offset)
+            bucket.share(exchange, memory[offset : offset + bucket.nbytes])
+        return ""
+
+
+def _introduction(devices: set[torch.device]) -> dict[str, Any]:
+    """What this rank says of itself: why it cannot, or where it is."""
+    if len(devices) > 1:
+        return {"why": f"its parameters are on {len(devices)} devices"}
+    (device,) = devices
+    if lack := symmetric_memory_lack(device):
+        return {"why": lack}
+    try:
+        host, links = _BOOT_ID.read_text().strip(), nvlinks(device)
+    except (OSError, RuntimeError, IndexError) as error:
+        return {"why": f"it does not know its NVLinks: {str(error)[:200]}"}
+    return {"host": host, "card": device.index, "links": links}
+
+
+def _refusal(ranks: Sequence[dict[str, Any]]) -> str:
+    """Why these ranks cannot, by what each has said; empty if they can."""
+    for rank, each in enumerate(ranks):
+        if "why" in each:
+            return f"rank {rank}: {plain(each['why'])}"
+    for rank, each in enumerate(ranks):
+        if each["host"] != ranks[0]["host"]:
+            return f"ranks 0 and {rank} are on different hosts"
+    for rank, each in enumerate(ranks):
+        for other, theirs in enumerate(ranks[:rank]):
+            if each["card"] == theirs["card"]:
+                return (
+                    f"ranks {other} and {rank} both have their parameters on cuda:{each['card']}: "
+                    "each rank needs a card of its own and has to see all of them, so unset "
+                    "CUDA_VISIBLE_DEVICES and give rank r the device r"
+                )
+    for rank, each in enumerate(ranks):
+        for other, theirs in enumerate(ranks):
+            if rank != other and not (each["links"][theirs["card"] :] or [0])[0]:
+                return f"there is no NVLink between the cards of ranks {rank} and {other}"
+    return ""
