@@ -652,8 +652,7 @@ class Reducer:
 
     def follow_memory(self, memory: PeerMemory | SymmetricMemory) -> None:
         """New buckets go through memory of the host, if they can. On all ranks at the same time."""
-        can = memory.follow(self.manager.current, self.where())
-        self.transport = memory if can else self.plain
+        self.transport = memory if memory.follow(self.manager.current, self.where()) else self.plain
 
     def renumber(self, former: Sequence[int | None]) -> None:
         """Parameter ``i`` was ``former[i]`` until now, or is new."""
