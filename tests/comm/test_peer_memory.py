@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -98,6 +99,56 @@ def test_the_sums_are_those_of_the_process_group(options: str, shots: int) -> No
                     torch.testing.assert_close(one, other, rtol=scale, atol=scale)
         assert all(is_shared(shared))
         assert not any(is_shared(plain))
+
+
+class Full:
+    """``socket.send_fds``, but on rank 1 so often too many descriptors are on their way."""
+
+    def __init__(self, times: float) -> None:
+        self.left = times if dist.get_rank() == 1 else 0
+        self._send = socket.send_fds
+
+    def __call__(self, *arguments: Any) -> int:
+        self.left -= 1
+        if self.left >= 0:
+            raise OSError(errno.ETOOMANYREFS, "Too many references")
+        return self._send(*arguments)
+
+
+@pytest.mark.parametrize("times", [5, float("inf")])
+@ranks(3)
+def test_as_many_descriptors_as_a_user_may_have_on_their_way(times: float) -> None:
+    ddp = net(bucket_cap_mb=1e-3)
+    with (
+        mock.patch.object(socket, "send_fds", Full(times)),
+        mock.patch.object(peer_memory, "_HANDING", 0.5),
+    ):
+        for number in range(3):
+            assert_same_on_all_ranks(step(ddp, number), "gradients")
+    assert set(is_shared(ddp)) == {times == 5}
+
+
+@ranks(4)
+def test_modules_that_end_in_another_order_on_ranks_of_a_host() -> None:
+    """They begin in the same."""
+    with on_hosts(2):
+        group = dist.new_group()
+        nets = [net(process_group=group) for _ in range(2)]
+        for number in range(4):
+            losses = []
+            for each in nets:
+                each.require_manual_backward_finalization = True
+                each.zero_grad()
+                torch.manual_seed(10 * number + dist.get_rank())
+                losses.append(each(torch.randn(4, 20)))
+            for loss in losses:
+                loss.backward()
+            # (The first reductions end with the order of gradients.)
+            for each in nets[:: -1 if dist.get_rank() % 2 and number > 1 else 1]:
+                each.finalize_backward()
+            for each in nets:
+                assert_same_on_all_ranks([p.grad for p in each.parameters()], f"step {number}")
+    assert all(is_shared(nets[0]))
 
 
 def on_hosts(size: int) -> Any:
@@ -369,16 +420,14 @@ def test_more_messages_than_a_connection_holds() -> None:
 
 @pytest.fixture
 def a_pair() -> Iterator[tuple[Any, Any, socket.socket]]:
-    """An exchange of a bucket with rank 1, the connection, and its other side."""
+    """What two ranks come to, the connection with rank 1, and its other side."""
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     group = mock.MagicMock(size=2, rank=0)
     group.process_group = mock.MagicMock()
     found = peer_memory.Peers(group, peers.Neighbours({1: one}, [[0, 1]]))
     module = peer_memory.PeerMemory(group, mock.Mock(), mock.Mock(), False)
     module.number = found.enter(module)
-    bucket = mock.Mock(index=0, nbytes=8)
-    exchange = peer_memory.Exchange(module, found, mock.Mock(descriptor=-1), bucket)
-    yield exchange, found.others[0], other
+    yield peer_memory.Place(module, found), found.others[0], other
     found.close()
     other.close()
 
@@ -401,14 +450,12 @@ def test_what_a_rank_has_sent_before_its_end_counts(a_pair: Any) -> None:
     assert not peer.is_open
 
 
-def test_memory_that_does_not_arrive_is_an_error_each_time(a_pair: Any) -> None:
-    exchange, peer, _ = a_pair
-    content = peer_memory._MESSAGE.pack(peers.PACKED, 1, 0, 1, 8)
-    peer.came.append((content, [], socket.MSG_CTRUNC, None))
-    exchange.number = 1
-    for _ in range(2):
-        with pytest.raises(peers.PeerError, match="memory of rank 1 cannot be mapped"):
-            exchange.wait_for(peers.PACKED)
+def test_memory_that_does_not_arrive_is_told(a_pair: Any) -> None:
+    place, _, other = a_pair
+    place.number = 1
+    other.send(peer_memory._MESSAGE.pack(peers.HANDED, 1, 0, 1, 8))
+    place.wait_for(peers.HANDED)
+    assert place.module.came == {1: "memory of rank 1 cannot be mapped: no descriptor has come"}
 
 
 def test_a_message_that_comes_twice_counts_once(a_pair: Any) -> None:

@@ -8,7 +8,9 @@ ranks it has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from operator import methodcaller
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +21,8 @@ from tritonddp.coordination.interrupts import Uninterrupted
 # Tags of messages: two for each exchange, from here on. So many may be under way.
 _FIRST_TAG = 0x7D200000
 _IN_FLIGHT = 4_096
+
+_wait_for = methodcaller("wait")
 
 
 class CrossHost:
@@ -47,7 +51,10 @@ class CrossHost:
         self._host = host
         self._parts = [share] * 2 if number == 2 else list(share.tensor_split(number))
         self._came = share.new_empty(number, len(self._parts[host]))
-        self._rounds: tuple[list[Any], list[Any]] = [], []  # what is to be waited for
+        # What is to be waited for in each round. Each can be waited for but once: a call in C takes
+        # it from here and does so, between which no Ctrl-C comes.
+        self._rounds: list[Iterator[Any]] = [iter(()), iter(())]
+        self._failure: RuntimeError | None = None
         self._tag = 0
         self._is_added = True
         parts = [self._parts[at] for at in self._partners]
@@ -60,10 +67,9 @@ class CrossHost:
         self._wait(1)
         self._is_added = False
         self._tag = _FIRST_TAG + 2 * (number % _IN_FLIGHT)
-        for at in self._partners:
-            self._receive(0, self._came[at], at)
-        for at in self._partners:
-            self._send(0, self._parts[at], at)
+        works = [self._receive(0, self._came[at], at) for at in self._partners]
+        works += [self._send(0, self._parts[at], at) for at in self._partners]
+        self._rounds[0] = filter(None, works)
 
     def finish(self) -> None:
         """Wait until the sum over hosts is in the share.
@@ -80,31 +86,35 @@ class CrossHost:
 
     def _add(self) -> None:
         mine = self._parts[self._host]
+        works: list[Any] = []
         if len(self._came) > 2:
             # (Of what is received here others have had what this rank had of it.)
-            for at in self._partners:
-                self._receive(1, self._parts[at], at)
+            works += [self._receive(1, self._parts[at], at) for at in self._partners]
         self._came[self._host].copy_(mine)
         mine.copy_(self._came[0])
         for other in self._came[1:]:
             mine.add_(other)
         if len(self._came) > 2:
-            for at in self._partners:
-                self._send(1, mine, at)
+            works += [self._send(1, mine, at) for at in self._partners]
+        self._rounds[1] = filter(None, works)
 
-    def _receive(self, number: int, part: Tensor, at: int) -> None:
-        if part.numel():
-            source = self._partners[at]
-            work = dist.irecv(part, group=self._group, tag=self._tag + number, group_src=source)
-            self._rounds[number].append(work)
+    def _receive(self, number: int, part: Tensor, at: int) -> Any:
+        source, tag = self._partners[at], self._tag + number
+        if not part.numel():
+            return None
+        return dist.irecv(part, group=self._group, tag=tag, group_src=source)
 
-    def _send(self, number: int, part: Tensor, at: int) -> None:
-        if part.numel():
-            target = self._partners[at]
-            work = dist.isend(part, group=self._group, tag=self._tag + number, group_dst=target)
-            self._rounds[number].append(work)
+    def _send(self, number: int, part: Tensor, at: int) -> Any:
+        target, tag = self._partners[at], self._tag + number
+        if not part.numel():
+            return None
+        return dist.isend(part, group=self._group, tag=tag, group_dst=target)
 
     def _wait(self, number: int) -> None:
-        works = self._rounds[number]
-        while works:  # each can be waited for but once, also after a KeyboardInterrupt
-            works.pop(0).wait()
+        if self._failure is not None:
+            raise self._failure
+        try:
+            deque(map(_wait_for, self._rounds[number]), maxlen=0)
+        except RuntimeError as error:
+            self._failure = error  # what has not come must not be added
+            raise

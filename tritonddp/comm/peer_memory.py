@@ -31,7 +31,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from ctypes import string_at
 from itertools import count
-from time import monotonic
+from time import monotonic, sleep
 from types import NoneType
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary, ref
@@ -50,6 +50,7 @@ from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.coordination.peers import (
+    HANDED,
     PACKED,
     READ,
     SUMMED,
@@ -60,6 +61,7 @@ from tritonddp.coordination.peers import (
     connect,
     first_failure,
 )
+from tritonddp.kernels.flat_buffer import round_up
 
 logger = logging.getLogger("tritonddp.comm.peer_memory")
 
@@ -81,6 +83,10 @@ _RECEIVE = (_MESSAGE.size,), (socket.CMSG_SPACE(4),), (getattr(socket, "MSG_CMSG
 # Seconds until who waits looks at the timeout of the group.
 _PATIENCE = 1.0
 _MISSING_TIMEOUT = 1800.0  # of a group that has none
+# Seconds until memory has been handed over, and between two tries.
+_HANDING, _PAUSE = 10.0, 1e-3
+# Of buckets in that memory, in bytes.
+_ALIGNMENT = 4096
 
 
 class Peer:
@@ -94,7 +100,7 @@ class Peer:
         came: messages that are not taken yet. Python handles signals between any two instructions,
             so between a message that has come and the note that it has: one call in C does both.
         receive, send_now: of the connection; neither waits.
-        unsent: messages to it, and descriptors, for which there was no room.
+        unsent: messages to it for which there was no room.
     """
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
@@ -105,51 +111,52 @@ class Peer:
         self.is_open = True
         self.came: deque[Any] = deque()
         self.receive, self.send_now = connection.recvmsg, connection.send
-        self.unsent: deque[tuple[bytes, int]] = deque()
+        self.unsent: deque[bytes] = deque()
         self.descriptor = connection.fileno()
         self._connection = connection
 
-    def send(self, message: bytes, descriptor: int = -1) -> None:
+    def send(self, message: bytes) -> None:
         """Send, now or when there is room: hundreds of messages may lie there unread.
 
         (That it is gone is found by who waits for its messages.)
-
-        Raises:
-            PeerError: the descriptor cannot be sent.
         """
-        self.unsent.append((message, os.dup(descriptor) if descriptor >= 0 else -1))
+        self.unsent.append(message)
         self.send_rest()
 
     def send_rest(self) -> None:
         """Of what there was no room for, as much as there is room for now."""
         while self.unsent:
-            message, descriptor = self.unsent[0]
             try:
-                if descriptor < 0:
-                    self.send_now(message)
-                else:
-                    socket.send_fds(self._connection, [message], [descriptor])
+                self.send_now(self.unsent[0])
             except BlockingIOError:
                 return
-            except OSError as error:
-                full = errno.EMFILE, errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM
-                if error.errno in full:
-                    self._drop()
-                    what = f"memory cannot be handed to rank {self.rank}: {error}"
-                    raise PeerError(what) from error
-            self._drop()
+            except OSError:
+                pass
+            self.unsent.popleft()
 
-    def _drop(self) -> None:
-        _, descriptor = self.unsent.popleft()
-        if descriptor >= 0:
-            os.close(descriptor)
+    def hand_over(self, message: bytes, descriptor: int) -> bool:
+        """Send a message with memory, if there is room.
+
+        Raises:
+            OSError: it cannot be sent.
+        """
+        self.send_rest()
+        if self.unsent:
+            return False
+        try:
+            socket.send_fds(self._connection, [message], [descriptor])
+        except OSError as error:
+            # So many descriptors are on their way to processes of this user.
+            if isinstance(error, BlockingIOError) or error.errno == errno.ETOOMANYREFS:
+                return False
+            raise
+        return True
 
     def close(self) -> None:
         """No more messages, either way."""
         self.is_open = False
         self._connection.close()
-        while self.unsent:
-            self._drop()
+        self.unsent.clear()
 
 
 class Peers:
@@ -166,7 +173,6 @@ class Peers:
         sends: that, or where messages wait for room what puts them behind those.
         launched: number of the last exchange.
         has_shares: some exchanges go in two shots.
-        modules: by number.
         poll, pause: what waits for messages, and how many milliseconds it does at most.
     """
 
@@ -180,7 +186,7 @@ class Peers:
         self.sends: Sequence[Callable[[bytes], Any]] = self.direct_sends
         self.launched = 0
         self.has_shares = False
-        self.modules: WeakValueDictionary[int, PeerMemory] = WeakValueDictionary()
+        self._modules: WeakValueDictionary[int, PeerMemory] = WeakValueDictionary()
         self._numbers = count(_ANY + 1)
         self._process_group = ref(group.process_group)  # which may hold this
         self._poll = select.poll()
@@ -193,13 +199,19 @@ class Peers:
     def enter(self, module: PeerMemory) -> int:
         """The number of a module, which all ranks give one at the same time."""
         number = next(self._numbers)
-        self.modules[number] = module
+        self._modules[number] = module
         return number
 
-    def send(self, message: bytes, descriptor: int = -1) -> None:
+    def send(self, message: bytes) -> None:
         """Tell all, also where there is no room now. Waits for nothing."""
         for peer in self.others:
-            peer.send(message, descriptor)
+            peer.send(message)
+        self._note_unsent()
+
+    def send_rest(self) -> None:
+        """Of what there was no room for, as much as there is room for now."""
+        for peer in self.others:
+            peer.send_rest()
         self._note_unsent()
 
     def goes_elsewhere(self, bucket: Bucket) -> None:
@@ -217,30 +229,25 @@ class Peers:
         self.pause = 1.0 if has_unsent else 1000 * _PATIENCE
 
     def take_unusual(self, peer: Peer) -> None:
-        """The next message of ``peer`` is its end, or comes with memory.
-
-        Raises:
-            PeerError: the memory has not come here. (Again, when this is called again.)
-        """
+        """The next message of ``peer`` is its end, or says what has become of its memory."""
         content, ancillary, _, _ = peer.came[0]
         if not content:
             self.has_ended(peer)
             return
-        _, number, bucket, _, nbytes = _MESSAGE.unpack(content)
+        said, number, _, at, nbytes = _MESSAGE.unpack(content)
         with Uninterrupted():
+            memory: Memory | str
             try:
-                if not ancillary:
-                    raise OSError("this process has as many descriptors as it may have")
-                (descriptor,) = struct.unpack("i", ancillary[0][2])
-                memory = Memory.received(descriptor, nbytes)
+                if not ancillary:  # it could not be sent; or this process has too many descriptors
+                    raise OSError("no descriptor has come")
+                memory = Memory.received(struct.unpack("i", ancillary[0][2])[0], nbytes)
             except OSError as error:
-                peer.came[0] = content, [], socket.MSG_CTRUNC, None
-                what = f"memory of rank {peer.rank} cannot be mapped: {error}"
-                raise PeerError(what) from error
-            peer.came[0] = content, [], 0, None
-            module = self.modules.get(number)
-            if module is not None:  # else this rank has dropped it
-                module.has_come(peer.rank, bucket, memory)
+                memory = f"memory of rank {peer.rank} cannot be mapped: {error}"
+            module = self._modules.get(number)
+            if module is not None:
+                module.came[peer.rank] = memory
+            peer.counts[said, number] = at
+            peer.came.popleft()
 
     def has_ended(self, peer: Peer) -> None:
         """Nothing comes from it any more."""
@@ -255,9 +262,7 @@ class Peers:
         Raises:
             PeerError: it has not come within the group's timeout.
         """
-        for peer in self.others:
-            peer.send_rest()
-        self._note_unsent()
+        self.send_rest()
         if self.has_shares:
             self.sum_shares()
         if waited < _PATIENCE:
@@ -271,12 +276,23 @@ class Peers:
         if left < _PATIENCE:
             self.poll(1000 * left)
 
+    def with_shares(self) -> list[Exchange]:
+        """All exchanges that go in two shots, in the order of their numbers."""
+        found = [each for module in self._modules.values() for each in module.exchanges.values()]
+        return sorted((each for each in found if each.has_shares), key=lambda each: each.number)
+
     def sum_shares(self) -> None:
         """Of all exchanges that all have packed: others may wait for the share of this rank."""
-        for module in list(self.modules.values()):
-            for _, exchange in sorted(module.exchanges.items()):
-                if exchange.has_shares and exchange.started < exchange.number:
-                    exchange.sum_share()
+        for exchange in self.with_shares():
+            if exchange.started < exchange.number:
+                exchange.sum_share()
+
+    def finish_shares(self, last: int) -> None:
+        """Of all until exchange ``last``, which all have packed. On all hosts in the same order."""
+        self.sum_shares()
+        for exchange in self.with_shares():
+            if exchange.number <= last:
+                exchange.finish_share()
 
     def close(self) -> None:
         """No more messages, either way: the others are told that this rank is gone."""
@@ -289,61 +305,31 @@ class Peers:
         self.close()
 
 
-class Exchange:
-    """The exchanges of one bucket, one after the other; a work object.
+class Place:
+    """What all ranks of a module come to, time and again.
 
     Attributes:
-        number: of the last one.
-        taken: of the last one whose sum is in the bucket.
-        started: of the last one whose share of this rank is added up over its host.
-        summed: of the last one whose share of this rank is there.
-        packed: by all ranks, in their order; empty before the first exchange.
-        has_shares: it goes in two shots.
-        sent_bytes: through the process group, by this rank, in one exchange.
-        content: module, bucket and bytes: alike on all ranks.
         module: see :class:`PeerMemory`.
+        number: of the last time.
     """
 
-    def __init__(self, module: PeerMemory, peers: Peers, memory: Memory, bucket: Bucket) -> None:
-        self.number = self.taken = self.started = self.summed = 0
-        self.packed: list[Tensor] = []
-        self.content = module.number, bucket.index, bucket.nbytes
-        self.memory = memory
-        is_large = bucket.nbytes >= _BYTES_OF_SHARES
-        is_shared = is_large and len(peers.others) + 1 >= _RANKS_OF_SHARES
-        self.has_shares = is_shared or len(peers.hosts) > 1
-        peers.has_shares = peers.has_shares or self.has_shares
-        self.future: torch.futures.Future[None] | None = None
-        self.module, self._peers = module, peers
-        self.dtype = bucket.flat.data.dtype
-        self._lines = (PACKED, _ANY), (SUMMED, module.number), (READ, module.number)
-        self._cross_host: CrossHost | None = None
-        self.sent_bytes = 0
-        if len(peers.hosts) > 1:
-            partners = [ranks[peers.place] for ranks in peers.hosts]
-            share = self._shares(memory.tensor.view(self.dtype))[peers.place]
-            self._cross_host = CrossHost(module.process_group, partners, peers.host, share)
-            self.sent_bytes = self._cross_host.sent_bytes
-        # Of the first one, which hands the memory over.
-        self.sends: Sequence[Callable[[bytes], Any]] = [self._hand_over]
-
-    def _hand_over(self, message: bytes) -> None:
-        self._peers.send(message, self.memory.descriptor)
-        self.memory.close_descriptor()
-
-    def _shares(self, whole: Tensor) -> Sequence[Tensor]:
-        """One for each rank of the host."""
-        return whole.tensor_split(len(self._peers.others) + 1)
+    def __init__(self, module: PeerMemory, peers: Peers) -> None:
+        self.module, self.number = module, 0
+        self.peers = peers
+        number = module.number
+        self._lines = (PACKED, _ANY), (SUMMED, number), (READ, number), (HANDED, number)
 
     def wait_for(self, kind: int, waits: bool = True) -> None:
-        """Until all have said ``kind`` of the last exchange.
+        """Until all have said ``kind`` of the last time.
 
         Or, unless it ``waits``, see what they have said of all exchanges.
 
         Raises:
             PeerError: a rank is gone, or has not come there within the group's timeout.
         """
-        peers, line, number = self._peers, self._lines[kind], self.number
+        peers, line, number = self.peers, self._lines[kind], self.number
+        if peers.sends is not peers.direct_sends:
+            peers.send_rest()
         if kind == READ and number > self.module.read:
             self.module.give_up()
         since = 0.0
@@ -363,8 +349,8 @@ class Exchange:
                     except OSError:  # closed by this rank
                         peers.has_ended(peer)
                         break
-                    content, ancillary, flags, _ = came[0]
-                    if not content or ancillary or flags & socket.MSG_CTRUNC:
+                    content = came[0][0]
+                    if len(content) == 0 or content[0] == HANDED:  # its first byte says what
                         peers.take_unusual(peer)
                         continue
                     said, module, bucket, at, nbytes = _MESSAGE.unpack(content)
@@ -388,34 +374,76 @@ class Exchange:
         if kind == READ:
             self.module.free = self.module.read  # the last of that reduction
 
+
+class Exchange(Place):
+    """The exchanges of one bucket, one after the other; a work object.
+
+    Args:
+        module, peers: see :class:`Place`.
+        packed: where all ranks of the host pack the bucket, in their order.
+        bucket: this one.
+
+    Attributes:
+        taken: of the last one whose sum is in the bucket.
+        started: of the last one whose share of this rank is added up over its host.
+        summed: of the last one whose share of this rank is there.
+        packed: see above.
+        has_shares: it goes in two shots.
+        sent_bytes: through the process group, by this rank, in one exchange.
+        content: module, bucket and bytes: alike on all ranks.
+    """
+
+    def __init__(
+        self, module: PeerMemory, peers: Peers, packed: Sequence[Tensor], bucket: Bucket
+    ) -> None:
+        super().__init__(module, peers)
+        self.taken = self.started = self.summed = 0
+        self.packed = [each.view(bucket.flat.data.dtype) for each in packed]
+        self.content = module.number, bucket.index, bucket.nbytes
+        is_large = bucket.nbytes >= _BYTES_OF_SHARES
+        is_shared = is_large and len(packed) >= _RANKS_OF_SHARES
+        self.has_shares = is_shared or len(peers.hosts) > 1
+        peers.has_shares = peers.has_shares or self.has_shares
+        self.future: torch.futures.Future[None] | None = None
+        self._cross_host: CrossHost | None = None
+        self.sent_bytes = 0
+        if len(peers.hosts) > 1:
+            partners = [ranks[peers.place] for ranks in peers.hosts]
+            share = self._shares(self.packed[peers.place])[peers.place]
+            self._cross_host = CrossHost(module.process_group, partners, peers.host, share)
+            self.sent_bytes = self._cross_host.sent_bytes
+
+    def _shares(self, whole: Tensor) -> Sequence[Tensor]:
+        """One for each rank of the host."""
+        return whole.tensor_split(len(self.packed))
+
     def sum(self, result: Tensor) -> None:
         """All have packed: write the sum into ``result``."""
         if not self.has_shares:
             _add(self.packed, result)
             return
-        self.finish_share()
+        self.peers.finish_shares(self.number)
         self.wait_for(SUMMED)
         for rank, share in enumerate(self._shares(result)):
             share.copy_(self._shares(self.packed[rank])[rank])
 
     def finish_share(self) -> None:
-        """All have packed: add up the share of this rank, also over hosts, and tell the others."""
-        self._peers.sum_shares()
-        if self._cross_host is not None and self.summed < self.started:
+        """Also over hosts, and tell the others."""
+        if self.summed < self.started and self._cross_host is not None:
             self._cross_host.finish()
             self._say_summed()
 
     def go_on(self) -> None:
         """Sum what has come so far: others wait for it, or it has a line to cross."""
         self.wait_for(PACKED, waits=False)
-        self._peers.sum_shares()
+        self.peers.sum_shares()
 
     def sum_share(self) -> None:
         """Add up the share of this rank, if all have packed, and tell them, or send it."""
-        others, place = self._peers.others, self._peers.place
+        others, place = self.peers.others, self.peers.place
         if any(peer.announced.get(self.number) != self.content for peer in others):
             return  # it is not there, or what it is there is for who takes it to tell
-        mine = [self._shares(each)[place] for each in self.module.packed_by_all(self)]
+        mine = [self._shares(each)[place] for each in self.packed]
         with Uninterrupted():  # in place: not to be done twice
             _add(mine, mine[place])
             self.started = self.number
@@ -427,7 +455,7 @@ class Exchange:
     def _say_summed(self) -> None:
         with Uninterrupted():
             self.summed = self.number
-            self._peers.send(_MESSAGE.pack(SUMMED, *self.content[:2], self.number, 0))
+            self.peers.send(_MESSAGE.pack(SUMMED, *self.content[:2], self.number, 0))
 
     def refuse(self, peer: Peer) -> NoReturn:
         """``peer`` has packed something else.
@@ -494,6 +522,7 @@ class PeerMemory:
         exchanges: of its buckets, by index; weakly, or they would hold each other.
         last: number of its last exchange.
         read: of the last one of which this rank has said that it has read it.
+        came: memory of other ranks, or why there is none, by rank, while it is handed over.
         followed: the buckets, weakly: they refer to this.
         free: of the last one that all have read: what was packed for it may be overwritten.
     """
@@ -511,7 +540,8 @@ class PeerMemory:
         self._is_refused = False
         self._peers: Peers | None = None
         self.last = self.read = self.free = 0
-        self._came: dict[tuple[int, int], Memory] = {}  # of other ranks, by rank and bucket
+        self.came: dict[int, Any] = {}
+        self._handed: Place | None = None
         self.followed: Callable[[], object] = NoneType
 
     def launch(self, run: ReductionRun, bucket: Bucket, is_broken: bool = False) -> None:
@@ -528,21 +558,16 @@ class PeerMemory:
         number = peers.launched + 1
         message = _MESSAGE.pack(PACKED, self.number, bucket.index, number, bucket.nbytes)
         try:
-            for send in exchange.sends or peers.sends:
+            for send in peers.sends:
                 send(message)
             exchange.number = self.last = peers.launched = number
-            exchange.sends = ()
             run.works.append(exchange)
-        except PeerError as error:
-            raise run.explain(bucket, error) from error
         except BaseException as error:
             # Ctrl-C. Or there is no room, or a rank is gone, which is found by who waits for it.
             with Uninterrupted():
                 if len(run.works) == bucket.index:
-                    peers.send(message, exchange.memory.descriptor)
-                    exchange.memory.close_descriptor()
+                    peers.send(message)
                     exchange.number = self.last = peers.launched = number
-                    exchange.sends = ()
                     run.works.append(exchange)
             if not isinstance(error, OSError):
                 raise
@@ -563,7 +588,6 @@ class PeerMemory:
                 for peer in peers.others:
                     if peer.announced.get(exchange.number) != exchange.content:
                         exchange.refuse(peer)
-                exchange.packed = exchange.packed or self.packed_by_all(exchange)
                 if len(exchange.packed) == 2 and not exchange.has_shares:
                     torch.add(*exchange.packed, out=flat.data)
                 else:
@@ -602,7 +626,7 @@ class PeerMemory:
         for _, exchange in sorted(self.exchanges.items()):
             if exchange.has_shares and exchange.summed < exchange.number:
                 exchange.wait_for(PACKED)
-                exchange.finish_share()  # the others wait for it
+                self._peers.finish_shares(exchange.number)  # the others wait for it
         self._forget()
         self._peers.send(_MESSAGE.pack(READ, self.number, 0, self.last, 0))
         self.read = self.last
@@ -625,7 +649,7 @@ class PeerMemory:
 
         Other modules have connected them then.
         """
-        if isinstance(self._group.peers, Peers):
+        if isinstance(self._group.peers, Peers) and not self._is_refused:
             self._plain.announce = self._group.peers.goes_elsewhere
 
     def follow(self, current: BucketSet, where: str) -> bool:
@@ -687,39 +711,58 @@ class PeerMemory:
             for bucket in buckets
             if not (bucket.is_lazy or bucket.is_sparse or bucket.quantization is not None)
         ]
-        memory, failure = [], ""
+        starts = [0]
+        for bucket in found:
+            starts.append(starts[-1] + round_up(bucket.nbytes, _ALIGNMENT))
+        memory, failure = Memory(torch.empty(0, dtype=torch.uint8)), ""
         try:
-            memory = [Memory.create(bucket.nbytes) for bucket in found]
+            if found:
+                memory = Memory.create(starts[-1])
         except OSError as error:
-            failure = f"{sum(b.nbytes for b in found)} bytes cannot be allocated: {error}"
+            failure = f"{starts[-1]} bytes cannot be allocated: {error}"
         if failure := first_failure(failure, self._group):
             return Refusal(failure, is_failure=True)
         self.exchanges.clear()
-        for bucket, each in zip(found, memory, strict=True):
-            exchange = Exchange(self, self._peers, each, bucket)
-            self.exchanges[bucket.index] = exchange
-            bucket.share(exchange, each.tensor)
+        if found:
+            failure = self._hand_over(memory)
+            came = {**self.came, self.rank: memory}
+            self.came.clear()
+            if failure := first_failure(failure, self._group):
+                return Refusal(failure, is_failure=True)
+            of_ranks = [came[rank].tensor for rank in self._peers.hosts[self._peers.host]]
+            for bucket, start in zip(found, starts, strict=False):
+                packed = [each[start:][: bucket.nbytes] for each in of_ranks]
+                exchange = Exchange(self, self._peers, packed, bucket)
+                self.exchanges[bucket.index] = exchange
+                bucket.share(exchange, memory.tensor[start:][: bucket.nbytes])
         # Where nothing goes through memory nobody listens.
         self._plain.announce = self._peers.goes_elsewhere if found else None
         return None
 
-    def has_come(self, rank: int, bucket: int, memory: Memory) -> None:
-        """``rank`` packs this bucket there from now on."""
-        if bucket == 0:  # that of new buckets comes in their order
-            for of in [each for each in self._came if each[0] == rank]:
-                del self._came[of]
-        self._came[rank, bucket] = memory
+    def _hand_over(self, memory: Memory) -> str:
+        """Give the other ranks of this host this memory, and take theirs; returns what failed.
 
-    def packed_by_all(self, exchange: Exchange) -> list[Tensor]:
-        """Where the ranks of this host pack a bucket, in their order."""
+        All wait here, so that few descriptors are on their way at a time: there is a limit.
+        """
         assert self._peers is not None
-        _, index, _ = exchange.content
-        return [
-            (exchange.memory if rank == self.rank else self._came[rank, index]).tensor.view(
-                exchange.dtype
-            )
-            for rank in self._peers.hosts[self._peers.host]
-        ]
+        self._handed = Place(self, self._peers) if self._handed is None else self._handed
+        self._handed.number += 1
+        nbytes, failure, end = memory.tensor.numel(), "", monotonic() + _HANDING
+        message = _MESSAGE.pack(HANDED, self.number, 0, self._handed.number, nbytes)
+        try:
+            for peer in self._peers.others:
+                while not failure and not peer.hand_over(message, memory.descriptor):
+                    if monotonic() > end:
+                        raise TimeoutError("too many descriptors are on their way")
+                    self._handed.wait_for(HANDED, waits=False)  # others want to hand over, too
+                    sleep(_PAUSE)
+        except OSError as error:
+            failure = f"memory cannot be handed over: {error}"
+            self._peers.send(message)  # without it, or they would wait
+        finally:
+            memory.close_descriptor()
+        self._handed.wait_for(HANDED)
+        return failure or next((each for each in self.came.values() if isinstance(each, str)), "")
 
 
 def _refusal() -> str:

@@ -28,8 +28,8 @@ from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import all_gather_bytes
 
 # What a rank says of an exchange through memory: that its part is packed, that its share of the sum
-# is there, that it reads no more of what others have packed.
-PACKED, SUMMED, READ = range(3)
+# is there, that it reads no more of what others have packed; and that its memory comes along.
+PACKED, SUMMED, READ, HANDED = range(4)
 
 # The first message of a connection: who sends it, and what only ranks of the group know.
 _HELLO = struct.Struct("<I32s")

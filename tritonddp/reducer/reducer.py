@@ -777,7 +777,7 @@ class Reducer:
         recovery.recover(self.group)
         self.check_pending()
         self.comm_hook = state, hook
-        self.peer_memory = None
+        self.peer_memory = self.plain.announce = None
         for bucket in self.manager.current.buckets:
             bucket.unshare()
         self.transport = CommHook(hook, state, self.group, self.counters)
