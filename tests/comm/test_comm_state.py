@@ -117,7 +117,7 @@ def test_rank_0_decides_on_all_ranks_also_on_those_that_have_no_state() -> None:
     state = net.comm_state_dict()
     assert (state["rank"], state["world_size"]) == (dist.get_rank(), 3)
     assert sorted(state["bucket_order"]) == sorted(name for name, _ in Net().named_parameters())
-    other = DistributedDataParallel(Net(), bucket_cap_mb=0.001)
+    other = DistributedDataParallel(Net(), bucket_cap_mb=0.001, transport="process_group")
     assert other.reducer.placement.names != state["bucket_order"], "nothing to prove"
     with recorded_collectives() as calls:
         other.load_comm_state_dict(*([state] if dist.get_rank() < 2 else []))

@@ -25,7 +25,7 @@ def played(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return launched.run(path, nproc=None, env={"PYTHONPATH": str(launched.ROOT)})
 
 
-@ranks(2)
+@ranks(3)
 def test_a_thread_that_ends_does_not_take_the_group_apart() -> None:
     """It would do so after anybody can wait for it, even while the interpreter ends."""
     group = dist.new_group()

@@ -65,6 +65,7 @@ def test_gradients_have_the_bits_of_the_twins(device: torch.device, compression:
             [len(shape) > 1 and torch.Size(shape).numel() >= 1024],
             NUMBERS[compression],
             size,
+            is_direct=device.type == "cpu",  # of two ranks
         )
         for shape in SHAPES
     ]

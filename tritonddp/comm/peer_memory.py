@@ -83,7 +83,7 @@ _RECEIVE = (_MESSAGE.size,), (socket.CMSG_SPACE(4),), (getattr(socket, "MSG_CMSG
 # Seconds until who waits looks at the timeout of the group.
 _PATIENCE = 1.0
 _MISSING_TIMEOUT = 1800.0  # of a group that has none
-# Seconds until memory has been handed over, and between two tries.
+# Seconds until what the others have no room for is given up, and between two tries.
 _HANDING, _PAUSE = 10.0, 1e-3
 # Of buckets in that memory, in bytes.
 _ALIGNMENT = 4096
@@ -222,6 +222,18 @@ class Peers:
         for peer in self.others:
             for at in [n for n, what in peer.announced.items() if what[0] == _ANY and n < number]:
                 del peer.announced[at]
+
+    def flush(self) -> None:
+        """Wait until the others have room for all but what they ask for when they pack again.
+
+        They read, since they wait for this. (One that is stopped does not: no longer than that.)
+        """
+        end = monotonic() + _HANDING
+        while monotonic() < end:
+            self.send_rest()
+            if all(message[0] == READ for peer in self.others for message in peer.unsent):
+                return
+            sleep(_PAUSE)
 
     def _note_unsent(self) -> None:
         has_unsent = any(peer.unsent for peer in self.others)
@@ -541,7 +553,7 @@ class PeerMemory:
         self._peers: Peers | None = None
         self.last = self.read = self.free = 0
         self.came: dict[int, Any] = {}
-        self._handed: Place | None = None
+        self._handed = 0  # so often
         self.followed: Callable[[], object] = NoneType
 
     def launch(self, run: ReductionRun, bucket: Bucket, is_broken: bool = False) -> None:
@@ -605,6 +617,8 @@ class PeerMemory:
             except OSError:
                 peers.send(message)
             self.read = self.last
+            if peers.sends is not peers.direct_sends:
+                peers.flush()
         if exchange.future is not None:
             future, exchange.future = exchange.future, None
             future.set_result(None)
@@ -745,23 +759,23 @@ class PeerMemory:
         All wait here, so that few descriptors are on their way at a time: there is a limit.
         """
         assert self._peers is not None
-        self._handed = Place(self, self._peers) if self._handed is None else self._handed
-        self._handed.number += 1
+        place = Place(self, self._peers)
+        self._handed = place.number = self._handed + 1
         nbytes, failure, end = memory.tensor.numel(), "", monotonic() + _HANDING
-        message = _MESSAGE.pack(HANDED, self.number, 0, self._handed.number, nbytes)
+        message = _MESSAGE.pack(HANDED, self.number, 0, place.number, nbytes)
         try:
             for peer in self._peers.others:
                 while not failure and not peer.hand_over(message, memory.descriptor):
                     if monotonic() > end:
                         raise TimeoutError("too many descriptors are on their way")
-                    self._handed.wait_for(HANDED, waits=False)  # others want to hand over, too
+                    place.wait_for(HANDED, waits=False)  # others want to hand over, too
                     sleep(_PAUSE)
         except OSError as error:
             failure = f"memory cannot be handed over: {error}"
             self._peers.send(message)  # without it, or they would wait
         finally:
             memory.close_descriptor()
-        self._handed.wait_for(HANDED)
+        place.wait_for(HANDED)
         return failure or next((each for each in self.came.values() if isinstance(each, str)), "")
 
 

@@ -307,7 +307,7 @@ def _gather(
     return False
 
 
-@lru_cache(16)
+@lru_cache(1)
 def _divisor(scale: float) -> Tensor | None:
     """Of a power of two the inverse: a division by it is rounded as a multiplication is.
 
@@ -393,11 +393,8 @@ def _scratch(blocks: int) -> tuple[Tensor, Tensor, Tensor]:
     Of this thread, until the next call.
     """
     try:
-        found = _thread.views.get(blocks)
+        memory = _thread.memory
     except AttributeError:
-        _thread.memory = torch.empty(2, _BLOCKS, BLOCK, dtype=torch.float32)
-        _thread.views, found = {}, None
-    if found is None:
-        values, other = _thread.memory[:, :blocks]
-        found = _thread.views[blocks] = values, other, values.view(-1)
-    return found
+        memory = _thread.memory = torch.empty(2, _BLOCKS, BLOCK, dtype=torch.float32)
+    values, other = memory[:, :blocks]
+    return values, other, values.view(-1)
