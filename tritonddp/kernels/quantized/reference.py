@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from itertools import compress
 from operator import not_
 
@@ -307,7 +306,6 @@ def _gather(
     return False
 
 
-@lru_cache(1)
 def _divisor(scale: float) -> Tensor | None:
     """Of a power of two the inverse: a division by it is rounded as a multiplication is.
 
