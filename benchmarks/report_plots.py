@@ -74,6 +74,8 @@ def figures(results: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
         from scale_plot import scale  # draws with what is here
 
         yield "scale.png", scale(results["scale"])
+    if "exchange" in results:
+        yield "exchange.png", exchange(results["exchange"])
     if "memory" in results:
         yield "memory.png", memory(results["memory"])
     if "host" in results:
@@ -175,6 +177,34 @@ def network(content: Any) -> Figure:
     first = content["results"][0]
     note = f"{first['model']}, {first['payload_bytes'] / 1e6:.1f} MB of gradients, a rank a host."
     finish(figure, "Steps on slow lines; red: the least that line and compute allow", content, note)
+    return figure
+
+
+def exchange(content: Any) -> Figure:
+    """Time of one exchange by size, through gloo and through memory, beside what memory allows."""
+    told = {"gloo": STOCK, "memory": OURS, "mpich": OTHER, "copies": LIMIT}
+    labels = {"mpich": "MPICH", "copies": "what memory allows"}
+    worlds = sorted({row["ranks"] for row in content["rows"]})
+    figure, panels = pyplot.subplots(
+        1, len(worlds), figsize=(4.2 * len(worlds), 4), sharey=True, layout="constrained"
+    )
+    for axes, ranks in zip([panels] if len(worlds) == 1 else panels, worlds, strict=True):
+        rows = [row for row in content["rows"] if row["ranks"] == ranks]
+        for (name, colour), marker in zip(told.items(), _MARKERS, strict=False):
+            points = [(r["bytes"], 1e3 * r["seconds"][name]) for r in rows if name in r["seconds"]]
+            if points:
+                label = labels.get(name, name)
+                axes.plot(*zip(*points, strict=True), colour, marker=marker, label=label)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_title(f"{ranks} ranks")
+        axes.set_xlabel("bytes of a bucket")
+        axes.xaxis.set_major_formatter(ticker.EngFormatter("B", places=0))
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("ms, median of the slowest rank")
+    figure.axes[0].legend()
+    note = "Two copies of the bucket stand for what memory allows."
+    finish(figure, "One exchange of a bucket between the ranks of one host", content, note)
     return figure
 
 

@@ -149,6 +149,26 @@ def detection_parts(content: Any) -> Iterator[str]:
     yield from markdown((*header, "backward that is told, us", "bytes of flags"), rows)
 
 
+def exchange(content: Any) -> Iterator[str]:
+    """One exchange of a bucket between ranks of one host, in ms, by ranks and size."""
+    rows = []
+    for row in content["rows"]:
+        seconds = row["seconds"]
+        memory, mpich = seconds["memory"], seconds.get("mpich")
+        rows.append(
+            (
+                *(str(row["ranks"]), f"{row['bytes'] / 1024:g}"),
+                *(number(seconds[name] * 1e3) for name in ("gloo", "memory")),
+                f"{seconds['gloo'] / memory:.2f}",
+                _or_dash(mpich, lambda each: number(each * 1e3)),
+                _or_dash(mpich, lambda each: f"{memory / each:.2f}"),  # noqa: B023  called here
+                f"{seconds['copies'] / memory:.2f}",
+            )
+        )
+    header = ("ranks", "KiB", "gloo, ms", "memory, ms", "gloo / memory", "MPICH, ms")
+    yield from markdown((*header, "memory / MPICH", "share of what memory allows"), rows)
+
+
 def host(content: Any, chosen: Sequence[str] | None = None) -> Iterator[str]:
     """Medians and quartiles in microseconds, of the ``chosen`` configurations or of all."""
     cells: dict[str, dict[str, str]] = {}
@@ -458,6 +478,7 @@ def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
         "step": of("step", lambda content: comparisons(content, unused=False)),
         "branchy": of("step", lambda content: comparisons(content, unused=True)),
         "detection": of("detection", detection),
+        "exchange": of("exchange", exchange),
         "host": of("host", lambda content: host(content, ("stock", "stock batched", "ours"))),
         "memory": of("memory", steady_memory),
         "network": of("network", network),
