@@ -239,6 +239,11 @@ def convergence(content: Any) -> Iterator[str]:
     yield from (f"- {note}" for note in convergence_table.notes(content["tasks"]))
 
 
+def _hosts(result: Any) -> str:
+    of_each = result.get("ranks_per_host", 1)
+    return str(result["hosts"]) if of_each == 1 else f"{result['hosts'] // of_each} of {of_each}"
+
+
 def network(content: Any) -> Iterator[str]:
     """Ours and stock's best against the line's limit."""
     header = ("hosts", "line", "gradients", "least time, ms", "ours, ms", "ours / least time")
@@ -249,7 +254,7 @@ def network(content: Any) -> Iterator[str]:
             best = result["contenders"][one["best"]]
             rows.append(
                 (
-                    str(result["hosts"]),
+                    _hosts(result),
                     rate(result["rate_bits_per_s"]),
                     family,
                     number(result["limit_seconds"] * 1e3),
@@ -482,6 +487,7 @@ def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
         "host": of("host", lambda content: host(content, ("stock", "stock batched", "ours"))),
         "memory": of("memory", steady_memory),
         "network": of("network", network),
+        "network_hosts": of("network_hosts", network),
         "network_wire": of("network_wire", network_wire),
         "convergence": of("convergence", convergence),
         "gpu": on_gpus[1:] or [_NOT_MEASURED],
