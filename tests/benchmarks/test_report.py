@@ -196,7 +196,24 @@ RESULTS: dict[str, dict[str, Any]] = {
             **RANKS,
         },
         "network": {"results": [network_result(1e9), network_result(None)]},
+        "network_hosts": {
+            "results": [network_result(1e9) | {"hosts": 4, "ranks_per_host": 2}],
+        },
         "network_wire": {"results": [by_wire(1e9), by_wire(None)]},
+        "exchange": {
+            "rows": [
+                {
+                    "ranks": 2,
+                    "bytes": 1 << 20,
+                    "seconds": {"gloo": 4e-3, "memory": 1e-3, "copies": 5e-4, "mpich": 2e-3},
+                },
+                {
+                    "ranks": 3,
+                    "bytes": 1 << 20,
+                    "seconds": {"gloo": 4e-3, "memory": 2e-3, "copies": 5e-4},
+                },
+            ]
+        },
         "convergence": {
             "seeds": [0, 1, 2],
             "tasks": {
@@ -308,6 +325,9 @@ def test_figures_come_from_the_files_and_a_changed_one_is_noticed(
     assert "| 2 | 1 Gbit/s | copies | 10.8 | 11.2 | 1.034 |" in text
     assert "| 2 | 1 Gbit/s | bf16 | 21.30 | 11.2 | 11.2 | 1.034 | 2.00 |" in text
     assert "1.80: met |" in text
+    assert "| 2 of 2 | 1 Gbit/s | copies | 10.8 | 11.2 | 1.034 |" in text
+    assert "| 2 | 1024 | 4.00 | 1.00 | 4.00 | 2.00 | 0.50 | 0.50 |" in text
+    assert "| 3 | 1024 | 4.00 | 2.00 | 2.00 | - | - | 0.25 |" in text
     assert "| host time | ≤ 2 us | not run | 0 of 0 | host: not asked for |" in text
     assert "| mlp | 1.00 | 0.00 | 0.00 | - | - |" in text
     assert "holds in 1 of 1 cases" in text
@@ -402,7 +422,7 @@ def test_plots_are_drawn_and_no_label_lies_over_another(tmp_path: Path) -> None:
 
     drawn = dict(report_plots.figures(RESULTS["cpu"]))
     plots = {*RESULTS["cpu"], "overhead", "convergence-text"}
-    plots -= {"detection", "convergence"}  # tables only, and a picture a task
+    plots -= {"detection", "network_hosts", "convergence"}  # tables only, and a picture a task
     assert set(drawn) == {f"{name}.png" for name in plots}
     for name, figure in drawn.items():
         figure.canvas.draw()
