@@ -197,6 +197,7 @@ def exchange(content: Any) -> Figure:
                 axes.plot(*zip(*points, strict=True), colour, marker=marker, label=label)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+        axes.yaxis.set_minor_formatter(ticker.NullFormatter())
         axes.set_title(f"{ranks} ranks")
         axes.set_xlabel("bytes of a bucket")
         axes.xaxis.set_major_formatter(ticker.EngFormatter("B", places=0))
