@@ -624,6 +624,7 @@ class PeerMemory:
             future.set_result(None)
         if run.is_logged:
             run.log(bucket, "is there")
+        # As in AllReduce.wait(), and not a function of both: in a steady step it is all there is.
         last = bucket.last_trailer
         if (
             last is not None
