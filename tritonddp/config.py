@@ -138,6 +138,7 @@ class DDPConfig:
             lazy=self.lazy,
             check_finite=self.check_finite is not None,
             peer_memory=self._peer_memory(group, parameters),
+            reporters=self.reporters(),
         )
         extensions: list[Extension] = []
         if is_strict:
@@ -156,6 +157,10 @@ class DDPConfig:
         for extension in extensions:
             core.events.install(extension)
         return core
+
+    def reporters(self) -> list[Extension]:
+        """Extensions that report to the other ranks in each reduction, in this order."""
+        return []
 
     def _peer_memory(
         self, group: Group, parameters: ModuleParameters

@@ -137,6 +137,7 @@ class BucketFactory:
     views: bool = False  # gradients live in the buckets, if they travel in their own dtype
     lazy: bool = False  # buckets have memory during backwards only
     check_finite: bool = False  # buckets tell which gradients are not finite, and on which ranks
+    header_nbytes: int = BYTES  # of each rank, in the first bucket
     # What quantisation has left out of gradients in buckets that are being replaced.
     kept: dict[Tensor, Left] = field(default_factory=dict, init=False)
 
@@ -160,7 +161,7 @@ class BucketFactory:
         """
         wire = wire or self.wire
         device, dtype = params[0].device, params[0].dtype
-        headers = BYTES * self.group.size if index == 0 else 0
+        headers = self.header_nbytes * self.group.size if index == 0 else 0
         marks = Marks(self.group.rank, self.group.size) if self.check_finite else None
         kernels = select(device, dtype, marks)
         if is_sparse:

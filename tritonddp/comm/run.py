@@ -19,6 +19,7 @@ from tritonddp.coordination.peers import PeerError
 from tritonddp.kernels.flat_buffer import FlatBuffer
 
 logger = logging.getLogger("tritonddp.comm.reduction")
+begin_logger = logging.getLogger("tritonddp.in_step")
 
 _wants_flags = attrgetter("wants_flags")
 
@@ -102,7 +103,8 @@ class ReductionRun:
         skipped: indices of buckets that are not sent.
         weight: how much the gradients count, ``None`` for as much as others'.
         scale: by which gradients are multiplied before they are sent.
-        header: what this rank says, as bytes for the first bucket.
+        header: what this rank says, as bytes for the first bucket, but for its report.
+        said: the same with its report.
         filled: for each segment, whether it is packed.
         packed_at: for segments, how many gradients had come then.
         came: the parameters in the order of their gradients, as far as they have come.
@@ -142,7 +144,7 @@ class ReductionRun:
     skipped: Collection[int] = ()
     weight: Any = None
     scale = 1.0
-    header = b""
+    header = said = b""
     arrived: Sequence[int] = ()
     done = 0
     factor: Tensor | None = None
@@ -210,7 +212,7 @@ class ReductionRun:
                 segment,
                 self.used[first:last],
                 self.scale,
-                b"" if bucket.index else self.header,
+                b"" if bucket.index else self.said,
                 counts_earlier,
             )
         except GradientError as error:
@@ -244,7 +246,7 @@ class ReductionRun:
                         self._note_came(number)
                     self.pack(number)
             if len(bucket.segments) > 1:
-                bucket.finish_trailer(b"" if bucket.index else self.header)
+                bucket.finish_trailer(b"" if bucket.index else self.said)
             for call in self.events.on_launch:
                 call(self, bucket)
             self.transport.launch(self, bucket)
@@ -283,7 +285,7 @@ class ReductionRun:
                 self.works.append(None)
                 continue
             try:
-                bucket.fill_nan(b"" if bucket.index else self.header)
+                bucket.fill_nan(b"" if bucket.index else self.said)
             except PeerError as error:
                 raise self.explain(bucket, error) from error
             self.transport.launch(self, bucket, is_broken=True)
@@ -419,6 +421,17 @@ class ReductionRun:
             f"{self.where}, {bucket.title}",
             what or f"all-reduce of {bucket.nbytes} bytes",
             error,
+        )
+
+    def log_begin(self, schema: bytes) -> None:
+        """Tell at level DEBUG what this rank says to the others."""
+        begin_logger.debug(
+            "%s: a reduction begins: %s, %s, hash of what is trained %s, buckets left out: %s",
+            self.where,
+            self.source.words,
+            "no weight" if self.weight is None else f"weight {self.weight.items:g}",
+            schema.hex(),
+            list(self.skipped) or "none",
         )
 
     def log(self, bucket: Bucket, what: str) -> None:

@@ -3,6 +3,9 @@
 Every rank has a few elements of its own in the trailer of the first bucket, its *header*, and
 writes zeros into those of the others. The sum over ranks, which reduces the gradients, thus hands
 every rank the headers of all. Each element holds one byte, which is exact in every wire dtype.
+
+Behind its header a rank may say what is another thing in each reduction, its *report*: as many
+bytes on every rank, of extensions that ask for them. Nothing is checked there.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ import hashlib
 import logging
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from ctypes import string_at
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,11 +102,15 @@ class RankHeader:
     weight: float | None = None
     skipped: bytes = bytes(2)
 
-    def encode(self, rank: int, world_size: int) -> bytes:
-        """The elements that ``rank`` writes: its own header, and zeros for all others."""
+    def encode(self, rank: int, world_size: int, report: int = 0) -> bytes:
+        """The elements that ``rank`` writes: its own header, and zeros for all others.
+
+        ``report`` bytes of zeros follow the header of each.
+        """
         weight = math.nan if self.weight is None else self.weight
         mine = _FORMAT.pack(weight, self.schema, self.skipped, self.source)
-        return bytes(rank * BYTES) + mine + bytes((world_size - rank - 1) * BYTES)
+        size = BYTES + report
+        return bytes(rank * size) + mine + bytes((world_size - rank) * size - BYTES)
 
 
 def schema_hash(parts: Sequence[str]) -> bytes:
@@ -131,10 +139,13 @@ def decode(headers: Tensor) -> list[RankHeader]:
         raise SchemaMismatch from None
 
 
-def total_weight(headers: Tensor) -> Tensor:
-    """Sum of all weights, fp64, one element on the device of ``headers``; NaN if one has none."""
-    rows = headers.view(-1, BYTES)[:, :8].to(torch.uint8)
-    return rows.reshape(-1).view(torch.float64).sum()
+def total_weight(headers: Tensor, nbytes: int = BYTES) -> Tensor:
+    """Sum of all weights, fp64, one element on the device of ``headers``; NaN if one has none.
+
+    A header begins at every ``nbytes``-th element.
+    """
+    rows = headers.view(-1, nbytes)
+    return rows[:, :8].to(torch.uint8).reshape(-1).view(torch.float64).sum()
 
 
 class Mismatch(Exception):
@@ -196,8 +207,11 @@ class Agreement:
 
     Attributes:
         group: the ranks.
+        nbytes: of the header of a rank, with its report.
+        on_reports: is given the reports of all ranks, when the host has them.
         key: the last arguments of :meth:`open`: if they are the same again, so is all that follows.
-        encoded: what this rank says, as bytes for the trailer of the first bucket.
+        encoded: what this rank says, as bytes for the trailer of the first bucket, with a report of
+            zeros.
         is_unanimous: all ranks said what this one said, without weights: there is nothing to be
             looked at as long as they do.
         scale: by which gradients are multiplied before the sum: the weight, or 1, over the number
@@ -206,8 +220,11 @@ class Agreement:
         pending: on a GPU, where the host does not wait for the headers: they are not looked at yet.
     """
 
-    def __init__(self, group: Group) -> None:
+    on_reports: Callable[[Sequence[bytes]], None] | None = None
+
+    def __init__(self, group: Group, report_nbytes: int = 0) -> None:
         self.group = group
+        self.nbytes = BYTES + report_nbytes
         self.key: object = None
         self.encoded = b""
         self.is_unanimous = False
@@ -247,17 +264,23 @@ class Agreement:
         self.scale = 1.0 if weight is None else weight.scale / self.unit
         if averages:
             self.scale /= self.group.size
-        self.encoded = self._header.encode(self.group.rank, self.group.size)
-        mine = self.encoded[self.group.rank * BYTES :][:BYTES]
+        rank, size = self.group.rank, self.group.size
+        self.encoded = self._header.encode(rank, size, self.nbytes - BYTES)
+        mine = self.encoded[rank * self.nbytes :][:BYTES]
         self._all_alike = torch.tensor([*mine] * self.group.size, dtype=torch.float32)
         self.is_unanimous = False
         self.key = schema, source, weight, skipped, over_present, averages
+
+    def with_report(self, report: bytes) -> bytes:
+        """:attr:`encoded`, with this report."""
+        begin = self.group.rank * self.nbytes + BYTES
+        return self.encoded[:begin] + report + self.encoded[begin + len(report) :]
 
     def read(self, headers: Tensor, where: str, work: Any = None) -> Tensor | None:
         """Find out the sum of the weights, and whether the ranks reduce the same.
 
         Args:
-            headers: of all ranks, reduced.
+            headers: of all ranks, with their reports, reduced.
             where: this rank and step, for messages.
             work: the collective that has reduced them, if torch made it. On a GPU the host, which
                 looks at them before the next forward, then waits for nothing behind it: while the
@@ -274,10 +297,10 @@ class Agreement:
         header, size = self._header, self.group.size
         factor: Tensor | None = None
         if self._over_present:
-            have_inputs = headers.view(-1, BYTES)[:, -1] != GradSource.JOINED
+            have_inputs = headers.view(-1, self.nbytes)[:, BYTES - 1] != GradSource.JOINED
             factor = (size / have_inputs.sum().to(torch.float64)).view(1)
         if header.weight is not None:
-            total = total_weight(headers).view(1)
+            total = total_weight(headers, self.nbytes).view(1)
             # All weights zero: a mean of nothing, which shall be zero.
             weighted = torch.where(total == 0, total, size * self.unit / total)
             if header.source.is_empty:  # the others may have no weights
@@ -304,13 +327,26 @@ class Agreement:
         self._readback.keep_order()
 
     def _check(self, headers: Tensor) -> None:
+        """On the host: do the ranks agree? Then their reports are told."""
+        if self.nbytes == BYTES:
+            self._check_headers(headers)
+            return
+        rows = headers.view(-1, self.nbytes)
+        self._check_headers(rows[:, :BYTES].reshape(-1))
+        if self.on_reports is not None:
+            said = rows[:, BYTES:].to(torch.uint8).contiguous()
+            content, size = string_at(said.data_ptr(), said.numel()), said.shape[1]
+            self.on_reports([content[at : at + size] for at in range(0, len(content), size)])
+
+    def _check_headers(self, headers: Tensor) -> None:
         if self._header.weight is None and torch.equal(headers.float(), self._all_alike):
             self.is_unanimous = not self._over_present
             return
         self.is_unanimous = False
         # What torch's ``fake`` backend does by intention: this rank finds what it has written, and
         # nothing else. (One that takes part writes zeros alone in one case of 16 million only.)
-        if self.group.size > 1 and headers.tolist() == list(self.encoded):
+        rank, size = self.group.rank, self.group.size
+        if size > 1 and headers.tolist() == list(self._header.encode(rank, size)):
             if not self._is_alone:
                 self._is_alone = True
                 logger.warning(

@@ -7,6 +7,10 @@ from typing import Any
 
 from tritonddp.buckets.bucket import Bucket, Segment
 from tritonddp.comm.run import ReductionRun, RunEvents
+from tritonddp.coordination.agreement import GradSource
+
+# Backwards that run to their end.
+_WHOLE = (GradSource.FORWARD, GradSource.AGAIN, GradSource.ELSEWHERE)
 
 
 class Extension:
@@ -17,9 +21,24 @@ class Extension:
     Attributes:
         reads_device: what the host asks the device in each backward, in words, for errors: then no
             CUDA graph can hold one. Empty if nothing.
+        report_nbytes: how much :meth:`report` returns; then the reducer is made with it.
     """
 
     reads_device = ""
+    report_nbytes = 0
+
+    def report(self, run: ReductionRun) -> bytes:
+        """What this rank says in ``run`` beside its header, ``report_nbytes`` long.
+
+        Zeros of a rank that is not asked: one whose gradients are not those of a whole backward.
+        """
+        return bytes(self.report_nbytes)
+
+    def take_reports(self, reports: Sequence[bytes]) -> None:
+        """What each rank has said: the first bucket is there. Must not raise.
+
+        On a GPU that is when the host has it: before the next forward or backward.
+        """
 
     def on_begin(self, run: ReductionRun) -> None:
         """A backward begins, or what it accumulated is reduced on request.
@@ -73,6 +92,24 @@ class Events(RunEvents):
 
     extensions: tuple[Extension, ...] = ()
     has_of_runs = False  # one wants to know of the buckets of a run
+
+    def __init__(self, reporters: Sequence[Extension] = ()) -> None:
+        self.reporters = tuple(reporters)  # and what they say is as long as ever
+        self._tell(self.reporters)
+
+    def report(self, run: ReductionRun) -> bytes:
+        """What this rank says in ``run`` beside its header."""
+        if run.source not in _WHOLE:
+            return b""
+        return b"".join([each.report(run) for each in self.reporters])
+
+    def on_reports(self, reports: Sequence[bytes]) -> None:
+        """Hand what all ranks have said to whom it belongs."""
+        begin = 0
+        for each in self.reporters:
+            end = begin + each.report_nbytes
+            each.take_reports([report[begin:end] for report in reports])
+            begin = end
 
     def install(self, extension: Extension) -> None:
         """Tell ``extension`` of what happens from now on."""

@@ -42,19 +42,18 @@ from tritonddp.comm.broadcast import StateBroadcast
 from tritonddp.comm.comm_hook import CommHook, Hook
 from tritonddp.comm.peer_memory import PeerMemory
 from tritonddp.comm.quantized import QuantizedAllReduce
-from tritonddp.comm.run import LocalError, ReductionRun, Transport
+from tritonddp.comm.run import LocalError, ReductionRun, Transport, begin_logger
 from tritonddp.comm.symmetric_memory import SymmetricMemory
 from tritonddp.coordination.agreement import Agreement, GradSource, Mismatch
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.reducer import capture, recovery
-from tritonddp.reducer.extension import Events, SyncState
+from tritonddp.reducer.extension import Events, Extension, SyncState
 from tritonddp.reducer.output_hooks import Forward, Forwards, tell
 from tritonddp.reducer.participation import ReentrantGrads, accumulates, as_trainable
 from tritonddp.reducer.readiness import ReadyTracker
 
-logger = logging.getLogger("tritonddp.in_step")
 run_logger = logging.getLogger("tritonddp.comm.reduction")
 
 _grad_of = attrgetter("grad")
@@ -86,6 +85,7 @@ class Reducer:
         check_finite: buckets tell which gradients are not finite.
         peer_memory: makes what ranks of one host may exchange them by, of the group, another
             transport and the counters; ``None`` if they shall not.
+        reporters: extensions that report to the other ranks, alike on all of them.
     """
 
     def __init__(
@@ -100,18 +100,21 @@ class Reducer:
         lazy: bool = False,
         check_finite: bool = False,
         peer_memory: Callable[..., PeerMemory | SymmetricMemory] | None = None,
+        reporters: Sequence[Extension] = (),
     ) -> None:
         self.counters = Counters()  # of what was launched and sent so far
-        self.events = Events()  # whom to tell of what happens; extensions are installed there
+        self.events = Events(reporters)  # whom to tell of what happens
         self.group = group
         self.parameters = parameters
         self.sync = sync
         self.broadcast = broadcast
         self.wire = wire or WireFormat()
         self.caps = caps
+        self.agreement = Agreement(group, sum(each.report_nbytes for each in reporters))
+        self.agreement.on_reports = self.events.on_reports
         factory = BucketFactory(self.wire, group, self.counters, views, lazy, check_finite)
+        factory.header_nbytes = self.agreement.nbytes
         self.manager = BucketManager(parameters, group, caps, factory, self.counters)
-        self.agreement = Agreement(group)
         # How gradients are reduced that no backward has put into the buckets in force.
         self.plain = AllReduce(group, self.counters)
         self.transport: Transport = self.plain  # of a bucket in a backward
@@ -430,19 +433,15 @@ class Reducer:
         )
         if key != agreement.key or weight is not None:  # whose unit may be another one now
             agreement.open(*key)
-        run.scale, run.header = agreement.scale, agreement.encoded
+        run.scale = agreement.scale
+        run.header = run.said = agreement.encoded
+        if self.events.reporters:
+            run.said = agreement.with_report(self.events.report(run))
         if self.manager.is_provisional and self.peer_memory is not None:
             self.peer_memory.begin()
         run.is_logged = run_logger.isEnabledFor(logging.DEBUG)
-        if logger.isEnabledFor(logging.DEBUG):
-            logger.debug(
-                "%s: a reduction begins: %s, %s, hash of what is trained %s, buckets left out: %s",
-                run.where,
-                run.source.words,
-                "no weight" if weight is None else f"weight {weight.items:g}",
-                schema.hex(),
-                list(run.skipped) or "none",
-            )
+        if begin_logger.isEnabledFor(logging.DEBUG):
+            run.log_begin(schema)
 
     def _queue_end(self, run: ReductionRun) -> None:
         """Have :meth:`_end` called when this backward is over.
