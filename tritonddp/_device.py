@@ -221,6 +221,10 @@ class Stamp:
             self.event = torch.cuda.Event(enable_timing=True)
             self.event.record(torch.cuda.current_stream(device))
 
+    def has_passed(self) -> bool:
+        """Whether the device has come here. Waits for nothing."""
+        return self.event is None or self.event.query()
+
     def seconds_to(self, end: Stamp) -> float:
         """Of the device, which has come to both by now; on the CPU of the host."""
         if self.event is None or end.event is None:
@@ -249,7 +253,7 @@ class Moments:
 
     def have_passed(self) -> bool:
         """Whether the device has come to all of them. Waits for nothing."""
-        return all(each.event is None or each.event.query() for each in self._stamps.values())
+        return all(each.has_passed() for each in self._stamps.values())
 
     def wait(self) -> None:
         """Until the device has come to all of them."""

@@ -24,11 +24,13 @@ from tritonddp.comm.all_reduce import goes_by_messages
 from tritonddp.comm.broadcast import StateBroadcast
 from tritonddp.comm.peer_memory import PeerMemory
 from tritonddp.comm.symmetric_memory import SymmetricMemory
+from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.features.auto_compression.planner import AutoPlanner
 from tritonddp.features.auto_compression.probe import Figures
 from tritonddp.features.check_finite import FiniteCheck, check_mode
 from tritonddp.features.delayed_params import DeferredBuckets, Delay
+from tritonddp.features.metrics.metrics import Metrics
 from tritonddp.features.mixed_precision import check_mixed_precision
 from tritonddp.features.unused_params import SkipUnused, StrictUnused
 from tritonddp.kernels.dispatch import GRADIENT_DTYPES, select
@@ -43,7 +45,7 @@ TRANSPORTS = ("auto", PROCESS_GROUP, PEER_MEMORY)
 FLAGS = (
     *("batched_grad_copy", "broadcast_buffers", "check_reduction", "error_feedback"),
     *("find_unused_parameters", "forward_sync_buffers", "gradient_as_bucket_view", "init_sync"),
-    *("lazy_bucket_allocation", "skip_all_reduce_unused_params", "static_graph"),
+    *("lazy_bucket_allocation", "metrics", "skip_all_reduce_unused_params", "static_graph"),
 )
 
 
@@ -61,6 +63,7 @@ class DDPConfig:
     skip_unused: bool  # skip_all_reduce_unused_params
     check_finite: str | None
     transport: str
+    metrics: bool
     options: dict[str, Any]  # what has to be alike on all ranks, by name
 
     @classmethod
@@ -108,6 +111,8 @@ class DDPConfig:
         for name in ("mixed_precision", "reduce_dtype", "check_finite"):
             if arguments[name] is not None:
                 options[name] = arguments[name]
+        if given.metrics:
+            options["metrics"] = True
         return cls(
             *(wire, caps, delay, device_ids, output_device),
             views=bool(given.gradient_as_bucket_view),
@@ -115,6 +120,7 @@ class DDPConfig:
             skip_unused=bool(given.skip_all_reduce_unused_params),
             check_finite=given.check_finite,
             transport=given.transport,
+            metrics=bool(given.metrics),
             options=options | wire_options,
         )
 
@@ -132,13 +138,14 @@ class DDPConfig:
         ``figures`` are what was measured for ``compression="auto"``; with ``is_strict`` an unused
         parameter is an error.
         """
+        counters, device = Counters(), parameters.params[0][1].device
         core = Reducer(
-            *(parameters, group, self.caps, sync, broadcast, self.wire),
+            *(parameters, group, self.caps, sync, broadcast, self.wire, counters),
             views=self.views,
             lazy=self.lazy,
             check_finite=self.check_finite is not None,
             peer_memory=self._peer_memory(group, parameters),
-            reporters=self.reporters(),
+            reporters=self.reporters(group, device, counters),
         )
         extensions: list[Extension] = []
         if is_strict:
@@ -150,17 +157,16 @@ class DDPConfig:
         if self.check_finite is not None:
             extensions.append(FiniteCheck(self.check_finite, group))
         if figures is not None:
-            device = core.manager.current.params[0].device
-            planner = AutoPlanner(self.wire, figures, group, device, core.counters)
+            planner = AutoPlanner(self.wire, figures, group, device, counters)
             core.manager.planner = planner
             extensions.append(planner.timer)
         for extension in extensions:
             core.events.install(extension)
         return core
 
-    def reporters(self) -> list[Extension]:
+    def reporters(self, group: Group, device: torch.device, counters: Counters) -> list[Extension]:
         """Extensions that report to the other ranks in each reduction, in this order."""
-        return []
+        return [Metrics(group, device, counters)] if self.metrics else []
 
     def _peer_memory(
         self, group: Group, parameters: ModuleParameters

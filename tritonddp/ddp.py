@@ -43,6 +43,7 @@ from tritonddp.diagnostics.debug_log import enable_debug_logging
 from tritonddp.diagnostics.logging_data import Logger
 from tritonddp.features.auto_compression.planner import measured
 from tritonddp.features.join import ShadowHook, UnevenInputs, announce_forward, refuse_inside
+from tritonddp.features.metrics.metrics import log_metrics, metrics, suggested_shares
 from tritonddp.features.mixed_precision import LowPrecision
 from tritonddp.features.optimizer_in_backward import step_in_backward
 from tritonddp.features.weighted_mean import AccumulationWindow, weight_of
@@ -140,6 +141,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             backward. ``"process_group"``, or ``TRITONDDP_PEER_MEMORY=0`` in the environment of any
             rank, leaves it off. On GPUs over NCCL ``"peer_memory"`` has buckets of up to 512 KiB
             summed over NVLink; nothing has measured that, and ``"auto"`` is the process group.
+        metrics: ranks tell each other how long the parts of their last step took, without a
+            collective: see :meth:`metrics`, :meth:`suggested_shares` and :meth:`log_metrics`.
 
     Attributes:
         module: the wrapped module.
@@ -193,6 +196,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         exact: Any = None,
         check_finite: str | None = None,
         transport: str = "auto",
+        metrics: bool = False,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
         if not isinstance(module, nn.Module):
@@ -531,6 +535,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         """
         refuse_inside(self, "check_sync()")
         check_sync(self.module, self.core, self.parameters_to_ignore, buffers, gradients)
+
+    metrics, suggested_shares, log_metrics = metrics, suggested_shares, log_metrics
 
     def wire_report(self) -> str:
         """How gradients travel with ``compression="auto"``, and why, in some lines.

@@ -18,7 +18,7 @@ from tritonddp.coordination.agreement import Agreement, GradSource
 from tritonddp.coordination.peers import PeerError
 from tritonddp.kernels.flat_buffer import FlatBuffer
 
-logger = logging.getLogger("tritonddp.comm.reduction")
+run_logger = logging.getLogger("tritonddp.comm.reduction")
 begin_logger = logging.getLogger("tritonddp.in_step")
 
 _wants_flags = attrgetter("wants_flags")
@@ -436,4 +436,4 @@ class ReductionRun:
 
     def log(self, bucket: Bucket, what: str) -> None:
         """Tell of ``bucket`` at level DEBUG."""
-        logger.debug("%s, %s: %s, %d bytes", self.where, bucket.title, what, bucket.nbytes)
+        run_logger.debug("%s, %s: %s, %d bytes", self.where, bucket.title, what, bucket.nbytes)

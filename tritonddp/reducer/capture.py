@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from tritonddp._device import is_capturing, is_default
 from tritonddp._torch import moves_nodes_into_captures
+from tritonddp.coordination.agreement import Mismatch
 from tritonddp.coordination.failures import listed
 
 if TYPE_CHECKING:
@@ -42,6 +43,13 @@ def refuse(reducer: Reducer, problem: str) -> None:
     """Raise a RuntimeError if a CUDA graph is captured now."""
     if reducer.is_on_gpu and is_capturing():
         raise RuntimeError(f"{reducer.where()}, while a CUDA graph is captured: {problem}")
+
+
+def refuse_mismatch(reducer: Reducer, error: Mismatch) -> None:
+    """Likewise, where the ranks were found not to reduce the same in the step before."""
+    reducer.agreement.pending = True  # a step without a graph asks the others what differs
+    what = str(error) or "the ranks reduce different parameters"
+    refuse(reducer, f"{what}. Run one step without a graph before")
 
 
 def _problem(reducer: Reducer, missing: Collection[int], is_reduced: bool) -> str | None:

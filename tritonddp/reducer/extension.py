@@ -40,6 +40,12 @@ class Extension:
         On a GPU that is when the host has it: before the next forward or backward.
         """
 
+    def on_forward(self) -> None:
+        """A forward of the wrapper begins that runs with gradients."""
+
+    def on_buffers(self) -> None:
+        """It has waited for the buffers of another rank."""
+
     def on_begin(self, run: ReductionRun) -> None:
         """A backward begins, or what it accumulated is reduced on request.
 
@@ -84,6 +90,8 @@ class Extension:
 class Events(RunEvents):
     """For each event, the methods of the extensions that want it."""
 
+    on_forward: Sequence[Callable[[], None]] = ()
+    on_buffers: Sequence[Callable[[], None]] = ()
     on_begin: Sequence[Callable[[ReductionRun], None]] = ()
     on_compute_end: Sequence[Callable[[ReductionRun], None]] = ()
     on_close: Sequence[Callable[[ReductionRun], None]] = ()

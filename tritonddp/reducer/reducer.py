@@ -42,7 +42,7 @@ from tritonddp.comm.broadcast import StateBroadcast
 from tritonddp.comm.comm_hook import CommHook, Hook
 from tritonddp.comm.peer_memory import PeerMemory
 from tritonddp.comm.quantized import QuantizedAllReduce
-from tritonddp.comm.run import LocalError, ReductionRun, Transport, begin_logger
+from tritonddp.comm.run import LocalError, ReductionRun, Transport, begin_logger, run_logger
 from tritonddp.comm.symmetric_memory import SymmetricMemory
 from tritonddp.coordination.agreement import Agreement, GradSource, Mismatch
 from tritonddp.coordination.counters import Counters
@@ -53,8 +53,6 @@ from tritonddp.reducer.extension import Events, Extension, SyncState
 from tritonddp.reducer.output_hooks import Forward, Forwards, tell
 from tritonddp.reducer.participation import ReentrantGrads, accumulates, as_trainable
 from tritonddp.reducer.readiness import ReadyTracker
-
-run_logger = logging.getLogger("tritonddp.comm.reduction")
 
 _grad_of = attrgetter("grad")
 _NONE: frozenset[int] = frozenset()
@@ -80,6 +78,7 @@ class Reducer:
         broadcast: overwrites parameters that are added with those of one rank; ``None`` if each
             rank keeps its own.
         wire: how gradients travel.
+        counters: of what is launched and sent.
         views: gradients live in the buckets.
         lazy: buckets have memory during backwards only.
         check_finite: buckets tell which gradients are not finite.
@@ -96,13 +95,14 @@ class Reducer:
         sync: SyncState,
         broadcast: StateBroadcast | None = None,
         wire: WireFormat | None = None,
+        counters: Counters | None = None,
         views: bool = False,
         lazy: bool = False,
         check_finite: bool = False,
         peer_memory: Callable[..., PeerMemory | SymmetricMemory] | None = None,
         reporters: Sequence[Extension] = (),
     ) -> None:
-        self.counters = Counters()  # of what was launched and sent so far
+        self.counters = counters or Counters()  # of what was launched and sent so far
         self.events = Events(reporters)  # whom to tell of what happens
         self.group = group
         self.parameters = parameters
@@ -188,6 +188,8 @@ class Reducer:
         if not has_grad:
             return
         self.forwards_begun += 1
+        for call in self.events.on_forward:
+            call()
         self.forwards.was_local = False  # one inside of this, as Lightning makes, is none of its
         if self.parameters.has_changed():
             self.refresh_parameters()
@@ -228,9 +230,7 @@ class Reducer:
             self.agreement.check_pending()
         except Mismatch as error:
             if self.is_on_gpu and is_capturing():
-                self.agreement.pending = True  # a step without a graph asks the others what differs
-                what = str(error) or "the ranks reduce different parameters"
-                capture.refuse(self, f"{what}. Run one step without a graph before")
+                capture.refuse_mismatch(self, error)
             recovery.raise_mismatch(self, error, None)
 
     def check_finalized(self) -> None:

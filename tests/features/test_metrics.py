@@ -1,0 +1,310 @@
+"""``metrics=True``: who is slow, in which part of a step, and what everybody may read of it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import gather, ranks
+from torch import nn
+
+from tritonddp import DistributedDataParallel
+from tritonddp.features.metrics.step_times import HostClock, RunQueue, StepTimes
+from tritonddp.features.metrics.stragglers import PARTS, Stragglers
+
+PART_OF_STEP = [4.0, 8.0, 14.0]  # ms, of input, forward and backward
+
+
+def noisy(rng: random.Random, noise: float, size: int) -> list[list[float]]:
+    """The times of a step on each rank."""
+    return [[each * (1 + rng.gauss(0, noise)) for each in PART_OF_STEP] for _ in range(size)]
+
+
+def step_of(own: list[list[float]]) -> list[StepTimes]:
+    """All ranks wait for the last one."""
+    most = max(map(sum, own))
+    return [StepTimes(*each, exposed=1 + most - sum(each)) for each in own]
+
+
+@pytest.mark.parametrize("noise", [0.002, 0.02, 0.3])
+@pytest.mark.parametrize("size", [2, 3, 4, 16])
+def test_even_ranks_are_never_named(size: int, noise: float) -> None:
+    rng, stragglers = random.Random(size), Stragglers(size)
+    for _ in range(1000):
+        assert stragglers.step(step_of(noisy(rng, noise, size))) is None
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2, 1.0])
+@pytest.mark.parametrize("part", range(len(PARTS)), ids=PARTS)
+@pytest.mark.parametrize("size", [2, 3, 4, 16])
+def test_a_slow_rank_is_named_in_three_steps_with_its_part(
+    size: int, part: int, share: float
+) -> None:
+    rng, stragglers = random.Random(part), Stragglers(size)
+    slow = rng.randrange(size)
+    for _ in range(20):
+        stragglers.step(step_of(noisy(rng, 0.002, size)))
+    found: list[Any] = []
+    for _ in range(30):
+        own = noisy(rng, 0.002, size)
+        own[slow][part] += share * sum(PART_OF_STEP)
+        found.append(stragglers.step(step_of(own)))
+    assert found[1] is None  # two steps are an accident
+    assert all(each[:2] == (slow, PARTS[part]) for each in found[2:])
+    assert found[-1].share == pytest.approx(share / (1 + share), rel=0.15)
+    for _ in range(3):
+        stragglers.step(step_of(noisy(rng, 0.002, size)))
+    assert stragglers.slowest is None
+
+
+def test_another_rank_that_is_slower_takes_the_place() -> None:
+    rng, stragglers = random.Random(0), Stragglers(4)
+    for step in range(40):
+        own = noisy(rng, 0.002, 4)
+        own[1][0] += 5.0 * (step >= 10)
+        own[3][2] += 15.0 * (step >= 20)
+        stragglers.step(step_of(own))
+        if step == 15:
+            assert stragglers.slowest is not None
+            assert stragglers.slowest[:2] == (1, "input")
+    assert stragglers.slowest is not None
+    assert stragglers.slowest[:2] == (3, "backward")
+
+
+def test_one_slow_step_in_ten_is_not_a_slow_rank() -> None:
+    rng, stragglers = random.Random(0), Stragglers(2)
+    for step in range(500):
+        own = noisy(rng, 0.01, 2)
+        own[0][0] += 50.0 * (step % 10 == 0)
+        assert stragglers.step(step_of(own)) is None
+
+
+def test_parts_of_a_step_add_up_to_it() -> None:
+    clock = HostClock()
+    clock.lap(1)
+    assert clock.end_step() is None  # its begin was not seen
+    begin = time.perf_counter()
+    for part, seconds in ((1, 0.01), (2, 0.02), (3, 0.03)):
+        time.sleep(seconds)
+        clock.lap(part)
+    times = clock.end_step()
+    passed = 1e3 * (time.perf_counter() - begin)
+    assert times is not None
+    assert times.total == pytest.approx(passed, abs=5.0)
+    assert times.input >= 9.9
+    assert times.forward >= 19.9
+    assert times.backward >= 29.9
+
+
+def test_sleep_is_no_waiting_for_a_core_and_a_shared_core_is() -> None:
+    queue = RunQueue()
+    before = queue.seconds()
+    time.sleep(0.05)
+    assert queue.seconds() - before < 0.045
+    if not Path("/proc/self/schedstat").exists():
+        return
+    here = os.sched_getaffinity(0)
+    busy = "import time\nend = time.time() + 20\nwhile time.time() < end: pass"
+    other = subprocess.Popen([sys.executable, "-c", busy])
+    try:
+        core = {min(here)}
+        os.sched_setaffinity(other.pid, core)
+        os.sched_setaffinity(0, core)
+        time.sleep(0.3)
+        before, begin = queue.seconds(), time.perf_counter()
+        while time.perf_counter() - begin < 0.5:
+            pass
+        assert queue.seconds() - before > 0.1
+    finally:
+        os.sched_setaffinity(0, here)
+        other.kill()
+        other.wait()
+
+
+def test_each_thread_has_its_own_queue_and_its_file_is_closed() -> None:
+    def files() -> int:
+        return len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+
+    before = files()
+    queue = RunQueue()
+    found = [queue.seconds()]
+    thread = threading.Thread(target=lambda queue=queue: found.append(queue.seconds()))
+    thread.start()
+    thread.join()
+    found.append(queue.seconds())
+    assert found == sorted(found)
+    del queue
+    assert files() == before
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 3))
+
+
+def train(ddp: DistributedDataParallel, steps: int, sleep: Callable[[str], None]) -> list[Any]:
+    found = []
+    for _ in range(steps):
+        sleep("input")
+        outputs = ddp(torch.randn(8, 30))
+        sleep("forward")
+        outputs.register_hook(lambda grad: sleep("backward"))
+        outputs.square().mean().backward()
+        ddp.zero_grad()
+        found.append(ddp.metrics())
+    return found
+
+
+@pytest.mark.parametrize("part", PARTS)
+@ranks(2, 3)
+def test_the_slow_rank_is_named_on_all_ranks(part: str) -> None:
+    rank, slow = dist.get_rank(), dist.get_world_size() - 1
+
+    def even(_: str) -> None:
+        time.sleep(0.005)
+
+    def uneven(where: str) -> None:
+        time.sleep(0.005 + 0.01 * (where == part and rank == slow))
+
+    ddp = DistributedDataParallel(net(), metrics=True)
+    train(ddp, 12, even)
+    found = train(ddp, 12, uneven)[-1]
+    assert (found["slowest_rank"], found["slowest_phase"]) == (slow, part)
+    assert 0.2 < found["slowest_by"] < 0.7
+    assert found["skew_ms"] == pytest.approx(10, abs=4)
+    del found["sent_bytes"]
+    assert gather(found) == [found] * dist.get_world_size()
+    parts = ("input", "forward", "backward", "exposed", "contended")
+    assert found["step_ms"] == pytest.approx(sum(found[f"{each}_ms"] for each in parts))
+    assert train(ddp, 8, even)[-1]["slowest_rank"] is None
+
+
+@ranks(2)
+def test_it_is_said_once_by_rank_0() -> None:
+    rank = dist.get_rank()
+    logger, said = logging.getLogger("tritonddp.metrics"), _Records()
+    logger.addHandler(said)
+    logger.setLevel(logging.INFO)
+    ddp = DistributedDataParallel(net(), metrics=True)
+    train(ddp, 10, lambda _: time.sleep(0.004))
+    train(ddp, 15, lambda part: time.sleep(0.004 + 0.02 * (part == "forward" and rank)))
+    train(ddp, 8, lambda _: time.sleep(0.004))
+    logger.removeHandler(said)
+    logger.setLevel(logging.NOTSET)
+    texts = [record.getMessage() for record in said.records]
+    expected = [logging.WARNING, logging.INFO] if rank == 0 else []
+    assert [record.levelno for record in said.records] == expected, texts
+    if rank == 0:
+        assert "rank 1 is slow: its forward takes" in texts[0]
+        assert texts[0].startswith("rank 0, step ")
+        assert "no rank is slower than the others any more" in texts[1]
+
+
+@ranks(2)
+def test_shares_of_a_batch_are_in_proportion_to_the_speed() -> None:
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(net(), metrics=True)
+    with pytest.raises(RuntimeError, match="nothing is known of the speed"):
+        ddp.suggested_shares()
+    # Rank 1 takes three times as long for an item, and has half as many.
+    for _ in range(30):
+        with ddp.weighted(4 / (1 + rank)):
+            outputs = ddp(torch.randn(8, 30))
+            time.sleep(0.02 * (1.0, 1.5)[rank])
+            outputs.square().mean().backward()
+    shares = ddp.suggested_shares()
+    assert sum(shares) == pytest.approx(1)
+    assert shares[0] == pytest.approx(0.75, abs=0.06)
+    assert gather(shares) == [shares] * 2
+
+
+@ranks(2)
+def test_accumulated_backwards_belong_to_the_step_that_reduces_them() -> None:
+    ddp = DistributedDataParallel(net(), metrics=True)
+    train(ddp, 3, lambda _: None)
+    for _ in range(3):
+        with ddp.no_sync():
+            for _ in range(3):
+                train(ddp, 1, lambda _: time.sleep(0.004))
+        train(ddp, 1, lambda _: time.sleep(0.004))
+    found = train(ddp, 1, lambda _: None)[-1]
+    assert found["step"] == 7
+    for part in PARTS:
+        assert 4 * 4 <= found[f"{part}_ms"] < 4 * 4 + 15
+
+
+@ranks(2)
+def test_a_line_in_so_many_steps() -> None:
+    lines: list[str] = []
+    ddp = DistributedDataParallel(net(), metrics=True)
+    ddp.log_metrics(every=2, write=lines.append)
+    train(ddp, 6, lambda _: None)
+    assert len(lines) == (3 if dist.get_rank() == 0 else 0)
+    assert all(line.startswith(f"step {2 * n}: ") for n, line in enumerate(lines, start=1))
+    ddp.log_metrics(every=1)
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        train(ddp, 1, lambda _: None)
+    assert ("step 7: " in printed.getvalue()) == (dist.get_rank() == 0)
+    for wrong in (0, -1, 1.5, True, "often"):
+        with pytest.raises(ValueError, match="every should be"):
+            ddp.log_metrics(every=wrong)  # type: ignore[arg-type]
+
+
+@ranks(2)
+def test_without_the_option_its_methods_say_so() -> None:
+    ddp = DistributedDataParallel(net())
+    for method in (ddp.metrics, ddp.suggested_shares, ddp.log_metrics):
+        with pytest.raises(RuntimeError, match=r"rank \d: .*\(\) needs metrics=True"):
+            method()
+    with pytest.raises(RuntimeError, match="metrics"):
+        DistributedDataParallel(net(), metrics=dist.get_rank() == 0)
+    with pytest.raises(TypeError, match="metrics"):
+        DistributedDataParallel(net(), metrics="yes")  # type: ignore[arg-type]
+
+
+@ranks(1)
+def test_alone_a_rank_has_its_own_times() -> None:
+    ddp = DistributedDataParallel(net(), metrics=True)
+    found = train(ddp, 4, lambda _: time.sleep(0.002))[-1]
+    assert found["forward_ms"] >= 2
+    assert found["slowest_rank"] is None
+    assert ddp.suggested_shares() == [1.0]
+
+
+@ranks(2)
+def test_a_backward_that_breaks_off_is_no_step() -> None:
+    ddp = DistributedDataParallel(net(), metrics=True)
+    train(ddp, 4, lambda _: time.sleep(0.002))
+    outputs = ddp(torch.randn(8, 30))
+    outputs.register_hook(_fail)
+    with pytest.raises(ValueError, match="breaks off"):
+        outputs.sum().backward()
+    time.sleep(0.2)
+    found: Sequence[Any] = train(ddp, 4, lambda _: time.sleep(0.002))
+    assert all(each["step_ms"] < 150 for each in found)
+
+
+class _Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def _fail(grad: Any) -> None:
+    raise ValueError("this backward breaks off")

@@ -1,0 +1,277 @@
+"""Each rank tells its times of the last step in the next reduction: ``model.metrics()``."""
+
+from __future__ import annotations
+
+import logging
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tritonddp.comm.run import ReductionRun
+from tritonddp.coordination.counters import Counters
+from tritonddp.coordination.group import Group
+from tritonddp.features.metrics.step_times import (
+    BACKWARD,
+    EXPOSED,
+    FORWARD,
+    INPUT,
+    StepTimes,
+    clock_of,
+)
+from tritonddp.features.metrics.stragglers import Straggler, Stragglers
+from tritonddp.reducer.extension import Extension
+
+logger = logging.getLogger("tritonddp.metrics")
+
+# Whether the rest means anything, the times of a step in ms, and the items of the backward.
+_TIMES = len(StepTimes._fields)
+_REPORT = struct.Struct(f"<?{_TIMES + 1}f")
+
+# Of the last step and of the ones before it, for shares of a batch.
+_SMOOTHING = 0.2
+
+
+class Metrics(Extension):
+    """Measures the parts of each step on this rank, and hears of those of the others.
+
+    What it says is a step old: that of which all is known when the next reduction begins. On a GPU
+    it may be older. It takes one look at the clock where a part of a step ends, and no collective.
+    """
+
+    reads_device = "how long the parts of a step take (metrics)"
+    report_nbytes = _REPORT.size
+
+    def __init__(self, group: Group, device: torch.device, counters: Counters) -> None:
+        self._group = group
+        self._counters = counters
+        self._clock = clock_of(device)
+        self._mine: StepTimes | None = None  # of the last step
+        self._items = 1.0  # that its gradients counted
+        self._sent_before = 0  # bytes before the last step, and in it
+        self._sent = 0
+        self._steps = 0
+        self._ranks: list[StepTimes] = []  # of all of them, in the last step that all told of
+        self._speeds: list[float] = []  # items a millisecond, by rank
+        self._stragglers = Stragglers(group.size)
+        self._slowest: Straggler | None = None
+        self._where = ""
+        self._every = 0  # a line in so many steps
+        self._write: Callable[[str], None] = logger.info
+
+    # The parts of a step
+
+    def on_forward(self) -> None:
+        """A forward begins whose backward may be reduced."""
+        self._clock.lap(FORWARD)
+
+    def on_buffers(self) -> None:
+        """It has waited for the buffers of another rank."""
+        self._clock.lap(FORWARD, EXPOSED)
+
+    def on_begin(self, run: ReductionRun) -> None:
+        """A backward begins."""
+        self._where = run.where
+        if run.reached:
+            self._clock.lap(BACKWARD)
+
+    def on_compute_end(self, run: ReductionRun) -> None:
+        """The engine is through."""
+        self._clock.lap(INPUT if run.is_local else EXPOSED)
+
+    def on_end(self, run: ReductionRun) -> None:
+        """A reduction is over: a step is."""
+        if not run.reached:  # of what was accumulated, on request
+            return
+        self._mine = self._clock.end_step()
+        self._items = 1.0 if run.weight is None else run.weight.items
+        sent = self._counters.sent_bytes
+        self._sent, self._sent_before = sent - self._sent_before, sent
+        self._steps += 1
+        if self._group.size == 1 and self._mine is not None:
+            self._take([self._mine], [self._items])
+        if self._every and self._steps % self._every == 0 and self._group.rank == 0:
+            self._write(self._line())
+
+    def on_abort(self, run: ReductionRun) -> None:
+        """What has passed is no step."""
+        self._clock.drop_step()
+        self._mine = None
+
+    # What ranks tell each other
+
+    def report(self, run: ReductionRun) -> bytes:
+        """See :meth:`Extension.report`."""
+        if self._mine is None:
+            return bytes(_REPORT.size)
+        mine, self._mine = self._mine, None
+        return _REPORT.pack(True, *mine, self._items)
+
+    def take_reports(self, reports: Sequence[bytes]) -> None:
+        """See :meth:`Extension.take_reports`."""
+        said = list(map(_REPORT.unpack, reports))
+        if all(each[0] for each in said):
+            self._take([StepTimes(*each[1:-1]) for each in said], [each[-1] for each in said])
+
+    def _take(self, ranks: list[StepTimes], items: list[float]) -> None:
+        self._ranks = ranks
+        speeds = [
+            each / (times.forward + times.backward) if times.forward + times.backward > 0 else 0.0
+            for each, times in zip(items, ranks, strict=True)
+        ]
+        if not self._speeds:
+            self._speeds = speeds
+        for rank, speed in enumerate(speeds):
+            if speed > 0:
+                self._speeds[rank] += _SMOOTHING * (speed - self._speeds[rank])
+        before, now = self._slowest, self._stragglers.step(ranks)
+        self._slowest = now
+        if self._group.rank == 0 and (before and before[:2]) != (now and now[:2]):
+            self._tell(now)
+
+    def _tell(self, slowest: Straggler | None) -> None:
+        """Once for each change."""
+        if slowest is None:
+            logger.info("%s: no rank is slower than the others any more", self._where)
+            return
+        times = self._ranks[slowest.rank]
+        logger.warning(
+            "%s: rank %d is slow: its %s takes %.0f %% of a step longer than on other ranks, which "
+            "wait for it (last: input %.1f, forward %.1f, backward %.1f ms)",
+            self._where,
+            slowest.rank,
+            slowest.part,
+            100 * slowest.share,
+            *times[:3],
+        )
+
+    # What users read
+
+    def metrics(self) -> dict[str, float | int | str | None]:
+        """See :meth:`tritonddp.DistributedDataParallel.metrics`."""
+        ranks, slowest = self._ranks, self._slowest
+        mean: StepTimes | None = None
+        if ranks:
+            mean = StepTimes(*(sum(part) / len(ranks) for part in zip(*ranks, strict=True)))
+        own = [each.own for each in ranks]
+        return {
+            "step": self._steps,
+            "step_ms": mean and mean.total,
+            "input_ms": mean and mean.input,
+            "forward_ms": mean and mean.forward,
+            "backward_ms": mean and mean.backward,
+            "exposed_ms": mean and mean.exposed,
+            "contended_ms": mean and mean.contended,
+            "skew_ms": max(own) - min(own) if own else None,
+            "sent_bytes": self._sent,
+            "slowest_rank": slowest and slowest.rank,
+            "slowest_phase": slowest and slowest.part,
+            "slowest_by": slowest and slowest.share,
+        }
+
+    def shares(self) -> list[float]:
+        """See :meth:`tritonddp.DistributedDataParallel.suggested_shares`."""
+        if not self._speeds or min(self._speeds) <= 0:
+            raise RuntimeError(
+                f"rank {self._group.rank}: nothing is known of the speed of all ranks yet: make "
+                "some steps first"
+            )
+        total = sum(self._speeds)
+        return [speed / total for speed in self._speeds]
+
+    def log(self, every: int, write: Callable[[str], None] | None) -> None:
+        """See :meth:`tritonddp.DistributedDataParallel.log_metrics`."""
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise ValueError(f"every should be a number of steps from 1 on, got {every!r}")
+        if write is None:
+            write = logger.info if logger.isEnabledFor(logging.INFO) else _to_stderr
+        self._every, self._write = every, write
+
+    def _line(self) -> str:
+        found = self.metrics()
+        if found["step_ms"] is None:
+            return f"step {self._steps}: nothing is known of its times yet"
+        parts = ", ".join(f"{part} {found[f'{part}_ms']:.1f}" for part in StepTimes._fields)
+        text = (
+            f"step {self._steps}: {found['step_ms']:.1f} ms ({parts}), "
+            f"skew {found['skew_ms']:.1f} ms, {self._sent / 1e6:.2f} MB sent"
+        )
+        if self._slowest is None:
+            return text
+        slowest = self._slowest
+        return f"{text}; rank {slowest.rank} is slow in its {slowest.part}: {slowest.share:.0%}"
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# Methods of tritonddp.DistributedDataParallel, of which ``model`` is one.
+
+
+def metrics(model: Any) -> dict[str, float | int | str | None]:
+    """How long steps take, and whom the others wait for. Needs ``metrics=True``.
+
+    Of the last step that all ranks have told of: the one before the last, on a GPU perhaps an
+    earlier one. Alike on all ranks but for ``sent_bytes``. ``None`` is what is not known. A step
+    lasts from the end of one reduction to the end of the next.
+
+    Returns:
+        ``step``, reductions so far; ``step_ms`` and its parts, means over the ranks: ``input_ms``
+        (data, optimizer, the rest), ``forward_ms`` (with the loss), ``backward_ms``,
+        ``exposed_ms``, synchronisation that nothing hid, and on the CPU ``contended_ms``, in which
+        the thread was ready to run and had no core (the other parts are without it); ``skew_ms``,
+        by which the slowest rank is ready later than the fastest; ``sent_bytes`` through the
+        process group by this rank in the last step.
+        ``slowest_rank``, where one is later than the others by some 5 % of a step, in several
+        steps; then ``slowest_phase`` is ``"input"``, ``"forward"`` or ``"backward"``, and
+        ``slowest_by`` the share of a step. Rank 0 logs changes of that in ``tritonddp.metrics``,
+        as warnings.
+
+    Raises:
+        RuntimeError: the module was wrapped without ``metrics=True``.
+    """
+    return _of(model, "metrics()").metrics()
+
+
+def suggested_shares(model: Any) -> list[float]:
+    """How to split a global batch over unequal ranks, so that all end together.
+
+    By rank, in proportion to the items (of ``weighted(n)``, else one a backward) that each does in
+    a millisecond of forward and backward, over some ten steps. They add up to 1. Ranks whose
+    batches differ in size already make their backwards in ``weighted(n)``. Needs ``metrics=True``.
+
+    Raises:
+        RuntimeError: the module was wrapped without that, or no step is known yet.
+
+    Example::
+
+        n = round(global_batch * model.suggested_shares()[rank])
+    """
+    return _of(model, "suggested_shares()").shares()
+
+
+def log_metrics(model: Any, every: int = 100, write: Callable[[str], None] | None = None) -> None:
+    """Have rank 0 write a line about ``metrics()`` in one of ``every`` steps from now on.
+
+    Args:
+        every: reduced backwards.
+        write: takes the line; by default the logger ``tritonddp.metrics`` at level INFO if that is
+            on, else stderr.
+
+    Raises:
+        RuntimeError: the module was wrapped without ``metrics=True``.
+        ValueError: ``every`` is no whole number from 1 on.
+    """
+    _of(model, "log_metrics()").log(every, write)
+
+
+def _of(model: Any, method: str) -> Metrics:
+    for each in model.core.events.extensions:
+        if isinstance(each, Metrics):
+            return each
+    raise RuntimeError(
+        f"rank {model.group.rank}: {method} needs metrics=True when the module is wrapped"
+    )
