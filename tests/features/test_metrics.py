@@ -292,9 +292,9 @@ def test_a_backward_that_breaks_off_is_no_step() -> None:
     outputs.register_hook(_fail)
     with pytest.raises(ValueError, match="breaks off"):
         outputs.sum().backward()
-    time.sleep(0.2)
+    time.sleep(0.5)
     found: Sequence[Any] = train(ddp, 4, lambda _: time.sleep(0.002))
-    assert all(each["step_ms"] < 150 for each in found)
+    assert all(each["input_ms"] < 400 for each in found)
 
 
 class _Records(logging.Handler):
