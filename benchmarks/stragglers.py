@@ -11,6 +11,7 @@ sleeps, and nobody is to be named. Last, with 2 ranks, steps with and without th
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import sys
@@ -81,19 +82,15 @@ def injections(count: int, rng: random.Random) -> list[dict[str, Any]]:
         length = torch.tensor(training.seconds(CALM))
         dist.all_reduce(length, dist.ReduceOp.MAX)
         training.sleeps[part] = share * float(length) * (rank == slow)
-        named, at, said = None, 0, training.model.metrics()["slowest_rank"]
-        for at in range(1, WITHIN + 1):
+        named, steps, before = None, 0, training.model.metrics()["slowest_rank"]
+        while named is None and steps < WITHIN:
             training.step()
+            steps += 1
             metrics = training.model.metrics()
             if metrics["slowest_rank"] is not None:
                 named = metrics["slowest_rank"], metrics["slowest_phase"]
-                break
-        found.append(
-            {
-                **{"ranks": size, "share": share, "part": part, "before": said is not None},
-                **{"named": named is not None, "right": named == (slow, part), "steps": at},
-            }
-        )
+        one = {"ranks": size, "share": share, "part": part, "before": before, "steps": steps}
+        found.append({**one, "named": named is not None, "right": named == (slow, part)})
     return found
 
 
@@ -137,8 +134,10 @@ def rank_main(arguments: argparse.Namespace) -> None:
 
 def report(result: dict[str, Any]) -> None:
     """Print a world's result."""
-    print(f"\n{result['ranks']} ranks: {result['even']['named']} named in "
-          f"{result['even']['steps']} even steps")  # fmt: skip
+    print(
+        f"\n{result['ranks']} ranks: {result['even']['named']} named in "
+        f"{result['even']['steps']} even steps"
+    )
     print("  share   named soon   named   wrong part or rank   steps, median")
     for share in sorted({each["share"] for each in result["injections"]}):
         those = [each for each in result["injections"] if each["share"] == share]
@@ -151,8 +150,10 @@ def report(result: dict[str, Any]) -> None:
             f"  {share:5.0%} {soon:6} of {total:2} {len(named):3} of {total:2} {wrong:12} {median:>20}"
         )
     if "cost" in result:
-        print(f"  a step with metrics / without: {Ratio(**result['cost']['ratio'])}, "
-              f"{result['cost']['extra_us']:.0f} us more")  # fmt: skip
+        print(
+            f"  a step with metrics / without: {Ratio(**result['cost']['ratio'])}, "
+            f"{result['cost']['extra_us']:.0f} us more"
+        )
 
 
 def main() -> None:
@@ -167,8 +168,6 @@ def main() -> None:
     if "RANK" in os.environ:
         rank_main(arguments)
         return
-    import json
-
     facts = machine.describe()
     print(machine.summary(facts))
     worlds = []
