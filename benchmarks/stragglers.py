@@ -146,9 +146,8 @@ def report(result: dict[str, Any]) -> None:
         wrong = sum(each["named"] and not each["right"] for each in those)
         median = named[len(named) // 2] if named else "-"
         total = len(those)
-        print(
-            f"  {share:5.0%} {soon:6} of {total:2} {len(named):3} of {total:2} {wrong:12} {median:>20}"
-        )
+        counts = f"{soon:6} of {total:2} {len(named):3} of {total:2}"
+        print(f"  {share:5.0%} {counts} {wrong:12} {median:>20}")
     if "cost" in result:
         print(
             f"  a step with metrics / without: {Ratio(**result['cost']['ratio'])}, "
