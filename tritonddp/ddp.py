@@ -359,6 +359,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             and self._check_sync_bufs_pre_fwd()
         ):
             self._sync_buffers()
+            for call in self.core.events.on_buffers:
+                call()
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             by_side_stream = self.use_side_stream_for_tensor_copies

@@ -18,6 +18,7 @@ from tritonddp.features.metrics.step_times import (
     EXPOSED,
     FORWARD,
     INPUT,
+    NAMES,
     StepTimes,
     clock_of,
 )
@@ -27,8 +28,7 @@ from tritonddp.reducer.extension import Extension
 logger = logging.getLogger("tritonddp.metrics")
 
 # Whether the rest means anything, the times of a step in ms, and the items of the backward.
-_TIMES = len(StepTimes._fields)
-_REPORT = struct.Struct(f"<?{_TIMES + 1}f")
+_REPORT = struct.Struct(f"<?{len(NAMES) + 1}f")
 
 # Of the last step and of the ones before it, for shares of a batch.
 _SMOOTHING = 0.2
@@ -193,7 +193,7 @@ class Metrics(Extension):
         found = self.metrics()
         if found["step_ms"] is None:
             return f"step {self._steps}: nothing is known of its times yet"
-        parts = ", ".join(f"{part} {found[f'{part}_ms']:.1f}" for part in StepTimes._fields)
+        parts = ", ".join(f"{part} {found[f'{part}_ms']:.1f}" for part in NAMES)
         text = (
             f"step {self._steps}: {found['step_ms']:.1f} ms ({parts}), "
             f"skew {found['skew_ms']:.1f} ms, {self._sent / 1e6:.2f} MB sent"

@@ -49,7 +49,8 @@ class StepTimes(NamedTuple):
         return sum(self)
 
 
-INPUT, FORWARD, BACKWARD, EXPOSED, CONTENDED = range(5)
+NAMES = ("input", "forward", "backward", "exposed", "contended")
+INPUT, FORWARD, BACKWARD, EXPOSED, CONTENDED = range(len(NAMES))
 
 
 class RunQueue:
@@ -94,7 +95,7 @@ class HostClock:
         self._part = INPUT
         self._last: float | None = None
         self._last_wait = 0.0
-        self._times = [0.0] * len(StepTimes._fields)
+        self._times = [0.0] * len(NAMES)
 
     def lap(self, part: int, of: int | None = None) -> None:
         """``part`` begins now. What has passed since the last call was another one: ``of``."""
@@ -147,7 +148,7 @@ class DeviceClock:
             found = self._over.popleft()
         if found is None:
             return None
-        times = [0.0] * len(StepTimes._fields)
+        times = [0.0] * len(NAMES)
         for (_, begin), (part, end) in pairwise(found):
             times[part] += begin.seconds_to(end) * 1e3
         return StepTimes(*times)

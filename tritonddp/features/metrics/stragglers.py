@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from math import sqrt
 from typing import NamedTuple
 
-from tritonddp.features.metrics.step_times import StepTimes
+from tritonddp.features.metrics.step_times import NAMES, StepTimes
 
-PARTS = StepTimes._fields[:3]  # that are a rank's own
+PARTS = NAMES[:3]  # that are a rank's own
 
 # Shares of a step. 5 % are to be named: what is measured of them may be less.
 _LEAST = 0.035
@@ -82,7 +82,7 @@ class Stragglers:
         slowest = self.slowest
         if slowest is not None:
             late = _median(list(self._late[slowest.rank])[-_WINDOWS[0] :])
-            slowest = self.slowest = None if late < _OVER else slowest._replace(share=late)
+            slowest = self.slowest = None if late < _OVER else Straggler(*slowest[:2], late)
             if slowest is None:  # windows begin anew, or some would still hold its steps
                 for steps in self._late:
                     steps.clear()
