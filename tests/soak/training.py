@@ -68,6 +68,7 @@ class Training:
             lazy_bucket_allocation=life.lazy,
             reduce_dtype=life.wire and getattr(torch, life.wire),
             compression=life.kind.compression,
+            check_drift="raise" if life.check_drift else None,
         )
         _register(self._ddp, life.hook)
         if state is not None:

@@ -116,6 +116,8 @@ def compare_parameters(
         ranks = [rank for rank, row in enumerate(rows) if row[0]]
         columns = zip(*(rows[rank][1:] for rank in ranks), strict=True)
         differing = [number for number, column in enumerate(columns) if len(set(column)) > 1]
+        if not differing:
+            return [], []
         return differing, _lines(items, sums, differing, group, device, ranks)
 
 

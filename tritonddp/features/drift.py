@@ -102,13 +102,12 @@ class DriftCheck(Extension):
         """
         if run.is_captured:
             return _NOTHING  # replays would say it again
-        is_on_gpu = self._device.type == "cuda"
         earlier, readback = self._last, self._readback
         # (A rank that has missed a report goes on where the others are.)
-        following = self._last + 1 if self._said == self._heard else self._heard + is_on_gpu
+        following = self._last + 1 if self._said == self._heard else self._heard + self._is_late
         self._last = following % SLICES
         total = self._hash(self._last)
-        if not is_on_gpu:
+        if not self._is_late:
             self._said = self._last + 1
             return bytes((self._said, *total.view(torch.uint8).tolist()[1:]))
         came = None if readback is None else readback.peek()
@@ -147,6 +146,7 @@ class DriftCheck(Extension):
         """All parameters in a row, but for those whose values the ranks have not shared yet."""
         self._seen, self._seen_added = self._parameters.params, self._parameters.added
         self._device = self._seen[0][1].device if self._seen else torch.device("cpu")
+        self._is_late = self._device.type == "cuda"  # hashes come to the host when they may
         added = {param for _, param in self._seen_added}
         self._named = [
             (name, param) for name, param in self._seen if param not in added and _has_bytes(param)
@@ -188,7 +188,8 @@ class DriftCheck(Extension):
                 batches[-1].append(piece[:room])
                 room, piece = room - len(batches[-1][-1]), piece[room:]
         for batch in batches:
-            if all((piece.data_ptr() | len(piece)) % _WORD == 0 for piece in batch):
+            places = ((p.data_ptr(), p.storage_offset(), len(p)) for p in batch)
+            if not any(each % _WORD for place in places for each in place):
                 batch[:] = [piece.view(torch.int32) for piece in batch]
         return _Slice(params, list(map(_address, params)), batches, is_copied)
 
@@ -239,20 +240,22 @@ class DriftCheck(Extension):
         assert self._due is not None
         (number, partition), self._due = self._due, None
         self._lay_out()  # as the ranks hold them now
-        counts = not (run.source.is_empty or run.source is GradSource.BROKEN)
+        counts = not run.source.is_empty
         try:
             numbers, lines = self._compare(self._named, self._group, run.where, counts)
         except RuntimeError as error:
             if error.__cause__ is not None:  # the comparison itself has failed
                 raise
             # The ranks do not even have the same parameters: all of them are told so.
-            self._note(range(len(self._named)))
+            if self._mode == "warn":
+                self._known = dict.fromkeys(range(SLICES))
             return str(error)
-        if self._mode == "warn" or not numbers:  # it was another order in memory, or has passed
+        if not numbers:  # it was another order in memory, or has passed
             self._known[number] = partition
-        if not numbers:
             return None
-        self._note(numbers)
+        if self._mode == "warn":
+            self._note(numbers)
+            self._known[number] = partition
         again = "" if self._mode == "raise" else " It is said again when others differ."
         return "\n".join(
             [
@@ -266,19 +269,18 @@ class DriftCheck(Extension):
 
     def _note(self, numbers: Sequence[int]) -> None:
         """All ranks know that these parameters differ, in whichever of their slices."""
-        if self._mode == "warn":
-            differing = set(numbers)
-            for number in range(SLICES):
-                if not differing.isdisjoint(self._inside(number)):
-                    self._known.setdefault(number, None)
+        differing = set(numbers)
+        for number in range(SLICES):
+            if not differing.isdisjoint(self._inside(number)):
+                self._known.setdefault(number, None)
 
 
 def _has_bytes(param: Tensor) -> bool:
     """Whether it is in memory as it is. (Not so what consists of other tensors.)"""
-    is_plain = param.layout is torch.strided and not hasattr(param, "__tensor_flatten__")
-    return (
-        is_plain and param.device.type != "meta" and not isinstance(param, UninitializedParameter)
-    )
+    if hasattr(param, "__tensor_flatten__") or isinstance(param, UninitializedParameter):
+        return False
+    is_there = param.layout is torch.strided and param.device.type != "meta"
+    return is_there and (param.data_ptr() != 0 or not param.numel())  # or it was freed
 
 
 def _bytes_of(param: Tensor) -> Tensor:
@@ -292,7 +294,5 @@ def _bytes_of(param: Tensor) -> Tensor:
 def _keys(device: torch.device) -> Tensor:
     """Random numbers, the same on all ranks: int64, for words and for their sums."""
     generator = torch.Generator().manual_seed(0x64726966)
-    least, most = -(2**63), 2**63 - 1
-    return torch.randint(least, most, (_WORDS + _SUMS,), generator=generator, device="cpu").to(
-        device
-    )
+    numbers = torch.empty(_WORDS + _SUMS, dtype=torch.int64, device="cpu")
+    return numbers.random_(-(2**63), None, generator=generator).to(device)
