@@ -56,7 +56,7 @@ class _Slice:
     Attributes:
         params, addresses: whose bytes these are, and where they were.
         batches: of pieces, words where all are whole ones, else bytes; views of the parameters.
-        is_copied: they are copies of parameters that have gaps in memory, good for once.
+        is_copied: they are copies, of parameters with gaps in memory or on another device.
     """
 
     params: Sequence[Tensor]
@@ -132,15 +132,15 @@ class DriftCheck(Extension):
             found = self._cut(number)
             if not found.is_copied:
                 self._slices[number] = found
-        device, keys, sums = self._device, _keys(self._device), []
+        keys, sums = _keys(self._device), []
         for batch in found.batches:
-            words = torch.cat([piece.to(device) for piece in batch]).view(torch.int32).long()
+            words = torch.cat(batch).view(torch.int32).long()
             sums.append(words.mul_(keys[: len(words)]).sum().view(1))
         while len(sums) > 1:  # these again, by other numbers
             words = torch.cat(sums).view(torch.int32).long()
             parts = words.split(_SUMS)
             sums = [part.mul(keys[_WORDS:][: len(part)]).sum().view(1) for part in parts]
-        return sums[0] if sums else torch.zeros(1, dtype=torch.int64, device=device)
+        return sums[0] if sums else torch.zeros(1, dtype=torch.int64, device=self._device)
 
     def _lay_out(self) -> None:
         """All parameters in a row, but for those whose values the ranks have not shared yet."""
@@ -173,7 +173,7 @@ class DriftCheck(Extension):
         params = [self._named[each][1] for each in self._inside(number)]
         pieces, is_copied = [], False
         for each, param in zip(self._inside(number), params, strict=True):
-            row, start = _bytes_of(param), self._ends[each]
+            row, start = _bytes_of(param).to(self._device), self._ends[each]
             is_copied = is_copied or row.data_ptr() != param.data_ptr()
             pieces.append(row[max(0, begin - start) : end - start])
         if (rest := (begin - end) % _WORD) and params:
