@@ -173,9 +173,10 @@ class DriftCheck(Extension):
         params = [self._named[each][1] for each in self._inside(number)]
         pieces, is_copied = [], False
         for each, param in zip(self._inside(number), params, strict=True):
-            row, start = _bytes_of(param).to(self._device), self._ends[each]
-            is_copied = is_copied or row.data_ptr() != param.data_ptr()
-            pieces.append(row[max(0, begin - start) : end - start])
+            row, start = _bytes_of(param), self._ends[each]
+            piece = row[max(0, begin - start) : end - start].to(self._device)
+            is_copied |= row.data_ptr() != param.data_ptr() or param.device != self._device
+            pieces.append(piece)
         if (rest := (begin - end) % _WORD) and params:
             pieces.append(torch.zeros(rest, dtype=torch.uint8, device=self._device))
         batches: list[list[Tensor]] = []
