@@ -8,6 +8,9 @@ Writes into the folder, for each model,
 - ``timeline-<model>.trace.json.gz``: all of them, for https://ui.perfetto.dev or chrome://tracing,
 
 and ``timeline.json`` with their times. It is rank 0's view, since ranks have clocks of their own.
+With ``--all-ranks`` also ``timeline-<model>-ranks.png`` and a trace of all of them, by one clock;
+the rank that the others wait for is marked. ``--slow 1 20`` has rank 1 sleep 20 ms in each.
+
 Tracing must not change gradients, which is checked first. It does cost time: backwards without it
 are timed before and after the traced ones and stand beside them.
 """
@@ -33,7 +36,7 @@ from models import CASES, Batch, Case, loss
 from ranks import Ranks, process_group
 
 import tritonddp
-from tritonddp.diagnostics.timeline import Backward
+from tritonddp.diagnostics.timeline import Backward, Timeline
 
 DISCARDED = 5  # backwards at first: buckets are formed anew after the first, allocators settle
 
@@ -41,6 +44,7 @@ DISCARDED = 5  # backwards at first: buckets are formed anew after the first, al
 def main() -> None:
     options = _options()
     from timeline_plot import draw  # before anything runs: it says so if matplotlib is missing
+    from timeline_ranks import draw as draw_ranks
 
     with process_group(options.backend) as ranks:
         facts = machine.describe()
@@ -50,10 +54,9 @@ def main() -> None:
             print(f"{ranks.world_size} ranks over {ranks.backend} on {ranks.device.type}; ms")
         results = {}
         for name in options.models:
-            timeline, result = measure(
-                CASES[name], ranks, options.steps, options.views, options.bucket_cap_mb
-            )
+            timeline, result = measure(CASES[name], ranks, options)
             results[name] = result
+            everybody = timeline.gather() if options.all_ranks else []
             if ranks.rank == 0:
                 timeline.save_chrome_trace(options.out / f"timeline-{name}.trace.json.gz")
                 draw(
@@ -63,6 +66,14 @@ def main() -> None:
                     details=_details(timeline.backwards, ranks),
                 )
                 print(table(name, result), flush=True)
+                if everybody:
+                    path = options.out / f"timeline-{name}-ranks"
+                    timeline.save_chrome_trace(path.with_suffix(".trace.json.gz"), everybody)
+                    picture, number = path.with_suffix(".png"), median_number(timeline.backwards)
+                    details = (
+                        f"{ranks.world_size} ranks over {ranks.backend} on {ranks.device.type}"
+                    )
+                    draw_ranks(everybody, number, picture, name, details)
         if ranks.rank == 0:
             content = {
                 "benchmark": "timeline",
@@ -79,16 +90,22 @@ def main() -> None:
 
 
 def measure(
-    case: Case, ranks: Ranks, steps: int, views: bool, bucket_cap_mb: float | None
-) -> tuple[tritonddp.diagnostics.timeline.Timeline, dict[str, Any]]:
-    """Trace ``steps`` backwards of a model, with as many untraced ones around; collective.
+    case: Case, ranks: Ranks, options: argparse.Namespace
+) -> tuple[Timeline, dict[str, Any]]:
+    """Trace ``--steps`` backwards of a model, with as many untraced ones around; collective.
 
     Fewer where a deadline comes first.
     """
     batch = case.batch(ranks.device, seed=ranks.rank)
+    steps, module = options.steps, case.model(ranks.device)
     model = tritonddp.DistributedDataParallel(
-        case.model(ranks.device), gradient_as_bucket_view=views, bucket_cap_mb=bucket_cap_mb
+        module,
+        gradient_as_bucket_view=options.views,
+        bucket_cap_mb=options.bucket_cap_mb,
     )
+    if options.slow and ranks.rank == options.slow[0]:
+        params = [param for param in module.parameters() if param.requires_grad]
+        params[len(params) // 2].register_hook(lambda _: time.sleep(options.slow[1] / 1e3))
     for _ in range(DISCARDED):
         _backward(model, batch, ranks)
     check(model, batch, ranks)
@@ -127,7 +144,13 @@ def check(model: nn.Module, batch: Batch, ranks: Ranks) -> None:
 
 def median(backwards: list[Backward]) -> Backward:
     """The one whose exposed time is the (lower) median."""
-    return sorted(backwards, key=lambda each: each.exposed)[(len(backwards) - 1) // 2]
+    return backwards[median_number(backwards)]
+
+
+def median_number(backwards: list[Backward]) -> int:
+    """Its number."""
+    numbers = sorted(range(len(backwards)), key=lambda each: backwards[each].exposed)
+    return numbers[(len(backwards) - 1) // 2]
 
 
 def table(name: str, result: dict[str, Any]) -> str:
@@ -180,6 +203,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=9, help="traced backwards (default 9)")
     parser.add_argument("--views", action="store_true", help="gradient_as_bucket_view")
     parser.add_argument("--bucket-cap-mb", type=float, help="default: that of the class")
+    parser.add_argument("--all-ranks", action="store_true", help="draw those of all ranks, too")
+    parser.add_argument("--slow", nargs=2, type=int, metavar=("RANK", "MS"), help="a rank sleeps")
     parser.add_argument("--backend", help="default: nccl with a CUDA device, else gloo")
     parser.add_argument("--out", type=Path, required=True, help="folder for all that is written")
     options = parser.parse_args()

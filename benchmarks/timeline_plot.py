@@ -24,14 +24,14 @@ except ImportError as error:
 
 # Okabe and Ito's palette, which colour-blind eyes tell apart, some darker, for white letters. Two
 # shades alternate from bucket to bucket.
-_COMPUTE = "#5b6670"
+COMPUTE = "#5b6670"
 _GRADIENT = ("#1a1a1a", "#8c8c8c")
 _FLATTEN = ("#00694d", "#39c29b")
 _UNFLATTEN = ("#8a3d6a", "#d99abd")
-_HIDDEN = "#0072b2"
-_EXPOSED = "#c85000"
+HIDDEN = "#0072b2"
+EXPOSED = "#c85000"
 _EXPOSED_BAND = "#fbe3d3"
-_SMALL_PRINT = "#444444"
+SMALL_PRINT = "#444444"
 
 _WIDTH = 11.0  # inches, as all lengths below
 _LEFT, _RIGHT, _TOP, _BOTTOM = 1.25, 0.3, 0.76, 0.55
@@ -56,7 +56,8 @@ def draw(backward: Backward, path: Path, what: str, details: str) -> None:
     pyplot.close(figure)
 
 
-def _ms(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
+    """In words."""
     return f"{seconds * 1e3:.1f}" if seconds >= 0.01 else f"{seconds * 1e3:.2f}"
 
 
@@ -150,30 +151,29 @@ class Picture:
         if backward.reduced:
             share = 100 * backward.exposed / backward.seconds
             title = (
-                f"{what}: {_ms(backward.exposed)} ms of synchronisation exposed, "
-                f"{share:.0f}% of a backward of {_ms(backward.seconds)} ms"
+                f"{what}: {milliseconds(backward.exposed)} ms of synchronisation exposed, "
+                f"{share:.0f}% of a backward of {milliseconds(backward.seconds)} ms"
             )
         else:
-            title = (
-                f"{what}: nothing is sent, a backward of {_ms(backward.seconds)} ms under no_sync"
-            )
+            length = milliseconds(backward.seconds)
+            title = f"{what}: nothing is sent, a backward of {length} ms under no_sync"
         left, right, height = _LEFT / _WIDTH, 1 - _RIGHT / _WIDTH, self.figure.get_figheight()
         write = self.figure.text
         write(left, 1 - 0.14 / height, title, fontsize=12, fontweight="bold", va="top")
-        write(left, 1 - 0.43 / height, details, fontsize=9, color=_SMALL_PRINT, va="top")
+        write(left, 1 - 0.43 / height, details, fontsize=9, color=SMALL_PRINT, va="top")
         if len(backward.buckets) > 1:
             note = "shades alternate from bucket to bucket"
-            write(right, 0.1 / height, note, fontsize=8, color=_SMALL_PRINT, ha="right")
+            write(right, 0.1 / height, note, fontsize=8, color=SMALL_PRINT, ha="right")
 
     def _draw_compute(self) -> None:
         compute_ended = self._time(self._backward.compute_ended)
-        spans = [("compute", 0.0, compute_ended, _COMPUTE)]
+        spans = [("compute", 0.0, compute_ended, COMPUTE)]
         if self._backward.exposed:
-            spans.append(("exposed", compute_ended, self._end, _EXPOSED))
+            spans.append(("exposed", compute_ended, self._end, EXPOSED))
         for name, start, end, colour in spans:
             self._bar(self._compute, start, end, colour)
             seconds = (end - start) / 1e3
-            for text in (f"{name} {_ms(seconds)} ms", name):
+            for text in (f"{name} {milliseconds(seconds)} ms", name):
                 if self._length(text, 9) <= end - start:
                     self._write(text, (start + end) / 2, self._compute, 9, "white", "center")
                     break
@@ -207,8 +207,8 @@ class Picture:
             start, end = self._time(bucket.launched), self._time(bucket.completed)
             end = max(end, start + self._narrowest)
             self._bar(row, start - self._narrowest, start, "white")  # another may end here
-            self._bar(row, start, min(end, max(start, compute_ended)), _HIDDEN)
-            self._bar(row, max(start, compute_ended), max(end, compute_ended), _EXPOSED)
+            self._bar(row, start, min(end, max(start, compute_ended)), HIDDEN)
+            self._bar(row, max(start, compute_ended), max(end, compute_ended), EXPOSED)
             free_behind = self._end - end if last[lane] is bucket else 0.0
             free_before = start if bucket.index == lanes.index(lane) else 0.0
             self._label_bucket(bucket, row, start, end, free_before, free_behind)

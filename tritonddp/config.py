@@ -26,10 +26,12 @@ from tritonddp.comm.peer_memory import PeerMemory
 from tritonddp.comm.symmetric_memory import SymmetricMemory
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
+from tritonddp.diagnostics.check_sync import compare_parameters
 from tritonddp.features.auto_compression.planner import AutoPlanner
 from tritonddp.features.auto_compression.probe import Figures
 from tritonddp.features.check_finite import FiniteCheck, check_mode
 from tritonddp.features.delayed_params import DeferredBuckets, Delay
+from tritonddp.features.drift import DriftCheck
 from tritonddp.features.metrics.metrics import Metrics
 from tritonddp.features.mixed_precision import check_mixed_precision
 from tritonddp.features.unused_params import SkipUnused, StrictUnused
@@ -62,6 +64,7 @@ class DDPConfig:
     lazy: bool  # lazy_bucket_allocation
     skip_unused: bool  # skip_all_reduce_unused_params
     check_finite: str | None
+    check_drift: str | None
     transport: str
     metrics: bool
     options: dict[str, Any]  # what has to be alike on all ranks, by name
@@ -82,6 +85,7 @@ class DDPConfig:
         given = SimpleNamespace(**arguments)
         devices = {param.device for _, param in params}
         check_mode(given.check_finite)
+        check_mode(given.check_drift, "check_drift")
         check_transport(given.transport, group, devices)
         check_flags({name: arguments[name] for name in FLAGS})
         if given.mixed_precision is not None:
@@ -108,7 +112,7 @@ class DDPConfig:
         options: dict[str, Any] = {"bucket sizes": caps.limits, "transport": given.transport}
         if delay is not None:
             options["delayed"] = sorted(caps.delayed)
-        for name in ("mixed_precision", "reduce_dtype", "check_finite"):
+        for name in ("mixed_precision", "reduce_dtype", "check_finite", "check_drift"):
             if arguments[name] is not None:
                 options[name] = arguments[name]
         if given.metrics:
@@ -119,6 +123,7 @@ class DDPConfig:
             lazy=bool(given.lazy_bucket_allocation),
             skip_unused=bool(given.skip_all_reduce_unused_params),
             check_finite=given.check_finite,
+            check_drift=given.check_drift,
             transport=given.transport,
             metrics=bool(given.metrics),
             options=options | wire_options,
@@ -145,7 +150,7 @@ class DDPConfig:
             lazy=self.lazy,
             check_finite=self.check_finite is not None,
             peer_memory=self._peer_memory(group, parameters),
-            reporters=self.reporters(group, device, counters),
+            reporters=self.reporters(parameters, group, device, counters),
         )
         extensions: list[Extension] = []
         if is_strict:
@@ -164,9 +169,18 @@ class DDPConfig:
             core.events.install(extension)
         return core
 
-    def reporters(self, group: Group, device: torch.device, counters: Counters) -> list[Extension]:
+    def reporters(
+        self,
+        parameters: ModuleParameters,
+        group: Group,
+        device: torch.device,
+        counters: Counters,
+    ) -> list[Extension]:
         """Extensions that report to the other ranks in each reduction, in this order."""
-        return [Metrics(group, device, counters)] if self.metrics else []
+        found: list[Extension] = [Metrics(group, device, counters)] if self.metrics else []
+        if self.check_drift is not None and group.size > 1:
+            found.append(DriftCheck(self.check_drift, group, parameters, compare_parameters))
+        return found
 
     def _peer_memory(
         self, group: Group, parameters: ModuleParameters

@@ -132,6 +132,10 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             the parameters and the ranks. ``.grad`` holds the means by then, and training may go on.
             On a GPU the host waits there for the reduction. Optimizers in the backward have made
             their steps, and a rank that has run out of inputs inside :meth:`join` only warns.
+        check_drift: ``"raise"`` or ``"warn"``: each reduced backward compares another 64th of all
+            parameters over the ranks, bit for bit. Where they differ, all ranks get a
+            ``RuntimeError``, or once for each change a ``RuntimeWarning``, at its end, with names
+            and ranks as of :meth:`check_sync`: within 64 such backwards, on a GPU 66.
         transport: ``"auto"``: over gloo, where all hosts have as many ranks each, two or more,
             those of a host exchange gradients from the second reduced backward on through memory
             that they share, and take the process group between hosts. Quantised, sparse and lazy
@@ -195,6 +199,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         error_feedback: bool = True,
         exact: Any = None,
         check_finite: str | None = None,
+        check_drift: str | None = None,
         transport: str = "auto",
         metrics: bool = False,
     ) -> None:

@@ -33,6 +33,7 @@ OPTIONS = st.fixed_dictionaries(
         "find_unused_parameters": st.sampled_from([None, True]),
         "skip_all_reduce_unused_params": st.booleans(),
         "check_finite": st.sampled_from([None, "raise", "warn"]),
+        "check_drift": st.sampled_from([None, "raise", "warn"]),
         "transport": st.sampled_from(["auto", "process_group"]),
     },
 )
@@ -43,6 +44,7 @@ _VALID = {
     "reduce_dtype": st.sampled_from([torch.bfloat16, torch.float16]),
     "compression": st.sampled_from(["int8", "fp8", "auto"]),
     "check_finite": st.sampled_from(["raise", "warn"]),
+    "check_drift": st.sampled_from(["raise", "warn"]),
     "transport": st.sampled_from(["auto", "process_group", "peer_memory"]),
     "exact": st.sampled_from(["body.weight", "*", ["head.*"], lambda name, _: "h" in name]),
     "device_ids": st.sampled_from([[], [0], [0, 1], ["cpu"]]),

@@ -213,7 +213,7 @@ def test_what_an_installed_fabric_lacks_itself_is_named(
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.startswith("lightning_fabric")]:
         monkeypatch.delitem(sys.modules, name)
-    from tritonddp.integrations.strategies import ddp_strategy
+    from tritonddp.integrations.strategies import lightning_class
 
     with pytest.raises(ModuleNotFoundError, match="packaging_of_lightning"):
-        ddp_strategy("user", "lightning_fabric")
+        lightning_class("user", "strategies.DDPStrategy", "lightning_fabric")

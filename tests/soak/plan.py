@@ -95,6 +95,7 @@ class Life:
         views, lazy: ``gradient_as_bucket_view``, ``lazy_bucket_allocation``.
         bucket_cap_mb: of its buckets.
         manual: backwards end in ``finalize_backward()``.
+        check_drift: the ranks compare their parameters all the time.
         steps: of it.
     """
 
@@ -106,6 +107,7 @@ class Life:
     lazy: bool
     bucket_cap_mb: float | None
     manual: bool
+    check_drift: bool
     steps: tuple[Step, ...]
 
     def __str__(self) -> str:
@@ -117,6 +119,7 @@ class Life:
             "lazy": self.lazy,
             "bucket_cap_mb": self.bucket_cap_mb,
             "manual": self.manual,
+            "check_drift": self.check_drift,
         }
         return f"{self.kind.name} ({', '.join(f'{k}={v}' for k, v in options.items())})"
 
@@ -147,6 +150,7 @@ def _life(draw: Random, kind: Kind, first: int, length: int) -> Life:
         lazy=draw.random() < 0.3,
         bucket_cap_mb=draw.choice((None, 1e-3, 1e-2)),
         manual=draw.random() < 0.25,
+        check_drift=draw.random() < 0.75,
         steps=tuple(
             _step(draw, kind, first + each, each == length - 1, wire, hook, in_half)
             for each in range(length)

@@ -118,6 +118,7 @@ def soak(
                     f"{life.kind.tolerance} is allowed"
                 )
             if is_long and place in (_SETTLED, len(life.steps)):
+                training.forget_views()
                 taken.append(Footprint.now(step.number + 1, number))
             progress(taken[-1] if taken else None)
         done += len(life.steps)

@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import tritonddp
 from soak.network import Data, Network, Struck, loss_of, optimizer_of, replace, toggle
 from soak.plan import Kind, Life, Step
+from tritonddp.features.drift import DriftCheck
 
 
 class Trained:
@@ -68,6 +69,7 @@ class Training:
             lazy_bucket_allocation=life.lazy,
             reduce_dtype=life.wire and getattr(torch, life.wire),
             compression=life.kind.compression,
+            check_drift="raise" if life.check_drift else None,
         )
         _register(self._ddp, life.hook)
         if state is not None:
@@ -101,6 +103,12 @@ class Training:
             optimizer.step()
         optimizer.zero_grad()
         self._leak()
+
+    def forget_views(self) -> None:
+        """Those that ``check_drift`` makes again, one slice a step: they would pass for a leak."""
+        for each in self._ddp.core.events.reporters:
+            if isinstance(each, DriftCheck):
+                each._lay_out()
 
     def end(self) -> None:
         """The wrapper goes."""

@@ -124,6 +124,22 @@ def all_gather_bytes(
     return [bytes(other.cpu().tolist()) for other in all_gather(mine, group.process_group)]
 
 
+def gather_json(content: Any, group: Group, device: torch.device | str, where: str) -> list[Any]:
+    """Every rank's ``content``, in rank order. Nothing that comes is unpickled: it is JSON.
+
+    Raises:
+        RuntimeError: a rank does not take part, or announces more than any has to say.
+    """
+    device, message = torch.device(device), json.dumps(content).encode()
+    with group.guard(where, "exchange of what the ranks have to say"):
+        sizes = all_gather_bytes(len(message).to_bytes(8, "little"), 8, group, device)
+        longest = max(int.from_bytes(each, "little") for each in sizes)
+        if longest > _LARGEST:  # on every rank alike
+            raise RuntimeError(f"a rank announces {longest} bytes")
+        messages = all_gather_bytes(message, longest, group, device)
+    return [json.loads(each.rstrip(b"\0")) for each in messages]
+
+
 def _difference(descriptions: Sequence[dict[str, dict[str, str]]]) -> str:
     """What each rank has otherwise than rank 0."""
     first = descriptions[0]

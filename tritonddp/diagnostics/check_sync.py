@@ -77,14 +77,7 @@ def check_sync(
         differing = _differing(items, sums, group, device)
         if not differing:
             return
-        shown = [(items[number], sums[number]) for number in differing[:_SHOWN]]
-        contents = _by_content(shown, group, device)
-    lines = [
-        f"  {item.kind} {item.name!r} {tuple(item.like.shape)} {item.like.dtype}: {content}"
-        for (item, _), content in zip(shown, contents, strict=True)
-    ]
-    if more := len(differing) - len(shown):
-        lines.append(f"  ... and {more} more")
+        lines = _lines(items, sums, differing, group, device, range(group.size))
     kinds, all_kinds = ([items[n].kind for n in of] for of in (differing, range(len(items))))
     lines += [remedy for kind, remedy in _REMEDIES.items() if kind in kinds]
     counts = [
@@ -93,6 +86,39 @@ def check_sync(
     ]
     heading = f"{where}: these differ between ranks ({', '.join(counts)}):"
     raise RuntimeError("\n".join([heading, *lines]))
+
+
+def compare_parameters(
+    params: Sequence[tuple[str, Tensor]], group: Group, where: str, counts: bool
+) -> tuple[list[int], list[str]]:
+    """Which of these differ between the ranks whose parameters count? All ranks must call it.
+
+    Args:
+        params: by name, on each rank.
+        group, where: the ranks, and this rank and its step for errors.
+        counts: those of this rank do.
+
+    Returns:
+        Their numbers, and lines that say which ranks hold what, on all ranks alike.
+
+    Raises:
+        RuntimeError: on every rank, if names, shapes or dtypes differ; or, with a cause, a rank
+            does not take part.
+    """
+    device, where = params[0][1].device, f"{where}, check_drift"
+    kinds = {name: f"{tuple(param.shape)} {param.dtype}" for name, param in params}
+    verify_same({"parameter": kinds, "buffer": {}, "option": {}}, group, device, where)
+    items = [_Item("parameter", name, param, param) for name, param in params]
+    sums = checksums([param for _, param in params])
+    with group.guard(where, f"comparison of {len(items)} checksums"):
+        mine = torch.tensor([counts, *sums], device=device)
+        rows = [each.tolist() for each in all_gather(mine, group.process_group)]
+        ranks = [rank for rank, row in enumerate(rows) if row[0]]
+        columns = zip(*(rows[rank][1:] for rank in ranks), strict=True)
+        differing = [number for number, column in enumerate(columns) if len(set(column)) > 1]
+        if not differing:
+            return [], []
+        return differing, _lines(items, sums, differing, group, device, ranks)
 
 
 def _of_own_batches(module: nn.Module, group: Group) -> list[str]:
@@ -132,10 +158,29 @@ def _differing(
     ]
 
 
-def _by_content(
-    shown: Sequence[tuple[_Item, int]], group: Group, device: torch.device
+def _lines(
+    items: Sequence[_Item],
+    sums: Sequence[int],
+    differing: Sequence[int],
+    group: Group,
+    device: torch.device,
+    of: Sequence[int],
 ) -> list[str]:
-    """Of each of these, which come with their checksums here: which ranks hold what."""
+    """About those whose numbers are ``differing``: which of the ranks ``of`` hold what."""
+    shown = [(items[number], sums[number]) for number in differing[:_SHOWN]]
+    lines = [
+        f"  {item.kind} {item.name!r} {tuple(item.like.shape)} {item.like.dtype}: {content}"
+        for (item, _), content in zip(shown, _by_content(shown, group, device, of), strict=True)
+    ]
+    if more := len(differing) - len(shown):
+        lines.append(f"  ... and {more} more")
+    return lines
+
+
+def _by_content(
+    shown: Sequence[tuple[_Item, int]], group: Group, device: torch.device, of: Sequence[int]
+) -> list[str]:
+    """Of each of these, which come with their checksums here: which ranks ``of`` all hold what."""
     sums = torch.tensor([checksum for _, checksum in shown], device="cpu")
     norms = torch.tensor(
         [_norm(item.tensor) for item, _ in shown], dtype=torch.float64, device="cpu"
@@ -145,7 +190,7 @@ def _by_content(
     for each in all_gather(message, group.process_group):
         sums, norms = each.cpu()
         ranks.append(zip(sums.tolist(), norms.view(torch.float64).tolist(), strict=True))
-    return [_in_words(contents, group) for contents in zip(*ranks, strict=True)]
+    return [_in_words(contents, group, of) for contents in zip(*ranks, strict=True)]
 
 
 def _norm(tensor: Tensor | None) -> float:
@@ -158,11 +203,11 @@ def _norm(tensor: Tensor | None) -> float:
         return torch.linalg.vector_norm(tensor.to_dense().to(wide)).item()
 
 
-def _in_words(contents: Sequence[tuple[int, float]], group: Group) -> str:
+def _in_words(contents: Sequence[tuple[int, float]], group: Group, of: Sequence[int]) -> str:
     """Of checksum and norm on each rank, both 0 for nothing; what fewest ranks hold comes first."""
     holders: dict[int, list[int]] = {}
-    for rank, (checksum, _) in enumerate(contents):
-        holders.setdefault(checksum, []).append(rank)
+    for rank in of:
+        holders.setdefault(contents[rank][0], []).append(rank)
     shares = sorted(holders.values(), key=lambda ranks: (len(ranks), ranks))
     said = []
     for ranks in shares[:_CONTENTS]:

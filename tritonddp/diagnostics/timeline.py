@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from tritonddp.coordination.group import Group
+from tritonddp.coordination.processes import Process
+from tritonddp.coordination.verify import gather_json
+
+# A rank is slow that is later than the others by this share of a backward.
+_SLOW = 0.05
+
+# So often the clocks of ranks are compared.
+_COMPARISONS = 15
 
 # Rows of the Chrome trace. Numbers begin at 1: viewers take thread 0 for the idle one.
 _BACKWARD, _GRADIENTS, _COPIES, _COMMUNICATION = 1, 2, 3, 4
@@ -112,25 +124,78 @@ class Timeline:
         rank: in the module's process group.
         device: of the parameters.
         backwards: one after the other; complete once the trace is left.
+        entered: when that was, in seconds by the host's clock.
+        group: the ranks, for :meth:`gather`.
     """
 
     rank: int
     device: str
     backwards: list[Backward] = field(default_factory=list)
+    entered: float = 0.0
+    group: Group | None = field(default=None, repr=False, compare=False)
 
-    def save_chrome_trace(self, path: str | Path) -> None:
+    def gather(self) -> list[Timeline]:
+        """Those of all ranks, in their order, by the clock of rank 0. All ranks must call it.
+
+        After the trace, of the same backwards on all of them. Ranks of one host share a clock. For
+        others clocks are compared when small collectives return, which is good to a fraction of a
+        millisecond.
+
+        Raises:
+            RuntimeError: a rank has recorded other backwards, or does not take part; or this is not
+                what ``trace()`` has yielded.
+        """
+        group = self.group
+        if group is None:
+            raise RuntimeError("only what trace() has yielded knows of other ranks")
+        where, device, moments = f"rank {self.rank}, Timeline.gather()", self.device, []
+        for _ in range(_COMPARISONS):
+            gather_json(0, group, device, where)
+            moments.append(time.perf_counter())
+        mine = {
+            "backwards": [asdict(each) for each in self.backwards],
+            "entered": self.entered,
+            "moments": moments,
+            "host": Process.own().scope.partition("/")[0],
+        }
+        first, *_ = said = gather_json(mine, group, device, where)
+        everybody = []
+        for rank, other in enumerate(said):
+            behind = 0.0
+            if not other["host"] or other["host"] != first["host"]:
+                pairs = zip(other["moments"], first["moments"], strict=True)
+                behind = statistics.median(theirs - its for theirs, its in pairs)
+            by = other["entered"] - behind - first["entered"]
+            backwards = [_moved(_backward(each), by) for each in other["backwards"]]
+            everybody.append(Timeline(rank, device, backwards, first["entered"]))
+        kinds = [[(b.reduced, b.broken) for b in each.backwards] for each in everybody]
+        if others := [rank for rank, kind in enumerate(kinds) if kind != kinds[0]]:
+            raise RuntimeError(
+                f"{where}: {group.rank_list(others)} recorded other backwards than rank 0: enter "
+                "and leave trace() at the same places on all ranks"
+            )
+        return everybody
+
+    def save_chrome_trace(self, path: str | Path, ranks: Sequence[Timeline] = ()) -> None:
         """Write JSON for https://ui.perfetto.dev or chrome://tracing, which both open ``.gz``, too.
 
         Rows: the backward with the exposed part, gradients as they become ready, flatten and
         unflatten, and communication in as many rows as buckets are under way at once.
+
+        Args:
+            path: of the file.
+            ranks: what :meth:`gather` has returned, for all ranks in one picture, the slow one
+                marked.
         """
+        shown, slow = list(ranks) or [self], slowest(ranks)
+        found = (event for each in shown for event in each._chrome_events(each.rank == slow))
         # One line an event: such files are looked at with grep, too.
-        events = ",\n".join(json.dumps(event) for event in self._chrome_events())
+        events = ",\n".join(json.dumps(event) for event in found)
         text = f'{{"displayTimeUnit": "ms", "traceEvents": [\n{events}\n]}}\n'.encode()
         path = Path(path)
         path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
 
-    def _chrome_events(self) -> Iterator[dict[str, Any]]:
+    def _chrome_events(self, is_slow: bool) -> Iterator[dict[str, Any]]:
         lanes = max((1 + max(b.lanes(), default=-1) for b in self.backwards), default=0)
         rows = {
             _BACKWARD: "backward",
@@ -139,7 +204,7 @@ class Timeline:
             **{_COMMUNICATION + lane: f"communication {lane + 1}" for lane in range(lanes)},
         }
         process = {"pid": self.rank + 1}
-        name = f"rank {self.rank}, {self.device}"
+        name = f"rank {self.rank}, {self.device}{', the slowest' if is_slow else ''}"
         yield {"ph": "M", "name": "process_name", **process, "args": {"name": name}}
         for row, name in rows.items():
             where = {**process, "tid": row}
@@ -147,6 +212,74 @@ class Timeline:
             yield {"ph": "M", "name": "thread_sort_index", **where, "args": {"sort_index": row}}
         for number, backward in enumerate(self.backwards):
             yield from ({**event, **process} for event in _chrome_events(number, backward))
+
+
+def lateness(ranks: Sequence[Backward]) -> list[float]:
+    """Of the same backward on all ranks: how many seconds after the first each is through with it.
+
+    That is with its compute. The others wait for the last.
+    """
+    first = min(each.compute_ended for each in ranks)
+    return [each.compute_ended - first for each in ranks]
+
+
+def slowest(timelines: Sequence[Timeline]) -> int | None:
+    """The rank that the others wait for, of all that :meth:`Timeline.gather` has returned.
+
+    By the medians over all whole backwards: it is later than the next by 5 % of one. ``None`` if
+    nobody is.
+    """
+    passes = list(zip(*(each.backwards for each in timelines), strict=True))
+    whole = [ranks for ranks in passes if all(each.reduced and not each.broken for each in ranks)]
+    if not whole or len(timelines) < 2:
+        return None
+    late = [statistics.median(each) for each in zip(*map(lateness, whole), strict=True)]
+    length = statistics.median(ranks[0].seconds for ranks in whole)
+    *_, second, last = sorted(late)
+    return timelines[late.index(last)].rank if last - second >= _SLOW * length else None
+
+
+def _backward(said: dict[str, Any]) -> Backward:
+    """What ``asdict`` made of one, as JSON brings it."""
+    buckets = [
+        BucketPass(
+            **each
+            | {
+                "parameters": tuple(each["parameters"]),
+                "flattens": tuple(Interval(**one) for one in each["flattens"]),
+                "unflatten": Interval(**each["unflatten"]),
+            }
+        )
+        for each in said["buckets"]
+    ]
+    gradients = tuple(Gradient(**each) for each in said["gradients"])
+    return Backward(**said | {"gradients": gradients, "buckets": tuple(buckets)})
+
+
+def _moved(backward: Backward, by: float) -> Backward:
+    """All of it, ``by`` seconds later."""
+
+    def later(each: Interval) -> Interval:
+        return Interval(each.began + by, each.ended + by)
+
+    buckets = tuple(
+        replace(
+            each,
+            flattens=tuple(map(later, each.flattens)),
+            launched=each.launched + by,
+            completed=each.completed + by,
+            unflatten=later(each.unflatten),
+        )
+        for each in backward.buckets
+    )
+    return replace(
+        backward,
+        began=backward.began + by,
+        compute_ended=backward.compute_ended + by,
+        ended=backward.ended + by,
+        gradients=tuple(replace(each, ready=each.ready + by) for each in backward.gradients),
+        buckets=buckets,
+    )
 
 
 def _chrome_events(number: int, backward: Backward) -> Iterator[dict[str, Any]]:

@@ -49,6 +49,8 @@ def trace(module: nn.Module) -> Iterator[Timeline]:
             loss(model(inputs), targets).backward()
         print(f"{timeline.backwards[0].exposed * 1e3:.2f} ms of communication were exposed")
         timeline.save_chrome_trace("step.trace.json")
+        everybody = timeline.gather()  # on all ranks
+        timeline.save_chrome_trace("ranks.trace.json", everybody)
     """
     reducer = getattr(module, "core", None)
     if not isinstance(reducer, Reducer):
@@ -68,10 +70,11 @@ def trace(module: nn.Module) -> Iterator[Timeline]:
         )
     capture.refuse(reducer, "a replay tells nothing of itself: trace a step without a graph")
     device = reducer.manager.current.params[0].device
-    timeline = Timeline(reducer.group.rank, str(device))
+    timeline = Timeline(reducer.group.rank, str(device), group=reducer.group)
     recorder = _Recorder(device)
     try:
         recorder.attach(reducer)
+        timeline.entered = recorder.entered.host / 1e9
         yield timeline
     finally:
         recorder.detach(reducer)
@@ -131,7 +134,7 @@ class _Recorder(Extension):
                 hook = register_post_accumulate_grad_hook(param, ready)
                 self._handles.append(hook)
         reducer.events.install(self)
-        self._entered = self._now()
+        self.entered = self._now()
 
     def detach(self, reducer: Reducer) -> None:
         reducer.events.remove(self)
@@ -217,7 +220,7 @@ class _Recorder(Extension):
 
     def _backward(self, record: _Record) -> Backward:
         # Counted from the backward's own start: the clock of CUDA events gets coarse with time.
-        began = self._entered.seconds_to(record.began)
+        began = self.entered.seconds_to(record.began)
 
         def at(stamp: Stamp) -> float:
             return began + record.began.seconds_to(stamp)

@@ -21,10 +21,10 @@ from tritonddp.reducer.extension import Extension
 _SHOWN = 4
 
 
-def check_mode(mode: Any) -> None:
-    """Raise a ValueError if this is no ``check_finite``."""
+def check_mode(mode: Any, option: str = "check_finite") -> None:
+    """Raise a ValueError if this is no value of ``check_finite``, or of another such ``option``."""
     if mode is not None and (not isinstance(mode, str) or mode not in ("raise", "warn")):
-        raise ValueError(f"check_finite should be 'raise', 'warn' or None, got {mode!r}")
+        raise ValueError(f"{option} should be 'raise', 'warn' or None, got {mode!r}")
 
 
 class FiniteCheck(Extension):

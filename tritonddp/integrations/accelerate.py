@@ -24,7 +24,7 @@ __all__ = ["instead_of_stock", "use_tritonddp"]
 _Accelerator = TypeVar("_Accelerator")
 
 
-def use_tritonddp(accelerator: _Accelerator) -> _Accelerator:
+def use_tritonddp(accelerator: _Accelerator, **options: Any) -> _Accelerator:
     """Have ``accelerator`` wrap models with :class:`tritonddp.DistributedDataParallel`.
 
     Where it wraps none with torch's class, in a single process or with FSDP or DeepSpeed, nothing
@@ -32,6 +32,7 @@ def use_tritonddp(accelerator: _Accelerator) -> _Accelerator:
 
     Args:
         accelerator: an ``accelerate.Accelerator`` that has not prepared its models yet.
+        options: arguments of the wrapper that Accelerate does not know, such as ``metrics=True``.
 
     Returns:
         ``accelerator``.
@@ -56,7 +57,7 @@ def use_tritonddp(accelerator: _Accelerator) -> _Accelerator:
 
     @functools.wraps(prepare_model)
     def prepare_with_tritonddp(*args: Any, **kwargs: Any) -> Any:
-        with stock_replaced():
+        with stock_replaced(options):
             return prepare_model(*args, **kwargs)
 
     target.prepare_model = prepare_with_tritonddp

@@ -12,9 +12,10 @@ from typing import Any
 from torch import nn
 
 from tritonddp.ddp import DistributedDataParallel
-from tritonddp.integrations.strategies import ddp_strategy
+from tritonddp.integrations.strategies import lightning_class
 
-_Base: Any = ddp_strategy(__name__, "lightning.fabric", "lightning_fabric")
+_PACKAGES = "lightning.fabric", "lightning_fabric"
+_Base: Any = lightning_class(__name__, "strategies.DDPStrategy", *_PACKAGES)
 
 
 class TritonDDPStrategy(_Base):

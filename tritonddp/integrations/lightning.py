@@ -1,8 +1,8 @@
-"""Lightning: a strategy that wraps the model with tritonddp.
+"""Lightning: a strategy that wraps the model with tritonddp, and a callback that logs metrics().
 
-from tritonddp.integrations.lightning import TritonDDPStrategy
+from tritonddp.integrations.lightning import MetricsCallback, TritonDDPStrategy
 
-Trainer(strategy=TritonDDPStrategy(), devices=2)
+Trainer(strategy=TritonDDPStrategy(metrics=True), callbacks=[MetricsCallback()], devices=2)
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from typing import Any
 from torch import nn
 
 from tritonddp.ddp import DistributedDataParallel
-from tritonddp.integrations.strategies import ddp_strategy
+from tritonddp.integrations.metrics import check_every, numbers_of
+from tritonddp.integrations.strategies import lightning_class
 
-_Base: Any = ddp_strategy(__name__, "lightning.pytorch", "pytorch_lightning")
+_PACKAGES = "lightning.pytorch", "pytorch_lightning"
+_Base: Any = lightning_class(__name__, "strategies.DDPStrategy", *_PACKAGES)
+_Callback: Any = lightning_class(__name__, "callbacks.Callback", *_PACKAGES)
 
 
 class TritonDDPStrategy(_Base):
@@ -29,3 +32,33 @@ class TritonDDPStrategy(_Base):
         return DistributedDataParallel(
             model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs
         )
+
+
+class MetricsCallback(_Callback):
+    """Logs the numbers of ``metrics()`` as ``ddp/...`` by all loggers of the trainer, on rank 0.
+
+    Args:
+        every: steps of the optimizer from one log to the next.
+
+    Raises:
+        RuntimeError, TypeError: when training starts, on every rank, if the model is wrapped
+            without ``metrics=True``, or not with tritonddp.
+        ValueError: ``every`` is no whole number from 1 on.
+    """
+
+    def __init__(self, every: int = 100) -> None:
+        self._every = check_every(every)
+        self._logged = 0  # the step
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """The model is wrapped by now."""
+        numbers_of(trainer.model)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """The optimizer may have made a step: one for several batches that are accumulated."""
+        step = trainer.global_step
+        if trainer.is_global_zero and step % self._every == 0 and step != self._logged:
+            self._logged = step
+            found = numbers_of(trainer.model)
+            for logger in trainer.loggers:
+                logger.log_metrics(found, step=step)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 import types
 import warnings
-from collections.abc import Iterator
+from abc import ABCMeta
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -95,11 +96,17 @@ def instead_of_stock() -> Iterator[None]:
 
 
 @contextmanager
-def stock_replaced() -> Iterator[None]:
-    """Context: :func:`instead_of_stock` for callers that need not wrap anything."""
+def stock_replaced(options: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Context: :func:`instead_of_stock` for callers that need not wrap anything.
+
+    With ``options`` they are arguments of all wrappers that are made inside.
+    """
     parallel: Any = torch.nn.parallel
     before, kind = parallel.DistributedDataParallel, type(torch.nn.parallel.distributed)
     _replace()
+    if options:
+        parallel.DistributedDataParallel = _with(options)
+        parallel.distributed.DistributedDataParallel = parallel.DistributedDataParallel
     try:
         yield
     finally:
@@ -107,6 +114,19 @@ def stock_replaced() -> Iterator[None]:
             parallel.DistributedDataParallel = before
             vars(parallel.distributed).pop(_OFFERED, None)
             parallel.distributed.__class__ = kind
+        elif options:
+            _replace()
+
+
+def _with(options: Mapping[str, Any]) -> type:
+    """What makes wrappers with ``options``, and has them as its instances."""
+
+    def made(cls: type, *args: Any, **kwargs: Any) -> DistributedDataParallel:
+        return DistributedDataParallel(*args, **{**kwargs, **options})
+
+    kind = ABCMeta("DistributedDataParallel", (), {"__new__": made})
+    kind.register(DistributedDataParallel)
+    return kind
 
 
 def _replace() -> None:

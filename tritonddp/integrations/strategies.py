@@ -7,18 +7,19 @@ import sys
 from typing import Any
 
 
-def ddp_strategy(user: str, *packages: str) -> Any:
-    """``DDPStrategy`` of the first of these packages that is imported already, or installed.
+def lightning_class(user: str, place: str, *packages: str) -> Any:
+    """A class of the first of these packages that is imported already, or installed.
 
     They are names of one package. If none is installed, an ImportError says what ``user``, a
-    module, needs.
+    module, needs. ``place`` are the module in the package and the name of the class.
     """
-    for name in sorted(packages, key=lambda name: name not in sys.modules):
+    module, _, name = place.rpartition(".")
+    for package in sorted(packages, key=lambda package: package not in sys.modules):
         try:
-            return importlib.import_module(f"{name}.strategies").DDPStrategy
+            return getattr(importlib.import_module(f"{package}.{module}"), name)
         except ModuleNotFoundError as error:
             # A name of another package: this one is there, and lacks something itself.
-            if not f"{name}.strategies".startswith(error.name or "?"):
+            if not f"{package}.{module}".startswith(error.name or "?"):
                 raise
     raise ImportError(
         f"{user} needs Lightning, which is not installed: pip install lightning "

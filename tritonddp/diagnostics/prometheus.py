@@ -1,0 +1,92 @@
+"""``metrics()`` in the text format of Prometheus, for whatever serves or collects it.
+
+By https://prometheus.io/docs/instrumenting/exposition_formats/ and the names of
+https://prometheus.io/docs/practices/naming/: base units, seconds and bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+_LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*", re.ASCII)
+
+# Of each key: the rest of its name, its kind, by what it is divided, and what it is.
+_SAMPLES = {
+    "step": ("steps_total", "counter", 1, "Reductions so far."),
+    "step_ms": ("step_seconds", "gauge", 1000, "Length of a step, mean over the ranks."),
+    "input_ms": ("input_seconds", "gauge", 1000, "Of a step: data, optimizer, and the rest."),
+    "forward_ms": ("forward_seconds", "gauge", 1000, "Of a step: forward and loss."),
+    "backward_ms": ("backward_seconds", "gauge", 1000, "Of a step: backward."),
+    "exposed_ms": (
+        *("exposed_seconds", "gauge", 1000),
+        "Of a step: synchronisation that nothing hid.",
+    ),
+    "contended_ms": ("contended_seconds", "gauge", 1000, "Of a step: waiting for a core."),
+    "skew_ms": (
+        *("skew_seconds", "gauge", 1000),
+        "By which the slowest rank is ready later than the fastest.",
+    ),
+    "sent_bytes": ("sent_bytes", "gauge", 1, "Sent by this rank in the last step."),
+    "slowest_rank": ("slowest_rank", "gauge", 1, "The rank that the others wait for, if any."),
+    "slowest_by": ("slowest_ratio", "gauge", 1, "Of a step, by which that rank is slower."),
+}
+# Words are labels of a sample that is 1.
+_WORDS = {"slowest_phase": ("slowest_phase", "phase", "Part of the step in which it is slower.")}
+
+
+def prometheus_text(
+    metrics: Mapping[str, float | int | str | None], labels: Mapping[str, str] | None = None
+) -> str:
+    """What :meth:`tritonddp.DistributedDataParallel.metrics` returned, as Prometheus reads it.
+
+    Names begin with ``tritonddp_``: ``step_ms`` is ``tritonddp_step_seconds``. What is ``None`` is
+    left out, and what has no name here.
+
+    Args:
+        metrics: milliseconds, bytes, shares of 1 and words.
+        labels: of all samples, such as job and rank.
+
+    Raises:
+        ValueError: a label has a name that Prometheus does not allow, or that is used here.
+
+    Example::
+
+        Path("/var/lib/node_exporter/tritonddp.prom").write_text(prometheus_text(model.metrics()))
+    """
+    given = {name: str(value) for name, value in (labels or {}).items()}
+    taken = [label for _, label, _ in _WORDS.values()]
+    for name in given:
+        if not isinstance(name, str) or not _LABEL.fullmatch(name) or name in taken:
+            raise ValueError(f"{name!r} cannot be a label of tritonddp's metrics")
+    lines = []
+    for key, value in metrics.items():
+        if value is None:
+            continue
+        if key in _SAMPLES:
+            name, kind, divisor, text = _SAMPLES[key]
+            number, own = _number(float(value) / divisor), given
+        elif key in _WORDS:
+            name, label, text = _WORDS[key]
+            kind, number, own = "gauge", "1", {**given, label: str(value)}
+        else:
+            continue
+        name = f"tritonddp_{name}"
+        inside = ",".join(f'{label}="{_escaped(said)}"' for label, said in own.items())
+        lines += [
+            f"# HELP {name} {text}",
+            f"# TYPE {name} {kind}",
+            f"{name}{f'{{{inside}}}' if inside else ''} {number}",
+        ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _number(value: float) -> str:
+    if math.isfinite(value):
+        return repr(value)
+    return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -1,0 +1,31 @@
+"""``metrics()`` of a wrapped model, as trainers' loggers take it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tritonddp.ddp import DistributedDataParallel
+
+
+def check_every(every: Any) -> int:
+    """Raise a ValueError if this is no number of steps."""
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise ValueError(f"every should be a number of steps from 1 on, got {every!r}")
+    return every
+
+
+def numbers_of(model: Any) -> dict[str, float]:
+    """The numbers in ``metrics()``, by names that begin with ``ddp/``. Loggers take no words.
+
+    Raises:
+        RuntimeError: the model was wrapped without ``metrics=True``.
+        TypeError: it was not wrapped with tritonddp.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            "the callback logs metrics() of a model that tritonddp.DistributedDataParallel wraps, "
+            f"but the trainer has a {type(model).__module__}.{type(model).__qualname__}: use an "
+            "adapter of tritonddp.integrations, and start it with torchrun"
+        )
+    found = model.metrics().items()
+    return {f"ddp/{name}": value for name, value in found if isinstance(value, int | float)}
