@@ -69,6 +69,7 @@ foreach_copy_: Any = torch._foreach_copy_
 foreach_zero_: Any = torch._foreach_zero_
 foreach_mul: Any = torch._foreach_mul
 foreach_mul_: Any = torch._foreach_mul_
+foreach_norm: Any = torch._foreach_norm
 
 
 def future_types() -> tuple[type, ...]:
