@@ -30,6 +30,7 @@ from tritonddp.features.auto_compression.planner import AutoPlanner
 from tritonddp.features.auto_compression.probe import Figures
 from tritonddp.features.check_finite import FiniteCheck, check_mode
 from tritonddp.features.delayed_params import DeferredBuckets, Delay
+from tritonddp.features.grad_norm import GradNorm
 from tritonddp.features.metrics.metrics import Metrics
 from tritonddp.features.mixed_precision import check_mixed_precision
 from tritonddp.features.unused_params import SkipUnused, StrictUnused
@@ -45,7 +46,8 @@ TRANSPORTS = ("auto", PROCESS_GROUP, PEER_MEMORY)
 FLAGS = (
     *("batched_grad_copy", "broadcast_buffers", "check_reduction", "error_feedback"),
     *("find_unused_parameters", "forward_sync_buffers", "gradient_as_bucket_view", "init_sync"),
-    *("lazy_bucket_allocation", "metrics", "skip_all_reduce_unused_params", "static_graph"),
+    *("grad_norm", "lazy_bucket_allocation", "metrics", "skip_all_reduce_unused_params"),
+    "static_graph",
 )
 
 
@@ -62,6 +64,7 @@ class DDPConfig:
     lazy: bool  # lazy_bucket_allocation
     skip_unused: bool  # skip_all_reduce_unused_params
     check_finite: str | None
+    grad_norm: bool
     transport: str
     metrics: bool
     options: dict[str, Any]  # what has to be alike on all ranks, by name
@@ -119,6 +122,7 @@ class DDPConfig:
             lazy=bool(given.lazy_bucket_allocation),
             skip_unused=bool(given.skip_all_reduce_unused_params),
             check_finite=given.check_finite,
+            grad_norm=bool(given.grad_norm),
             transport=given.transport,
             metrics=bool(given.metrics),
             options=options | wire_options,
@@ -166,7 +170,12 @@ class DDPConfig:
 
     def reporters(self, group: Group, device: torch.device, counters: Counters) -> list[Extension]:
         """Extensions that report to the other ranks in each reduction, in this order."""
-        return [Metrics(group, device, counters)] if self.metrics else []
+        reporters: list[Extension] = []
+        if self.metrics:
+            reporters.append(Metrics(group, device, counters))
+        if self.grad_norm and group.size > 1:  # of one rank nothing is reduced
+            reporters.append(GradNorm(group.size))
+        return reporters
 
     def _peer_memory(
         self, group: Group, parameters: ModuleParameters
