@@ -13,7 +13,7 @@ import math
 import struct
 import weakref
 from collections.abc import Callable, Sequence
-from operator import attrgetter, is_, ne
+from operator import attrgetter, is_
 from types import NoneType
 from typing import Any
 
@@ -72,8 +72,8 @@ class _Reduced:
         if not all(map(is_, grads, [each() for each in self._grads])):
             return False
         there = [grad for grad in grads if grad is not None]
-        try:
-            return not any(map(ne, map(_version_of, there), self._versions))
+        try:  # a list that is shorter had one more, which is gone
+            return list(map(_version_of, there)) == self._versions
         except RuntimeError:  # one of inference mode has none
             return False
 
@@ -121,9 +121,7 @@ class GradNorm(Extension):
 
     def current(self) -> list[_Reduced]:
         """Those buckets whose gradients are what the last reduction has left."""
-        found = [] if self._is_replayed else [each for each in self._reduced if each.is_current()]
-        params = [param for each in found for param in each.params]
-        return found if len(set(map(id, params))) == len(params) else []
+        return [] if self._is_replayed else [each for each in self._reduced if each.is_current()]
 
     def on_begin(self, run: ReductionRun) -> None:
         """What there was is changed from here on."""
@@ -256,11 +254,15 @@ class _Measured:
                 "when all are there. Use an optimizer that steps after it"
             )
         extension = extension_of(core)
-        self.reduced = [] if extension is None else extension.current()
-        known = {number for each in self.reduced for number in map(id, each.params)}
-        # Mostly there are no others, and that is found out in C.
         params = list(ddp.module.parameters())
-        others = set(map(id, params)) - known
+        # Mostly there are no others than those in buckets, and that is found out in C.
+        others = set(map(id, params))
+        self.reduced: list[_Reduced] = []
+        for each in [] if extension is None else extension.current():
+            numbers = set(map(id, each.params))
+            if numbers <= others:  # the module still has them, and no other bucket
+                others -= numbers
+                self.reduced.append(each)
         self.others: list[Any] = []
         if others:
             found = [param for param in params if id(param) in others and param.grad is not None]
@@ -279,7 +281,7 @@ class _Measured:
         for each in self.reduced:
             mine = [param.grad for param in each.params if param.grad is not None]
             bucket: Any = each.bucket()
-            if bucket is None:
+            if bucket is None or bucket.flat is None:  # a lazy one has let its memory go
                 grads += mine
                 continue
             bucket.flat.payload.mul_(factor.to(bucket.flat.data.device))
