@@ -114,8 +114,9 @@ class DDPConfig:
         for name in ("mixed_precision", "reduce_dtype", "check_finite"):
             if arguments[name] is not None:
                 options[name] = arguments[name]
-        if given.metrics:
-            options["metrics"] = True
+        for name in ("metrics", "grad_norm"):
+            if arguments[name]:
+                options[name] = True
         return cls(
             *(wire, caps, delay, device_ids, output_device),
             views=bool(given.gradient_as_bucket_view),

@@ -385,7 +385,7 @@ def test_a_world_of_one_and_no_option_take_a_pass(way: str) -> None:
     train(ddp)
     is_right(ddp)
     clips_as_torch(ddp, 0.5)
-    with pytest.raises(RuntimeError, match=r"grad_norm=True\) and a process group of two ranks"):
+    with pytest.raises(RuntimeError, match=r"grad_norm=True when .* process group of two ranks"):
         ddp.grad_noise_scale()
 
 
@@ -396,7 +396,7 @@ def test_without_the_option_norms_take_a_pass_and_the_noise_scale_names_it() -> 
     train(ddp)
     is_right(ddp)
     clips_as_torch(ddp, 0.5)
-    with pytest.raises(RuntimeError, match=r"needs DistributedDataParallel\(grad_norm=True\)"):
+    with pytest.raises(RuntimeError, match=r"needs grad_norm=True when"):
         ddp.grad_noise_scale()
 
 

@@ -243,18 +243,10 @@ class _Measured:
         total: the norm, without dimensions.
     """
 
-    def __init__(self, ddp: Wrapper, what: str) -> None:
-        core = ddp.core
-        core.check_finalized()
-        if core.backward_runs:
-            raise RuntimeError(f"{core.where()}: {what} while a backward runs: wait for its end")
-        if core.steps_optimizers:
-            raise RuntimeError(
-                f"{core.where()}: {what} where optimizers step in the backward: gradients are gone "
-                "when all are there. Use an optimizer that steps after it"
-            )
-        extension = extension_of(core)
-        params = list(ddp.module.parameters())
+    def __init__(self, model: Any, what: str) -> None:
+        _refuse(model, what)
+        extension = extension_of(model.core)
+        params = list(model.module.parameters())
         # Mostly there are no others than those in buckets, and that is found out in C.
         others = set(map(id, params))
         self.reduced: list[_Reduced] = []
@@ -381,9 +373,9 @@ def grad_noise_scale(model: Any) -> float:
         )
     if extension.scale is None:
         raise RuntimeError(
-            f"{model.core.where()}: the gradient noise scale is not known yet. It takes two reduced "
-            "backwards; those that are weighted, quantised, go through a communication hook, leave "
-            "out buckets, have sparse gradients or were captured in a CUDA graph tell nothing of "
-            "it, nor do those inside join() that not all ranks take part in"
+            f"{model.core.where()}: the gradient noise scale is not known yet. It takes two "
+            "reduced backwards; those that are weighted, quantised, go through a communication "
+            "hook, leave out buckets, have sparse gradients or were captured in a CUDA graph tell "
+            "nothing of it, nor do those inside join() that not all ranks take part in"
         )
     return extension.scale
