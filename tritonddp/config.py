@@ -175,7 +175,7 @@ class DDPConfig:
         if self.metrics:
             reporters.append(Metrics(group, device, counters))
         if self.grad_norm and group.size > 1:  # of one rank nothing is reduced
-            reporters.append(GradNorm(group.size))
+            reporters.append(GradNorm(group.size, counters))
         return reporters
 
     def _peer_memory(

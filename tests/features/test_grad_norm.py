@@ -77,6 +77,10 @@ def train(ddp: DistributedDataParallel, steps: int = 3, **forward: Any) -> None:
         step(ddp, number, **forward)
 
 
+# Local squares are measured in each reduction.
+ALWAYS = mock.patch.object(grad_norm, "_EVERY", 1)
+
+
 @contextlib.contextmanager
 def without_a_pass() -> Any:
     """Context: nothing is measured that the reduction has not."""
@@ -490,7 +494,8 @@ def test_local_squares_are_those_of_this_rank_and_the_noise_scale_theirs(way: st
     for number in range(4):
         ddp.zero_grad()
         alone.zero_grad()
-        step(ddp, number)
+        with ALWAYS:
+            step(ddp, number)
         generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
         alone(torch.randn(4, 40, generator=generator)).backward()
         local = expected(alone) ** 2
@@ -513,13 +518,19 @@ def test_the_noise_scale_is_that_of_noise_of_a_known_size() -> None:
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(30):
         ddp.zero_grad()
-        ddp(1 + 2 * torch.randn(1, 5000, generator=generator)).sum().backward()
+        with ALWAYS:
+            ddp(1 + 2 * torch.randn(1, 5000, generator=generator)).sum().backward()
     assert ddp.grad_noise_scale() == pytest.approx(4, rel=0.1)
 
 
 @ranks(2)
 def test_a_reduction_that_tells_nothing_leaves_the_noise_scale_as_it_is() -> None:
     ddp = wrapped()
+    with ALWAYS:
+        tells_nothing(ddp)
+
+
+def tells_nothing(ddp: DistributedDataParallel) -> None:
     train(ddp, 4)
     found, rank = ddp.grad_noise_scale(), dist.get_rank()
     extension = extension_of(ddp.core)
@@ -537,6 +548,20 @@ def test_a_reduction_that_tells_nothing_leaves_the_noise_scale_as_it_is() -> Non
         for _ in range(2 + rank):
             step(ddp)
     assert math.isfinite(ddp.grad_noise_scale())
+
+
+@ranks(2)
+def test_on_the_cpu_one_reduction_in_eight_is_measured() -> None:
+    ddp = wrapped()
+    extension = extension_of(ddp.core)
+    assert extension is not None
+    measured = []
+    for number in range(18):
+        ddp.zero_grad()
+        step(ddp, number)
+        measured.append(extension.local_squares is not None)
+    assert [number for number, each in enumerate(measured, 1) if each] == [1, 9, 17]
+    ddp.grad_noise_scale()
 
 
 @ranks(2)

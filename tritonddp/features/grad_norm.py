@@ -26,6 +26,7 @@ from tritonddp._torch import count_unscaling, foreach_mul_
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.comm.run import ReductionRun
 from tritonddp.coordination.agreement import GradSource
+from tritonddp.coordination.counters import Counters
 from tritonddp.kernels.reference import norm_of, norms_of
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.reducer import Reducer
@@ -36,6 +37,9 @@ _version_of = attrgetter("_version")
 # Of what was measured in a reduction, in the means over reductions from which the gradient noise
 # scale is made, what was measured before keeps this share.
 _DECAY = 0.99
+# On the CPU the squares of this rank take a pass of their own, so that only one reduction in so many
+# is measured.
+_EVERY = 8
 _REPORT = struct.Struct("<d")
 _DOUBLE = (torch.float64, torch.complex128)
 
@@ -58,7 +62,11 @@ class _Reduced:
         self.squares = _squares_of(bucket, there, in_place, len(there) == len(grads))
         counted = bucket.squares
         self.local: list[Tensor] | None = None
-        if counted is not None and len(counted.flattened) == len(bucket.segments):
+        if (
+            counted is not None
+            and counted.of_flattened
+            and len(counted.flattened) == len(bucket.segments)
+        ):
             self.local = list(counted.flattened.values())
         self.bucket: Callable[[], Any] = weakref.ref(bucket) if in_place else NoneType
         self._grads: list[Callable[[], Any]] = [
@@ -101,14 +109,15 @@ class GradNorm(Extension):
     Attributes:
         local_squares: of the gradients of this rank in the last reduction, before it, fp64 without
             dimensions; ``None`` if it was none of a whole backward whose mean weighs all ranks
-            alike.
+            alike, or was not measured.
         scale: the gradient noise scale, ``None`` while nothing is known.
     """
 
     report_nbytes = _REPORT.size
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, counters: Counters) -> None:
         count_unscaling()
+        self._counters = counters
         self._world_size = world_size
         self._reduced: list[_Reduced] = []
         self._run: Callable[[], object] = NoneType
@@ -118,6 +127,7 @@ class GradNorm(Extension):
         self._read: Any = None  # what it brings, or the same on the CPU: see on_end()
         self._mean_squares = math.nan  # of the reduction that the last report was about
         self._noise = self._signal = 0.0  # means over reductions
+        self._decay = _DECAY
 
     def current(self) -> list[_Reduced]:
         """Those buckets whose gradients are what the last reduction has left."""
@@ -127,9 +137,13 @@ class GradNorm(Extension):
         """What there was is changed from here on."""
         self._reduced.clear()
         if not run.is_local and run.source is not GradSource.REQUEST:
+            is_measured = self._counters.reductions % _EVERY == 1 % _EVERY
             for bucket in run.buckets:
                 if bucket.squares is None and not bucket.is_sparse:
                     bucket.sum_squares()
+                if bucket.squares is not None and bucket.params[0].is_cpu:
+                    bucket.squares.of_flattened = is_measured
+                    self._decay = _DECAY**_EVERY
 
     def on_reduced(self, run: ReductionRun, bucket: Bucket) -> None:
         """Note what there is now."""
@@ -186,8 +200,8 @@ class GradNorm(Extension):
             return
         noise = (small - big) / (1 - 1 / size)
         signal = (size * big - small) / (size - 1)
-        self._noise = _DECAY * self._noise + (1 - _DECAY) * noise
-        self._signal = _DECAY * self._signal + (1 - _DECAY) * signal
+        self._noise = self._decay * self._noise + (1 - self._decay) * noise
+        self._signal = self._decay * self._signal + (1 - self._decay) * signal
 
     @property
     def scale(self) -> float | None:
@@ -359,8 +373,8 @@ def grad_noise_scale(model: Any) -> float:
     ``|g|^2``, of one rank's gradients, mean over the ranks, and ``|m|^2`` of their mean over ``W``
     ranks: ``tr(S)`` is ``(|g|^2 - |m|^2) / (1 - 1 / W)`` and ``|G|^2`` is
     ``(W |m|^2 - |g|^2) / (W - 1)``, each averaged over reductions, the last hundred above all.
-    Infinite while that leaves nothing of ``|G|^2``. Of all reductions but the last; alike on all
-    ranks. What is accumulated under :meth:`no_sync` is one batch.
+    Infinite while that leaves nothing of ``|G|^2``. Of all reductions but the last, on the CPU of
+    one in eight; alike on all ranks. What is accumulated under :meth:`no_sync` is one batch.
 
     Raises:
         RuntimeError: the module was wrapped without that, or nothing is known yet.

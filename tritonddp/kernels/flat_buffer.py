@@ -69,6 +69,7 @@ class Squares:
 
     Attributes:
         of_unflattened: :attr:`unflattened` is wanted.
+        of_flattened: :attr:`flattened` is wanted on the CPU. (On a GPU it costs next to nothing.)
         flattened: of what was flattened, before it was scaled: by the first slot of each part.
         unflattened: of all gradients as ``unflatten`` has left them, also of those that it did not
             write to; ``None`` if it has not been called.
@@ -76,6 +77,7 @@ class Squares:
 
     def __init__(self, of_unflattened: bool = True) -> None:
         self.of_unflattened = of_unflattened
+        self.of_flattened = True
         self.flattened: dict[int, Tensor] = {}
         self.unflattened: Tensor | None = None
 

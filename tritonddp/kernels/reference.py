@@ -109,7 +109,7 @@ def flatten(
             batched.payload.mul_(batched.factor)
             if flat.layout.marks is not None:
                 _mark(flat)
-            if flat.squares is not None:
+            if flat.squares is not None and flat.squares.of_flattened:
                 _note_flattened(flat, grads, scale, wire)
             return
     source = wire
@@ -132,7 +132,7 @@ def flatten(
                 raise RuntimeError("a gradient is not of the size that the buffer was made for")
     if flat.layout.marks is not None:
         _mark(flat)
-    if flat.squares is not None:
+    if flat.squares is not None and flat.squares.of_flattened:
         _note_flattened(flat, grads, scale, source)
     if not flat.is_part:
         flat.trailer.copy_(flat.encoded)  # type: ignore[arg-type]
