@@ -37,7 +37,7 @@ _version_of = attrgetter("_version")
 # Of what was measured in a reduction, in the means over reductions from which the gradient noise
 # scale is made, what was measured before keeps this share.
 _DECAY = 0.99
-# On the CPU the squares of this rank take a pass of their own, so that only one reduction in so many
+# On the CPU the squares of this rank take a pass of their own: only one reduction in so many
 # is measured.
 _EVERY = 8
 _REPORT = struct.Struct("<d")
