@@ -69,6 +69,38 @@ foreach_copy_: Any = torch._foreach_copy_
 foreach_zero_: Any = torch._foreach_zero_
 foreach_mul: Any = torch._foreach_mul
 foreach_mul_: Any = torch._foreach_mul_
+foreach_norm: Any = torch._foreach_norm
+
+
+def count_unscaling() -> None:
+    """See to it that what GradScaler writes to gradients is counted in their version.
+
+    ``unscale_``, and optimizers that unscale as they step, write by operators that do not count it,
+    unlike all others that write in place. Once for the process, when somebody has to know.
+    """
+    scaler: Any = torch.amp.GradScaler
+    if hasattr(scaler._unscale_grads_, "__wrapped__"):
+        return
+    for name in ("_unscale_grads_", "step"):
+        setattr(scaler, name, _counting(getattr(scaler, name)))
+
+
+def _counting(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of GradScaler whose first argument is an optimizer."""
+
+    @functools.wraps(method)
+    def counted(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, optimizer, *args, **kwargs)
+        finally:
+            if method.__name__ != "step" or getattr(optimizer, "_step_supports_amp_scaling", False):
+                params = [param for group in optimizer.param_groups for param in group["params"]]
+                grads = [param.grad for param in params if param.grad is not None]
+                torch.autograd.graph.increment_version(
+                    [grad for grad in grads if not grad.is_inference()]
+                )
+
+    return counted
 
 
 def future_types() -> tuple[type, ...]:

@@ -32,6 +32,7 @@ from tritonddp.features.auto_compression.probe import Figures
 from tritonddp.features.check_finite import FiniteCheck, check_mode
 from tritonddp.features.delayed_params import DeferredBuckets, Delay
 from tritonddp.features.drift import DriftCheck
+from tritonddp.features.grad_norm import GradNorm
 from tritonddp.features.metrics.metrics import Metrics
 from tritonddp.features.mixed_precision import check_mixed_precision
 from tritonddp.features.unused_params import SkipUnused, StrictUnused
@@ -47,7 +48,8 @@ TRANSPORTS = ("auto", PROCESS_GROUP, PEER_MEMORY)
 FLAGS = (
     *("batched_grad_copy", "broadcast_buffers", "check_reduction", "error_feedback"),
     *("find_unused_parameters", "forward_sync_buffers", "gradient_as_bucket_view", "init_sync"),
-    *("lazy_bucket_allocation", "metrics", "skip_all_reduce_unused_params", "static_graph"),
+    *("grad_norm", "lazy_bucket_allocation", "metrics", "skip_all_reduce_unused_params"),
+    "static_graph",
 )
 
 
@@ -65,6 +67,7 @@ class DDPConfig:
     skip_unused: bool  # skip_all_reduce_unused_params
     check_finite: str | None
     check_drift: str | None
+    grad_norm: bool
     transport: str
     metrics: bool
     options: dict[str, Any]  # what has to be alike on all ranks, by name
@@ -115,8 +118,9 @@ class DDPConfig:
         for name in ("mixed_precision", "reduce_dtype", "check_finite", "check_drift"):
             if arguments[name] is not None:
                 options[name] = arguments[name]
-        if given.metrics:
-            options["metrics"] = True
+        for name in ("metrics", "grad_norm"):
+            if arguments[name]:
+                options[name] = True
         return cls(
             *(wire, caps, delay, device_ids, output_device),
             views=bool(given.gradient_as_bucket_view),
@@ -124,6 +128,7 @@ class DDPConfig:
             skip_unused=bool(given.skip_all_reduce_unused_params),
             check_finite=given.check_finite,
             check_drift=given.check_drift,
+            grad_norm=bool(given.grad_norm),
             transport=given.transport,
             metrics=bool(given.metrics),
             options=options | wire_options,
@@ -177,7 +182,11 @@ class DDPConfig:
         counters: Counters,
     ) -> list[Extension]:
         """Extensions that report to the other ranks in each reduction, in this order."""
-        found: list[Extension] = [Metrics(group, device, counters)] if self.metrics else []
+        found: list[Extension] = []
+        if self.metrics:
+            found.append(Metrics(group, device, counters))
+        if self.grad_norm and group.size > 1:  # of one rank nothing is reduced
+            found.append(GradNorm(group.size, counters))
         if self.check_drift is not None and group.size > 1:
             found.append(DriftCheck(self.check_drift, group, parameters, compare_parameters))
         return found

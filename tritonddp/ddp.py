@@ -42,6 +42,7 @@ from tritonddp.diagnostics.check_sync import check_sync
 from tritonddp.diagnostics.debug_log import enable_debug_logging
 from tritonddp.diagnostics.logging_data import Logger
 from tritonddp.features.auto_compression.planner import measured
+from tritonddp.features.grad_norm import clip_grad_norm_, grad_noise_scale, grad_norm
 from tritonddp.features.join import ShadowHook, UnevenInputs, announce_forward, refuse_inside
 from tritonddp.features.metrics.metrics import log_metrics, metrics, suggested_shares
 from tritonddp.features.mixed_precision import LowPrecision
@@ -147,6 +148,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             summed over NVLink; nothing has measured that, and ``"auto"`` is the process group.
         metrics: ranks tell each other how long the parts of their last step took, without a
             collective: see :meth:`metrics`, :meth:`suggested_shares` and :meth:`log_metrics`.
+        grad_norm: sum up squares while gradients are reduced, so that :meth:`grad_norm` and
+            :meth:`clip_grad_norm_` need no pass over them, and :meth:`grad_noise_scale` is known.
 
     Attributes:
         module: the wrapped module.
@@ -202,6 +205,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         check_drift: str | None = None,
         transport: str = "auto",
         metrics: bool = False,
+        grad_norm: bool = False,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
         if not isinstance(module, nn.Module):
@@ -544,6 +548,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         check_sync(self.module, self.core, self.parameters_to_ignore, buffers, gradients)
 
     metrics, suggested_shares, log_metrics = metrics, suggested_shares, log_metrics
+    grad_norm, clip_grad_norm_ = grad_norm, clip_grad_norm_
+    grad_noise_scale = grad_noise_scale
 
     def wire_report(self) -> str:
         """How gradients travel with ``compression="auto"``, and why, in some lines.

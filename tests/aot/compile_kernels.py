@@ -78,6 +78,7 @@ def compile_variant(
     wire: tl.dtype,
     aligned: bool,
     marks: bool = False,
+    squares: bool = False,
 ):
     launcher, grad_name = KERNELS[name]
     pointers = {"chunks": "*i64", "dynamic": "*i64", "bucket": f"*{SPELLING[wire]}"}
@@ -94,6 +95,10 @@ def compile_variant(
     else:
         pointers["factor"] = "*fp64"
         constexprs["IN_PLACE"] = grad is wire  # only such gradients may live in the bucket
+    if squares:
+        pointers["squares"] = "*fp64" if constexprs["COMPUTE"] == tl.float64 else "*fp32"
+    else:
+        constexprs["squares"] = None
     return compile_as_launched(launcher, target, pointers, constexprs)
 
 
@@ -161,10 +166,12 @@ def main() -> None:
     for architecture, (target, pairs) in TARGETS.items():
         for name in KERNELS:
             for grad, wire in pairs:
-                # With marks where the gradients are aligned, as nearly all are.
-                checked = [(True, True)] if name == "flatten" and (grad, wire) in SOME_PAIRS else []
-                for aligned, marks in [(True, False), (False, False), *checked]:
-                    compiled = compile_variant(name, target, grad, wire, aligned, marks)
+                # With marks and squares where the gradients are aligned, as nearly all are.
+                kinds = [(True, False, False), (False, False, False)]
+                if (grad, wire) in SOME_PAIRS:
+                    kinds += [(True, True, False)] * (name == "flatten") + [(True, False, True)]
+                for aligned, marks, squares in kinds:
+                    compiled = compile_variant(name, target, grad, wire, aligned, marks, squares)
                     variants.append(
                         {
                             "architecture": architecture,
@@ -173,6 +180,7 @@ def main() -> None:
                             "wire": SPELLING[wire],
                             "aligned": aligned,
                             "marks": marks,
+                            "squares": squares,
                             "reduces": compiled.asm["ttgir"].count('"tt.reduce"'),
                             "rearranges": compiled.asm["ttgir"].count("convert_layout"),
                             "shared": compiled.metadata.shared,

@@ -84,17 +84,22 @@ def sides(variant: dict) -> tuple[str, str]:
     return pair if variant["kernel"] == "flatten" else pair[::-1]
 
 
+def most_stores(variant: dict, architecture: str) -> int:
+    """The body, the tail and the flags; a mark; sums, also of gradients that nobody has sent."""
+    sums = 3 if variant["kernel"] == "unflatten" else 1
+    return wide(sides(variant)[1], architecture) + 2 + variant["marks"] + sums * variant["squares"]
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_aligned_kernels_move_16_bytes_at_a_time(compiled, architecture):
     wrong = []
     for variant in of(compiled, architecture):
         loaded, stored = sides(variant)
-        # Loads of the tables may be wide as well; stores are the body, the tail and the flags,
-        # and a mark.
+        # Loads of the tables may be wide as well.
         if variant["aligned"] and (
             variant["loads"].count(16) < wide(loaded, architecture)
             or variant["stores"].count(16) != wide(stored, architecture)
-            or len(variant["stores"]) > wide(stored, architecture) + 2 + variant["marks"]
+            or len(variant["stores"]) > most_stores(variant, architecture)
         ):
             wrong.append(variant)
     assert not wrong, report(wrong)
@@ -127,7 +132,10 @@ def test_nothing_is_spilled_and_registers_stay_under_the_cap(compiled, architect
         for variant in of(compiled, architecture)
         if variant["spilled"]
         or variant["registers"]
-        > REGISTERS[variant["aligned"] and not variant["marks"], "fp64" in sides(variant)]
+        > REGISTERS[
+            variant["aligned"] and not (variant["marks"] or variant["squares"]),
+            "fp64" in sides(variant),
+        ]
     ]
     assert not wrong, report(wrong)
 
@@ -141,7 +149,16 @@ def test_all_pairs_of_dtypes_compile_for_sm_90(compiled):
 def test_only_a_kernel_that_marks_looks_whether_numbers_are_finite(compiled, architecture):
     flattens = [v for v in of(compiled, architecture) if v["kernel"] == "flatten"]
     assert {v["marks"] for v in flattens} == {True, False}
-    wrong = [v for v in flattens if v["reduces"] != (2 if v["marks"] else 0)]
+    wrong = [v for v in flattens if v["reduces"] != 2 * (v["marks"] or v["squares"])]
+    assert not wrong, report(wrong)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_only_a_kernel_that_is_asked_for_squares_sums_them(compiled, architecture):
+    unflattens = [v for v in of(compiled, architecture) if v["kernel"] == "unflatten"]
+    assert {v["squares"] for v in unflattens} == {True, False}
+    # Of the body, of the tail, and of a gradient that nobody has sent.
+    wrong = [v for v in unflattens if v["reduces"] != 3 * v["squares"]]
     assert not wrong, report(wrong)
 
 

@@ -415,7 +415,8 @@ def test_each_variant_of_a_flatten_is_prepared_once_and_taken_again(kernels):
     assert [number for number, _ in kernels["flatten"].launched] == [1, 2, 3, 3, 1, 1] * 2
     for _, arguments in kernels["flatten"].launched:
         assert arguments[:3] == (flat.tables.chunks, flat.tables.dynamic, flat.data)
-        assert len(arguments) == 10 + 7
+        assert arguments[3] is None  # nobody asks for squares
+        assert len(arguments) == 11 + 7
     assert len({id(arguments) for arguments in flat.tables.launches.values()}) == 4
 
 
@@ -444,8 +445,9 @@ def test_each_variant_of_an_unflatten_is_prepared_once_and_gets_its_factor(kerne
     for place, (_, arguments) in enumerate(launched):
         factor = factors[place % 4]
         assert arguments[3] is (flat.tables.one if factor is None else factor)
-        assert len(arguments) == 5 + 6
-        assert arguments[9] is (place >= 12)  # whether gradients live in the buffer
+        assert arguments[4] is None  # nobody asks for squares
+        assert len(arguments) == 6 + 6
+        assert arguments[10] is (place >= 12)  # whether gradients live in the buffer
     with pytest.raises(TypeError, match=r"one torch\.float64 element"):
         unflatten_module.unflatten(flat, fp32, torch.ones(1))
 
@@ -472,4 +474,4 @@ def test_a_new_buffer_prepares_launches_of_its_own(kernels):
     assert kernels["flatten"].variants == 1
     part = flat.part(0, 3)
     flatten_module.flatten(part, grads[:3], USED[:3], 0.5)
-    assert kernels["flatten"].launched[-1][1][3] == 3  # slots
+    assert kernels["flatten"].launched[-1][1][4] == 3  # slots

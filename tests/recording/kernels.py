@@ -75,23 +75,24 @@ class Kernels:
 
     def flatten(self, grid: Any, *arguments: Any) -> None:
         """See ``flatten_kernel``."""
-        chunks, dynamic, bucket = arguments[:3]
-        slots, trailer, num_chunks, flags_offset, marks_offset, mark_words, bit = arguments[3:10]
-        source, compute, block, flag_block, aligned, mark, _ = arguments[10:]
+        chunks, dynamic, bucket, squares = arguments[:4]
+        slots, trailer, num_chunks, flags_offset, marks_offset, mark_words, bit = arguments[4:11]
+        source, compute, block, flag_block, aligned, mark, _ = arguments[11:]
         assert grid[0] == num_chunks + -(-trailer // flag_block)
         with self._without_modes():
-            self.begin("flatten", [chunks, dynamic], [bucket])
+            self.begin("flatten", [chunks, dynamic], [bucket, *_there(squares)])
             dtype, wide = _DTYPES[source], _DTYPES[compute]
             size, words = dtype.itemsize, dynamic.tolist()
             (scale,) = struct.unpack("<d", struct.pack("<q", words[slots + trailer]))
             line = torch.tensor(words[slots : slots + trailer], dtype=wide)
             bucket[flags_offset : flags_offset + trailer] = line.to(bucket.dtype)
-            for slot, start, offset, count in chunks.tolist():
+            for program, (slot, start, offset, count) in enumerate(chunks.tolist()):
                 assert count <= block
                 target = bucket[offset : offset + count]
                 address = words[slot]
                 if not address:
                     target.zero_()
+                    _note(squares, program, target)
                     continue
                 assert address % 16 == 0 or not aligned
                 address += start * size
@@ -99,31 +100,40 @@ class Kernels:
                     continue
                 content = bytearray(ctypes.string_at(address, count * size))
                 numbers = torch.frombuffer(content, dtype=dtype).to(wide)
+                _note(squares, program, numbers)
                 target.copy_(_narrow(numbers * torch.tensor(scale, dtype=wide), bucket.dtype))
                 if mark and not target.isfinite().all():
                     bucket[marks_offset + slot * mark_words] = bit
 
     def unflatten(self, grid: Any, *arguments: Any) -> None:
         """See ``unflatten_kernel``."""
-        chunks, dynamic, bucket, factor, flags_offset = arguments[:5]
-        target_dtype, compute, block, aligned, in_place, _ = arguments[5:]
+        chunks, dynamic, bucket, factor, squares, flags_offset = arguments[:6]
+        target_dtype, compute, block, aligned, in_place, _ = arguments[6:]
         assert grid[0] == len(chunks)
         with self._without_modes():
-            self.begin("unflatten", [chunks, dynamic, bucket, factor], [])
+            self.begin("unflatten", [chunks, dynamic, bucket, factor], _there(squares))
             dtype, wide = _DTYPES[target_dtype], _DTYPES[compute]
             size, words, scale = dtype.itemsize, dynamic.tolist(), factor.to(wide)
-            if in_place and factor == 1:
+            if in_place and factor == 1 and squares is None:
                 return
-            for slot, start, offset, count in chunks.tolist():
+            for program, (slot, start, offset, count) in enumerate(chunks.tolist()):
                 assert count <= block
                 address = words[slot]
-                if not address or bucket[flags_offset + slot] == 0:
+                is_used = bool(bucket[flags_offset + slot] != 0)
+                if not address or (not is_used and squares is None):
+                    _note(squares, program, chunks[:0])
                     continue
                 assert address % 16 == 0 or not aligned
                 address += start * size
-                if not self.at_address(address, count * size, True, "unflatten"):
+                writes = is_used and not (in_place and factor == 1)
+                if not self.at_address(address, count * size, writes, "unflatten"):
+                    continue
+                if not is_used:
+                    content = bytearray(ctypes.string_at(address, count * size))
+                    _note(squares, program, torch.frombuffer(content, dtype=dtype).to(wide))
                     continue
                 numbers = _narrow(bucket[offset : offset + count].to(wide) * scale, dtype)
+                _note(squares, program, numbers.to(wide))
                 ctypes.memmove(address, numbers.contiguous().data_ptr(), count * size)
 
     def reduce_unflatten(self, grid: Any, *arguments: Any) -> None:
@@ -226,6 +236,16 @@ def _narrow(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     if numbers.dtype is torch.float64 and dtype.itemsize == 2:
         numbers = numbers.float()
     return numbers.to(dtype)
+
+
+def _there(squares: Tensor | None) -> list[Tensor]:
+    return [] if squares is None else [squares]
+
+
+def _note(squares: Tensor | None, program: int, numbers: Tensor) -> None:
+    """Where a program leaves the sum of squares of its chunk."""
+    if squares is not None:
+        squares[program] = numbers.square().sum()
 
 
 @contextlib.contextmanager

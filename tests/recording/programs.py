@@ -99,6 +99,10 @@ def _frozen(net: Any, x: Tensor) -> None:
         net.module.third.requires_grad_(False)
 
 
+def _clipped(net: Any) -> None:
+    net.clip_grad_norm_(0.01)
+
+
 class _BreaksOff(Exception):
     """Of a backward."""
 
@@ -136,6 +140,14 @@ PROGRAMS = {
     "left-out buckets": Program({"skip_all_reduce_unused_params": True}, leaves_out=True),
     "frozen parameters": Program(before=_frozen),
     "check_finite": Program({"check_finite": "warn"}),
+    "grad_norm": Program({"grad_norm": True}, after=_clipped),
+    "grad_norm, views": Program({"grad_norm": True, **_VIEWS}, after=_clipped),
+    "grad_norm, lazy buckets": Program(
+        {"grad_norm": True, "lazy_bucket_allocation": True}, after=_clipped
+    ),
+    "grad_norm, unused parameters": Program(
+        {"grad_norm": True}, leaves_out=True, after=lambda net: net.grad_norm()
+    ),
     "sparse": Program(net={"sparse": True}),
     "reduce_gradients": Program(
         around=lambda net: net.no_sync(), after=lambda net: net.reduce_gradients()

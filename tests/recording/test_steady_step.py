@@ -32,8 +32,9 @@ class Step:
         operations: of torch, on the device, that the package calls, at most.
         uploads: copies to the device, at most: none where gradients lie where they lay.
         readbacks: copies to the host.
-        waits: of the host for what the device was given in this step: where. (Before its forward it
-            waits for the headers of the last one, which are there long before that one's end.)
+        waits: of the host for what the device was given in this step: where.
+        before: likewise in the step before. (Before its forward it waits for the headers of the
+            last one, which are there long before that one's end.)
     """
 
     buckets: int
@@ -43,9 +44,10 @@ class Step:
     uploads: int = 0
     readbacks: int = 1
     waits: tuple[str, ...] = ()
+    before: tuple[str, ...] = ("reducer/reducer.py check_pending",)
 
 
-_HEADERS = "reducer/reducer.py check_pending"
+_SQUARES = ("reducer/reducer.py check_pending", "features/grad_norm.py report")
 _FLAGS = ("comm/run.py _read_flags",)
 STEADY = {
     "copies": Step(2, 4, 2, uploads=2),
@@ -67,12 +69,16 @@ STEADY = {
     "left-out buckets": Step(2, 2, 1, uploads=1),
     "NVLink": Step(2, 6, 0, uploads=2),
     "NVLink, views": Step(2, 4, 0, uploads=2),
+    # Of each, 8 are of the backward; with views clipping multiplies once a bucket.
+    "grad_norm": Step(2, 4, 2, operations=15, uploads=2, readbacks=2, before=_SQUARES),
+    "grad_norm, views": Step(2, 4, 2, operations=16, uploads=4, readbacks=2, before=_SQUARES),
     "check_finite": Step(
         *(2, 4, 2),
         operations=5,
         uploads=2,
         readbacks=2,
         waits=("features/check_finite.py on_reduced_all",) * 2,  # the second time all is there
+        before=(),
     ),
 }
 
@@ -97,7 +103,7 @@ def test_a_steady_step_waits_for_the_last_headers_only_and_has_no_race(name: str
     waits = tuple(each.place for each in recorder.waits if not each.age)
     assert waits == expected.waits, recorder.waits
     before = [each for each in recorder.waits if each.age]
-    assert [each.place for each in before] == [_HEADERS] * (name != "check_finite"), before
+    assert tuple(each.place for each in before) == expected.before, before
     assert all(each.ahead for each in before), "the device is kept waiting for the host"
 
 

@@ -26,7 +26,7 @@ from tritonddp.coordination.failures import listed
 from tritonddp.coordination.peers import READ
 from tritonddp.kernels.device_tables import DeviceTables
 from tritonddp.kernels.dispatch import Kernels
-from tritonddp.kernels.flat_buffer import Layout
+from tritonddp.kernels.flat_buffer import Layout, Squares
 from tritonddp.kernels.memory_order import dims_by_stride, gradient_strides
 from tritonddp.kernels.quantized.buffer import Quantization
 
@@ -106,6 +106,7 @@ class Bucket:
             the used flags, empty if all are set. In most steps it is the same again.
         is_lazy: see above.
         has_to_prepare: :meth:`prepare` is to be called before each backward.
+        squares: where kernels leave sums of squares, see :meth:`sum_squares`; else ``None``.
         wants_flags: a gradient is missing: the host has to know whether another rank has used it.
         flags_on_host: the reduced flags, where they have been read for several buckets at once.
     """
@@ -116,6 +117,7 @@ class Bucket:
     is_sparse = False
     has_views = False
     exchange: Any = None
+    squares: Squares | None = None
 
     def __init__(
         self,
@@ -180,12 +182,14 @@ class Bucket:
         else:
             getattr(flat, "real", flat).tables = self._tables  # of a complex one its kernels' view
         self.flat = flat
+        getattr(flat, "real", flat).squares = self.squares
         if self.exchange is None:
             self._pack_into(flat)
         self._unshared = self._memory()
 
     def _pack_into(self, flat: Any) -> None:
         self.packed = flat
+        getattr(flat, "real", flat).squares = self.squares  # before parts are made
         for segment in self.segments:
             is_whole = segment.last - segment.first == len(self.params)
             segment.flat = flat if is_whole else flat.part(segment.first, segment.last)
@@ -209,6 +213,18 @@ class Bucket:
                 tables.launches.clear()  # which pack into what was shared
             self.exchange = None
             self._pack_into(self.flat)
+
+    def sum_squares(self) -> None:
+        """From now on have kernels leave sums of squares of the gradients in :attr:`squares`."""
+        # Where gradients are not copied out, or some of them are donated, no kernel sees them all.
+        self.squares = Squares(of_unflattened=self._kernels.by_address or self._casts)
+        if self.flat is not None:
+            getattr(self.flat, "real", self.flat).squares = self.squares
+            if (tables := self._kernels.tables(self.flat)) is not None:
+                tables.launches.clear()  # without them
+            self._pack_into(self.packed)
+        elif self._tables is not None:
+            self._tables.launches.clear()
 
     def _memory(self) -> tuple[Any, ...]:
         """Of the buffer: changes when somebody gets hold of its memory, or does something to it."""

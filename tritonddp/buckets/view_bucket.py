@@ -56,6 +56,9 @@ class ViewBucket(Bucket):
         if factor is not None:
             self._counters.unflattens += 1
             self._scale(factor)
+        elif self.squares is not None and self.squares.of_unflattened:
+            self._counters.unflattens += 1
+            self._kernels.unflatten(self.flat, views)
         if self._stashed:
             for slot, grad in self._stashed.items():
                 views[slot].copy_(torch.where(self.flat.flags[slot] != 0, views[slot], grad))

@@ -61,6 +61,27 @@ class Marks(NamedTuple):
         return 1 << self.rank % 8
 
 
+class Squares:
+    """Sums of squares of a bucket's gradients, which kernels leave here while they move them.
+
+    Each a vector of partial sums on the gradients' device, in fp32 or fp64, in a fixed order, of
+    which there are as many as the kernels like. A later launch may write to the same ones.
+
+    Attributes:
+        of_unflattened: :attr:`unflattened` is wanted.
+        of_flattened: :attr:`flattened` is wanted on the CPU. (On a GPU it costs next to nothing.)
+        flattened: of what was flattened, before it was scaled: by the first slot of each part.
+        unflattened: of all gradients as ``unflatten`` has left them, also of those that it did not
+            write to; ``None`` if it has not been called.
+    """
+
+    def __init__(self, of_unflattened: bool = True) -> None:
+        self.of_unflattened = of_unflattened
+        self.of_flattened = True
+        self.flattened: dict[int, Tensor] = {}
+        self.unflattened: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where each gradient lies in the flat buffer, and where the trailer begins.
@@ -185,6 +206,7 @@ class FlatBuffer:
         is_part: made by :meth:`part`; its flags are written with those of the whole.
         first_slot: of a part, among those of the whole.
         tables: of the kernels, made at their first launch.
+        squares: where ``flatten`` and ``unflatten`` leave sums of squares, if they shall.
         known_flags: :attr:`flags` once reduced, empty if all are set; ``None`` if ``unflatten`` has
             to read them.
         batched: what the CPU's ``flatten`` has prepared, at its first call.
@@ -198,6 +220,7 @@ class FlatBuffer:
     encoded_flags: Sequence[bool] = ()
     encoded_headers: bytes = b""
     batched: Any = None
+    squares: Squares | None = None
     known_flags: Sequence[float] | None = None
 
     def __init__(

@@ -6,7 +6,8 @@ scale and a cast by the passes over memory. The plain-torch twin is in ``referen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 import triton
@@ -73,6 +74,13 @@ def are_finite(x):  # type: ignore[no-untyped-def]
     return tl.min((tl.abs(x) < float("inf")).to(tl.int32), axis=0)
 
 
+@triton.jit
+def sum_of_squares(x, mask, COMPUTE: tl.constexpr, EMULATE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of the block ``x`` where ``mask`` is set, in ``COMPUTE``; always in the same order."""
+    wide = widen(x, COMPUTE, EMULATE)
+    return tl.sum(tl.where(mask, wide * wide, 0.0), axis=0)
+
+
 @triton.jit(
     do_not_specialize=[
         *("slots", "trailer", "num_chunks", "flags_offset", "marks_offset", "mark_words", "bit")
@@ -82,6 +90,7 @@ def flatten_kernel(  # type: ignore[no-untyped-def]
     chunks,
     dynamic,
     bucket,
+    squares,
     slots,
     trailer,
     num_chunks,
@@ -100,7 +109,8 @@ def flatten_kernel(  # type: ignore[no-untyped-def]
     """One program a chunk, then one for each ``FLAG_BLOCK`` of the ``trailer`` flags and headers.
 
     With ``MARK`` a program whose numbers are not all finite, as it writes them, writes ``bit`` into
-    the mark of its gradient, which has ``mark_words`` words.
+    the mark of its gradient, which has ``mark_words`` words. Unless ``squares`` is ``None``, it
+    writes there the sum of the squares of its chunk, not scaled; what is missing counts as zero.
 
     The chunk's length is rounded down to 16 in the mask, or the compiler would not prove that 16
     bytes at a time are safe; the rest is a 16-wide tail. ``multiple_of`` is the only hint it
@@ -133,6 +143,8 @@ def flatten_kernel(  # type: ignore[no-untyped-def]
     offsets = tl.arange(0, BLOCK)
     inside = offsets < body
     x = tl.load(source + offsets, mask=offsets < (readable // 16) * 16, other=0.0)
+    if squares is not None:
+        total = sum_of_squares(x, inside, COMPUTE, EMULATE)
     x = tl.where(present, widen(x, COMPUTE, EMULATE) * scale, 0.0)  # even if scale is inf or NaN
     x_out = narrow(x, wire, EMULATE)
     tl.store(target + offsets, x_out, mask=inside)
@@ -142,11 +154,15 @@ def flatten_kernel(  # type: ignore[no-untyped-def]
         # New names: the compiler refuses to rebind one to another shape.
         rest = body + tl.arange(0, 16)
         y = tl.load(source + rest, mask=rest < readable, other=0.0)
+        if squares is not None:
+            total += sum_of_squares(y, rest < count, COMPUTE, EMULATE)
         y = tl.where(present, widen(y, COMPUTE, EMULATE) * scale, 0.0)
         y_out = narrow(y, wire, EMULATE)
         tl.store(target + rest, y_out, mask=rest < count)
         if MARK:
             finite = tl.minimum(finite, are_finite(widen(y_out, COMPUTE, EMULATE)))
+    if squares is not None:
+        tl.store(squares + program, total)
     if MARK:
         mark = narrow(bit.to(tl.float32).to(COMPUTE), wire, EMULATE)
         tl.store(bucket + marks_offset + slot * mark_words, mark, mask=finite == 0)
@@ -168,8 +184,9 @@ def flatten(
     """Write ``cast(scale * grad)`` of every gradient, used flags and headers into ``flat``.
 
     One launch on the current stream, which should be the one that produced the gradients. Where the
-    layout has marks, they are cleared before, in a small launch of their own. Arguments are those
-    of ``reference.flatten``; see :meth:`DeviceTables.update` for what it raises.
+    layout has marks, they are cleared before, in a small launch of their own. Sums of squares are
+    one for each chunk. Arguments are those of ``reference.flatten``; see
+    :meth:`DeviceTables.update` for what it raises.
     """
     tables = flat.tables or DeviceTables.of(flat)
     dtype = tables.update(grads, used, scale, headers)
@@ -178,6 +195,8 @@ def flatten(
         if not flat.layout.numels and not flat.layout.headers:
             return
         run = tables.launches[_launch, dtype, tables.aligned] = _prepare(flat, tables, dtype)
+    if flat.squares is not None:
+        flat.squares.flattened[flat.first_slot] = run.args[3]
     if flat.layout.marks is not None:
         # No program can: others may have marked before it runs.
         flat.marks.zero_()
@@ -190,14 +209,15 @@ def flatten(
     launch.launches += 1
 
 
-def _prepare(
-    flat: FlatBuffer, tables: DeviceTables, dtype: torch.dtype | None
-) -> Callable[[], None]:
+def _prepare(flat: FlatBuffer, tables: DeviceTables, dtype: torch.dtype | None) -> partial[None]:
     """The launch of ``flatten`` for gradients of this dtype, as they are aligned now."""
     layout, marks = flat.layout, flat.layout.marks
     source = dtype or flat.data.dtype
-    compute = TRITON_DTYPES[compute_dtype(source, flat.data.dtype)]
-    kind = (TRITON_DTYPES[source], compute, tables.block, FLAG_BLOCK, tables.aligned)
+    compute = compute_dtype(source, flat.data.dtype)
+    sums = None
+    if flat.squares is not None:
+        sums = torch.empty(tables.num_chunks, dtype=compute, device=flat.data.device)
+    kind = (TRITON_DTYPES[source], TRITON_DTYPES[compute], tables.block, FLAG_BLOCK, tables.aligned)
     slots, num_chunks = len(layout.numels), tables.num_chunks
     trailer = slots + layout.headers
     mark = (0, 0, 0)
@@ -205,7 +225,7 @@ def _prepare(
         mark = (layout.marks_offset + marks.word, marks.words, marks.bit)
     return _launch.bind(
         num_chunks + -(-trailer // FLAG_BLOCK),
-        (tables.chunks, tables.dynamic, flat.data),
+        (tables.chunks, tables.dynamic, flat.data, sums),
         (slots, trailer, num_chunks, layout.flags_offset, *mark),
         (*kind, marks is not None, INTERPRETED),
         num_warps=tables.num_warps,

@@ -44,7 +44,7 @@ class Launcher:
     def prepare(
         self,
         grid: int,
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Tensor | None],
         integers: Sequence[int],
         constexprs: Sequence[Any],
         num_warps: int = 4,
@@ -52,12 +52,13 @@ class Launcher:
         """What launches ``grid`` programs, at least one, on the current stream.
 
         It takes all arguments in order, these or others that are compiled alike: see
-        :func:`specialisation`. Tensors are on one device, which has to be the current one then,
-        integers not negative, constexprs hashable, dtypes given as ``tl.dtype``.
+        :func:`specialisation`. Tensors are on one device, which has to be the current one then; one
+        that is ``None`` is compiled in, and costs nothing. Integers are not negative, constexprs
+        hashable, dtypes given as ``tl.dtype``.
         """
         if self.kernel is not self._compiled_kernel:  # by a test
             self._compiled, self._compiled_kernel = {}, self.kernel
-        device = tensors[0].device
+        device = tensors[0].device  # type: ignore[union-attr]
         shape, arguments = (grid, 1, 1), (*tensors, *integers, *constexprs)
         options = {"num_warps": num_warps, **OPTIONS}
         with current(device):
@@ -75,11 +76,11 @@ class Launcher:
     def bind(
         self,
         grid: int,
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Tensor | None],
         integers: Sequence[int],
         constexprs: Sequence[Any],
         num_warps: int = 4,
-    ) -> Callable[[], None]:
+    ) -> partial[None]:
         """What :meth:`prepare` returns, with these very arguments."""
         prepared = self.prepare(grid, tensors, integers, constexprs, num_warps)
         return partial(prepared, *tensors, *integers, *constexprs)
@@ -98,23 +99,23 @@ def run(device_index: int | None, prepared: Callable[..., None], *arguments: Any
 
 def specialisation(
     device: torch.device,
-    tensors: Sequence[Tensor],
+    tensors: Sequence[Tensor | None],
     integers: Sequence[int],
     constexprs: Sequence[Any],
 ) -> tuple[Any, ...]:
     """Everything that Triton compiles differently, as a dictionary key.
 
-    That is the device, every dtype, whether a pointer is a multiple of 16, whether an integer
-    fits 32 bits, every constexpr, and on AMD GPUs also whether a tensor's storage is below 2 GiB,
-    since the compiler then uses buffer instructions with 32-bit offsets.
+    That is the device, every dtype, which tensors there are, whether a pointer is a multiple of 16,
+    whether an integer fits 32 bits, every constexpr, and on AMD GPUs also whether a tensor's
+    storage is below 2 GiB, since the compiler then uses buffer instructions with 32-bit offsets.
     """
     key: list[Any] = [device.index, *constexprs]
     for tensor in tensors:
-        key += (tensor.dtype, tensor.data_ptr() % 16 == 0)
+        key += (None,) if tensor is None else (tensor.dtype, tensor.data_ptr() % 16 == 0)
     for integer in integers:
         key.append(integer <= _INT32_MAX)
     if torch.version.hip is not None:
-        key += [tensor.untyped_storage().nbytes() <= _INT32_MAX for tensor in tensors]
+        key += [t is None or t.untyped_storage().nbytes() <= _INT32_MAX for t in tensors]
     return tuple(key)
 
 

@@ -19,7 +19,13 @@ from torch import Tensor
 from tritonddp.kernels import launch
 from tritonddp.kernels.device_tables import DeviceTables
 from tritonddp.kernels.flat_buffer import FlatBuffer
-from tritonddp.kernels.flatten import INTERPRETED, TRITON_DTYPES, narrow, widen
+from tritonddp.kernels.flatten import (
+    INTERPRETED,
+    TRITON_DTYPES,
+    narrow,
+    sum_of_squares,
+    widen,
+)
 from tritonddp.kernels.launch import Launcher
 from tritonddp.kernels.reference import compute_dtype
 
@@ -30,6 +36,7 @@ def unflatten_kernel(  # type: ignore[no-untyped-def]
     dynamic,
     bucket,
     factor,
+    squares,
     flags_offset,
     TARGET: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -44,18 +51,29 @@ def unflatten_kernel(  # type: ignore[no-untyped-def]
     the device only, and the host need not wait for it. Nor for the factor, which is always there:
     1.0 changes no number, also not -0.0, and costs nothing beside the memory. With ``IN_PLACE``
     gradients live in the bucket, and a factor of 1.0 leaves nothing to do.
+
+    Unless ``squares`` is ``None``: each program writes there the sum of the squares of its chunk,
+    as it leaves it in the gradient, or finds it there.
     """
     # (Not in fp64, where Triton 3.7 would spill two registers for sm_100.)
-    if IN_PLACE and COMPUTE == tl.float32:  # noqa: SIM102, SIM300  constexprs
+    if IN_PLACE and COMPUTE == tl.float32 and squares is None:  # noqa: SIM102, SIM300  constexprs
         if tl.load(factor) == 1.0:
             return
     row = chunks + tl.program_id(0).to(tl.int64) * 4
     slot = tl.load(row)
     address = tl.load(dynamic + slot)
     if address == 0:
+        if squares is not None:
+            tl.store(squares + tl.program_id(0), 0.0)
         return
     flag = widen(tl.load(bucket + flags_offset + slot), COMPUTE, EMULATE)
     if flag == 0.0:
+        if squares is not None:
+            kept = address.to(tl.pointer_type(TARGET)) + tl.load(row + 1)
+            line = tl.arange(0, BLOCK)
+            z = tl.load(kept + line, mask=line < tl.load(row + 3), other=0.0)
+            total = sum_of_squares(z, line < BLOCK, COMPUTE, EMULATE)
+            tl.store(squares + tl.program_id(0), total)
         return
     target = address.to(tl.pointer_type(TARGET))
     if ALIGNED:
@@ -69,14 +87,31 @@ def unflatten_kernel(  # type: ignore[no-untyped-def]
     offsets = tl.arange(0, BLOCK)
     inside = offsets < body
     x = widen(tl.load(source + offsets, mask=inside, other=0.0), COMPUTE, EMULATE)
-    tl.store(target + offsets, narrow(x * scale, TARGET, EMULATE), mask=inside)
+    places = target + offsets
+    x_out = narrow(x * scale, TARGET, EMULATE)
+    if IN_PLACE and squares is not None:  # it is there already, unless it is scaled
+        written = tl.where(scale == 1.0, 0, count)
+        tl.store(places, x_out, mask=offsets < (written // 16) * 16)
+    else:
+        tl.store(places, x_out, mask=inside)
+    if squares is not None:
+        total = sum_of_squares(x_out, inside, COMPUTE, EMULATE)
     if body < count:
         rest = body + tl.arange(0, 16)
         y = widen(tl.load(source + rest, mask=rest < count, other=0.0), COMPUTE, EMULATE)
         if COMPUTE == tl.float64:  # noqa: SIM300
             # Read again, not kept: two registers that Triton 3.6 would spill for sm_90.
             scale = tl.load(factor)
-        tl.store(target + rest, narrow(y * scale, TARGET, EMULATE), mask=rest < count)
+        rest_places = target + rest
+        y_out = narrow(y * scale, TARGET, EMULATE)
+        if IN_PLACE and squares is not None:
+            tl.store(rest_places, y_out, mask=rest < tl.where(scale == 1.0, 0, count))
+        else:
+            tl.store(rest_places, y_out, mask=rest < count)
+        if squares is not None:
+            total += sum_of_squares(y_out, rest < count, COMPUTE, EMULATE)
+    if squares is not None:
+        tl.store(squares + tl.program_id(0), total)
 
 
 _launch = Launcher(unflatten_kernel)
@@ -89,7 +124,8 @@ def unflatten(
 
     One launch on the current stream, which must be behind the collective; none where there is
     nothing to write. Arguments are those of ``reference.unflatten``. Gradients have the strides of
-    their slots; the factor is ready on the current stream, and the host does not read it.
+    their slots; the factor is ready on the current stream, and the host does not read it. Sums of
+    squares are one for each chunk.
 
     Raises:
         ValueError: there is not one gradient per slot.
@@ -112,7 +148,9 @@ def unflatten(
     prepared = tables.launches.get(key)
     if prepared is None:
         prepared = tables.launches[key] = _prepare(flat, tables, dtype, factor, grads is flat.views)
-    run, rest = prepared
+    run, rest, sums = prepared
+    if sums is not None:
+        flat.squares.unflattened = sums  # type: ignore[union-attr]
     # As launch.run() does it, which would be one more call.
     if tables.device_index is None or tables.device_index == torch.cuda.current_device():
         run(factor, *rest)
@@ -124,17 +162,22 @@ def unflatten(
 
 def _prepare(
     flat: FlatBuffer, tables: DeviceTables, dtype: torch.dtype, factor: Tensor, in_place: bool
-) -> tuple[Callable[..., None], tuple[Any, ...]]:
+) -> tuple[Callable[..., None], tuple[Any, ...], Tensor | None]:
     """The launch for gradients of this dtype, as they are aligned now, but for two arguments.
 
     The factor, which may be another one each time, and what is behind it. What is compiled for the
-    storage of one factor is right for that of each: only its first element is read.
+    storage of one factor is right for that of each: only its first element is read. And where the
+    programs leave sums of squares, if they do.
     """
-    target, compute = TRITON_DTYPES[dtype], TRITON_DTYPES[compute_dtype(dtype, flat.data.dtype)]
+    compute = compute_dtype(dtype, flat.data.dtype)
+    sums = None
+    if flat.squares is not None and flat.squares.of_unflattened:
+        sums = torch.empty(tables.num_chunks, dtype=compute, device=flat.data.device)
     tensors = (tables.chunks, tables.dynamic, flat.data)
     integers = (flat.layout.flags_offset,)
-    constexprs = (target, compute, tables.block, tables.aligned, in_place, INTERPRETED)
+    dtypes = TRITON_DTYPES[dtype], TRITON_DTYPES[compute]
+    constexprs = (*dtypes, tables.block, tables.aligned, in_place, INTERPRETED)
     run = _launch.prepare(
-        tables.num_chunks, (*tensors, factor), integers, constexprs, tables.num_warps
+        tables.num_chunks, (*tensors, factor, sums), integers, constexprs, tables.num_warps
     )
-    return partial(run, *tensors), (*integers, *constexprs)
+    return partial(run, *tensors), (sums, *integers, *constexprs), sums

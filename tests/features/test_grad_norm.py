@@ -1,0 +1,577 @@
+"""Norms, clipping and the noise scale from sums that a reduction has left: beside torch's own."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_on_all_ranks, gather, ranks
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn.parallel.distributed import _MixedPrecision
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+from tritonddp import DistributedDataParallel
+from tritonddp.features import grad_norm
+from tritonddp.features.grad_norm import GradNorm, extension_of
+
+WAYS: dict[str, dict[str, Any]] = {
+    "copies": {},
+    "process group": {"transport": "process_group"},
+    "views": {"gradient_as_bucket_view": True},
+    "lazy": {"lazy_bucket_allocation": True},
+    "lazy views": {"lazy_bucket_allocation": True, "gradient_as_bucket_view": True},
+    "bf16": {"reduce_dtype": torch.bfloat16},
+    "bf16 views": {"reduce_dtype": torch.bfloat16, "gradient_as_bucket_view": True},
+    "int8": {"compression": "int8"},
+    "finite": {"check_finite": "warn"},
+    "mixed": {
+        "mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    },
+}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
+
+
+class Net(nn.Module):
+    """Small gradients and large ones, in several memory orders."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(40, 150, dtype=dtype)
+        self.second = nn.Linear(150, 300, dtype=dtype)
+        self.last = nn.Linear(300, 3, bias=False, dtype=dtype)
+        self.spare = nn.Parameter(torch.randn(9, 5, dtype=dtype).t())
+        self.dtype = dtype
+
+    def forward(self, inputs: Tensor, spare: bool = True) -> Tensor:
+        out = self.last(self.second(self.first(inputs)))
+        return out.abs().square().mean() + (self.spare.abs().sum() if spare else 0)
+
+
+def wrapped(dtype: torch.dtype = torch.float32, **options: Any) -> DistributedDataParallel:
+    small = {"bucket_cap_mb": 0.1, "grad_norm": True}
+    return DistributedDataParallel(Net(dtype), **{**small, **options})
+
+
+def step(ddp: DistributedDataParallel, number: int = 0, scale: float = 1.0, **forward: Any) -> None:
+    generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+    inputs = torch.randn(4, 40, generator=generator).to(ddp.module.dtype)
+    (ddp(inputs, **forward) * scale).backward()
+
+
+def train(ddp: DistributedDataParallel, steps: int = 3, **forward: Any) -> None:
+    """Some steps, until buckets have their final form."""
+    for number in range(steps):
+        ddp.zero_grad()
+        step(ddp, number, **forward)
+
+
+# Local squares are measured in each reduction.
+ALWAYS = mock.patch.object(grad_norm, "_EVERY", 1)
+
+
+@contextlib.contextmanager
+def without_a_pass() -> Any:
+    """Context: nothing is measured that the reduction has not."""
+    with mock.patch.object(grad_norm, "norms_of", side_effect=AssertionError("a pass")):
+        yield
+
+
+def dense(grad: Tensor) -> Tensor:
+    wide = torch.complex128 if grad.is_complex() else torch.float64
+    return (grad.to_dense() if grad.is_sparse else grad).to(wide)
+
+
+def expected(module: nn.Module) -> float:
+    grads = [dense(p.grad).flatten().abs() for p in module.parameters() if p.grad is not None]
+    return torch.cat(grads).norm().item() if grads else 0.0
+
+
+def is_right(ddp: DistributedDataParallel, rel: float = 1e-6) -> None:
+    """The norm is that of all gradients, the same bits on all ranks."""
+    found = ddp.grad_norm()
+    assert isinstance(found, Tensor)
+    assert found.dim() == 0
+    is_double = any(p.dtype in (torch.float64, torch.complex128) for p in ddp.module.parameters())
+    assert found.dtype is (torch.float64 if is_double else torch.float32)
+    assert found.item() == pytest.approx(expected(ddp.module), rel=rel, nan_ok=True)
+    assert_same_on_all_ranks([found])
+
+
+def clips_as_torch(ddp: DistributedDataParallel, share: float, rel: float = 2e-6) -> None:
+    """Clipped to a share of the norm, gradients are what torch's own function makes of them."""
+    params = [param for param in ddp.module.parameters() if param.grad is not None]
+    twins = [nn.Parameter(param.detach().clone()) for param in params]
+    for twin, param in zip(twins, params, strict=True):
+        twin.grad = param.grad.clone()
+    max_norm = share * expected(ddp.module)
+    ours, theirs = ddp.clip_grad_norm_(max_norm), clip_grad_norm_(twins, max_norm)
+    assert ours.item() == pytest.approx(theirs.item(), rel=max(rel, 1e-5))
+    for twin, param in zip(twins, params, strict=True):
+        torch.testing.assert_close(param.grad, twin.grad, rtol=max(rel, 1e-5), atol=0)
+    is_right(ddp)
+    assert_same_on_all_ranks([param.grad for param in params])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@ranks(2)
+def test_norms_and_clipping_are_torchs_however_gradients_travel(way: str) -> None:
+    ddp = wrapped(**WAYS[way])
+    for number in range(4):
+        ddp.zero_grad(set_to_none=number != 2)
+        step(ddp, number)
+        is_right(ddp)
+        torch.testing.assert_close(
+            ddp.grad_norm(), get_total_norm([p.grad for p in ddp.parameters()])
+        )
+    if not any(each in ("compression", "mixed_precision") for each in WAYS[way]):
+        with without_a_pass():
+            is_right(ddp)
+    clips_as_torch(ddp, 0.3)
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@ranks(2)
+def test_norms_and_clipping_are_torchs_in_every_dtype(dtype: torch.dtype, views: bool) -> None:
+    ddp = wrapped(dtype, gradient_as_bucket_view=views)
+    train(ddp)
+    with without_a_pass() if not dtype.is_complex else contextlib.nullcontext():
+        is_right(ddp)
+    clips_as_torch(ddp, 0.3, rel=2e-2 if dtype.itemsize == 2 else 2e-6)
+
+
+@pytest.mark.parametrize("way", ["copies", "views", "bf16"])
+@ranks(3)
+def test_three_ranks_and_unused_parameters(way: str) -> None:
+    ddp = wrapped(**WAYS[way])
+    rank = dist.get_rank()
+    train(ddp)
+    for used in ({0, 1, 2}, {1}, set(), {0, 1, 2}):
+        ddp.zero_grad()
+        step(ddp, spare=rank in used)
+        is_right(ddp)
+        step(ddp, 1, spare=False)  # where no rank uses it, it has the gradient of before
+        is_right(ddp)
+        clips_as_torch(ddp, 0.5)
+
+
+CHANGES: dict[str, Callable[[DistributedDataParallel], object]] = {
+    "user": lambda ddp: ddp.module.first.weight.grad.mul_(3),
+    "replaced": lambda ddp: setattr(ddp.module.last.weight, "grad", torch.ones(3, 300)),
+    "dropped": lambda ddp: setattr(ddp.module.last.weight, "grad", None),
+    "zero_grad": lambda ddp: ddp.zero_grad(),
+    "zeros": lambda ddp: ddp.zero_grad(set_to_none=False),
+    "torch": lambda ddp: clip_grad_norm_(ddp.parameters(), 0.01),
+    "values": lambda ddp: torch.nn.utils.clip_grad_value_(ddp.parameters(), 1e-3),
+    "frozen": lambda ddp: ddp.module.first.requires_grad_(False),
+    "added": lambda ddp: setattr(ddp.module, "more", with_gradient(torch.ones(5))),
+    "removed": lambda ddp: setattr(ddp.module, "first", None),
+    "inference": lambda ddp: setattr(ddp.module.last.weight, "grad", of_inference()),
+    "clipped": lambda ddp: ddp.clip_grad_norm_(1e-3),
+}
+
+
+def with_gradient(tensor: Tensor) -> nn.Parameter:
+    param = nn.Parameter(tensor)
+    param.grad = tensor * 7
+    return param
+
+
+def of_inference() -> Tensor:
+    with torch.inference_mode():
+        return torch.ones(3, 300)
+
+
+@pytest.mark.parametrize("way", ["copies", "views", "bf16"])
+@pytest.mark.parametrize("change", CHANGES)
+@ranks(2)
+def test_gradients_that_have_changed_since_are_measured_anew(change: str, way: str) -> None:
+    ddp = wrapped(**WAYS[way])
+    train(ddp)
+    is_right(ddp)
+    CHANGES[change](ddp)
+    is_right(ddp)
+    if change not in ("zero_grad", "zeros", "inference"):
+        clips_as_torch(ddp, 0.5)
+
+
+@pytest.mark.parametrize("fused", [None, True])
+@pytest.mark.parametrize("way", ["copies", "views"])
+@ranks(2)
+def test_gradients_that_a_scaler_has_unscaled_are_measured_anew(way: str, fused: Any) -> None:
+    ddp = wrapped(**WAYS[way])
+    optimizer = torch.optim.SGD(ddp.parameters(), 1e-3, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for number in range(4):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+        scaler.scale(ddp(torch.randn(4, 40, generator=generator))).backward()
+        is_right(ddp)
+        if number != 2:
+            scaler.unscale_(optimizer)
+            is_right(ddp)
+            clips_as_torch(ddp, 0.5)
+        scaler.step(optimizer)  # which unscales them, if nobody has
+        is_right(ddp)
+        scaler.update()
+
+
+@ranks(2)
+def test_an_overflow_in_fp16_is_seen_and_said() -> None:
+    ddp = wrapped(torch.float16)
+    train(ddp)
+    ddp.zero_grad()
+    step(ddp, scale=1e6 if dist.get_rank() == 1 else 1.0)
+    found = ddp.grad_norm()
+    assert not found.isfinite()
+    with pytest.raises(RuntimeError, match=r"rank \d, step 4: the total norm .* is non-finite"):
+        ddp.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    before = [param.grad.clone() for param in ddp.parameters()]
+    ddp.clip_grad_norm_(1.0)
+    twins = [with_gradient(param.detach().clone()) for param in ddp.parameters()]
+    for twin, grad in zip(twins, before, strict=True):
+        twin.grad = grad
+    clip_grad_norm_(twins, 1.0)
+    for twin, param in zip(twins, ddp.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, twin.grad, equal_nan=True)
+
+
+@ranks(2)
+def test_fp16_gradients_whose_norm_fp16_cannot_hold_have_one() -> None:
+    ddp = wrapped(torch.float16)
+    train(ddp, 2)
+    for param in ddp.parameters():
+        param.grad.fill_(1000)
+    is_right(ddp)
+    assert 65504 < ddp.grad_norm().item() < math.inf
+
+
+@pytest.mark.parametrize("way", ["copies", "views", "bf16"])
+@ranks(2)
+def test_accumulated_and_weighted_gradients(way: str) -> None:
+    ddp = wrapped(**WAYS[way])
+    train(ddp)
+    rank = dist.get_rank()
+    ddp.zero_grad()
+    with ddp.no_sync():
+        step(ddp, 1)
+        found = ddp.grad_norm()  # of this rank's alone
+        assert found.item() == pytest.approx(expected(ddp.module), rel=1e-6)
+    step(ddp, 2)
+    is_right(ddp)
+    with ddp.no_sync():
+        step(ddp, 3)
+    assert ddp.grad_norm().item() == pytest.approx(expected(ddp.module), rel=1e-6)
+    ddp.zero_grad()
+    with ddp.weighted(3 + rank):
+        step(ddp, 4)
+    is_right(ddp)
+    clips_as_torch(ddp, 0.5)
+    ddp.reduce_gradients()
+    is_right(ddp)
+    given = [torch.ones_like(param) for param in ddp.parameters()]
+    ddp.reduce_gradients(given, list(ddp.parameters()))  # does not touch .grad
+    is_right(ddp)
+
+
+@ranks(2)
+def test_sparse_gradients_count_by_their_values() -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.table = nn.Embedding(50, 8, sparse=True)
+            self.last = nn.Linear(8, 3)
+
+        def forward(self, rows: Tensor) -> Tensor:
+            return self.last(self.table(rows)).square().mean()
+
+    ddp = DistributedDataParallel(Sparse(), grad_norm=True)
+    for number in range(3):
+        ddp.zero_grad()
+        ddp(torch.tensor([1, 1, 3 + dist.get_rank(), number])).backward()
+        is_right(ddp)
+    with without_a_pass():
+        before = ddp.grad_norm()
+    ddp.clip_grad_norm_(before.item() / 2)
+    assert ddp.module.table.weight.grad.is_sparse
+    assert expected(ddp.module) == pytest.approx(before.item() / 2, rel=1e-5)
+    is_right(ddp)
+    with pytest.raises(RuntimeError, match="have sparse gradients"):
+        ddp.grad_noise_scale()
+
+
+@ranks(2)
+def test_communication_hooks() -> None:
+    ddp = wrapped()
+    ddp.register_comm_hook(None, allreduce_hook)
+    train(ddp)
+    with without_a_pass():
+        is_right(ddp)
+    clips_as_torch(ddp, 0.5)
+    with pytest.raises(RuntimeError, match="go through a communication hook"):
+        ddp.grad_noise_scale()
+
+
+@ranks(2)
+def test_parameters_that_are_not_reduced_count_as_for_torch() -> None:
+    module = Net()
+    module.own = with_gradient(torch.ones(4))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["own"])
+    ddp = DistributedDataParallel(module, grad_norm=True)
+    step(ddp)
+    is_right(ddp)
+    clips_as_torch(ddp, 0.5)
+
+
+@ranks(2)
+def test_a_factor_of_one_touches_no_gradient() -> None:
+    ddp = wrapped()
+    train(ddp)
+    before = [(param.grad, param.grad._version) for param in ddp.parameters()]
+    with without_a_pass():
+        ddp.clip_grad_norm_(1e9)
+        is_right(ddp)
+    for param, (grad, version) in zip(ddp.parameters(), before, strict=True):
+        assert param.grad is grad
+        assert grad._version == version
+
+
+@ranks(2)
+def test_views_are_clipped_a_bucket_at_a_time() -> None:
+    ddp = wrapped(gradient_as_bucket_view=True)
+    train(ddp)
+    versions = [param.grad._version for param in ddp.parameters()]
+    with mock.patch.object(grad_norm, "foreach_mul_", side_effect=AssertionError("one by one")):
+        ddp.clip_grad_norm_(expected(ddp.module) / 2)
+    # Whoever asks a gradient whether it was written to is told so.
+    assert all(
+        param.grad._version > version
+        for param, version in zip(ddp.parameters(), versions, strict=True)
+    )
+    is_right(ddp)
+
+
+@ranks(2)
+def test_norms_by_parameter() -> None:
+    ddp = wrapped()
+    train(ddp)
+    ddp.module.spare.grad = None
+    found = ddp.grad_norm(per_parameter=True)
+    assert isinstance(found, dict)
+    named = {name: param for name, param in ddp.module.named_parameters() if name != "spare"}
+    assert found.keys() == named.keys()
+    for name, param in named.items():
+        assert found[name].dim() == 0
+        assert found[name].item() == pytest.approx(param.grad.double().norm().item(), rel=1e-6)
+    assert_same_on_all_ranks(list(found.values()))
+
+
+@pytest.mark.parametrize("way", ["copies", "views"])
+@ranks(1)
+def test_a_world_of_one_and_no_option_take_a_pass(way: str) -> None:
+    ddp = wrapped(**WAYS[way])
+    assert extension_of(ddp.core) is None
+    assert ddp.grad_norm().item() == 0
+    assert ddp.clip_grad_norm_(1.0).item() == 0
+    train(ddp)
+    is_right(ddp)
+    clips_as_torch(ddp, 0.5)
+    with pytest.raises(RuntimeError, match=r"grad_norm=True when .* process group of two ranks"):
+        ddp.grad_noise_scale()
+
+
+@ranks(2)
+def test_without_the_option_norms_take_a_pass_and_the_noise_scale_names_it() -> None:
+    ddp = wrapped(grad_norm=False)
+    assert extension_of(ddp.core) is None
+    train(ddp)
+    is_right(ddp)
+    clips_as_torch(ddp, 0.5)
+    with pytest.raises(RuntimeError, match=r"needs grad_norm=True when"):
+        ddp.grad_noise_scale()
+
+
+@ranks(2)
+def test_before_the_first_reduction_and_after_one_that_broke_off() -> None:
+    ddp = wrapped()
+    assert ddp.grad_norm().item() == 0
+    with pytest.raises(RuntimeError, match="takes two reduced backwards"):
+        ddp.grad_noise_scale()
+    train(ddp)
+    ddp.zero_grad()
+
+    def fail(grad: Tensor) -> None:
+        raise ZeroDivisionError
+
+    handle = ddp.module.first.weight.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        step(ddp)
+    handle.remove()
+    assert ddp.grad_norm().item() == pytest.approx(expected(ddp.module), rel=1e-6)
+    ddp.zero_grad()
+    step(ddp)
+    is_right(ddp)
+
+
+@ranks(2)
+def test_what_cannot_be_answered_is_refused_by_name() -> None:
+    ddp = wrapped()
+    train(ddp)
+    said: list[str] = []
+
+    def ask(param: Tensor) -> None:
+        try:
+            ddp.grad_norm()
+        except RuntimeError as error:
+            said.append(str(error))
+
+    handle = ddp.module.last.weight.register_post_accumulate_grad_hook(ask)
+    step(ddp)
+    handle.remove()
+    assert len(said) == 1
+    assert "grad_norm() while a backward runs" in said[0]
+    ddp.require_manual_backward_finalization = True
+    step(ddp)
+    with pytest.raises(RuntimeError, match="finalize_backward"):
+        ddp.clip_grad_norm_(1.0)
+    ddp.finalize_backward()
+    is_right(ddp)
+    module = Net()
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 1e-3})
+    stepping = DistributedDataParallel(module, grad_norm=True)
+    step(stepping)
+    for call in (stepping.grad_norm, lambda: stepping.clip_grad_norm_(1.0)):
+        with pytest.raises(RuntimeError, match="where optimizers step in the backward"):
+            call()
+
+
+@ranks(2)
+def test_the_option_is_on_or_off_and_alike_on_all_ranks() -> None:
+    with pytest.raises(TypeError, match="grad_norm should be True or False"):
+        wrapped(grad_norm="yes")
+    with pytest.raises(RuntimeError, match="grad_norm"):
+        wrapped(grad_norm=dist.get_rank() == 0)
+
+
+@ranks(2)
+def test_no_gradient_is_kept_alive_nor_the_wrapper() -> None:
+    ddp = wrapped()
+    train(ddp)
+    grads = [weakref.ref(param.grad) for param in ddp.parameters()]
+    ddp.grad_norm()
+    ddp.zero_grad()
+    assert not any(grad() for grad in grads)
+    donated = [bucket.flat.data.data_ptr() for bucket in ddp.reducer.buckets]
+    step(ddp)
+    assert [bucket.flat.data.data_ptr() for bucket in ddp.reducer.buckets] == donated
+    gone = weakref.ref(ddp)
+    del ddp
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("way", ["copies", "views", "lazy", "bf16", "finite"])
+@ranks(3)
+def test_local_squares_are_those_of_this_rank_and_the_noise_scale_theirs(way: str) -> None:
+    ddp = wrapped(**WAYS[way])
+    alone = copy.deepcopy(ddp.module)
+    extension = extension_of(ddp.core)
+    assert isinstance(extension, GradNorm)
+    noise = signal = 0.0
+    for number in range(4):
+        ddp.zero_grad()
+        alone.zero_grad()
+        with ALWAYS:
+            step(ddp, number)
+        generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+        alone(torch.randn(4, 40, generator=generator)).backward()
+        local = expected(alone) ** 2
+        assert extension.local_squares is not None
+        assert extension.local_squares.item() == pytest.approx(local, rel=1e-5)
+        small, big = sum(gather(local)) / 3, expected(ddp.module) ** 2
+        if number < 3:  # what is known is a step late
+            noise = 0.99 * noise + (small - big) / (1 - 1 / 3)
+            signal = 0.99 * signal + (3 * big - small) / 2
+    found = ddp.grad_noise_scale()
+    assert found == pytest.approx(noise / signal, rel=1e-4)
+    assert len(set(gather(found))) == 1
+
+
+@ranks(2)
+def test_the_noise_scale_is_that_of_noise_of_a_known_size() -> None:
+    # Gradients are 1 plus noise of variance 4 in each of 5000 elements: tr(S) / |G|^2 is 4.
+    module = nn.Linear(5000, 1, bias=False)
+    ddp = DistributedDataParallel(module, grad_norm=True)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(30):
+        ddp.zero_grad()
+        with ALWAYS:
+            ddp(1 + 2 * torch.randn(1, 5000, generator=generator)).sum().backward()
+    assert ddp.grad_noise_scale() == pytest.approx(4, rel=0.1)
+
+
+@ranks(2)
+def test_a_reduction_that_tells_nothing_leaves_the_noise_scale_as_it_is() -> None:
+    ddp = wrapped()
+    with ALWAYS:
+        tells_nothing(ddp)
+
+
+def tells_nothing(ddp: DistributedDataParallel) -> None:
+    train(ddp, 4)
+    found, rank = ddp.grad_noise_scale(), dist.get_rank()
+    extension = extension_of(ddp.core)
+    assert extension is not None
+    with ddp.weighted(1 + rank):
+        step(ddp)
+    assert extension.local_squares is None
+    known = ddp.grad_noise_scale()  # of the step before
+    assert known != found
+    step(ddp, scale=math.inf if rank else 1.0)
+    assert ddp.grad_noise_scale() == known
+    step(ddp)
+    assert ddp.grad_noise_scale() == known
+    with ddp.join():
+        for _ in range(2 + rank):
+            step(ddp)
+    assert math.isfinite(ddp.grad_noise_scale())
+
+
+@ranks(2)
+def test_on_the_cpu_one_reduction_in_eight_is_measured() -> None:
+    ddp = wrapped()
+    extension = extension_of(ddp.core)
+    assert extension is not None
+    measured = []
+    for number in range(18):
+        ddp.zero_grad()
+        step(ddp, number)
+        measured.append(extension.local_squares is not None)
+    assert [number for number, each in enumerate(measured, 1) if each] == [1, 9, 17]
+    ddp.grad_noise_scale()
+
+
+@ranks(2)
+def test_ranks_that_run_out_of_inputs() -> None:
+    ddp = wrapped()
+    train(ddp)
+    with ddp.join():
+        for number in range(1 + dist.get_rank()):
+            ddp.zero_grad()
+            step(ddp, number)
+            assert ddp.grad_norm().item() == pytest.approx(expected(ddp.module), rel=1e-6)
+            ddp.clip_grad_norm_(0.1)
+    assert ddp.grad_norm().item() == pytest.approx(expected(ddp.module), rel=1e-6)
