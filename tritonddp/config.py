@@ -28,6 +28,7 @@ from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.features.auto_compression.planner import AutoPlanner
 from tritonddp.features.auto_compression.probe import Figures
+from tritonddp.features.buffer_sync import BROADCAST, MODES, OFF
 from tritonddp.features.check_finite import FiniteCheck, check_mode
 from tritonddp.features.delayed_params import DeferredBuckets, Delay
 from tritonddp.features.metrics.metrics import Metrics
@@ -64,6 +65,7 @@ class DDPConfig:
     check_finite: str | None
     transport: str
     metrics: bool
+    buffer_mode: str  # how buffers are synchronised, if they are
     options: dict[str, Any]  # what has to be alike on all ranks, by name
 
     @classmethod
@@ -84,6 +86,7 @@ class DDPConfig:
         check_mode(given.check_finite)
         check_transport(given.transport, group, devices)
         check_flags({name: arguments[name] for name in FLAGS})
+        check_buffer_sync(given)
         if given.mixed_precision is not None:
             check_mixed_precision(given.mixed_precision)
         exact = None if given.compression is None else ExactParams(module, given.exact)
@@ -108,7 +111,7 @@ class DDPConfig:
         options: dict[str, Any] = {"bucket sizes": caps.limits, "transport": given.transport}
         if delay is not None:
             options["delayed"] = sorted(caps.delayed)
-        for name in ("mixed_precision", "reduce_dtype", "check_finite"):
+        for name in ("mixed_precision", "reduce_dtype", "check_finite", "buffer_sync"):
             if arguments[name] is not None:
                 options[name] = arguments[name]
         if given.metrics:
@@ -121,6 +124,7 @@ class DDPConfig:
             check_finite=given.check_finite,
             transport=given.transport,
             metrics=bool(given.metrics),
+            buffer_mode=given.buffer_sync or BROADCAST,
             options=options | wire_options,
         )
 
@@ -132,11 +136,12 @@ class DDPConfig:
         broadcast: StateBroadcast | None,
         figures: Figures | None,
         is_strict: bool,
+        reporters: Sequence[Extension] = (),
     ) -> Reducer:
         """The reducer of a wrapper, with the extensions that its options ask for. No collective.
 
         ``figures`` are what was measured for ``compression="auto"``; with ``is_strict`` an unused
-        parameter is an error.
+        parameter is an error; ``reporters`` are extensions of the wrapper that report.
         """
         counters, device = Counters(), parameters.params[0][1].device
         core = Reducer(
@@ -145,7 +150,7 @@ class DDPConfig:
             lazy=self.lazy,
             check_finite=self.check_finite is not None,
             peer_memory=self._peer_memory(group, parameters),
-            reporters=self.reporters(group, device, counters),
+            reporters=[*self.reporters(group, device, counters), *reporters],
         )
         extensions: list[Extension] = []
         if is_strict:
@@ -340,7 +345,24 @@ def _device_index(device: int | str | torch.device) -> int:
     return torch.cuda.current_device() if index is None else index
 
 
-def buffer_sync(
+def check_buffer_sync(given: Any) -> None:
+    """Raise a ValueError if there is no such mode, or stock's arguments say another thing."""
+    mode = given.buffer_sync
+    if mode is None:
+        return
+    if not isinstance(mode, str) or mode not in MODES:
+        raise ValueError(
+            f"buffer_sync should be None or one of {', '.join(map(repr, MODES))}, got {mode!r}"
+        )
+    for name in ("forward_sync_buffers", "broadcast_buffers"):
+        value = getattr(given, name)
+        if value is not None and bool(value) is (mode == OFF):
+            raise ValueError(
+                f"{name}={value} and buffer_sync={mode!r} contradict each other: leave {name} out"
+            )
+
+
+def stock_buffer_options(
     broadcast_buffers: bool | None, forward_sync_buffers: bool | None
 ) -> tuple[bool, bool]:
     """Whether buffers are synchronised at each forward, and at construction."""

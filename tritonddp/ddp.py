@@ -35,13 +35,14 @@ from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.broadcast import StateBroadcast
 from tritonddp.compat.stock_ddp import StockDDPNames, check_hook, warn_of_static_graph
 from tritonddp.compat.stock_reducer import StockReducer
-from tritonddp.config import DDPConfig, buffer_sync, process_group_of, sendable
+from tritonddp.config import DDPConfig, process_group_of, sendable, stock_buffer_options
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import describe, tell_failure, verify_same
 from tritonddp.diagnostics.check_sync import check_sync
 from tritonddp.diagnostics.debug_log import enable_debug_logging
 from tritonddp.diagnostics.logging_data import Logger
 from tritonddp.features.auto_compression.planner import measured
+from tritonddp.features.buffer_sync import OFF, BufferSync
 from tritonddp.features.join import ShadowHook, UnevenInputs, announce_forward, refuse_inside
 from tritonddp.features.metrics.metrics import log_metrics, metrics, suggested_shares
 from tritonddp.features.mixed_precision import LowPrecision
@@ -197,6 +198,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         check_finite: str | None = None,
         transport: str = "auto",
         metrics: bool = False,
+        buffer_sync: str | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
         if not isinstance(module, nn.Module):
@@ -240,8 +242,10 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         self.check_finite = check_finite
         self.mixed_precision = mixed_precision
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
-        sync_options = buffer_sync(broadcast_buffers, forward_sync_buffers)
+        sync_options = stock_buffer_options(broadcast_buffers, forward_sync_buffers)
         self.forward_sync_buffers, init_sync_buffers = sync_options
+        if buffer_sync is not None:
+            self.forward_sync_buffers = buffer_sync != OFF
         if check_reduction:
             message = "`check_reduction` is deprecated and has no effect"
             warnings.warn(message, FutureWarning, stacklevel=2)
@@ -297,8 +301,11 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         # As in stock: a static graph may leave parameters unused.
         is_strict = self.find_unused_parameters is False and not self.static_graph
         broadcast = self.state_broadcast if self._init_sync else None
+        mode = self.config.buffer_mode if self.forward_sync_buffers else OFF
+        self.buffer_sync = BufferSync(parameters, self.group, self.state_broadcast, self.sync, mode)
         self.core = self.config.build_reducer(
-            *(parameters, self.group, self.sync, broadcast, self._figures, is_strict)
+            *(parameters, self.group, self.sync, broadcast, self._figures, is_strict),
+            [self.buffer_sync] if self.buffer_sync.report_nbytes else [],
         )
         self._window: AccumulationWindow | None = None
         self.reducer = StockReducer(self.core)
@@ -361,6 +368,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             self._sync_buffers()
             for call in self.core.events.on_buffers:
                 call()
+        elif self.buffer_sync.is_first:
+            self.buffer_sync.pass_by()
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             by_side_stream = self.use_side_stream_for_tensor_copies
@@ -775,7 +784,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 # What is made anew for a process group, and the group itself.
 _OF_THE_GROUP = (
     *("process_group", "group", "sync", "core", "reducer", "logger", "state_broadcast"),
-    "_window",
+    *("_window", "buffer_sync"),
 )
 
 _alive: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
