@@ -133,6 +133,8 @@ FAULTS = {
             ("before the forward", 2, 1),
             ("inside the forward", 3, 0),
             ("buffer broadcast", 3, 2),
+            ("broadcast ahead", 3, 0),
+            ("wait for buffers", 2, 1),
             ("loss", 2, 0),
             ("first gradient", 4, 3),
             ("between buckets", 3, 1),
@@ -184,6 +186,7 @@ FAULTS = {
             "stop",
             ("before wrapping", 2, 1),
             ("buffer broadcast", 3, 0),
+            ("broadcast ahead", 2, 0),
             ("between buckets", 3, 2, VIEWS),
             ("launch", 2, 0),
             ("end of backward", 4, 1),
@@ -234,6 +237,7 @@ FAULTS = {
         *_caught(
             "raise",
             ("first gradient", 2, 0),
+            ("broadcast ahead", 3, 0),
             ("between buckets", 3, 1, VIEWS),
             ("last gradient", 2, 1),
             ("communication hook", 3, 0),
@@ -332,6 +336,8 @@ FAULTS = {
         *_caught(
             "interrupt",
             ("between buckets", 2, 0),
+            ("broadcast ahead", 2, 1),
+            ("wait for buffers", 3, 1),
             ("launch", 3, 2),
             ("message through memory", 3, 1),
             ("share of a sum", 3, 0),

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter, is_
@@ -55,7 +55,7 @@ BROADCAST, MEAN, OFF = "broadcast", "mean", "off"
 MODES = (BROADCAST, MEAN, OFF)
 
 # Reduced backwards in a row after which the ranks rely on what they have seen.
-STEPS = 8
+STEPS = 16
 
 # What a rank reports, as bits.
 _SAID = 1
@@ -199,7 +199,7 @@ class BufferSync(Extension):
             if not averages:
                 self._broadcast.send(buffers, place, f"buffers ({listed(names)})", again=True)
                 return
-            with self._guard(f"rank {self._group.rank}, {place}"), torch.no_grad():
+            with self._guard(f"rank {self._group.rank}, {place}", named), torch.no_grad():
                 pending = self._begin(buffers)
                 pending.transfer.wait()
             pending.transfer.write(self._views(buffers)[1], buffers)
@@ -211,8 +211,16 @@ class BufferSync(Extension):
         if rest:
             self._send(rest, place)
 
-    def _guard(self, where: str) -> AbstractContextManager[None]:
-        return self._group.guard(where, f"{'mean' if self._averages else 'broadcast'} of buffers")
+    @contextmanager
+    def _guard(self, where: str, named: _Named) -> Iterator[None]:
+        """Context for collectives of these: if one fails, the error names who is missing."""
+        try:
+            yield
+        except RuntimeError as error:
+            names, nbytes = [name for name, _ in named], sum(each.nbytes for _, each in named)
+            what = "mean" if self._averages else "broadcast"
+            what += f" of {len(names)} buffers ({listed(names)}), {nbytes} bytes"
+            raise self._group.explain(where, what, error) from error
 
     def _views(self, tensors: Sequence[Tensor]) -> tuple[list[Message], list[Message]]:
         """The bytes of what travels, and of what of it is not averaged."""
@@ -240,7 +248,7 @@ class BufferSync(Extension):
         """What was sent ahead goes into the buffers, but where they have changed meanwhile."""
         chosen, transfer = self._traveling(named), pending.transfer
         tensors = [tensor for _, tensor in chosen]
-        with self._guard(f"rank {self._group.rank}, {place}"):
+        with self._guard(f"rank {self._group.rank}, {place}", chosen):
             transfer.wait()
         every, rest = self._views(tensors)
         changed = _differing(every, pending.taken)
@@ -319,9 +327,11 @@ class BufferSync(Extension):
 
     def _has_changed(self, named: _Named) -> bool:
         """Whether what travels is not what all ranks have had, as far as this rank knows."""
-        every, _ = self._views([tensor for _, tensor in self._traveling(named)])
-        if self._alike is None or not every:
+        if self._alike is None:
             return True
+        every, _ = self._views([tensor for _, tensor in self._traveling(named)])
+        if not every:
+            return False
         first = every[0].pieces[0]  # mostly has changed, if any has
         same = torch.equal(first, self._alike[0][: first.numel()])
         return not same or bool(_differing(every, self._alike))
@@ -369,14 +379,15 @@ class BufferSync(Extension):
         sends, self._sends = self._sends, None
         named = self._parameters.buffers()
         self._pending = None
-        traveling = [tensor for _, tensor in self._traveling(named)]
-        if sends is not None and all(tensor.is_cpu for tensor in traveling):
-            with self._guard(run.where):
-                if sends:
-                    self._pending = self._begin(traveling)
-                else:
-                    taken = joined(self._views(traveling)[0])
-                    self._pending = _Pending(taken, Transfer.of_nothing(taken))
+        chosen = self._traveling(named)
+        tensors = [tensor for _, tensor in chosen]
+        if sends is not None and all(tensor.is_cpu for tensor in tensors):
+            if sends:
+                with self._guard(run.where, chosen):
+                    self._pending = self._begin(tensors)
+            else:
+                taken = joined(self._views(tensors)[0])
+                self._pending = _Pending(taken, Transfer.of_nothing(taken))
         self._at_end = _identities(named)
         self._syncs = self._flags = 0
         self._missed.clear()
@@ -460,9 +471,10 @@ def _kinds_of(named: _Named) -> tuple[list[torch.Size], list[torch.dtype]]:
 
 def _versions_of(named: _Named) -> list[int]:
     tensors = [tensor for _, tensor in named]
-    if any(map(Tensor.is_inference, tensors)):  # those have none
+    try:
+        return list(map(_version, tensors))
+    except RuntimeError:  # those of inference mode have none
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-    return list(map(_version, tensors))
 
 
 def _differing(messages: Sequence[Message], former: Sequence[Tensor]) -> set[int]:
