@@ -237,7 +237,6 @@ FAULTS = {
         *_caught(
             "raise",
             ("first gradient", 2, 0),
-            ("broadcast ahead", 3, 0),
             ("between buckets", 3, 1, VIEWS),
             ("last gradient", 2, 1),
             ("communication hook", 3, 0),
@@ -336,8 +335,6 @@ FAULTS = {
         *_caught(
             "interrupt",
             ("between buckets", 2, 0),
-            ("broadcast ahead", 2, 1),
-            ("wait for buffers", 3, 1),
             ("launch", 3, 2),
             ("message through memory", 3, 1),
             ("share of a sum", 3, 0),
