@@ -144,6 +144,11 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             summed over NVLink; nothing has measured that, and ``"auto"`` is the process group.
         metrics: ranks tell each other how long the parts of their last step took, without a
             collective: see :meth:`metrics`, :meth:`suggested_shares` and :meth:`log_metrics`.
+        buffer_sync: ``"broadcast"``: as ``forward_sync_buffers``, the default, but what no forward
+            changes travels no more, and on the CPU the rest when the backward before is over. A
+            buffer that is changed beside forwards is one forward late, with a warning, once.
+            ``"mean"``: floating-point buffers that forwards change become their mean over the
+            ranks; others follow rank 0. ``"off"``: as ``forward_sync_buffers=False``.
 
     Attributes:
         module: the wrapped module.

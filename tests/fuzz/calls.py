@@ -34,6 +34,7 @@ OPTIONS = st.fixed_dictionaries(
         "skip_all_reduce_unused_params": st.booleans(),
         "check_finite": st.sampled_from([None, "raise", "warn"]),
         "transport": st.sampled_from(["auto", "process_group"]),
+        "buffer_sync": st.sampled_from(["broadcast", "mean", "off"]),
     },
 )
 
@@ -44,6 +45,7 @@ _VALID = {
     "compression": st.sampled_from(["int8", "fp8", "auto"]),
     "check_finite": st.sampled_from(["raise", "warn"]),
     "transport": st.sampled_from(["auto", "process_group", "peer_memory"]),
+    "buffer_sync": st.sampled_from(["broadcast", "mean", "off"]),
     "exact": st.sampled_from(["body.weight", "*", ["head.*"], lambda name, _: "h" in name]),
     "device_ids": st.sampled_from([[], [0], [0, 1], ["cpu"]]),
 }

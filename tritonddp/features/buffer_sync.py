@@ -104,6 +104,8 @@ class BufferSync(Extension):
         reports = mode != OFF and group.size > 1 and bool(parameters.buffers())
         self.report_nbytes = 4 if reports else 0
         self.is_first = False
+        # On a GPU reports come when a broadcast at the end of the reduction would be under way.
+        self._on_cpu = all(param.is_cpu for _, param in parameters.params)
         self._messages = Messages(), Messages()  # of what travels; of what of it is not averaged
         # Alike on all ranks: it follows from reports, and from forwards that synchronise.
         self._steps = 0  # in a row, without a surprise
@@ -287,7 +289,7 @@ class BufferSync(Extension):
                 "rank %d, %s: %d buffers change in forwards, and travel; %d are constant",
                 *(self._group.rank, place, len(changing), len(constant)),
             )
-        elif self._before is None or self._averages:
+        elif self._averages or (self._before is None and not self._gave_up):
             self._before = [bytes_of(tensor).clone() for _, tensor in named]
             self._versions = _versions_of(named)
 
@@ -358,7 +360,7 @@ class BufferSync(Extension):
         self._steps_of_one = 0 if _NOT_ONE in told else self._steps_of_one + 1
         if self._changing is None:
             self._is_due = self._steps >= STEPS
-        elif self._changing and min(self._steps, self._steps_of_one) >= STEPS:
+        elif self._changing and self._on_cpu and min(self._steps, self._steps_of_one) >= STEPS:
             self._sends = _CHANGED in told
 
     def _give_up(self, on: Sequence[int]) -> None:
