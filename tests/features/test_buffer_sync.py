@@ -63,6 +63,7 @@ class Odd(nn.Module):
         self.register_buffer("on_rank_0", torch.tensor(0))
         self.register_buffer("on_last", torch.zeros(2, dtype=torch.float64))
         self.register_buffer("late", torch.zeros(5, dtype=torch.bfloat16))
+        self.register_buffer("later", torch.zeros(5))
         self.register_buffer("by_data", torch.zeros(3))
         self.register_buffer("assigned", torch.zeros(2))
         self.register_buffer("seldom", torch.zeros(2))
@@ -81,6 +82,8 @@ class Odd(nn.Module):
                 self.on_last += 1
             if self.forwards > STEPS + 10:
                 self.late += 1 + rank
+            if self.forwards > 2 * STEPS + 12:  # known to be constant where forwards come in pairs
+                self.later += 1 + rank
             self.by_data.data.add_(rank + 1)
             self.assigned = self.assigned + rank + 1
             if self.forwards % 11 == rank:
@@ -391,18 +394,25 @@ def test_swapped_elements_of_a_constant_are_no_constant() -> None:
     assert [one == other for one, other in zip(sums, now, strict=True)] == [False, False, True]
 
 
-@ranks(2)
-def test_other_buffers_are_found_at_once() -> None:
-    ddp = trained()
+def another(ddp: DistributedDataParallel) -> None:
     ddp.module.register_buffer("late", torch.full((3,), float(dist.get_rank())))
-    step(ddp, batch(), 0)
-    ddp.module[1].running_mean = torch.zeros(4).double()
-    ddp.module[1].running_var = torch.ones(4).double()
-    ddp.module[1].eval()
-    ddp.module[1].forward = lambda x: x
+
+
+def of_another_dtype(ddp: DistributedDataParallel) -> None:
+    norm = ddp.module[1]
+    norm.running_mean, norm.running_var = norm.running_mean.double(), norm.running_var.double()
+    norm.forward = lambda x: x
+
+
+@pytest.mark.parametrize("change", [another, of_another_dtype])
+@ranks(2)
+def test_other_buffers_are_found_at_once(change: Callable[[Any], None]) -> None:
+    ddp = trained()
     seen = first_of(ddp)
-    step(ddp, batch(), 0)
-    assert_same_on_all_ranks(list(seen().values()))
+    change(ddp)
+    for number in range(2):
+        step(ddp, batch(), number)
+        assert_same_on_all_ranks(list(seen().values()))
 
 
 def first_of(ddp: Any) -> Callable[[], dict[str, Tensor]]:
@@ -454,6 +464,7 @@ def test_means_of_what_changes_and_nothing_else() -> None:
 
     torch.manual_seed(5)
     ddp = DistributedDataParallel(Net(), buffer_sync="mean")
+    ddp.module.table[0] = 1e-45  # half of it is none
     table, ends = ddp.module.table.clone(), []
     seen = first_of(ddp)
     for number in range(AHEAD + 4):
@@ -499,9 +510,9 @@ def test_a_buffer_hook_takes_the_place_of_what_was_sent_ahead() -> None:
     assert ddp.buffer_sync._pending is None
 
 
-@pytest.mark.parametrize("entered_after", [3, AHEAD])
+@pytest.mark.parametrize(("entered_after", "inputs"), [(3, 3), (AHEAD, 3), (AHEAD, 0)])
 @ranks(3)
-def test_inside_join_buffers_come_from_a_rank_with_inputs(entered_after: int) -> None:
+def test_inside_join_buffers_come_from_a_rank_with_inputs(entered_after: int, inputs: int) -> None:
     """(After it, in stock, they still come from the highest rank.)"""
 
     def run(cls: Any) -> list[Any]:
@@ -513,13 +524,15 @@ def test_inside_join_buffers_come_from_a_rank_with_inputs(entered_after: int) ->
         for number in range(entered_after):
             step(ddp, batch(), number)
         with ddp.join():
-            for number in range(2 + 3 * dist.get_rank()):
+            for number in range(inputs * (1 + dist.get_rank())):
                 step(ddp, batch(), number)
                 found.append(dict(seen()))
         if cls is not Stock:
-            for number in range(AHEAD + 2):
-                step(ddp, batch(), number)
-                assert_same_on_all_ranks(list(seen().values()))
+            with collected() as said:
+                for number in range(AHEAD + 2):
+                    step(ddp, batch(), number)
+                    assert_same_on_all_ranks(list(seen().values()))
+            assert not said
         return found
 
     for number, (mine, theirs) in enumerate(
@@ -643,14 +656,33 @@ def test_a_wrapper_is_freed_with_what_was_sent_ahead() -> None:
     assert state() is None
 
 
+class Scaled(nn.Module):
+    """Changes a factor that its graph has saved, behind autograd's back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.layer(x) * self.scale
+        self.scale.data.add_(1 + dist.get_rank())
+        return output
+
+
 @ranks(2)
 def test_a_graph_that_saved_the_buffers_stays_intact() -> None:
     """What was sent ahead is written while the graph of an earlier forward waits."""
-    ddp = trained(Odd)
-    for _ in range(2):
-        losses = [ddp(batch()).mean(), ddp(batch()).mean()]
-        for loss in losses:
-            loss.backward()
+    ddp = wrapped(Scaled)
+    for number in range(AHEAD):
+        step(ddp, batch(), number)
+    with ddp.no_sync():
+        waits = ddp(batch()).sum()
+    step(ddp, batch(), 0)
+    assert ddp.buffer_sync._pending is not None
+    ddp(batch())
+    with ddp.no_sync():
+        waits.backward()
 
 
 # Options

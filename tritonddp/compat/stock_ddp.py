@@ -433,7 +433,6 @@ class StockDDPNames:
         """
         if not callable(hook):
             raise TypeError(f"hook must be callable, got {type(hook).__name__}")
-        self.buffer_sync.reset()
         self._buffer_hook_is_after = comm_hook_location == BufferCommHookLocation.POST_FORWARD
         self._buffer_hook = partial(hook, state)
 
