@@ -29,6 +29,7 @@ from tritonddp.coordination.group import Group
 from tritonddp.diagnostics.check_sync import compare_parameters
 from tritonddp.features.auto_compression.planner import AutoPlanner
 from tritonddp.features.auto_compression.probe import Figures
+from tritonddp.features.buffer_sync import BROADCAST, MODES, OFF
 from tritonddp.features.check_finite import FiniteCheck, check_mode
 from tritonddp.features.delayed_params import DeferredBuckets, Delay
 from tritonddp.features.drift import DriftCheck
@@ -70,6 +71,9 @@ class DDPConfig:
     grad_norm: bool
     transport: str
     metrics: bool
+    buffer_mode: str  # how buffers are synchronised by forwards, if they are
+    syncs_buffers: bool
+    syncs_initial_buffers: bool  # at construction
     options: dict[str, Any]  # what has to be alike on all ranks, by name
 
     @classmethod
@@ -91,6 +95,7 @@ class DDPConfig:
         check_mode(given.check_drift, "check_drift")
         check_transport(given.transport, group, devices)
         check_flags({name: arguments[name] for name in FLAGS})
+        syncs_buffers, syncs_initial_buffers = buffer_options(given)
         if given.mixed_precision is not None:
             check_mixed_precision(given.mixed_precision)
         exact = None if given.compression is None else ExactParams(module, given.exact)
@@ -115,7 +120,8 @@ class DDPConfig:
         options: dict[str, Any] = {"bucket sizes": caps.limits, "transport": given.transport}
         if delay is not None:
             options["delayed"] = sorted(caps.delayed)
-        for name in ("mixed_precision", "reduce_dtype", "check_finite", "check_drift"):
+        plain = ("mixed_precision", "reduce_dtype", "check_finite", "check_drift", "buffer_sync")
+        for name in plain:
             if arguments[name] is not None:
                 options[name] = arguments[name]
         for name in ("metrics", "grad_norm"):
@@ -131,6 +137,9 @@ class DDPConfig:
             grad_norm=bool(given.grad_norm),
             transport=given.transport,
             metrics=bool(given.metrics),
+            buffer_mode=given.buffer_sync or BROADCAST,
+            syncs_buffers=syncs_buffers,
+            syncs_initial_buffers=syncs_initial_buffers,
             options=options | wire_options,
         )
 
@@ -142,11 +151,12 @@ class DDPConfig:
         broadcast: StateBroadcast | None,
         figures: Figures | None,
         is_strict: bool,
+        reporters: Sequence[Extension] = (),
     ) -> Reducer:
         """The reducer of a wrapper, with the extensions that its options ask for. No collective.
 
         ``figures`` are what was measured for ``compression="auto"``; with ``is_strict`` an unused
-        parameter is an error.
+        parameter is an error; ``reporters`` are extensions of the wrapper that report.
         """
         counters, device = Counters(), parameters.params[0][1].device
         core = Reducer(
@@ -155,7 +165,7 @@ class DDPConfig:
             lazy=self.lazy,
             check_finite=self.check_finite is not None,
             peer_memory=self._peer_memory(group, parameters),
-            reporters=self.reporters(parameters, group, device, counters),
+            reporters=[*self.reporters(parameters, group, device, counters), *reporters],
         )
         extensions: list[Extension] = []
         if is_strict:
@@ -363,19 +373,39 @@ def _device_index(device: int | str | torch.device) -> int:
     return torch.cuda.current_device() if index is None else index
 
 
-def buffer_sync(
-    broadcast_buffers: bool | None, forward_sync_buffers: bool | None
-) -> tuple[bool, bool]:
-    """Whether buffers are synchronised at each forward, and at construction."""
-    if broadcast_buffers is not None:
+def buffer_options(given: Any) -> tuple[bool, bool]:
+    """Whether buffers are synchronised by forwards, and at construction.
+
+    Raises a ValueError if there is no such ``buffer_sync``, or stock's arguments contradict it.
+    """
+    mode, former, current = given.buffer_sync, given.broadcast_buffers, given.forward_sync_buffers
+    if mode is None:
+        if current is not None:
+            return bool(current), True
+        return former is not False, former is not False
+    if not isinstance(mode, str) or mode not in MODES:
+        raise ValueError(
+            f"buffer_sync should be None or one of {', '.join(map(repr, MODES))}, got {mode!r}"
+        )
+    for name, value in (("forward_sync_buffers", current), ("broadcast_buffers", former)):
+        if value is not None and bool(value) is (mode == OFF):
+            raise ValueError(
+                f"{name}={value} and buffer_sync={mode!r} contradict each other: leave {name} out"
+            )
+    return mode != OFF, current is not None or former is not False
+
+
+def warn_of_deprecated(arguments: Mapping[str, Any], stacklevel: int) -> None:
+    """Warn of arguments that torch has given up."""
+    if arguments["broadcast_buffers"] is not None:
         message = (
             "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead; unlike "
             "`broadcast_buffers=False`, `forward_sync_buffers=False` still syncs buffers at "
             "construction."
         )
-        if forward_sync_buffers is not None:
+        if arguments["forward_sync_buffers"] is not None:
             message += " It is ignored beside forward_sync_buffers."
-        warnings.warn(message, FutureWarning, stacklevel=3)
-    if forward_sync_buffers is not None:
-        return forward_sync_buffers, True
-    return broadcast_buffers is not False, broadcast_buffers is not False
+        warnings.warn(message, FutureWarning, stacklevel=stacklevel + 1)
+    if arguments["check_reduction"]:
+        message = "`check_reduction` is deprecated and has no effect"
+        warnings.warn(message, FutureWarning, stacklevel=stacklevel + 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,13 +34,14 @@ from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.broadcast import StateBroadcast
 from tritonddp.compat.stock_ddp import StockDDPNames, check_hook, warn_of_static_graph
 from tritonddp.compat.stock_reducer import StockReducer
-from tritonddp.config import DDPConfig, buffer_sync, process_group_of, sendable
+from tritonddp.config import DDPConfig, process_group_of, sendable, warn_of_deprecated
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import describe, tell_failure, verify_same
 from tritonddp.diagnostics.check_sync import check_sync
 from tritonddp.diagnostics.debug_log import enable_debug_logging
 from tritonddp.diagnostics.logging_data import Logger
 from tritonddp.features.auto_compression.planner import measured
+from tritonddp.features.buffer_sync import OFF, BufferSync
 from tritonddp.features.grad_norm import clip_grad_norm_, grad_noise_scale, grad_norm
 from tritonddp.features.join import ShadowHook, UnevenInputs, announce_forward, refuse_inside
 from tritonddp.features.metrics.metrics import log_metrics, metrics, suggested_shares
@@ -134,9 +134,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             On a GPU the host waits there for the reduction. Optimizers in the backward have made
             their steps, and a rank that has run out of inputs inside :meth:`join` only warns.
         check_drift: ``"raise"`` or ``"warn"``: each reduced backward compares another 64th of all
-            parameters over the ranks, bit for bit. Where they differ, all ranks get a
-            ``RuntimeError``, or once for each change a ``RuntimeWarning``, at its end, with names
-            and ranks as of :meth:`check_sync`: within 64 such backwards, on a GPU 66.
+            parameters over the ranks, bit for bit. Where they differ, all ranks get an error, or
+            once for each change a warning, with names and ranks: within 64 steps, on a GPU 66.
         transport: ``"auto"``: over gloo, where all hosts have as many ranks each, two or more,
             those of a host exchange gradients from the second reduced backward on through memory
             that they share, and take the process group between hosts. Quantised, sparse and lazy
@@ -146,10 +145,14 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             backward. ``"process_group"``, or ``TRITONDDP_PEER_MEMORY=0`` in the environment of any
             rank, leaves it off. On GPUs over NCCL ``"peer_memory"`` has buckets of up to 512 KiB
             summed over NVLink; nothing has measured that, and ``"auto"`` is the process group.
-        metrics: ranks tell each other how long the parts of their last step took, without a
-            collective: see :meth:`metrics`, :meth:`suggested_shares` and :meth:`log_metrics`.
-        grad_norm: sum up squares while gradients are reduced, so that :meth:`grad_norm` and
-            :meth:`clip_grad_norm_` need no pass over them, and :meth:`grad_noise_scale` is known.
+        metrics: ranks tell each other, without a collective, how long the parts of their last step
+            took: for :meth:`metrics`, :meth:`suggested_shares` and :meth:`log_metrics`.
+        grad_norm: sum up squares while gradients are reduced: :meth:`grad_norm` and
+            :meth:`clip_grad_norm_` need no pass, and :meth:`grad_noise_scale` is known.
+        buffer_sync: ``"broadcast"``, the default: as ``forward_sync_buffers``, but what no forward
+            changes travels no more, and on the CPU the rest ahead of forwards (what else changes is
+            one late, with a warning). ``"mean"``: floating-point buffers that forwards change
+            become their mean. ``"off"``: as ``forward_sync_buffers=False``.
 
     Attributes:
         module: the wrapped module.
@@ -206,6 +209,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         transport: str = "auto",
         metrics: bool = False,
         grad_norm: bool = False,
+        buffer_sync: str | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
         if not isinstance(module, nn.Module):
@@ -249,11 +253,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         self.check_finite = check_finite
         self.mixed_precision = mixed_precision
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
-        sync_options = buffer_sync(broadcast_buffers, forward_sync_buffers)
-        self.forward_sync_buffers, init_sync_buffers = sync_options
-        if check_reduction:
-            message = "`check_reduction` is deprecated and has no effect"
-            warnings.warn(message, FutureWarning, stacklevel=2)
+        self.forward_sync_buffers = config.syncs_buffers
+        warn_of_deprecated(arguments, stacklevel=2)
         if static_graph:
             warn_of_static_graph(find_unused_parameters, stacklevel=2)
         self.require_forward_param_sync = True
@@ -266,7 +267,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         self._comm_hooks: list[tuple[Callable[..., Any], Any]] = []
         parameters = self._enter_group()
         if init_sync:
-            self._begin_alike(parameters, params, init_sync_buffers)
+            self._begin_alike(parameters, params, config.syncs_initial_buffers)
         self._low: LowPrecision | None = None
         if mixed_precision is not None:
             self._low = LowPrecision(module, mixed_precision, self.parameters_to_ignore)
@@ -297,8 +298,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         enable_debug_logging()
         self.group.enter()
         self.state_broadcast = StateBroadcast(self.group, self.sync)
-        ignored = self.parameters_to_ignore
-        return ModuleParameters(self, ignored, self.group, is_fixed=self._is_sliced)
+        return ModuleParameters(self, self.parameters_to_ignore, self.group, self._is_sliced)
 
     def _build_reducer(self, parameters: ModuleParameters) -> None:
         """Make the reducer, from the options. No collective."""
@@ -306,8 +306,11 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         # As in stock: a static graph may leave parameters unused.
         is_strict = self.find_unused_parameters is False and not self.static_graph
         broadcast = self.state_broadcast if self._init_sync else None
+        mode = self.config.buffer_mode if self.forward_sync_buffers else OFF
+        self.buffer_sync = BufferSync(parameters, self.group, self.state_broadcast, self.sync, mode)
         self.core = self.config.build_reducer(
-            *(parameters, self.group, self.sync, broadcast, self._figures, is_strict)
+            *(parameters, self.group, self.sync, broadcast, self._figures, is_strict),
+            [self.buffer_sync] if self.buffer_sync.report_nbytes else [],
         )
         self._window: AccumulationWindow | None = None
         self.reducer = StockReducer(self.core)
@@ -370,6 +373,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             self._sync_buffers()
             for call in self.core.events.on_buffers:
                 call()
+        elif self.buffer_sync.is_first:
+            self.buffer_sync.pass_by()
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             by_side_stream = self.use_side_stream_for_tensor_copies
@@ -390,8 +395,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
                 watch(self.core, (output,) if is_one else tensors_in(output), syncs)
             else:
                 in_context.watch(self.core, output, context, syncs)
-        # As in stock: after a forward that will not be synchronised, the next one need not
-        # synchronise buffers, because nothing could have made ranks differ in between.
+        # As in stock: the next forward need not synchronise buffers if nothing made ranks differ.
         self.require_forward_param_sync = has_grad and syncs
         return output
 
@@ -784,10 +788,10 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
 
 # What is made anew for a process group, and the group itself.
-_OF_THE_GROUP = (
+_OF_THE_GROUP = {
     *("process_group", "group", "sync", "core", "reducer", "logger", "state_broadcast"),
-    "_window",
-)
+    *("_window", "buffer_sync"),
+}
 
 _alive: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 

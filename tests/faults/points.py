@@ -47,6 +47,8 @@ POINTS = {
     "before the forward": Point("plain", "forward"),
     "inside the forward": Point("plain", "module forward"),
     "buffer broadcast": Point("buffers", "tritonddp.ddp:DistributedDataParallel._sync_buffers"),
+    "broadcast ahead": Point("ahead", "tritonddp.features.buffer_sync:BufferSync.on_all_ended"),
+    "wait for buffers": Point("ahead", "tritonddp.comm.broadcast:Transfer.wait"),
     "loss": Point("plain", "loss"),
     "first gradient": Point("plain", "gradient of the last layer"),
     "between buckets": Point("plain", "gradient of a layer in the middle"),

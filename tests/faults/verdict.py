@@ -26,7 +26,7 @@ _PLACES = re.compile(
     r"|, broadcast of 2 parameters that were added \('layers.4.weight', 'layers.4.bias'\), "
     r"336 bytes"
     r"|, check_sync\(\), comparison of (what the ranks hold|\d+ checksums)"
-    r"|, forward, broadcast of 1 buffers \('seen'\), 24 bytes"
+    r"|(, forward)?, broadcast of 1 buffers \('seen'\), 24 bytes"
     r"|, forward, count of the ranks that have inputs, inside join\(\)"
     r"|, forward, announcement of a forward inside join\(\)"
     r"|, end of join\(\), agreement on whose model all take over inside join\(\)"

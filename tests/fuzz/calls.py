@@ -35,6 +35,7 @@ OPTIONS = st.fixed_dictionaries(
         "check_finite": st.sampled_from([None, "raise", "warn"]),
         "check_drift": st.sampled_from([None, "raise", "warn"]),
         "transport": st.sampled_from(["auto", "process_group"]),
+        "buffer_sync": st.sampled_from(["broadcast", "mean", "off"]),
     },
 )
 
@@ -46,6 +47,7 @@ _VALID = {
     "check_finite": st.sampled_from(["raise", "warn"]),
     "check_drift": st.sampled_from(["raise", "warn"]),
     "transport": st.sampled_from(["auto", "process_group", "peer_memory"]),
+    "buffer_sync": st.sampled_from(["broadcast", "mean", "off"]),
     "exact": st.sampled_from(["body.weight", "*", ["head.*"], lambda name, _: "h" in name]),
     "device_ids": st.sampled_from([[], [0], [0, 1], ["cpu"]]),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tritonddp._torch import foreach_copy_
-from tritonddp.coordination.collectives import broadcast
+from tritonddp.coordination.collectives import all_reduce, broadcast
 from tritonddp.coordination.group import Group
 
 # Where the bytes of a dense tensor are, and whether they are all and in order. Views that are held
@@ -67,14 +67,14 @@ class Messages:
 
     def __init__(self) -> None:
         self._state: list[Any] = []
-        self._messages: list[_Message] = []
+        self._messages: list[Message] = []
 
-    def of(self, tensors: Sequence[Tensor], max_bytes: int) -> list[_Message]:
+    def of(self, tensors: Sequence[Tensor], max_bytes: int) -> list[Message]:
         """As :func:`broadcast_coalesced` sends them."""
         state = [max_bytes, *(list(map(each, tensors)) for each in _STATE)]
         if state == self._state:
             return self._messages
-        messages = [_Message(batch) for batch in _batches(tensors, max_bytes)]
+        messages = [Message(batch) for batch in _batches(tensors, max_bytes)]
         if {*map(type, tensors)} == {Tensor} and not any(message.copies for message in messages):
             self._state, self._messages = state, messages
         else:
@@ -82,10 +82,11 @@ class Messages:
         return messages
 
 
-class _Message:
+class Message:
     """Some tensors of one device.
 
     Attributes:
+        tensors: which.
         pieces: the bytes of each.
         sizes: of the pieces.
         copies: tensors that are not row-major, or are flagged as conjugate or as negative, and the
@@ -93,16 +94,123 @@ class _Message:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        rows = [tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in tensors]
-        # (A single element may have any stride.)
-        lines = [row.as_strided((row.numel(),), (1,)) for row in rows]
-        self.pieces = [line.view(torch.uint8) for line in lines]
+        self.tensors = tensors
+        rows = [_row_of(tensor) for tensor in tensors]
+        self.pieces = list(map(_bytes_of_row, rows))
         self.sizes = [piece.numel() for piece in self.pieces]
         self.copies = [
             (tensor, row)
             for tensor, row in zip(tensors, rows, strict=True)
             if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous()
         ]
+
+    def write(self, content: Tensor, without: Collection[int] = ()) -> None:
+        """Overwrite the tensors, but those with these ids, with what another rank has sent."""
+        pieces = content.split(self.sizes)
+        places = [i for i, tensor in enumerate(self.tensors) if id(tensor) not in without]
+        if places:
+            foreach_copy_([self.pieces[i] for i in places], [pieces[i] for i in places])
+        self.copy_back()
+
+    def copy_back(self) -> None:
+        """Overwrite the tensors of which copies have been overwritten."""
+        for tensor, row in self.copies:
+            tensor.copy_(row)
+
+
+def _row_of(tensor: Tensor) -> Tensor:
+    """A tensor itself or, where it is not row-major, or flagged, a copy."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _bytes_of_row(row: Tensor) -> Tensor:
+    # (A single element may have any stride.)
+    return row.as_strided((row.numel(),), (1,)).view(torch.uint8)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, row-major: where it is so, they are its own."""
+    return _bytes_of_row(_row_of(tensor))
+
+
+def joined(messages: Sequence[Message]) -> list[Tensor]:
+    """A copy of what each message would send now."""
+    return [
+        torch.cat(each.pieces) if len(each.pieces) > 1 else each.pieces[0].clone()
+        for each in messages
+    ]
+
+
+def is_averaged(tensor: Tensor) -> bool:
+    """Whether a mean can be made of it."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+class Transfer:
+    """Tensors get those of one rank, or their mean, some time after this has begun.
+
+    Args:
+        group, source: the ranks, and which of them sends.
+        contents: bytes of this rank; they stay as they are.
+        averaged: tensors whose means all ranks get: summed in fp64 if one of them is of 64 bits,
+            and else in fp32.
+
+    Attributes:
+        came: the bytes of the source, after :meth:`wait`.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        source: int,
+        contents: Sequence[Tensor],
+        averaged: Sequence[Tensor] = (),
+    ) -> None:
+        self._is_source = group.rank() == source
+        self.came = [each if self._is_source else torch.empty_like(each) for each in contents]
+        self._works = [broadcast(each, group, source) for each in self.came]
+        self._sums: list[Tensor] = []
+        wide = any(each.dtype in (torch.float64, torch.complex128) for each in averaged)
+        for same in _by_device(averaged):
+            parts = [_real(each).reshape(-1) for each in same]
+            total = torch.cat([part.to(torch.float64 if wide else torch.float32) for part in parts])
+            self._sums.append(total.div_(group.size()))
+            self._works.append(all_reduce(total, group))
+
+    @classmethod
+    def of_nothing(cls, contents: list[Tensor]) -> Transfer:
+        """All ranks have the same."""
+        self = cls.__new__(cls)
+        self._is_source, self.came = True, contents
+        self._sums, self._works = [], []
+        return self
+
+    def wait(self) -> None:
+        """Wait for what is on its way."""
+        for work in self._works:
+            work.wait()
+
+    def write(
+        self, messages: Sequence[Message], tensors: Sequence[Tensor], without: Collection[int] = ()
+    ) -> None:
+        """Overwrite what is in ``messages``, and those of ``tensors`` that are averaged.
+
+        Both as when this began, where their memory is now; but those with these ids.
+        """
+        if not self._is_source:
+            for message, content in zip(messages, self.came, strict=True):
+                message.write(content, without)
+        for total, same in zip(self._sums, _by_device(filter(is_averaged, tensors)), strict=False):
+            parts = total.split([_real(each).numel() for each in same])
+            for tensor, part in zip(same, parts, strict=True):
+                if id(tensor) not in without:
+                    real = part.view(_real(tensor).shape)
+                    tensor.copy_(torch.view_as_complex(real) if tensor.is_complex() else real)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def broadcast_coalesced(
@@ -128,17 +236,12 @@ def broadcast_coalesced(
                 continue
             if len(each.pieces) > 1:
                 foreach_copy_(each.pieces, message.split(each.sizes))
-            for tensor, row in each.copies:
-                tensor.copy_(row)
+            each.copy_back()
 
 
 def _batches(tensors: Sequence[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
     """Cut ``tensors`` into lists of one device and at most ``max_bytes`` each, in a fixed order."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            by_device.setdefault(tensor.device, []).append(tensor)
-    for group in by_device.values():
+    for group in _by_device(tensor for tensor in tensors if tensor.numel()):
         batch: list[Tensor] = []
         size = 0
         for tensor in group:
@@ -148,3 +251,10 @@ def _batches(tensors: Sequence[Tensor], max_bytes: int) -> Iterator[list[Tensor]
             batch.append(tensor)
             size += tensor.nbytes
         yield batch
+
+
+def _by_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    found: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device, []).append(tensor)
+    return list(found.values())

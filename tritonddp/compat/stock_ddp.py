@@ -32,7 +32,6 @@ from tritonddp.buckets.assignment import MIB
 from tritonddp.buckets.sparse_bucket import sparse_parameters
 from tritonddp.comm.broadcast import broadcast_coalesced
 from tritonddp.comm.grad_bucket import GradBucket
-from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
 from tritonddp.features.join import JoinProtocol
 
@@ -404,21 +403,11 @@ class StockDDPNames:
 
     def _sync_buffers(self) -> None:
         """Give all ranks the same module buffers, if there are any."""
-        named_buffers = self.core.parameters.buffers()
-        if not named_buffers:
-            return
-        names, buffers = zip(*named_buffers, strict=True)
-        with preserve_version_counters(buffers):
-            if self._buffer_hook is None:
-                self.state_broadcast.send(
-                    buffers,
-                    f"step {self.core.counters.reductions + 1}, forward",
-                    f"buffers ({listed(names)})",
-                    again=True,
-                )
-            else:
-                with torch.no_grad():
-                    self.core.post_backward.extend(self._buffer_hook(dict(named_buffers)) or ())
+        if self._buffer_hook is None:
+            self.buffer_sync.synchronise(f"step {self.core.counters.reductions + 1}, forward")
+        elif named_buffers := dict(self.core.parameters.buffers()):
+            with preserve_version_counters([*named_buffers.values()]), torch.no_grad():
+                self.core.post_backward.extend(self._buffer_hook(named_buffers) or ())
 
     def _register_buffer_comm_hook(
         self,
@@ -491,6 +480,8 @@ class StockDDPNames:
     def _join_config(self, config: Any) -> None:
         self.__dict__["_join_config"] = config
         self.sync.join = JoinProtocol(self.group, self.device) if config.enable else None
+        if config.enable:
+            self.buffer_sync.reset()  # all ranks may get the buffers of another one
 
     # The reducer
 
@@ -505,6 +496,7 @@ class StockDDPNames:
     def _remove_autograd_hooks(self) -> None:
         """Take all hooks off the parameters: this wrapper synchronises no gradient any more."""
         self.core.detach()
+        self.buffer_sync.reset()
 
     def _check_default_group(self) -> None:
         if not dist.is_initialized() or self.process_group != dist.group.WORLD:

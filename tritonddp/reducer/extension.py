@@ -77,6 +77,9 @@ class Extension:
     def on_reduced_all(self, run: ReductionRun) -> None:
         """All buckets of ``run`` are back, and not yet replaced by others."""
 
+    def on_all_ended(self, run: ReductionRun) -> None:
+        """All ranks come here, also those whose backward broke off: collectives may be made."""
+
     def on_close(self, run: ReductionRun) -> None:
         """The run is over, whatever has become of it."""
 
@@ -94,12 +97,14 @@ class Events(RunEvents):
     on_buffers: Sequence[Callable[[], None]] = ()
     on_begin: Sequence[Callable[[ReductionRun], None]] = ()
     on_compute_end: Sequence[Callable[[ReductionRun], None]] = ()
+    on_all_ended: Sequence[Callable[[ReductionRun], None]] = ()
     on_close: Sequence[Callable[[ReductionRun], None]] = ()
     on_end: Sequence[Callable[[ReductionRun], None]] = ()
     on_abort: Sequence[Callable[[ReductionRun], None]] = ()
 
     extensions: tuple[Extension, ...] = ()
     has_of_runs = False  # one wants to know of the buckets of a run
+    has_of_ends = False  # or of its end
 
     def __init__(self, reporters: Sequence[Extension] = ()) -> None:
         self.reporters = tuple(reporters)  # and what they say is as long as ever
@@ -137,6 +142,7 @@ class Events(RunEvents):
                 if getattr(type(each), event) is not nothing
             )
             setattr(self, event, tuple(methods))
+        self.has_of_ends = bool(self.on_reduced_all or self.on_all_ended)
         self.has_of_runs = any(getattr(self, event) for event in RunEvents.__annotations__)
 
 

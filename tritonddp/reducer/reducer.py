@@ -593,7 +593,7 @@ class Reducer:
                 or manager.since_change + 1 == REBUILD_AFTER
                 or self.parameters.is_uncommitted
                 or self.reentrant.suspected
-                or self.events.on_reduced_all
+                or self.events.has_of_ends
             ):
                 with Uninterrupted():
                     for call in self.events.on_reduced_all:
@@ -646,6 +646,8 @@ class Reducer:
         memory = self.peer_memory
         if memory is not None and memory.followed() is not self.manager.current:
             self.follow_memory(memory)
+        for call in self.events.on_all_ended:
+            call(run)
         if failure is not None:
             raise failure
 
@@ -679,10 +681,7 @@ class Reducer:
             self.tracker.inherit(former)
 
     def close(self, run: ReductionRun) -> None:
-        """``run`` is over, whatever has become of it.
-
-        (If a KeyboardInterrupt cuts it short, recovery calls it again.)
-        """
+        """``run`` is over, whatever has become of it. (Recovery calls it again after Ctrl-C.)"""
         if not run.is_local:
             self.skipped_last = run.skipped
             self.buckets_reduced = len(run.buckets) - len(run.skipped)
