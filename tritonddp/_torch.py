@@ -75,32 +75,25 @@ foreach_norm: Any = torch._foreach_norm
 def count_unscaling() -> None:
     """See to it that what GradScaler writes to gradients is counted in their version.
 
-    ``unscale_``, and optimizers that unscale as they step, write by operators that do not count it,
-    unlike all others that write in place. Once for the process, when somebody has to know.
+    It unscales by an operator that does not count it, unlike nearly all others that write in place.
+    (So do fused optimizers that unscale as they step, but it looks at their gradients before, by
+    the same method.) Once for the process, when somebody has to know.
     """
     scaler: Any = torch.amp.GradScaler
-    if hasattr(scaler._unscale_grads_, "__wrapped__"):
+    unscale = scaler._unscale_grads_
+    if hasattr(unscale, "__wrapped__"):
         return
-    for name in ("_unscale_grads_", "step"):
-        setattr(scaler, name, _counting(getattr(scaler, name)))
 
-
-def _counting(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of GradScaler whose first argument is an optimizer."""
-
-    @functools.wraps(method)
+    @functools.wraps(unscale)
     def counted(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return method(self, optimizer, *args, **kwargs)
+            return unscale(self, optimizer, *args, **kwargs)
         finally:
-            if method.__name__ != "step" or getattr(optimizer, "_step_supports_amp_scaling", False):
-                params = [param for group in optimizer.param_groups for param in group["params"]]
-                grads = [param.grad for param in params if param.grad is not None]
-                torch.autograd.graph.increment_version(
-                    [grad for grad in grads if not grad.is_inference()]
-                )
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            grads = [param.grad for param in params if param.grad is not None]
+            torch.autograd.graph.increment_version([g for g in grads if not g.is_inference()])
 
-    return counted
+    scaler._unscale_grads_ = counted
 
 
 def future_types() -> tuple[type, ...]:

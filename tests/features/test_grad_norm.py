@@ -167,6 +167,17 @@ def test_three_ranks_and_unused_parameters(way: str) -> None:
         clips_as_torch(ddp, 0.5)
 
 
+@pytest.mark.parametrize("way", ["copies", "views", "bf16"])
+@ranks(2)
+def test_what_no_rank_has_used_counts_as_it_is_on_this_rank(way: str) -> None:
+    ddp = wrapped(**WAYS[way])
+    train(ddp)
+    ddp.module.spare.grad = torch.full_like(ddp.module.spare, 100.0 + dist.get_rank())
+    step(ddp, spare=False)
+    assert ddp.module.spare.grad.mean().item() == 100 + dist.get_rank()
+    assert ddp.grad_norm().item() == pytest.approx(expected(ddp.module), rel=1e-6)
+
+
 CHANGES: dict[str, Callable[[DistributedDataParallel], object]] = {
     "user": lambda ddp: ddp.module.first.weight.grad.mul_(3),
     "replaced": lambda ddp: setattr(ddp.module.last.weight, "grad", torch.ones(3, 300)),

@@ -213,13 +213,9 @@ class GradNorm(Extension):
 
 def _is_plain_mean(run: ReductionRun) -> bool:
     """Whether what was reduced is the mean over all ranks, each of which counts alike."""
-    return (
-        run.weight is None
-        and run.transport.averages
-        and not run.skipped
-        and not run.is_captured
-        and run.factor is None
-    )
+    is_weighted = run.factor is not None  # or counts those ranks only that have inputs
+    is_all_here = not (run.skipped or run.is_captured)
+    return run.transport.averages and is_all_here and not is_weighted
 
 
 def _total(parts: list[Tensor]) -> Tensor:
