@@ -180,6 +180,32 @@ def test_ranks_without_inputs_say_nothing() -> None:
     (said,) = (str(each.message) for each in caught)
     assert re.search(r"1 of 10:\n  parameter 'last.bias' .*: rank 0 has .*; rank 1 has", said), said
     assert "rank 2 has" not in said
+    # It is where the others are again.
+    for param in ddp.parameters():
+        param.data = param.data.contiguous()
+        dist.broadcast(param.detach(), 0)
+    if rank == 2:
+        flip(ddp.module.table.weight, 100)
+    with pytest.warns(RuntimeWarning, match=r"'table.weight' .*: rank 2 has"):
+        steps_until_told(ddp, SLICES)
+
+
+@ranks(2)
+def test_parameters_that_were_added_or_moved_in_memory_are_compared() -> None:
+    ddp = wrapped()
+    is_silent(ddp)
+    ddp.module.more = nn.Linear(4, 4)
+    is_silent(ddp)
+    table = ddp.module.table.weight
+    table.data = table.data.clone()
+    for name in ("more.bias", "table.weight"):
+        param = dict(ddp.module.named_parameters())[name]
+        if dist.get_rank():
+            flip(param, 0)
+        count, said = steps_until_told(ddp, SLICES)
+        assert count <= SLICES
+        assert f"'{name}'" in said
+        dist.broadcast(param.detach(), 0)
 
 
 @pytest.mark.parametrize("is_early", [True, False])
@@ -196,7 +222,7 @@ def test_backwards_that_break_off(is_early: bool) -> None:
     def run(ddp: Any, number: int) -> None:
         if number % 3 != 1:
             return step(ddp, number)
-        handle = params[not is_early].register_hook(fail) if rank == 1 else None
+        handle = params[is_early].register_hook(fail) if rank == 1 else None
         before = [param.detach().clone() for param in ddp.parameters()]
         with contextlib.suppress(ZeroDivisionError):
             step(ddp, number)
@@ -243,7 +269,7 @@ def test_no_false_alarm() -> None:
             module.load_state_dict(copy.deepcopy(module.state_dict()))
         if number == 20:
             torch.manual_seed(rank)  # its values are those of rank 0 at the end of that step
-            module.more = nn.Linear(4, 4)
+            module.more = nn.Linear(200, 200)  # most of all parameters
         if number == 40:
             module.low.data = module.low.data[:5]  # at the same place
         if number == 50:
