@@ -198,7 +198,7 @@ def test_parameters_that_were_added_or_moved_in_memory_are_compared() -> None:
     is_silent(ddp)
     table = ddp.module.table.weight
     table.data = table.data.clone()
-    for name in ("more.bias", "table.weight"):
+    for name in ("table.weight", "more.bias"):
         param = dict(ddp.module.named_parameters())[name]
         if dist.get_rank():
             flip(param, 0)
