@@ -402,9 +402,15 @@ class ReductionRun:
             and type(flat) is FlatBuffer
             and not bucket.is_sparse
         ):
-            flags = flat.flags.tolist()
             trailer = string_at(flat.trailer.data_ptr(), flat.trailer_nbytes)
-            bucket.last_trailer = self.header, trailer, () if all(flags) else flags
+            last, size = bucket.last_trailer, flat.flags_nbytes
+            if last is not None and trailer[:size] == last[1][:size]:
+                flags = last[2]
+            else:
+                found = flat.flags.tolist()
+                flags = () if all(found) else found
+            bucket.last_trailer = self.header, trailer, flags
+            flat.known_flags = flags
         return self.factor
 
     def read_headers(self, headers: Tensor, work: Any = None) -> None:

@@ -314,6 +314,11 @@ class FlatBuffer:
         """Bytes of :attr:`trailer`."""
         return self.trailer.numel() * self.trailer.element_size()
 
+    @cached_property
+    def flags_nbytes(self) -> int:
+        """Bytes of :attr:`flags`."""
+        return self.flags.numel() * self.flags.element_size()
+
     @property
     def nbytes(self) -> int:
         """Bytes that a reduction hands to collectives: payload and trailer."""

@@ -31,6 +31,7 @@ class Extension:
         """What this rank says in ``run`` beside its header, ``report_nbytes`` long.
 
         Zeros of a rank that is not asked: one whose gradients are not those of a whole backward.
+        What all ranks say a second time in a row is not handed over: count, if that matters.
         """
         return bytes(self.report_nbytes)
 
