@@ -46,6 +46,8 @@ class FiniteCheck(Extension):
         # Marks of ranks that do not reduce the same mean nothing.
         run.agreement.check_pending()
         for bucket, on_host in zip(sent, marks, strict=True):
+            if not on_host.any():
+                continue
             for slot, ranks in bucket.flat.marked(on_host).items():
                 place = bucket.index, tuple(ranks)
                 self._found.setdefault(place, []).append(bucket.names[slot])
