@@ -91,7 +91,30 @@ class Odd(nn.Module):
         return self.layer(x) * self.constant[:4]
 
 
-INPUTS = {batch_norms: (5, 3), Rotary: (2, 6, 8), Odd: (5, 3)}
+class InBackward(nn.Module):
+    """Changes a buffer in each backward, and another one in some; no forward changes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.register_buffer("seen", torch.zeros(4))
+        self.register_buffer("seldom", torch.zeros(4, dtype=torch.float64))
+        self.backwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        if hidden.requires_grad:
+            hidden.register_hook(self.note)  # when the backward has begun
+        return hidden + 0 * self.seen
+
+    def note(self, grad: Tensor) -> None:
+        self.backwards += 1
+        self.seen += grad.sum(0)
+        if self.backwards % 11 == dist.get_rank():
+            self.seldom += grad.sum(0)
+
+
+INPUTS = {batch_norms: (5, 3), Rotary: (2, 6, 8), Odd: (5, 3), InBackward: (5, 3)}
 
 
 def step(ddp: Any, x: Tensor, number: int) -> None:
@@ -347,6 +370,32 @@ def test_buffers_that_only_rank_0_changes_are_one_forward_late() -> None:
     (message,) = said
     assert "on rank 0" in message
     assert ("1.running_mean" in message) is (dist.get_rank() == 0)
+
+
+class LaterInBackward(InBackward):
+    """Changes a buffer in its first forwards, and from some step on in backwards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(dist.get_rank() if self.backwards < 3 else 0)
+        return super().forward(x)
+
+    def note(self, grad: Tensor) -> None:
+        self.backwards += 1
+        if self.backwards > AHEAD + 4:
+            self.seen.data += grad.sum(0)
+
+
+@ranks(2)
+def test_what_backwards_begin_to_change_is_one_forward_late() -> None:
+    torch.manual_seed(5)
+    module = LaterInBackward()
+    ours, stock = (
+        trajectory(cls, module, (5, 3), step, AHEAD + 20)
+        for cls in (DistributedDataParallel, Stock)
+    )
+    pairs = enumerate(zip(ours, stock, strict=True))
+    others = [number for number, (one, other) in pairs if not same(one["seen"], other["seen"])]
+    assert others == ([AHEAD + 5] if dist.get_rank() else [])
 
 
 @ranks(2)

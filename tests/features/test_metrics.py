@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from distributed import gather, ranks
 from torch import nn
 
 from tritonddp import DistributedDataParallel
+from tritonddp.features.metrics import step_times
 from tritonddp.features.metrics.step_times import HostClock, RunQueue, StepTimes
 from tritonddp.features.metrics.stragglers import PARTS, Stragglers
 
@@ -148,6 +150,23 @@ def test_each_thread_has_its_own_queue_and_its_file_is_closed() -> None:
     assert found == sorted(found)
     del queue
     assert files() == before
+
+
+def test_a_thread_that_has_the_number_of_one_that_has_ended() -> None:
+    queue, found = RunQueue(), list[float]()
+
+    def ask() -> None:
+        # Linux tells nothing of a thread that has ended. The next one mostly gets its number.
+        with mock.patch.object(step_times, "threading", mock.Mock(wraps=threading)) as seen:
+            seen.get_ident = lambda: 1
+            found.append(queue.seconds())
+
+    for _ in range(3):
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+    assert found == sorted(found)
+    assert len(found) == 3
 
 
 def net() -> nn.Sequential:

@@ -65,6 +65,7 @@ _MISSED = 8  # and so another rank may have run that forward with a former value
 _NEW = 16  # a constant has changed
 _OTHER = 32  # there are other buffers, or of other shapes
 _NOT_ONE = 64  # not exactly one forward has synchronised buffers since the last reduction
+_DURING = 128  # a buffer has changed in a backward: what a report says of it is too early
 
 # Of constants, how many words of 8 bytes are looked at in one step.
 _WORDS = 1 << 14
@@ -114,6 +115,7 @@ class BufferSync(Extension):
         self._gave_up = False  # for good
         self._changing: list[int] | None = None  # places of what changes, once that is known
         self._averaged: set[int] = set()  # and of what means are made of until then
+        self._changes_in_backward = False  # what travels is sent, whatever reports say of it
         self._sends: bool | None = None  # the end of this reduction does; False: all have the same
         self._pending: _Pending | None = None  # what the next forward takes
         # Of this rank.
@@ -123,6 +125,7 @@ class BufferSync(Extension):
         self._constants: _Constants | None = None
         self._alike: list[Tensor] | None = None  # what all ranks have had in what travels
         self._at_end: tuple[list[int], list[int]] | None = None  # ids and versions of buffers
+        self._at_report: tuple[list[int], list[int]] | None = None
         self._syncs = 0  # forwards that have synchronised, since the last reduction
         self._flags = 0  # of the next report
         self._missed: set[str] = set()  # names of buffers
@@ -312,6 +315,7 @@ class BufferSync(Extension):
             return bytes(self.report_nbytes)
         named = self._parameters.buffers()
         flags = self._flags | _SAID
+        self._at_report = _identities(named)
         if self._layout is None or not self._layout.is_of(named):
             flags |= _OTHER
             self._layout = _Layout(named)
@@ -349,8 +353,12 @@ class BufferSync(Extension):
         if missing and not self._gave_up:
             self._give_up(missing)
         told = {
-            bit for bit in (_CHANGED, _BESIDE, _NEW, _OTHER, _NOT_ONE) for f in flags if f & bit
+            bit
+            for bit in (_CHANGED, _BESIDE, _NEW, _OTHER, _NOT_ONE, _DURING)
+            for f in flags
+            if f & bit
         }
+        self._changes_in_backward = self._changes_in_backward or _DURING in told
         if self._gave_up or told & {_NEW, _OTHER}:
             self.reset()
             if _OTHER in told:
@@ -361,7 +369,7 @@ class BufferSync(Extension):
         if self._changing is None:
             self._is_due = self._steps >= STEPS
         elif self._changing and self._on_cpu and min(self._steps, self._steps_of_one) >= STEPS:
-            self._sends = _CHANGED in told
+            self._sends = self._changes_in_backward or _CHANGED in told
 
     def _give_up(self, on: Sequence[int]) -> None:
         self._gave_up = True
@@ -393,6 +401,11 @@ class BufferSync(Extension):
         self._at_end = _identities(named)
         self._syncs = self._flags = 0
         self._missed.clear()
+        if self._at_report is not None and self._at_report != self._at_end:
+            self._flags = _DURING
+        self._at_report = None
+        if sends is False and self._has_changed(named):  # by the backward, which it never did
+            self._miss([name for name, _ in chosen])
         self.is_first = True
 
 

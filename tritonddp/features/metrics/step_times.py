@@ -68,8 +68,12 @@ class RunQueue:
             self._follow()
         if self._file >= 0:
             # The second of: nanoseconds on a core, nanoseconds that it waited for one, turns.
-            waited = int(os.pread(self._file, 64, 0).split()[1])
-            self._seconds = self._offset + waited * 1e-9
+            try:
+                waited = int(os.pread(self._file, 64, 0).split()[1])
+            except OSError:  # that thread has ended, and this one has got its number
+                self._follow()
+            else:
+                self._seconds = self._offset + waited * 1e-9
         return self._seconds
 
     def _follow(self) -> None:
