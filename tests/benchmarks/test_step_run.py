@@ -84,7 +84,7 @@ def test_a_late_run_takes_few_rounds_of_what_is_compared(
     assert f"{deadline.LEAST_ROUNDS} rounds" in printed
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_late_memory_has_one_row_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(deadline.VARIABLE, "0")
     content, _ = measured(

@@ -106,7 +106,7 @@ def test_a_group_that_fails_does_not_take_the_others_with_it(tmp_path, monkeypat
     assert "FAILED b: RuntimeError: no such thing" in capsys.readouterr().out
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_late_kernels_have_few_rounds(tmp_path, monkeypatch):
     monkeypatch.setenv(deadline.VARIABLE, "0")
     rows, _ = run("kernels", tmp_path, "-k", "many_small-bf16", "--rounds", "5000")

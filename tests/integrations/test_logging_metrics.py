@@ -45,9 +45,12 @@ def test_metrics_are_logged_on_rank_0(trainer: str) -> None:
         assert found["losses"] == [4, 8, 12]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
-    ("wrapper", "said"), [("off", "needs metrics=True"), ("stock", "DistributedDataParallel wraps")]
+    ("wrapper", "said"),
+    [
+        pytest.param("off", "needs metrics=True", marks=pytest.mark.long),
+        pytest.param("stock", "DistributedDataParallel wraps", marks=pytest.mark.thorough),
+    ],
 )
 @trainers
 def test_a_model_without_metrics_is_an_error(trainer: str, wrapper: str, said: str) -> None:

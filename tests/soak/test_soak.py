@@ -14,7 +14,7 @@ from soak.plan import KINDS, lives
 @pytest.mark.long
 @ranks(2, timeout=240)
 def test_nothing_piles_up_or_drifts_over_some_steps() -> None:
-    report = run.soak(seed=1, steps=160)
+    report = run.soak(seed=1, steps=120)
     assert report.grown == []
     assert report.off["exact"] == 0.0
     assert report.wrappers > len(KINDS)
