@@ -181,6 +181,7 @@ def test_what_no_rank_has_used_counts_as_it_is_on_this_rank(way: str) -> None:
 CHANGES: dict[str, Callable[[DistributedDataParallel], object]] = {
     "user": lambda ddp: ddp.module.first.weight.grad.mul_(3),
     "replaced": lambda ddp: setattr(ddp.module.last.weight, "grad", torch.ones(3, 300)),
+    "data": lambda ddp: setattr(ddp.module.last.weight.grad, "data", torch.ones(3, 300)),
     "dropped": lambda ddp: setattr(ddp.module.last.weight, "grad", None),
     "zero_grad": lambda ddp: ddp.zero_grad(),
     "zeros": lambda ddp: ddp.zero_grad(set_to_none=False),

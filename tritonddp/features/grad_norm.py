@@ -13,7 +13,7 @@ import math
 import struct
 import weakref
 from collections.abc import Callable, Sequence
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from types import NoneType
 from typing import Any
 
@@ -33,6 +33,7 @@ from tritonddp.reducer.reducer import Reducer
 
 _grad_of = attrgetter("grad")
 _version_of = attrgetter("_version")
+_address_of = methodcaller("data_ptr")
 
 # Of what was measured in a reduction, in the means over reductions from which the gradient noise
 # scale is made, what was measured before keeps this share.
@@ -73,6 +74,7 @@ class _Reduced:
             NoneType if grad is None else weakref.ref(grad) for grad in grads
         ]
         self._versions = list(map(_version_of, there))
+        self._addresses = _addresses_of(there)
 
     def is_current(self) -> bool:
         """Whether the gradients are those that there were, and nobody has written to them."""
@@ -81,9 +83,18 @@ class _Reduced:
             return False
         there = [grad for grad in grads if grad is not None]
         try:  # a list that is shorter had one more, which is gone
-            return list(map(_version_of, there)) == self._versions
+            versions = list(map(_version_of, there))
+            return versions == self._versions and _addresses_of(there) == self._addresses
         except RuntimeError:  # one of inference mode has none
             return False
+
+
+def _addresses_of(grads: Sequence[Tensor]) -> list[int]:
+    """Where they are: somewhere else after ``grad.data = ...``."""
+    try:
+        return list(map(_address_of, grads))
+    except RuntimeError:  # a sparse one is nowhere
+        return []
 
 
 def _squares_of(

@@ -296,8 +296,9 @@ class FlatBuffer:
             ValueError: there is not one flag per gradient; or see :meth:`Layout.encode_headers`.
         """
         own_headers = self.layout.encode_headers(headers)
-        if len(used) != len(self.flags):
-            raise ValueError(f"the buffer has {len(self.flags)} slots, but {len(used)} flags came")
+        slots = len(self.layout.numels)
+        if len(used) != slots:
+            raise ValueError(f"the buffer has {slots} slots, but {len(used)} flags came")
         # Bytes, since torch.tensor takes 0.1 us a flag; a bytearray, since torch warns of memory
         # that must not be written. (Nor does it take one without bytes.)
         content = bytearray(used) + own_headers

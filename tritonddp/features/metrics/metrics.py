@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tritonddp.comm.run import ReductionRun
+from tritonddp.coordination.agreement import GradSource
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.features.metrics.step_times import (
@@ -83,13 +84,15 @@ class Metrics(Extension):
 
     def on_end(self, run: ReductionRun) -> None:
         """A reduction is over: a step is."""
-        if not run.reached:  # of what was accumulated, on request
+        if run.source is GradSource.REQUEST:
+            return
+        self._steps += 1  # also without inputs, as on the other ranks
+        if not run.reached:
             return
         self._mine = self._clock.end_step()
         self._items = 1.0 if run.weight is None else run.weight.items
         sent = self._counters.sent_bytes
         self._sent, self._sent_before = sent - self._sent_before, sent
-        self._steps += 1
         if self._group.size == 1 and self._mine is not None:
             self._take([self._mine], [self._items])
         if self._every and self._steps % self._every == 0 and self._group.rank == 0:

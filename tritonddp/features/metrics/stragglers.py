@@ -29,7 +29,8 @@ _WINDOWS = (3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # steps
 _SHORT = _WINDOWS[:2]
 _SIGMAS, _MARGIN = 6.0, 2.0  # of (2) and (3)
 _HISTORY = 256  # steps
-_EVERY = 4  # steps between two looks at windows that are not few, and at the noise of one rank
+_KEPT = 16  # steps, for which what is made of all of them is not made again
+_EVERY = 4  # steps between two looks at windows that are not few
 
 
 class Straggler(NamedTuple):
@@ -56,6 +57,8 @@ class Stragglers:
         self._late = [deque[float](maxlen=_WINDOWS[-1]) for _ in range(size)]
         self._calm = [deque[float](maxlen=_HISTORY) for _ in range(size)]
         self._noise = [_QUIET] * size
+        self._turn = 0  # of the rank whose noise was looked at last
+        self._spreads: dict[tuple[int, int], tuple[int, float]] = {}  # and the step they are of
 
     def step(self, ranks: Sequence[StepTimes]) -> Straggler | None:
         """One more step, of which these are the times; returns :attr:`slowest`."""
@@ -70,8 +73,8 @@ class Stragglers:
                 self._calm[rank].append(late / length)
         if self._steps == _FIRST:
             self._noise = list(map(_noise, self._calm))
-        elif self._steps % _EVERY == 0:
-            rank = self._steps // _EVERY % len(ranks)
+        elif self._steps % (_EVERY if self._steps < _KEPT * _EVERY else _KEPT) == 0:
+            rank = self._turn = (self._turn + 1) % len(ranks)
             self._noise[rank] = _noise(self._calm[rank])
         if self._steps >= _FIRST:
             self._look()
@@ -92,9 +95,13 @@ class Stragglers:
         for rank, steps in enumerate(self._late):
             if len(steps) < _WINDOWS[0] or (slowest is not None and rank == slowest.rank):
                 continue
-            if not looks_far and (steps[-1] < _LEAST or steps[-2] < _LEAST):
+            is_late = steps[-1] >= _LEAST and steps[-2] >= _LEAST
+            if not (looks_far or is_late):
                 continue
-            window, late = self._window(rank, list(steps), _WINDOWS if looks_far else _SHORT)
+            recent = list(steps)
+            if not is_late and _median(recent[-_FIRST:]) < _LEAST:  # of late it was not slow
+                continue
+            window, late = self._window(rank, recent, _WINDOWS if looks_far else _SHORT)
             if window and late > most:
                 most, self.slowest = late, Straggler(rank, self._part(rank, window), late)
 
@@ -113,12 +120,17 @@ class Stragglers:
 
     def _spread(self, rank: int, window: int) -> float:
         """By how much such windows have differed from each other while nobody was slow."""
+        at, spread = self._spreads.get((rank, window), (-_KEPT, 0.0))
+        if self._steps - at < _KEPT:
+            return spread
         calm = list(self._calm[rank])
         if self.slowest is None:
             calm = calm[:-window]
         values = [_typical(calm[:end], window) for end in range(window, len(calm) + 1)]
         usual = _median(values) if values else 0.0
-        return max((abs(value - usual) for value in values), default=0.0)
+        spread = max((abs(value - usual) for value in values), default=0.0)
+        self._spreads[rank, window] = self._steps, spread
+        return spread
 
     def _part(self, rank: int, window: int) -> str:
         """In which part of the step ``rank`` is later than the others by most."""
