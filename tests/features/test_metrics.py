@@ -86,6 +86,23 @@ def test_another_rank_that_is_slower_takes_the_place() -> None:
     assert stragglers.slowest[:2] == (3, "backward")
 
 
+@pytest.mark.parametrize(("share", "least", "most"), [(0.1, 9, 13), (0.6, 3, 3)])
+def test_a_core_that_is_slower_for_some_steps_is_not_a_slow_rank(
+    share: float, least: int, most: int
+) -> None:
+    """It takes more steps than where the rank is idle, unless it is much slower."""
+    rng, stragglers = random.Random(0), Stragglers(2)
+    for _ in range(19):
+        stragglers.step(step_of(noisy(rng, 0.002, 2)))
+    for number in range(1, most + 5):
+        own = noisy(rng, 0.002, 2)
+        own[1][1] += share * sum(PART_OF_STEP)
+        times = step_of(own)
+        found = stragglers.step([each._replace(busy=each.own) for each in times])
+        assert found is None or number >= least
+        assert found is not None or number < most
+
+
 def test_one_slow_step_in_ten_is_not_a_slow_rank() -> None:
     rng, stragglers = random.Random(0), Stragglers(2)
     for step in range(500):

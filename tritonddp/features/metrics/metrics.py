@@ -29,7 +29,7 @@ from tritonddp.reducer.extension import Extension
 logger = logging.getLogger("tritonddp.metrics")
 
 # Whether the rest means anything, the times of a step in ms, and the items of the backward.
-_REPORT = struct.Struct(f"<?{len(NAMES) + 1}f")
+_REPORT = struct.Struct(f"<?{len(NAMES) + 2}f")
 
 # Of the last step and of the ones before it, for shares of a batch.
 _SMOOTHING = 0.2

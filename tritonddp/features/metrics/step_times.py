@@ -37,6 +37,7 @@ class StepTimes(NamedTuple):
     backward: float = 0.0  # until the engine is through
     exposed: float = 0.0  # synchronisation that nothing hid
     contended: float = 0.0  # waiting for a core, in any of these
+    busy: float = 0.0  # of its own time: on a core. Not a part of a step
 
     @property
     def own(self) -> float:
@@ -46,7 +47,12 @@ class StepTimes(NamedTuple):
     @property
     def total(self) -> float:
         """Of the whole step."""
-        return sum(self)
+        return sum(self[: len(NAMES)])
+
+    @property
+    def idle(self) -> float:
+        """Of its own time: neither on a core nor waiting for one, as in sleep, I/O or a lock."""
+        return self.own - self.busy
 
 
 NAMES = ("input", "forward", "backward", "exposed", "contended")
@@ -98,17 +104,20 @@ class HostClock:
         self._queue = RunQueue()
         self._part = INPUT
         self._last: float | None = None
-        self._last_wait = 0.0
-        self._times = [0.0] * len(NAMES)
+        self._last_wait = self._last_busy = 0.0
+        self._times = [0.0] * (len(NAMES) + 1)
 
     def lap(self, part: int, of: int | None = None) -> None:
         """``part`` begins now. What has passed since the last call was another one: ``of``."""
         if self._last is not None:
-            now, wait = time.perf_counter(), self._queue.seconds()
-            waited = wait - self._last_wait
-            self._times[self._part if of is None else of] += now - self._last - waited
+            now, wait, busy = time.perf_counter(), self._queue.seconds(), time.thread_time()
+            waited, ended = wait - self._last_wait, self._part if of is None else of
+            passed = now - self._last - waited
+            self._times[ended] += passed
             self._times[CONTENDED] += waited
-            self._last, self._last_wait = now, wait
+            if ended != EXPOSED:  # (another thread may have another clock)
+                self._times[-1] += min(max(0.0, busy - self._last_busy), passed)
+            self._last, self._last_wait, self._last_busy = now, wait, busy
         self._part = part
 
     def end_step(self) -> StepTimes | None:
@@ -118,6 +127,7 @@ class HostClock:
         times, self._times = self._times, [0.0] * len(self._times)
         if not was_measured:
             self._last, self._last_wait = time.perf_counter(), self._queue.seconds()
+            self._last_busy = time.thread_time()
         return StepTimes(*(each * 1e3 for each in times)) if was_measured else None
 
     def drop_step(self) -> None:

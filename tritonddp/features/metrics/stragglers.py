@@ -5,6 +5,10 @@ by a share of the step in each of the last three steps, or in the median over mo
 (1) worth a word, (2) far beyond the noise of one step over the root of their number, and (3) twice
 as much as the same number of steps have ever differed by while nobody was slow. Where steps hardly
 differ three are enough; where they do it takes longer.
+
+A core may be slower for a tenth of a second, because of a neighbour that shares it, and be none the
+worse for it. So few steps are enough only if the rank was late without being busy (it sleeps, waits
+for data or a lock), or by a large share.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ _OVER = 0.02  # a rank is no longer slow
 _QUIET = 0.004  # noise that there always is
 
 _FIRST = 6  # steps before anybody is named
+_LONG = 16  # steps: in windows of so many a rank may have been busy
+_LARGE = 0.25  # share of a step, by which it may be late in fewer
 _FEW = 4  # in windows of so many steps each has to be late, in longer ones the median
 _WINDOWS = (3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # steps
 _SHORT = _WINDOWS[:2]
@@ -56,6 +62,7 @@ class Stragglers:
         # was slow.
         self._late = [deque[float](maxlen=_WINDOWS[-1]) for _ in range(size)]
         self._calm = [deque[float](maxlen=_HISTORY) for _ in range(size)]
+        self._idle = [deque[float](maxlen=_LONG) for _ in range(size)]  # late without being busy
         self._noise = [_QUIET] * size
         self._turn = 0  # of the rank whose noise was looked at last
         self._spreads: dict[tuple[int, int], tuple[int, float]] = {}  # and the step they are of
@@ -66,11 +73,13 @@ class Stragglers:
             return None
         self._steps += 1
         self._times.append(ranks)
-        length = sum(map(sum, ranks)) / len(ranks) or 1.0
+        length = sum(each.total for each in ranks) / len(ranks) or 1.0
         for rank, late in enumerate(_lateness([each.own for each in ranks])):
             self._late[rank].append(late / length)
             if self.slowest is None:
                 self._calm[rank].append(late / length)
+        for rank, late in enumerate(_lateness([each.idle for each in ranks])):
+            self._idle[rank].append(late / length)
         if self._steps == _FIRST:
             self._noise = list(map(_noise, self._calm))
         elif self._steps % (_EVERY if self._steps < _KEPT * _EVERY else _KEPT) == 0:
@@ -87,7 +96,7 @@ class Stragglers:
             late = _median(list(self._late[slowest.rank])[-_WINDOWS[0] :])
             slowest = self.slowest = None if late < _OVER else Straggler(*slowest[:2], late)
             if slowest is None:  # windows begin anew, or some would still hold its steps
-                for steps in self._late:
+                for steps in (*self._late, *self._idle):
                     steps.clear()
                 return
         most = 0.0 if slowest is None else slowest.share
@@ -114,6 +123,12 @@ class Stragglers:
             noise = max(self._noise[rank], _median(self._noise))
             noise *= 1 + _FIRST / len(self._calm[rank])  # few steps may be alike by chance
             least = max(_LEAST, _SIGMAS * noise / sqrt(window))
+            if (
+                window < _LONG
+                and value < _LARGE
+                and _typical(list(self._idle[rank]), window) < value / 2
+            ):
+                continue
             if value >= least and value >= _MARGIN * self._spread(rank, window):
                 return window, value
         return 0, 0.0
