@@ -67,7 +67,7 @@ def test_step_measures_every_configuration(tmp_path: Path) -> None:
     assert "branchy: gradients bit-equal to stock's" in printed
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_a_late_run_takes_few_rounds_of_what_is_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
