@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, assert_same_on_all_ranks, give_up_after, ranks
+from logged import logged
 from torch import Tensor, nn
 
 from tritonddp import DistributedDataParallel
@@ -197,23 +198,13 @@ def test_three_hosts_own_a_part_of_each_share() -> None:
 
 @ranks(2)
 def test_what_is_said_and_when_it_begins() -> None:
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    log = logging.getLogger("tritonddp.comm.peer_memory")
-    log.addHandler(handler)
-    former = log.level
-    log.setLevel(logging.INFO)
-    try:
+    with logged(logging.INFO, "tritonddp.comm.peer_memory") as kept:
         ddp = net()
         assert not any(is_shared(ddp))
         for number in range(4):
             step(ddp, number)
             assert all(is_shared(ddp))
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(former)
-    said = [record.getMessage() for record in records]
+    said = kept.lines()
     assert len(said) == (dist.get_rank() == 0)
     assert all("through memory that the 2 ranks of this host share" in each for each in said)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import ranks
+from logged import Kept, logged
 from torch import nn
 
 from tritonddp import DistributedDataParallel
@@ -17,32 +18,6 @@ from tritonddp.coordination.failures import in_short
 from tritonddp.diagnostics.debug_log import enable_debug_logging
 
 LOGGER = logging.getLogger("tritonddp")
-
-
-class Kept(logging.Handler):
-    """Keeps what it is handed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-    def lines(self, name: str = "") -> list[str]:
-        return [each.getMessage() for each in self.records if each.name.endswith(name)]
-
-
-@contextmanager
-def logged(level: int) -> Iterator[Kept]:
-    handler, before = Kept(), LOGGER.level
-    LOGGER.addHandler(handler)
-    LOGGER.setLevel(level)
-    try:
-        yield handler
-    finally:
-        LOGGER.removeHandler(handler)
-        LOGGER.setLevel(before)
 
 
 class Net(nn.Module):

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_on_all_ranks, gather, ranks, sequence_number
+from logged import logged
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
@@ -343,7 +344,7 @@ def test_buffers_loaded_alike_stay_and_each_forward_broadcasts_from_then_on() ->
     loaded = {name: each + 1 for name, each in gather(ddp.module.state_dict())[0].items()}
     ddp.module.load_state_dict(loaded)
     seen = first_of(ddp)
-    with collected() as said:
+    with logged(logging.WARNING, "tritonddp.buffers") as said:
         step(ddp, batch(), 0)
         for name, buffer in seen().items():
             assert same(buffer, loaded[name]), name
@@ -352,7 +353,7 @@ def test_buffers_loaded_alike_stay_and_each_forward_broadcasts_from_then_on() ->
         for number in range(AHEAD):
             step(ddp, batch(), number)
         assert counts(ddp, (5, 3))[0] == 1
-    (message,) = said
+    (message,) = said.lines()
     assert re.search(
         r"rank \d: buffers have changed between .*, on rank 0 and 1 \(.*'1.run", message
     )
@@ -366,7 +367,7 @@ def test_buffers_that_only_rank_0_changes_are_one_forward_late() -> None:
         ddp.module[1].reset_running_stats()
     former = ddp.module[1].running_mean.clone()
     seen = first_of(ddp)
-    with collected() as said:
+    with logged(logging.WARNING, "tritonddp.buffers") as said:
         step(ddp, batch(), 0)
         was = gather(seen()["1.running_mean"])
         assert was[0].tolist() == [0.0] * 4
@@ -375,7 +376,7 @@ def test_buffers_that_only_rank_0_changes_are_one_forward_late() -> None:
             assert was[1].tolist() != former.tolist()
         step(ddp, batch(), 0)
     assert_same_on_all_ranks(list(seen().values()))
-    (message,) = said
+    (message,) = said.lines()
     assert "on rank 0" in message
     assert ("1.running_mean" in message) is (dist.get_rank() == 0)
 
@@ -410,10 +411,10 @@ def test_what_backwards_begin_to_change_is_one_forward_late() -> None:
 def test_constants_that_are_loaded_with_other_values_are_warned_of() -> None:
     ddp = trained(Rotary)
     ddp.module.cos.fill_(0.5)
-    with collected() as said:
+    with logged(logging.WARNING, "tritonddp.buffers") as said:
         step(ddp, batch((2, 6, 8)), 0)
         assert counts(ddp, (2, 6, 8))[0] == 1
-    (message,) = said
+    (message,) = said.lines()
     assert "'cos'" in message
 
 
@@ -422,10 +423,10 @@ def test_constants_that_are_loaded_as_they_are_travel_no_more() -> None:
     ddp = trained(Rotary, transport="process_group")
     ddp.module.load_state_dict(ddp.module.state_dict())
     ddp.module.sin = ddp.module.sin.clone()
-    with collected() as said:
+    with logged(logging.WARNING, "tritonddp.buffers") as said:
         for _ in range(3):
             assert counts(ddp, (2, 6, 8)) == (0, 0)
-    assert not said
+    assert not said.lines()
 
 
 @ranks(2)
@@ -481,23 +482,6 @@ def first_of(ddp: Any) -> Callable[[], dict[str, Tensor]]:
 
     ddp.module.register_forward_pre_hook(note)
     return lambda: seen
-
-
-class collected(logging.Handler):
-    """Context: warnings about buffers."""
-
-    def __enter__(self) -> list[str]:
-        self.__init__()  # type: ignore[misc]
-        self.said: list[str] = []
-        buffer_sync.logger.addHandler(self)
-        return self.said
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno >= logging.WARNING:
-            self.said.append(record.getMessage())
-
-    def __exit__(self, *_: object) -> None:
-        buffer_sync.logger.removeHandler(self)
 
 
 # Means
@@ -585,11 +569,11 @@ def test_inside_join_buffers_come_from_a_rank_with_inputs(entered_after: int, in
                 step(ddp, batch(), number)
                 found.append(dict(seen()))
         if cls is not Stock:
-            with collected() as said:
+            with logged(logging.WARNING, "tritonddp.buffers") as said:
                 for number in range(AHEAD + 2):
                     step(ddp, batch(), number)
                     assert_same_on_all_ranks(list(seen().values()))
-            assert not said
+            assert not said.lines()
         return found
 
     for number, (mine, theirs) in enumerate(

@@ -15,7 +15,7 @@ from torch import nn
 
 from tritonddp import DistributedDataParallel
 from tritonddp.features import grad_norm
-from tritonddp.features.grad_norm import GradNorm, extension_of
+from tritonddp.features.grad_norm import GradNorm
 
 # The interpreter is numpy, which warns where numbers are not finite.
 pytestmark = [
@@ -75,7 +75,7 @@ def is_right(ddp: DistributedDataParallel) -> None:
 @ranks(2)
 def test_sums_of_the_kernels_are_the_norm(way: str, dtype: torch.dtype) -> None:
     ddp, rank = wrapped(dtype, **WAYS[way]), dist.get_rank()
-    extension = extension_of(ddp.core)
+    extension = ddp.core.events.of(GradNorm)
     assert isinstance(extension, GradNorm)
     for number in range(3):
         ddp.zero_grad(set_to_none=number == 1)

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import gather, ranks
+from logged import logged
 from torch import nn
 
 from tritonddp import DistributedDataParallel
@@ -231,16 +232,12 @@ def test_the_slow_rank_is_named_on_all_ranks(part: str) -> None:
 @ranks(2)
 def test_it_is_said_once_by_rank_0() -> None:
     rank = dist.get_rank()
-    logger, said = logging.getLogger("tritonddp.metrics"), _Records()
-    logger.addHandler(said)
-    logger.setLevel(logging.INFO)
     ddp = DistributedDataParallel(net(), metrics=True)
-    train(ddp, 10, lambda _: time.sleep(0.004))
-    train(ddp, 15, lambda part: time.sleep(0.004 + 0.02 * (part == "forward" and rank)))
-    train(ddp, 8, lambda _: time.sleep(0.004))
-    logger.removeHandler(said)
-    logger.setLevel(logging.NOTSET)
-    texts = [record.getMessage() for record in said.records]
+    with logged(logging.INFO, "tritonddp.metrics") as said:
+        train(ddp, 10, lambda _: time.sleep(0.004))
+        train(ddp, 15, lambda part: time.sleep(0.004 + 0.02 * (part == "forward" and rank)))
+        train(ddp, 8, lambda _: time.sleep(0.004))
+    texts = said.lines()
     expected = [logging.WARNING, logging.INFO] if rank == 0 else []
     assert [record.levelno for record in said.records] == expected, texts
     if rank == 0:
@@ -331,15 +328,6 @@ def test_a_backward_that_breaks_off_is_no_step() -> None:
     time.sleep(0.5)
     found: Sequence[Any] = train(ddp, 4, lambda _: time.sleep(0.002))
     assert all(each["input_ms"] < 400 for each in found)
-
-
-class _Records(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
 
 
 def _fail(grad: Any) -> None:

@@ -106,9 +106,9 @@ class Training:
 
     def forget_views(self) -> None:
         """Those that ``check_drift`` makes again, one slice a step: they would pass for a leak."""
-        for each in self._ddp.core.events.reporters:
-            if isinstance(each, DriftCheck):
-                each._lay_out()
+        check = self._ddp.core.events.of(DriftCheck)
+        if check is not None:
+            check._lay_out()
 
     def end(self) -> None:
         """The wrapper goes."""

@@ -237,11 +237,6 @@ def _total(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts).sum(dtype=torch.float64)
 
 
-def extension_of(core: Reducer) -> GradNorm | None:
-    """That of a wrapper with ``grad_norm=True``."""
-    return next((each for each in core.events.extensions if isinstance(each, GradNorm)), None)
-
-
 def _refuse(model: Any, what: str) -> None:
     """Raise a RuntimeError if gradients are not there now."""
     core: Reducer = model.core
@@ -266,7 +261,7 @@ class _Measured:
 
     def __init__(self, model: Any, what: str) -> None:
         _refuse(model, what)
-        extension = extension_of(model.core)
+        extension = model.core.events.of(GradNorm)
         params = list(model.module.parameters())
         # Mostly there are no others than those in buckets, and that is found out in C.
         others = set(map(id, params))
@@ -386,7 +381,7 @@ def grad_noise_scale(model: Any) -> float:
     Raises:
         RuntimeError: the module was wrapped without that, or nothing is known yet.
     """
-    extension = extension_of(model.core)
+    extension = model.core.events.of(GradNorm)
     if extension is None:
         raise RuntimeError(
             f"rank {model.group.rank}: grad_noise_scale() needs grad_norm=True when the module is "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from tritonddp.buckets.bucket import Bucket, Segment
 from tritonddp.comm.run import ReductionRun, RunEvents
@@ -91,6 +91,9 @@ class Extension:
         """The backward of ``run`` broke off, or the run failed."""
 
 
+_Kind = TypeVar("_Kind", bound=Extension)
+
+
 class Events(RunEvents):
     """For each event, the methods of the extensions that want it."""
 
@@ -132,6 +135,10 @@ class Events(RunEvents):
     def remove(self, extension: Extension) -> None:
         """Tell ``extension`` nothing any more. Nothing happens if it is told nothing."""
         self._tell(tuple(each for each in self.extensions if each is not extension))
+
+    def of(self, kind: type[_Kind]) -> _Kind | None:
+        """The one extension of this class that is told of what happens, if there is one."""
+        return next((each for each in self.extensions if isinstance(each, kind)), None)
 
     def _tell(self, extensions: tuple[Extension, ...]) -> None:
         self.extensions = extensions

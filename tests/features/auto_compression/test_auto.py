@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_on_all_ranks, gather, ranks
+from logged import logged
 from torch import nn
 
 import tritonddp
@@ -233,25 +234,13 @@ def test_a_reduce_dtype_is_what_buckets_take_that_are_not_quantised() -> None:
 
 @ranks(2)
 def test_the_reasons_are_told_once_by_one_rank_and_can_be_asked_for() -> None:
-    told: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            told.append(record.getMessage())
-
-    handler, before = Handler(), planner.logger.level
-    planner.logger.addHandler(handler)
-    planner.logger.setLevel(logging.INFO)
-    try:
+    with logged(logging.INFO, "tritonddp.auto") as told:
         with line(SLOW):
             ddp = wrap()
         assert "no backward" in ddp.wire_report()
         for _ in range(9):
             step(ddp)
-    finally:
-        planner.logger.removeHandler(handler)
-        planner.logger.setLevel(before)
-    assert told == ([ddp.wire_report()] if dist.get_rank() == 0 else [])
+    assert told.lines() == ([ddp.wire_report()] if dist.get_rank() == 0 else [])
     report = ddp.wire_report()
     assert "all-to-all of uint8" in report
     assert "0 to 1: int8" in report

@@ -57,7 +57,6 @@ class Metrics(Extension):
         self._ranks: list[StepTimes] = []  # of all of them, in the last step that all told of
         self._speeds: list[float] = []  # items a millisecond, by rank
         self._stragglers = Stragglers(group.size)
-        self._slowest: Straggler | None = None
         self._where = ""
         self._every = 0  # a line in so many steps
         self._write: Callable[[str], None] = logger.info
@@ -129,8 +128,7 @@ class Metrics(Extension):
         for rank, speed in enumerate(speeds):
             if speed > 0:
                 self._speeds[rank] += _SMOOTHING * (speed - self._speeds[rank])
-        before, now = self._slowest, self._stragglers.step(ranks)
-        self._slowest = now
+        before, now = self._stragglers.slowest, self._stragglers.step(ranks)
         if self._group.rank == 0 and (before and before[:2]) != (now and now[:2]):
             self._tell(now)
 
@@ -154,7 +152,7 @@ class Metrics(Extension):
 
     def metrics(self) -> dict[str, float | int | str | None]:
         """See :meth:`tritonddp.DistributedDataParallel.metrics`."""
-        ranks, slowest = self._ranks, self._slowest
+        ranks, slowest = self._ranks, self._stragglers.slowest
         mean: StepTimes | None = None
         if ranks:
             mean = StepTimes(*(sum(part) / len(ranks) for part in zip(*ranks, strict=True)))
@@ -201,9 +199,9 @@ class Metrics(Extension):
             f"step {self._steps}: {found['step_ms']:.1f} ms ({parts}), "
             f"skew {found['skew_ms']:.1f} ms, {self._sent / 1e6:.2f} MB sent"
         )
-        if self._slowest is None:
+        slowest = self._stragglers.slowest
+        if slowest is None:
             return text
-        slowest = self._slowest
         return f"{text}; rank {slowest.rank} is slow in its {slowest.part}: {slowest.share:.0%}"
 
 
@@ -272,9 +270,9 @@ def log_metrics(model: Any, every: int = 100, write: Callable[[str], None] | Non
 
 
 def _of(model: Any, method: str) -> Metrics:
-    for each in model.core.events.extensions:
-        if isinstance(each, Metrics):
-            return each
-    raise RuntimeError(
-        f"rank {model.group.rank}: {method} needs metrics=True when the module is wrapped"
-    )
+    found: Metrics | None = model.core.events.of(Metrics)
+    if found is None:
+        raise RuntimeError(
+            f"rank {model.group.rank}: {method} needs metrics=True when the module is wrapped"
+        )
+    return found

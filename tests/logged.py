@@ -1,0 +1,35 @@
+"""What a logger is told, kept for a test."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Kept(logging.Handler):
+    """Keeps what it is handed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    def lines(self, name: str = "") -> list[str]:
+        return [each.getMessage() for each in self.records if each.name.endswith(name)]
+
+
+@contextmanager
+def logged(level: int, name: str = "tritonddp") -> Iterator[Kept]:
+    """Context: what is logged by ``name``, and all below it, from ``level`` on."""
+    logger = logging.getLogger(name)
+    handler, before = Kept(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield handler
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
