@@ -55,10 +55,15 @@ class Model(nn.Module):
 class Side:
     """One of the two wrappers."""
 
-    def __init__(self, count: int, numel: int, has_option: bool, options: dict[str, Any]) -> None:
-        self.model = DistributedDataParallel(Model(count, numel), grad_norm=has_option, **options)
+    def __init__(
+        self, ranks: Ranks, shape: tuple[int, int], has_option: bool, options: dict[str, Any]
+    ) -> None:
+        model = Model(*shape).to(ranks.device)
+        self.model = DistributedDataParallel(model, grad_norm=has_option, **options)
         self.has_option = has_option
-        self.inputs = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank()))
+        self.ranks = ranks
+        generator = torch.Generator().manual_seed(ranks.rank)
+        self.inputs = torch.randn(shape[1], generator=generator).to(ranks.device)
 
     def clip(self, limit: float) -> Tensor:
         """As the side does it."""
@@ -70,17 +75,19 @@ class Side:
         """Seconds of a backward and of clipping."""
         self.model.zero_grad()
         loss = self.model(self.inputs)
-        dist.barrier()
+        self.ranks.barrier()
         begun = time.perf_counter()
         loss.backward()
+        self.ranks.synchronize()
         between = time.perf_counter()
         self.clip(limit)
+        self.ranks.synchronize()
         return between - begun, time.perf_counter() - between
 
 
 def measure(ranks: Ranks, shape: tuple[int, int], options: dict[str, Any], rounds: int) -> Any:
     """Samples of both sides, and their ratios."""
-    ours, torchs = (Side(*shape, has_option, options) for has_option in (True, False))
+    ours, torchs = (Side(ranks, shape, has_option, options) for has_option in (True, False))
     for _ in range(WARM_UP):
         for side in (ours, torchs):
             side.round(1e30)
@@ -95,7 +102,7 @@ def measure(ranks: Ranks, shape: tuple[int, int], options: dict[str, Any], round
         rng.shuffle(order)
         for at, side in order:
             backward, clipping = side.round(norms[0] / 2 if is_above else 1e30)
-            slowest = torch.tensor([backward, clipping], dtype=torch.float64)
+            slowest = torch.tensor([backward, clipping], dtype=torch.float64, device=ranks.device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             seconds["backward"][at].append(slowest[0].item())
             seconds[PARTS[1 + is_above]][at].append(slowest[1].item())
@@ -110,12 +117,13 @@ def main() -> None:
     arguments = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    arguments.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
     arguments.add_argument("--rounds", type=int, default=60)
     arguments.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     arguments.add_argument("--out", type=Path, help="write JSON here")
     options = arguments.parse_args()
     results: dict[str, Any] = {}
-    with process_group("gloo") as ranks:
+    with process_group(options.backend) as ranks:
         facts = machine.describe()
         if ranks.rank == 0:
             print(machine.summary(facts))

@@ -25,6 +25,7 @@ REHEARSE = HERE.parent / "tests" / "recording" / "rehearse.py"
 REHEARSING = "TRITONDDP_REHEARSE"
 KERNEL_TESTS = (
     TESTS / "test_kernels_gpu.py",
+    TESTS / "test_squares_gpu.py",
     TESTS / "test_quantize_gpu.py",
     TESTS / "test_reduce_gpu.py",
 )
@@ -33,6 +34,7 @@ NCCL_TESTS = (
     TESTS / "test_agreement_nccl.py",
     TESTS / "test_quantized_nccl.py",
     TESTS / "test_features_nccl.py",
+    TESTS / "test_metrics_nccl.py",
     TESTS / "test_graphs_nccl.py",
     TESTS / "test_nvlink.py",
 )
@@ -118,28 +120,28 @@ def parts(rehearse: bool = False) -> list[Part]:
     small = "resnet50 gpt2_small llama3_8b_layer vit_b16 mlp transformer"
     one, two = "nccl-1-rank", f"{nccl} --models mlp --builds 1 --rounds 3"
     found = [
-        _tests("test-kernels", "the compiled kernels", 70, 65, KERNEL_TESTS, "", "missing"),
-        _tests("test-nccl-1", "one rank over NCCL", 50, 45, NCCL_TESTS, one, f"stock and {one}"),
+        _tests("test-kernels", "the compiled kernels", 85, 80, KERNEL_TESTS, "", "missing"),
+        _tests("test-nccl-1", "one rank over NCCL", 56, 51, NCCL_TESTS, one, f"stock and {one}"),
         PROBE,
         _tests(
-            *("test-nccl-2", "two ranks on one card", 75, 65, NCCL_TESTS, f"not {one}"),
+            *("test-nccl-2", "two ranks on one card", 88, 80, NCCL_TESTS, f"not {one}"),
             f"stock and not {one}",
         ),
         # (No rows with gradients in fp32 and a buffer in bf16: the reducer has no such thing yet.)
         _suite(
-            *("kernels", "flatten and unflatten", 54, 48, "--without wire --rounds 20"),
+            *("kernels", "flatten and unflatten", 42, 36, "--without wire --rounds 20"),
             "--only many_small-fp32-whole many_small-bf16-25MiB",
         ),
         Part(
-            *("sweep", "blocks and warps of flatten and unflatten", 22, 15),
+            *("sweep", "blocks and warps of flatten and unflatten", 19, 15),
             *(_script("sweep.py", "--rounds 10"), read_json),
             small="--lists many_small",
         ),
         _suite(
-            *("quantize", "quantising kernels", 30, 27, "--rounds 4"),
+            *("quantize", "quantising kernels", 25, 22, "--rounds 4"),
             "--only int8-many_small-fp32 fp8-many_small-bf16",
         ),
-        _step("step-small", "small batches", 46, 40, f"{nccl} --builds 1 --rounds 6", small),
+        _step("step-small", "small batches", 40, 34, f"{nccl} --builds 1 --rounds 6", small),
         _step("step-large", "large batches", 25, 20, f"{nccl} --batch large --builds 1 --rounds 4"),
         replace(_step("step-pair", "two ranks", 26, 22, two), ranks=2, on_one_card=True),
         Part(
@@ -147,7 +149,7 @@ def parts(rehearse: bool = False) -> list[Part]:
             *(read_nvlink, 2),
             small="--rehearse",
         ),
-        _suite("host", "the host's work", 44, 38, "--rounds 7"),
+        _suite("host", "the host's work", 36, 31, "--rounds 7"),
         _ranks("graphs", "CUDA graphs", 20, 12, "graphs.py", "--rounds 20", "mlp transformer"),
         _ranks("memory", "memory", 24, 20, "memory.py", nccl, "resnet50 gpt2_small mlp"),
         _sanitizer(15, 11, rehearse),

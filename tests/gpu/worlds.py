@@ -172,10 +172,12 @@ def device_of_stock(device: torch.device) -> torch.device:
 def _call_on_recorded_device(name: tuple[str, str], arguments: dict[str, Any], _: str) -> None:
     from recording.device import recording
 
+    from tritonddp.features import drift
     from tritonddp.features.auto_compression import probe
 
     # What compression="auto" times: Triton's interpreter takes minutes for as much as on a GPU.
     small = mock.patch.multiple(probe, _MANY=1 << 11, _CACHES=1 << 10)
+    drift._keys.cache_clear()  # of another recording
     with small, recording() as recorder:
         call_body(name, {**arguments, "device": torch.device("cuda", 0)})
         torch.cuda.synchronize()

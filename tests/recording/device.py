@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -143,6 +144,8 @@ class _Operations(TorchDispatchMode):
                 device.read(tensor, func.name())
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
+        if func.name().startswith("aten::_foreach_") and func._schema.is_mutable:
+            increment_version(args[0])  # as the kernels for CUDA do, beneath autograd
         if func is _aten.copy_.default and on_device[0] is not on_device[1]:
             device.copy(
                 args[0], args[1], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))

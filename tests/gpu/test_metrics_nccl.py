@@ -1,0 +1,210 @@
+"""What rides beside the gradients, over NCCL: norms, who is slow, drift, and buffers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_on_all_ranks, gather
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as Stock
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+from worlds import CARDS, CPU, device_of_stock, in_worlds, is_recorded
+
+from tritonddp import DistributedDataParallel
+from tritonddp.features.buffer_sync import STEPS
+from tritonddp.features.drift import SLICES
+
+VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+WIDTH = 32
+
+
+def dense() -> nn.Module:
+    widths = [WIDTH, 64, 64, 64, 8]
+    layers = [nn.Linear(*pair) for pair in itertools.pairwise(widths)]
+    return nn.Sequential(*(each for layer in layers for each in (layer, nn.Tanh())))
+
+
+def batch(device: torch.device, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return torch.randn(8, WIDTH, generator=generator).to(device)
+
+
+@contextlib.contextmanager
+def waits_for_nothing(device: torch.device) -> Iterator[None]:
+    """Context: on a GPU, an operation for which the host waits fails."""
+    if device.type != "cuda" or is_recorded(device):
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@VIEW
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@in_worlds(CPU, *CARDS)
+def test_norms_and_clipping_are_torchs(
+    device: torch.device, dtype: torch.dtype, view: bool
+) -> None:
+    ddp = DistributedDataParallel(
+        dense().to(device, dtype),
+        grad_norm=True,
+        bucket_cap_mb=0.01,
+        gradient_as_bucket_view=view,
+    )
+    params = list(ddp.parameters())
+    rel = 1e-5 if dtype is torch.float32 else 2e-2  # torch's factor is rounded, and so is a gradient
+    for step in range(5):
+        ddp.zero_grad()
+        ddp(batch(device, step).to(dtype)).float().square().mean().backward()
+        norm = float(get_total_norm([param.grad.double() for param in params]))
+        twins = [nn.Parameter(param.detach().clone()) for param in params]
+        for twin, param in zip(twins, params, strict=True):
+            twin.grad = param.grad.clone()
+        clip_grad_norm_(twins, norm / 2)
+        with waits_for_nothing(device):
+            before = ddp.grad_norm()
+            ddp.clip_grad_norm_(norm / 2)
+            after = ddp.grad_norm()
+        assert before.device == device
+        assert before.item() == pytest.approx(norm, rel=1e-5)
+        assert after.item() == pytest.approx(norm / 2, rel=rel)
+        for twin, param in zip(twins, params, strict=True):
+            torch.testing.assert_close(param.grad, twin.grad, rtol=rel, atol=0)
+        assert_same_on_all_ranks([before.cpu(), *(param.grad.cpu() for param in params)])
+    if dist.get_world_size() > 1:
+        noise = ddp.grad_noise_scale()
+        assert noise > 0
+        assert gather(noise) == [noise] * dist.get_world_size()
+
+
+@in_worlds(CPU, *CARDS)
+def test_an_overflow_is_in_the_norm(device: torch.device) -> None:
+    ddp = DistributedDataParallel(dense().to(device, torch.float16), grad_norm=True)
+    for scale in (1.0, math.inf, 1.0):
+        ddp.zero_grad()
+        (ddp(batch(device, 0).half()).sum() * scale).backward()
+        found = ddp.grad_norm()
+        assert bool(found.isfinite()) is (scale == 1)
+        with pytest.raises(RuntimeError, match="non-finite") if scale != 1 else waits_for_nothing(
+            torch.device("cpu")
+        ):
+            ddp.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("part", ["input", "forward", "backward"])
+@in_worlds(CPU, *CARDS)
+def test_the_slow_rank_is_named_with_its_part(device: torch.device, part: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ddp = DistributedDataParallel(dense().to(device), metrics=True)
+
+    def step(number: int, late: float) -> dict[str, Any]:
+        def sleep(where: str) -> None:
+            time.sleep(0.005 + late * (where == part and rank == size - 1))
+
+        sleep("input")
+        outputs = ddp(batch(device, number))
+        sleep("forward")
+        outputs.register_hook(lambda _: sleep("backward"))
+        outputs.square().mean().backward()
+        ddp.zero_grad()
+        return ddp.metrics()
+
+    for number in range(12):
+        step(number, 0)
+    found = [step(number, 0.015) for number in range(16)][-1]
+    if is_recorded(device):
+        return  # its kernels take a step's time
+    parts = ("input", "forward", "backward", "exposed", "contended")
+    assert found["step_ms"] == pytest.approx(sum(found[f"{each}_ms"] for each in parts))
+    assert found["step_ms"] > 25
+    if size == 1:
+        assert found["slowest_rank"] is None
+        return
+    assert (found["slowest_rank"], found["slowest_phase"]) == (size - 1, part), found
+    del found["sent_bytes"]
+    assert gather(found) == [found] * size
+    for number in range(16):
+        found = step(number, 0)
+    assert found["slowest_rank"] is None, found
+
+
+@in_worlds(CPU, *CARDS)
+def test_parameters_that_drift_apart_are_named(device: torch.device) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ddp = DistributedDataParallel(dense().to(device), check_drift="raise")
+    said = None
+    for number in range(2 * SLICES + 4):
+        if number == SLICES + 1 and rank == size - 1 > 0:
+            with torch.no_grad():
+                ddp.module[4].weight[3, 5] += 0.25
+        try:
+            ddp(batch(device, number)).square().mean().backward()
+        except RuntimeError as error:
+            said = number, str(error)
+            break
+    if size == 1:
+        assert said is None
+        return
+    assert said is not None
+    # (On a GPU the hash is told a step later.)
+    assert SLICES + 1 <= said[0] <= 2 * SLICES + 2
+    assert "parameter '4.weight'" in said[1]
+    assert f"rank {size - 1} has norm" in said[1]
+
+
+@VIEW
+@in_worlds(CPU, *CARDS)
+def test_buffers_are_those_of_stock_at_each_forward(device: torch.device, view: bool) -> None:
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+    module.register_buffer("constant", torch.arange(9.0))
+    seen: list[list[list[Tensor]]] = []
+    for wrapper, where in ((Stock, device_of_stock(device)), (DistributedDataParallel, device)):
+        ddp = wrapper(copy.deepcopy(module).to(where), gradient_as_bucket_view=view)
+        values: list[list[Tensor]] = []
+        ddp.module.register_forward_pre_hook(
+            lambda module, _, values=values: values.append(
+                [buffer.detach().clone().cpu() for buffer in module.buffers()]
+            )
+        )
+        for number in range(STEPS + 12):
+            ddp(batch(where, number)).square().mean().backward()
+            ddp.zero_grad()
+        seen.append(values)
+    stock, ours = seen
+    assert len(ours) == len(stock) == STEPS + 12
+    for number, (theirs, mine) in enumerate(zip(stock, ours, strict=True)):
+        for expected, buffer in zip(theirs, mine, strict=True):
+            torch.testing.assert_close(buffer, expected, msg=f"forward {number}")
+    assert_same_on_all_ranks(ours[-1])
+
+
+@VIEW
+@in_worlds(*CARDS)
+def test_all_of_it_at_once_lets_the_host_run_ahead(device: torch.device, view: bool) -> None:
+    ddp = DistributedDataParallel(
+        dense().to(device),
+        grad_norm=True,
+        metrics=True,
+        check_drift="raise",
+        gradient_as_bucket_view=view,
+    )
+    for number in range(SLICES + 6):
+        ddp.zero_grad()
+        ddp(batch(device, number)).square().mean().backward()
+        with waits_for_nothing(device):
+            ddp.clip_grad_norm_(0.1)
+    assert ddp.grad_norm().item() <= 0.11
+    assert ddp.metrics()["step_ms"] > 0
