@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -246,6 +247,12 @@ current_autograd_node = torch._C._current_autograd_node
 # The Python hooks of a tensor, ``None`` if it has had none.
 backward_hooks_of = attrgetter("_backward_hooks")
 
+
+def hooks_after_accumulation(param: Tensor) -> Mapping[int, Any]:
+    """What runs when ``.grad`` of a parameter has been accumulated, by handle."""
+    return param._post_accumulate_grad_hooks or {}
+
+
 # Run a function when the backward that runs on this thread is over. FSDP2 and stock DDP end their
 # backward the same way; torch has no public name for it.
 queue_end_of_backward = Variable._execution_engine.queue_callback
@@ -283,12 +290,15 @@ _HAS_RPC = hasattr(torch._C, "_distributed_rpc") and hasattr(torch._C, "_distrib
 
 
 @functools.cache
-def keep_dynamo_out() -> None:
+def keep_dynamo_out(inlined: str) -> None:
     """Have torch.compile run this package as it is, and compile only what it calls.
 
-    A compiled training step would compile forward and the hooks that its backward calls, and each
-    anew whenever an attribute has changed. dynamo leaves torch's own files alone by the same list.
-    The import takes a second, but whoever makes an optimizer or calls stock DDP has it too.
+    A compiled training step would compile hooks that its backward calls, and each anew whenever an
+    attribute has changed. dynamo leaves torch's own files alone by the same list. The import takes
+    a second, but whoever makes an optimizer or calls stock DDP has it too.
+
+    Args:
+        inlined: folder of what is traced where something that is compiled calls it.
     """
     # In a thread of its own: torch.fx.wrap, on the way, makes a cycle of references to all frames
     # below it. Those of whoever wraps a module would keep what they hold, the wrapper and with it
@@ -296,6 +306,56 @@ def keep_dynamo_out() -> None:
     with ThreadPoolExecutor(1) as thread:
         rules = thread.submit(importlib.import_module, "torch._dynamo.trace_rules").result()
     rules.add(__name__.partition(".")[0])
+    rules.get_mod_inlinelist().add(Path(inlined).as_posix())
+
+
+def keep_operator(operator: Any) -> None:
+    """Graphs keep ``operator``, although nothing uses what it returns."""
+    torch.fx.node.has_side_effect(operator)
+
+
+def insert_where_ready(traced: Any, operator: Any) -> None:
+    """In a graph that is traced, put ``operator`` where its first argument is made.
+
+    Autograd runs nodes in the reverse order of their making, so what was made first in a forward,
+    for all parameters, comes after everything else in the backward. And there is no order between
+    an operator that returns nothing and the rest.
+
+    Args:
+        traced: operator whose second argument, beyond those of ``operator``, is a tensor that only
+            one node of the graph may use. Nothing is put in where more do.
+        operator: takes its place.
+    """
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+
+    keep_operator(operator)
+
+    @traced.py_impl(ProxyTorchDispatchMode)
+    def insert(mode: Any, first: Tensor, used_once: Tensor, *others: Any) -> None:
+        tracer = mode.tracer
+        nodes = [_node_of(tracer, each) for each in (first, used_once, *others)]
+        made, used_by = nodes[0], nodes[1]
+        if not isinstance(made, torch.fx.Node) or not isinstance(used_by, torch.fx.Node):
+            return
+        users = [user for user in used_by.users if "sym_" not in str(user.target)]
+        if len(users) > 1:
+            return
+        graph = tracer.graph
+        arguments = (made, *nodes[2:])
+        if made.op == "placeholder":
+            graph.call_function(operator, arguments)
+            return
+        with graph.inserting_after(made):
+            graph.call_function(operator, arguments)
+
+
+def _node_of(tracer: Any, value: Any) -> Any:
+    """The node of a graph whose result ``value`` is; itself if it is a constant."""
+    proxy = tracer.unwrap_proxy(value)
+    if not isinstance(proxy, torch.fx.Proxy):
+        # (Of a Proxy an attribute would be a node of the graph.)
+        proxy = getattr(proxy, "proxy", None)
+    return value if proxy is None else proxy.node
 
 
 # Whether this process has begun RPC.

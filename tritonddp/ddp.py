@@ -12,15 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.profiler import record_function
 from torch.distributed.algorithms.join import Join, Joinable
 
+from tritonddp import compiled
 from tritonddp._arguments import check_flags, plain_names
 from tritonddp._torch import (
     STOCK,
-    cheap_record_function,
     distributed_context,
-    is_profiled,
     keep_dynamo_out,
     leave_join,
     localize_if_sliced,
@@ -34,6 +32,8 @@ from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.broadcast import StateBroadcast
 from tritonddp.compat.stock_ddp import StockDDPNames, check_hook, warn_of_static_graph
 from tritonddp.compat.stock_reducer import StockReducer
+from tritonddp.compiled.forward import forward
+from tritonddp.compiled.operators import Traced, prepare_tracing
 from tritonddp.config import DDPConfig, process_group_of, sendable, warn_of_deprecated
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import describe, tell_failure, verify_same
@@ -302,7 +302,9 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
     def _build_reducer(self, parameters: ModuleParameters) -> None:
         """Make the reducer, from the options. No collective."""
-        keep_dynamo_out()
+        keep_dynamo_out(os.path.dirname(compiled.__file__))
+        prepare_tracing()
+        self.traced = Traced(self)
         # As in stock: a static graph may leave parameters unused.
         is_strict = self.find_unused_parameters is False and not self.static_graph
         broadcast = self.state_broadcast if self._init_sync else None
@@ -321,20 +323,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
     # One forward
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module, with inputs moved to its device if ``device_ids`` was given.
-
-        Raises:
-            NotImplementedError: a parameter was added that cannot be reduced.
-            RuntimeError: in strict mode, with gradients, the last backward left parameters unused,
-                or it waits for :meth:`finalize_backward`; the ranks did not reduce the same, or one
-                of them is gone; or inside ``torch.distributed.autograd.context()``, what the user
-                has asked for cannot be had there.
-        """
-        span = record_function if is_profiled() else cheap_record_function
-        with span("DistributedDataParallel.forward"):
-            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-            return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+    forward = forward
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module alone. Subclasses call another method of it here."""
@@ -789,7 +778,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
 # What is made anew for a process group, and the group itself.
 _OF_THE_GROUP = {
-    *("process_group", "group", "sync", "core", "reducer", "logger", "state_broadcast"),
+    *("process_group", "group", "sync", "core", "reducer", "logger", "state_broadcast", "traced"),
     *("_window", "buffer_sync"),
 }
 

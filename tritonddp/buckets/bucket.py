@@ -364,6 +364,17 @@ class Bucket:
             raise
         self._grads[first:last] = grads
 
+    def let_go_of(self, segment: Segment) -> None:
+        """Hold no gradient of a segment, which is packed, until :meth:`take_up`."""
+        self._grads[segment.first : segment.last] = [None] * len(segment.params)
+
+    def take_up(self, segment: Segment) -> None:
+        """What is in ``.grad`` of a packed segment by now is overwritten with the means."""
+        grads: list[Any] = list(map(_grad_of, segment.params))
+        if self._kernels.by_address:
+            grads = self._all_to_slot_layout(segment, grads)
+        self._grads[segment.first : segment.last] = grads
+
     def finish_trailer(self, header: bytes = b"") -> None:
         """All segments are packed, of which there are several: write used flags and headers."""
         self.packed.write_trailer(self.used, header)

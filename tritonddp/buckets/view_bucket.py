@@ -50,6 +50,13 @@ class ViewBucket(Bucket):
             if flag:
                 segment.params[slot].grad = self._grads[first + slot] = views[slot]
 
+    def take_up(self, segment: Segment) -> None:
+        """See :meth:`Bucket.take_up`. The means are in the buffer: gradients become views."""
+        views = self.flat.views[segment.first : segment.last]
+        for param, view in zip(segment.params, views, strict=True):
+            param.grad = view
+        self._grads[segment.first : segment.last] = views
+
     def unpack(self, factor: Tensor | None = None) -> None:
         """Used gradients are in place already. Those that only other ranks used become views."""
         views = self.flat.views

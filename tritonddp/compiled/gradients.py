@@ -1,0 +1,193 @@
+"""Gradients that a compiled backward tells of before autograd has them.
+
+A compiled backward is one node of autograd: parameters get their gradients when all of it is over.
+But the graph tells of each as soon as it is made (see :mod:`tritonddp.compiled.operators`). So a
+segment whose gradients are all there is packed, and its bucket launched, while the rest of the
+backward is computed. Everything else is as without: autograd hands the same gradients to their
+parameters afterwards, and the end of the backward overwrites them with the means.
+
+That holds for gradients that autograd hands over as they are. It adds to them what is there already
+(in ``.grad``, as after ``no_sync``; or from what uses the parameter outside of the graph), and
+hooks of users may change them. Whether it does is looked at in the first backward that tells of
+a gradient; those that it does not hand over as they are wait for the end of each backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import NoneType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from tritonddp._torch import backward_hooks_of, hooks_after_accumulation
+from tritonddp.buckets.bucket_set import BucketSet
+from tritonddp.comm.run import LocalError, ReductionRun
+from tritonddp.reducer.extension import Extension
+from tritonddp.reducer.output_hooks import Forward
+from tritonddp.reducer.reducer import Reducer
+
+# Forwards that are remembered until a backward goes through them: more of them are under way in no
+# pipeline.
+_FORWARDS = 1024
+
+
+class _Told(NamedTuple):
+    """A gradient that the graph has told of, by what changes when it is another one."""
+
+    param: Parameter
+    address: int
+    version: int
+
+    def is_handed_over(self) -> bool:
+        """Whether autograd has given it to its parameter as it was."""
+        grad = self.param.grad
+        return grad is not None and (grad.data_ptr(), grad._version) == self[1:]
+
+
+class GraphGradients(Extension):
+    """Packs segments of which a compiled backward has told all gradients."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer: Callable[[], Reducer | None] = weakref.ref(reducer)
+        self._forwards: dict[int, Forward] = {}
+        self._pending = 0  # forwards with gradients since the last backward
+        self._bucket_set: Callable[[], object] = NoneType  # whose numbers the next are
+        self._number_of: dict[str, int] = {}  # of parameters
+        # Names of parameters: whether the gradient that is told of is the one that they get.
+        self._is_whole: dict[str, bool] = {}
+        # Of this backward.
+        self._is_single = False  # of one forward, and it is reduced
+        self._packs = False  # and segments may be packed before its end
+        self._told: dict[str, _Told] = {}
+        self._came: dict[int, list[Tensor | None]] = {}  # by segment
+        self._packed: list[int] = []  # segments
+
+    # Forward
+
+    def begin_forward(self, forward: Forward) -> int:
+        """A traced forward begins, which the graph knows by the number that this returns."""
+        self._forwards[forward.number] = forward
+        if len(self._forwards) > _FORWARDS:
+            del self._forwards[next(iter(self._forwards))]
+        return forward.number
+
+    def on_forward(self) -> None:
+        """One begins, traced or not."""
+        self._pending += 1
+
+    # Backward
+
+    def begin_backward(self, forward: int) -> None:
+        """A backward goes through what this forward returned."""
+        core = self._reducer()
+        if core is not None and not core.backward_runs:
+            core.on_backward(self._forwards.get(forward))
+
+    def on_begin(self, run: ReductionRun) -> None:
+        """The gradients of several forwards are added up by autograd, so each is only a part."""
+        pending, self._pending = self._pending, 0
+        self._forget()
+        self._is_single = pending == 1 and not run.is_local
+        waits = run.is_provisional or run.is_alone or run.is_captured
+        self._packs = self._is_single and not waits
+
+    def ready(self, name: str, grad: Tensor, forward: int) -> None:
+        """A compiled backward has made the gradient of parameter ``name``."""
+        core = self._reducer()
+        if core is None:
+            return
+        if core.run is None or core.run.end() is None:
+            core.on_backward(self._forwards.get(forward))
+        run = core.run
+        if run is None or not self._is_single:
+            return
+        if run.bucket_set is not self._bucket_set():
+            self._follow(run.bucket_set)
+        number = self._number_of.get(name)
+        if number is None:  # of no bucket: an input's, or a parameter's that was added
+            return
+        param = run.bucket_set.params[number]
+        if param.grad is not None:  # autograd will add to it
+            return
+        self._told[name] = _Told(param, grad.data_ptr(), grad._version)
+        if not (self._packs and self._is_whole.get(name, False)):
+            return
+        segment = core.tracker.segment_of[number]
+        numbers = run.bucket_set.ranges[segment]
+        came = self._came.setdefault(segment, [None] * len(numbers))
+        came[number - numbers.start] = grad
+        if NoneType not in map(type, came):
+            del self._came[segment]
+            self._pack(core, run, segment, came)
+
+    def _pack(self, core: Reducer, run: ReductionRun, number: int, grads: list[Any]) -> None:
+        """All gradients of a segment are there: pack it, unless autograd would change one."""
+        bucket, segment = run.bucket_set.segments[number]
+        if bucket.is_sparse or not all(map(_is_free, segment.params, grads)):
+            return
+        for param, grad in zip(segment.params, grads, strict=True):
+            param.grad = grad
+        try:
+            core.on_segment_ready(number)
+        finally:
+            # Autograd would add to them. And it takes a gradient over if nobody else holds it.
+            for param in segment.params:
+                param.grad = None
+            bucket.let_go_of(segment)
+        self._packed.append(number)
+
+    def on_compute_end(self, run: ReductionRun) -> None:
+        """Autograd has handed all gradients over."""
+        for name, told in self._told.items():
+            is_whole = told.is_handed_over()
+            if self._is_whole.setdefault(name, is_whole) and not is_whole:
+                self._is_whole[name] = False
+                if any(told.param in run.bucket_set.segments[n][1].params for n in self._packed):
+                    run.failure = LocalError(_too_early(run, name))
+        for number in self._packed:
+            bucket, segment = run.bucket_set.segments[number]
+            bucket.take_up(segment)
+        core = self._reducer()
+        if run.is_provisional and core is not None:  # buckets will follow the order of this log
+            told = {id(each.param): each.param for each in self._told.values()}
+            log = core.tracker.log
+            log[:] = [*told.values(), *(param for param in log if id(param) not in told)]
+        self._forget()
+
+    def on_abort(self, run: ReductionRun) -> None:
+        """Nothing is waited for any more."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._told.clear()
+        self._came.clear()
+        self._packed.clear()
+
+    def _follow(self, bucket_set: BucketSet) -> None:
+        self._bucket_set = weakref.ref(bucket_set)
+        self._number_of = {name: number for number, name in enumerate(bucket_set.names)}
+
+
+def _is_free(param: Parameter, grad: Tensor) -> bool:
+    """Whether autograd will hand ``grad`` over as it is, for all that can be known."""
+    return (
+        param.grad is None
+        and not backward_hooks_of(param)
+        and len(hooks_after_accumulation(param)) <= 1  # the reducer's
+        and grad.shape == param.shape
+        and grad.dtype is param.dtype
+        and grad.device == param.device
+    )
+
+
+def _too_early(run: ReductionRun, name: str) -> str:
+    return (
+        f"{run.where}: the gradient of {name!r} was sent when the compiled backward had made it, "
+        "but autograd has added something to it since, or a hook has changed it, which was not so "
+        "in the steps before: the parameter is used outside of the compiled graph too, in a "
+        "penalty on the weights for example. From the next step on its bucket waits for the end "
+        "of the backward; .grad of this step is not the mean: leave the step out, or repeat it"
+    )
