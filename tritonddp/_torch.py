@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from operator import attrgetter
-from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import torch
@@ -290,23 +290,27 @@ _HAS_RPC = hasattr(torch._C, "_distributed_rpc") and hasattr(torch._C, "_distrib
 
 
 @functools.cache
-def keep_dynamo_out(inlined: str) -> None:
-    """Have torch.compile run this package as it is, and compile only what it calls.
+def keep_dynamo_out(traced: str, called: Callable[..., Any]) -> None:
+    """Have torch.compile run this package as it is, but for one room, and compile what it calls.
 
     A compiled training step would compile hooks that its backward calls, and each anew whenever an
     attribute has changed. dynamo leaves torch's own files alone by the same list. The import takes
     a second, but whoever makes an optimizer or calls stock DDP has it too.
 
     Args:
-        inlined: folder of what is traced where something that is compiled calls it.
+        traced: the room that is traced where something compiled calls it.
+        called: a function in it that is not compiled by itself, where what calls it could not be.
     """
     # In a thread of its own: torch.fx.wrap, on the way, makes a cycle of references to all frames
     # below it. Those of whoever wraps a module would keep what they hold, the wrapper and with it
     # the process group, until the garbage collector comes by.
     with ThreadPoolExecutor(1) as thread:
         rules = thread.submit(importlib.import_module, "torch._dynamo.trace_rules").result()
-    rules.add(__name__.partition(".")[0])
-    rules.get_mod_inlinelist().add(Path(inlined).as_posix())
+    package = sys.modules[__name__.partition(".")[0]]
+    for each in iter_modules(package.__path__, f"{package.__name__}."):
+        if each.name != traced:
+            rules.add(each.name)
+    importlib.import_module("torch._dynamo.eval_frame").skip_code(called.__code__)
 
 
 def keep_operator(operator: Any) -> None:

@@ -12,13 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.profiler import record_function
 from torch.distributed.algorithms.join import Join, Joinable
 
 from tritonddp import compiled
 from tritonddp._arguments import check_flags, plain_names
 from tritonddp._torch import (
     STOCK,
+    cheap_record_function,
     distributed_context,
+    is_profiled,
     keep_dynamo_out,
     leave_join,
     localize_if_sliced,
@@ -32,7 +35,7 @@ from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.broadcast import StateBroadcast
 from tritonddp.compat.stock_ddp import StockDDPNames, check_hook, warn_of_static_graph
 from tritonddp.compat.stock_reducer import StockReducer
-from tritonddp.compiled.forward import forward
+from tritonddp.compiled.forward import forward, in_one_graph
 from tritonddp.compiled.operators import Traced, prepare_tracing
 from tritonddp.config import DDPConfig, process_group_of, sendable, warn_of_deprecated
 from tritonddp.coordination.group import Group
@@ -302,7 +305,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
     def _build_reducer(self, parameters: ModuleParameters) -> None:
         """Make the reducer, from the options. No collective."""
-        keep_dynamo_out(os.path.dirname(compiled.__file__))
+        keep_dynamo_out(compiled.__name__, in_one_graph)
         prepare_tracing()
         self.traced = Traced(self)
         # As in stock: a static graph may leave parameters unused.
@@ -324,6 +327,12 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     # One forward
 
     forward = forward
+
+    def _run_in_python(self, *inputs: Any, **kwargs: Any) -> Any:
+        span = record_function if is_profiled() else cheap_record_function
+        with span("DistributedDataParallel.forward"):
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module alone. Subclasses call another method of it here."""

@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function
 from torch.compiler import is_dynamo_compiling
 
-from tritonddp._torch import cheap_record_function, is_profiled
-from tritonddp.compiled.operators import Traced as Traced
+from tritonddp.compiled import operators as operators  # graphs name them
 
 
 def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
@@ -23,14 +21,9 @@ def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
             of them is gone; or inside ``torch.distributed.autograd.context()``, what the user
             has asked for cannot be had there.
     """
-    # (Where a module cannot be traced as a whole, torch.compile calls this as Python does, and
-    # compiles the module alone.)
     if is_dynamo_compiling():
-        return _in_one_graph(self, inputs, kwargs)
-    span = record_function if is_profiled() else cheap_record_function
-    with span("DistributedDataParallel.forward"):
-        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-        return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+        return in_one_graph(self, inputs, kwargs)
+    return self._run_in_python(*inputs, **kwargs)
 
 
 class Mark(torch.autograd.Function):
@@ -49,8 +42,13 @@ class Mark(torch.autograd.Function):
         return grad, None, None, None
 
 
-def _in_one_graph(ddp: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What is traced: the module, on marked parameters, behind ``begin_forward``."""
+def in_one_graph(ddp: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is traced: the module, on marked parameters, behind ``begin_forward``.
+
+    Where not all of it can be, dynamo leaves all of it to Python, and compiles the module alone.
+    """
+    if not is_dynamo_compiling():
+        return ddp._run_in_python(*inputs, **kwargs)
     if obstacle := _obstacle(ddp):
         torch._dynamo.graph_break(obstacle)
     has_grad, number = torch.is_grad_enabled(), ddp.traced.number

@@ -145,16 +145,17 @@ class GraphGradients(Extension):
             is_whole = told.is_handed_over()
             if self._is_whole.setdefault(name, is_whole) and not is_whole:
                 self._is_whole[name] = False
-                if any(told.param in run.bucket_set.segments[n][1].params for n in self._packed):
+                number = self._number_of[name]
+                if any(number in run.bucket_set.ranges[each] for each in self._packed):
                     run.failure = LocalError(_too_early(run, name))
         for number in self._packed:
             bucket, segment = run.bucket_set.segments[number]
             bucket.take_up(segment)
         core = self._reducer()
         if run.is_provisional and core is not None:  # buckets will follow the order of this log
-            told = {id(each.param): each.param for each in self._told.values()}
+            first = {id(each.param): each.param for each in self._told.values()}
             log = core.tracker.log
-            log[:] = [*told.values(), *(param for param in log if id(param) not in told)]
+            log[:] = [*first.values(), *(param for param in log if id(param) not in first)]
         self._forget()
 
     def on_abort(self, run: ReductionRun) -> None:

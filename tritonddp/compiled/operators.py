@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -47,6 +47,11 @@ class Traced:
         self.gradients: GraphGradients | None = None
         _traced[self.number] = self
 
+    def buffers(self) -> Sequence[Tensor]:
+        """Those that :meth:`begin_forward` may overwrite."""
+        ddp = self._wrapper()
+        return list(ddp.module.buffers()) if ddp.forward_sync_buffers else []
+
     def begin_forward(self) -> int:
         """All that the wrapper does before a forward; returns its number, -1 without gradients."""
         ddp = self._wrapper()
@@ -76,8 +81,14 @@ def _begin_forward(written: list[Tensor], wrapper: int, has_grad: bool) -> Tenso
         The number of this forward, int64 without dimensions, on the CPU.
     """
     written[0].add_(1)
+    traced = _traced[wrapper]
     with torch.set_grad_enabled(has_grad):
-        return torch.tensor(_traced[wrapper].begin_forward())
+        number = traced.begin_forward()
+    # Graphs may hand over copies, and bring them home at their end.
+    for copy, buffer in zip(written[1:], traced.buffers(), strict=True):
+        if copy.data_ptr() != buffer.data_ptr():
+            copy.copy_(buffer)
+    return torch.tensor(number)
 
 
 def _gradient_ready(grad: Tensor, forward: Tensor, name: str, wrapper: int) -> None:

@@ -1,0 +1,666 @@
+"""A wrapper that torch.compile traces as a whole: its graphs, gradients, and when buckets leave."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from distributed import assert_same_on_all_ranks, gather, ranks
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from tritonddp import DistributedDataParallel
+from tritonddp.compiled.gradients import GraphGradients
+
+WIDTH = 128  # 64 KiB a layer
+SMALL = {"bucket_cap_mb": 0.05}  # a bucket a layer
+
+
+class Layers(nn.Module):
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+class Tied(nn.Module):
+    """A transformer whose output layer has the weights of its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, 32)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.last = nn.Linear(32, 40, bias=False)
+        self.last.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = (x[:, :6].abs() * 13).long() % 40
+        return self.last(self.encoder(self.embedding(tokens)))
+
+
+class Conv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            *(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU()),
+            *(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()),
+            *(nn.Flatten(), nn.Linear(8 * 4 * 12, 3)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.view(-1, 1, 8, 16))
+
+
+class Branches(nn.Module):
+    """Another layer on each rank, and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.own = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.nobodys = nn.Linear(5, 5)
+        self.unreached = nn.Parameter(torch.ones(WIDTH))
+        self.rank = dist.get_rank()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.own[self.rank](self.first(x).relu())
+        return x + (self.unreached * 2).detach()
+
+
+class Checkpointed(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(lambda y, layer=layer: layer(y).relu(), x, use_reentrant=False)
+        return x
+
+
+class Reused(Layers):
+    """Each layer twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": Layers,
+    "tied": Tied,
+    "conv": Conv,
+    "unused": Branches,
+    "checkpointed": Checkpointed,
+    "reused": Reused,
+}
+
+
+class Backend:
+    """Compiles by ``name``; keeps the forward graphs of dynamo, and AOT's backward graphs."""
+
+    def __init__(self, name: str = "aot_eager") -> None:
+        self.graphs: list[Any] = []
+        self.backwards: list[torch.fx.GraphModule] = []
+        self.compile = lookup_backend(name)
+        if name == "aot_eager":
+            self.compile = aot_autograd(fw_compiler=_boxed, bw_compiler=self._keep)
+
+    def __call__(self, graph: Any, inputs: Any, **options: Any) -> Any:
+        self.graphs.append(graph)
+        return self.compile(graph, inputs, **options)
+
+    def _keep(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.backwards.append(graph)
+        return _boxed(graph, inputs)
+
+
+def _boxed(graph: Any, _: Any) -> Any:
+    from functorch.compile import make_boxed_func
+
+    return make_boxed_func(graph.forward)
+
+
+@contextlib.contextmanager
+def fresh_dynamo(**settings: Any) -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(**settings):
+        yield
+    torch._dynamo.reset()
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[tuple[int, int]]]:
+    """Context: of each backward, segments packed before autograd had their gradients; and all."""
+    left: list[tuple[int, int]] = []
+    ends = GraphGradients.on_compute_end
+
+    def on_compute_end(self: Any, run: Any) -> None:
+        left.append((len(self._packed), len(run.filled)))
+        ends(self, run)
+
+    with mock.patch.object(GraphGradients, "on_compute_end", on_compute_end):
+        yield left
+
+
+def batch(rank: int, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    return torch.randn(4, WIDTH, generator=generator)
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        name.removeprefix("module."): param.grad
+        for name, param in module.named_parameters()
+        if param.grad is not None
+    }
+
+
+def means(module: nn.Module, *numbers: int) -> dict[str, Tensor]:
+    """Gradients of these steps together by a copy that plays all ranks, not compiled."""
+    alone = copy.deepcopy(module)
+    for number in numbers:
+        for rank in range(dist.get_world_size()):
+            if isinstance(alone, Branches):
+                alone.rank = rank
+            (loss_of(alone(batch(rank, number))) / dist.get_world_size()).backward()
+    return gradients(alone)
+
+
+def assert_means(ddp: nn.Module, module: nn.Module, *numbers: int, **tolerance: float) -> None:
+    found, expected = gradients(ddp), means(module, *numbers)
+    assert found.keys() == expected.keys()
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, expected[name], **tolerance, msg=lambda m, n=name: n + m)
+    assert_same_on_all_ranks(list(found.values()))
+
+
+def seeded(net: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return net()
+
+
+def train(
+    name: str, backend: Backend, steps: int = 5, loose: bool = False, **options: Any
+) -> tuple[DistributedDataParallel, list[tuple[int, int]]]:
+    """Some steps, each compared, on one forward graph and one backward graph."""
+    module = seeded(NETS[name])
+    ddp = DistributedDataParallel(copy.deepcopy(module), **{**SMALL, **options})
+    compiled = torch.compile(ddp, backend=backend, fullgraph=True)
+    tolerance = {"rtol": 2e-2, "atol": 2e-3} if loose else {"rtol": 1e-4, "atol": 1e-6}
+    with watched() as left:
+        for number in range(steps):
+            ddp.zero_grad()
+            loss_of(compiled(batch(dist.get_rank(), number))).backward()
+            assert_means(ddp, module, number, **tolerance)
+            assert len(backend.graphs) == 1, f"a graph was compiled in step {number}"
+    assert not counters["graph_break"]
+    assert len(left) == steps
+    return ddp, left
+
+
+@pytest.mark.parametrize("name", NETS)
+@ranks(2, timeout=300)
+def test_one_graph_has_the_means_and_buckets_leave_while_it_runs(name: str) -> None:
+    backend = Backend()
+    with fresh_dynamo():
+        _, left = train(name, backend)
+    assert len(backend.backwards) == 1
+    assert left[0][0] == 0  # the first backward only looks at the order
+    if name != "unused":  # where a gradient is missing, its bucket waits for the end
+        assert all(gone == of for gone, of in left[1:]), left
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NETS)
+@ranks(3, timeout=300)
+def test_and_on_three_ranks(name: str) -> None:
+    with fresh_dynamo():
+        train(name, Backend())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("mlp", marks=pytest.mark.long),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in NETS if name != "mlp"),
+    ],
+)
+@ranks(2, timeout=600)
+def test_inductor(name: str) -> None:
+    with fresh_dynamo():
+        _, left = train(name, Backend("inductor"))
+    if name != "unused":
+        assert all(gone == of for gone, of in left[1:]), left
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "views": {"gradient_as_bucket_view": True},
+    "process group": {"transport": "process_group"},
+    "bf16": {"reduce_dtype": torch.bfloat16},
+    "int8": {"compression": "int8"},
+    "lazy": {"lazy_bucket_allocation": True},
+    "lazy views": {"lazy_bucket_allocation": True, "gradient_as_bucket_view": True},
+    "strict": {"find_unused_parameters": False},
+    "reports": {"metrics": True, "grad_norm": True, "check_drift": "raise"},
+    "finite": {"check_finite": "raise"},
+    "large buckets": {"bucket_cap_mb": 25},
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("option", OPTIONS)
+@ranks(2, timeout=300)
+def test_options_do_what_they_do_without(option: str) -> None:
+    with fresh_dynamo():
+        _, left = train("mlp", Backend(), loose=option in ("bf16", "int8"), **OPTIONS[option])
+    assert all(gone == of for gone, of in left[1:]), left
+
+
+@ranks(2, timeout=300)
+def test_fifty_steps_compile_nothing_more() -> None:
+    with fresh_dynamo():
+        module = seeded(Layers)
+        ddp = DistributedDataParallel(module, **SMALL)
+        backend = Backend()
+        compiled = torch.compile(ddp, backend=backend, fullgraph=True)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        for number in range(50):
+            optimizer.zero_grad(set_to_none=number % 5 != 0)
+            with ddp.no_sync() if number % 7 == 3 else contextlib.nullcontext():
+                loss_of(compiled(batch(dist.get_rank(), number))).backward()
+            if number % 7 != 3:
+                optimizer.step()
+        assert (len(backend.graphs), len(backend.backwards)) == (1, 1)
+        compiled.eval()
+        with torch.no_grad():
+            compiled(batch(0, 0))
+        assert len(backend.graphs) == 2  # another one without gradients
+    assert_same_on_all_ranks([param.detach() for param in ddp.parameters()])
+
+
+@ranks(2, timeout=300)
+def test_the_graph_names_neither_buckets_nor_ranks() -> None:
+    texts = []
+    with fresh_dynamo():
+        for options in (SMALL, {"bucket_cap_mb": 25}):
+            backend = Backend()
+            ddp, _ = train("tied", backend, **options)
+            (backward,) = backend.backwards
+            texts.append(backward.code.replace(f", {ddp.traced.number})", ", N)"))
+    assert texts[0] == texts[1]
+    assert len(set(gather(texts[0]))) == 1
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied"])
+@ranks(2, timeout=300)
+def test_each_gradient_is_told_of_where_it_is_made(name: str) -> None:
+    backend = Backend()
+    with fresh_dynamo():
+        ddp, _ = train(name, backend)
+    nodes = list(backend.backwards[0].graph.nodes)
+    ready = [node for node in nodes if "gradient_ready" in str(node.target)]
+    names = {node.args[2] for node in ready}
+    assert names == {name for name, _ in ddp.module.named_parameters()}
+    place = {node: number for number, node in enumerate(nodes)}
+    for node in ready:
+        between = nodes[place[node.args[0]] + 1 : place[node]]
+        # (A node may return several.)
+        assert all(each in ready or each.name.startswith("getitem") for each in between), node
+    # No copy: what is told of is what the graph returns.
+    (returned,) = next(node for node in nodes if node.op == "output").args
+    assert {node.args[0] for node in ready} <= set(returned)
+
+
+@ranks(2, timeout=300)
+def test_copies_of_gradients_and_launches_are_counted() -> None:
+    """As many as in eager mode."""
+    with fresh_dynamo():
+        counts = []
+        for compile_ in (lambda ddp: torch.compile(ddp, backend="aot_eager"), lambda ddp: ddp):
+            ddp = DistributedDataParallel(seeded(Layers), **SMALL)
+            step = compile_(ddp)
+            before = None
+            for number in range(5):
+                ddp.zero_grad()
+                loss_of(step(batch(dist.get_rank(), number))).backward()
+                after = ddp.reducer.counters
+                now = (after.flattens, after.unflattens, after.collectives, after.sent_bytes)
+                if number == 4:
+                    counts.append([a - b for a, b in zip(now, before, strict=True)])
+                before = now
+        assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@ranks(2, timeout=300)
+def test_what_was_accumulated_is_reduced_with_the_next(view: bool) -> None:
+    with fresh_dynamo():
+        module = seeded(Layers)
+        ddp = DistributedDataParallel(copy.deepcopy(module), gradient_as_bucket_view=view, **SMALL)
+        compiled = torch.compile(ddp, backend="aot_eager", fullgraph=True)
+        with watched() as left:
+            for number in range(0, 8, 2):
+                ddp.zero_grad(set_to_none=number != 4)
+                with ddp.no_sync():
+                    loss_of(compiled(batch(dist.get_rank(), number))).backward()
+                loss_of(compiled(batch(dist.get_rank(), number + 1))).backward()
+                assert_means(ddp, module, number, number + 1, rtol=1e-4, atol=1e-6)
+    assert all(gone == 0 for gone, _ in left)
+
+
+@ranks(2, timeout=300)
+def test_several_forwards_before_a_backward_wait_for_its_end() -> None:
+    with fresh_dynamo():
+        module = seeded(Layers)
+        ddp = DistributedDataParallel(copy.deepcopy(module), **SMALL)
+        compiled = torch.compile(ddp, backend="aot_eager", fullgraph=True)
+        for number in range(6):
+            ddp.zero_grad()
+            loss = loss_of(compiled(batch(dist.get_rank(), number)))
+            if number % 2:
+                loss = loss + loss_of(compiled(batch(dist.get_rank(), number + 100)))
+            loss.backward()
+            assert_means(
+                ddp,
+                module,
+                *([number, number + 100] if number % 2 else [number]),
+                rtol=1e-4,
+                atol=1e-6,
+            )
+
+
+@ranks(2, timeout=300)
+def test_parameters_that_the_loss_uses_too_wait_for_the_end() -> None:
+    with fresh_dynamo():
+        module = seeded(Layers)
+        ddp = DistributedDataParallel(copy.deepcopy(module), **SMALL)
+        compiled = torch.compile(ddp, backend="aot_eager", fullgraph=True)
+        with watched() as left:
+            for number in range(4):
+                ddp.zero_grad()
+                penalty = ddp.module.layers[1].weight.square().sum()
+                (loss_of(compiled(batch(dist.get_rank(), number))) + penalty).backward()
+                expected = means(module, number)
+                expected["layers.1.weight"] += 2 * module.layers[1].weight.detach()
+                torch.testing.assert_close(gradients(ddp), expected, rtol=1e-4, atol=1e-6)
+    assert all(0 < gone < of for gone, of in left[1:]), left
+
+
+@ranks(2, timeout=300)
+def test_a_penalty_that_comes_later_is_an_error_once() -> None:
+    with fresh_dynamo():
+        module = seeded(Layers)
+        ddp = DistributedDataParallel(copy.deepcopy(module), **SMALL)
+        compiled = torch.compile(ddp, backend="aot_eager", fullgraph=True)
+        for number in range(8):
+            ddp.zero_grad()
+            loss = loss_of(compiled(batch(dist.get_rank(), number)))
+            if number >= 4:
+                loss = loss + ddp.module.layers[1].weight.square().sum()
+            if number == 4:
+                with pytest.raises(RuntimeError, match=r"rank \d, step 5: .*'layers.1.weight'"):
+                    loss.backward()
+                continue
+            loss.backward()
+            expected = means(module, number)
+            if number > 4:
+                expected["layers.1.weight"] += 2 * module.layers[1].weight.detach()
+            torch.testing.assert_close(gradients(ddp), expected, rtol=1e-4, atol=1e-6)
+
+
+@ranks(2, timeout=300)
+def test_hooks_of_users_see_and_change_gradients() -> None:
+    with fresh_dynamo():
+        module = seeded(Layers)
+        ddp = DistributedDataParallel(copy.deepcopy(module), **SMALL)
+        ddp.module.layers[1].weight.register_hook(lambda grad: grad * 3)
+        ddp.module.layers[2].weight.register_post_accumulate_grad_hook(_times_5)
+        compiled = torch.compile(ddp, backend="aot_eager", fullgraph=True)
+        for number in range(4):
+            ddp.zero_grad()
+            loss_of(compiled(batch(dist.get_rank(), number))).backward()
+            expected = means(module, number)
+            expected["layers.1.weight"] *= 3
+            expected["layers.2.weight"] *= 5
+            torch.testing.assert_close(gradients(ddp), expected, rtol=1e-4, atol=1e-6)
+
+
+def _times_5(param: Tensor) -> None:
+    param.grad.mul_(5)
+
+
+class Kept(Layers):
+    """Holds a weight in a list too, and uses that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [self.layers[1].weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.kept[0].sum() * 0.01
+
+
+@ranks(2, timeout=300)
+def test_a_weight_that_the_graph_reads_in_another_way_too() -> None:
+    with fresh_dynamo():
+        module = seeded(Kept)
+        ddp = DistributedDataParallel(module, **SMALL)
+        original = seeded(Kept)
+        backend = Backend()
+        compiled = torch.compile(ddp, backend=backend, fullgraph=True)
+        for number in range(3):
+            ddp.zero_grad()
+            loss_of(compiled(batch(dist.get_rank(), number))).backward()
+            expected = {
+                name: sum(each[name] for each in gather(_alone(original, number)))
+                / dist.get_world_size()
+                for name, _ in original.named_parameters()
+            }
+            torch.testing.assert_close(gradients(ddp), expected, rtol=1e-4, atol=1e-6)
+    told = [
+        node.args[2] for node in backend.backwards[0].graph.nodes if "ready" in str(node.target)
+    ]
+    assert "layers.1.weight" not in told
+    assert "layers.0.weight" in told
+
+
+def _alone(module: nn.Module, number: int) -> dict[str, Tensor]:
+    module.zero_grad()
+    loss_of(module(batch(dist.get_rank(), number))).backward()
+    return gradients(module)
+
+
+@ranks(2, timeout=300)
+def test_weighted_means() -> None:
+    with fresh_dynamo():
+        module = seeded(Layers)
+        ddp = DistributedDataParallel(copy.deepcopy(module), **SMALL)
+        compiled = torch.compile(ddp, backend="aot_eager", fullgraph=True)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        for number in range(4):
+            ddp.zero_grad()
+            with ddp.weighted(rank + 1):
+                loss_of(compiled(batch(rank, number))).backward()
+            alone = gather(_alone(copy.deepcopy(module), number))
+            total = size * (size + 1) / 2
+            expected = {
+                name: sum((r + 1) / total * each[name] for r, each in enumerate(alone))
+                for name in alone[0]
+            }
+            torch.testing.assert_close(gradients(ddp), expected, rtol=1e-4, atol=1e-6)
+
+
+@ranks(2, timeout=300)
+def test_a_communication_hook() -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    with fresh_dynamo():
+        module = seeded(Layers)
+        ddp = DistributedDataParallel(copy.deepcopy(module), **SMALL)
+        ddp.register_comm_hook(None, allreduce_hook)
+        compiled = torch.compile(ddp, backend="aot_eager", fullgraph=True)
+        with watched() as left:
+            for number in range(4):
+                ddp.zero_grad()
+                loss_of(compiled(batch(dist.get_rank(), number))).backward()
+                assert_means(ddp, module, number, rtol=1e-4, atol=1e-6)
+    assert all(gone == of for gone, of in left[1:]), left
+
+
+@ranks(2, timeout=300)
+def test_buffers_are_those_of_rank_0_at_each_forward() -> None:
+    with fresh_dynamo():
+        ddp = DistributedDataParallel(seeded(Conv))
+        twin = DistributedDataParallel(seeded(Conv))
+        compiled = torch.compile(ddp, backend="aot_eager", fullgraph=True)
+        for number in range(24):
+            for step in (compiled, twin):
+                loss_of(step(batch(dist.get_rank(), number))).backward()
+            for (name, buffer), other in zip(ddp.named_buffers(), twin.buffers(), strict=True):
+                torch.testing.assert_close(buffer, other, msg=lambda m, n=name: n + m)
+        with torch.no_grad():
+            for net in (ddp.eval(), twin.eval()):
+                net(batch(0, 0))
+
+
+@ranks(2, timeout=300)
+def test_join() -> None:
+    with fresh_dynamo():
+        module = seeded(Layers)
+        ddp = DistributedDataParallel(module, **SMALL)
+        compiled = torch.compile(ddp, backend="aot_eager", fullgraph=True)
+        steps = 0
+        with ddp.join():
+            for number in range(3 + 2 * dist.get_rank()):
+                ddp.zero_grad()
+                loss_of(compiled(batch(dist.get_rank(), number))).backward()
+                steps += 1
+        assert steps == 3 + 2 * dist.get_rank()
+    assert_same_on_all_ranks([param.detach() for param in ddp.parameters()])
+
+
+@ranks(2, timeout=300)
+def test_what_no_graph_can_hold_says_so() -> None:
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    precision = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with fresh_dynamo():
+        ddp = DistributedDataParallel(seeded(Layers), mixed_precision=precision)
+        compiled = torch.compile(ddp, backend="aot_eager", fullgraph=True)
+        with pytest.raises(Exception, match="mixed_precision casts parameters before each forward"):
+            compiled(batch(0, 0))
+    with fresh_dynamo():
+        loss_of(torch.compile(ddp, backend="aot_eager")(batch(0, 0))).backward()
+    assert_same_on_all_ranks(list(gradients(ddp).values()))
+
+
+class Broken(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:2]:
+            x = layer(x).relu()
+        torch._dynamo.graph_break()
+        for layer in self.layers[2:]:
+            x = layer(x).relu()
+        return x
+
+
+@ranks(2, timeout=300)
+def test_a_module_with_a_break_is_compiled_in_parts() -> None:
+    with fresh_dynamo():
+        module = seeded(Broken)
+        ddp = DistributedDataParallel(copy.deepcopy(module), **SMALL)
+        backend = Backend()
+        compiled = torch.compile(ddp, backend=backend)
+        for number in range(4):
+            ddp.zero_grad()
+            loss_of(compiled(batch(dist.get_rank(), number))).backward()
+            torch.testing.assert_close(gradients(ddp), means(seeded(Layers), number))
+            if number == 0:
+                first = len(backend.graphs)
+        assert len(backend.graphs) == first >= 2
+    assert ddp.traced.gradients is None  # as without: no graph holds an operator
+
+
+@ranks(2, timeout=300)
+def test_two_wrappers_of_a_module_and_a_copy() -> None:
+    with fresh_dynamo():
+        module = seeded(Layers)
+        first = DistributedDataParallel(copy.deepcopy(module), **SMALL)
+        for ddp in (first, copy.deepcopy(first)):
+            compiled = torch.compile(ddp, backend="aot_eager", fullgraph=True)
+            for number in range(3):
+                ddp.zero_grad()
+                loss_of(compiled(batch(dist.get_rank(), number))).backward()
+                assert_means(ddp, module, number, rtol=1e-4, atol=1e-6)
+        assert first.traced.number != ddp.traced.number
+
+
+@ranks(2, timeout=300)
+def test_a_backward_that_breaks_off_is_made_up_for() -> None:
+    with fresh_dynamo():
+        module = seeded(Layers)
+        ddp = DistributedDataParallel(copy.deepcopy(module), **SMALL)
+        compiled = torch.compile(ddp, backend="aot_eager", fullgraph=True)
+
+        def fail(_: Tensor) -> None:
+            raise ValueError("breaks off")
+
+        for number in range(6):
+            ddp.zero_grad()
+            loss = loss_of(compiled(batch(dist.get_rank(), number)))
+            if number == 3:
+                handle = ddp.module.layers[0].weight.register_hook(fail)
+                with pytest.raises(ValueError, match="breaks off"):
+                    loss.backward()
+                handle.remove()
+                continue
+            loss.backward()
+            assert_means(ddp, module, number, rtol=1e-4, atol=1e-6)
+
+
+@ranks(2, timeout=300)
+def test_a_wrapper_is_freed_and_its_graph_may_outlive_it() -> None:
+    import gc
+    import weakref
+
+    with fresh_dynamo():
+        ddp = DistributedDataParallel(seeded(Layers), **SMALL)
+        loss = loss_of(torch.compile(ddp, backend="aot_eager")(batch(0, 0)))
+        core = weakref.ref(ddp.core)
+        torch._dynamo.reset()
+        del ddp
+        gc.collect()
+        assert core() is None
+        loss.backward()
+
+
+@ranks(2, timeout=300)
+def test_inputs_that_need_gradients() -> None:
+    with fresh_dynamo():
+        module = seeded(Layers)
+        ddp = DistributedDataParallel(copy.deepcopy(module), **SMALL)
+        compiled = torch.compile(ddp, backend="aot_eager", fullgraph=True)
+        for number in range(3):
+            ddp.zero_grad()
+            x = batch(dist.get_rank(), number).requires_grad_()
+            loss_of(compiled(x)).backward()
+            assert_means(ddp, module, number, rtol=1e-4, atol=1e-6)
+            y = batch(dist.get_rank(), number).requires_grad_()
+            loss_of(module(y)).backward()
+            torch.testing.assert_close(x.grad, y.grad)
