@@ -413,11 +413,16 @@ def test_each_variant_of_a_flatten_is_prepared_once_and_taken_again(kernels):
             flatten_module.flatten(flat, grads, USED, 0.5, HEADERS)
     # Zeros are compiled as gradients of the wire dtype are.
     assert [number for number, _ in kernels["flatten"].launched] == [1, 2, 3, 3, 1, 1] * 2
+    tables = flat.tables._tables
     for _, arguments in kernels["flatten"].launched:
-        assert arguments[:3] == (flat.tables.chunks, flat.tables.dynamic, flat.data)
+        assert arguments[0] is flat.tables.chunks
+        assert any(arguments[1] is each.dynamic for each in tables)
+        assert arguments[2] is flat.data
         assert arguments[3] is None  # nobody asks for squares
         assert len(arguments) == 11 + 7
-    assert len({id(arguments) for arguments in flat.tables.launches.values()}) == 4
+    assert len({key for each in tables for key in each.launches}) == 4
+    flatten_module.flatten(flat, none, USED, 0.5, HEADERS)
+    assert kernels["flatten"].launched[-1][1][1] is flat.tables.dynamic
 
 
 def test_gradients_of_two_dtypes_where_those_of_one_were_are_an_error(kernels):
