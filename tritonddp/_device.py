@@ -39,7 +39,7 @@ def _stream(raw: tuple[int, int, int]) -> Any:
 def on_stream(stream: Any) -> AbstractContextManager[Any]:
     """Context: ``stream`` is the current one, as in ``torch.cuda.stream``."""
     has_raw = _torch.raw_set_stream is not None and _torch.raw_current_stream is not None
-    if has_raw and stream.device_index == torch.cuda.current_device():
+    if has_raw and stream.device_index == _torch.current_device():
         return _OnStream(stream)
     return torch.cuda.stream(stream)
 

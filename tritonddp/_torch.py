@@ -222,6 +222,14 @@ cheap_record_function = torch._C._profiler._RecordFunctionFast
 raw_current_stream: Any = getattr(torch._C, "_cuda_getCurrentStream", None)
 raw_set_stream: Any = getattr(torch._C, "_cuda_setStream", None)
 
+
+def _current_device() -> int:
+    return torch.cuda.current_device()
+
+
+# Likewise, with one call instead of torch.cuda's three in Python.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _current_device)
+
 # How many owners a storage has in C++, tensors above all, by its address. To be compared with an
 # earlier answer. torch's own CUDA graph trees ask the same way whether an output is still held.
 storage_use_count = torch._C._storage_Use_Count

@@ -20,6 +20,7 @@ from poisoned import assert_same_bits, dense, embedded_gradients, values
 from quantized_ranks import quantized_buffers
 
 import tritonddp
+from tritonddp import _torch
 from tritonddp.kernels import device_tables, launch, reference
 from tritonddp.kernels import flatten as flatten_module
 from tritonddp.kernels import unflatten as unflatten_module
@@ -371,14 +372,14 @@ def test_one_function_says_how_large_all_programs_are(kernels, monkeypatch):
 
 
 def test_no_gpu_is_asked_for_tensors_on_the_cpu(kernels, monkeypatch):
-    monkeypatch.delattr(torch.cuda, "current_device")
+    monkeypatch.delattr(_torch, "current_device")
     flat, grads = flat_of(alignment=16), gradients()
     flatten_module.flatten(flat, grads, USED, 0.5, HEADERS)
     unflatten_module.unflatten(flat, grads, ONE)
 
 
 def test_a_launch_is_made_where_its_tensors_are(kernels, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(_torch, "current_device", lambda: 0)
     devices: list[Any] = []
 
     @contextlib.contextmanager

@@ -185,6 +185,7 @@ def patched(recorder: Recorder) -> Iterator[None]:
     raw = {
         "raw_current_stream": lambda index: (recorder.current.number, index, _CUDA),
         "raw_set_stream": set_stream,
+        "current_device": lambda: 0,
     }
     with contextlib.ExitStack() as stack:
         for name, fake in fakes.items():

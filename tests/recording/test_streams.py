@@ -74,7 +74,7 @@ def test_a_stream_of_another_device_than_the_current_one_is_left_to_torch(
 ) -> None:
     side = torch.cuda.Stream()
     with (
-        mock.patch.object(torch.cuda, "current_device", return_value=1),
+        mock.patch.object(_torch, "current_device", return_value=1),
         refused("raw_set_stream", _torch),
         _device.on_stream(side),
     ):
