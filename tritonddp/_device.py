@@ -3,17 +3,62 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tritonddp import _torch
+
 
 def is_capturing() -> bool:
     """Whether what the current stream is given goes into a CUDA graph, and runs in its replays."""
     return torch.cuda.is_current_stream_capturing()
+
+
+def current_stream(device: torch.device) -> Any:
+    """That of ``device``, a GPU."""
+    current = _torch.raw_current_stream
+    if current is None or device.index is None:
+        return torch.cuda.current_stream(device)
+    return _stream(current(device.index))
+
+
+@lru_cache(64)
+def _stream(raw: tuple[int, int, int]) -> Any:
+    """The stream of these numbers: always the same, as torch destroys none of its own."""
+    number, index, kind = raw
+    return torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)
+
+
+def on_stream(stream: Any) -> AbstractContextManager[Any]:
+    """Context: ``stream`` is the current one, as in ``torch.cuda.stream``."""
+    has_raw = _torch.raw_set_stream is not None and _torch.raw_current_stream is not None
+    if has_raw and stream.device_index == _torch.current_device():
+        return _OnStream(stream)
+    return torch.cuda.stream(stream)
+
+
+class _OnStream:
+    """:func:`on_stream` for a stream of the current device, which stays that."""
+
+    __slots__ = ("_former", "_stream")
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        stream = self._stream
+        self._former = _torch.raw_current_stream(stream.device_index)
+        _torch.raw_set_stream(stream.stream_id, stream.device_index, stream.device_type)
+
+    def __exit__(self, *_: object) -> None:
+        _torch.raw_set_stream(*self._former)
 
 
 class Readback:
@@ -27,6 +72,7 @@ class Readback:
         self._event: Any = None
         self._kind: Any = None
         self._stream: Any = None
+        self._source: Callable[[], Tensor | None] = NoneType  # of the last copy, not kept alive
 
     def start(self, tensor: Tensor, work: Any = None) -> None:
         """Copy ``tensor``, which holds no NaN, as it is when the current stream comes here.
@@ -35,26 +81,39 @@ class Readback:
         nothing else that the current one has been given. Nobody may write to ``tensor`` before
         :meth:`keep_order`, or until :meth:`wait` has returned.
         """
-        copy, kind = self._copy, (tensor.shape, tensor.dtype, tensor.device)
-        if copy is None or kind != self._kind:  # an event belongs to one device
-            copy = self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        is_new = self._source() is not tensor
+        if is_new:
+            self._prepare(tensor)
+        copy, event = self._copy, self._event
+        copy.fill_(torch.nan)  # see peek()
+        if work is None:
+            copy.copy_(tensor, non_blocking=True)
+            event.record(current_stream(self._kind[2]))
+            return
+        stream = self._stream
+        if stream is None:
+            stream = self._stream = torch.cuda.Stream(self._kind[2])
+            is_new = True
+        if is_new:  # once holds for as long as its memory is there
+            tensor.record_stream(stream)
+        with on_stream(stream):
+            work.wait()
+            copy.copy_(tensor, non_blocking=True)
+            event.record(stream)
+
+    def _prepare(self, tensor: Tensor) -> None:
+        """Another tensor than the last time is to be copied."""
+        kind = tensor.shape, tensor.dtype, tensor.device
+        if kind != self._kind:  # an event belongs to one device
+            self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._event = torch.cuda.Event()
             self._stream = None
             self._kind = kind
-        copy.fill_(torch.nan)  # see peek()
-        stream = torch.cuda.current_stream(tensor.device)
-        if work is not None:
-            stream = self._stream = self._stream or torch.cuda.Stream(tensor.device)
-            tensor.record_stream(stream)
-        with torch.cuda.stream(stream):
-            if work is not None:
-                work.wait()
-            copy.copy_(tensor, non_blocking=True)
-            self._event.record(stream)
+        self._source = weakref.ref(tensor)
 
     def keep_order(self) -> None:
-        """What the current stream is given from now on is behind the copy."""
-        torch.cuda.current_stream().wait_event(self._event)
+        """What the current stream of the device is given from now on is behind the copy."""
+        self._event.wait(current_stream(self._kind[2]))
 
     def wait(self) -> Tensor:
         """The copy, once it is there; it holds until the next :meth:`start`."""
@@ -119,12 +178,7 @@ def let_go(*memory: Tensor) -> None:
     """
     for tensor in memory:
         if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
-
-
-def current_stream(device: torch.device) -> Any:
-    """That of ``device``, a GPU."""
-    return torch.cuda.current_stream(device)
+            tensor.record_stream(current_stream(tensor.device))
 
 
 def is_default(stream: Any) -> bool:
@@ -137,9 +191,9 @@ def follow(streams: Iterable[Any], gradients: Iterable[Tensor | None]) -> None:
 
     Those may be let go before the current stream is through with them.
     """
-    others = [each for each in streams if each != torch.cuda.current_stream(each.device)]
+    others = [each for each in streams if each != current_stream(each.device)]
     for stream in others:
-        torch.cuda.current_stream(stream.device).wait_stream(stream)
+        current_stream(stream.device).wait_stream(stream)
     if others:
         let_go(*(each for each in gradients if each is not None and not each.is_sparse))
 
@@ -166,8 +220,8 @@ class SideStreams:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device, priority=self._priority)
         stream = self._streams[device]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        stream.wait_stream(current_stream(device))
+        with on_stream(stream):
             yield
         for tensor in memory:
             tensor.record_stream(stream)
@@ -182,11 +236,11 @@ class Milestone:
 
     def record(self) -> None:
         """It is here, on the current stream."""
-        self._event.record(torch.cuda.current_stream(self.device))
+        self._event.record(current_stream(self.device))
 
     def wait(self) -> None:
         """What the current stream is given from now on comes behind it."""
-        torch.cuda.current_stream(self.device).wait_event(self._event)
+        self._event.wait(current_stream(self.device))
 
     def get_future(self) -> torch.futures.Future[None]:
         """As NCCL's: what is chained to it runs at once, on a stream that is behind this."""
@@ -200,7 +254,7 @@ class _Future(torch.futures.Future[None]):
         self.set_result(None)
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[None]], None]) -> None:
-        with torch.cuda.stream(torch.cuda.Stream(self._milestone.device)):
+        with on_stream(torch.cuda.Stream(self._milestone.device)):
             self._milestone.wait()
             callback(self)
 
@@ -219,7 +273,7 @@ class Stamp:
         self.event: torch.cuda.Event | None = None
         if device.type == "cuda":
             self.event = torch.cuda.Event(enable_timing=True)
-            self.event.record(torch.cuda.current_stream(device))
+            self.event.record(current_stream(device))
 
     def has_passed(self) -> bool:
         """Whether the device has come here. Waits for nothing."""

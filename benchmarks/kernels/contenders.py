@@ -29,8 +29,9 @@ class Inputs:
 
     Attributes:
         grads: row-major, in one block of memory but each at an address as from the allocator.
-        turns: the gradients, and the same values at other addresses, by turns; on the CPU, where
-            addresses do not matter, just the gradients.
+        turns: the gradients, and the same values at other addresses, by turns, of which there are
+            more than tables are kept; on the CPU, where addresses do not matter, just the
+            gradients.
         ours: the buffer of tritonddp's kernels, with their alignment.
         segments: slots ``[first, last)`` of ``ours`` that tritonddp flattens at once, see
             ``tritonddp.buckets.bucket.Segment``.
@@ -61,7 +62,7 @@ class Inputs:
         spread = Layout.of(shapes, strides, _BYTES_APART // dtype.itemsize)
         block = torch.randn(spread.numel, device=device).to(dtype)
         grads = _views(block, spread)
-        elsewhere = _views(block.clone(), spread) if kernels.by_address else grads
+        others = [_views(block.clone(), spread) for _ in range(4 if kernels.by_address else 0)]
         ours = FlatBuffer(Layout.of(shapes, strides, kernels.alignment), wire, device)
         ours.flags.fill_(1)  # or unflatten would leave the gradients as they are
         segments = [
@@ -70,7 +71,7 @@ class Inputs:
         ]
         plain = FlatBuffer(Layout.of(shapes, strides, 1), wire, device)
         moved = ours.part(0, len(shapes))
-        return cls(grads, cycle((elsewhere, grads)), ours, segments, moved, plain, block)
+        return cls(grads, cycle([*others, grads]), ours, segments, moved, plain, block)
 
     @property
     def nbytes(self) -> int:

@@ -20,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritonddp import DistributedDataParallel
 from tritonddp.features import grad_norm
@@ -403,6 +404,33 @@ def test_a_world_of_one_and_no_option_take_a_pass(way: str) -> None:
     clips_as_torch(ddp, 0.5)
     with pytest.raises(RuntimeError, match=r"grad_norm=True when .* process group of two ranks"):
         ddp.grad_noise_scale()
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations, each of which is a launch or two on a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@ranks(1)
+def test_a_pass_is_no_more_operations_for_more_parameters() -> None:
+    def operations(number: int) -> int:
+        dtypes = [torch.float32, torch.bfloat16, torch.float64] * number
+        params = [nn.Parameter(torch.randn(5, dtype=dtype)) for dtype in dtypes]
+        ddp = DistributedDataParallel(nn.ParameterList(params))
+        for param in params:
+            param.grad = torch.randn_like(param)
+        with Operations() as counted:
+            ddp.clip_grad_norm_(0.5)
+        assert counted.count
+        assert expected(ddp.module) == pytest.approx(0.5, rel=1e-2)
+        return counted.count
+
+    assert operations(2) == operations(40)
 
 
 @ranks(2)

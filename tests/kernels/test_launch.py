@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from tritonddp import _torch
 from tritonddp.kernels import launch
 from tritonddp.kernels.launch import Launcher, specialisation
 
@@ -207,7 +208,7 @@ class Guard:
 @pytest.fixture
 def entered(monkeypatch):
     """Devices that became the current one; it is 0 otherwise."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(_torch, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", Guard)
     monkeypatch.setattr(Guard, "entered", [])
     return Guard.entered

@@ -105,7 +105,7 @@ def test_unflatten_sums_the_squares_of_what_is_in_gradients_afterwards(kernels, 
     found = flat.squares.unflattened
     flat.squares = None
     if flat.tables is not None:
-        flat.tables.launches.clear()
+        flat.tables.forget_launches()
     there = [None if g is None else p for g, p in zip(grads, plain, strict=True)]
     kernels.unflatten(flat, there, factor)
     for slot, (grad, twin) in enumerate(zip(grads, plain, strict=True)):

@@ -20,6 +20,7 @@ from poisoned import assert_same_bits, dense, embedded_gradients, values
 from quantized_ranks import quantized_buffers
 
 import tritonddp
+from tritonddp import _torch
 from tritonddp.kernels import device_tables, launch, reference
 from tritonddp.kernels import flatten as flatten_module
 from tritonddp.kernels import unflatten as unflatten_module
@@ -371,14 +372,14 @@ def test_one_function_says_how_large_all_programs_are(kernels, monkeypatch):
 
 
 def test_no_gpu_is_asked_for_tensors_on_the_cpu(kernels, monkeypatch):
-    monkeypatch.delattr(torch.cuda, "current_device")
+    monkeypatch.delattr(_torch, "current_device")
     flat, grads = flat_of(alignment=16), gradients()
     flatten_module.flatten(flat, grads, USED, 0.5, HEADERS)
     unflatten_module.unflatten(flat, grads, ONE)
 
 
 def test_a_launch_is_made_where_its_tensors_are(kernels, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(_torch, "current_device", lambda: 0)
     devices: list[Any] = []
 
     @contextlib.contextmanager
@@ -413,11 +414,16 @@ def test_each_variant_of_a_flatten_is_prepared_once_and_taken_again(kernels):
             flatten_module.flatten(flat, grads, USED, 0.5, HEADERS)
     # Zeros are compiled as gradients of the wire dtype are.
     assert [number for number, _ in kernels["flatten"].launched] == [1, 2, 3, 3, 1, 1] * 2
+    tables = flat.tables._tables
     for _, arguments in kernels["flatten"].launched:
-        assert arguments[:3] == (flat.tables.chunks, flat.tables.dynamic, flat.data)
+        assert arguments[0] is flat.tables.chunks
+        assert any(arguments[1] is each.dynamic for each in tables)
+        assert arguments[2] is flat.data
         assert arguments[3] is None  # nobody asks for squares
         assert len(arguments) == 11 + 7
-    assert len({id(arguments) for arguments in flat.tables.launches.values()}) == 4
+    assert len({key for each in tables for key in each.launches}) == 4
+    flatten_module.flatten(flat, none, USED, 0.5, HEADERS)
+    assert kernels["flatten"].launched[-1][1][1] is flat.tables.dynamic
 
 
 def test_gradients_of_two_dtypes_where_those_of_one_were_are_an_error(kernels):

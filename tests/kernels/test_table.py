@@ -89,6 +89,48 @@ def test_headers_lie_between_the_flags_and_the_scale():
     assert scale_in(tables) == 1 / 3
 
 
+def test_a_table_that_comes_again_is_on_the_device_still():
+    flat = flat_of([4])
+    tables = DeviceTables(flat)
+    grads = [[torch.ones(4)] for _ in range(5)]
+    for turn in range(3):
+        before = tables.uploads
+        for each in grads[:4]:
+            tables.update(each, [True], 1.0)
+            tables.launches["kernel"] = tables.dynamic  # which is bound
+            assert tables.dynamic[:2].tolist() == [each[0].data_ptr(), 1]
+        assert tables.uploads - before == (0 if turn else 4)
+    tables.update(grads[4], [True], 1.0)  # in the place of the first
+    assert tables.dynamic[0] == grads[4][0].data_ptr()
+    assert tables.launches["kernel"] is tables.dynamic
+    before = tables.uploads
+    for each in grads[1:]:
+        tables.update(each)
+    assert tables.uploads == before
+    tables.update(grads[0])
+    assert tables.uploads - before == 1
+    assert len({each.data_ptr() for each in tables.memory}) == 2 + 4
+    tables.forget_launches()
+    for each in grads[:3]:
+        tables.update(each)
+        assert not tables.launches
+
+
+def test_in_a_graph_all_tables_go_the_same_way(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    tables = DeviceTables(flat_of([4]))
+    one, other = [torch.ones(4)], [torch.ones(4)]
+    for grads in (one, other):
+        tables.update(grads, [True], 1.0)
+    tables.capture()
+    before, dynamic = tables.uploads, tables.dynamic
+    for grads in (one, other, one):
+        tables.update(grads, [True], 1.0)
+        assert tables.dynamic is dynamic
+        assert dynamic[0] == grads[0].data_ptr()
+    assert tables.uploads - before == 3
+
+
 def test_without_new_headers_the_last_ones_stay():
     tables = DeviceTables(flat_of([4], headers=2))
     tables.update([None], [True], 1.0, [3, 4])

@@ -14,10 +14,12 @@ from unittest import mock
 import torch
 
 from recording.recorder import Recorder, Timeline
+from tritonddp import _device, _torch
 
 DEVICE = torch.device("cuda", 0)
 _CAPABILITY = (9, 0)
 _FAR_BEHIND = 3  # steps
+_CUDA = 1  # torch's number of the device type
 
 
 @contextlib.contextmanager
@@ -28,9 +30,20 @@ def patched(recorder: Recorder) -> Iterator[None]:
     class Stream:
         """See ``torch.cuda.Stream``."""
 
-        def __init__(self, device: Any = None, timeline: Timeline | None = None, **_: Any) -> None:
+        device_index, device_type = 0, _CUDA
+
+        def __init__(
+            self,
+            device: Any = None,
+            timeline: Timeline | None = None,
+            stream_id: int | None = None,
+            **_: Any,
+        ) -> None:
+            if stream_id is not None:
+                (timeline,) = (each for each in recorder.streams if each.number == stream_id)
             self.timeline = timeline or recorder.new_stream("side stream")
             self.device = DEVICE
+            self.stream_id = self.timeline.number
             self.cuda_stream = next(numbers)
 
         def __eq__(self, other: object) -> bool:
@@ -134,6 +147,10 @@ def patched(recorder: Recorder) -> Iterator[None]:
         finally:
             recorder.current = former
 
+    def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
+        assert (device_index, device_type) == (0, _CUDA)
+        recorder.current = Stream(stream_id=stream_id).timeline
+
     def synchronize(device: Any = None) -> None:
         clock: dict[Timeline, int] = {}
         for each in recorder.streams:
@@ -165,7 +182,16 @@ def patched(recorder: Recorder) -> Iterator[None]:
         "get_device_properties": lambda device=None: properties,
         "is_current_stream_capturing": lambda: recorder.capturing,
     }
+    raw = {
+        "raw_current_stream": lambda index: (recorder.current.number, index, _CUDA),
+        "raw_set_stream": set_stream,
+        "current_device": lambda: 0,
+    }
     with contextlib.ExitStack() as stack:
         for name, fake in fakes.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, fake))
+        for name, fake in raw.items():
+            stack.enter_context(mock.patch.object(_torch, name, fake))
+        stack.callback(_device._stream.cache_clear)
+        _device._stream.cache_clear()  # of streams of another recorder, or of a GPU
         yield

@@ -193,8 +193,9 @@ def addresses_are_those_of_the_step_before() -> Iterator[None]:
         if len(args) == 3 and kept[1] is None:
             kept[1] = update(self, grads, *args)
         # Gradients come and go: other memory is where they were.
-        self._words[: len(kept[0])] = [address + 2**40 for address in kept[0]]
-        device_tables.upload(self.dynamic, torch.tensor(self._words))
+        words = self._table.words
+        words[: len(kept[0])] = [address + 2**40 for address in kept[0]]
+        device_tables.upload(self.dynamic, torch.tensor(words))
         return grads[0].dtype
 
     with mock.patch.object(DeviceTables, "update", stale):

@@ -202,7 +202,7 @@ class Bucket:
         self.exchange = exchange
         packed = self._kernels.buffer(self._layout, self._wire_dtype, memory.device, memory)
         if (tables := self._kernels.tables(self.flat)) is not None:  # one copy of addresses serves
-            tables.launches.clear()
+            tables.forget_launches()
             getattr(packed, "real", packed).tables = tables
         self._pack_into(packed)
 
@@ -210,7 +210,7 @@ class Bucket:
         """Pack into the buffer that the collective sends again."""
         if self.exchange is not None:
             if (tables := self._kernels.tables(self.flat)) is not None:
-                tables.launches.clear()  # which pack into what was shared
+                tables.forget_launches()  # which pack into what was shared
             self.exchange = None
             self._pack_into(self.flat)
 
@@ -221,10 +221,10 @@ class Bucket:
         if self.flat is not None:
             getattr(self.flat, "real", self.flat).squares = self.squares
             if (tables := self._kernels.tables(self.flat)) is not None:
-                tables.launches.clear()  # without them
+                tables.forget_launches()  # without them
             self._pack_into(self.packed)
         elif self._tables is not None:
-            self._tables.launches.clear()
+            self._tables.forget_launches()
 
     def _memory(self) -> tuple[Any, ...]:
         """Of the buffer: changes when somebody gets hold of its memory, or does something to it."""
@@ -443,7 +443,7 @@ class Bucket:
             self._counts = self.flat.flags.clone()
             let_go(*self.flat.memory)  # it was made on the stream of a gradient
             if (tables := self._kernels.tables(self.flat)) is not None:
-                tables.launches.clear()  # which hold the memory
+                tables.forget_launches()  # which hold the memory
                 self._tables = tables
             self.flat = self.packed = None
             for segment in self.segments:

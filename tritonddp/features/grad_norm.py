@@ -277,8 +277,11 @@ class _Measured:
             self.others = [param.grad for param in found]
         parts = [each.squares for each in self.reduced if each.squares is not None]
         if self.others:
-            norms = norms_of(self.others)
-            parts += [norm.double().square().view(1) for norm in norms]
+            # On a GPU an operation a gradient would be a launch each.
+            by_kind: dict[Any, list[Tensor]] = {}
+            for norm in norms_of(self.others):
+                by_kind.setdefault((norm.device, norm.dtype), []).append(norm)
+            parts += [torch.stack(alike).double().square() for alike in by_kind.values()]
         dtypes = {each.params[0].dtype for each in self.reduced} | {g.dtype for g in self.others}
         dtype = torch.float32 if dtypes.isdisjoint(_DOUBLE) else torch.float64
         self.total = _total(parts).sqrt().to(dtype) if parts else torch.zeros(())
@@ -294,7 +297,7 @@ class _Measured:
                 continue
             bucket.flat.payload.mul_(factor.to(bucket.flat.data.device))
             increment_version(mine)  # each of these views has its own
-        by_kind: dict[Any, list[Any]] = {}
+        by_kind: dict[Any, list[Tensor]] = {}
         for grad in grads:
             if grad.is_sparse:
                 grad.mul_(factor.to(grad.device))

@@ -73,6 +73,8 @@ class StrictUnused(Extension):
             return  # no backward
         skipped = [name for index in run.skipped for name in run.buckets[index].names]
         unused, self._unused = {*self._unused, *skipped}, []
+        if not unused:
+            return
         trainable = [name for name, _ in self._parameters.trainable]
         found = {name: index for index, name in enumerate(trainable) if name in unused}
         reducer = self._reducer()

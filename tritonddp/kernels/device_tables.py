@@ -3,7 +3,7 @@
 A *chunk* is the share of one program, at most ``block`` consecutive elements of one gradient. The
 chunks of a buffer never change. The addresses of the gradients may change every step, and with
 the used flags, the headers and the scale they make up one small table that is uploaded when it
-changed.
+changed. The last few stay on the device: where memory is given out in turns, they come again.
 """
 
 from __future__ import annotations
@@ -30,6 +30,21 @@ BLOCK, WARPS = 2048, 4
 
 _ADDRESS_OF = Tensor.data_ptr
 
+# A gradient beside one that the loop still holds from the step before has two addresses in turn,
+# and gradients that are packed from one place and unpacked to another take two tables a step.
+_KEPT = 4
+
+
+class _Table:
+    """One content of :attr:`DeviceTables.dynamic`: its words, and the launches that read it."""
+
+    __slots__ = ("dynamic", "launches", "words")
+
+    def __init__(self, dynamic: Tensor, words: list[int]) -> None:
+        self.dynamic = dynamic
+        self.words = words
+        self.launches: dict[tuple[Any, ...], Any] = {}
+
 
 def program_shape(flat: FlatBuffer) -> tuple[int, int]:
     """Elements of a chunk, and warps of the program that moves it.
@@ -51,7 +66,7 @@ class DeviceTables:
             Gradients without elements have no rows.
         dynamic: int64 ``(2 n + m + 1,)``: n addresses (0 where there is no gradient), n used flags
             (0 or 1), m headers, the bits of the scale as fp64. One copy uploads everything, and no
-            launch depends on the scale's value.
+            launch depends on the scale's value. One of several tensors, with launches of its own.
         one: fp64 ``(1,)``, 1.0: the factor of an unflatten that is given none.
         num_chunks: rows of ``chunks``.
         block: most elements of a chunk, a power of two and a multiple of 16.
@@ -86,13 +101,14 @@ class DeviceTables:
         self.block = block
         self.chunks = uploaded(self._rows(flat, block), device)
         self.num_chunks = self.chunks.shape[0]
-        self._words = [0] * (2 * len(layout.numels) + layout.headers + 1)  # those of dynamic
-        self.dynamic = torch.zeros(len(self._words), dtype=torch.int64, device=device)
+        words = [0] * (2 * len(layout.numels) + layout.headers + 1)
+        self._table = _Table(torch.zeros(len(words), dtype=torch.int64, device=device), words)
+        self._tables = [self._table]  # the one that has not been used for the longest time is first
+        self.dynamic, self.launches = self._table.dynamic, self._table.launches
         self.one = torch.ones(1, dtype=torch.float64, device=device)
         self.aligned = True
         self.uploads = 0
         self.device_index = device.index if device.type == "cuda" else None
-        self.launches: dict[tuple[Any, ...], Any] = {}
         self._layout = layout
         self._device = device
         self._dtype: torch.dtype | None = None
@@ -189,22 +205,45 @@ class DeviceTables:
         # The scale by its bits: -0.0 equals 0.0 and NaN does not equal itself.
         (bits,) = unpack("<q", pack("<d", self._scale))
         words = [*addresses, *map(int, map(bool, used)), *headers, bits]
-        if words != self._words or (self._is_captured and scale is not None):
-            pinned = upload(self.dynamic, torch.frombuffer(array("q", words), dtype=torch.int64))
-            self._words = words
+        if words != self._table.words and not self._is_captured:
+            self._choose(words)
+        table = self._table
+        if words != table.words or (self._is_captured and scale is not None):
+            table.words = []  # until it is there
+            pinned = upload(table.dynamic, torch.frombuffer(array("q", words), dtype=torch.int64))
+            table.words = words
             self.uploads += 1
             if self._is_captured and is_capturing():
                 self._captured.append(pinned)
 
+    def _choose(self, words: list[int]) -> None:
+        """Go on with the table that holds ``words``, or with a new one, or with the oldest."""
+        tables = self._tables
+        found = next((each for each in tables if each.words == words), None)
+        if found is None and len(tables) < _KEPT:
+            found = _Table(torch.empty_like(self.dynamic), [])
+        elif found is None:
+            found = tables.pop(0)
+        else:
+            tables.remove(found)
+        tables.append(found)
+        self._table, self.dynamic, self.launches = found, found.dynamic, found.launches
+
+    def forget_launches(self) -> None:
+        """Other tensors than those that are bound are to be reached."""
+        for each in self._tables:
+            each.launches.clear()
+
     @property
     def memory(self) -> list[Tensor]:
         """All that kernels reach."""
-        return [self.chunks, self.dynamic, self.one]
+        return [self.chunks, self.one, *(each.dynamic for each in self._tables)]
 
     def capture(self) -> None:
         """A CUDA graph begins whose launches read :attr:`dynamic`.
 
-        From now on each ``flatten`` brings its table along: what is there may be a replay's.
+        From now on each ``flatten`` brings its table along, into the same memory: what is there may
+        be a replay's.
         """
         self._is_captured = True
 

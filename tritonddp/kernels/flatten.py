@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tritonddp import _torch
 from tritonddp.kernels import launch
 from tritonddp.kernels.device_tables import DeviceTables
 from tritonddp.kernels.flat_buffer import FlatBuffer
@@ -201,7 +202,7 @@ def flatten(
         # No program can: others may have marked before it runs.
         flat.marks.zero_()
     # As launch.run() does it, which would be one more call.
-    if tables.device_index is None or tables.device_index == torch.cuda.current_device():
+    if tables.device_index is None or tables.device_index == _torch.current_device():
         run()
     else:
         with torch.cuda.device(tables.device_index):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonddp import _torch
 from tritonddp._torch import triton_launch
 
 # Launches of all kernels since the import, for tests and benchmarks.
@@ -89,7 +90,7 @@ class Launcher:
 def run(device_index: int | None, prepared: Callable[..., None], *arguments: Any) -> None:
     """Launch what is prepared for a GPU, or for tensors on the CPU, and count it."""
     global launches
-    if device_index is None or device_index == torch.cuda.current_device():
+    if device_index is None or device_index == _torch.current_device():
         prepared(*arguments)
     else:
         with torch.cuda.device(device_index):
@@ -121,6 +122,6 @@ def specialisation(
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
     """Make ``device`` the current one, where it is not: Triton launches on the current device."""
-    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+    if device.type != "cuda" or _torch.current_device() == device.index:
         return nullcontext()
     return torch.cuda.device(device)

@@ -1,0 +1,94 @@
+"""By which calls the package asks for streams: in a step each through ``torch.cuda`` is dear."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from recording.device import recording
+from recording.recorder import Recorder
+from tritonddp import _device, _torch
+
+
+@pytest.fixture
+def recorder() -> Iterator[Recorder]:
+    with recording() as recorder:
+        yield recorder
+
+
+def refused(name: str, owner: Any = torch.cuda) -> Any:
+    return mock.patch.object(owner, name, side_effect=AssertionError(name))
+
+
+@pytest.mark.parametrize("work", [None, SimpleNamespace(wait=lambda: None)])
+def test_a_tensor_is_brought_home_again_by_calls_in_c(recorder: Recorder, work: Any) -> None:
+    x, readback = torch.ones(4, device="cuda"), _device.Readback()
+    torch.cuda.synchronize()  # the work is over
+    readback.start(x, work)
+    readback.keep_order()
+    refusals = refused("current_stream"), refused("stream"), refused("Stream")
+    with refusals[0], refusals[1], refusals[2], refused("record_stream", Tensor):
+        readback.wait()
+        x.add_(1)
+        torch.cuda.synchronize()
+        readback.start(x, work)
+        readback.keep_order()
+        assert readback.wait().tolist() == [2] * 4
+    assert recorder.current is recorder.default
+    assert not recorder.races, recorder.report()
+
+
+def test_memory_is_kept_for_the_stream_of_its_copy(recorder: Recorder) -> None:
+    readback, work = _device.Readback(), SimpleNamespace(wait=lambda: None)
+    with mock.patch.object(Tensor, "record_stream") as kept:
+        for tensor in (x := torch.ones(4, device="cuda"), x, torch.ones(4, device="cuda")):
+            readback.start(tensor, work)
+            readback.wait()
+    assert kept.call_count == 2
+
+
+def test_the_former_stream_comes_back_after_an_error(recorder: Recorder) -> None:
+    side = torch.cuda.Stream()
+    found = []
+
+    def fail() -> None:
+        with _device.on_stream(side):
+            found[:] = recorder.current, _device.current_stream(side.device)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert found == [side.timeline, side]
+    assert recorder.current is recorder.default
+    assert _device.current_stream(side.device) != side
+
+
+def test_a_stream_of_another_device_than_the_current_one_is_left_to_torch(
+    recorder: Recorder,
+) -> None:
+    side = torch.cuda.Stream()
+    with (
+        mock.patch.object(_torch, "current_device", return_value=1),
+        refused("raw_set_stream", _torch),
+        _device.on_stream(side),
+    ):
+        assert recorder.current is side.timeline
+    assert recorder.current is recorder.default
+
+
+def test_without_the_calls_in_c_streams_are_the_same(recorder: Recorder) -> None:
+    side = torch.cuda.Stream()
+    with (
+        mock.patch.object(_torch, "raw_current_stream", None),
+        mock.patch.object(_torch, "raw_set_stream", None),
+        _device.on_stream(side),
+    ):
+        assert recorder.current is side.timeline
+        assert _device.current_stream(side.device) == side
+    assert recorder.current is recorder.default
