@@ -26,6 +26,7 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test that is marked ``sampled(n)`` every n-th case is quick, and the others ``long``.
 
+    With ``sampled(n, k)`` only the first ``k`` of each ``n`` are that, and the rest ``thorough``.
     With an odd n both sides of what comes in pairs are in the sample.
     """
     seen: Counter[str] = Counter()
@@ -33,8 +34,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         mark = item.get_closest_marker("sampled")
         if mark is not None:
             name = item.nodeid.partition("[")[0]
-            if seen[name] % mark.args[0]:
-                item.add_marker(pytest.mark.long)
+            every, in_ci = (*mark.args, mark.args[0])[:2]
+            place = seen[name] % every
+            if place:
+                item.add_marker(pytest.mark.long if place < in_ci else pytest.mark.thorough)
             seen[name] += 1
 
 

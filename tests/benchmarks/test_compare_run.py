@@ -50,6 +50,7 @@ def test_a_planted_slowdown_is_found(repository: Path, tmp_path: Path) -> None:
     assert "\nfaster than the base: none" in printed
 
 
+@pytest.mark.long
 def test_an_unknown_revision_is_refused_before_anything_runs() -> None:
     done = torchrun(ROOT / "benchmarks" / "compare.py", "--base", "no-such-revision")
     assert done.returncode != 0

@@ -67,6 +67,7 @@ def engine_is_asked(side: Side, step: int) -> tuple[int, list[Tensor | None]]:
     return engine.call_count, grads
 
 
+@pytest.mark.long
 @VIEW
 @ranks(2)
 def test_who_is_told_never_asks_and_has_the_same_gradients(view: bool) -> None:

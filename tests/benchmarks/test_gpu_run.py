@@ -159,10 +159,23 @@ def test_two_ranks_on_one_card_are_asked_for_first(
     assert one_card.refusal() is None
 
 
-@pytest.mark.long
-def test_the_rehearsal(tmp_path: Path) -> None:
-    """All parts run as on a GPU, on the recorded device."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--rehearse"]
+# Not the tests of tests/gpu, which CI runs by themselves, nor twice what is measured alike.
+IN_CI = ["kernels", "sweep", "step-small", "step-pair", "nvlink", "graphs", "memory"]
+
+
+@pytest.mark.parametrize(
+    "only",
+    [
+        pytest.param(IN_CI, id="some parts", marks=pytest.mark.long),
+        pytest.param(
+            [part.name for part in gpu_parts.parts()], marks=pytest.mark.thorough, id="all"
+        ),
+    ],
+)
+def test_the_rehearsal(only: list[str], tmp_path: Path) -> None:
+    """Parts run as on a GPU, on the recorded device."""
+    script = str(ROOT / "benchmarks" / "gpu.py")
+    command = [sys.executable, script, "--rehearse", "--only", *only]
     done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr
     result = tmp_path / "rehearsal" / "gpu.json"
@@ -173,7 +186,7 @@ def test_the_rehearsal(tmp_path: Path) -> None:
     assert len(screen) <= 40
     content = json.loads(result.read_text())
     assert content["rehearsal"] is True
-    names = ["describe", *(part.name for part in gpu_parts.parts())]
+    names = ["describe", *only]
     assert {name: part["status"] for name, part in content["parts"].items()} == dict.fromkeys(
         names, "ok"
     )
@@ -208,6 +221,7 @@ def test_where_two_cards_lack_something_the_sum_over_them_is_not_run(
     assert str(outcome.reason).startswith(expected[1])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("code", "said"),
     [

@@ -345,7 +345,7 @@ def check_result(result: dict[str, Any]) -> None:
             assert payload < one["tx_bytes"] < 1.2 * payload, name
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 @pytest.mark.usefixtures("hosts")
 def test_a_dead_rank_ends_the_benchmark_and_leaves_nothing_behind() -> None:
     process = start_benchmark("--rates", "1gbit", *["100mbit"] * 20)

@@ -121,6 +121,7 @@ def _fails() -> None:
     dist.barrier()
 
 
+@pytest.mark.long
 def test_the_group_of_a_world_is_kept_until_a_test_fails() -> None:
     kept = partial(run_ranks, timeout=30, keeps_group=True)
     first = kept(_members, 2)

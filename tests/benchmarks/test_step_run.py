@@ -17,18 +17,24 @@ PARAMETERS = {"mlp": 12 * (512 * 512 + 512), "branchy": 400 * (32 * 32 + 32)}
 TENSORS = {"mlp": 24, "branchy": 800}
 
 
-@pytest.mark.long
-def test_step_measures_every_configuration(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("branchy", marks=pytest.mark.long),
+        pytest.param("mlp", marks=pytest.mark.thorough),
+    ],
+)
+def test_step_measures_every_configuration(name: str, tmp_path: Path) -> None:
     content, printed = measured(
         ROOT / "benchmarks" / "step.py",
         tmp_path / "step.json",
-        *("--models", "mlp", "branchy", "--rounds", "2", "--builds", "1"),
+        *("--models", name, "--rounds", "2", "--builds", "1"),
     )
     assert content["benchmark"] == "step"
     assert content["machine"]["torch"] == torch.__version__
     assert content["world_size"] == 2
-    assert list(content["models"]) == ["mlp", "branchy"]
-    for name, result in content["models"].items():
+    assert list(content["models"]) == [name]
+    for result in content["models"].values():
         assert result["rounds"] == [2]
         configurations = list(result["seconds"])
         assert {"unwrapped", "stock again", "ours", "ours views"} <= set(configurations)
@@ -64,7 +70,7 @@ def test_step_measures_every_configuration(tmp_path: Path) -> None:
             assert len(raw) == 2
             assert [len(build) for build in raw[0]["ours"]] == [2]
             assert raw[0]["ours"] != raw[1]["ours"]
-    assert "branchy: gradients bit-equal to stock's" in printed
+    assert f"{name}: gradients bit-equal to stock's" in printed
 
 
 @pytest.mark.thorough
@@ -117,6 +123,7 @@ def test_step_measures_fewer_bytes_beside(tmp_path: Path) -> None:
     assert "ours int8" in printed
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("arguments", [["--rounds", "0"], ["--models", "nothing"]])
 def test_arguments_that_make_no_sense_are_refused(arguments: list[str]) -> None:
     script = ROOT / "benchmarks" / "step.py"

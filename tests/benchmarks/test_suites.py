@@ -41,6 +41,7 @@ def kernels(tmp_path_factory):
     return run("kernels", folder, "-k", "many_small-bf16", "--rounds", "2")
 
 
+@pytest.mark.long
 def test_kernels_are_reported_as_shares_of_a_copy(kernels):
     rows, output = kernels
     assert "share of the device copy's" in output
@@ -66,6 +67,7 @@ runpy.run_module("plain", run_name="__main__")
 """
 
 
+@pytest.mark.long
 def test_without_pytest_the_result_has_the_same_form(tmp_path, kernels):
     rows, _ = kernels
     result = tmp_path / "plain.json"

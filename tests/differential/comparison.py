@@ -118,7 +118,9 @@ def _loosened(expected: Expected, in_half: bool) -> Expected:
 
 
 def _from_stock(scenario: Scenario, rank: int, ours: Trace, stock: Trace) -> Iterator[str]:
-    """Bit for bit."""
+    """Bit for bit, up to where each clips by a norm of its own."""
+    end = min(scenario.clips_by_its_own_norm, default=len(scenario.actions) + 1)
+    ours, stock = ([each for each in trace if each.action < end] for trace in (ours, stock))
     for mine, its in zip(ours, stock, strict=True):
         value = None if its.seen is None else its.seen.tensor()
         strides = None if its.seen is None else its.seen.strides

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from differential.networks import BLOCKS, OUTPUTS, NetworkSpec
 from differential.scenario import (
@@ -46,6 +46,9 @@ class _Generator:
         self._seed = seed
         self._world_size = world_size
         self._random = random.Random(f"{seed} {world_size}")
+        # What has been added later is drawn apart, or other scenarios would be than those that are
+        # known to find planted faults.
+        self._more = random.Random(f"{seed} {world_size} more")
         self._is_armed = False  # has a forward run outside no_sync since the last reduction?
         self._for_stock = self._chance(0.65)
         self._options = self._draw_options()
@@ -95,6 +98,7 @@ class _Generator:
             or not self._chance(0.15)
         )
         self._hooks = self._draw_hooks()
+        self._options = replace(self._options, **self._draw_more_options())
         self._trains = {name: name not in self._network.frozen for name in self._network.names}
         self._kinds = dict(zip(self._network.names, self._network.blocks, strict=True))
         self._adds = False  # whether this step has added parameters
@@ -178,7 +182,17 @@ class _Generator:
         finds = self._options.find_unused_parameters
         if finds is None:
             finds = self._skips and not self._options.static_graph
-        return replace(self._options, find_unused_parameters=finds)
+        own = {"check_drift": None, "grad_norm": None, "metrics": None}
+        return replace(self._options, find_unused_parameters=finds, **own)
+
+    def _draw_more_options(self) -> dict[str, Any]:
+        # (Without a reduction parameters come apart on purpose.)
+        drift = self._more.random() < 0.3 and self._communication_hook != "noop_hook"
+        return {
+            "check_drift": "raise" if drift else None,
+            "grad_norm": True if self._more.random() < 0.4 else None,
+            "metrics": True if self._more.random() < 0.3 else None,
+        }
 
     def _draw_hooks(self) -> tuple[tuple[str, str], ...]:
         kinds = ["tensor", "post-accumulate"]
@@ -210,6 +224,8 @@ class _Generator:
         actions += self._draw_reduction(number, weighted)
         if self._chance(0.2) and not self._is_sparse:
             actions.append(Clip("norm" if self._is_complex else self._one_of(["norm", "value"])))
+        elif self._options.grad_norm and not self._is_sparse and self._more.random() < 0.3:
+            actions.append(Clip("norm"))
         actions.append(Step())
         if weighted:
             actions.append(ZeroGrad(True, False))

@@ -28,6 +28,7 @@ from differential.scenario import Options, Scenario
 from differential.trace import Trace
 from tritonddp import DistributedDataParallel
 from tritonddp.comm import all_reduce, peer_memory
+from tritonddp.features import drift
 from tritonddp.kernels import reference
 
 Played = dict[str, Trace]
@@ -82,6 +83,7 @@ def play_recorded(seeds: Sequence[int]) -> list[Played]:
         over_nvlink = partial(DistributedDataParallel, transport="peer_memory")
         traces = {}
         for title, wrap in ((RECORDED, DistributedDataParallel), (NVLINK, over_nvlink)):
+            drift._keys.cache_clear()  # another recording is another device
             with warnings.catch_warnings(), recording(everywhere=True) as recorder:
                 warnings.simplefilter("ignore")
                 traces[title] = _play(scenario, title, wrap, scenario.options)
@@ -139,6 +141,8 @@ def _play(
                 player.perform(number)
             where = "while it follows the others inside join()"
         player.finish()
+        if options.metrics:
+            _compare_metrics(player, is_joined=scenario.counts is not None)
     except Exception as error:
         message = f"seed {scenario.seed}: {title} raised {type(error).__name__} {where}"
         raise RuntimeError(message) from error
@@ -146,6 +150,14 @@ def _play(
     del player, network, net
     gc.collect()  # what is left of one scenario may not help the next one
     return trace
+
+
+def _compare_metrics(player: Player, is_joined: bool) -> None:
+    """All ranks have been told the same, after each step, or inside ``join()`` in the end."""
+    player.ask_metrics()
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, player.metrics[-1:] if is_joined else player.metrics)
+    assert all(each == everyones[0] for each in everyones), f"metrics() differ: {everyones}"
 
 
 def _joining(scenario: Scenario, net: Any) -> contextlib.AbstractContextManager[Any]:

@@ -18,6 +18,8 @@ from tritonddp.buckets.view_bucket import ViewBucket
 from tritonddp.comm.all_reduce import AllReduce
 from tritonddp.comm.broadcast import StateBroadcast
 from tritonddp.comm.run import ReductionRun
+from tritonddp.features import grad_norm
+from tritonddp.features.metrics.metrics import Metrics
 from tritonddp.reducer import participation
 from tritonddp.reducer.reducer import Reducer
 
@@ -261,6 +263,24 @@ def parameters_of_the_first_day() -> Iterator[None]:
 def lost_gradient_of_a_hook() -> Iterator[None]:
     """Reentrant checkpoints, which the engine does not announce, are not waited for."""
     with patch.object(participation.ReentrantGrads, "may_come", lambda self, missing: set()):
+        yield
+
+
+@mutation
+def norm_of_the_reduction() -> Iterator[None]:
+    """What is done to gradients after the reduction does not change their norm."""
+    with patch.object(grad_norm._Reduced, "is_current", lambda self: True):
+        yield
+
+
+@mutation
+def metrics_of_this_rank() -> Iterator[None]:
+    """A rank tells the times that it has measured itself."""
+
+    def take_reports(original: Any, self: Metrics, reports: Any) -> None:
+        original([reports[self._group.rank]] * len(reports))
+
+    with _around(Metrics, "take_reports", take_reports):
         yield
 
 

@@ -23,6 +23,8 @@ from differential.trace import Entry, dense
 # of the sums, of the mean itself; twice that. Weights bring factors and sums of their own.
 _ROUNDINGS = 4
 _ROUNDINGS_OF_WEIGHTED = 16
+# Of two sums of squares in another order, a root and a quotient; twice that.
+_ROUNDINGS_OF_CLIPPED = 16
 
 
 @dataclass(frozen=True)
@@ -216,6 +218,10 @@ class Oracle:
                 value = None if entry.seen is None else entry.seen.tensor()
                 bound = None
                 strides = None if entry.seen is None else entry.seen.strides
+            if value is not None and entry.action in self._scenario.clips_by_its_own_norm:
+                # (torch rounds the norm of a gradient in its dtype.)
+                eps = max(torch.finfo(param.dtype).eps for param in player.network.parameters())
+                bound = value.abs().double() * _ROUNDINGS_OF_CLIPPED * eps
             expected.append(Expected(entry.place, value, bound, strides))
         return expected
 

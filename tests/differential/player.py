@@ -26,7 +26,8 @@ from differential.scenario import (
     Step,
     ZeroGrad,
 )
-from differential.trace import Entry, Snapshot, Trace
+from differential.trace import Entry, Snapshot, Trace, dense
+from tritonddp import DistributedDataParallel
 
 RATE = 0.05
 
@@ -46,6 +47,7 @@ class Player:
 
     Attributes:
         trace: what was seen so far.
+        metrics: what ``metrics()`` has said after each step, without what differs between ranks.
     """
 
     def __init__(self, scenario: Scenario, rank: int, network: Network, net: Any) -> None:
@@ -54,6 +56,10 @@ class Player:
         self.network = network
         self.net = net
         self.trace: Trace = []
+        self.metrics: list[dict[str, Any]] = []
+        is_ours = isinstance(net, DistributedDataParallel)
+        self._has_norm = is_ours and bool(scenario.options.grad_norm)
+        self._has_metrics = is_ours and bool(scenario.options.metrics)
         self._number = 0
         self._outputs: dict[int, tuple[Tensor, tuple[Tensor, Tensor]]] = {}
         self._held: list[Tensor] = []
@@ -80,6 +86,11 @@ class Player:
         ):
             for name, tensor in tensors:
                 self._see(kind, name, tensor)
+
+    def ask_metrics(self) -> None:
+        said = self.net.metrics()
+        del said["sent_bytes"]
+        self.metrics.append(said)
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -157,17 +168,26 @@ class Player:
         if self._scaler is not None:
             self._scaler.unscale_(self._optimizer)
         if by == "norm":
-            norm = nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
+            if self._has_norm:
+                norm = self.net.clip_grad_norm_(0.5)
+            else:
+                norm = nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
+            if self.scenario.options.grad_norm:  # to rounding the same
+                norm = norm.double()
+                self._see_gradients()
             self._see("value", "norm of the gradients", norm)
         else:
             nn.utils.clip_grad_value_(self.net.parameters(), 0.1)
 
     def _step(self) -> None:
+        self._check_norm()
         if self._scaler is None:
             self._optimizer.step()
         else:
             self._scaler.step(self._optimizer)
             self._scaler.update()
+        if self._has_metrics:
+            self.ask_metrics()
         for name, param in self.network.named_parameters():
             self._see("parameter", name, param)
         for number, gradient in enumerate(self._held):
@@ -186,7 +206,18 @@ class Player:
                 assert breaks
         self.net.zero_grad(set_to_none=True)
 
+    def _check_norm(self) -> None:
+        """``grad_norm()`` is the norm of what is in ``.grad``."""
+        if not self._has_norm:
+            return
+        there = [param.grad for param in self.network.parameters() if param.grad is not None]
+        squares = [dense(grad).abs().double().square().sum() for grad in there]
+        expected = torch.stack(squares).sum().sqrt() if squares else torch.zeros(()).double()
+        found = self.net.grad_norm()
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0, equal_nan=True)
+
     def _see_gradients(self) -> None:
+        self._check_norm()
         for name, param in self.network.named_parameters():
             self._see("gradient", name, param.grad)
 

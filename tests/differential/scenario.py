@@ -32,6 +32,9 @@ class Options:
     process_group: str | None = None
     device_mesh: bool | None = None
     check_finite: str | None = None
+    check_drift: str | None = None
+    grad_norm: bool | None = None
+    metrics: bool | None = None
 
     @property
     def given(self) -> dict[str, object]:
@@ -260,6 +263,15 @@ class Scenario:
     thresholds: tuple[int, int] | None
     stock: Options | None
     actions: tuple[Action, ...]
+
+    @property
+    def clips_by_its_own_norm(self) -> list[int]:
+        """Numbers of the actions that do, where stock takes torch's: to rounding the same."""
+        return [
+            number
+            for number, action in enumerate(self.actions)
+            if self.options.grad_norm and action == Clip("norm")
+        ]
 
     @property
     def command(self) -> str:

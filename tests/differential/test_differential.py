@@ -42,7 +42,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5, 3)
 @pytest.mark.parametrize(("world_size", "seeds"), BATCHES)
 def test_random_programs_see_what_one_process_and_stock_see(world_size: int, seeds: range) -> None:
     for difference in differences(seeds, world_size, timeout=240):

@@ -85,6 +85,7 @@ def is_silent(
             run(ddp, number)
 
 
+@pytest.mark.sampled(7, 3)
 @pytest.mark.parametrize("warm", [0, 37])
 @ranks(2, 3, 4)
 def test_one_bit_on_one_rank_is_named_within_64_backwards(warm: int) -> None:
@@ -127,6 +128,7 @@ def test_gradients_are_home_when_it_raises() -> None:
         assert ddp.module.weight.grad.tolist() == [[1.5, 1.5]]
 
 
+@pytest.mark.long
 @ranks(3)
 def test_a_warning_comes_once_for_each_change() -> None:
     ddp, rank = wrapped(mode="warn"), dist.get_rank()
@@ -208,6 +210,7 @@ def test_parameters_that_were_added_or_moved_in_memory_are_compared() -> None:
         dist.broadcast(param.detach(), 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_early", [True, False])
 @ranks(2)
 def test_backwards_that_break_off(is_early: bool) -> None:
@@ -308,6 +311,7 @@ def test_other_parameters_on_a_rank_are_told() -> None:
         assert said.count("check_drift") == 1
 
 
+@pytest.mark.long
 @ranks(2)
 def test_other_ways_and_several_wrappers() -> None:
     """Beside views, other wires, mixed precision, a hook, optimizers in the backward."""

@@ -330,5 +330,20 @@ def test_a_backward_that_breaks_off_is_no_step() -> None:
     assert all(each["input_ms"] < 400 for each in found)
 
 
+@ranks(2)
+def test_a_backward_that_breaks_off_on_one_rank_is_counted_on_all() -> None:
+    ddp = DistributedDataParallel(net(), metrics=True)
+    outputs = ddp(torch.randn(8, 30))
+    if dist.get_rank() == 1:
+        outputs.register_hook(_fail)
+        with pytest.raises(ValueError, match="breaks off"):
+            outputs.sum().backward()
+    else:
+        outputs.sum().backward()
+    ddp.zero_grad()
+    (found,) = train(ddp, 1, lambda _: None)
+    assert found["step"] == 2
+
+
 def _fail(grad: Any) -> None:
     raise ValueError("this backward breaks off")

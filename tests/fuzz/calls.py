@@ -36,6 +36,8 @@ OPTIONS = st.fixed_dictionaries(
         "check_drift": st.sampled_from([None, "raise", "warn"]),
         "transport": st.sampled_from(["auto", "process_group"]),
         "buffer_sync": st.sampled_from(["broadcast", "mean", "off"]),
+        "grad_norm": st.booleans(),
+        "metrics": st.booleans(),
     },
 )
 
@@ -48,6 +50,8 @@ _VALID = {
     "check_drift": st.sampled_from(["raise", "warn"]),
     "transport": st.sampled_from(["auto", "process_group", "peer_memory"]),
     "buffer_sync": st.sampled_from(["broadcast", "mean", "off"]),
+    "grad_norm": st.booleans(),
+    "metrics": st.booleans(),
     "exact": st.sampled_from(["body.weight", "*", ["head.*"], lambda name, _: "h" in name]),
     "device_ids": st.sampled_from([[], [0], [0, 1], ["cpu"]]),
 }
@@ -347,6 +351,34 @@ def gradient_only(ddp: DDP, draw: Draw) -> None:
             first[0].square().sum().backward()
 
 
+def norms(ddp: DDP, draw: Draw) -> None:
+    """Of what there is, clipped or not, whatever came before."""
+    there = {name: param.grad for name, param in ddp.module.named_parameters()}
+    squares = [grad.double().square().sum() for grad in there.values() if grad is not None]
+    with only_documented(DDP.grad_norm):
+        found = ddp.grad_norm(per_parameter=draw(st.booleans()))
+        if isinstance(found, dict):
+            assert set(found) == {name for name, grad in there.items() if grad is not None}
+        else:
+            torch.testing.assert_close(
+                found.double() ** 2, torch.stack([torch.zeros(()).double(), *squares]).sum()
+            )
+    with only_documented(DDP.clip_grad_norm_):
+        ddp.clip_grad_norm_(draw(st.floats()), error_if_nonfinite=draw(st.booleans()))
+    with only_documented(DDP.grad_noise_scale):
+        ddp.grad_noise_scale()
+
+
+def metrics(ddp: DDP, draw: Draw) -> None:
+    with only_documented(DDP.metrics):
+        ddp.metrics()
+    with only_documented(DDP.suggested_shares):
+        ddp.suggested_shares()
+    with only_documented(DDP.log_metrics):
+        ddp.log_metrics(draw(st.one_of(st.integers(1, 3), absurd())), lambda line: None)
+        ddp(batch()).sum().backward()
+
+
 def optimizer_step(ddp: DDP, draw: Draw) -> None:
     optimizer = SGD(ddp.parameters(), lr=0.1)
     optimizer.step()
@@ -381,6 +413,8 @@ CALLS: dict[str, Callable[[DDP, Draw], None]] = {
         broken_forward,
         broken_backward,
         gradient_only,
+        norms,
+        metrics,
         optimizer_step,
     )
 }

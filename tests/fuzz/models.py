@@ -135,3 +135,6 @@ def assert_right(ddp: Any, how: str = "plain") -> None:
     for (name, param), own in zip(ddp.module.named_parameters(), alone.parameters(), strict=True):
         expected = None if own.grad is None else own.grad / items
         torch.testing.assert_close(param.grad, expected, msg=lambda text, n=name: f"{n}: {text}")
+    there = [param.grad for param in ddp.module.parameters() if param.grad is not None]
+    norm = torch.nn.utils.get_total_norm(there)
+    torch.testing.assert_close(ddp.grad_norm().to(norm.dtype), norm)

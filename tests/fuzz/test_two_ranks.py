@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_on_all_ranks, give_up_after, ranks
+from distributed import assert_same_on_all_ranks, gather, give_up_after, ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -48,6 +48,9 @@ def assert_right(ddp: DDP, seed: int) -> None:
     for param in ddp.module.parameters():
         torch.testing.assert_close(param.grad, param.mean, rtol=1e-12, atol=1e-12)
     assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+    norm = ddp.grad_norm()
+    torch.testing.assert_close(norm, nn.utils.get_total_norm([p.grad for p in ddp.parameters()]))
+    assert_same_on_all_ranks([norm])
 
 
 # Wrong by themselves: refused before anything is sent, whatever the other rank does.
@@ -108,7 +111,8 @@ REFUSED_BY_ALL: dict[str, tuple[Any, Callable[[DDP], Any]]] = {
 
 def _misuse(seed: int, steps: int, view: bool) -> None:
     draw = Random(seed)
-    ddp = DDP(layers(), gradient_as_bucket_view=view, bucket_cap_mb=1e-4)
+    told = {"grad_norm": True, "metrics": True}
+    ddp = DDP(layers(), gradient_as_bucket_view=view, bucket_cap_mb=1e-4, **told)
     for step in range(steps):
         name = draw.choice([*REFUSED, *REFUSED_BY_ALL])
         who = draw.choice(((0,), (1,), (0, 1)))
@@ -120,6 +124,9 @@ def _misuse(seed: int, steps: int, view: bool) -> None:
                 refused = False
             assert refused, f"{name} was not refused"
         assert_right(ddp, step)
+        said = ddp.metrics()
+        del said["sent_bytes"]
+        assert len({str(each) for each in gather(said)}) == 1
 
 
 @ranks(2)

@@ -28,6 +28,7 @@ def run(trainer: str, wrapper: str) -> Any:
     )
 
 
+@pytest.mark.long
 @trainers
 def test_metrics_are_logged_on_rank_0(trainer: str) -> None:
     done = run(trainer, "on")

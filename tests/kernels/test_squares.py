@@ -56,7 +56,7 @@ def total(squares: torch.Tensor | None) -> float:
     return squares.double().sum().item()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5, 3)
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
 @pytest.mark.parametrize(("dtype", "wire"), PAIRS, ids=str)
 @FLATTEN
@@ -87,7 +87,7 @@ def test_squares_are_those_of_the_last_launch_whatever_was_prepared_before(kerne
                 assert total(flat.squares.flattened[0]) == pytest.approx(expected(grads))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5, 3)
 @pytest.mark.parametrize("value", [None, 0.3], ids=["plain", "scaled"])
 @pytest.mark.parametrize(("dtype", "wire"), PAIRS, ids=str)
 @UNFLATTEN

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -183,6 +184,7 @@ def statements(name: str) -> Iterator[tuple[str, str, range]]:
     yield from walk(ast.parse(source), "")
 
 
+@cache
 def named() -> dict[str, dict[str, list[range]]]:
     """By file and text of :data:`UNREACHED`: the lines of each statement that begins so."""
     return {

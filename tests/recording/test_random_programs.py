@@ -28,8 +28,8 @@ def seeds(first: int, end: int) -> list[range]:
     "chosen",
     [
         *seeds(0, 10),
-        *(pytest.param(each, marks=pytest.mark.long) for each in seeds(10, 40)),
-        *(pytest.param(each, marks=pytest.mark.thorough) for each in seeds(40, 500)),
+        *(pytest.param(each, marks=pytest.mark.long) for each in seeds(10, 25)),
+        *(pytest.param(each, marks=pytest.mark.thorough) for each in seeds(25, 500)),
     ],
     ids=str,
 )

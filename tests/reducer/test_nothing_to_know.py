@@ -24,7 +24,7 @@ NAME = pytest.mark.parametrize("name", CASES)
 HABITS = ["drop", "keep", "drop"]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(5, 2)
 @VARIANT
 @VIEW
 @NAME
@@ -39,7 +39,7 @@ def test_mean_of_what_each_rank_computes_alone(name: str, view: bool, variant: s
     check(name, view, local="no-sync" in variant, cap=1e-4 if "small" in variant else None)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(5, 2)
 @pytest.mark.parametrize("variant", ["copies", "views-no-sync-first-small-buckets"])
 @NAME
 @ranks(3)

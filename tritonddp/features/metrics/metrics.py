@@ -53,7 +53,6 @@ class Metrics(Extension):
         self._items = 1.0  # that its gradients counted
         self._sent_before = 0  # bytes before the last step, and in it
         self._sent = 0
-        self._steps = 0
         self._ranks: list[StepTimes] = []  # of all of them, in the last step that all told of
         self._speeds: list[float] = []  # items a millisecond, by rank
         self._stragglers = Stragglers(group.size)
@@ -83,10 +82,7 @@ class Metrics(Extension):
 
     def on_end(self, run: ReductionRun) -> None:
         """A reduction is over: a step is."""
-        if run.source is GradSource.REQUEST:
-            return
-        self._steps += 1  # also without inputs, as on the other ranks
-        if not run.reached:
+        if run.source is GradSource.REQUEST or not run.reached:
             return
         self._mine = self._clock.end_step()
         self._items = 1.0 if run.weight is None else run.weight.items
@@ -94,7 +90,8 @@ class Metrics(Extension):
         self._sent, self._sent_before = sent - self._sent_before, sent
         if self._group.size == 1 and self._mine is not None:
             self._take([self._mine], [self._items])
-        if self._every and self._steps % self._every == 0 and self._group.rank == 0:
+        is_due = self._every and self._counters.reductions % self._every == 0
+        if is_due and self._group.rank == 0:
             self._write(self._line())
 
     def on_abort(self, run: ReductionRun) -> None:
@@ -158,7 +155,7 @@ class Metrics(Extension):
             mean = StepTimes(*(sum(part) / len(ranks) for part in zip(*ranks, strict=True)))
         own = [each.own for each in ranks]
         return {
-            "step": self._steps,
+            "step": self._counters.reductions,
             "step_ms": mean and mean.total,
             "input_ms": mean and mean.input,
             "forward_ms": mean and mean.forward,
@@ -193,10 +190,10 @@ class Metrics(Extension):
     def _line(self) -> str:
         found = self.metrics()
         if found["step_ms"] is None:
-            return f"step {self._steps}: nothing is known of its times yet"
+            return f"step {found['step']}: nothing is known of its times yet"
         parts = ", ".join(f"{part} {found[f'{part}_ms']:.1f}" for part in NAMES)
         text = (
-            f"step {self._steps}: {found['step_ms']:.1f} ms ({parts}), "
+            f"step {found['step']}: {found['step_ms']:.1f} ms ({parts}), "
             f"skew {found['skew_ms']:.1f} ms, {self._sent / 1e6:.2f} MB sent"
         )
         slowest = self._stragglers.slowest
