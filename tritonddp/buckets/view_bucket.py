@@ -70,6 +70,8 @@ class ViewBucket(Bucket):
             for slot, grad in self._stashed.items():
                 views[slot].copy_(torch.where(self.flat.flags[slot] != 0, views[slot], grad))
             self._stashed.clear()
+            if self.squares is not None:  # they are those of what was there before
+                self.squares.unflattened = None
         if self.wants_flags:
             self.wants_flags = False
             for slot, flag in enumerate(self._take_flags()):
