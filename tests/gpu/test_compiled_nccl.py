@@ -1,0 +1,85 @@
+"""A wrapper that torch.compile traces as a whole, over NCCL, compiled by inductor."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from distributed import assert_same_on_all_ranks
+from torch import Tensor, nn
+from worlds import CARDS, CPU, in_worlds, is_recorded
+
+from tritonddp import DistributedDataParallel
+from tritonddp.compiled.gradients import GraphGradients
+
+VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+WIDTH = 128
+
+
+class Tied(nn.Module):
+    """Layers of one width, the first of which is used again at the end, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return self.norm(x) @ self.layers[0].weight
+
+
+def batch(rank: int, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    return torch.randn(16, WIDTH, generator=generator)
+
+
+@VIEW
+@in_worlds(CPU, *CARDS)
+def test_one_graph_has_the_means_and_buckets_leave_while_it_runs(
+    device: torch.device, view: bool
+) -> None:
+    backend = "inductor" if device.type == "cuda" and not is_recorded(device) else "aot_eager"
+    if is_recorded(device):
+        return  # dynamo does not trace what pretends to be a GPU's
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = Tied()
+    ddp = DistributedDataParallel(
+        copy.deepcopy(module).to(device), gradient_as_bucket_view=view, bucket_cap_mb=0.05
+    )
+    compiled: Any = torch.compile(ddp, backend=backend, fullgraph=True)
+    packed: list[tuple[int, int]] = []
+    ends = GraphGradients.on_compute_end
+
+    def on_compute_end(self: Any, run: Any) -> None:
+        packed.append((len(self._packed), len(run.filled)))
+        ends(self, run)
+
+    with mock.patch.object(GraphGradients, "on_compute_end", on_compute_end):
+        for number in range(6):
+            ddp.zero_grad(set_to_none=number != 4)
+            compiled(batch(dist.get_rank(), number).to(device)).square().mean().backward()
+            module.zero_grad()
+            size = dist.get_world_size()
+            for rank in range(size):
+                (module(batch(rank, number)).square().mean() / size).backward()
+            found = [param.grad.cpu() for param in ddp.parameters() if param.grad is not None]
+            expected = [param.grad for param in module.parameters() if param.grad is not None]
+            if number != 4:
+                assert len(found) == len(expected)
+                for mine, theirs in zip(found, expected, strict=True):
+                    torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+            assert_same_on_all_ranks(found)
+    if dist.get_world_size() > 1:
+        # All but that of the layer which is not used; and none where gradients were there.
+        assert [of - ready for ready, of in packed[1:4]] == [1, 1, 1], packed
+        assert packed[4][0] == 0
+    torch._dynamo.reset()
