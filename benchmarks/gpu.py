@@ -105,7 +105,7 @@ class Report:
 
 # Imports torch, Triton and the package, and asks the device what it is.
 DESCRIBE = Part(
-    *("describe", "the machine", 25, 8),
+    *("describe", "the machine", 21, 8),
     command=(sys.executable, str(HERE / "machine.py")),
 )
 

@@ -112,7 +112,7 @@ class Part:
 # take fewer rounds now where time is short; and both halves of the tests over NCCL together, which
 # are a tenth more now. The others are guesses, and 4 s of test-kernels, for sums over ranks:
 # step-small, step-large and memory were cut off there, mostly drawing parameters on the host, and
-# sweep and graphs did not exist.
+# sweep, graphs and compiled did not exist.
 def parts(rehearse: bool = False) -> list[Part]:
     """In the order of what is learnt; each is small in a rehearsal."""
     nccl = "--backend nccl"
@@ -121,15 +121,15 @@ def parts(rehearse: bool = False) -> list[Part]:
     one, two = "nccl-1-rank", f"{nccl} --models mlp --builds 1 --rounds 3"
     found = [
         _tests("test-kernels", "the compiled kernels", 85, 80, KERNEL_TESTS, "", "missing"),
-        _tests("test-nccl-1", "one rank over NCCL", 56, 51, NCCL_TESTS, one, f"stock and {one}"),
+        _tests("test-nccl-1", "one rank over NCCL", 54, 51, NCCL_TESTS, one, f"stock and {one}"),
         PROBE,
         _tests(
-            *("test-nccl-2", "two ranks on one card", 88, 80, NCCL_TESTS, f"not {one}"),
+            *("test-nccl-2", "two ranks on one card", 85, 80, NCCL_TESTS, f"not {one}"),
             f"stock and not {one}",
         ),
         # (No rows with gradients in fp32 and a buffer in bf16: the reducer has no such thing yet.)
         _suite(
-            *("kernels", "flatten and unflatten", 42, 36, "--without wire --rounds 20"),
+            *("kernels", "flatten and unflatten", 40, 36, "--without wire --rounds 20"),
             "--only many_small-fp32-whole many_small-bf16-25MiB",
         ),
         Part(
@@ -138,20 +138,27 @@ def parts(rehearse: bool = False) -> list[Part]:
             small="--lists many_small",
         ),
         _suite(
-            *("quantize", "quantising kernels", 25, 22, "--rounds 4"),
+            *("quantize", "quantising kernels", 24, 22, "--rounds 4"),
             "--only int8-many_small-fp32 fp8-many_small-bf16",
         ),
-        _step("step-small", "small batches", 40, 34, f"{nccl} --builds 1 --rounds 6", small),
-        _step("step-large", "large batches", 25, 20, f"{nccl} --batch large --builds 1 --rounds 4"),
-        replace(_step("step-pair", "two ranks", 26, 22, two), ranks=2, on_one_card=True),
+        _step("step-small", "small batches", 37, 34, f"{nccl} --builds 1 --rounds 6", small),
+        _step("step-large", "large batches", 23, 20, f"{nccl} --batch large --builds 1 --rounds 4"),
+        replace(_step("step-pair", "two ranks", 25, 22, two), ranks=2, on_one_card=True),
         Part(
             *("nvlink", "sums over NVLink beside NCCL's", 12, 9, _script("nvlink.py", "")),
             *(read_nvlink, 2),
             small="--rehearse",
         ),
-        _suite("host", "the host's work", 36, 31, "--rounds 7"),
-        _ranks("graphs", "CUDA graphs", 20, 12, "graphs.py", "--rounds 20", "mlp transformer"),
-        _ranks("memory", "memory", 24, 20, "memory.py", nccl, "resnet50 gpt2_small mlp"),
+        _suite("host", "the host's work", 34, 31, "--rounds 7"),
+        _ranks("graphs", "CUDA graphs", 15, 12, "graphs.py", "--rounds 20", "mlp transformer"),
+        replace(
+            _ranks(
+                *("compiled", "torch.compile", 30, 26, "compiled.py", f"{nccl} --rounds 30"),
+                "mlp transformer",
+            ),
+            small="--models mlp --compiler none",
+        ),
+        _ranks("memory", "memory", 22, 20, "memory.py", nccl, "resnet50 gpt2_small mlp"),
         _sanitizer(15, 11, rehearse),
     ]
     return [part.rehearsed() for part in found] if rehearse else found
@@ -289,7 +296,7 @@ def read_probe(path: Path, codes: Sequence[int | None], text: str, limit: float)
 
 
 PROBE = Part(
-    *("probe", "do two ranks on one card find each other over NCCL?", 15, 7),
+    *("probe", "do two ranks on one card find each other over NCCL?", 12, 7),
     *((sys.executable, str(HERE / "one_card.py")), read_probe),
     ranks=2,
 )

@@ -203,6 +203,7 @@ def table(content: Mapping[str, Any]) -> Iterator[str]:
     times = [sum(part[key] for part in parts.values()) for key in ("seconds", "limit", "estimate")]
     yield f"{'all':14}{'':10}{times[0]:8.1f}{times[1]:7.0f}{times[2]:10.0f}"
     yield from _launches((parts.get("step-small") or {}).get("result"))
+    yield from _compiled((parts.get("compiled") or {}).get("result"))
     yield ""
     for bound in content["bounds"]:
         yield from _bound_lines(bound)
@@ -245,6 +246,24 @@ def _launches(step: Any) -> Iterator[str]:
     yield f"{'launches of a backward':44}" + "".join(f"{name:>13}" for name in names)
     for model, row in rows.items():
         yield f"  {model:42}" + "".join(f"{row.get(name) or '-':>13}" for name in names)
+
+
+def _compiled(result: Any) -> Iterator[str]:
+    """Steps under torch.compile: graphs and the median in ms of each; ours over stock's."""
+    models = (result or {}).get("models", {})
+    if not models:
+        return
+    yield ""
+    names = list(next(iter(models.values()))["contenders"])
+    yield f"{'steps compiled, graphs: ms':29}" + "".join(f"{name:>18}" for name in names)
+    for model, one in models.items():
+        cells = (
+            f"{each['graphs']}: {1e3 * each['seconds']['median']:.3f}"
+            for each in one["contenders"].values()
+        )
+        ratio = one["ratios"]["ours / stock"]
+        over = f"  ours / stock {ratio['median']:.3f} [{ratio['low']:.3f} {ratio['high']:.3f}]"
+        yield f"  {model:27}" + "".join(f"{cell:>18}" for cell in cells) + over
 
 
 def _bound_lines(bound: Mapping[str, Any]) -> Iterator[str]:

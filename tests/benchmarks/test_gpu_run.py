@@ -50,8 +50,8 @@ def test_all_limits_together_are_under_ten_minutes() -> None:
 def test_parts_come_in_the_order_of_what_is_learnt() -> None:
     assert [part.name for part in gpu_parts.parts()] == [
         *("test-kernels", "test-nccl-1", "probe", "test-nccl-2", "kernels", "sweep", "quantize"),
-        *("step-small", "step-large", "step-pair", "nvlink", "host", "graphs", "memory"),
-        "memcheck",
+        *("step-small", "step-large", "step-pair", "nvlink", "host", "graphs", "compiled"),
+        *("memory", "memcheck"),
     ]
 
 
@@ -200,6 +200,7 @@ def test_the_rehearsal(only: list[str], tmp_path: Path) -> None:
     assert results["step-small"]["models"]["mlp"]["launches"]["ours"]
     assert results["step-pair"]["world_size"] == 2
     assert set(results["graphs"]["models"]["mlp"]["seconds"]) >= {"unwrapped", "stock", "ours"}
+    assert {"bare", "stock", "ours"} < set(results["compiled"]["models"]["mlp"]["contenders"])
     assert len(results["sweep"]["rows"][0]["choices"]) == 6
     assert results["memory"]["models"]["mlp"]["ours"]["holds"]
     assert {"NCCL", "NVLink"} < set(results["nvlink"]["rows"][0]["seconds"])

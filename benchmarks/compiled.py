@@ -1,0 +1,389 @@
+"""Training steps under torch.compile: the bare module, stock DDP in two ways, ours in two ways.
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/compiled.py [--models mlp ...] [--out FILE]
+
+- ``bare``: ``torch.compile(module)``, no exchange;
+- ``stock``: ``torch.compile(DDP(module))``, which splits the graph at the buckets;
+- ``stock, one graph``: the same with ``torch._dynamo.config.optimize_ddp = False``;
+- ``ours``: ``torch.compile(DDP(module))``, one graph;
+- ``ours, inside``: ``DDP(torch.compile(module))``.
+
+Each has a model of its own with the same parameters, and a backend of its own, so that none takes
+what was compiled for another. First their gradients are compared with stock's, in steps with
+different batches. Then all step (forward, backward, SGD) in interleaved rounds, from a barrier
+until the device is idle; a sample is the time of the slowest rank. Before each timed step the same
+model takes one that is not timed, so that nobody finds the caches of another.
+
+That every step of the rounds ran what was compiled, and that nothing was compiled anew, is counted,
+and is a failure if not so. The result is written after each model.
+
+``--schedule FILE`` draws the operators of one backward instead, see :mod:`schedule`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))  # unless tritonddp is installed
+
+import deadline
+import machine
+import torch
+import torch._dynamo as dynamo
+import torch.distributed as dist
+from compiled_models import CASES
+from gradients import Gradient
+from models import SIZES, Batch, Case, loss
+from paired import Ratio, Spread, paired_ratio
+from ranks import Ranks, process_group
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel as StockDDP
+
+import tritonddp
+from tritonddp.reducer.extension import Extension
+
+COMPARED = 3  # steps: buckets are formed anew after the first
+WARM_UP = 5
+DISCARDED = 2  # rounds
+EXPOSED_STEPS = 20
+TOLERANCE = 1e-4  # of the norm of all gradients: graphs are fused in different ways
+# Nothing is compiled, for the rehearsal of `make gpu`: dynamo sees nothing of a recorded device.
+UNCOMPILED = "none"
+COMPILERS = ("inductor", "aot_eager", UNCOMPILED)
+BARE, STOCK, STOCK_ONE = "bare", "stock", "stock, one graph"
+OURS, INSIDE = "ours", "ours, inside"
+NAMES = (STOCK, BARE, STOCK_ONE, OURS, INSIDE)  # the reference first
+
+
+class Backend:
+    """A compiler of torch's, which counts the graphs that it compiles, and their runs."""
+
+    def __init__(self, compiler: str) -> None:
+        self._compile = dynamo.lookup_backend(compiler)
+        self.graphs = self.runs = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        self.graphs += 1
+        compiled = self._compile(graph, inputs)
+
+        @functools.wraps(compiled)
+        def run(*args: Any) -> Any:
+            self.runs += 1
+            return compiled(*args)
+
+        return run
+
+
+class Contender:
+    """One way to compile a training step, on a model of its own."""
+
+    def __init__(self, name: str, module: nn.Module, compiler: str, batch: Batch) -> None:
+        self.name, self.batch = name, batch
+        self.backend = Backend("eager" if compiler == UNCOMPILED else compiler)
+        compiled = functools.partial(
+            torch.compile, backend=self.backend, disable=compiler == UNCOMPILED
+        )
+        wrap = {
+            **dict.fromkeys((OURS, INSIDE), tritonddp.DistributedDataParallel),
+            **dict.fromkeys((STOCK, STOCK_ONE), StockDDP),
+        }.get(name)
+        self.wrapper = module if wrap is None or name == INSIDE else wrap(module)
+        self.model: Any = compiled(self.wrapper)
+        if name == INSIDE:
+            self.model = self.wrapper = tritonddp.DistributedDataParallel(self.model)
+        self.optimizer = torch.optim.SGD(module.parameters(), lr=1e-4, momentum=0.9, foreach=True)
+        self.first_seconds = self.compiled_again = self.breaks = 0.0
+
+    def gradient(self, batch: Batch) -> Gradient:
+        """Of one step that leaves parameters as they are."""
+        before = sum(counters["graph_break"].values())
+        start = time.perf_counter()
+        self.optimizer.zero_grad(set_to_none=True)
+        # dynamo asks for it when it compiles, in the first step.
+        with dynamo.config.patch(optimize_ddp=self.name != STOCK_ONE):
+            loss(self.model, batch).backward()
+        self.first_seconds = self.first_seconds or time.perf_counter() - start
+        self.breaks += sum(counters["graph_break"].values()) - before
+        return Gradient.of(self.model)
+
+    def step(self) -> None:
+        """Forward, backward and optimizer."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss(self.model, self.batch).backward()
+        self.optimizer.step()
+
+
+class Watch(Extension):
+    """When the engine is through with a backward, and when all gradients are reduced.
+
+    (Not ``tritonddp.trace``, whose hooks on parameters have the compiled backward wait with them.)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        # The first launch, the end of compute, and of the reduction.
+        self.stamps: list[tuple[Any, Any, Any]] = []
+        self._launched: Any = None
+        self._ended: Any = None
+
+    def _now(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def on_launch(self, run: Any, bucket: Any) -> None:
+        if self._launched is None:
+            self._launched = self._now()
+
+    def on_compute_end(self, run: Any) -> None:
+        self._ended = self._now()
+
+    def on_reduced_all(self, run: Any) -> None:
+        self.stamps.append((self._launched, self._ended, self._now()))
+        self._launched = None
+
+    def seconds(self) -> tuple[list[float], list[float]]:
+        """From the first launch to the end of compute, and from there to the last gradient."""
+        if self._is_cuda:
+            torch.cuda.synchronize()
+            times = [(a.elapsed_time(b) / 1e3, b.elapsed_time(c) / 1e3) for a, b, c in self.stamps]
+        else:
+            times = [(b - a, c - b) for a, b, c in self.stamps]
+        lead, exposed = zip(*times, strict=True)
+        return list(lead), list(exposed)
+
+
+def main() -> int:
+    options = _options()
+    dynamo.config.recompile_limit = 256  # contenders share code
+    dynamo.config.fail_on_recompile_limit_hit = True
+    results: dict[str, Any] = {}
+    with process_group(options.backend) as ranks:
+        facts = machine.describe()
+        if ranks.rank == 0:
+            print(machine.summary(facts), flush=True)
+        if options.schedule is not None:
+            import schedule  # needs matplotlib
+
+            schedule.draw(options.models, ranks, options.schedule)
+            return 0
+        for number, name in enumerate(options.models):
+            end = deadline.share(1 / (len(options.models) - number))
+            results[name] = measure(CASES[name], ranks, options, end)
+            if ranks.rank == 0:
+                print("\n".join(table(name, results[name])), flush=True)
+                if options.out is not None:
+                    content = {
+                        "benchmark": "compiled",
+                        "machine": facts,
+                        "load_average_after": machine.describe()["load_average"],
+                        "world_size": ranks.world_size,
+                        "ranks_share_device": ranks.share_device,
+                        "backend": ranks.backend,
+                        "compiler": options.compiler,
+                        "batch": options.batch,
+                        "models": results,
+                    }
+                    machine.write_json(options.out, content)
+    return 0
+
+
+def measure(case: Case, ranks: Ranks, options: argparse.Namespace, end: float) -> dict[str, Any]:
+    """All contenders on one model until ``end``; what JSON says; collective.
+
+    Raises:
+        RuntimeError: gradients differ, or steps did not run what was compiled before.
+    """
+    dynamo.reset()
+    batch = case.batch(ranks.device, ranks.rank, options.batch)
+    copies = case.copies(ranks.device)
+    contenders = {name: Contender(name, next(copies), options.compiler, batch) for name in NAMES}
+    copies.close()
+    errors = compare(contenders, case, ranks, options.batch)
+    graphs = {name: each.backend.graphs for name, each in contenders.items()}
+    if options.compiler != UNCOMPILED and not all(graphs.values()):
+        raise RuntimeError(f"{case.name}: not everything was compiled: {graphs}")
+    for _ in range(WARM_UP):
+        for each in contenders.values():
+            each.step()
+    ranks.synchronize()
+    for name, each in contenders.items():
+        each.compiled_again = each.backend.graphs - graphs[name]
+    before = {name: (each.backend.graphs, each.backend.runs) for name, each in contenders.items()}
+    frames = dict(counters["frames"])
+    seconds: dict[str, list[float]] = {name: [] for name in NAMES}
+    shuffle, order = random.Random(case.name), list(NAMES)
+    steps = 0
+    for number in deadline.rounds(options.rounds, end, discarded=DISCARDED, agreed=ranks.agreed):
+        shuffle.shuffle(order)
+        steps += 2
+        for name in order:
+            each = contenders[name]
+            each.step()
+            ranks.synchronize()
+            ranks.barrier()
+            start = time.perf_counter()
+            each.step()
+            ranks.synchronize()
+            if number >= 0:
+                seconds[name].append(time.perf_counter() - start)
+    for name, each in contenders.items():
+        compiled, runs = before[name]
+        expected = (compiled, runs + steps * graphs[name])
+        if (each.backend.graphs, each.backend.runs) != expected:
+            raise RuntimeError(
+                f"{case.name}, {name}: graphs and their runs are {each.backend.graphs} and "
+                f"{each.backend.runs} after the rounds, not {expected}: nothing was measured"
+            )
+    if dict(counters["frames"]) != frames:
+        raise RuntimeError(f"{case.name}: frames were compiled in the rounds: nothing was measured")
+    everybody: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(everybody, seconds)
+    slowest = {
+        name: [max(each) for each in zip(*(r[name] for r in everybody), strict=True)]
+        for name in NAMES
+    }
+    watched = {name: watch(contenders[name], ranks) for name in (OURS, INSIDE)}
+    result = {
+        "parameters": sum(param.numel() for param in contenders[BARE].model.parameters()),
+        "rounds": len(slowest[OURS]),
+        "contenders": {
+            name: {
+                "graphs": graphs[name],
+                "graph_breaks": int(each.breaks),
+                "compiled_again_in_warm_up": int(each.compiled_again),
+                "compiled_in_rounds": 0,
+                "first_seconds": each.first_seconds,
+                "gradients_off": errors[name],
+                "seconds": asdict(Spread.of(slowest[name])),
+            }
+            for name, each in contenders.items()
+        },
+        "ratios": {
+            f"{ours} / {stock}": asdict(paired_ratio(slowest[ours], slowest[stock]))
+            for ours in (OURS, INSIDE)
+            for stock in (STOCK, STOCK_ONE)
+        },
+        "ratio_quartiles": {
+            f"{ours} / {stock}": asdict(
+                Spread.of([a / b for a, b in zip(slowest[ours], slowest[stock], strict=True)])
+            )
+            for ours in (OURS, INSIDE)
+            for stock in (STOCK, STOCK_ONE)
+        },
+        "above_bare": {
+            name: asdict(
+                Spread.of([a - b for a, b in zip(slowest[name], slowest[BARE], strict=True)])
+            )
+            for name in NAMES
+            if name != BARE
+        },
+        "exposed": watched,
+        "raw_seconds": slowest,
+    }
+    contenders.clear()
+    gc.collect()
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return result
+
+
+def compare(
+    contenders: Mapping[str, Contender], case: Case, ranks: Ranks, size: str
+) -> dict[str, float]:
+    """How far gradients are off stock's, of their norm, at most; ``bare`` among several ranks not.
+
+    Raises:
+        RuntimeError: by more than rounding; on all ranks.
+    """
+    errors = dict.fromkeys(contenders, 0.0)
+    for step in range(COMPARED):
+        batch = case.batch(ranks.device, step * ranks.world_size + ranks.rank, size)
+        expected = contenders[STOCK].gradient(batch)
+        for name, each in contenders.items():
+            if name == STOCK:
+                continue
+            found = each.gradient(batch)
+            if name != BARE or ranks.world_size == 1:
+                off = 0.0 if found.equals(expected) else found.distance(expected)
+                errors[name] = max(errors[name], off)
+    everybody: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(everybody, errors)
+    if not all(off <= TOLERANCE for each in everybody for off in each.values()):
+        raise RuntimeError(f"{case.name}: wrong gradients, nothing was timed: {everybody}")
+    return errors
+
+
+def watch(contender: Contender, ranks: Ranks) -> dict[str, Any]:
+    """Of backwards on rank 0, seconds: see :meth:`Watch.seconds`."""
+    events = contender.wrapper.core.events
+    observer = Watch(ranks.device)
+    events.install(observer)
+    for _ in range(EXPOSED_STEPS):
+        ranks.barrier()
+        contender.step()
+        ranks.synchronize()
+    events.remove(observer)
+    lead, exposed = observer.seconds()
+    return {
+        "seconds": asdict(Spread.of(exposed)),
+        "first_launch_before_end": asdict(Spread.of(lead)),
+        "buckets": len(contender.wrapper.core.manager.current.buckets),
+    }
+
+
+def table(name: str, result: Mapping[str, Any]) -> Iterator[str]:
+    """Lines that show a model's result; times in milliseconds."""
+    yield f"\n{name}: {result['rounds']} rounds; a step, ms"
+    yield (
+        f"  {'':18}{'graphs':>7}{'again':>6}{'first, s':>9}{'median':>9}{'quartiles':>18}"
+        f"{'above bare':>11}{'exposed':>9}{'lead':>9}"
+    )
+    for label, row in result["contenders"].items():
+        spread = row["seconds"]
+        quartiles = f"{1e3 * spread['q1']:.3f} - {1e3 * spread['q3']:.3f}"
+        above = result["above_bare"].get(label)
+        exposed = result["exposed"].get(label)
+        yield (
+            f"  {label:18}{row['graphs']:7}{row['compiled_again_in_warm_up']:6}"
+            f"{row['first_seconds']:9.1f}{1e3 * spread['median']:9.3f}{quartiles:>18}"
+            + (f"{1e3 * above['median']:11.3f}" if above else f"{'':11}")
+            + (
+                f"{1e3 * exposed['seconds']['median']:9.3f}"
+                f"{1e3 * exposed['first_launch_before_end']['median']:9.3f}"
+                if exposed
+                else ""
+            )
+        )
+    for pair, ratio in result["ratios"].items():
+        q = result["ratio_quartiles"][pair]
+        yield f"  {pair:32} {Ratio(**ratio)}, quartiles {q['q1']:.3f} {q['q3']:.3f}"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    names = ["mlp", "tied_transformer", "conv_net"]
+    parser.add_argument("--backend", help="default: nccl with a CUDA device, else gloo")
+    parser.add_argument("--models", nargs="+", choices=CASES, default=names)
+    parser.add_argument("--compiler", choices=COMPILERS, default="inductor")
+    parser.add_argument("--batch", choices=SIZES, default="small")
+    parser.add_argument("--rounds", type=int, default=40, help="timed (default 40)")
+    parser.add_argument("--out", type=Path, help="write JSON here")
+    parser.add_argument("--schedule", type=Path, help="draw one backward into this file instead")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
