@@ -35,6 +35,7 @@ NCCL_TESTS = (
     TESTS / "test_quantized_nccl.py",
     TESTS / "test_features_nccl.py",
     TESTS / "test_metrics_nccl.py",
+    TESTS / "test_compiled_nccl.py",
     TESTS / "test_graphs_nccl.py",
     TESTS / "test_nvlink.py",
 )
