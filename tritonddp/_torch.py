@@ -304,27 +304,37 @@ _HAS_RPC = hasattr(torch._C, "_distributed_rpc") and hasattr(torch._C, "_distrib
 
 
 @functools.cache
-def keep_dynamo_out(traced: str, called: Callable[..., Any]) -> None:
-    """Have torch.compile run this package as it is, but for one room, and compile what it calls.
+def keep_dynamo_out(traced: str) -> None:
+    """Have torch.compile run this package as it is, but for one file, and compile what it calls.
 
     A compiled training step would compile hooks that its backward calls, and each anew whenever an
     attribute has changed. dynamo leaves torch's own files alone by the same list. The import takes
     a second, but whoever makes an optimizer or calls stock DDP has it too.
-
-    Args:
-        traced: the room that is traced where something compiled calls it.
-        called: a function in it that is not compiled by itself, where what calls it could not be.
     """
     # In a thread of its own: torch.fx.wrap, on the way, makes a cycle of references to all frames
     # below it. Those of whoever wraps a module would keep what they hold, the wrapper and with it
     # the process group, until the garbage collector comes by.
     with ThreadPoolExecutor(1) as thread:
         rules = thread.submit(importlib.import_module, "torch._dynamo.trace_rules").result()
-    package = sys.modules[__name__.partition(".")[0]]
-    for each in iter_modules(package.__path__, f"{package.__name__}."):
-        if each.name != traced:
-            rules.add(each.name)
-    importlib.import_module("torch._dynamo.eval_frame").skip_code(called.__code__)
+    room = traced.rpartition(".")[0]
+    for package in (__name__.rpartition(".")[0], room):
+        for each in iter_modules(sys.modules[package].__path__, f"{package}."):
+            if each.name not in (room, traced):
+                rules.add(each.name)
+
+
+def traced_as(traced: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Decorator: where something that is compiled calls this, dynamo traces ``traced`` instead.
+
+    Python runs what is decorated: also where dynamo cannot trace all of the other one.
+    torch.compile marks what it returns in the same way.
+    """
+
+    def mark(function: Any) -> Any:
+        function._torchdynamo_inline = traced
+        return function
+
+    return mark
 
 
 def keep_operator(operator: Any) -> None:

@@ -15,19 +15,18 @@ from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 from torch.distributed.algorithms.join import Join, Joinable
 
-from tritonddp import compiled
 from tritonddp._arguments import check_flags, plain_names
 from tritonddp._torch import (
     STOCK,
     cheap_record_function,
     distributed_context,
     is_profiled,
-    keep_dynamo_out,
     leave_join,
     localize_if_sliced,
     move_inputs,
     rpc_runs,
     set_active_wrapper,
+    traced_as,
 )
 from tritonddp.buckets.assignment import MIB
 from tritonddp.buckets.formats import AUTO
@@ -35,8 +34,8 @@ from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.broadcast import StateBroadcast
 from tritonddp.compat.stock_ddp import StockDDPNames, check_hook, warn_of_static_graph
 from tritonddp.compat.stock_reducer import StockReducer
-from tritonddp.compiled.forward import forward, in_one_graph
-from tritonddp.compiled.operators import Traced, prepare_tracing
+from tritonddp.compiled.forward import in_one_graph
+from tritonddp.compiled.operators import Traced
 from tritonddp.config import DDPConfig, process_group_of, sendable, warn_of_deprecated
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import describe, tell_failure, verify_same
@@ -246,8 +245,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         self.config, self.caps = config, config.caps
         self.device_ids, self.output_device = config.device_ids, config.output_device
         self.is_multi_device_module = len({param.device for _, param in params}) > 1
-        self.dim = dim
-        self.module = module
+        self.dim, self.module = dim, module
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
@@ -305,9 +303,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
     def _build_reducer(self, parameters: ModuleParameters) -> None:
         """Make the reducer, from the options. No collective."""
-        keep_dynamo_out(compiled.__name__, in_one_graph)
-        prepare_tracing()
-        self.traced = Traced(self)
+        self.traced = Traced(self, self._pre_forward)
         # As in stock: a static graph may leave parameters unused.
         is_strict = self.find_unused_parameters is False and not self.static_graph
         broadcast = self.state_broadcast if self._init_sync else None
@@ -326,9 +322,16 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
     # One forward
 
-    forward = forward
+    @traced_as(in_one_graph)
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module, with inputs moved to its device if ``device_ids`` was given.
 
-    def _run_in_python(self, *inputs: Any, **kwargs: Any) -> Any:
+        Raises:
+            NotImplementedError: a parameter was added that cannot be reduced.
+            RuntimeError: in strict mode the last backward left parameters unused, or it waits for
+                :meth:`finalize_backward`; ranks did not reduce the same, or one is gone; or inside
+                ``torch.distributed.autograd.context()`` an option cannot be had.
+        """
         span = record_function if is_profiled() else cheap_record_function
         with span("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
@@ -336,8 +339,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module alone. Subclasses call another method of it here."""
-        # dynamo, which asks torch's class, finds that this wrapper is at work. Not with buckets so
-        # small that its optimizer of graphs refuses them: it leaves graphs whole then.
+        # dynamo splits what it compiles in here at the buckets, if they are large enough for it.
         outer = set_active_wrapper(self if max(self.caps.limits) >= MIB else None)
         try:
             if self._low is None:

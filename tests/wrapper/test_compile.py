@@ -141,11 +141,11 @@ def check(way: Any, backend: str, **options: Any) -> Graphs:
 def test_a_compiled_module_has_the_means_and_is_compiled_once(way: Any) -> None:
     is_module = way in (of_the_module, of_the_module_in_place)
     with fresh_dynamo():
-        graphs = check(way, "aot_eager", fullgraph=is_module)
+        graphs = check(way, "aot_eager", fullgraph=way is not of_a_step)
         breaks = {reason.splitlines()[0] for reason in counters["graph_break"]}
-    assert len(graphs) == DEPTH + (way is of_a_step)  # one a bucket, and the loss
+    # A module inside of the wrapper is split at the buckets, as by stock DDP.
+    assert len(graphs) == (DEPTH if is_module else 1), (len(graphs), breaks)
     assert breaks <= {
-        "Attempted to inline function marked as skipped",  # forward of the wrapper
         "Unsupported Tensor.backward() call",
         "Attempted to call function marked as skipped",  # the same, after tests of other files
     }, breaks
@@ -154,7 +154,7 @@ def test_a_compiled_module_has_the_means_and_is_compiled_once(way: Any) -> None:
 @ranks(2, timeout=300)
 def test_without_splits_there_is_one_graph() -> None:
     with fresh_dynamo(optimize_ddp=False):
-        assert len(check(of_the_wrapper, "aot_eager")) == 1
+        assert len(check(of_the_module, "aot_eager")) == 1
 
 
 @pytest.mark.parametrize("splits", [True, False])
@@ -164,12 +164,14 @@ def test_buckets_leave_while_the_compiled_backward_runs(splits: bool) -> None:
     with fresh_dynamo(optimize_ddp=splits):
         ddp, step = of_the_wrapper(Layers(), backend="aot_eager")
         step(batch(dist.get_rank(), 0))  # the first backward only looks at the order
+        ddp.zero_grad()
         before = ddp.reducer.counters.collectives
         ddp.module.layers[0].weight.register_post_accumulate_grad_hook(
             lambda _: sent.append(ddp.reducer.counters.collectives - before)
         )
         step(batch(dist.get_rank(), 1))
-    assert sent == [DEPTH - 1 if splits else 0]
+    # All but the one whose gradient a hook of a user may change.
+    assert sent == [DEPTH - 1]
 
 
 @ranks(2)

@@ -32,6 +32,8 @@ from tritonddp.buckets.assignment import MIB
 from tritonddp.buckets.sparse_bucket import sparse_parameters
 from tritonddp.comm.broadcast import broadcast_coalesced
 from tritonddp.comm.grad_bucket import GradBucket
+from tritonddp.compiled.forward import inlined
+from tritonddp.compiled.operators import BUFFERS_AFTER
 from tritonddp.coordination.group import Group
 from tritonddp.features.join import JoinProtocol
 
@@ -48,6 +50,8 @@ class StockDDPNames:
 
     # No clone is made of outputs, so that there is nothing to choose: see _set_ddp_sink_clone.
     _ddp_sink_clone = True
+
+    _compiled_call_impl: Callable[..., Any] | None = None  # every module's
 
     # What users register.
     _buffer_hook: Callable[[dict[str, Tensor]], Any] | None = None
@@ -393,6 +397,10 @@ class StockDDPNames:
         wanted = self.forward_sync_buffers and self.require_forward_param_sync
         return wanted and len(self.core.parameters.buffers()) > 0
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As every module's, which see: the forward is traced as a whole."""
+        self._compiled_call_impl = torch.compile(inlined(self._call_impl), *args, **kwargs)
+
     def _check_sync_bufs_pre_fwd(self) -> bool:
         """Whether a forward begins with :meth:`_sync_buffers` now."""
         return not self._check_sync_bufs_post_fwd() and self.will_sync_module_buffers()
@@ -435,6 +443,8 @@ class StockDDPNames:
             raise TypeError(f"hook must be callable, got {type(hook).__name__}")
         self._buffer_hook_is_after = comm_hook_location == BufferCommHookLocation.POST_FORWARD
         self._buffer_hook = partial(hook, state)
+        if self._buffer_hook_is_after:
+            self.traced.obstacle = BUFFERS_AFTER
 
     def _default_broadcast_coalesced(
         self,

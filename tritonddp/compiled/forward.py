@@ -1,29 +1,14 @@
-"""A forward of the wrapper: as Python runs it, and as torch.compile traces it into one graph."""
+"""What torch.compile traces in the place of a wrapper's forward."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from tritonddp.compiled import operators as operators  # graphs name them
-
-
-def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
-    """Run the module, with inputs moved to its device if ``device_ids`` was given.
-
-    Raises:
-        NotImplementedError: a parameter was added that cannot be reduced.
-        RuntimeError: in strict mode, with gradients, the last backward left parameters unused,
-            or it waits for :meth:`finalize_backward`; the ranks did not reduce the same, or one
-            of them is gone; or inside ``torch.distributed.autograd.context()``, what the user
-            has asked for cannot be had there.
-    """
-    if is_dynamo_compiling():
-        return in_one_graph(self, inputs, kwargs)
-    return self._run_in_python(*inputs, **kwargs)
 
 
 class Mark(torch.autograd.Function):
@@ -42,19 +27,18 @@ class Mark(torch.autograd.Function):
         return grad, None, None, None
 
 
-def in_one_graph(ddp: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What is traced: the module, on marked parameters, behind ``begin_forward``.
+def in_one_graph(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
+    """The module, on marked parameters, behind ``begin_forward``.
 
-    Where not all of it can be, dynamo leaves all of it to Python, and compiles the module alone.
+    Raises:
+        NotImplementedError: no graph can hold a forward of ``ddp``.
     """
-    if not is_dynamo_compiling():
-        return ddp._run_in_python(*inputs, **kwargs)
-    if obstacle := _obstacle(ddp):
-        torch._dynamo.graph_break(obstacle)
+    if ddp.traced.obstacle:
+        raise NotImplementedError(ddp.traced.obstacle)
     has_grad, number = torch.is_grad_enabled(), ddp.traced.number
     written = [ddp.traced.forwards]
     if ddp.forward_sync_buffers:
-        written += ddp.module.buffers()
+        written.extend(ddp.module.buffers())
     started = torch.ops.tritonddp.begin_forward(written, number, has_grad)
     if ddp.device_ids:
         device = torch.device(ddp.device_type, ddp.device_ids[0])
@@ -73,19 +57,13 @@ def in_one_graph(ddp: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return torch.func.functional_call(ddp.module, marked, inputs, kwargs)
 
 
-def _obstacle(ddp: Any) -> str:
-    """Why no graph can hold a forward of ``ddp``, and what to do; empty if one can."""
-    if ddp.mixed_precision is not None:
-        return (
-            "tritonddp: mixed_precision casts parameters before each forward, which no graph can "
-            "hold: compile the module and wrap what that returns, or use torch.autocast"
-        )
-    if ddp._buffer_hook is not None and ddp._buffer_hook_is_after:
-        return (
-            "tritonddp: a hook for buffers runs after each forward, which no graph can hold: "
-            "compile the module and wrap what that returns"
-        )
-    return ""
+def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, of a file that dynamo compiles only where something compiled calls it."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _on(device: torch.device, value: Any) -> Any:

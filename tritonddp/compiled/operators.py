@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from tritonddp._torch import insert_where_ready, keep_operator
+from tritonddp._torch import insert_where_ready, keep_dynamo_out, keep_operator
 from tritonddp.compiled.gradients import GraphGradients
 
 _numbers = count()
@@ -29,19 +29,31 @@ _traced: WeakValueDictionary[int, Traced] = WeakValueDictionary()
 
 _library = torch.library.Library("tritonddp", "DEF")
 
+_INSIDE = "which no graph can hold: compile the module, and wrap what that returns"
+_CASTS = f"mixed_precision casts parameters before each forward, {_INSIDE}, or use torch.autocast"
+BUFFERS_AFTER = f"a hook for buffers runs after each forward, {_INSIDE}"
+
 
 class Traced:
     """What the graphs of a wrapper know it by.
+
+    Args:
+        wrapper: whose.
+        begin: what it does before each forward.
 
     Attributes:
         number: of the wrapper, alike on ranks that wrap alike.
         forwards: how many graphs have begun, int64 without dimensions, on the CPU. That each
             changes it keeps forwards of one graph apart, and in order.
         gradients: of its backwards, once a graph has run.
+        obstacle: why no graph can hold its forward, and what to do; empty if one can.
     """
 
-    def __init__(self, wrapper: Any) -> None:
+    def __init__(self, wrapper: Any, begin: Callable[..., Any]) -> None:
+        _prepare_tracing()
         self._wrapper: Callable[[], Any] = weakref.ref(wrapper)
+        self._begin: Callable[[], Any] = weakref.WeakMethod(begin)
+        self.obstacle = "" if wrapper.mixed_precision is None else _CASTS
         self.number = next(_numbers)
         self.forwards = torch.zeros((), dtype=torch.int64, device="cpu")
         self.gradients: GraphGradients | None = None
@@ -59,7 +71,7 @@ class Traced:
         if self.gradients is None:
             self.gradients = GraphGradients(core)
             core.events.install(self.gradients)
-        ddp._pre_forward()
+        self._begin()()
         if (sampler := ddp.logger.sampler).moments is not None:
             sampler.forward_ended()
         ddp.require_forward_param_sync = has_grad and syncs
@@ -129,8 +141,9 @@ for _name, _function, _fake in (
 
 
 @functools.cache
-def prepare_tracing() -> None:
+def _prepare_tracing() -> None:
     """Let graphs hold these operators. (It imports what traces graphs.)"""
+    keep_dynamo_out(f"{__package__}.forward")
     keep_operator(torch.ops.tritonddp.begin_forward.default)
     insert_where_ready(
         torch.ops.tritonddp.gradient_traced.default, torch.ops.tritonddp.gradient_ready.default
