@@ -32,7 +32,11 @@ class Difference:
 
 
 def differences(
-    seeds: Sequence[int], world_size: int, mutation: str | None = None, timeout: float = 60
+    seeds: Sequence[int],
+    world_size: int,
+    mutation: str | None = None,
+    timeout: float = 60,
+    compiled: bool = False,
 ) -> Iterator[Difference]:
     """Play scenarios on ``world_size`` ranks; yields at most one difference for each.
 
@@ -41,14 +45,19 @@ def differences(
         world_size: number of ranks.
         mutation: the fault that is planted in tritonddp, if any.
         timeout: for all of them, in seconds.
+        compiled: ours by torch.compile, as one graph and with the network alone compiled.
     """
     try:
-        played = run_ranks(play_all, world_size, list(seeds), mutation, timeout=timeout)
+        played = run_ranks(play_all, world_size, list(seeds), mutation, compiled, timeout=timeout)
     except pytest.fail.Exception as failure:
         if len(seeds) == 1 or mutation is not None:
             yield Difference(scenario_of(seeds[0], world_size), str(failure))
             return
-        alone = [each for seed in seeds for each in differences([seed], world_size, mutation, 20)]
+        alone = [
+            each
+            for seed in seeds
+            for each in differences([seed], world_size, mutation, timeout, compiled)
+        ]
         yield from alone
         if not alone:
             what = (
@@ -58,14 +67,17 @@ def differences(
         return
     for seed, *of_ranks in zip(seeds, *played, strict=True):
         scenario = scenario_of(seed, world_size)
-        what = next(_differences(scenario, of_ranks), None)
+        what = next(_differences(scenario, of_ranks, compiled), None)
         if what is not None:
             yield Difference(scenario, what)
 
 
-def _differences(scenario: Scenario, played: Sequence[Played]) -> Iterator[str]:
+def _differences(
+    scenario: Scenario, played: Sequence[Played], is_compiled: bool = False
+) -> Iterator[str]:
     """In words, ``played`` being what each rank saw."""
-    yield from _from_oracle(scenario, OURS, [each[OURS] for each in played])
+    if not is_compiled:
+        yield from _from_oracle(scenario, OURS, [each[OURS] for each in played])
     for rank, each in enumerate(played):
         for mine, long in zip(each[OURS], each.get(LONG, each[OURS]), strict=True):
             if mine != long:

@@ -30,6 +30,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, help="play until they are over")
     parser.add_argument("--world", type=int, choices=[2, 3, 4], default=2, help="number of ranks")
     parser.add_argument("--mutation", choices=sorted(MUTATIONS), help="plant this fault")
+    parser.add_argument("--compiled", action="store_true", help="ours by torch.compile")
     parser.add_argument("--keep-going", action="store_true", help="after a difference too")
     parser.add_argument("-v", action="store_true", help="print each scenario")
     arguments = parser.parse_args()
@@ -48,7 +49,10 @@ def main() -> int:
         if arguments.v:
             for each in seeds:
                 print(scenario_of(each, arguments.world), flush=True)
-        for difference in differences(seeds, arguments.world, arguments.mutation):
+        timeout = 60 * (1 + 5 * arguments.compiled)
+        for difference in differences(
+            seeds, arguments.world, arguments.mutation, timeout, arguments.compiled
+        ):
             found += 1
             print(f"\n{difference}\n", flush=True)
         played += size
