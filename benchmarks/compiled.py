@@ -62,6 +62,7 @@ UNCOMPILED = "none"
 COMPILERS = ("inductor", "aot_eager", UNCOMPILED)
 BARE, STOCK, STOCK_ONE = "bare", "stock", "stock, one graph"
 OURS, INSIDE = "ours", "ours, inside"
+PAIRS = (*((a, b) for a in (OURS, INSIDE) for b in (STOCK, STOCK_ONE)), (OURS, INSIDE))
 NAMES = (STOCK, BARE, STOCK_ONE, OURS, INSIDE)  # the reference first
 
 
@@ -87,20 +88,21 @@ class Backend:
 class Contender:
     """One way to compile a training step, on a model of its own."""
 
-    def __init__(self, name: str, module: nn.Module, compiler: str, batch: Batch) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, options: argparse.Namespace, batch: Batch
+    ) -> None:
+        compiler = options.compiler
         self.name, self.batch = name, batch
         self.backend = Backend("eager" if compiler == UNCOMPILED else compiler)
         compiled = functools.partial(
             torch.compile, backend=self.backend, disable=compiler == UNCOMPILED
         )
-        wrap = {
-            **dict.fromkeys((OURS, INSIDE), tritonddp.DistributedDataParallel),
-            **dict.fromkeys((STOCK, STOCK_ONE), StockDDP),
-        }.get(name)
-        self.wrapper = module if wrap is None or name == INSIDE else wrap(module)
+        ours = functools.partial(tritonddp.DistributedDataParallel, transport=options.transport)
+        wrap: Any = {STOCK: StockDDP, STOCK_ONE: StockDDP, OURS: ours}.get(name)
+        self.wrapper: Any = module if wrap is None else wrap(module)
         self.model: Any = compiled(self.wrapper)
         if name == INSIDE:
-            self.model = self.wrapper = tritonddp.DistributedDataParallel(self.model)
+            self.model = self.wrapper = ours(self.model)
         self.optimizer = torch.optim.SGD(module.parameters(), lr=1e-4, momentum=0.9, foreach=True)
         self.first_seconds = self.compiled_again = self.breaks = 0.0
 
@@ -194,6 +196,7 @@ def main() -> int:
                         "backend": ranks.backend,
                         "compiler": options.compiler,
                         "batch": options.batch,
+                        "transport": options.transport,
                         "models": results,
                     }
                     machine.write_json(options.out, content)
@@ -209,7 +212,7 @@ def measure(case: Case, ranks: Ranks, options: argparse.Namespace, end: float) -
     dynamo.reset()
     batch = case.batch(ranks.device, ranks.rank, options.batch)
     copies = case.copies(ranks.device)
-    contenders = {name: Contender(name, next(copies), options.compiler, batch) for name in NAMES}
+    contenders = {name: Contender(name, next(copies), options, batch) for name in NAMES}
     copies.close()
     errors = compare(contenders, case, ranks, options.batch)
     graphs = {name: each.backend.graphs for name, each in contenders.items()}
@@ -271,17 +274,12 @@ def measure(case: Case, ranks: Ranks, options: argparse.Namespace, end: float) -
             }
             for name, each in contenders.items()
         },
-        "ratios": {
-            f"{ours} / {stock}": asdict(paired_ratio(slowest[ours], slowest[stock]))
-            for ours in (OURS, INSIDE)
-            for stock in (STOCK, STOCK_ONE)
-        },
+        "ratios": {f"{a} / {b}": asdict(paired_ratio(slowest[a], slowest[b])) for a, b in PAIRS},
         "ratio_quartiles": {
-            f"{ours} / {stock}": asdict(
-                Spread.of([a / b for a, b in zip(slowest[ours], slowest[stock], strict=True)])
+            f"{a} / {b}": asdict(
+                Spread.of([x / y for x, y in zip(slowest[a], slowest[b], strict=True)])
             )
-            for ours in (OURS, INSIDE)
-            for stock in (STOCK, STOCK_ONE)
+            for a, b in PAIRS
         },
         "above_bare": {
             name: asdict(
@@ -374,10 +372,11 @@ def table(name: str, result: Mapping[str, Any]) -> Iterator[str]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    names = ["mlp", "tied_transformer", "conv_net"]
+    names = ["mlp", "tied_transformer", "conv_net", "conv_net_channels_last"]
     parser.add_argument("--backend", help="default: nccl with a CUDA device, else gloo")
     parser.add_argument("--models", nargs="+", choices=CASES, default=names)
     parser.add_argument("--compiler", choices=COMPILERS, default="inductor")
+    parser.add_argument("--transport", default="auto", help="of ours (default auto)")
     parser.add_argument("--batch", choices=SIZES, default="small")
     parser.add_argument("--rounds", type=int, default=40, help="timed (default 40)")
     parser.add_argument("--out", type=Path, help="write JSON here")

@@ -78,4 +78,11 @@ CASES = {
     **{name: _behind_network(case) for name, case in models.CASES.items() if not case.unused},
     "tied_transformer": Case("tied_transformer", TiedTransformer, _tokens, (4, 128)),
     "conv_net": Case("conv_net", lambda: Network(_conv_net()), _images, (8, 512)),
+    # Inductor makes gradients of convolutions in this layout, whatever that of the parameters is.
+    "conv_net_channels_last": Case(
+        "conv_net_channels_last",
+        lambda: Network(_conv_net()).to(memory_format=torch.channels_last),
+        _images,
+        (8, 512),
+    ),
 }

@@ -395,6 +395,29 @@ def gpu(content: Any) -> Iterator[str]:
     yield from markdown(("bound", "limit", "verdict", "met by", "worst, or why not"), rows)
 
 
+def compiled(content: Any) -> Iterator[str]:
+    """Whole steps under torch.compile, in ms, beside stock's."""
+    rows = []
+    for name, model in content["models"].items():
+        for label, each in model["contenders"].items():
+            spread, ratio = each["seconds"], model["ratios"].get(f"{label} / stock")
+            above, exposed = model["above_bare"].get(label), model["exposed"].get(label)
+            rows.append(
+                (
+                    name,
+                    label,
+                    str(each["graphs"]),
+                    number(spread["median"] * 1e3),
+                    f"{number(spread['q1'] * 1e3)} to {number(spread['q3'] * 1e3)}",
+                    _or_dash(above, lambda seconds: number(seconds["median"] * 1e3)),
+                    _or_dash(exposed, lambda one: number(one["seconds"]["median"] * 1e3)),
+                    _or_dash(ratio, lambda one: f"{one['median']:.3f} ({interval(one)})"),
+                )
+            )
+    header = ("model", "compiled", "graphs", "step, ms", "quartiles", "above bare, ms")
+    yield from markdown((*header, "exposed, ms", "step / stock (95% interval)"), rows)
+
+
 def _or_dash(value: Any, show: Callable[[Any], str]) -> str:
     return "-" if value is None else show(value)
 
@@ -442,6 +465,8 @@ _SECTIONS: dict[str, tuple[str, Sequence[str], Sequence[Table]]] = {
     "memory": ("Peak memory above the unwrapped model", ("memory",), (memory,)),
     "host": ("Host cost", ("host",), (host,)),
     "kernels": ("Flatten and unflatten", ("kernels",), (kernels,)),
+    "compiled": ("torch.compile", (), (compiled,)),
+    "compiled_gloo": ("torch.compile, through the process group", (), (compiled,)),
     "gpu": ("make gpu", (), (gpu, _gpu_kernels)),  # it draws its own plots
 }
 
@@ -490,6 +515,8 @@ def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
         "network_hosts": of("network_hosts", network),
         "network_wire": of("network_wire", network_wire),
         "convergence": of("convergence", convergence),
+        "compiled": of("compiled", compiled),
+        "compiled_gloo": of("compiled_gloo", compiled),
         "gpu": on_gpus[1:] or [_NOT_MEASURED],
     }
 

@@ -142,8 +142,20 @@ def sweep_row() -> dict[str, Any]:
     }
 
 
+COMPILED = {
+    "models": {
+        "mlp": {
+            "contenders": {name: {"graphs": 1, "seconds": SPREAD} for name in ("stock", "ours")},
+            "above_bare": {"ours": SPREAD},
+            "exposed": {"ours": {"seconds": SPREAD}},
+            "ratios": {"ours / stock": ratio(0.765)},
+        }
+    }
+}
 RESULTS: dict[str, dict[str, Any]] = {
     "cpu": {
+        "compiled": COMPILED,
+        "compiled_gloo": COMPILED,
         "step": {
             "models": {
                 "mlp": step_model(unused=False),
@@ -335,6 +347,8 @@ def test_figures_come_from_the_files_and_a_changed_one_is_noticed(
     assert "tritonddp 0123456789" in text
     assert "| text | int8 | 2545 | 1.5067 | 1.5000 to 1.5100 |" in text
     assert "| +0.0900 (+0.0800 to +0.1000) | **above the spread** |" in text
+    assert "| mlp | stock | 1 | 11.2 | 10.0 to 14.0 | - | - | - |" in text
+    assert "| mlp | ours | 1 | 11.2 | 10.0 to 14.0 | 11.2 | 11.2 | 0.765 (0.752 to 0.786) |" in text
     assert "Not measured." not in text
     benchmarks.write_text(text.replace("| 0.987 |", "| 0.587 |"))
     assert run(monkeypatch, "--check", *options) == 1
@@ -422,7 +436,13 @@ def test_plots_are_drawn_and_no_label_lies_over_another(tmp_path: Path) -> None:
 
     drawn = dict(report_plots.figures(RESULTS["cpu"]))
     plots = {*RESULTS["cpu"], "overhead", "convergence-text"}
-    plots -= {"detection", "network_hosts", "convergence"}  # tables only, and a picture a task
+    plots -= {
+        "detection",
+        "network_hosts",
+        "convergence",
+        "compiled",
+        "compiled_gloo",
+    }  # tables only, and a picture a task
     assert set(drawn) == {f"{name}.png" for name in plots}
     for name, figure in drawn.items():
         figure.canvas.draw()
