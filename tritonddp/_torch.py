@@ -262,9 +262,9 @@ current_autograd_node = torch._C._current_autograd_node
 backward_hooks_of = attrgetter("_backward_hooks")
 
 
-def hooks_after_accumulation(param: Tensor) -> Mapping[int, Any]:
-    """What runs when ``.grad`` of a parameter has been accumulated, by handle."""
-    return param._post_accumulate_grad_hooks or {}
+def hooks_after_accumulation(param: Tensor) -> Iterable[Any]:
+    """What runs when ``.grad`` of a parameter has been accumulated."""
+    return (param._post_accumulate_grad_hooks or {}).values()
 
 
 # Run a function when the backward that runs on this thread is over. FSDP2 and stock DDP end their
@@ -360,6 +360,8 @@ def insert_where_ready(traced: Any, operator: Any) -> None:
 
     @traced.py_impl(ProxyTorchDispatchMode)
     def insert(mode: Any, first: Tensor, used_once: Tensor, *others: Any) -> None:
+        if "torch._inductor" in sys.modules:
+            _keep_order(operator)
         tracer = mode.tracer
         nodes = [_node_of(tracer, each) for each in (first, used_once, *others)]
         made, used_by = nodes[0], nodes[1]
@@ -375,6 +377,23 @@ def insert_where_ready(traced: Any, operator: Any) -> None:
             return
         with graph.inserting_after(made):
             graph.call_function(operator, arguments)
+
+
+@functools.cache
+def _keep_order(operator: Any) -> None:
+    """Inductor leaves graphs that hold ``operator`` in their order.
+
+    To need less memory it would put what returns nothing behind all the rest.
+    """
+    memory: Any = importlib.import_module("torch._inductor.memory")
+    reorder = memory.reorder_for_peak_memory
+
+    @functools.wraps(reorder)
+    def reorder_others(nodes: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        targets = (getattr(getattr(node, "node", None), "op_overload", None) for node in nodes)
+        return nodes if operator in targets else reorder(nodes, *args, **kwargs)
+
+    memory.reorder_for_peak_memory = reorder_others
 
 
 def _node_of(tracer: Any, value: Any) -> Any:

@@ -58,6 +58,7 @@ class GraphGradients(Extension):
         self._number_of: dict[str, int] = {}  # of parameters
         # Names of parameters: whether the gradient that is told of is the one that they get.
         self._is_whole: dict[str, bool] = {}
+        self._early: set[int] = set()  # segments of which all are
         # Of this backward.
         self._is_single = False  # of one forward, and it is reduced
         self._packs = False  # and segments may be packed before its end
@@ -93,6 +94,8 @@ class GraphGradients(Extension):
         self._is_single = pending == 1 and not run.is_local
         waits = run.is_provisional or run.is_alone or run.is_captured
         self._packs = self._is_single and not waits
+        if run.bucket_set is not self._bucket_set():
+            self._follow(run.bucket_set)
 
     def ready(self, name: str, grad: Tensor, forward: int) -> None:
         """A compiled backward has made the gradient of parameter ``name``."""
@@ -104,8 +107,6 @@ class GraphGradients(Extension):
         run = core.run
         if run is None or not self._is_single:
             return
-        if run.bucket_set is not self._bucket_set():
-            self._follow(run.bucket_set)
         number = self._number_of.get(name)
         if number is None:  # of no bucket: an input's, or a parameter's that was added
             return
@@ -113,9 +114,9 @@ class GraphGradients(Extension):
         if param.grad is not None:  # autograd will add to it
             return
         self._told[name] = _Told(param, grad.data_ptr(), grad._version)
-        if not (self._packs and self._is_whole.get(name, False)):
-            return
         segment = core.tracker.segment_of[number]
+        if not self._packs or segment not in self._early:
+            return
         numbers = run.bucket_set.ranges[segment]
         came = self._came.setdefault(segment, [None] * len(numbers))
         came[number - numbers.start] = grad
@@ -141,13 +142,19 @@ class GraphGradients(Extension):
 
     def on_compute_end(self, run: ReductionRun) -> None:
         """Autograd has handed all gradients over."""
+        is_new = False
         for name, told in self._told.items():
             is_whole = told.is_handed_over()
+            if self._is_whole.get(name) is is_whole:
+                continue
+            is_new = True
             if self._is_whole.setdefault(name, is_whole) and not is_whole:
                 self._is_whole[name] = False
                 number = self._number_of[name]
                 if any(number in run.bucket_set.ranges[each] for each in self._packed):
                     run.failure = LocalError(_too_early(run, name))
+        if is_new:
+            self._bucket_set = NoneType  # look anew at which segments are whole
         for number in self._packed:
             bucket, segment = run.bucket_set.segments[number]
             bucket.take_up(segment)
@@ -170,6 +177,12 @@ class GraphGradients(Extension):
     def _follow(self, bucket_set: BucketSet) -> None:
         self._bucket_set = weakref.ref(bucket_set)
         self._number_of = {name: number for number, name in enumerate(bucket_set.names)}
+        whole = [self._is_whole.get(name, False) for name in bucket_set.names]
+        self._early = {
+            number
+            for number, each in enumerate(bucket_set.ranges)
+            if all(whole[each.start : each.stop])
+        }
 
 
 def _is_free(param: Parameter, grad: Tensor) -> bool:
@@ -177,11 +190,19 @@ def _is_free(param: Parameter, grad: Tensor) -> bool:
     return (
         param.grad is None
         and not backward_hooks_of(param)
-        and len(hooks_after_accumulation(param)) <= 1  # the reducer's
+        and all(map(_is_ours, hooks_after_accumulation(param)))
         and grad.shape == param.shape
         and grad.dtype is param.dtype
         and grad.device == param.device
     )
+
+
+def _is_ours(hook: Any) -> bool:
+    """It only looks: one of this package, or, as the tracker's while a backward runs, of a list."""
+    function = getattr(hook, "func", hook)
+    if isinstance(getattr(function, "__self__", None), list):
+        return True
+    return str(function.__module__).partition(".")[0] == __name__.partition(".")[0]
 
 
 def _too_early(run: ReductionRun, name: str) -> str:

@@ -124,12 +124,16 @@ def _gradient_traced(grad: Tensor, param: Tensor, forward: Tensor, name: str, wr
         traced.gradients.begin_backward(int(forward))
 
 
+# Python runs in each step: no CUDA graph may hold them.
+_TAGS = (torch.Tag.cudagraph_unsafe,)
 _TENSOR_AND_PLACE = "Tensor forward, str name, int wrapper) -> ()"
-_library.define("begin_forward(Tensor(a!)[] written, int wrapper, bool has_grad) -> Tensor")
-_library.define(f"gradient_ready(Tensor grad, {_TENSOR_AND_PLACE}")
+_library.define(
+    "begin_forward(Tensor(a!)[] written, int wrapper, bool has_grad) -> Tensor", tags=_TAGS
+)
+_library.define(f"gradient_ready(Tensor grad, {_TENSOR_AND_PLACE}", tags=_TAGS)
 # In the place of gradient_ready while a graph is traced: the parameter tells whether the graph uses
 # it in other ways too. Then that would not be all of its gradient, and there is no operator.
-_library.define(f"gradient_traced(Tensor grad, Tensor param, {_TENSOR_AND_PLACE}")
+_library.define(f"gradient_traced(Tensor grad, Tensor param, {_TENSOR_AND_PLACE}", tags=_TAGS)
 
 for _name, _function, _fake in (
     ("begin_forward", _begin_forward, lambda *_: torch.empty((), dtype=torch.int64)),
