@@ -59,6 +59,7 @@ active_wrapper = DistributedDataParallel._get_active_ddp_module
 
 # Leaves of nested containers, including those that libraries register with pytree.
 tree_leaves = _pytree.tree_leaves
+tree_map = _pytree.tree_map
 
 # torch's own class, also where its name stands for another one. dynamo asks it.
 STOCK: Any = DistributedDataParallel
@@ -342,45 +343,17 @@ def keep_operator(operator: Any) -> None:
     torch.fx.node.has_side_effect(operator)
 
 
-def insert_where_ready(traced: Any, operator: Any) -> None:
-    """In a graph that is traced, put ``operator`` where its first argument is made.
+def is_traced(tensor: Tensor) -> bool:
+    """Whether ``tensor`` stands for one of a graph whose backward is traced with it.
 
-    Autograd runs nodes in the reverse order of their making, so what was made first in a forward,
-    for all parameters, comes after everything else in the backward. And there is no order between
-    an operator that returns nothing and the rest.
-
-    Args:
-        traced: operator whose second argument, beyond those of ``operator``, is a tensor that only
-            one node of the graph may use. Nothing is put in where more do.
-        operator: takes its place.
+    Then a hook on an input of the graph is traced too, where all of its gradient has been made.
     """
-    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
-
-    keep_operator(operator)
-
-    @traced.py_impl(ProxyTorchDispatchMode)
-    def insert(mode: Any, first: Tensor, used_once: Tensor, *others: Any) -> None:
-        if "torch._inductor" in sys.modules:
-            _keep_order(operator)
-        tracer = mode.tracer
-        nodes = [_node_of(tracer, each) for each in (first, used_once, *others)]
-        made, used_by = nodes[0], nodes[1]
-        if not isinstance(made, torch.fx.Node) or not isinstance(used_by, torch.fx.Node):
-            return
-        users = [user for user in used_by.users if "sym_" not in str(user.target)]
-        if len(users) > 1:
-            return
-        graph = tracer.graph
-        arguments = (made, *nodes[2:])
-        if made.op == "placeholder":
-            graph.call_function(operator, arguments)
-            return
-        with graph.inserting_after(made):
-            graph.call_function(operator, arguments)
+    module = sys.modules.get("torch._subclasses.functional_tensor")
+    return module is not None and isinstance(tensor, module.FunctionalTensor)
 
 
 @functools.cache
-def _keep_order(operator: Any) -> None:
+def keep_order(operator: Any) -> None:
     """Inductor leaves graphs that hold ``operator`` in their order.
 
     To need less memory it would put what returns nothing behind all the rest.
@@ -394,15 +367,6 @@ def _keep_order(operator: Any) -> None:
         return nodes if operator in targets else reorder(nodes, *args, **kwargs)
 
     memory.reorder_for_peak_memory = reorder_others
-
-
-def _node_of(tracer: Any, value: Any) -> Any:
-    """The node of a graph whose result ``value`` is; itself if it is a constant."""
-    proxy = tracer.unwrap_proxy(value)
-    if not isinstance(proxy, torch.fx.Proxy):
-        # (Of a Proxy an attribute would be a node of the graph.)
-        proxy = getattr(proxy, "proxy", None)
-    return value if proxy is None else proxy.node
 
 
 # Whether this process has begun RPC.

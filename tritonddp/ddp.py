@@ -790,7 +790,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 # What is made anew for a process group, and the group itself.
 _OF_THE_GROUP = {
     *("process_group", "group", "sync", "core", "reducer", "logger", "state_broadcast", "traced"),
-    *("_window", "buffer_sync"),
+    *("_window", "buffer_sync", "_compiled_call_impl"),
 }
 
 _alive: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()

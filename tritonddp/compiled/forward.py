@@ -8,53 +8,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonddp._torch import tree_leaves, tree_map
 from tritonddp.compiled import operators as operators  # graphs name them
 
 
-class Mark(torch.autograd.Function):
-    """The same tensor, whose gradient is told of in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, forward: Tensor, name: str, wrapper: int) -> Tensor:
-        ctx.name, ctx.wrapper = name, wrapper
-        ctx.save_for_backward(tensor, forward)
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        tensor, forward = ctx.saved_tensors
-        torch.ops.tritonddp.gradient_traced(grad, tensor, forward, ctx.name, ctx.wrapper)
-        return grad, None, None, None
-
-
 def in_one_graph(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
-    """The module, on marked parameters, behind ``begin_forward``.
+    """The module, behind ``begin_forward``, with a hook on each parameter in its backward.
 
     Raises:
         NotImplementedError: no graph can hold a forward of ``ddp``.
     """
     if ddp.traced.obstacle:
         raise NotImplementedError(ddp.traced.obstacle)
-    has_grad, number = torch.is_grad_enabled(), ddp.traced.number
-    written = [ddp.traced.forwards]
+    has_grad = torch.is_grad_enabled()
+    written = [ddp.traced.state]
     if ddp.forward_sync_buffers:
         written.extend(ddp.module.buffers())
-    started = torch.ops.tritonddp.begin_forward(written, number, has_grad)
+    started = torch.ops.tritonddp.begin_forward(written, has_grad)
     if ddp.device_ids:
         device = torch.device(ddp.device_type, ddp.device_ids[0])
-        inputs = tuple(_on(device, each) for each in inputs)
-        kwargs = {name: _on(device, each) for name, each in kwargs.items()}
-    if not has_grad:
-        return ddp.module(*inputs, **kwargs)
-    marked = {
-        name: Mark.apply(param, started, name, number)
-        for name, param in ddp.module.named_parameters()
-        if param.requires_grad and name not in ddp.parameters_to_ignore
-    }
-    # A backward that reaches none of them may still reach these.
-    inputs = tuple(_marked(each, started, number) for each in inputs)
-    kwargs = {name: _marked(each, started, number) for name, each in kwargs.items()}
-    return torch.func.functional_call(ddp.module, marked, inputs, kwargs)
+
+        def on_device(value: Any) -> Any:
+            return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+        inputs, kwargs = tree_map(on_device, (inputs, kwargs))
+    if has_grad:
+        for name, param in ddp.module.named_parameters():
+            if param.requires_grad and name not in ddp.parameters_to_ignore:
+                torch.ops.tritonddp.watch_gradient(param, started, name)
+        # A backward that reaches none of them may still reach these.
+        for each in tree_leaves((inputs, kwargs)):
+            if isinstance(each, Tensor) and each.requires_grad:
+                torch.ops.tritonddp.watch_gradient(each, started, "")
+    return ddp.module(*inputs, **kwargs)
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,13 +50,3 @@ def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return call
-
-
-def _on(device: torch.device, value: Any) -> Any:
-    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-
-
-def _marked(value: Any, started: Tensor, number: int) -> Any:
-    if isinstance(value, Tensor) and value.requires_grad:
-        return Mark.apply(value, started, "", number)
-    return value

@@ -25,6 +25,7 @@ from torch.nn import Parameter
 from tritonddp._torch import backward_hooks_of, hooks_after_accumulation
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.run import LocalError, ReductionRun
+from tritonddp.kernels.memory_order import dims_by_stride, gradient_strides
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.output_hooks import Forward
 from tritonddp.reducer.reducer import Reducer
@@ -81,12 +82,6 @@ class GraphGradients(Extension):
 
     # Backward
 
-    def begin_backward(self, forward: int) -> None:
-        """A backward goes through what this forward returned."""
-        core = self._reducer()
-        if core is not None and not core.backward_runs:
-            core.on_backward(self._forwards.get(forward))
-
     def on_begin(self, run: ReductionRun) -> None:
         """The gradients of several forwards are added up by autograd, so each is only a part."""
         pending, self._pending = self._pending, 0
@@ -108,7 +103,8 @@ class GraphGradients(Extension):
         if run is None or not self._is_single:
             return
         number = self._number_of.get(name)
-        if number is None:  # of no bucket: an input's, or a parameter's that was added
+        # Of no bucket: an input's, or a parameter's that was added. Or autograd drops it.
+        if number is None or not run.reached[number] or grad.is_sparse:
             return
         param = run.bucket_set.params[number]
         if param.grad is not None:  # autograd will add to it
@@ -127,7 +123,7 @@ class GraphGradients(Extension):
     def _pack(self, core: Reducer, run: ReductionRun, number: int, grads: list[Any]) -> None:
         """All gradients of a segment are there: pack it, unless autograd would change one."""
         bucket, segment = run.bucket_set.segments[number]
-        if bucket.is_sparse or not all(map(_is_free, segment.params, grads)):
+        if run.filled[number] or bucket.is_sparse or not all(map(_is_free, segment.params, grads)):
             return
         for param, grad in zip(segment.params, grads, strict=True):
             param.grad = grad
@@ -143,7 +139,10 @@ class GraphGradients(Extension):
     def on_compute_end(self, run: ReductionRun) -> None:
         """Autograd has handed all gradients over."""
         is_new = False
+        kept = {each for number in self._came for each in run.bucket_set.ranges[number]}
         for name, told in self._told.items():
+            if self._number_of[name] in kept:  # which autograd had to copy therefore
+                continue
             is_whole = told.is_handed_over()
             if self._is_whole.get(name) is is_whole:
                 continue
@@ -192,9 +191,18 @@ def _is_free(param: Parameter, grad: Tensor) -> bool:
         and not backward_hooks_of(param)
         and all(map(_is_ours, hooks_after_accumulation(param)))
         and grad.shape == param.shape
+        and _lies_as(param, grad)
         and grad.dtype is param.dtype
         and grad.device == param.device
     )
+
+
+def _lies_as(param: Parameter, grad: Tensor) -> bool:
+    """Whether ``grad`` has the memory order that autograd gives to one of ``param``."""
+    if grad.stride() == param.stride():
+        return True
+    order = dims_by_stride(grad.shape, grad.stride())
+    return order is not None and order == dims_by_stride(param.shape, gradient_strides(param))
 
 
 def _is_ours(hook: Any) -> bool:
@@ -208,8 +216,9 @@ def _is_ours(hook: Any) -> bool:
 def _too_early(run: ReductionRun, name: str) -> str:
     return (
         f"{run.where}: the gradient of {name!r} was sent when the compiled backward had made it, "
-        "but autograd has added something to it since, or a hook has changed it, which was not so "
-        "in the steps before: the parameter is used outside of the compiled graph too, in a "
-        "penalty on the weights for example. From the next step on its bucket waits for the end "
-        "of the backward; .grad of this step is not the mean: leave the step out, or repeat it"
+        "but autograd has given the parameter another one, which was not so in the steps before: "
+        "it is used outside of the compiled graph too, or in another forward of this backward, or "
+        "a hook has changed its gradient. From the next step on its bucket waits for the end of "
+        "the backward; .grad of this step is not the mean: leave the step out on all ranks, or "
+        "repeat it"
     )
