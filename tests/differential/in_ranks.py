@@ -25,7 +25,7 @@ from differential.mutations import MUTATIONS
 from differential.networks import Network
 from differential.paths import nothing_prepared
 from differential.player import Player
-from differential.scenario import Options, Scenario
+from differential.scenario import Forward, Options, Scenario
 from differential.trace import Trace
 from tritonddp import DistributedDataParallel
 from tritonddp.comm import all_reduce, peer_memory
@@ -67,7 +67,7 @@ def play_all(
         warnings.simplefilter("ignore")
         scenarios = [scenario_of(seed, dist.get_world_size()) for seed in seeds]
         if compiled:
-            return [_play_compiled(each) for each in scenarios]
+            return [_play_compiled(each) if compiles(each) else {} for each in scenarios]
         return [_play_all_ways(each, mutation is not None) for each in scenarios]
 
 
@@ -125,6 +125,19 @@ def _play_all_ways(scenario: Scenario, is_mutated: bool) -> Played:
     if scenario.stock is not None and _STOCK_DEFINES:
         played[STOCK] = _play(scenario, STOCK, Stock, scenario.stock)
     return played
+
+
+def compiles(scenario: Scenario) -> bool:
+    """Whether torch.compile runs such a program at all, also without a wrapper.
+
+    Where forwards change buffers, no two of them may come before their backwards; and it fails
+    where a custom function in a checkpoint returns no gradient.
+    """
+    blocks = " ".join(scenario.network.blocks)
+    changes = any(each in blocks for each in ("convolution", "buffered", "functional", "normed"))
+    slots = {action.slot for action in scenario.actions if isinstance(action, Forward)}
+    fails = "withholding" in blocks and scenario.network.checkpoint
+    return not (changes and len(slots) > 1) and not fails
 
 
 def _play_compiled(scenario: Scenario) -> Played:
