@@ -572,6 +572,136 @@ def test_what_no_graph_can_hold_says_so() -> None:
     assert_same_on_all_ranks(list(gradients(ddp).values()))
 
 
+class Overriding(DistributedDataParallel):
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return 2 * super()._run_ddp_forward(*inputs, **kwargs)
+
+
+@ranks(2, timeout=300)
+def test_what_a_subclass_does_in_a_forward_is_done() -> None:
+    with fresh_dynamo():
+        ddp = Overriding(seeded(Layers), **SMALL)
+        compiled = torch.compile(ddp, backend="aot_eager", fullgraph=True)
+        with pytest.raises(Exception, match="a subclass of the wrapper overrides _run_ddp_forward"):
+            compiled(batch(0, 0))
+    with fresh_dynamo():
+        found = torch.compile(ddp, backend="aot_eager")(batch(0, 0))
+    torch.testing.assert_close(found, 2 * ddp.module(batch(0, 0)))
+
+
+class Particular(Layers):
+    """Looks at what its parameters are, and has buffers that it replaces, or changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("replaced", torch.zeros(2))
+        self.register_buffer("changed", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Any:
+        self.replaced = self.replaced * 0.5 + 1
+        self.changed.add_(1)
+        are_parameters = all(isinstance(each, nn.Parameter) for each in self.parameters())
+        return {"x": super().forward(x) * (1 if are_parameters else 2), "w": self.layers[0].weight}
+
+
+@ranks(2, timeout=300)
+def test_the_module_is_what_it_is_without() -> None:
+    with fresh_dynamo():
+        ddp = DistributedDataParallel(seeded(Particular), **SMALL)
+        twin = DistributedDataParallel(seeded(Particular), **SMALL)
+        ddp.compile(backend="aot_eager", fullgraph=True)
+        for number in range(4):
+            for net in (ddp, twin):
+                net.zero_grad()
+                output = net(batch(dist.get_rank(), number))
+                assert output["w"] is net.module.layers[0].weight
+                loss_of(output["x"]).backward()
+            torch.testing.assert_close(gradients(ddp), gradients(twin))
+            torch.testing.assert_close(dict(ddp.named_buffers()), dict(twin.named_buffers()))
+        assert ddp.module.replaced.tolist() == [1.875] * 2
+        other = copy.deepcopy(ddp)
+        with torch.no_grad():
+            for param in other.parameters():
+                param.zero_()
+        assert other(batch(0, 0))["x"].abs().max() == 0
+        assert ddp(batch(0, 0))["x"].abs().max() > 0
+
+
+@ranks(2, timeout=300)
+def test_wrappers_alike_share_what_is_compiled() -> None:
+    with fresh_dynamo():
+        backend = Backend()
+        module = seeded(Layers)
+        wrappers = [DistributedDataParallel(copy.deepcopy(module), **SMALL) for _ in range(12)]
+        for number, ddp in enumerate(wrappers):
+            compiled = torch.compile(ddp, backend=backend, fullgraph=True)
+            for step in range(2):
+                ddp.zero_grad()
+                loss_of(compiled(batch(dist.get_rank(), number + step))).backward()
+                assert_means(ddp, module, number + step, rtol=1e-4, atol=1e-6)
+        assert len(backend.graphs) == 1
+
+
+@ranks(2, timeout=300)
+def test_gradients_of_some_parameters_only() -> None:
+    with fresh_dynamo():
+        module = seeded(Layers)
+        ddp = DistributedDataParallel(copy.deepcopy(module), **SMALL)
+        compiled = torch.compile(ddp, backend="aot_eager", fullgraph=True)
+        chosen = [ddp.module.layers[number].weight for number in (0, 3)]
+        for number in range(5):
+            ddp.zero_grad()
+            loss = loss_of(compiled(batch(dist.get_rank(), number)))
+            loss.backward(inputs=chosen if number >= 3 else None)
+            expected = means(module, number)
+            if number >= 3:
+                expected = {name: expected[name] for name in ("layers.0.weight", "layers.3.weight")}
+            torch.testing.assert_close(gradients(ddp), expected, rtol=1e-4, atol=1e-6)
+
+
+class Sign(Layers):
+    """A gradient that is a constant: forward graphs may hold it too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.layers[1].bias.sign() + self.layers[2].bias.round()
+
+
+@pytest.mark.long
+@ranks(2, timeout=600)
+def test_constant_gradients_by_inductor() -> None:
+    with fresh_dynamo():
+        NETS["sign"] = Sign
+        train("sign", Backend("inductor"))
+
+
+@pytest.mark.long
+@ranks(2, timeout=600)
+def test_inductor_keeps_gradients_where_they_are_made() -> None:
+    """In this net it would put all that returns nothing at the end."""
+    order: list[tuple[str, int]] = []
+    ready = GraphGradients.ready
+
+    def noting(self: Any, name: str, *arguments: Any) -> None:
+        order.append((name, torch._C._current_graph_task_id()))
+        ready(self, name, *arguments)
+
+    with fresh_dynamo(), mock.patch.object(GraphGradients, "ready", noting):
+        module = seeded(Conv).to(memory_format=torch.channels_last)
+        ddp = DistributedDataParallel(module, **SMALL)
+        compiled = torch.compile(ddp, fullgraph=True)
+        for number in range(2):
+            ddp.zero_grad()
+            loss_of(compiled(batch(dist.get_rank(), number))).backward()
+        with torch.profiler.profile() as profile:
+            loss_of(compiled(batch(dist.get_rank(), 2))).backward()
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    names = [event.name for event in events]
+    places = [number for number, name in enumerate(names) if "gradient_ready" in name]
+    backwards = [number for number, name in enumerate(names) if "convolution_backward" in name]
+    assert len(backwards) >= 2
+    assert places[0] < backwards[0], "the last layer's gradients wait for the convolutions"
+
+
 class Broken(Layers):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers[:2]:
