@@ -18,6 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 
+from tritonddp import _torch
+
 # In C, take any arguments, and none, and return "" and 0.
 LAUNCH: Callable[..., Any] = "".format
 _ZERO = int
@@ -60,4 +62,6 @@ def faked_driver(capability: int = 90, launch: Callable[..., Any] = LAUNCH) -> I
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
         stack.enter_context(mock.patch.object(torch.cuda, "_initialized", True))
         stack.enter_context(mock.patch.object(torch._C, "_cuda_getDevice", _ZERO, create=True))
+        # Where CUDA is built in, the same function.
+        stack.enter_context(mock.patch.object(_torch, "current_device", _ZERO))
         yield
