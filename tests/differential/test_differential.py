@@ -49,7 +49,7 @@ def test_random_programs_see_what_one_process_and_stock_see(world_size: int, see
         pytest.fail(str(difference), pytrace=False)
 
 
-@pytest.mark.sampled(4, 1)
+@pytest.mark.sampled(6, 1)
 @pytest.mark.parametrize("seeds", [range(first, first + 5) for first in range(0, 60, 5)], ids=str)
 def test_random_programs_see_the_same_as_one_graph(seeds: range) -> None:
     for difference in differences(seeds, 2, timeout=300, compiled=True):
