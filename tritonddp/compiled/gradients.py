@@ -30,8 +30,8 @@ from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.output_hooks import Forward
 from tritonddp.reducer.reducer import Reducer
 
-# Forwards that are remembered until a backward goes through them: more of them are under way in no
-# pipeline.
+# Of so many forwards it is remembered whether a backward has gone through them: more are under way
+# in no pipeline.
 _FORWARDS = 1024
 
 
@@ -143,15 +143,13 @@ class GraphGradients(Extension):
         for name, told in self._told.items():
             if self._number_of[name] in kept:  # which autograd had to copy therefore
                 continue
-            is_whole = told.is_handed_over()
-            if self._is_whole.get(name) is is_whole:
+            was_whole, is_whole = self._is_whole.get(name), told.is_handed_over()
+            if was_whole is is_whole or was_whole is False:
                 continue
-            is_new = True
-            if self._is_whole.setdefault(name, is_whole) and not is_whole:
-                self._is_whole[name] = False
-                number = self._number_of[name]
-                if any(number in run.bucket_set.ranges[each] for each in self._packed):
-                    run.failure = LocalError(_too_early(run, name))
+            is_new, self._is_whole[name] = True, is_whole
+            number = self._number_of[name]
+            if any(number in run.bucket_set.ranges[each] for each in self._packed):
+                run.failure = LocalError(_too_early(run, name))
         if is_new:
             self._bucket_set = NoneType  # look anew at which segments are whole
         for number in self._packed:
