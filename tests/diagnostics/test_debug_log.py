@@ -70,7 +70,7 @@ def test_records_tell_buckets_reductions_weights_and_what_is_left_out() -> None:
         assert begins[0].endswith(f"buckets left out: {unused}")
         of_buckets = kept.lines("comm.reduction")
         sent = [bucket for bucket in ddp.reducer.buckets if bucket.index not in unused]
-        for what in ("is sent", "is there"):
+        for what in ("is sent", "is reduced"):
             assert [line for line in of_buckets if what in line] == [
                 f"rank {rank}, step 3, {bucket.title}: {what}, {bucket.nbytes} bytes"
                 for bucket in sent
