@@ -630,7 +630,7 @@ class PeerMemory:
             future, exchange.future = exchange.future, None
             future.set_result(None)
         if run.is_logged:
-            run.log(bucket, "is there")
+            run.log(bucket, "is reduced")
         # Repeats AllReduce.wait() without a shared function: a steady step runs nothing else.
         last = bucket.last_trailer
         if (
