@@ -115,7 +115,7 @@ class BucketManager:
                 numel, nbytes = sum(p.numel() for p in params), sum(p.nbytes for p in params)
                 logger.debug(
                     f"{where}: bucket {bucket.index} of {len(built.buckets)}: {len(params)} "
-                    f"parameters, {numel} elements, {nbytes} bytes, travels in "
+                    f"parameters, {numel} elements, {nbytes} bytes, sent in "
                     f"{bucket.wire_dtype}, on {params[0].device}: {', '.join(bucket.names)}"
                 )
         return built

@@ -112,8 +112,8 @@ def _check_fp8(device: torch.device) -> None:
         architecture = torch.cuda.get_device_properties(device).gcnArchName
         if not architecture.startswith("gfx95"):
             raise RuntimeError(
-                f"fp8 (e4m3) needs gfx950, but {device} is {architecture}, whose numbers of 8 bits "
-                "are others: use int8"
+                f"fp8 (e4m3) needs gfx950, but {device} is {architecture}, which has another "
+                "8-bit format: use int8"
             )
     elif (capability := torch.cuda.get_device_capability(device)) < (8, 9):
         raise RuntimeError(
@@ -138,7 +138,7 @@ def _quantized_for(device_type: str) -> QuantizedKernels:
 
 
 def quantized_in_triton() -> QuantizedKernels:
-    """Likewise."""
+    """The kernels of a GPU that quantise, for any tensors."""
     from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
 
     return QuantizedKernels(

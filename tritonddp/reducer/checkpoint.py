@@ -140,7 +140,7 @@ def _check(state: Any) -> None:
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise TypeError(f"{what}, but {name!r} is no number: {number!r}")
         if not least <= number < 2.0**53:  # fp64 holds all integers below this exactly
-            raise ValueError(f"{what}, but {name!r} is {number!r}")
+            raise ValueError(f"{what}, but {name!r} is {number!r}: out of range")
     for name in ("sent", "reduced"):
         kept = state.get(name, {})
         if not isinstance(kept, Mapping) or not all(map(_is_dense, kept.values())):

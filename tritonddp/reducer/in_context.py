@@ -170,7 +170,7 @@ def _begin(reducer: Reducer, context: int, forward: Forward) -> None:
         if former is not None and former.runs:
             raise RuntimeError(
                 f"{reducer.where()}: a backward in another torch.distributed.autograd context "
-                "still runs, and the order of the two may differ between ranks: make one "
+                "still runs, and the order of the two may differ between ranks: run one "
                 "after the other"
             )
         recovery.recover(reducer.group)
@@ -313,7 +313,7 @@ def recover(reducer: Reducer) -> None:
     run = backward.run
     logger.warning(
         "%s: the last backward did not come to its end. On the other ranks gradients are NaN "
-        "in this step in %d of %d buckets, which had not been sent",
+        "in this step in %d of %d buckets, which this rank had not sent",
         run.where,
         len(run.buckets) - len(run.works),
         len(run.buckets),

@@ -46,8 +46,8 @@ def reduce_given(
         unknown = sorted(map(str, set(gradients) - {name for name, _ in named}))
         if unknown:
             raise ValueError(
-                f"gradients for {', '.join(unknown[:10])}, which are no parameters of the "
-                "module that require gradients"
+                f"gradients for {', '.join(unknown[:10])}, which are not trainable "
+                "parameters of the module"
             )
         means = _means(reducer, named, [gradients.get(name) for name, _ in named])
         return {name: mean for (name, _), mean in zip(named, means, strict=True)}

@@ -103,7 +103,7 @@ class Reducer:
         reporters: Sequence[Extension] = (),
     ) -> None:
         self.counters = counters or Counters()  # of what was launched and sent so far
-        self.events = Events(reporters)  # whom to tell of what happens
+        self.events = Events(reporters)  # callbacks of extensions
         self.group = group
         self.parameters = parameters
         self.sync = sync
@@ -760,7 +760,7 @@ class Reducer:
         if self.wire.compression is not None:
             raise RuntimeError(
                 f"compression={self.wire.compression!r} and a communication hook both decide "
-                "how gradients travel: leave one of them out"
+                "how gradients are sent: leave one of them out"
             )
         if self.comm_hook is not None:
             raise RuntimeError(

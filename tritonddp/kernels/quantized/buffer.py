@@ -217,7 +217,7 @@ class QuantizedBuffer(FlatBuffer):
         self, quantization: Quantization, layout: Layout, dtype: torch.dtype, device: torch.device
     ) -> None:
         if dtype is not torch.float32:
-            raise ValueError(f"a quantised buffer is of torch.float32, not {dtype}")
+            raise ValueError(f"a quantised buffer needs dtype torch.float32, not {dtype}")
         slots = len(layout.numels)
         self.message_layout = message = quantization.message
         of_blocks = message.blocks * BLOCK
