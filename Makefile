@@ -13,6 +13,7 @@
 # make coverage lines of the package that no test executes and tests/project/unreached.py does not name
 # make gpu     tests and benchmarks that need a CUDA device, with this machine's own $(PYTHON)
 # make gpu-rehearsal    the same without one, small, on a device that is none (a minute)
+# make dist    wheel and sdist, checked, into dist
 # make clean   remove what the others have made
 #
 # PYTHON=python3.12 chooses the interpreter, ARGS="..." goes on to pytest, to the example or to the
@@ -39,7 +40,7 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 
-.PHONY: demo test test-all test-faults test-clients soak lint bench figures bench-compare coverage gpu gpu-rehearsal clean
+.PHONY: demo test test-all test-faults test-clients soak lint bench figures bench-compare coverage gpu gpu-rehearsal dist clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-installed
@@ -100,6 +101,13 @@ gpu:
 gpu-rehearsal: $(VENV)/.test-installed
 	@echo "Rehearsing make gpu without a GPU (a minute) ..."
 	@$(BIN)/python benchmarks/gpu.py --rehearse $(ARGS)
+
+# The wheel is built from the sdist: what that lacks would be missing here.
+dist: $(VENV)/constraints.txt
+	@$(PIP) "build>=1.3" "twine>=6.1"
+	@rm -rf dist
+	@$(BIN)/python -m build --outdir dist .
+	@$(BIN)/python -m twine check --strict dist/*
 
 clean:
 	rm -rf .venv .venv-torch-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks

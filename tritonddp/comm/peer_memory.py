@@ -81,7 +81,9 @@ _MESSAGE = struct.Struct("<IIIQQ")
 # Instead of a module number: the bucket goes through the process group; or any module.
 _ANY = 0
 # Arguments of recvmsg, for map(): a message, room for one descriptor, and its close-on-exec flag.
-_RECEIVE = (_MESSAGE.size,), (socket.CMSG_SPACE(4),), (getattr(socket, "MSG_CMSG_CLOEXEC", 0),)
+# (Windows has no CMSG_SPACE, and none of these connections.)
+_ROOM = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
+_RECEIVE = (_MESSAGE.size,), (_ROOM,), (getattr(socket, "MSG_CMSG_CLOEXEC", 0),)
 # Seconds of waiting after which the timeout of the group is checked.
 _PATIENCE = 1.0
 _MISSING_TIMEOUT = 1800.0  # seconds, if the group has no timeout
