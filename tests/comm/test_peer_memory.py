@@ -356,7 +356,7 @@ def test_ranks_that_do_not_exchange_the_same_are_told() -> None:
     if dist.get_rank() == 1:
         bucket.nbytes += 4
         bucket.exchange.content = *bucket.exchange.content[:2], bucket.nbytes
-    with pytest.raises(RuntimeError, match="something else in this place"):
+    with pytest.raises(RuntimeError, match="something else at the same time"):
         step(ddp, 2)
 
 
