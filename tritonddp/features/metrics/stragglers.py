@@ -1,14 +1,19 @@
-"""Which rank the others wait for: told from the times of all ranks, step by step.
+"""Finds the rank that the others wait for, from the times of all ranks.
 
-How much later than the others a rank is differs from step to step. So a rank is slow if it is late
-by a share of the step in each of the last three steps, or in the median over more of them, that is
-(1) worth a word, (2) far beyond the noise of one step over the root of their number, and (3) twice
-as much as the same number of steps have ever differed by while nobody was slow. Where steps hardly
-differ three are enough; where they do it takes longer.
+The *lateness* of a rank in a step is how much later than the median of the other ranks it is ready,
+as a share of the step. It varies from step to step. A *window* is a number of last steps: 3, 4, or
+more. A rank is slow if in some window its lateness (the least of a window of up to 4 steps, the
+median of a longer one) is
 
-A core may be slower for a tenth of a second, because of a neighbour that shares it, and be none the
-worse for it. So few steps are enough only if the rank was late without being busy (it sleeps, waits
-for data or a lock), or by a large share.
+1. large enough to matter (3.5 % of a step),
+2. far above the noise: the noise of one step divided by the root of the number of steps, and
+3. twice as large as windows of that size have ever differed by while no rank was slow.
+
+Where steps vary little, three steps are enough; otherwise it takes longer.
+
+A core may be slower for a tenth of a second because another process shares it, which is no lasting
+problem. So windows below 16 steps count only if the rank was late without being busy (it sleeps, or
+waits for data or a lock), or if its lateness is large.
 """
 
 from __future__ import annotations
@@ -20,23 +25,23 @@ from typing import NamedTuple
 
 from tritonddp.features.metrics.step_times import NAMES, StepTimes
 
-PARTS = NAMES[:3]  # that are a rank's own
+PARTS = NAMES[:3]  # the parts of a rank's own time
 
-# Shares of a step. 5 % are to be named: what is measured of them may be less.
+# Shares of a step. A rank that is 5 % late should be named; its measured lateness may be less.
 _LEAST = 0.035
-_OVER = 0.02  # a rank is no longer slow
-_QUIET = 0.004  # noise that there always is
+_OVER = 0.02  # below this a rank is no longer slow
+_QUIET = 0.004  # least noise that is assumed
 
-_FIRST = 6  # steps before anybody is named
-_LONG = 16  # steps: in windows of so many a rank may have been busy
-_LARGE = 0.25  # share of a step, by which it may be late in fewer
-_FEW = 4  # in windows of so many steps each has to be late, in longer ones the median
+_FIRST = 6  # steps before any rank is named
+_LONG = 16  # steps of a window from which on the rank may also have been busy
+_LARGE = 0.25  # lateness from which on it may have been busy in shorter windows too
+_FEW = 4  # up to so many steps of a window each has to be late; of longer ones the median
 _WINDOWS = (3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # steps
 _SHORT = _WINDOWS[:2]
-_SIGMAS, _MARGIN = 6.0, 2.0  # of (2) and (3)
-_HISTORY = 256  # steps
-_KEPT = 16  # steps, for which what is made of all of them is not made again
-_EVERY = 4  # steps between two looks at windows that are not few
+_SIGMAS, _MARGIN = 6.0, 2.0  # factors of conditions 2 and 3
+_HISTORY = 256  # steps kept from times when no rank was slow
+_KEPT = 16  # steps for which values computed from the whole history are kept
+_EVERY = 4  # longer windows are looked at in one step of so many
 
 
 class Straggler(NamedTuple):
@@ -44,31 +49,32 @@ class Straggler(NamedTuple):
 
     rank: int
     part: str  # of the step: "input", "forward" or "backward"
-    share: float  # of a step, by which it is later than the median of the others
+    share: float  # its lateness: later than the median of the others by this share of a step
 
 
 class Stragglers:
-    """Looks for one among ``size`` ranks.
+    """Looks for a slow rank among ``size`` ranks.
 
     Attributes:
-        slowest: the one that the others wait for; ``None`` if nobody stands out.
+        slowest: the rank that the others wait for; ``None`` if no rank is slow.
     """
 
     def __init__(self, size: int) -> None:
         self.slowest: Straggler | None = None
         self._steps = 0
         self._times: deque[Sequence[StepTimes]] = deque(maxlen=_WINDOWS[-1])
-        # By rank, by how much of a step it was later than the others: of late, and while nobody
-        # was slow.
+        # Lateness by rank: in the last steps, in steps while no rank was slow, and the part of the
+        # lateness in which the rank was not busy.
         self._late = [deque[float](maxlen=_WINDOWS[-1]) for _ in range(size)]
         self._calm = [deque[float](maxlen=_HISTORY) for _ in range(size)]
-        self._idle = [deque[float](maxlen=_LONG) for _ in range(size)]  # late without being busy
+        self._idle = [deque[float](maxlen=_LONG) for _ in range(size)]
         self._noise = [_QUIET] * size
-        self._turn = 0  # of the rank whose noise was looked at last
-        self._spreads: dict[tuple[int, int], tuple[int, float]] = {}  # and the step they are of
+        self._turn = 0  # the rank whose noise was computed last
+        # By rank and window: the step in which the spread was computed, and the spread.
+        self._spreads: dict[tuple[int, int], tuple[int, float]] = {}
 
     def step(self, ranks: Sequence[StepTimes]) -> Straggler | None:
-        """One more step, of which these are the times; returns :attr:`slowest`."""
+        """Add the times of all ranks in one more step; returns :attr:`slowest`."""
         if len(ranks) < 2:
             return None
         self._steps += 1
@@ -90,12 +96,12 @@ class Stragglers:
         return self.slowest
 
     def _look(self) -> None:
-        """Does anybody stand out?"""
+        """Update :attr:`slowest`."""
         slowest = self.slowest
         if slowest is not None:
             late = _median(list(self._late[slowest.rank])[-_WINDOWS[0] :])
             slowest = self.slowest = None if late < _OVER else Straggler(*slowest[:2], late)
-            if slowest is None:  # windows begin anew, or some would still hold its steps
+            if slowest is None:  # clear the windows, or some would still contain its slow steps
                 for steps in (*self._late, *self._idle):
                     steps.clear()
                 return
@@ -108,20 +114,20 @@ class Stragglers:
             if not (looks_far or is_late):
                 continue
             recent = list(steps)
-            if not is_late and _median(recent[-_FIRST:]) < _LEAST:  # of late it was not slow
+            if not is_late and _median(recent[-_FIRST:]) < _LEAST:  # not late in the last steps
                 continue
             window, late = self._window(rank, recent, _WINDOWS if looks_far else _SHORT)
             if window and late > most:
                 most, self.slowest = late, Straggler(rank, self._part(rank, window), late)
 
     def _window(self, rank: int, late: list[float], windows: Iterable[int]) -> tuple[int, float]:
-        """Over how many of the last steps ``rank`` is slow, and by how much; zeros if it is not."""
+        """The window in which ``rank`` is slow, and its lateness there; zeros if it is not slow."""
         for window in windows:
             if window > len(late):
                 break
             value = _typical(late, window)
             noise = max(self._noise[rank], _median(self._noise))
-            noise *= 1 + _FIRST / len(self._calm[rank])  # few steps may be alike by chance
+            noise *= 1 + _FIRST / len(self._calm[rank])  # a few steps may be equal by chance
             least = max(_LEAST, _SIGMAS * noise / sqrt(window))
             if (
                 window < _LONG
@@ -134,7 +140,7 @@ class Stragglers:
         return 0, 0.0
 
     def _spread(self, rank: int, window: int) -> float:
-        """By how much such windows have differed from each other while nobody was slow."""
+        """How much the lateness in such windows has varied while no rank was slow."""
         at, spread = self._spreads.get((rank, window), (-_KEPT, 0.0))
         if self._steps - at < _KEPT:
             return spread
@@ -148,7 +154,7 @@ class Stragglers:
         return spread
 
     def _part(self, rank: int, window: int) -> str:
-        """In which part of the step ``rank`` is later than the others by most."""
+        """The part of the step in which the lateness of ``rank`` is greatest."""
         steps = list(self._times)[-window:]
         late = [
             _median([_lateness([times[part] for times in ranks])[rank] for ranks in steps])
@@ -158,20 +164,20 @@ class Stragglers:
 
 
 def _lateness(times: list[float]) -> list[float]:
-    """Of each rank, against the median of the others: of two numbers in the middle the larger."""
+    """How much later each rank is than the median of the others (the larger of two middle ones)."""
     middle = (len(times) - 1) // 2
     lower, upper = sorted(times)[middle : middle + 2]
     return [each - lower if each > lower else each - upper for each in times]
 
 
 def _typical(late: list[float], window: int) -> float:
-    """Of the last ``window`` steps."""
+    """The lateness in the last ``window`` steps: the least in a short window, else the median."""
     last = late[-window:]
     return min(last) if window <= _FEW else _median(last)
 
 
 def _noise(late: Iterable[float]) -> float:
-    """Standard deviation of one step, by the median of the distances from the median."""
+    """Standard deviation of one step, estimated by the median absolute deviation."""
     values = list(late)
     middle = _median(values)
     return max(_QUIET, 1.4826 * _median([abs(each - middle) for each in values]))
