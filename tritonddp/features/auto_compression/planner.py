@@ -37,7 +37,7 @@ QUANTISED = "int8"
 # Dtypes of gradients that may take another wire than without compression.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Reduced backwards that are timed. The shortest counts: the first compile, allocate and fill caches.
+# Reduced backwards that are timed. The shortest counts, as the first compile and allocate.
 _TIMED = 8
 
 # The wires that the numbers in :attr:`AutoPlanner.state` stand for.
