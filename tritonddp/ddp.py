@@ -122,8 +122,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             two bytes an element, on the CPU three if there are more than two ranks. ``"auto"``: for
             each bucket what it would take without compression, bf16 or ``"int8"``, by what is
             measured at construction, which takes a second or two: see :meth:`wire_report`.
-        error_feedback: the quantisation error of a gradient is kept in fp32, and added to the next
-            gradient: at most ``4 + 4 / world_size`` bytes an element. Without it errors accumulate.
+        error_feedback: what quantisation leaves out of a gradient is kept in fp32, and added to the
+            next one: at most ``4 + 4 / world_size`` bytes an element. Without it errors accumulate.
             It belongs in checkpoints: see :meth:`comm_state_dict`.
         exact: parameters whose gradients are not quantised: a name, several names, patterns
             (``"head.*"``), or a function of name and parameter. Parameters of one dimension or of
@@ -147,7 +147,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             backward. ``"process_group"``, or ``TRITONDDP_PEER_MEMORY=0`` in the environment of any
             rank, leaves it off. On GPUs over NCCL ``"peer_memory"`` has buckets of up to 512 KiB
             summed over NVLink; nothing has measured that, and ``"auto"`` is the process group.
-        metrics: ranks exchange, without a further collective, how long the parts of their last step
+        metrics: ranks tell each other, without a collective, how long the parts of their last step
             took: for :meth:`metrics`, :meth:`suggested_shares` and :meth:`log_metrics`.
         grad_norm: sum up squares while gradients are reduced: :meth:`grad_norm` and
             :meth:`clip_grad_norm_` then need no pass, and :meth:`grad_noise_scale` is available.
@@ -558,10 +558,10 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     def wire_report(self) -> str:
         """In which form gradients are sent with ``compression="auto"``, and why, in some lines.
 
-        They tell what was measured at construction, on the slowest rank; how long a backward is
-        predicted to take with all buckets in their own dtype, in bf16 and in int8; and the choice
-        for each bucket. That is made after the first reduced backward, and again when buckets
-        change and after some more backwards. Rank 0 logs each new one in ``tritonddp.auto`` (INFO).
+        They tell what was measured, on the slowest rank; how long a backward is predicted to take
+        with all buckets in their own dtype, in bf16 and in int8; and the choice for each bucket.
+        That is made after the first reduced backward, and again when buckets change and when the
+        first backwards are over. Rank 0 logs each new one in ``tritonddp.auto``, at level INFO.
         """
         planner = self.core.manager.planner
         if planner is not None:
@@ -665,7 +665,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
         Raises:
             RuntimeError: when set while a backward waits for its end.
-            TypeError: when set to something that is neither on nor off.
+            TypeError: when set to something that is not on or off.
         """
         return self._require_manual_backward_finalization
 

@@ -388,7 +388,7 @@ def grad_noise_scale(model: Any) -> float:
     :meth:`no_sync` count as one batch.
 
     Raises:
-        RuntimeError: the module was wrapped without ``grad_norm=True``, or it is not known yet.
+        RuntimeError: the module was wrapped without that, or nothing is known yet.
     """
     extension = model.core.events.of(GradNorm)
     if extension is None:
