@@ -23,9 +23,9 @@ _Callback: Any = lightning_class(__name__, "callbacks.Callback", *_PACKAGES)
 class TritonDDPStrategy(_Base):
     """Lightning's ``DDPStrategy`` with :class:`tritonddp.DistributedDataParallel` as the wrapper.
 
-    Takes the same arguments. Those that Lightning does not know itself go on to the wrapper; what
-    the name of a strategy says in Lightning (``ddp_find_unused_parameters_true``) is not needed.
-    Import it after the Lightning that you use, if both are installed.
+    Takes the same arguments, and passes those that Lightning does not know to the wrapper. No
+    variant such as Lightning's ``ddp_find_unused_parameters_true`` is needed. If both ``lightning``
+    and ``pytorch_lightning`` are installed, import it after the one that you use.
     """
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
@@ -43,7 +43,7 @@ class MetricsCallback(_Callback):
     Raises:
         RuntimeError, TypeError: when training starts, on every rank, if the model is wrapped
             without ``metrics=True``, or not with tritonddp.
-        ValueError: ``every`` is no whole number from 1 on.
+        ValueError: ``every`` is not a whole number of at least 1.
     """
 
     def __init__(self, every: int = 100) -> None:
@@ -51,11 +51,11 @@ class MetricsCallback(_Callback):
         self._logged = 0  # the step
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """The model is wrapped by now."""
+        """Check the model, which is wrapped by now."""
         numbers_of(trainer.model)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        """The optimizer may have made a step: one for several batches that are accumulated."""
+        """Log, if the optimizer has made a step since: it may step once in several batches."""
         step = trainer.global_step
         if trainer.is_global_zero and step % self._every == 0 and step != self._logged:
             self._logged = step
