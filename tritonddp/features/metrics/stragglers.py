@@ -1,19 +1,14 @@
-"""Finds the rank that the others wait for, from the times of all ranks.
+"""Which rank the others wait for: told from the times of all ranks, step by step.
 
-The *lateness* of a rank in a step is how much later than the median of the other ranks it is ready,
-as a share of the step. It varies from step to step. A *window* is a number of last steps: 3, 4, or
-more. A rank is slow if in some window its lateness (the least of a window of up to 4 steps, the
-median of a longer one) is
+How much later than the others a rank is differs from step to step. So a rank is slow if it is late
+by a share of the step in each of the last three steps, or in the median over more of them, that is
+(1) worth a word, (2) far beyond the noise of one step over the root of their number, and (3) twice
+as much as the same number of steps have ever differed by while nobody was slow. Where steps hardly
+differ three are enough; where they do it takes longer.
 
-1. large enough to matter (3.5 % of a step),
-2. far above the noise: the noise of one step divided by the root of the number of steps, and
-3. twice as large as windows of that size have ever differed by while no rank was slow.
-
-Where steps vary little, three steps are enough; otherwise it takes longer.
-
-A core may be slower for a tenth of a second because another process shares it, which is no lasting
-problem. So windows below 16 steps count only if the rank was late without being busy (it sleeps, or
-waits for data or a lock), or if its lateness is large.
+A core may be slower for a tenth of a second, because of a neighbour that shares it, and be none the
+worse for it. So few steps are enough only if the rank was late without being busy (it sleeps, waits
+for data or a lock), or by a large share.
 """
 
 from __future__ import annotations
@@ -25,23 +20,23 @@ from typing import NamedTuple
 
 from tritonddp.features.metrics.step_times import NAMES, StepTimes
 
-PARTS = NAMES[:3]  # the parts of a rank's own time
+PARTS = NAMES[:3]  # that are a rank's own
 
-# Shares of a step. A rank that is 5 % late should be named; its measured lateness may be less.
+# Shares of a step. 5 % are to be named: what is measured of them may be less.
 _LEAST = 0.035
-_OVER = 0.02  # below this a rank is no longer slow
-_QUIET = 0.004  # least noise that is assumed
+_OVER = 0.02  # a rank is no longer slow
+_QUIET = 0.004  # noise that there always is
 
-_FIRST = 6  # steps before any rank is named
-_LONG = 16  # steps of a window from which on the rank may also have been busy
-_LARGE = 0.25  # lateness from which on it may have been busy in shorter windows too
-_FEW = 4  # up to so many steps of a window each has to be late; of longer ones the median
+_FIRST = 6  # steps before anybody is named
+_LONG = 16  # steps: in windows of so many a rank may have been busy
+_LARGE = 0.25  # share of a step, by which it may be late in fewer
+_FEW = 4  # in windows of so many steps each has to be late, in longer ones the median
 _WINDOWS = (3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # steps
 _SHORT = _WINDOWS[:2]
-_SIGMAS, _MARGIN = 6.0, 2.0  # factors of conditions 2 and 3
-_HISTORY = 256  # steps kept from times when no rank was slow
-_KEPT = 16  # steps for which values computed from the whole history are kept
-_EVERY = 4  # longer windows are looked at in one step of so many
+_SIGMAS, _MARGIN = 6.0, 2.0  # of (2) and (3)
+_HISTORY = 256  # steps
+_KEPT = 16  # steps, for which what is made of all of them is not made again
+_EVERY = 4  # steps between two looks at windows that are not few
 
 
 class Straggler(NamedTuple):
@@ -49,32 +44,31 @@ class Straggler(NamedTuple):
 
     rank: int
     part: str  # of the step: "input", "forward" or "backward"
-    share: float  # its lateness: later than the median of the others by this share of a step
+    share: float  # of a step, by which it is later than the median of the others
 
 
 class Stragglers:
-    """Looks for a slow rank among ``size`` ranks.
+    """Looks for one among ``size`` ranks.
 
     Attributes:
-        slowest: the rank that the others wait for; ``None`` if no rank is slow.
+        slowest: the one that the others wait for; ``None`` if nobody stands out.
     """
 
     def __init__(self, size: int) -> None:
         self.slowest: Straggler | None = None
         self._steps = 0
         self._times: deque[Sequence[StepTimes]] = deque(maxlen=_WINDOWS[-1])
-        # Lateness by rank: in the last steps, in steps while no rank was slow, and the part of the
-        # lateness in which the rank was not busy.
+        # By rank, by how much of a step it was later than the others: of late, and while nobody
+        # was slow.
         self._late = [deque[float](maxlen=_WINDOWS[-1]) for _ in range(size)]
         self._calm = [deque[float](maxlen=_HISTORY) for _ in range(size)]
-        self._idle = [deque[float](maxlen=_LONG) for _ in range(size)]
+        self._idle = [deque[float](maxlen=_LONG) for _ in range(size)]  # late without being busy
         self._noise = [_QUIET] * size
-        self._turn = 0  # the rank whose noise was computed last
-        # By rank and window: the step in which the spread was computed, and the spread.
-        self._spreads: dict[tuple[int, int], tuple[int, float]] = {}
+        self._turn = 0  # of the rank whose noise was looked at last
+        self._spreads: dict[tuple[int, int], tuple[int, float]] = {}  # and the step they are of
 
     def step(self, ranks: Sequence[StepTimes]) -> Straggler | None:
-        """Add the times of all ranks in one more step; returns :attr:`slowest`."""
+        """One more step, of which these are the times; returns :attr:`slowest`."""
         if len(ranks) < 2:
             return None
         self._steps += 1
@@ -96,12 +90,12 @@ class Stragglers:
         return self.slowest
 
     def _look(self) -> None:
-        """Update :attr:`slowest`."""
+        """Does anybody stand out?"""
         slowest = self.slowest
         if slowest is not None:
             late = _median(list(self._late[slowest.rank])[-_WINDOWS[0] :])
             slowest = self.slowest = None if late < _OVER else Straggler(*slowest[:2], late)
-            if slowest is None:  # clear the windows, or some would still contain its slow steps
+            if slowest is None:  # windows begin anew, or some would still hold its steps
                 for steps in (*self._late, *self._idle):
                     steps.clear()
                 return
@@ -114,20 +108,20 @@ class Stragglers:
             if not (looks_far or is_late):
                 continue
             recent = list(steps)
-            if not is_late and _median(recent[-_FIRST:]) < _LEAST:  # not late in the last steps
+            if not is_late and _median(recent[-_FIRST:]) < _LEAST:  # of late it was not slow
                 continue
             window, late = self._window(rank, recent, _WINDOWS if looks_far else _SHORT)
             if window and late > most:
                 most, self.slowest = late, Straggler(rank, self._part(rank, window), late)
 
     def _window(self, rank: int, late: list[float], windows: Iterable[int]) -> tuple[int, float]:
-        """The window in which ``rank`` is slow, and its lateness there; zeros if it is not slow."""
+        """Over how many of the last steps ``rank`` is slow, and by how much; zeros if it is not."""
         for window in windows:
             if window > len(late):
                 break
             value = _typical(late, window)
             noise = max(self._noise[rank], _median(self._noise))
-            noise *= 1 + _FIRST / len(self._calm[rank])  # a few steps may be equal by chance
+            noise *= 1 + _FIRST / len(self._calm[rank])  # few steps may be alike by chance
             least = max(_LEAST, _SIGMAS * noise / sqrt(window))
             if (
                 window < _LONG
@@ -140,7 +134,7 @@ class Stragglers:
         return 0, 0.0
 
     def _spread(self, rank: int, window: int) -> float:
-        """How much the lateness in such windows has varied while no rank was slow."""
+        """By how much such windows have differed from each other while nobody was slow."""
         at, spread = self._spreads.get((rank, window), (-_KEPT, 0.0))
         if self._steps - at < _KEPT:
             return spread
@@ -154,7 +148,7 @@ class Stragglers:
         return spread
 
     def _part(self, rank: int, window: int) -> str:
-        """The part of the step in which the lateness of ``rank`` is greatest."""
+        """In which part of the step ``rank`` is later than the others by most."""
         steps = list(self._times)[-window:]
         late = [
             _median([_lateness([times[part] for times in ranks])[rank] for ranks in steps])
@@ -164,20 +158,20 @@ class Stragglers:
 
 
 def _lateness(times: list[float]) -> list[float]:
-    """How much later each rank is than the median of the others (the larger of two middle ones)."""
+    """Of each rank, against the median of the others: of two numbers in the middle the larger."""
     middle = (len(times) - 1) // 2
     lower, upper = sorted(times)[middle : middle + 2]
     return [each - lower if each > lower else each - upper for each in times]
 
 
 def _typical(late: list[float], window: int) -> float:
-    """The lateness in the last ``window`` steps: the least in a short window, else the median."""
+    """Of the last ``window`` steps."""
     last = late[-window:]
     return min(last) if window <= _FEW else _median(last)
 
 
 def _noise(late: Iterable[float]) -> float:
-    """Standard deviation of one step, estimated by the median absolute deviation."""
+    """Standard deviation of one step, by the median of the distances from the median."""
     values = list(late)
     middle = _median(values)
     return max(_QUIET, 1.4826 * _median([abs(each - middle) for each in values]))
