@@ -39,7 +39,7 @@ def use_tritonddp(accelerator: _Accelerator, **options: Any) -> _Accelerator:
 
     Raises:
         RuntimeError: it has wrapped a model already.
-        TypeError: it is not an accelerator.
+        TypeError: it is no accelerator.
     """
     target: Any = accelerator
     prepare_model = getattr(target, "prepare_model", None)

@@ -21,8 +21,8 @@ _Base: Any = lightning_class(__name__, "strategies.DDPStrategy", *_PACKAGES)
 class TritonDDPStrategy(_Base):
     """Fabric's ``DDPStrategy`` with :class:`tritonddp.DistributedDataParallel` as the wrapper.
 
-    Takes the same arguments, and passes those that Fabric does not know to the wrapper. If both
-    ``lightning`` and ``lightning_fabric`` are installed, import it after the one that you use.
+    Takes the same arguments, and passes those that Fabric does not know to the wrapper. Import it
+    after the Fabric that you use, if both ``lightning`` and ``lightning_fabric`` are installed.
     """
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:

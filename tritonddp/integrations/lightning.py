@@ -24,8 +24,8 @@ class TritonDDPStrategy(_Base):
     """Lightning's ``DDPStrategy`` with :class:`tritonddp.DistributedDataParallel` as the wrapper.
 
     Takes the same arguments, and passes those that Lightning does not know to the wrapper. No
-    variant such as Lightning's ``ddp_find_unused_parameters_true`` is needed. If both ``lightning``
-    and ``pytorch_lightning`` are installed, import it after the one that you use.
+    variant such as Lightning's ``ddp_find_unused_parameters_true`` is needed.
+    Import it after the Lightning that you use, if both are installed.
     """
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
@@ -43,7 +43,7 @@ class MetricsCallback(_Callback):
     Raises:
         RuntimeError, TypeError: when training starts, on every rank, if the model is wrapped
             without ``metrics=True``, or not with tritonddp.
-        ValueError: ``every`` is not a whole number of at least 1.
+        ValueError: ``every`` is no whole number from 1 on.
     """
 
     def __init__(self, every: int = 100) -> None:
