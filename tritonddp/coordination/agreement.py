@@ -366,8 +366,8 @@ class Agreement:
             if not self._is_alone:
                 self._is_alone = True
                 logger.warning(
-                    "%s: no other rank has said anything: this process group (%s) exchanges "
-                    "nothing, and gradients are not averaged",
+                    "%s: nothing came from any other rank: this process group (%s) exchanges "
+                    "no data, and gradients are not averaged",
                     self._where,
                     group_backend(self.group.process_group),
                 )

@@ -106,9 +106,9 @@ class Group(FailureReport):
         if self._shared.is_inherited:
             raise RuntimeError(
                 f"process {os.getpid()} was forked from rank {self.rank} of a process group, and "
-                "is no rank of it: what it sent would be taken for that rank's. Here use the bare "
-                "module (ddp.module), on which nothing is averaged; start processes that shall be "
-                "ranks with torchrun or the start method 'spawn'"
+                "is no rank of it: the other ranks would take its messages for those of that rank. "
+                "Here use the bare module (ddp.module), whose gradients are not averaged; start "
+                "processes that shall be ranks with torchrun or the start method 'spawn'"
             )
 
 

@@ -169,11 +169,11 @@ def connect(group: Group, refusal: str = "") -> Neighbours | Refusal:
             first, *rest = hosts.values()
             for ranks in (each for each in rest if len(each) != len(first)):
                 return Refusal(
-                    f"rank {first[0]} shares its host, as its user, with {len(first) - 1} others, "
-                    f"rank {ranks[0]} with {len(ranks) - 1}"
+                    f"all hosts need the same number of ranks of one user, but the host of rank "
+                    f"{first[0]} has {len(first)}, that of rank {ranks[0]} has {len(ranks)}"
                 )
             if len(first) == 1:
-                return Refusal("no two ranks are on one host, of one user")
+                return Refusal("no two ranks share a host and a user")
             try:
                 _meet(group, hosts[mine["host"]], listener, token, others, found)
             except OSError as error:

@@ -149,7 +149,9 @@ class Timeline:
         """
         group = self.group
         if group is None:
-            raise RuntimeError("only what trace() has yielded knows of other ranks")
+            raise RuntimeError(
+                "gather() takes a timeline that trace() has yielded: this one has no ranks"
+            )
         where, device, moments = f"rank {self.rank}, Timeline.gather()", self.device, []
         for _ in range(_COMPARISONS):
             gather_json(0, group, device, where)

@@ -68,7 +68,7 @@ def trace(module: nn.Module) -> Iterator[Timeline]:
         raise RuntimeError(
             "this module is being traced already: leave the first trace() before the next"
         )
-    capture.refuse(reducer, "a replay tells nothing of itself: trace a step without a graph")
+    capture.refuse(reducer, "a replay records no times: trace a step without a graph")
     device = reducer.manager.current.params[0].device
     timeline = Timeline(reducer.group.rank, str(device), group=reducer.group)
     recorder = _Recorder(device)
@@ -115,7 +115,7 @@ class _Record:
 class _Recorder(Extension):
     """Takes the time stamps of one reducer's backwards."""
 
-    reads_device = "when gradients and buckets come and go (trace)"
+    reads_device = "when gradients are ready and buckets are reduced (trace)"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -294,7 +294,7 @@ class BufferSync(Extension):
             constant = [index for index in range(len(named)) if index not in changing]
             self._constants = _Constants(named, constant)
             logger.info(
-                "rank %d, %s: %d buffers change in forwards, and travel; %d are constant",
+                "rank %d, %s: %d buffers change in forwards, and are sent; %d are constant",
                 *(self._group.rank, place, len(changing), len(constant)),
             )
         elif self._averages or (self._before is None and not self._gave_up):
@@ -384,9 +384,9 @@ class BufferSync(Extension):
         rank = self._group.rank
         logger.warning(
             "rank %d: buffers have changed between a backward and the next forward, on rank %s%s. "
-            "If all ranks have changed them alike, nothing was missed; where only rank 0 has, the "
-            "others have run that one forward with the former values. From now on each forward "
-            "broadcasts all buffers first, as in stock DDP",
+            "If all ranks have made the same change, this forward was right. If only rank 0 has, "
+            "the other ranks have run this one forward with the old values. From now on each "
+            "forward broadcasts all buffers first, as in stock DDP",
             *(rank, " and ".join(map(str, on))),
             f" ({listed(sorted(self._missed))})" if rank in on and self._missed else "",
         )

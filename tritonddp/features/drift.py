@@ -265,11 +265,11 @@ class DriftCheck(Extension):
         if self._mode == "warn":
             self._note(numbers)
             self._known[number] = partition
-        again = "" if self._mode == "raise" else " It is said again when others differ."
+        again = "" if self._mode == "raise" else " The next warning comes when others differ."
         return "\n".join(
             [
-                f"{run.where}: the parameters of the ranks have come apart (check_drift), "
-                f"{len(numbers)} of {len(self._named)}:",
+                f"{run.where}: {len(numbers)} of {len(self._named)} parameters differ between "
+                "ranks (check_drift):",
                 *lines,
                 "Load the last checkpoint on all ranks, or take over the parameters of one rank; "
                 f"model.check_sync() compares buffers and gradients too.{again}",

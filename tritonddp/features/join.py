@@ -234,7 +234,7 @@ class ShadowHook(JoinHook):
 
 def announce_forward(ddp: Wrapper) -> None:
     """A forward begins: tell the ranks without inputs which collectives it will make."""
-    capture.refuse(ddp.core, "inside join() the ranks ask each other in each forward: leave it")
+    capture.refuse(ddp.core, "inside join() each forward asks the other ranks: leave it first")
     _make_up(ddp)
     protocol: JoinProtocol = ddp.sync.join
     # With throw_on_early_termination a rank without inputs makes this raise: keep that error as is.

@@ -152,7 +152,7 @@ class AccumulationWindow(Extension):
         if weight.is_sum != self.weight.is_sum:
             raise RuntimeError(
                 "backwards weighted with reduction='mean' and with reduction='sum' cannot be "
-                "accumulated together: reduce the former before the latter begin"
+                "accumulated together: reduce those of one kind before the first one of the other"
             )
         total = Weight(self.weight.items + weight.items, weight.is_sum)
         if not weight.is_sum:
