@@ -21,7 +21,7 @@ _Base: Any = lightning_class(__name__, "strategies.DDPStrategy", *_PACKAGES)
 class TritonDDPStrategy(_Base):
     """Fabric's ``DDPStrategy`` with :class:`tritonddp.DistributedDataParallel` as the wrapper.
 
-    Takes the same arguments. Those that Fabric does not know itself go on to the wrapper. Import it
+    Takes the same arguments, and passes those that Fabric does not know to the wrapper. Import it
     after the Fabric that you use, if both ``lightning`` and ``lightning_fabric`` are installed.
     """
 
