@@ -537,6 +537,7 @@ class PeerMemory:
         came: memory of other ranks, or why there is none, by rank, while it is handed over.
         followed: the buckets, weakly: they refer to this.
         free: of the last one that all have read: what was packed for it may be overwritten.
+        refusal: why it cannot be had; ``None`` if it can, or nobody has tried yet.
     """
 
     averages = True
@@ -549,7 +550,7 @@ class PeerMemory:
         self.exchanges: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
         self._group, self._plain, self._counters = group, plain, counters
         self._is_required = is_required
-        self._is_refused = False
+        self.refusal: Refusal | None = None
         self._peers: Peers | None = None
         self.last = self.read = self.free = 0
         self.came: dict[int, Any] = {}
@@ -664,7 +665,7 @@ class PeerMemory:
 
         Other modules have connected them then.
         """
-        if isinstance(self._group.peers, Peers) and not self._is_refused:
+        if isinstance(self._group.peers, Peers) and self.refusal is None:
             self._plain.announce = self._group.peers.goes_elsewhere
 
     def follow(self, current: BucketSet, where: str) -> bool:
@@ -678,14 +679,14 @@ class PeerMemory:
         Raises:
             RuntimeError: it cannot be had, and is required; or a collective failed.
         """
-        if self._is_refused:
+        if self.refusal is not None:
             return False
         self.followed = ref(current)
         with self._group.guard(where, "agreement to exchange through memory"):
             refusal = self._connect(where) or self._share(current.buckets)
         if refusal is None:
             return True
-        self._is_refused = True
+        self.refusal = refusal
         self._plain.announce = None
         told = f"{where}: gradients cannot go through memory of the host: {refusal.why}"
         if self._is_required:
