@@ -29,14 +29,20 @@ _PORT = 29500  # torchrun's
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of the command."""
     add = parser.add_argument
-    add("--nproc-per-node", type=_positive, metavar="N", help="ranks on each host (default: one for each card, or 2; 1 makes no group)")  # fmt: skip
-    add("--nnodes", type=_positive, default=1, metavar="N", help="hosts, on each of which this is called (default: 1)")  # fmt: skip
+    several = "ranks on each host (default: one for each card, or 2; 1 makes no group)"
+    add("--nproc-per-node", type=_positive, metavar="N", help=several)
+    hosts = "hosts, on each of which this is called (default: 1)"
+    add("--nnodes", type=_positive, default=1, metavar="N", help=hosts)
     add("--node-rank", type=_number, default=0, metavar="N", help="which of them this is, from 0")
     add("--master-addr", default="127.0.0.1", metavar="HOST", help="address of host 0")
-    add("--master-port", type=_number, metavar="PORT", help=f"port there (default: {_PORT}, or any if there is one host)")  # fmt: skip
-    add("--device", choices=("cpu", "cuda"), help="what the ranks exchange (default: cuda if there are cards)")  # fmt: skip
-    add("--model-mb", type=_size, default=100.0, metavar="MB", help="gradients of your model, in 10^6 bytes of fp32 (default: 100)")  # fmt: skip
-    add("--timeout", type=_size, default=60.0, metavar="S", help="seconds until ranks are missing, and of each collective (default: 60)")  # fmt: skip
+    port = f"port there (default: {_PORT}, or any if there is one host)"
+    add("--master-port", type=_number, metavar="PORT", help=port)
+    device = "where what the ranks exchange lies (default: cuda if there are cards)"
+    add("--device", choices=("cpu", "cuda"), help=device)
+    model = "gradients of your model, in 10^6 bytes of fp32 (default: 100)"
+    add("--model-mb", type=_size, default=100.0, metavar="MB", help=model)
+    seconds = "seconds until ranks are missing, and of each collective (default: 60)"
+    add("--timeout", type=_size, default=60.0, metavar="S", help=seconds)
     add("--json", action="store_true", help="for programs")
     add("--names", action="store_true", help="show the names of users and hosts, and addresses")
 
@@ -103,11 +109,12 @@ def of_group(plan: Plan, shows_names: bool) -> list[Section]:
             heard.extend(launch.run(plan))
         except (OSError, RuntimeError) as error:
             words = str(error).partition("\n")[0]
-            section.fact("ranks", f"none of {plan.world_size} could be started")
+            where = f"port {plan.master_port}" if plan.master_port else "any port"
+            section.fact("ranks", f"none of {plan.world_size} could be started: {words}")
             section.broken(
-                f"the store of a group cannot be made on port {plan.master_port} of the master's "
-                f"address: {words}. Is the loopback interface up (`ip link set lo up`), the port "
-                "free, and the address one of this host?"
+                f"no store of a group can be made on {where} of {plan.master_addr} ({words}): the "
+                "loopback interface has to be up (`ip link set lo up`), the port free, and the "
+                "address one of this host"
             )
             return
         group.ranks(section, plan, heard, shows_names)

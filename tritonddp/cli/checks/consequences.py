@@ -26,9 +26,11 @@ from tritonddp.features.auto_compression.probe import Figures
 # Of one gradient, in bytes: small beside any bucket.
 _GRADIENT = 256 << 10
 # Backwards that are looked at, in seconds.
-_BACKWARDS = tuple(base * 10.0**power for power in range(-3, 2) for base in (1, 2, 5))
+_BACKWARDS = tuple(base * 10.0**power for power in range(-3, 2) for base in (1, 1.5, 2, 3, 5, 7))
 # Sizes of buckets in MiB that are tried beside the default, which is left for a gain of this share.
 _SIZES, _GAIN = (1, 2, 4, 8, 16, 32, 64, 128), 0.1
+# Of sizes within this share of the fastest one the largest is taken: fewer launches.
+_ALIKE = 0.02
 _DTYPE = torch.float32
 _NAMES = {"float32": "fp32", OWN: "fp32", "bfloat16": "bf16", "int8": "int8", BEST: "a mixture"}
 
@@ -56,7 +58,11 @@ def of(figures: Figures, model_bytes: int, device_type: str) -> dict[str, Any]:
     size, gain = _best_size(figures, model_bytes)
     return {
         "all_reduce": alone[OWN],
-        "predicted": {_NAMES.get(name, name): seconds for name, seconds in alone.items()},
+        "predicted": {
+            _NAMES.get(name, name): seconds
+            for name, seconds in alone.items()
+            if name != BEST or seconds < min(alone[each] for each in alone if each != BEST)
+        },
         "wires": chosen,
         "default_sizes": [limit / MIB for limit in BucketCaps.of(None, None).limits],
         "size": size,
@@ -95,6 +101,7 @@ def _best_size(figures: Figures, model_bytes: int) -> tuple[float | None, float]
 
     usual = seconds(BucketCaps.of(None, None))
     times = {size: seconds(BucketCaps.of(size, None)) for size in _SIZES}
-    best = min(times, key=lambda size: times[size])
+    least = min(times.values())
+    best = max(size for size, took in times.items() if took <= (1 + _ALIKE) * least)
     gain = 1 - times[best] / usual
     return (float(best), gain) if gain >= _GAIN else (None, 0.0)

@@ -12,7 +12,7 @@ from tritonddp.cli.checks.launch import Heard, Plan
 from tritonddp.cli.checks.machine import numa_nodes
 from tritonddp.cli.checks.report import Section, amount, duration, rate
 
-# An all-reduce of one element that takes longer than this, in seconds, by whether ranks share hosts.
+# An all-reduce of one element that takes longer than this, in seconds: on one host, on several.
 _SLOW = {True: 5e-3, False: 20e-3}
 # A pair of ranks whose line has less than this share of the median's is told of.
 _SHARE = 0.5
@@ -30,7 +30,11 @@ def ranks(section: Section, plan: Plan, heard: Sequence[Heard], shows_names: boo
         section.fact(f"rank {each.rank} failed", each.failure)
     if failures:
         first = next((f for f in failures if "it was ended after" not in f.failure), failures[0])
-        section.broken(f"the group failed. Rank {first.rank}, {first.failure}")
+        memory = "MemoryError" in first.failure or "out of memory" in first.failure
+        section.broken(
+            f"the group failed. Rank {first.rank}, {first.failure}"
+            + (" It has not the memory that it needs: see the limits." if memory else "")
+        )
         _check_names(section, plan, first.failure)
     found = _found(heard, "ranks")
     if found is None:
@@ -49,14 +53,14 @@ def ranks(section: Section, plan: Plan, heard: Sequence[Heard], shows_names: boo
     for name in found[0]["versions"]:
         versions = {each["versions"][name] for each in found}
         if len(versions) > 1:
-            first, *_ = (
+            other, *_ = (
                 f"rank {rank} has {each['versions'][name]}"
                 for rank, each in enumerate(found)
                 if each["versions"][name] != found[0]["versions"][name]
             )
             section.broken(
                 f"the ranks have not the same {name}: rank 0 has {found[0]['versions'][name]}, "
-                f"{first}: install the same one everywhere"
+                f"{other}: install the same one everywhere"
             )
 
 
@@ -145,28 +149,26 @@ def line(section: Section, heard: Sequence[Heard]) -> None:
         f"all-reduce, {amount(found['nbytes'])}",
         f"{duration(found['seconds'])}: each rank sends {rate(found['rate'])}",
     )
-    pairs = found["pairs"]
-    rates = sorted(pairs, key=lambda each: each[2])
-    section.fact(
-        "messages of a pair",
-        f"{rate(statistics.median(each[2] for each in pairs))} in the median of {len(pairs)}; "
-        f"slowest rank {rates[0][0]} to {rates[0][1]}, {rate(rates[0][2])}",
-    )
     section.fact("rounds", f"{found['rounds']}, each figure the median of the slowest rank's")
-    of_ranks = _found(heard, "ranks") or []
-    hosts = [each["host"] for each in of_ranks]
+    hosts = [each["host"] for each in _found(heard, "ranks")]
+    pairs = found["pairs"]
     shares = len(set(hosts)) < 2
     if found["latency"] > _SLOW[shares]:
         section.slow(
             f"an all-reduce of one element takes {duration(found['latency'])}: the line's latency "
             "is long, or the cores have too much to do"
         )
-    for same in (True, False):  # ranks of one host are nearer to each other
-        alike = [each for each in pairs if hosts and (hosts[each[0]] == hosts[each[1]]) is same]
-        if len(alike) < 4:
+    for where, same in (("on a host", True), ("between hosts", False)):
+        alike = [each for each in pairs if (hosts[each[0]] == hosts[each[1]]) is same]
+        if not alike:
             continue
         usual = statistics.median(each[2] for each in alike)
         sender, receiver, least = min(alike, key=lambda each: each[2])
+        section.fact(
+            f"messages {where}",
+            f"{rate(usual)} in the median of {len(alike)} pairs; slowest rank {sender} to "
+            f"{receiver}, {rate(least)}",
+        )
         if least < _SHARE * usual:
             section.slow(
                 f"rank {sender} sends {rate(least)} to rank {receiver}, and pairs like it "
@@ -177,7 +179,7 @@ def line(section: Section, heard: Sequence[Heard]) -> None:
 def consequences(section: Section, plan: Plan, heard: Sequence[Heard]) -> None:
     """For a model of the size that was asked for: wires and buckets."""
     of_transport, found = _found(heard, "transport"), _found(heard, "consequences")
-    model = amount(plan.model_bytes)
+    model = f"{plan.model_bytes / 1e6:g} MB"
     if of_transport is None or _found(heard, "line") is None:
         section.fact("not known", "the group failed before")
         return
@@ -194,7 +196,9 @@ def consequences(section: Section, plan: Plan, heard: Sequence[Heard]) -> None:
     predicted = ", ".join(
         f"{name} {duration(seconds)}" for name, seconds in found["predicted"].items()
     )
-    section.fact("to exchange all", f"{predicted} (predicted, if nothing hides it)")
+    section.fact(
+        "to exchange all", f"{predicted} (predicted, by the process group, if nothing hides it)"
+    )
     spans = found["wires"]
     told = []
     for number, (start, name) in enumerate(spans):
@@ -210,10 +214,11 @@ def consequences(section: Section, plan: Plan, heard: Sequence[Heard]) -> None:
     if found["size"] is None:
         section.fact("bucket_cap_mb", f"the default ({sizes} MiB): no size saves a tenth of that")
     else:
-        section.fact("bucket_cap_mb", f"{found['size']:g}: saves {found['gain']:.0%}")
-        section.slow(
-            f"on this line buckets of {found['size']:g} MiB take {found['gain']:.0%} less than the "
-            f"default of {sizes} MiB, by the cost model: try bucket_cap_mb={found['size']:g}"
+        section.fact("bucket_cap_mb", f"{found['size']:g} in fp32, see below")
+        section.note(
+            f"where a backward takes about as long as its gradients travel, buckets of "
+            f"{found['size']:g} MiB would save {found['gain']:.0%} of it in fp32, by the cost "
+            f"model, beside the default of {sizes} MiB: try bucket_cap_mb={found['size']:g}"
         )
     first, best = spans[0][1], min(found["predicted"], key=lambda name: found["predicted"][name])
     if first != "fp32":

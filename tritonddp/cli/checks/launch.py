@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -101,6 +102,7 @@ def _environments(plan: Plan, stack: contextlib.ExitStack) -> Iterator[dict[str,
         return
     port = plan.master_port
     if plan.node_rank == 0:
+        _check_address(plan.master_addr, port)
         store: Any = dist.TCPStore(
             plan.master_addr,
             port,
@@ -125,6 +127,13 @@ def _environments(plan: Plan, stack: contextlib.ExitStack) -> Iterator[dict[str,
         yield environment
 
 
+def _check_address(address: str, port: int) -> None:
+    """Raise an OSError if nobody could connect to this host there: torch would try for long."""
+    with socket.create_server((address, port)) as server:
+        name, free, *_ = server.getsockname()
+        socket.create_connection((name, free), timeout=_GRACE).close()
+
+
 class _Rank:
     """Context: the process of one rank, which does not outlive it."""
 
@@ -132,7 +141,7 @@ class _Rank:
         self.heard = Heard(int(environment["RANK"]))
         # Its text is told if it dies; torch's warnings of hosts without names are not.
         environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        self._errors: IO[bytes] = tempfile.TemporaryFile()
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in __exit__)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tritonddp.cli.checks.rank", plan.options],
             env=environment,

@@ -31,7 +31,7 @@ _VARIABLES = (
 
 
 def limits(section: Section, ranks: int, model_bytes: int) -> None:
-    """Of this process, as each of ``ranks`` on this host with a model of ``model_bytes`` has them."""
+    """Those that each of ``ranks`` on this host has, with a model of ``model_bytes``."""
     on_gpu = torch.cuda.is_available()
     locked, files = _limit(resource.RLIMIT_MEMLOCK), _limit(resource.RLIMIT_NOFILE)
     space = _limit(resource.RLIMIT_AS)
@@ -68,7 +68,7 @@ def _limit(kind: int) -> int | None:
 
 def _check_memory(section: Section, ranks: int, model_bytes: int, space: int | None) -> None:
     each = _COPIES * model_bytes
-    what = f"{_COPIES} copies of a model of {amount(model_bytes)} (see --model-mb)"
+    what = f"{_COPIES} copies of a model of {model_bytes / 1e6:g} MB (see --model-mb)"
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         return

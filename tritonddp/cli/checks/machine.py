@@ -236,7 +236,8 @@ def cards(section: Section) -> None:
 
 def _card(index: int) -> str:
     properties: Any = torch.cuda.get_device_properties(index)
-    place = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    bus = f"{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    place = f"{properties.pci_domain_id:04x}:{bus}"
     node = Path("/sys/bus/pci/devices", place, "numa_node")
     on = f", NUMA node {node.read_text().strip()}" if node.exists() else ""
     return (

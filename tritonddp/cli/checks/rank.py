@@ -47,13 +47,14 @@ class MissingRanksError(RuntimeError):
 
 
 def main() -> int:
-    """Take part; the arguments are one text of JSON, see :class:`tritonddp.cli.checks.launch.Plan`."""
+    """Take part; the argument is JSON: see ``options`` of :class:`tritonddp.cli.checks.launch.Plan`."""
     options = json.loads(sys.argv[1])
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         _take_part(options)
     except Exception as error:
-        _tell("failure", f"{type(error).__name__}: {error}")
+        kind = "" if isinstance(error, MissingRanksError) else f"{type(error).__name__}: "
+        _tell("failure", f"{kind}{error}".strip())
         return 1
     return 0
 

@@ -8,6 +8,7 @@ import re
 import socket
 import textwrap
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -80,7 +81,7 @@ class Section:
 
 
 def checked(title: str, check: Callable[[Section], None]) -> Section:
-    """The section that ``check`` fills. If it fails, that is told, and what it had found is kept."""
+    """The section that ``check`` fills, as far as it comes; if it fails, that is told."""
     section = Section(title)
     try:
         check(section)
@@ -150,10 +151,8 @@ def without_names(text: str) -> str:
     """``text`` with neither the user's name, nor this host's, nor addresses of other machines."""
     text = text.replace(str(Path.home()) + "/", "~/")
     names = {"host": socket.gethostname()}
-    try:
+    with suppress(KeyError, OSError):  # a container's user may have no name
         names["user"] = getpass.getuser()
-    except (KeyError, OSError):  # a container's user may have no name
-        pass
     for what, name in names.items():
         if name and name not in ("root", "localhost"):
             text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", f"<{what}>", text)
