@@ -15,6 +15,7 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
+from os import _exit as exit_now  # public, for all its underscore
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class MissingRanksError(RuntimeError):
 
 
 def main() -> int:
-    """Take part; the argument is JSON: see ``options`` of :class:`tritonddp.cli.checks.launch.Plan`."""
+    """Take part; the argument is JSON, ``options`` of :class:`tritonddp.cli.checks.launch.Plan`."""
     options = json.loads(sys.argv[1])
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
@@ -62,7 +63,7 @@ def main() -> int:
 def _end_with_parent() -> None:
     """The other end of the standard input closes when the process is gone that has it."""
     sys.stdin.read()
-    os._exit(1)
+    exit_now(1)
 
 
 def _tell(what: str, content: Any) -> None:
@@ -225,4 +226,4 @@ def _first_line(error: BaseException) -> str:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # threads of a group that has failed may not let the interpreter end
+    exit_now(code)  # threads of a group that has failed may not let the interpreter end
