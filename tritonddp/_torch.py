@@ -232,6 +232,12 @@ def _current_device() -> int:
 # Likewise, with one call instead of torch.cuda's three in Python.
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _current_device)
 
+
+def cuda_sleep(cycles: int) -> None:
+    """Have the current stream do nothing for so long; torch has no public kernel for it."""
+    torch.cuda._sleep(cycles)
+
+
 # How many owners a storage has in C++, tensors above all, by its address. To be compared with an
 # earlier answer. torch's own CUDA graph trees ask the same way whether an output is still held.
 storage_use_count = torch._C._storage_Use_Count
