@@ -218,8 +218,8 @@ def _as_text(rows: Sequence[Row], device: torch.device) -> str:
     ]
     lines += [
         f"{row.kernel:<17}{row.model:<13.12}{row.dtype:<6}{row.nbytes / 1e6:>7.1f}"
-        f"{row.seconds * 1e6:>10.1f}{row.rate:>8.1f}{row.of_copy / row.seconds:>11.2f}{row.rounds:>8}"
-        f"  {row.ratio} {row.baseline}"
+        f"{row.seconds * 1e6:>10.1f}{row.rate:>8.1f}{row.of_copy / row.seconds:>11.2f}"
+        f"{row.rounds:>8}  {row.ratio} {row.baseline}"
         for row in rows
     ]
     return "\n".join(lines)
