@@ -107,17 +107,22 @@ def of_group(plan: Plan, shows_names: bool) -> list[Section]:
     def ranks(section: Section) -> None:
         try:
             heard.extend(launch.run(plan))
-        except (OSError, RuntimeError) as error:
-            words = str(error).partition("\n")[0]
+        except launch.StoreError as error:
             where = f"port {plan.master_port}" if plan.master_port else "any port"
-            section.fact("ranks", f"none of {plan.world_size} could be started: {words}")
             section.broken(
-                f"no store of a group can be made on {where} of {plan.master_addr} ({words}): the "
+                f"no store of a group can be made on {where} of {plan.master_addr} ({error}): the "
                 "loopback interface has to be up (`ip link set lo up`), the port free, and the "
                 "address one of this host"
             )
-            return
-        group.ranks(section, plan, heard, shows_names)
+        except (MemoryError, OSError, RuntimeError) as error:
+            section.broken(
+                f"the processes of {plan.world_size} ranks cannot be started ({error}): this "
+                "process may have too little memory, or too few threads: see the limits"
+            )
+        if heard:
+            group.ranks(section, plan, heard, shows_names)
+        else:
+            section.fact("ranks", f"none of {plan.world_size} could be started")
 
     return [
         checked("group", ranks),

@@ -27,6 +27,10 @@ _PARTS = 3
 _WORDS = 400
 
 
+class StoreError(RuntimeError):
+    """This host cannot have the store of a group."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """Which ranks this host has.
@@ -85,8 +89,8 @@ def run(plan: Plan) -> list[Heard]:
     """Run the ranks of this host, and return what they have told, in their order.
 
     Raises:
-        OSError, RuntimeError: the store of the group cannot be made: no loopback, or the port is
-            taken.
+        StoreError: the store of the group cannot be made: no loopback, or the port is taken.
+        OSError, RuntimeError: a process, or a thread that hears it, cannot be started.
     """
     with contextlib.ExitStack() as stack:
         environments = list(_environments(plan, stack))
@@ -102,14 +106,17 @@ def _environments(plan: Plan, stack: contextlib.ExitStack) -> Iterator[dict[str,
         return
     port = plan.master_port
     if plan.node_rank == 0:
-        _check_address(plan.master_addr, port)
-        store: Any = dist.TCPStore(
-            plan.master_addr,
-            port,
-            is_master=True,
-            timeout=timedelta(seconds=plan.timeout),
-            wait_for_workers=False,
-        )
+        try:
+            _check_address(plan.master_addr, port)
+            store: Any = dist.TCPStore(
+                plan.master_addr,
+                port,
+                is_master=True,
+                timeout=timedelta(seconds=plan.timeout),
+                wait_for_workers=False,
+            )
+        except (OSError, RuntimeError) as error:
+            raise StoreError(str(error).partition("\n")[0]) from error
         stack.callback(lambda kept: None, store)
         port = store.port
     for local in range(plan.nproc):
