@@ -15,6 +15,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,6 +150,43 @@ def test_without_triton_a_cpu_misses_nothing(monkeypatch):
     section = checked("versions", machine.versions)
     assert dict(section.facts)["Triton"] == "not installed; only a GPU's kernels need it"
     assert not section.advice
+
+
+def test_cards_are_told_with_their_links(monkeypatch):
+    """With a faked driver; on real cards nobody has looked at this report yet."""
+    properties = SimpleNamespace(
+        name="NVIDIA X",
+        total_memory=80 << 30,
+        major=9,
+        minor=0,
+        pci_domain_id=0,
+        pci_bus_id=0xFE,
+        pci_device_id=0,
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: b != 2)
+    monkeypatch.setattr(machine, "nvlinks", lambda device: [0, 4, 0])
+    section = checked("cards", machine.cards)
+    facts = dict(section.facts)
+    assert facts["cuda:1"] == "NVIDIA X, 80 GiB, compute capability 9.0"
+    assert facts["links of cuda:0"] == "cuda:1 NVLink x4, cuda:2 through the host"
+    assert facts["links of cuda:2"] == "cuda:0 PCIe, cuda:1 NVLink x4"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.104.05  Release Build",
+    ],
+)
+def test_the_driver_tells_its_version(line, tmp_path, monkeypatch):
+    (tmp_path / "version").write_text(f"{line}\nGCC version: gcc 12.2.0\n")
+    monkeypatch.setattr(machine, "_DRIVER", tmp_path / "version")
+    section = checked("versions", machine.versions)
+    assert dict(section.facts)["NVIDIA driver"] == "535.104.05"
 
 
 def test_a_check_that_fails_leaves_the_others():

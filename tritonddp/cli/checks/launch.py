@@ -158,7 +158,12 @@ class _Rank:
             text=True,
         )
         self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
+        try:
+            self._listener.start()
+        except RuntimeError:  # there is no memory for one more
+            self.process.kill()
+            self.process.wait()
+            raise
 
     def _listen(self) -> None:
         assert self.process.stdout is not None

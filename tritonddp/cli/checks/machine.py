@@ -21,6 +21,7 @@ from tritonddp.kernels.dispatch import select
 # Seconds for nvidia-smi, which hangs where the driver is in trouble.
 _PATIENCE = 10.0
 _NODES = Path("/sys/devices/system/node")
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def versions(section: Section) -> None:
@@ -66,13 +67,13 @@ def _triton(section: Section) -> str:
 
 
 def _driver() -> str | None:
-    path = Path("/proc/driver/nvidia/version")
-    if not path.exists():
+    if not _DRIVER.exists():
         if shutil.which("nvidia-smi") is None:
             return None
         return _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
-    found = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\S+)", path.read_text())
-    return found[1] if found else path.read_text().split("\n")[0]
+    text = _DRIVER.read_text()
+    found = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\S+)", text)
+    return found[1] if found else text.split("\n")[0]
 
 
 def _nvidia_smi(*arguments: str) -> str:
