@@ -233,6 +233,12 @@ def _current_device() -> int:
 # One call instead of the three in Python of torch.cuda.
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _current_device)
 
+
+def cuda_sleep(cycles: int) -> None:
+    """Have the current stream do nothing for ``cycles``; torch has no public kernel for it."""
+    torch.cuda._sleep(cycles)
+
+
 # Number of owners of a storage in C++, mostly tensors, by the address of the storage. To compare
 # with an earlier count. torch's CUDA graph trees check in the same way whether an output is alive.
 storage_use_count = torch._C._storage_Use_Count
