@@ -19,6 +19,8 @@ class Counters:
         sent_bytes: what of them this rank has to send, by an algorithm that sends as little as can
             be (Chan et al., Collective communication, 2007): with ``W`` ranks ``2 (W-1)/W`` of the
             bytes of an all-reduce, ``(W-1)/W`` of all others, rounded up.
+        memory_bytes: what of them went through memory that ranks share, and through no process group,
+        memory_exchanges: in so many exchanges, which are among the collectives.
         layout_copies: gradients whose strides were not their parameter's and that were copied
             once before they could be flattened.
     """
@@ -29,6 +31,8 @@ class Counters:
     collectives: int = 0
     wire_bytes: int = 0
     sent_bytes: int = 0
+    memory_bytes: int = 0
+    memory_exchanges: int = 0
     layout_copies: int = 0
 
     def collective(self, nbytes: int, world_size: int, passes: int = 1) -> None:
