@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -89,6 +90,8 @@ def main(arguments: argparse.Namespace) -> int:
             f"tritonddp compare: error: there is no folder {arguments.html.parent}", file=sys.stderr
         )
         return 2
+    # As Ctrl-C does, it ends all that was started.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         comparison = _compared(arguments)
     except ScriptError as error:

@@ -22,6 +22,7 @@ class _Finder:
     def __init__(self, session):
         self._session = session
         self._waiting = {"torch", "tritonddp"}
+        self._has_acted = False
 
     def find_spec(self, name, path=None, target=None):
         if name not in self._waiting:
@@ -48,10 +49,12 @@ class _Finder:
             return  # somebody imports tritonddp, which imports torch: its end comes
         try:
             if name == "torch":
-                _import_package(package)
-            from tritonddp.cli.injection import act
+                _import_package(package)  # comes here, too, unless it was found by its folder
+            if not self._has_acted:
+                self._has_acted = True
+                from tritonddp.cli.injection import act
 
-            act(self._session)
+                act(self._session)
         except Exception as error:
             raise RuntimeError(
                 "tritonddp could not take the place of torch's DistributedDataParallel in process "
