@@ -608,7 +608,7 @@ def triton_launch(compiled: Any, shape: tuple[int, int, int]) -> Callable[..., N
 
 
 def sample_times(wrapper: Any, rate: int) -> None:
-    """Let a wrapper, torch's or ours, note when the parts of one step in ``rate`` began and ended."""
+    """Let a wrapper, torch's or ours, note when the parts of one step in ``rate`` began."""
     wrapper._set_ddp_runtime_logging_sample_rate(rate)
 
 

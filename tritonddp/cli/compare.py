@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--against",
         choices=("tritonddp", "stock"),
         default="tritonddp",
-        help="what runs beside stock; stock: what this measurement says of no difference (default: %(default)s)",
+        help="what runs beside stock; stock itself tells what is noise (default: %(default)s)",
     )
     add(
         "--stall",

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,8 @@ def _note_wrapped(folder: Path) -> None:
     @functools.wraps(construct)
     def construct_and_note(self: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
-        try:
+        # The launcher may be gone, or its disk full: nothing that the script should hear of.
+        with suppress(OSError):
             (folder / str(os.getpid())).write_text(str(kind.wrapped_modules))
-        except OSError:
-            pass  # the launcher is gone, or its disk is full: nothing that the script should hear of
 
     kind.__init__ = construct_and_note

@@ -19,7 +19,8 @@ class Counters:
         sent_bytes: what of them this rank has to send, by an algorithm that sends as little as can
             be (Chan et al., Collective communication, 2007): with ``W`` ranks ``2 (W-1)/W`` of the
             bytes of an all-reduce, ``(W-1)/W`` of all others, rounded up.
-        memory_bytes: what of them went through memory that ranks share, and through no process group,
+        memory_bytes: what of the wire bytes went through memory that ranks share, and not through a
+            process group,
         memory_exchanges: in so many exchanges, which are among the collectives.
         layout_copies: gradients whose strides were not their parameter's and that were copied
             once before they could be flattened.

@@ -1,4 +1,4 @@
-"""In a rank of a compared script: what is a step, when is it this contender's turn, what came of it.
+"""In a rank of a compared script: what is a step, whose turn is it, and what came of it.
 
 A step goes from the end of one step of the optimizer to the end of the next. The optimizer is the
 first that has stepped and holds parameters of a wrapped model. Where there is none a step goes from
@@ -21,6 +21,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from os import _exit as end_process  # public, for all its name: without cleaning up
 from typing import Any, NoReturn
 
 import torch
@@ -179,7 +180,7 @@ class Recorder:
             self._send(content)
             line = self._connection.readline()
             if not line:
-                os._exit(1)  # the launcher is gone
+                end_process(1)  # the launcher is gone
             order = json.loads(line)
             if order["do"] == "steps":
                 self._left, self._clock_at = order["count"], order["timed"]
@@ -234,7 +235,7 @@ class Recorder:
             self._connection.write(json.dumps(content).encode() + b"\n")
             self._connection.flush()
         except OSError:
-            os._exit(1)  # the launcher is gone
+            end_process(1)  # the launcher is gone
 
     def _disconnect(self) -> None:
         self._left = -1
@@ -249,4 +250,4 @@ class Recorder:
         """The script goes no further. Its own end is not waited for, whatever it would take."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        os._exit(0)
+        end_process(0)

@@ -117,7 +117,7 @@ class Comparison:
     def _row(self, label: str, unit: str, scale: float, of: Any, ratio: Ratio | None = None) -> Row:
         pairs = [[of(played) for played in launch] for launch in self.launches]
         known = [pair for pair in pairs if None not in pair]
-        columns = list(zip(*known, strict=True)) if known else [[], []]
+        columns = [[pair[which] for pair in known] for which in (0, 1)]
         if ratio is None and known:
             ratio = ratio_of_parts(*columns)
         means = [scale * fmean(column) if column else None for column in columns]
@@ -139,9 +139,9 @@ class Comparison:
         return ", ".join(parts)
 
     def method(self) -> str:
-        blocks, launches = self.plan, len(self.launches)
+        blocks, count = self.plan, len(self.launches)
         return (
-            f"{launches} {'launch' if launches == 1 else 'launches'} of {self.world_size} ranks; in "
+            f"{count} {'launch' if count == 1 else 'launches'} of {self.world_size} ranks; in "
             f"each {blocks.pairs} blocks of {blocks.block} steps of both in turn, after "
             f"{self.job.warmup} steps to warm up"
         )

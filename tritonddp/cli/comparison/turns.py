@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -283,14 +284,14 @@ class Launches:
             ScriptError: it failed or is too short.
         """
         first = self._count % 2
-        return self._again(lambda: self._play([0, 1], first))
+        return self._again(partial(self._play, [0, 1], first))
 
     def one_at_a_time(self) -> list[Played]:
         """Each contender has the machine for itself. Raises as :meth:`pair`."""
         order = [0, 1] if self._count % 2 == 0 else [1, 0]
         played: dict[int, Played] = {}
         for index in order:
-            (played[index],) = self._again(lambda index=index: self._play([index], 0))
+            (played[index],) = self._again(partial(self._play, [index], 0))
         return [played[0], played[1]]
 
     def _again(self, play: Callable[[], list[Played]]) -> list[Played]:

@@ -2,12 +2,12 @@
 
 What is compared are blocks of steps that were taken one right after the other, so that what slows
 the machine down for a while slows both. The logarithm of their ratio is one sample. Samples of one
-launch share what that launch was dealt, above all where its memory lies, which does not average out
-however long the launch runs. So each launch gives one mean, and the interval is Student's over these
-means: ``means ± t(0.995, launches - 1) * s / sqrt(launches)``.
+launch share what that launch was dealt, above all where its memory lies, which does not average
+out however long the launch runs. So each launch gives one mean, and the interval is Student's over
+these: ``mean ± t(0.995, launches - 1) * s / sqrt(launches)``.
 
-``s`` is the standard deviation of the means of launches, but never less than the standard error that
-the blocks within the launches let expect: when a few launches agree by chance, it is too small.
+``s`` is the standard deviation of the means of launches, but never less than the standard error
+that the blocks within the launches let expect: a few launches may agree by chance.
 """
 
 from __future__ import annotations

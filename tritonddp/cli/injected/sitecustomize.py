@@ -1,4 +1,4 @@
-"""Found by every Python process below ``tritonddp run`` and ``compare``: this folder is on PYTHONPATH.
+"""Every Python process below ``tritonddp run`` and ``compare`` runs this: it is on PYTHONPATH.
 
 Python imports a module of this name when it starts. This one waits until torch has been imported,
 and then calls ``tritonddp.cli.injection``. A process that never imports torch pays for the import
@@ -7,11 +7,13 @@ of this file alone. The module that this one hides, if there is one, runs as it 
 Nothing but the standard library may be imported here: the process may belong to anybody.
 """
 
-import importlib.machinery
 import importlib.util
 import json
 import os
 import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
 
 VARIABLE = "TRITONDDP_SESSION"
 
@@ -19,30 +21,30 @@ VARIABLE = "TRITONDDP_SESSION"
 class _Finder:
     """Finds torch and tritonddp as the other finders do, and is told when they are imported."""
 
-    def __init__(self, session):
+    def __init__(self, session: Any) -> None:
         self._session = session
         self._waiting = {"torch", "tritonddp"}
         self._has_acted = False
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> "ModuleSpec | None":
         if name not in self._waiting:
             return None
         self._waiting.discard(name)  # the others are asked now, and this one with them
         try:
-            spec = importlib.util.find_spec(name)
+            spec: Any = importlib.util.find_spec(name)
         finally:
             self._waiting.add(name)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader, self)
         return spec
 
-    def imported(self, name):
+    def imported(self, name: str) -> None:
         self._waiting.discard(name)
         prefix, package = self._session["prefix"], self._session["package"]
         if os.path.realpath(sys.prefix) != os.path.realpath(prefix):
             sys.stderr.write(
-                "tritonddp: %s is not of the environment %s that tritonddp was started in; in this "
-                "process torch's DistributedDataParallel stays\n" % (sys.executable, prefix)
+                f"tritonddp: {sys.executable} is not of the environment {prefix} that tritonddp "
+                "was started in; in this process torch's DistributedDataParallel stays\n"
             )
             return
         if name == "torch" and "tritonddp" in sys.modules:
@@ -58,60 +60,60 @@ class _Finder:
         except Exception as error:
             raise RuntimeError(
                 "tritonddp could not take the place of torch's DistributedDataParallel in process "
-                "%d: %s: %s" % (os.getpid(), type(error).__name__, error)
+                f"{os.getpid()}: {type(error).__name__}: {error}"
             ) from error
 
 
 class _Loader:
     """The loader of a module, which tells when the module has run."""
 
-    def __init__(self, loader, finder):
+    def __init__(self, loader: Any, finder: _Finder) -> None:
         self._loader = loader
         self._finder = finder
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
-    def create_module(self, spec):
+    def create_module(self, spec: ModuleSpec) -> "ModuleType | None":
         return self._loader.create_module(spec)
 
-    def exec_module(self, module):
+    def exec_module(self, module: Any) -> None:
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
         self._finder.imported(module.__name__)
 
 
-def _import_package(folder):
-    """tritonddp, which need not be on this process' path: the launcher may have been run in a clone.
+def _import_package(folder: str) -> None:
+    """tritonddp, which need not be on this path: the launcher may have been run in a clone.
 
     A folder of that name beside the script, a clone say, is found without an origin.
     """
-    spec = importlib.util.find_spec("tritonddp")
-    if spec is None or spec.origin is None:
-        spec = importlib.util.spec_from_file_location(
-            "tritonddp",
-            os.path.join(folder, "__init__.py"),
-            submodule_search_locations=[folder],
-        )
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["tritonddp"] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules["tritonddp"]
-            raise
-    else:
+    spec: Any = importlib.util.find_spec("tritonddp")
+    if spec is not None and spec.origin is not None:
         importlib.import_module("tritonddp")
+        return
+    start = os.path.join(folder, "__init__.py")
+    spec = importlib.util.spec_from_file_location(
+        "tritonddp", start, submodule_search_locations=[folder]
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["tritonddp"] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules["tritonddp"]
+        raise
 
 
-def _begin():
+def _begin() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
     # Children find this folder in the variable; in here nothing else is to be seen of it.
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
     session = os.environ.get(VARIABLE)
     if session:
-        sys.meta_path.insert(0, _Finder(json.loads(session)))
-    hidden = importlib.machinery.PathFinder.find_spec("sitecustomize")
+        finder: Any = _Finder(json.loads(session))
+        sys.meta_path.insert(0, finder)
+    hidden: Any = PathFinder.find_spec("sitecustomize")
     if hidden is not None and hidden.loader is not None:
         module = importlib.util.module_from_spec(hidden)
         sys.modules["sitecustomize"] = module
