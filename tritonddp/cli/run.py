@@ -40,19 +40,20 @@ def main(arguments: argparse.Namespace) -> int:
         try:
             record(torch.distributed.run.run)(arguments)
         finally:
-            print(f"tritonddp run: {_told(wrapped_models(Path(folder)))}", file=sys.stderr)
+            print(f"tritonddp run: {told(wrapped_models(Path(folder)))}", file=sys.stderr)
     return 0
 
 
-def _told(counts: list[int]) -> str:
+def told(counts: list[int]) -> str:
+    """What is said of the models that each process has wrapped."""
     if not any(counts):
         return (
             "WARNING: no model was wrapped by tritonddp. Does the script wrap one with torch's "
             "DistributedDataParallel? (Python started with -I, -E or -S keeps torch's class.)"
         )
     numbers = ", ".join(
-        f"{count} {'model' if count == 1 else 'models'} in {often} "
-        f"{'process' if often == 1 else 'processes'}"
+        f"{count} {'model' if count == 1 else 'models'} in "
+        f"{'1 process' if often == 1 else f'each of {often} processes'}"
         for count, often in sorted(Counter(counts).items())
     )
     return f"tritonddp wrapped {numbers}"
