@@ -86,7 +86,7 @@ def test_what_cannot_be_carried_out_is_said(words: list[str], said: str, capsys:
 
 
 def test_blocks_fit_the_steps() -> None:
-    assert Plan.of(0.002, None) == Plan(75, 32)
+    assert Plan.of(0.002, None) == Plan(50, 48)
     assert Plan.of(1.0, None) == Plan(1, 10)
     assert Plan.of(0.01, 30) == Plan(5, 6)
     short = Plan.for_short(60)

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--launches",
         type=_at_least(1),
-        default=5,
+        default=6,
         help="fresh pairs of processes: the interval is that of their means (default: %(default)s)",
     )
     add(

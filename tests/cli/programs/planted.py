@@ -19,7 +19,7 @@ model = DistributedDataParallel(net)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 is_planted = DistributedDataParallel.__module__.startswith("tritonddp")
 planted = os.environ.get("PLANTED", "") if is_planted else ""
-for step in range(int(sys.argv[1])):
+for _ in range(int(sys.argv[1])):
     optimizer.zero_grad()
     model(torch.randn(16, 64)).square().sum().backward()
     # The length of a step without what is planted: it sleeps, which a loaded machine does as well.

@@ -31,9 +31,9 @@ from tritonddp.cli.injection import COMPARE, environment
 LEAST_WARMUP = 20
 _TIMED_WARMUP = 4  # the last ones of it tell how long a step takes
 # A block lasts about so long, that there are enough of them, and has so many steps at most.
-_BLOCK_SECONDS = 0.15
+_BLOCK_SECONDS = 0.1
 _BLOCK_STEPS = 100
-_PAIRS = 32  # of blocks in a launch, fewer if steps are long
+_PAIRS = 48  # of blocks in a launch, fewer if steps are long
 LEAST_PAIRS = 6
 _LAUNCH_SECONDS = 40.0
 _PARTS_STEPS, _TRAFFIC_STEPS = 12, 2
