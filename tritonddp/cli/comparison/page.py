@@ -153,9 +153,11 @@ def _ratios(comparison: Comparison, whole: Ratio) -> Iterator[str]:
     ]
     low = min(0.97, *means, max(whole.low, 0.25))
     high = max(1.03, *means, min(whole.high, 4.0))
+    margin = 0.05 * (high - low)
+    low, high = low - margin, high + margin
 
     def at(ratio: float) -> float:
-        return 4 + 92 * (min(max(ratio, low), high) - low) / (high - low)
+        return 100 * (min(max(ratio, low), high) - low) / (high - low)
 
     height = 12 * (len(means) + 3)
     yield "<h2>The ratio, launch by launch</h2>"
