@@ -46,7 +46,7 @@ def judged(
     *captures: Capture, title: str = "gradients of step 1", second: Capture | None = None
 ) -> Finding:
     first, other = captures
-    return judge(title, [first] if second is None else [first, second], other, LABELS)
+    return judge(title, [first] if second is None else [first, second], [other], LABELS)
 
 
 def test_the_same_bits(model: nn.Linear, tmp_path: Path) -> None:

@@ -77,21 +77,17 @@ class Comparison:
 
     def _judged(self) -> list[Finding]:
         """Of the gradients of the first steps, and of the parameters in the end."""
-        first, second = self.launches[0]
-        titles = [title for title in first.captures if title in second.captures]
-        return [
-            judge(
-                title,
-                [
-                    each[0].captures[title]
-                    for each in self.launches[:2]
-                    if title in each[0].captures
-                ],
-                second.captures[title],
-                self.labels,
-            )
-            for title in titles
-        ]
+        titles = self.launches[0][0].captures
+        findings = []
+        for title in titles:
+            of = [
+                [launch[which].captures[title] for launch in self.launches]
+                for which in (0, 1)
+                if all(title in launch[which].captures for launch in self.launches)
+            ]
+            if len(of) == 2:
+                findings.append(judge(title, of[0], of[1], self.labels))
+        return findings
 
     def rows(self) -> list[Row]:
         rows = [

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tritonddp.cli.comparison.values import Capture
+from tritonddp.cli.comparison.values import LAUNCHES_WITH_VALUES, Capture
 from tritonddp.cli.injection import COMPARE, environment
 
 # tritonddp learns the order of gradients and more in the first 16.
@@ -125,7 +125,9 @@ class Played:
 class Contender:
     """The processes of one contender in one launch."""
 
-    def __init__(self, job: Job, index: int, launch: str, place: Path, folder: Path) -> None:
+    def __init__(
+        self, job: Job, index: int, launch: str, place: Path, folder: Path, keeps_values: bool
+    ) -> None:
         self.label = job.labels[index]
         self.name = f"{launch}-{index}"
         self.ranks: dict[int, socket.socket] = {}
@@ -144,7 +146,7 @@ class Contender:
             contender=self.name,
             kind=job.kinds[index],
             seed=0,
-            values=str(values),
+            values=str(values) if keeps_values else None,
             token=self.token,
         )
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -206,7 +208,7 @@ class Contender:
         for title, found in captured.items():
             first = found[0]
             digests = {rank: message["digest"] for rank, message in found.items()}
-            capture = Capture(digests, first["checksums"], first["path"])
+            capture = Capture(digests, first.get("checksums", {}), first.get("path"))
             self.played.captures[title] = capture
         self.played.steps = max([self.played.steps, *(r["step"] for r in reports.values())])
         return [reports[rank] for rank in sorted(reports)]
@@ -275,7 +277,7 @@ class Launches:
         self.plan: Plan | None = None
         self.world_size = 0
         self._job, self._folder, self._told = job, folder, told
-        self._count = 0
+        self._count = self._finished = 0
 
     def pair(self) -> list[Played]:
         """Both contenders of one launch, in turns.
@@ -283,15 +285,17 @@ class Launches:
         Raises:
             ScriptError: it failed or is too short.
         """
-        first = self._count % 2
-        return self._again(partial(self._play, [0, 1], first))
+        played = self._again(partial(self._play, [0, 1], self._finished % 2))
+        self._finished += 1
+        return played
 
     def one_at_a_time(self) -> list[Played]:
         """Each contender has the machine for itself. Raises as :meth:`pair`."""
-        order = [0, 1] if self._count % 2 == 0 else [1, 0]
+        order = [0, 1] if self._finished % 2 == 0 else [1, 0]
         played: dict[int, Played] = {}
         for index in order:
             (played[index],) = self._again(partial(self._play, [index], 0))
+        self._finished += 1
         return [played[0], played[1]]
 
     def _again(self, play: Callable[[], list[Played]]) -> list[Played]:
@@ -344,7 +348,10 @@ class Launches:
             try:
                 for index in indices:
                     name = f"launch{self._count}"
-                    contenders.append(Contender(self._job, index, name, place, self._folder))
+                    keeps_values = self._finished < LAUNCHES_WITH_VALUES
+                    contenders.append(
+                        Contender(self._job, index, name, place, self._folder, keeps_values)
+                    )
                 self._gather(listener, contenders)
                 yield contenders
             except BaseException:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,9 @@ from torch import Tensor, nn
 from tritonddp.diagnostics.checksum import checksums
 
 CAPTURED_STEPS = 3  # the first steps of the optimizer
+
+# Of stock's first two launches values are compared, and of the other contender's first one.
+LAUNCHES_WITH_VALUES = 2
 
 # What of one capture is written: of each tensor every so many-th element, if it is more.
 _BYTES = 2**26
@@ -169,12 +171,11 @@ class Finding:
         return self.state == DIFFERENT or (first and not second)
 
 
-def judge(title: str, stock: Sequence[Capture], other: Capture, labels: tuple[str, str]) -> Finding:
-    """Compare one point of the first contender's launches with that of the second.
-
-    Args:
-        stock: of the first launch, and of the second if there is one.
-    """
+def judge(
+    title: str, first: Sequence[Capture], second: Sequence[Capture], labels: tuple[str, str]
+) -> Finding:
+    """Compare one point of the first contender's launches, at least one, with the second's."""
+    stock, other = first[:LAUNCHES_WITH_VALUES], second[0]
     difference = Difference.of(stock[0], other)
     of_stock = Difference.of(stock[0], stock[1]).largest if len(stock) > 1 else None
     dtypes = {value.dtype for value in stock[0].values().values()} if difference.by_name else set()
@@ -187,12 +188,8 @@ def judge(title: str, stock: Sequence[Capture], other: Capture, labels: tuple[st
     worst = sorted(difference.by_name.items(), key=lambda item: -item[1])
     names = [name for name, relative in worst if relative > tolerance]
     state = DIFFERENT if names else ROUNDING if difference.by_name else IDENTICAL
-    shared = dict(zip(labels, (stock[0].is_shared, other.is_shared), strict=True))
+    shared = {
+        label: all(capture.is_shared for capture in captures)
+        for label, captures in zip(labels, (first, second), strict=True)
+    }
     return Finding(title, state, difference.largest, names, tolerance, of_stock, shared)
-
-
-def remove(captures: Sequence[Capture]) -> None:
-    """Delete the files of values that are not needed any more."""
-    for each in captures:
-        if each.path is not None:
-            Path(each.path).unlink(missing_ok=True)

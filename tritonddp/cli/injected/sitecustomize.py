@@ -7,13 +7,18 @@ of this file alone. The module that this one hides, if there is one, runs as it 
 Nothing but the standard library may be imported here: the process may belong to anybody.
 """
 
-import importlib.util
-import json
+from __future__ import annotations
+
 import os
 import sys
-from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
-from typing import Any
+from importlib.machinery import PathFinder
+
+# The rest is imported where it is needed: this runs in each process.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
 
 VARIABLE = "TRITONDDP_SESSION"
 
@@ -21,14 +26,16 @@ VARIABLE = "TRITONDDP_SESSION"
 class _Finder:
     """Finds torch and tritonddp as the other finders do, and is told when they are imported."""
 
-    def __init__(self, session: Any) -> None:
+    def __init__(self, session: str) -> None:
         self._session = session
         self._waiting = {"torch", "tritonddp"}
         self._has_acted = False
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> "ModuleSpec | None":
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name not in self._waiting:
             return None
+        import importlib.util
+
         self._waiting.discard(name)  # the others are asked now, and this one with them
         try:
             spec: Any = importlib.util.find_spec(name)
@@ -39,8 +46,11 @@ class _Finder:
         return spec
 
     def imported(self, name: str) -> None:
+        import json
+
         self._waiting.discard(name)
-        prefix, package = self._session["prefix"], self._session["package"]
+        session = json.loads(self._session)
+        prefix, package = session["prefix"], session["package"]
         if os.path.realpath(sys.prefix) != os.path.realpath(prefix):
             sys.stderr.write(
                 f"tritonddp: {sys.executable} is not of the environment {prefix} that tritonddp "
@@ -56,7 +66,7 @@ class _Finder:
                 self._has_acted = True
                 from tritonddp.cli.injection import act
 
-                act(self._session)
+                act(session)
         except Exception as error:
             raise RuntimeError(
                 "tritonddp could not take the place of torch's DistributedDataParallel in process "
@@ -74,7 +84,7 @@ class _Loader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
-    def create_module(self, spec: ModuleSpec) -> "ModuleType | None":
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: Any) -> None:
@@ -88,6 +98,8 @@ def _import_package(folder: str) -> None:
 
     A folder of that name beside the script, a clone say, is found without an origin.
     """
+    import importlib.util
+
     spec: Any = importlib.util.find_spec("tritonddp")
     if spec is not None and spec.origin is not None:
         importlib.import_module("tritonddp")
@@ -111,10 +123,12 @@ def _begin() -> None:
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
     session = os.environ.get(VARIABLE)
     if session:
-        finder: Any = _Finder(json.loads(session))
+        finder: Any = _Finder(session)
         sys.meta_path.insert(0, finder)
     hidden: Any = PathFinder.find_spec("sitecustomize")
     if hidden is not None and hidden.loader is not None:
+        import importlib.util
+
         module = importlib.util.module_from_spec(hidden)
         sys.modules["sitecustomize"] = module
         hidden.loader.exec_module(module)
