@@ -46,7 +46,9 @@ def judged(
     *captures: Capture, title: str = "gradients of step 1", second: Capture | None = None
 ) -> Finding:
     first, other = captures
-    return judge(title, [first] if second is None else [first, second], [other], LABELS)
+    if second is None:
+        return judge(title, [first], [other], LABELS)
+    return judge(title, [first, second], [other, other], LABELS)
 
 
 def test_the_same_bits(model: nn.Linear, tmp_path: Path) -> None:
@@ -72,6 +74,15 @@ def test_one_wrong_gradient_is_found_and_named(model: nn.Linear, tmp_path: Path,
     found = judged(before, taken(model, tmp_path), title=f"gradients of step {step}")
     assert (found.state, list(found.names), found.is_wrong) == (DIFFERENT, ["bias"], True)
     assert found.largest == pytest.approx(0.01, rel=1e-3)
+
+
+def test_what_is_wrong_in_one_launch_alone_is_found(model: nn.Linear, tmp_path: Path) -> None:
+    right = taken(model, tmp_path)
+    assert model.bias.grad is not None
+    model.bias.grad.mul_(1.01)
+    wrong = taken(model, tmp_path)
+    found = judge("gradients of step 1", [right] * 3, [right, right, wrong], LABELS)
+    assert (found.state, list(found.names)) == (DIFFERENT, ["bias"])
 
 
 @pytest.mark.parametrize("value", [float("nan"), None])

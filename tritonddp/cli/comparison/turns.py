@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tritonddp.cli.comparison.values import LAUNCHES_WITH_VALUES, Capture
+from tritonddp.cli.comparison.values import Capture
 from tritonddp.cli.injection import COMPARE, environment
 
 # tritonddp learns the order of gradients and more in the first 16.
@@ -125,9 +125,7 @@ class Played:
 class Contender:
     """The processes of one contender in one launch."""
 
-    def __init__(
-        self, job: Job, index: int, launch: str, place: Path, folder: Path, keeps_values: bool
-    ) -> None:
+    def __init__(self, job: Job, index: int, launch: str, place: Path, folder: Path) -> None:
         self.label = job.labels[index]
         self.name = f"{launch}-{index}"
         self.ranks: dict[int, socket.socket] = {}
@@ -146,7 +144,7 @@ class Contender:
             contender=self.name,
             kind=job.kinds[index],
             seed=0,
-            values=str(values) if keeps_values else None,
+            values=str(values),
             token=self.token,
         )
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -208,7 +206,7 @@ class Contender:
         for title, found in captured.items():
             first = found[0]
             digests = {rank: message["digest"] for rank, message in found.items()}
-            capture = Capture(digests, first.get("checksums", {}), first.get("path"))
+            capture = Capture(digests, first["checksums"], first["path"])
             self.played.captures[title] = capture
         self.played.steps = max([self.played.steps, *(r["step"] for r in reports.values())])
         return [reports[rank] for rank in sorted(reports)]
@@ -348,10 +346,7 @@ class Launches:
             try:
                 for index in indices:
                     name = f"launch{self._count}"
-                    keeps_values = self._finished < LAUNCHES_WITH_VALUES
-                    contenders.append(
-                        Contender(self._job, index, name, place, self._folder, keeps_values)
-                    )
+                    contenders.append(Contender(self._job, index, name, place, self._folder))
                 self._gather(listener, contenders)
                 yield contenders
             except BaseException:

@@ -18,11 +18,8 @@ from tritonddp.diagnostics.checksum import checksums
 
 CAPTURED_STEPS = 3  # the first steps of the optimizer
 
-# Of stock's first two launches values are compared, and of the other contender's first one.
-LAUNCHES_WITH_VALUES = 2
-
 # What of one capture is written: of each tensor every so many-th element, if it is more.
-_BYTES = 2**26
+_BYTES = 2**24
 
 # The relative difference that rounding may make, by dtype. In a sum of ranks' gradients in another
 # order it is about the dtype's epsilon; some are left to ranks, to clipping and to unscaling.
@@ -144,7 +141,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is to be said of one point of the script.
+    """What is to be said of one point of the script, by the launch that differs most.
 
     Attributes:
         title: which point.
@@ -152,7 +149,7 @@ class Finding:
         largest: the largest relative difference.
         names: the parameters beyond the tolerance, the worst first.
         tolerance: up to which a difference is one of rounding.
-        of_stock: the largest relative difference of two launches of stock; None if there is one.
+        of_stock: the largest of stock's first launch to its others; None if there is one alone.
         shared: by contender, whether all ranks had the same bits.
     """
 
@@ -175,10 +172,10 @@ def judge(
     title: str, first: Sequence[Capture], second: Sequence[Capture], labels: tuple[str, str]
 ) -> Finding:
     """Compare one point of the first contender's launches, at least one, with the second's."""
-    stock, other = first[:LAUNCHES_WITH_VALUES], second[0]
-    difference = Difference.of(stock[0], other)
-    of_stock = Difference.of(stock[0], stock[1]).largest if len(stock) > 1 else None
-    dtypes = {value.dtype for value in stock[0].values().values()} if difference.by_name else set()
+    differences = [Difference.of(*pair) for pair in zip(first, second, strict=True)]
+    difference = max(differences, key=lambda each: (each.largest, len(each.by_name)))
+    of_stock = max((Difference.of(first[0], each).largest for each in first[1:]), default=None)
+    dtypes = {value.dtype for value in first[0].values().values()} if difference.by_name else set()
     tolerance = max((_TOLERANCE.get(dtype, _COARSEST) for dtype in dtypes), default=0.0)
     if title.startswith("parameters"):
         tolerance = max(tolerance, _END)
