@@ -86,8 +86,8 @@ def test_what_cannot_be_carried_out_is_said(words: list[str], said: str, capsys:
 
 
 def test_blocks_fit_the_steps() -> None:
-    assert Plan.of(0.002, None) == Plan(50, 48)
-    assert Plan.of(1.0, None) == Plan(1, 10)
+    assert Plan.of(0.002, None) == Plan(50, 24, 30.0)
+    assert Plan.of(1.0, None) == Plan(1, 10, 30.0)
     assert Plan.of(0.01, 30) == Plan(5, 6)
     short = Plan.for_short(60)
     assert short is not None
@@ -114,7 +114,7 @@ def test_a_script_that_fails_shows_its_last_lines() -> None:
 def test_a_short_script_is_compared_with_shorter_blocks() -> None:
     code, found, _ = compare("--launches", "1", PLANTED, "80")
     assert code in (0, 1), found
-    assert found["plan"] == {"block": 2, "pairs": 12}
+    assert found["plan"] == {"block": 2, "pairs": 12, "seconds": 0.0}
 
 
 @pytest.mark.thorough

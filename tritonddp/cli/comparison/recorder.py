@@ -198,7 +198,7 @@ class Recorder:
             if order["do"] == "end":
                 self._end()
             assert order["do"] == "parameters"
-            self._capture("parameter", "parameters in the end")
+            self._capture("parameter", f"parameters after step {self._steps}")
             content = {"peak": self._peak(), "step": self._steps}
 
     def _capture(self, what: str, title: str) -> None:

@@ -51,7 +51,7 @@ class Comparison:
         command: as it was typed.
         labels: of the contenders.
         launches: what both contenders have shown in each launch.
-        findings: of the gradients of the first steps, and of the parameters in the end.
+        findings: of the gradients of the first steps, and of the parameters later.
         load: the machine's load average of the last minute, before the first launch.
         seconds: that all of it took.
     """
@@ -76,7 +76,7 @@ class Comparison:
         return Verdict.of(over_launches(launches), *self.labels)
 
     def _judged(self) -> list[Finding]:
-        """Of the gradients of the first steps, and of the parameters in the end."""
+        """Of the gradients of the first steps, and of the parameters later."""
         titles = self.launches[0][0].captures
         findings = []
         for title in titles:
@@ -135,10 +135,13 @@ class Comparison:
         return ", ".join(parts)
 
     def method(self) -> str:
-        blocks, count = self.plan, len(self.launches)
+        count, most = len(self.launches), max(len(first.blocks) for first, _ in self.launches)
+        least = min(len(first.blocks) for first, _ in self.launches)
+        blocks = str(least) if least == most else f"{least} to {most}"
+        steps = "1 step" if self.plan.block == 1 else f"{self.plan.block} steps"
         return (
             f"{count} {'launch' if count == 1 else 'launches'} of {self.world_size} ranks; in "
-            f"each {blocks.pairs} blocks of {blocks.block} steps of both in turn, after "
+            f"each {blocks} blocks of {steps} of both in turn, after "
             f"{self.job.warmup} steps to warm up"
         )
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tritonddp.cli.comparison.values import Capture
+from tritonddp.cli.comparison.verdict import Launch
 from tritonddp.cli.injection import COMPARE, environment
 
 # tritonddp learns the order of gradients and more in the first 16.
@@ -33,9 +34,12 @@ _TIMED_WARMUP = 4  # the last ones of it tell how long a step takes
 # A block lasts about so long, that there are enough of them, and has so many steps at most.
 _BLOCK_SECONDS = 0.1
 _BLOCK_STEPS = 100
-_PAIRS = 48  # of blocks in a launch, fewer if steps are long
+_PAIRS = 24  # of blocks in a launch, fewer if steps are long
 LEAST_PAIRS = 6
-_LAUNCH_SECONDS = 40.0
+# More pairs are made until the error of a launch's mean ratio is down to this, and for so long. It
+# looks at how large the noise is and not at what comes out, so that no result is favoured.
+_ERROR = 0.005
+_LAUNCH_SECONDS = 30.0
 _PARTS_STEPS, _TRAFFIC_STEPS = 12, 2
 _LINES = 25  # of a log, when a script has failed
 _ENDING = 20.0  # seconds for a launch to end
@@ -76,18 +80,25 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps of a block that are counted, and pairs of blocks in a launch."""
+    """Steps of a block that are counted, and how many pairs of blocks a launch has.
+
+    Attributes:
+        block: steps.
+        pairs: at least.
+        seconds: for which more pairs may be made after these.
+    """
 
     block: int
     pairs: int
+    seconds: float = 0.0
 
     @classmethod
     def of(cls, seconds: float, steps: int | None) -> Plan:
         """For steps that take so many seconds."""
         block = max(1, min(_BLOCK_STEPS, round(_BLOCK_SECONDS / max(seconds, 1e-6))))
         if steps is None:
-            pair = 2 * (block + 1) * seconds
-            return cls(block, max(LEAST_PAIRS + 4, min(_PAIRS, int(_LAUNCH_SECONDS / pair))))
+            fitting = int(_LAUNCH_SECONDS / (2 * (block + 1) * seconds))
+            return cls(block, max(LEAST_PAIRS + 4, min(_PAIRS, fitting)), _LAUNCH_SECONDS)
         block = max(1, min(block, steps // LEAST_PAIRS))
         return cls(block, max(LEAST_PAIRS, -(-steps // block)))
 
@@ -110,7 +121,7 @@ class Played:
         parts: means over steps and ranks, in seconds, by name; empty if not known.
         traffic: of rank 0, by name; empty if not known.
         peak: bytes, of the largest rank.
-        captures: what ranks had at the first steps and in the end, by title.
+        captures: what ranks had at the first steps and later, by title.
         steps: how many it made.
     """
 
@@ -385,20 +396,26 @@ class Launches:
 
     def _blocks(self, contenders: Sequence[Contender], plan: Plan) -> None:
         order = list(contenders)
-        for number in range(plan.pairs):
+        end = time.monotonic() + plan.seconds
+        number = 0
+        while number < plan.pairs or (time.monotonic() < end and _is_noisy(contenders)):
             took = {}
             for each in order:
                 reports = each.order("steps", count=plan.block + 1, timed=plan.block)
                 took[each.name] = max(report["took"] for report in reports) / plan.block
             for each in order:
                 each.played.blocks.append(took[each.name])
-            self._told(number + 1, plan.pairs)
             order.reverse()
+            number += 1
+            if number == plan.pairs:  # after the same steps in all launches
+                for each in order:
+                    each.played.peak = max(r["peak"] for r in each.order("parameters"))
+            if number <= plan.pairs:
+                self._told(number, plan.pairs)
 
     def _probe(self, contender: Contender) -> None:
-        """What a step is made of; not timed. All contenders have made the same steps before it."""
+        """What a step is made of; not timed."""
         played = contender.played
-        played.peak = max(report["peak"] for report in contender.order("parameters"))
         reports = contender.order("parts", count=_PARTS_STEPS)
         by_rank = [report["parts"] for report in reports if report["parts"]]
         if len(by_rank) == len(reports):
@@ -407,6 +424,13 @@ class Launches:
                 played.parts[name] = sum(means) / len(means)
         traffic = contender.order("traffic", count=_TRAFFIC_STEPS)[0]["traffic"]
         played.traffic = dict(traffic or {})
+
+
+def _is_noisy(contenders: Sequence[Contender]) -> bool:
+    """Whether more pairs of blocks are wanted; of a contender alone there are none."""
+    if len(contenders) != 2:
+        return False
+    return Launch.of(*(each.played.blocks for each in contenders)).error > _ERROR
 
 
 def _line(connection: socket.socket) -> dict[str, Any] | None:

@@ -32,7 +32,7 @@ _TOLERANCE = {
 _COARSEST = 3e-2
 # From the second step on parameters differ too, by rounding, and all that is made of them.
 _LATER = 100.0
-# In the end rounding has been carried on by as many steps as there were.
+# Later, rounding has been carried on by as many steps as there were.
 _END = 3e-2
 # Of what stock's own launches differ, if they do.
 _BESIDE_STOCK = 10.0
