@@ -45,8 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         parents=parents,
         add_help=not parents,
-        # An option of the user's script is never taken for the beginning of one of ours.
-        allow_abbrev=False,
     )
     module.add_arguments(parser)
     return module.main(parser.parse_args(words[1:]))

@@ -574,6 +574,8 @@ class PeerMemory:
             return
         counters.collectives += 1
         counters.wire_bytes += bucket.nbytes
+        counters.memory_bytes += bucket.nbytes
+        counters.memory_exchanges += 1
         counters.sent_bytes += exchange.sent_bytes
         if run.is_logged:
             run.log(bucket, "is sent with NaN" if is_broken else "is sent")
