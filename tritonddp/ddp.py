@@ -74,7 +74,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             gradients. Parameters are fp32, fp16, bf16, fp64, complex64 or complex128, on the CPU
             or on CUDA devices.
         device_ids: ``None``, or one CUDA device, to which tensors in the inputs are moved.
-        output_device, dim: kept for compatibility: the module decides where outputs lie.
+        output_device: kept for compatibility, as ``dim``: the module decides where outputs lie.
         broadcast_buffers: deprecated by torch 2.13 for ``forward_sync_buffers``; ``False`` also
             leaves buffers out of the initial broadcast.
         init_sync: verify at construction that all ranks hold the same model, and broadcast

@@ -1,8 +1,8 @@
 """The examples in the docstrings of what docs/api.md names, and the lines that they begin with.
 
-    torchrun --standalone --nproc-per-node 2 tests/project/docstring_examples.py NAME ...
+    torchrun --standalone --nproc-per-node 2 tests/project/docstring_examples.py NAME
 
-runs the examples of these names on each rank, one after the other.
+runs the example of this name on each rank, and says how many models it has wrapped.
 """
 
 from __future__ import annotations
@@ -98,13 +98,10 @@ if __name__ == "__main__":
     from tritonddp import DistributedDataParallel
 
     torch.set_num_threads(1)
-    for name in sys.argv[1:]:
-        if not dist.is_initialized():
-            dist.init_process_group("gloo")
-        for code in examples(name):
-            names, before = _for_trainers(name), DistributedDataParallel.wrapped_modules
-            play(name, code, **names)
-            if os.environ["RANK"] == "0":  # less the wrapper that the page's first lines make
-                print(name, DistributedDataParallel.wrapped_modules - before - 1)
-        if dist.is_initialized() and ".transformers." in name:
-            dist.destroy_process_group()
+    name = sys.argv[1]
+    dist.init_process_group("gloo")
+    for code in examples(name):
+        names, before = _for_trainers(name), DistributedDataParallel.wrapped_modules
+        play(name, code, **names)
+        if os.environ["RANK"] == "0":  # less the wrapper that the page's first lines make
+            print(name, DistributedDataParallel.wrapped_modules - before - 1)
