@@ -104,7 +104,7 @@ gpu-rehearsal: $(VENV)/.test-installed
 
 docs: $(VENV)/.docs-installed
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
-	@echo "The site is in site/: open site/index.html"
+	@echo "The site is in site/: open site/index.html. To search it, serve it: python3 -m http.server --directory site"
 
 clean:
 	rm -rf .venv .venv-torch-* build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks

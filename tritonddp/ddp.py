@@ -83,8 +83,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         bucket_cap_mb: bucket size in MiB of gradients. By default 25, and 1 for the first bucket;
             with ``reduce_dtype`` or ``compression`` 1, 1, 2, 4, 8, 16, and 25 for all others, on
             the CPU 8.
-        find_unused_parameters: ``None`` or ``True``: unused parameters are found automatically,
-            at no cost. ``False``: an unused parameter is an error at the next forward.
+        find_unused_parameters: ``None`` or ``True``: unused parameters are found automatically.
+            ``False``: an unused parameter is an error at the next forward.
         gradient_as_bucket_view: ``.grad`` are views of the buckets, which saves one copy of all
             gradients and their memory.
         static_graph: accepted; what it makes possible in stock DDP works here without it.
