@@ -14,6 +14,7 @@
 # make gpu     tests and benchmarks that need a CUDA device, with this machine's own $(PYTHON)
 # make gpu-rehearsal    the same without one, small, on a device that is none (a minute)
 # make docs    the pages as a site, in site/
+# make dist    wheel and sdist, checked, into dist
 # make clean   remove what the others have made
 #
 # PYTHON=python3.12 chooses the interpreter, ARGS="..." goes on to pytest, to the example or to the
@@ -40,7 +41,7 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 
-.PHONY: demo test test-all test-faults test-clients soak lint bench figures bench-compare coverage gpu gpu-rehearsal docs clean
+.PHONY: demo test test-all test-faults test-clients soak lint bench figures bench-compare coverage gpu gpu-rehearsal docs dist clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-installed
@@ -105,6 +106,13 @@ gpu-rehearsal: $(VENV)/.test-installed
 docs: $(VENV)/.docs-installed
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 	@echo "The site is in site/: open site/index.html. To search it, serve it: python3 -m http.server --directory site"
+
+# The wheel is built from the sdist: what that lacks would be missing here.
+dist: $(VENV)/constraints.txt
+	@$(PIP) "build>=1.3" "twine>=6.1"
+	@rm -rf dist
+	@$(BIN)/python -m build --outdir dist .
+	@$(BIN)/python -m twine check --strict dist/*
 
 clean:
 	rm -rf .venv .venv-torch-* build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks

@@ -27,6 +27,7 @@ import report_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("benchmarks*.md")))
+PICTURE = ROOT / "docs" / "step.svg"  # of the first page
 RESULTS = ROOT / "benchmarks" / "results"
 TABLES = "tables.md"
 LOCAL = "local"  # what make bench has measured here; git ignores it
@@ -56,7 +57,8 @@ def main() -> int:
             path.write_text(text)
         print(f"{'as it was' if same else 'written'}: {path}")
     for machine, content in results.items():
-        draw(content, options.results / machine)
+        is_shown = options.figures and machine == report_tables.CPU
+        draw(content, options.results / machine, PICTURE if is_shown else None)
     return 0
 
 
@@ -116,13 +118,16 @@ def filled(pages: Mapping[Path, str], figures: Mapping[str, Sequence[str]]) -> d
     return {path: _FIGURES.sub(figure, text) for path, text in pages.items()}
 
 
-def draw(content: Mapping[str, Any], folder: Path) -> None:
-    """Write the plots of one machine."""
-    import report_plots  # not for tables: it needs matplotlib
+def draw(content: Mapping[str, Any], folder: Path, picture: Path | None) -> None:
+    """Write the plots of one machine, and ``picture`` from its steps."""
+    import report_plots  # not for tables: these need matplotlib
+    import step_picture
 
     for name, figure in report_plots.figures(content):
         report_plots.save(figure, folder / name)
         print(f"written: {folder / name}")
+    if picture is not None and "step" in content:
+        step_picture.draw(content["step"], picture)
 
 
 def _texts(results: Mapping[str, Any], folder: Path) -> Iterator[tuple[Path, str]]:

@@ -16,7 +16,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[2]
 # Pages beside docs/, at the same place in the site, and the plots that pages show.
 ADDED = (
-    *("CHANGELOG.md", "SECURITY.md", "benchmarks/README.md"),
+    *("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "SECURITY.md", "benchmarks/README.md"),
     *("benchmarks/results/*/tables.md", "benchmarks/results/*/*.png"),
 )
 IGNORED = "benchmarks/results/local/"  # what `make bench` has measured here

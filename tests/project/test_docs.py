@@ -13,11 +13,15 @@ from cases import CASES
 from cases.stock import STOCK
 from launched import ROOT
 
-PAGES = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "SECURITY.md"]
+PAGES = [
+    *(ROOT / "docs").glob("*.md"),
+    *(ROOT / name for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md")),
+]
 PAGE = (ROOT / "docs" / "differences.md").read_text()
 LINKING = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"]
 README_LINES = 110  # beside the figures: what a newcomer reads to the end
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)")
+FILE = re.compile(r"`((?:tests|examples|benchmarks|tritonddp)/[\w/]+(?:\.py)?)[` ]")
 ROW = re.compile(r"^\| (.*) \| ([^|]*) \| ([^|]*) \| `(\w+)` \|$", re.MULTILINE)
 
 
@@ -50,11 +54,7 @@ def test_the_page_of_frameworks_has_a_row_for_every_library_that_is_tested() -> 
 
 
 def test_every_file_that_a_page_names_exists() -> None:
-    named = [
-        (page.name, path)
-        for page in PAGES
-        for path in re.findall(r"`((?:tests|examples)/[\w/]+(?:\.py)?)[` ]", page.read_text())
-    ]
+    named = [(page.name, path) for page in PAGES for path in FILE.findall(page.read_text())]
     assert len([path for name, path in named if name == "frameworks.md"]) >= 5
     for name, path in named:
         assert (ROOT / path).exists(), f"{name} names {path}"

@@ -28,6 +28,7 @@ class Footprint:
     Attributes:
         step: of the soak, after which it was taken.
         life: number of the wrapper that was there; ``None`` between two.
+        trained: how many of its parameters have gradients; 0 between two.
         memory: bytes of private pages, after what is free has been given back.
         files: open file descriptors.
         threads: of the process.
@@ -36,6 +37,7 @@ class Footprint:
 
     step: int
     life: int | None
+    trained: int
     memory: int
     files: int
     threads: int
@@ -43,7 +45,7 @@ class Footprint:
     objects: int
 
     @classmethod
-    def now(cls, step: int, life: int | None) -> Footprint:
+    def now(cls, step: int, life: int | None = None, trained: int = 0) -> Footprint:
         """Measure (takes some 0.2 s)."""
         counts = []
         for _ in range(3):
@@ -58,7 +60,8 @@ class Footprint:
         files = len(os.listdir("/proc/self/fd")) - 1  # that of the listing
         threads = len(os.listdir("/proc/self/task"))
         return cls(
-            step, life, _private_bytes(), files, threads, *map(min, zip(*counts, strict=True))
+            *(step, life, trained, _private_bytes(), files, threads),
+            *map(min, zip(*counts, strict=True)),
         )
 
 
@@ -101,7 +104,9 @@ def complaints(taken: Sequence[Footprint], warm_up: int, steps: int) -> list[str
     pairs = [("between wrappers", between[0], between[-1])]
     for life in dict.fromkeys(each.life for each in taken if each.life is not None):
         within = [each for each in taken if each.life == life]
-        pairs.append((f"within wrapper {life}", within[0], within[-1]))
+        # Buckets hold more when more is trained.
+        if within[0].trained == within[-1].trained:
+            pairs.append((f"within wrapper {life}", within[0], within[-1]))
     for where, first, last in pairs:
         passed = last.step - first.step
         for name, few in (("tensors", _FEW_TENSORS), ("objects", _FEW_OBJECTS)):

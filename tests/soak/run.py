@@ -119,13 +119,13 @@ def soak(
                 )
             if is_long and place in (_SETTLED, len(life.steps)):
                 training.forget_views()
-                taken.append(Footprint.now(step.number + 1, number))
+                taken.append(Footprint.now(step.number + 1, number, training.trained))
             progress(taken[-1] if taken else None)
         done += len(life.steps)
         training.end()
         _check_ranks(trained[life.kind], oracle, f"step {done - 1}, wrapper {number}, {life}")
         del training
-        taken.append(Footprint.now(done, None))
+        taken.append(Footprint.now(done))
         if number == len(KINDS):
             warm = max(done, steps // 4)
     found = [f"rank {dist.get_rank()}: {each}" for each in complaints(taken, warm, steps)]

@@ -77,7 +77,7 @@ def test_the_plan_has_all_that_a_soak_is_to_see() -> None:
 def test_memory_that_grows_by_more_than_a_hundredth_is_found() -> None:
     def taken(grows: float) -> list[Footprint]:
         return [
-            Footprint(step, None, int(1e8 * (1 + grows * step / 10_000)), 8, 4, 100, 1000)
+            Footprint(step, None, 0, int(1e8 * (1 + grows * step / 10_000)), 8, 4, 100, 1000)
             for step in range(0, 10_001, 100)
         ]
 

@@ -104,6 +104,11 @@ class Training:
         optimizer.zero_grad()
         self._leak()
 
+    @property
+    def trained(self) -> int:
+        """How many parameters have gradients."""
+        return sum(param.requires_grad for param in self._ddp.parameters())
+
     def forget_views(self) -> None:
         """Those that ``check_drift`` makes again, one slice a step: they would pass for a leak."""
         check = self._ddp.core.events.of(DriftCheck)

@@ -79,7 +79,9 @@ _MESSAGE = struct.Struct("<IIIQQ")
 # In the place of a module: the bucket goes through the process group; or it does not matter.
 _ANY = 0
 # Of recvmsg, for map(): a message, room for one descriptor, and what closes that in new programs.
-_RECEIVE = (_MESSAGE.size,), (socket.CMSG_SPACE(4),), (getattr(socket, "MSG_CMSG_CLOEXEC", 0),)
+# Where there is none of it, as on Windows, there are no such connections either.
+_ROOM = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
+_RECEIVE = (_MESSAGE.size,), (_ROOM,), (getattr(socket, "MSG_CMSG_CLOEXEC", 0),)
 # Seconds until who waits looks at the timeout of the group.
 _PATIENCE = 1.0
 _MISSING_TIMEOUT = 1800.0  # of a group that has none

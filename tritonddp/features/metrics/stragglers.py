@@ -1,14 +1,16 @@
-"""Which rank the others wait for: told from the times of all ranks, step by step.
+"""Which rank the others wait for: found from the times of all ranks, step by step.
 
-How much later than the others a rank is differs from step to step. So a rank is slow if it is late
-by a share of the step in each of the last three steps, or in the median over more of them, that is
-(1) worth a word, (2) far beyond the noise of one step over the root of their number, and (3) twice
-as much as the same number of steps have ever differed by while nobody was slow. Where steps hardly
-differ three are enough; where they do it takes longer.
+A rank is late by the time that it needs longer than the median of the others, as a share of the
+step. This differs from step to step. So a rank is slow if it is late in each of the last three
+steps, or in the median over more of them, by a share that is (1) worth a word, (2) far beyond the
+noise of one step over the root of their number, and (3) twice as much as the same number of steps
+have ever differed by while no rank was slow. Where steps hardly differ three are enough; where they
+do it takes longer.
 
-A core may be slower for a tenth of a second, because of a neighbour that shares it, and be none the
-worse for it. So few steps are enough only if the rank was late without being busy (it sleeps, waits
-for data or a lock), or by a large share.
+Two times are looked at. *Idle* time, in which the rank was neither on a core nor waiting for one
+(it sleeps, waits for data or for a lock), hardly differs between even steps, so little of it is
+seen soon. All of a rank's *own* time differs more: a core may be slower for a tenth of a second,
+because of a neighbour that shares it. So there few steps are enough only where the share is large.
 """
 
 from __future__ import annotations
@@ -58,14 +60,7 @@ class Stragglers:
         self.slowest: Straggler | None = None
         self._steps = 0
         self._times: deque[Sequence[StepTimes]] = deque(maxlen=_WINDOWS[-1])
-        # By rank, by how much of a step it was later than the others: of late, and while nobody
-        # was slow.
-        self._late = [deque[float](maxlen=_WINDOWS[-1]) for _ in range(size)]
-        self._calm = [deque[float](maxlen=_HISTORY) for _ in range(size)]
-        self._idle = [deque[float](maxlen=_LONG) for _ in range(size)]  # late without being busy
-        self._noise = [_QUIET] * size
-        self._turn = 0  # of the rank whose noise was looked at last
-        self._spreads: dict[tuple[int, int], tuple[int, float]] = {}  # and the step they are of
+        self._idle, self._own = _Lateness(size), _Lateness(size)
 
     def step(self, ranks: Sequence[StepTimes]) -> Straggler | None:
         """One more step, of which these are the times; returns :attr:`slowest`."""
@@ -74,78 +69,41 @@ class Stragglers:
         self._steps += 1
         self._times.append(ranks)
         length = sum(each.total for each in ranks) / len(ranks) or 1.0
-        for rank, late in enumerate(_lateness([each.own for each in ranks])):
-            self._late[rank].append(late / length)
-            if self.slowest is None:
-                self._calm[rank].append(late / length)
-        for rank, late in enumerate(_lateness([each.idle for each in ranks])):
-            self._idle[rank].append(late / length)
-        if self._steps == _FIRST:
-            self._noise = list(map(_noise, self._calm))
-        elif self._steps % (_EVERY if self._steps < _KEPT * _EVERY else _KEPT) == 0:
-            rank = self._turn = (self._turn + 1) % len(ranks)
-            self._noise[rank] = _noise(self._calm[rank])
+        is_calm = self.slowest is None
+        self._idle.step([each.idle / length for each in ranks], is_calm)
+        self._own.step([each.own / length for each in ranks], is_calm)
         if self._steps >= _FIRST:
             self._look()
         return self.slowest
 
     def _look(self) -> None:
-        """Does anybody stand out?"""
+        """Does any rank stand out?"""
         slowest = self.slowest
         if slowest is not None:
-            late = _median(list(self._late[slowest.rank])[-_WINDOWS[0] :])
+            late = _median(self._own.last(slowest.rank, _WINDOWS[0]))
             slowest = self.slowest = None if late < _OVER else Straggler(*slowest[:2], late)
             if slowest is None:  # windows begin anew, or some would still hold its steps
-                for steps in (*self._late, *self._idle):
-                    steps.clear()
+                self._idle.forget()
+                self._own.forget()
                 return
         most = 0.0 if slowest is None else slowest.share
-        looks_far = self._steps % _EVERY == 0
-        for rank, steps in enumerate(self._late):
-            if len(steps) < _WINDOWS[0] or (slowest is not None and rank == slowest.rank):
+        for rank in range(len(self._times[-1])):
+            if slowest is not None and rank == slowest.rank:
                 continue
-            is_late = steps[-1] >= _LEAST and steps[-2] >= _LEAST
-            if not (looks_far or is_late):
-                continue
-            recent = list(steps)
-            if not is_late and _median(recent[-_FIRST:]) < _LEAST:  # of late it was not slow
-                continue
-            window, late = self._window(rank, recent, _WINDOWS if looks_far else _SHORT)
+            window, late = self._window(rank)
             if window and late > most:
                 most, self.slowest = late, Straggler(rank, self._part(rank, window), late)
 
-    def _window(self, rank: int, late: list[float], windows: Iterable[int]) -> tuple[int, float]:
+    def _window(self, rank: int) -> tuple[int, float]:
         """Over how many of the last steps ``rank`` is slow, and by how much; zeros if it is not."""
-        for window in windows:
-            if window > len(late):
-                break
-            value = _typical(late, window)
-            noise = max(self._noise[rank], _median(self._noise))
-            noise *= 1 + _FIRST / len(self._calm[rank])  # few steps may be alike by chance
-            least = max(_LEAST, _SIGMAS * noise / sqrt(window))
-            if (
-                window < _LONG
-                and value < _LARGE
-                and _typical(list(self._idle[rank]), window) < value / 2
-            ):
-                continue
-            if value >= least and value >= _MARGIN * self._spread(rank, window):
-                return window, value
-        return 0, 0.0
-
-    def _spread(self, rank: int, window: int) -> float:
-        """By how much such windows have differed from each other while nobody was slow."""
-        at, spread = self._spreads.get((rank, window), (-_KEPT, 0.0))
-        if self._steps - at < _KEPT:
-            return spread
-        calm = list(self._calm[rank])
-        if self.slowest is None:
-            calm = calm[:-window]
-        values = [_typical(calm[:end], window) for end in range(window, len(calm) + 1)]
-        usual = _median(values) if values else 0.0
-        spread = max((abs(value - usual) for value in values), default=0.0)
-        self._spreads[rank, window] = self._steps, spread
-        return spread
+        looks_far = self._steps % _EVERY == 0
+        window = self._idle.window(rank, looks_far)
+        if window and (late := self._own.typical(rank, window)) >= _OVER:
+            return window, late
+        window = self._own.window(rank, looks_far)
+        if window and window < _LONG and self._own.typical(rank, window) < _LARGE:
+            window = self._own.window(rank, looks_far, _LONG)
+        return (window, self._own.typical(rank, window)) if window else (0, 0.0)
 
     def _part(self, rank: int, window: int) -> str:
         """In which part of the step ``rank`` is later than the others by most."""
@@ -157,6 +115,87 @@ class Stragglers:
         return PARTS[late.index(max(late))]
 
 
+class _Lateness:
+    """By how much of a step each rank is later than the others, in one kind of time."""
+
+    def __init__(self, size: int) -> None:
+        # By rank: of the last steps, and of those while no rank was slow.
+        self._late = [deque[float](maxlen=_WINDOWS[-1]) for _ in range(size)]
+        self._calm = [deque[float](maxlen=_HISTORY) for _ in range(size)]
+        self._is_calm = True
+        self._steps = 0
+        self._noise = [_QUIET] * size
+        self._turn = 0  # of the rank whose noise was looked at last
+        self._spreads: dict[tuple[int, int], tuple[int, float]] = {}  # and the step they are of
+
+    def step(self, shares: list[float], is_calm: bool) -> None:
+        """``shares`` of one more step that each rank took; no rank is slow if it ``is_calm``."""
+        self._steps += 1
+        self._is_calm = is_calm
+        for rank, late in enumerate(_lateness(shares)):
+            self._late[rank].append(late)
+            if is_calm:
+                self._calm[rank].append(late)
+        if self._steps == _FIRST:
+            self._noise = list(map(_noise, self._calm))
+        elif self._steps % (_EVERY if self._steps < _KEPT * _EVERY else _KEPT) == 0:
+            rank = self._turn = (self._turn + 1) % len(shares)
+            self._noise[rank] = _noise(self._calm[rank])
+
+    def forget(self) -> None:
+        """The last steps count no more."""
+        for each in self._late:
+            each.clear()
+
+    def last(self, rank: int, window: int) -> list[float]:
+        """Of the last ``window`` steps."""
+        return list(self._late[rank])[-window:]
+
+    def typical(self, rank: int, window: int) -> float:
+        """By how much ``rank`` was late in the last ``window`` steps."""
+        return _typical(self.last(rank, window))
+
+    def window(self, rank: int, looks_far: bool, least_steps: int = 0) -> int:
+        """Over how many of the last steps ``rank`` is slow; 0 if it is not.
+
+        Args:
+            rank: of the group.
+            looks_far: also at windows that are not few steps.
+            least_steps: of a window.
+        """
+        late = self._late[rank]
+        if len(late) < _WINDOWS[0]:
+            return 0
+        is_late = late[-1] >= _LEAST and late[-2] >= _LEAST
+        if not is_late and not (looks_far and _median(self.last(rank, _FIRST)) >= _LEAST):
+            return 0
+        noise = max(self._noise[rank], _median(self._noise))
+        noise *= 1 + _FIRST / len(self._calm[rank])  # few steps may be alike by chance
+        for window in _WINDOWS if looks_far else _SHORT:
+            if window > len(late):
+                break
+            if window < least_steps:
+                continue
+            value, least = self.typical(rank, window), max(_LEAST, _SIGMAS * noise / sqrt(window))
+            if value >= least and value >= _MARGIN * self._spread(rank, window):
+                return window
+        return 0
+
+    def _spread(self, rank: int, window: int) -> float:
+        """By how much such windows have differed from each other while no rank was slow."""
+        at, spread = self._spreads.get((rank, window), (-_KEPT, 0.0))
+        if self._steps - at < _KEPT:
+            return spread
+        calm = list(self._calm[rank])
+        if self._is_calm:
+            calm = calm[:-window]
+        values = [_typical(calm[end - window : end]) for end in range(window, len(calm) + 1)]
+        usual = _median(values) if values else 0.0
+        spread = max((abs(value - usual) for value in values), default=0.0)
+        self._spreads[rank, window] = self._steps, spread
+        return spread
+
+
 def _lateness(times: list[float]) -> list[float]:
     """Of each rank, against the median of the others: of two numbers in the middle the larger."""
     middle = (len(times) - 1) // 2
@@ -164,10 +203,9 @@ def _lateness(times: list[float]) -> list[float]:
     return [each - lower if each > lower else each - upper for each in times]
 
 
-def _typical(late: list[float], window: int) -> float:
-    """Of the last ``window`` steps."""
-    last = late[-window:]
-    return min(last) if window <= _FEW else _median(last)
+def _typical(late: list[float]) -> float:
+    """Of these steps: of few the least, else the median."""
+    return min(late) if len(late) <= _FEW else _median(late)
 
 
 def _noise(late: Iterable[float]) -> float:
