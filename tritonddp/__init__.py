@@ -1,4 +1,4 @@
-"""A drop-in DistributedDataParallel whose gradients travel in whole buckets."""
+"""A drop-in replacement for torch's DistributedDataParallel that flattens whole buckets at once."""
 
 from tritonddp.ddp import DistributedDataParallel
 from tritonddp.diagnostics.trace import trace

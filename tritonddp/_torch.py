@@ -9,6 +9,7 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]
 import functools
 import importlib
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -232,6 +233,12 @@ def _current_device() -> int:
 
 # One call instead of the three in Python of torch.cuda.
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _current_device)
+
+
+def cuda_sleep(cycles: int) -> None:
+    """Have the current stream do nothing for ``cycles``; torch has no public kernel for it."""
+    torch.cuda._sleep(cycles)
+
 
 # Number of owners of a storage in C++, mostly tensors, by the address of the storage. To compare
 # with an earlier count. torch's CUDA graph trees check in the same way whether an output is alive.
@@ -605,3 +612,59 @@ def triton_launch(compiled: Any, shape: tuple[int, int, int]) -> Callable[..., N
             run(*shape, stream, function, packed, None, None, None, *arguments)
 
     return launch
+
+
+def sample_times(wrapper: Any, rate: int) -> None:
+    """Let a wrapper, torch's or ours, note when the parts of one step in ``rate`` began."""
+    wrapper._set_ddp_runtime_logging_sample_rate(rate)
+
+
+def logged_times(wrapper: Any) -> dict[str, int] | None:
+    """Nanoseconds of the last step whose parts a wrapper noted; None if there is none.
+
+    ``began``, when its backward did, tells one from another.
+    """
+    data = wrapper._get_ddp_logging_data()
+    names = {
+        "forward": "forward_compute_time",
+        "backward": "backward_compute_time",
+        "communication": "backward_comm_time",
+        "overlap": "backward_compute_comm_overlap_time",
+        "began": "backward_compute_time_start",
+    }
+    if any(name not in data for name in names.values()):
+        return None
+    return {name: data[field] for name, field in names.items()}
+
+
+_DTYPE_SIZES = {
+    "float": 4,
+    "double": 8,
+    "c10::Half": 2,
+    "c10::BFloat16": 2,
+    "c10::complex<float>": 8,
+    "c10::complex<double>": 16,
+    "int": 4,
+    "long int": 8,
+    "long": 8,
+    "short int": 2,
+}
+
+
+def profiled_collectives(profile: Any) -> list[tuple[str, int]]:
+    """Name and bytes of each collective in a profile that was taken with shapes.
+
+    What the process groups of gloo and NCCL call their events. The list of a profile's events has
+    shapes, and not the dtypes that belong to them: only the events from which it is made do.
+    """
+    found = []
+    for event in profile.profiler.kineto_results.events():
+        name = event.name()
+        if not name.startswith(("gloo:", "nccl:")) or "CPU" not in str(event.device_type()):
+            continue
+        nbytes = 0
+        for shape, dtype in zip(event.shapes(), event.dtypes(), strict=False):
+            if dtype and all(isinstance(size, int) for size in shape):
+                nbytes += math.prod(shape) * _DTYPE_SIZES.get(dtype, 1)
+        found.append((name, nbytes))
+    return found

@@ -1,4 +1,4 @@
-"""What the constructor looks at before anything is sent: errors that name what is wrong."""
+"""The constructor's arguments, checked before any collective."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ FLAGS = (
 
 @dataclass(frozen=True)
 class DDPConfig:
-    """What the constructor's arguments mean, once they are checked."""
+    """The checked arguments of the constructor, in the form that the other classes need."""
 
-    wire: WireFormat  # how gradients travel
+    wire: WireFormat  # in which form gradients are sent: dtype or quantised
     caps: BucketCaps
     delay: Delay | None
-    device_ids: list[int] | None  # None where it means nothing
-    output_device: int | None  # likewise
+    device_ids: list[int] | None  # None where it has no effect
+    output_device: int | None  # None where it has no effect
     views: bool  # gradient_as_bucket_view
     lazy: bool  # lazy_bucket_allocation
     skip_unused: bool  # skip_all_reduce_unused_params
@@ -71,10 +71,10 @@ class DDPConfig:
     grad_norm: bool
     transport: str
     metrics: bool
-    buffer_mode: str  # how buffers are synchronised by forwards, if they are
-    syncs_buffers: bool
-    syncs_initial_buffers: bool  # at construction
-    options: dict[str, Any]  # what has to be alike on all ranks, by name
+    buffer_mode: str  # how forwards synchronise buffers, if they do
+    syncs_buffers: bool  # whether forwards do
+    syncs_initial_buffers: bool  # whether the constructor does
+    options: dict[str, Any]  # options that must be equal on all ranks, by name
 
     @classmethod
     def of(
@@ -85,9 +85,9 @@ class DDPConfig:
         group: dist.ProcessGroup,
         wrappers: Iterable[Any],
     ) -> DDPConfig:
-        """Check what the user has given: :class:`tritonddp.DistributedDataParallel` says for what.
+        """Check the arguments; for the errors see :class:`tritonddp.DistributedDataParallel`.
 
-        ``params`` are those that are to be synchronised, ``wrappers`` all that are alive.
+        ``params`` are the parameters to be synchronised, ``wrappers`` all wrappers alive.
         """
         given = SimpleNamespace(**arguments)
         devices = {param.device for _, param in params}
@@ -104,7 +104,7 @@ class DDPConfig:
             exact,
         )
         wire.check(group, devices)
-        wire_options = wire.description(params)  # asks functions of the user
+        wire_options = wire.description(params)  # calls the user's function, if exact is one
         check_module(module, params, given.gradient_as_bucket_view, wrappers)
         device_ids, output_device = device_ids_of(given.device_ids, given.output_device, devices)
         delay = Delay.of(
@@ -153,10 +153,10 @@ class DDPConfig:
         is_strict: bool,
         reporters: Sequence[Extension] = (),
     ) -> Reducer:
-        """The reducer of a wrapper, with the extensions that its options ask for. No collective.
+        """Make the reducer of a wrapper, with the extensions for its options. No collective.
 
-        ``figures`` are what was measured for ``compression="auto"``; with ``is_strict`` an unused
-        parameter is an error; ``reporters`` are extensions of the wrapper that report.
+        ``figures``: measured for ``compression="auto"``. ``is_strict``: an unused parameter is an
+        error. ``reporters``: further extensions that send a report in each reduction.
         """
         counters, device = Counters(), parameters.params[0][1].device
         core = Reducer(
@@ -191,11 +191,11 @@ class DDPConfig:
         device: torch.device,
         counters: Counters,
     ) -> list[Extension]:
-        """Extensions that report to the other ranks in each reduction, in this order."""
+        """Extensions that send the other ranks a report, some bytes in each reduction; in order."""
         found: list[Extension] = []
         if self.metrics:
             found.append(Metrics(group, device, counters))
-        if self.grad_norm and group.size > 1:  # of one rank nothing is reduced
+        if self.grad_norm and group.size > 1:  # one rank alone reduces nothing
             found.append(GradNorm(group.size, counters))
         if self.check_drift is not None and group.size > 1:
             found.append(DriftCheck(self.check_drift, group, parameters, compare_parameters))
@@ -204,7 +204,7 @@ class DDPConfig:
     def _peer_memory(
         self, group: Group, parameters: ModuleParameters
     ) -> Callable[..., PeerMemory | SymmetricMemory] | None:
-        """How ranks of one host may exchange gradients; ``None`` if they shall not."""
+        """The transport through shared memory or NVLink; ``None`` for the process group alone."""
         is_on_cpu = all(param.is_cpu for _, param in parameters.params)
         if self.transport == PEER_MEMORY and not is_on_cpu and group.size > 1:
             return SymmetricMemory
@@ -216,7 +216,7 @@ class DDPConfig:
 def check_transport(
     transport: Any, group: dist.ProcessGroup, devices: Iterable[torch.device]
 ) -> None:
-    """Raise a ValueError if there is no such transport, or not for these devices and this group."""
+    """Raise a ValueError if ``transport`` is unknown, or unfit for these devices and this group."""
     if not isinstance(transport, str) or transport not in TRANSPORTS:
         raise ValueError(
             f"transport should be one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}"
@@ -238,7 +238,7 @@ def check_transport(
 
 
 def sendable(group: Group, device: torch.device, device_ids: Any) -> torch.device:
-    """A device whose tensors can be sent, also where the module is on a wrong one."""
+    """A device whose tensors the group can send, even if the module is on a wrong device."""
     devices = [torch.device("cpu")]
     if device.type == "cuda":
         devices.insert(0, device)
@@ -253,7 +253,7 @@ def sendable(group: Group, device: torch.device, device_ids: Any) -> torch.devic
 def process_group_of(
     process_group: dist.ProcessGroup | None, device_mesh: Any
 ) -> dist.ProcessGroup:
-    """The ranks that hold the same module."""
+    """The process group to average over, from the constructor's arguments; raises as that does."""
     if process_group is not None and device_mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if not dist.is_available():
@@ -284,7 +284,10 @@ def process_group_of(
 def check_module(
     module: nn.Module, params: Sequence[tuple[str, Tensor]], views: bool, wrappers: Iterable[Any]
 ) -> None:
-    """Errors that name the parameters, before anything is sent; for the arguments see above."""
+    """Raise if this module cannot be wrapped; errors name the parameters.
+
+    For the arguments see :meth:`DDPConfig.of`.
+    """
     if not any(param.requires_grad for _, param in params):
         raise RuntimeError(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that "
@@ -304,7 +307,7 @@ def check_module(
             f"input module parameters locate in {sorted(types)}."
         )
     for device in sorted({param.device for _, param in params}, key=str):
-        select(device)  # raises where there are no kernels
+        select(device)  # raises if there are no kernels for it
     for name, param in params:
         if param.requires_grad and param.dtype not in GRADIENT_DTYPES:
             raise NotImplementedError(
@@ -314,16 +317,17 @@ def check_module(
     for name, layer in module.named_modules():
         if isinstance(layer, STOCK) and (views or layer.gradient_as_bucket_view):
             raise ValueError(
-                f"{name or 'the module'!r} is wrapped already: of two wrappers around one module, "
-                "neither can have gradient_as_bucket_view=True, as both would own its gradients"
+                f"{name or 'the module'!r} is wrapped already: two wrappers around one module "
+                "cannot have gradient_as_bucket_view=True, as .grad would have to be a view of the "
+                "buckets of both. Leave it off in both"
             )
         if isinstance(layer, nn.SyncBatchNorm) and types == {"cpu"}:
             raise ValueError(
                 f"SyncBatchNorm layers only work with GPU modules, and {name or 'the module'!r} "
                 "is on the CPU"
             )
-    # Of two wrappers that share a parameter none may own its gradient. (Those of one and the same
-    # module are not both in use.)
+    # If two wrappers share a parameter, its gradient must not be a bucket view. (Two wrappers of
+    # the same module are not both in use.)
     for other in wrappers:
         if other.module is module or not (views or other.gradient_as_bucket_view):
             continue
@@ -333,8 +337,8 @@ def check_module(
             raise ValueError(
                 f"another wrapped module, a {type(other.module).__name__}, holds these parameters "
                 f"too: {', '.join(shared[:10])}{', ...' if len(shared) > 10 else ''}. Neither of "
-                "the wrappers can have gradient_as_bucket_view=True, as both would own the "
-                "gradients"
+                "the wrappers can have gradient_as_bucket_view=True, as .grad would have to be a "
+                "view of the buckets of both. Leave it off in both"
             )
 
 
@@ -343,7 +347,7 @@ def device_ids_of(
     output_device: int | torch.device | None,
     devices: set[torch.device],
 ) -> tuple[list[int] | None, int | None]:
-    """The indices of ``device_ids`` and ``output_device``, ``None`` where they mean nothing.
+    """The indices of ``device_ids`` and ``output_device``, ``None`` where they have no effect.
 
     ``devices`` are those of the parameters.
     """
@@ -354,7 +358,7 @@ def device_ids_of(
             f"device_ids can only be None or contain a single element, got {list(device_ids)}"
         )
     one_gpu = len(devices) == 1 and next(iter(devices)).type != "cpu"
-    if not one_gpu and (device_ids or output_device):  # as in stock, device 0 is none
+    if not one_gpu and (device_ids or output_device):  # as in stock, output_device=0 is let pass
         raise ValueError(
             "DistributedDataParallel device_ids and output_device arguments only work with "
             "single-device/multiple-device GPU modules or CPU modules, but got device_ids "
@@ -374,9 +378,9 @@ def _device_index(device: int | str | torch.device) -> int:
 
 
 def buffer_options(given: Any) -> tuple[bool, bool]:
-    """Whether buffers are synchronised by forwards, and at construction.
+    """Whether forwards synchronise buffers, and whether the constructor does.
 
-    Raises a ValueError if there is no such ``buffer_sync``, or stock's arguments contradict it.
+    Raises a ValueError if ``buffer_sync`` is unknown, or stock's arguments contradict it.
     """
     mode, former, current = given.buffer_sync, given.broadcast_buffers, given.forward_sync_buffers
     if mode is None:
@@ -396,7 +400,7 @@ def buffer_options(given: Any) -> tuple[bool, bool]:
 
 
 def warn_of_deprecated(arguments: Mapping[str, Any], stacklevel: int) -> None:
-    """Warn of arguments that torch has given up."""
+    """Warn of arguments that torch has deprecated."""
     if arguments["broadcast_buffers"] is not None:
         message = (
             "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead; unlike "

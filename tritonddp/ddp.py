@@ -1,4 +1,4 @@
-"""What a user holds: the module that wraps a model."""
+"""The public class: the module that wraps a model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from tritonddp.reducer import checkpoint, in_context, on_demand
 from tritonddp.reducer.extension import SyncState
 from tritonddp.reducer.output_hooks import tensors_in, watch
 
-# Where it is imported, optimizers may step in the backward.
+# Optimizers can step in the backward only if this module is imported.
 _OPTIMIZERS_IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
 
 
@@ -66,15 +66,15 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     Parameters that a backward does not reach need no flag. ``torch.distributed`` must be
     initialised first.
 
-    The arguments are those of :class:`torch.nn.parallel.DistributedDataParallel`, in its order, and
-    behind them, by name only, what stock lacks.
+    The arguments are those of :class:`torch.nn.parallel.DistributedDataParallel`, in its order.
+    Arguments that stock does not have follow, by name only.
 
     Args:
         module: the module to train, available as ``.module``; at least one parameter requires
             gradients. Parameters are fp32, fp16, bf16, fp64, complex64 or complex128, on the CPU
             or on CUDA devices.
         device_ids: ``None``, or one CUDA device, to which tensors in the inputs are moved.
-        output_device, dim: kept for compatibility: the module decides where outputs lie.
+        output_device: kept for compatibility, as ``dim``: the module decides where outputs lie.
         broadcast_buffers: deprecated by torch 2.13 for ``forward_sync_buffers``; ``False`` also
             leaves buffers out of the initial broadcast.
         init_sync: verify at construction that all ranks hold the same model, and broadcast
@@ -83,100 +83,95 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         bucket_cap_mb: bucket size in MiB of gradients. By default 25, and 1 for the first bucket;
             with ``reduce_dtype`` or ``compression`` 1, 1, 2, 4, 8, 16, and 25 for all others, on
             the CPU 8.
-        find_unused_parameters: ``None`` or ``True``: unused parameters are found automatically,
-            at no cost. ``False``: an unused parameter is an error at the next forward.
-        check_reduction: deprecated by torch, without effect.
+        find_unused_parameters: ``None`` or ``True``: unused parameters are found automatically.
+            ``False``: an unused parameter is an error at the next forward.
         gradient_as_bucket_view: ``.grad`` are views of the buckets, which saves one copy of all
             gradients and their memory.
-        static_graph: accepted; what it makes possible in stock DDP works here without it.
+        static_graph: accepted; all that it makes possible in stock DDP works without it here.
         delay_all_reduce_named_params: parameters of the module, with any names, whose gradients are
             sent after all others, in one bucket for each dtype and device.
-        param_to_hook_all_reduce: and not before this parameter's gradient is there, if a backward
-            reaches it. It may be any parameter.
+        param_to_hook_all_reduce: the delayed gradients also wait for the gradient of this
+            parameter, if a backward reaches it. It may be any parameter.
         mixed_precision: a ``torch.nn.parallel.distributed._MixedPrecision``. The module runs with
             parameters and inputs in ``param_dtype``, gradients travel in ``reduce_dtype``
             (``param_dtype`` if it is not given), buffers are cast to ``buffer_dtype`` for good.
-            Parameters and ``.grad`` stay in full precision. Gradients that travel in another
-            dtype than theirs are copied, also with ``gradient_as_bucket_view``.
+            Parameters and ``.grad`` stay in full precision.
         device_mesh: a one-dimensional device mesh, instead of ``process_group``. It may be one
             dimension of a larger mesh, with tensor parallelism in the others.
-        skip_all_reduce_unused_params: buckets (but the first) none of whose parameters a backward
-            reaches are not sent. They must be the same on all ranks; where they are not, that is
-            an error on every rank, after which the process group is of no use.
+        skip_all_reduce_unused_params: buckets (but the first) that a backward does not reach are
+            not sent. They must be the same on all ranks, otherwise every rank gets an error.
         bucket_cap_mb_list: sizes in MiB of the first, second, ... bucket; the last one holds for
             all others.
         batched_grad_copy: accepted; gradients are always copied a whole bucket at a time.
+            ``check_reduction``, which torch has deprecated, has no effect either.
         forward_sync_buffers: broadcast buffers from rank 0 before each forward that follows a
             synchronised one. On by default.
         lazy_bucket_allocation: (torch 2.15) buckets get their memory when their first gradients
-            are there, and let it go after the backward.
+            are ready, and free it after the backward.
         reduce_dtype: the dtype in which gradients travel and are summed: ``torch.bfloat16`` or
             ``torch.float16`` for half the bytes of fp32, ``torch.float32`` for full precision of
             parameters in low precision. They are scaled before the cast, in fp32; ``.grad`` keeps
             the dtype of its parameter, and is a copy, also with ``gradient_as_bucket_view``. By
             default each gradient travels in its own dtype, as complex and sparse ones always do.
         compression: ``"int8"`` or ``"fp8"`` (e4m3): gradients travel in 8 bits an element and one
-            fp32 scale for 256, about a quarter of the bytes of fp32, over gloo or NCCL. All ranks
-            end with the same bits. Those of fp64, complex and sparse ones travel as without it. A
-            block of 256 elements with a NaN or an infinity is NaN afterwards. Messages take about
-            two bytes an element, on the CPU three if there are more than two ranks. ``"auto"``: for
-            each bucket what it would take without compression, bf16 or ``"int8"``, by what is
-            measured at construction, which takes a second or two: see :meth:`wire_report`.
+            fp32 scale for 256, over gloo or NCCL. All ranks end with the same bits. Those of fp64,
+            complex and sparse ones travel as without it. A block of 256 elements with a NaN or an
+            infinity is NaN afterwards. ``"auto"``: for each bucket its own dtype, bf16 or
+            ``"int8"``, by what is measured at construction in a second or two: see
+            :meth:`wire_report` and ``docs/fewer-bytes.md``.
         error_feedback: what quantisation leaves out of a gradient is kept in fp32, and added to the
-            next one: at most ``4 + 4 / world_size`` bytes an element. Without it errors pile up.
-            Belongs into checkpoints: see :meth:`comm_state_dict`.
+            next one: at most ``4 + 4 / world_size`` bytes an element. Without it errors accumulate.
+            It belongs in checkpoints: see :meth:`comm_state_dict`.
         exact: parameters whose gradients are not quantised: a name, several names, patterns
-            (``"head.*"``), or a function of name and parameter. Those of one dimension or of fewer
-            than 1,024 elements and the weights of embeddings never are. They travel in fp32 in the
-            same messages.
+            (``"head.*"``), or a function of name and parameter. Parameters of one dimension or of
+            fewer than 1,024 elements, and weights of embeddings, never are. Exact gradients are
+            sent in fp32 in the same messages.
         check_finite: ``"raise"`` or ``"warn"``: gradients that are NaN or infinite on a rank, or
             beyond the dtype in which they travel, are a ``FloatingPointError`` or a
             ``RuntimeWarning`` at the end of the backward, on every rank alike, with the names of
             the parameters and the ranks. ``.grad`` holds the means by then, and training may go on.
-            On a GPU the host waits there for the reduction. Optimizers in the backward have made
-            their steps, and a rank that has run out of inputs inside :meth:`join` only warns.
+            On a GPU the host waits there. Optimizers in the backward have made their steps, and a
+            rank that has run out of inputs inside :meth:`join` only warns.
         check_drift: ``"raise"`` or ``"warn"``: each reduced backward compares another 64th of all
             parameters over the ranks, bit for bit. Where they differ, all ranks get an error, or
             once for each change a warning, with names and ranks: within 64 steps, on a GPU 66.
         transport: ``"auto"``: over gloo, where all hosts have as many ranks each, two or more,
-            those of a host exchange gradients from the second reduced backward on through memory
-            that they share, and take the process group between hosts. Quantised, sparse and lazy
-            buckets and those of communication hooks go through the process group all the same. It
-            takes once more the memory of the buckets. Where it cannot be had, all ranks take the
-            process group; with ``"peer_memory"`` that is an error at the end of the first reduced
-            backward. ``"process_group"``, or ``TRITONDDP_PEER_MEMORY=0`` in the environment of any
-            rank, leaves it off. On GPUs over NCCL ``"peer_memory"`` has buckets of up to 512 KiB
-            summed over NVLink; nothing has measured that, and ``"auto"`` is the process group.
+            those of a host exchange gradients through memory that they share; it takes once more
+            the memory of the buckets. Where it cannot be had, all ranks take the process group;
+            with ``"peer_memory"`` that is an error at the end of the first reduced backward.
+            ``"process_group"``, or ``TRITONDDP_PEER_MEMORY=0`` in the environment of any rank,
+            leaves it off. On GPUs ``"auto"`` is the process group. See ``docs/one-host.md``.
         metrics: ranks tell each other, without a collective, how long the parts of their last step
             took: for :meth:`metrics`, :meth:`suggested_shares` and :meth:`log_metrics`.
         grad_norm: sum up squares while gradients are reduced: :meth:`grad_norm` and
-            :meth:`clip_grad_norm_` need no pass, and :meth:`grad_noise_scale` is known.
-        buffer_sync: ``"broadcast"``, the default: as ``forward_sync_buffers``, but what no forward
-            changes travels no more, and on the CPU the rest ahead of forwards (what else changes is
-            one late, with a warning). ``"mean"``: floating-point buffers that forwards change
-            become their mean. ``"off"``: as ``forward_sync_buffers=False``.
+            :meth:`clip_grad_norm_` then need no pass, and :meth:`grad_noise_scale` is available.
+        buffer_sync: ``"broadcast"``, the default: as ``forward_sync_buffers``, but without buffers
+            that no forward changes, and on the CPU ahead of the forward. (Changes outside of
+            forwards come one forward late, with a warning.) ``"mean"``: floating-point buffers that
+            forwards change get their mean. ``"off"``: as ``forward_sync_buffers=False``.
 
     Attributes:
         module: the wrapped module.
         require_backward_grad_sync: whether the next backward is reduced. :meth:`no_sync` sets it;
             it may also be set directly.
-        reducer: ``reducer.counters`` tells what was sent; otherwise the names of stock's reducer.
+        reducer: ``reducer.counters`` count what was sent; it also has the names of stock's reducer.
         core: the :class:`tritonddp.reducer.reducer.Reducer` itself.
 
     Raises:
         NotImplementedError: a dtype or kind of parameter that is not supported.
         RuntimeError: no parameter requires gradients, parameters are uninitialised, or ranks hold
             different models (raised on every rank, naming what differs).
-        TypeError: an argument is of another type than it says, or a flag is not on or off.
+        TypeError: an argument has a wrong type, or a flag is neither on nor off.
         ValueError: no process group, or arguments that contradict each other or the module.
 
     Example::
 
-        dist.init_process_group("nccl")
-        model = tritonddp.DistributedDataParallel(model.cuda(), device_ids=[local_rank])
+        model = tritonddp.DistributedDataParallel(module)  # on a GPU: device_ids=[local_rank]
+        loss_function(model(inputs), targets).backward()  # .grad holds the means over the ranks
+        optimizer.step()
     """
 
-    wrapped_modules = 0  # modules, in this process
+    wrapped_modules = 0  # number of modules wrapped in this process
 
     def __init__(
         self,
@@ -295,7 +290,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         self.state_broadcast.send(tensors, "wrapping", "parameters and buffers")
 
     def _enter_group(self) -> ModuleParameters:
-        """Make what this rank knows of its process group, and of the module. No collective."""
+        """Make the objects for the process group and the module's parameters. No collective."""
         enable_debug_logging()
         self.group.enter()
         self.state_broadcast = StateBroadcast(self.group, self.sync)
@@ -304,7 +299,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     def _build_reducer(self, parameters: ModuleParameters) -> None:
         """Make the reducer, from the options. No collective."""
         self.traced = Traced(self, self._pre_forward)
-        # As in stock: a static graph may leave parameters unused.
+        # As in stock, with static_graph unused parameters are no error.
         is_strict = self.find_unused_parameters is False and not self.static_graph
         broadcast = self.state_broadcast if self._init_sync else None
         mode = self.config.buffer_mode if self.forward_sync_buffers else OFF
@@ -328,9 +323,9 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
         Raises:
             NotImplementedError: a parameter was added that cannot be reduced.
-            RuntimeError: in strict mode the last backward left parameters unused, or it waits for
-                :meth:`finalize_backward`; ranks did not reduce the same, or one is gone; or inside
-                ``torch.distributed.autograd.context()`` an option cannot be had.
+            RuntimeError: with ``find_unused_parameters=False``: the last backward left parameters
+                unused. Or it waits for :meth:`finalize_backward`; ranks reduced different things,
+                or one is gone; an option does not work in ``torch.distributed.autograd.context()``.
         """
         span = record_function if is_profiled() else cheap_record_function
         with span("DistributedDataParallel.forward"):
@@ -338,8 +333,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module alone. Subclasses call another method of it here."""
-        # dynamo splits what it compiles in here at the buckets, if they are large enough for it.
+        """Run the module alone. Subclasses may override this to call another method of it."""
+        # dynamo splits the graphs that it compiles in here at the buckets, if these are large.
         outer = set_active_wrapper(self if max(self.caps.limits) >= MIB else None)
         try:
             if self._low is None:
@@ -349,7 +344,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             set_active_wrapper(outer)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """All that is done before the module runs; returns the inputs on its device."""
+        """Everything before the module runs; returns the inputs on its device."""
         if self.sync.enabled and torch.is_grad_enabled():
             sampler = self.logger.sampler
             sampler.iteration += 1
@@ -382,7 +377,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         return inputs, kwargs
 
     def _post_forward(self, output: Any) -> Any:
-        """All that is done with what the module has returned; returns it."""
+        """Everything after the module has run; returns its output."""
         if self.logger.sampler.moments is not None:
             self.logger.sampler.forward_ended()
         if self._buffer_hook is not None and self._check_sync_bufs_post_fwd():
@@ -405,18 +400,18 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     def no_sync(self) -> Iterator[None]:
         """Context: backwards accumulate gradients locally; the first one after it reduces all.
 
-        As in stock, put the forward of each microbatch but the last one inside, alone or with its
-        backward: the first backward that follows a forward outside is reduced, those before it are
-        not. Only here a backward that starts inside is local too, wherever its forward ran. After
+        As in stock, put the forward of each microbatch except the last one inside, alone or with
+        its backward: the first backward after a forward outside is reduced, earlier ones are not.
+        Unlike in stock, a backward that starts inside is local too, wherever its forward ran. After
         ``reducer.prepare_for_backward([])`` the next backward is reduced in any case.
 
         Example::
 
             with model.no_sync():
-                for batch in microbatches[:-1]:
-                    loss(model(batch)).backward()
-            loss(model(microbatches[-1])).backward()  # reduces what all have accumulated
-            optimizer.step()
+                for inputs, targets in batches[:-1]:
+                    loss_function(model(inputs), targets).backward()
+            inputs, targets = batches[-1]
+            loss_function(model(inputs), targets).backward()  # reduces what all have accumulated
         """
         before = self.sync.enabled
         self.sync.enabled = False
@@ -427,28 +422,28 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
     @contextmanager
     def weighted(self, n: float | Tensor, reduction: str = "mean") -> Iterator[None]:
-        """Context: what a backward inside contributes to the mean over the ranks counts ``n``.
+        """Context: the gradients of a backward inside have weight ``n`` in the mean over the ranks.
 
-        For batches of different size. The gradients become ``sum_r(n_r g_r) / sum_r(n_r)`` over
-        the ranks ``r``: that of a loss which is a mean over the items (samples, tokens) of all
-        ranks, where each rank's loss is the mean over its own ``n_r``. Without it each rank counts
-        alike, and so the items of a small batch more than those of a large one.
+        For batches of different size. The gradients become ``sum_r(n_r g_r) / sum_r(n_r)`` over the
+        ranks ``r``. If the loss of each rank is a mean over its own ``n_r`` items (samples,
+        tokens), these are the gradients of the mean over the items of all ranks. Without it each
+        rank has the same weight, so that an item of a small batch counts more.
 
         Several backwards may be accumulated under :meth:`no_sync`, each with its own ``n``: the
-        sums then run over all backwards of all ranks, whose number may differ. What counts is
-        whether ``backward()`` runs inside. Losses of backwards that were accumulated
-        without a weight before belong to the mean, or to the sum, of those that follow.
+        sums then run over all backwards of all ranks, whose number may differ. ``backward()`` must
+        run inside; the forward need not. Losses that were accumulated without a weight before
+        belong to the mean, or to the sum, of the weighted ones.
 
         Every rank must weight the backward that is reduced. If all weights are zero, so are the
-        gradients. Where ranks accumulate different numbers of backwards and the module has buffers,
-        which forwards broadcast, run the forwards under :meth:`no_sync` too. Gradients in fp16 have
-        room for weights within a hundredfold of the last reduction's, or of 16 in the first.
+        gradients. If ranks accumulate different numbers of backwards, and forwards broadcast
+        buffers, run the forwards under :meth:`no_sync` too. In fp16, weights must be within a
+        factor of 100 of those of the last reduction, in the first reduction of 16.
 
         Args:
             n: number of items, zero or more, whole or not; or a tensor of one element, which the
-                host reads. With ``n=0`` the gradients of a mean do not count, even if they are NaN.
-            reduction: how the loss was made of its items. ``"mean"``, or ``"sum"``: then the
-                gradients become ``sum_r(g_r) / sum_r(n_r)``, those of a rank with ``n=0`` too.
+                host reads. With ``n=0`` gradients of a mean are ignored, even if they are NaN.
+            reduction: how the loss combines its items. ``"mean"``, or ``"sum"``: then the gradients
+                become ``sum_r(g_r) / sum_r(n_r)``, in which those of a rank with ``n=0`` count.
 
         Raises:
             RuntimeError: in ``backward()``: some ranks have a weight and some have none; weighted
@@ -459,8 +454,9 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
         Example::
 
-            with model.weighted((targets != padding).sum()):
-                cross_entropy(model(tokens), targets, ignore_index=padding).backward()
+            n = 8 - 2 * rank  # this rank's samples
+            with model.weighted(n):
+                loss_function(model(inputs[:n]), targets[:n]).backward()
         """
         weight = weight_of(n, reduction)
         if self._window is None:
@@ -479,34 +475,35 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     ) -> tuple[Tensor | None, ...] | dict[str, Tensor | None] | None:
         """Average gradients over the ranks now, also under :meth:`no_sync`.
 
-        For gradients that no ``backward()`` made: of ``torch.autograd.grad``, or made by hand. All
-        ranks must call it for the same parameters. Counts as :meth:`weighted` says.
+        For gradients of ``torch.autograd.grad``, or made by hand, without a ``backward()``. All
+        ranks must call it for the same parameters. Inside :meth:`weighted` the mean is weighted.
 
         Args:
             gradients: ``None`` for ``.grad`` of all parameters that require gradients, which is
                 overwritten. Or a gradient or ``None`` for each of ``params``, as
                 ``torch.autograd.grad`` returns them. Or a mapping from names of parameters, as
                 the wrapped module has them, to gradients; one that is missing counts as ``None``.
-            params: what the gradients belong to, by default all parameters of the module that
-                require gradients, in the order of ``module.parameters()``. That they are alike
-                on all ranks is verified by one more small collective.
+            params: the parameters of the gradients, by default all parameters of the module that
+                require gradients, in the order of ``module.parameters()``. One more small
+                collective verifies that they are the same on all ranks.
 
         Returns:
             ``None`` if ``gradients`` is. Otherwise the means, as a tuple or a dictionary: new
-            tensors, which know nothing of the graphs that the gradients came from. ``None`` where
-            no rank had a gradient; a rank's ``None`` counts as zero elsewhere.
+            tensors without a graph. ``None`` where no rank had a gradient; if only some ranks had
+            one, ``None`` counts as zero.
 
         Raises:
             RuntimeError: called during a backward or inside :meth:`join`, or the ranks reduce
                 different parameters.
             TypeError: a gradient or a parameter is no tensor.
-            ValueError: the gradients do not fit the parameters in number, name, shape or dtype.
+            ValueError: number, name, shape or dtype of gradients and parameters do not match.
             FloatingPointError: with ``check_finite="raise"``, a gradient is not finite on a rank.
 
         Example::
 
-            penalty = sum(g.square().sum() for g in grad(loss, params, create_graph=True))
-            means = model.reduce_gradients(grad(loss + penalty, params))
+            loss = loss_function(model(inputs), targets)
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            means = model.reduce_gradients(gradients)
         """
         refuse_inside(self, "reduce_gradients()")
         if gradients is not None:
@@ -522,31 +519,30 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     def check_sync(self, *, buffers: bool | None = None, gradients: bool | None = None) -> None:
         """Verify that all ranks hold the same parameters, buffers and gradients, bit for bit.
 
-        All ranks must call it. It changes nothing, and after its error training may go on. Two
-        small collectives, and some passes over the memory of all that is compared, by checksums of
-        64 bits: a NaN equals the same NaN, 0.0 differs from -0.0. Parameters and buffers of
+        All ranks must call it. It changes nothing, and training may go on after its error. It makes
+        two small collectives, and some passes over the memory of all compared tensors for checksums
+        of 64 bits: a NaN equals the same NaN, 0.0 differs from -0.0. Parameters and buffers of
         ``_ddp_params_and_buffers_to_ignore`` are left out.
 
         Args:
-            buffers: ``None`` for all but those that differ by design: the running statistics of
-                BatchNorm and InstanceNorm, which each rank's forwards change by its own batches;
-                those of SyncBatchNorm are compared. ``True`` for all, ``False`` for none.
-            gradients: ``None`` for all that are alike by design: those that the last reduced
-                backward has left to parameters that require gradients. Nothing has been added to
-                them under :meth:`no_sync` since, on any rank, nor has :meth:`join` given them back.
+            buffers: ``None`` for all except those that differ by design: the running statistics of
+                BatchNorm and InstanceNorm, which each rank's forwards change by its own batches
+                (those of SyncBatchNorm are compared). ``True`` for all, ``False`` for none.
+            gradients: ``None`` for all that are equal by design: those written by the last reduced
+                backward, of parameters that require gradients. Left out are gradients to which any
+                rank has added under :meth:`no_sync` since, or which :meth:`join` has restored.
                 ``True`` for all, ``False`` for none. A missing one differs from any other.
 
         Raises:
-            RuntimeError: on every rank, if any two differ, naming the first tensors that do, which
-                ranks hold what, and what to do; or if names, shapes or dtypes differ. Also: called
+            RuntimeError: on every rank, if tensors differ: names the first ones, which ranks have
+                which values, and what to do; or if names, shapes or dtypes differ. Also: called
                 during a backward or inside :meth:`join`, or a rank does not take part.
-            TypeError: an argument is none of these.
+            TypeError: an argument is not ``None``, ``True`` or ``False``.
 
         Example::
 
             optimizer.step()
-            if step % 1000 == 0:
-                model.check_sync()
+            model.check_sync()  # once in some thousand steps
         """
         refuse_inside(self, "check_sync()")
         check_sync(self.module, self.core, self.parameters_to_ignore, buffers, gradients)
@@ -556,12 +552,17 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     grad_noise_scale = grad_noise_scale
 
     def wire_report(self) -> str:
-        """How gradients travel with ``compression="auto"``, and why, in some lines.
+        """In which form gradients are sent with ``compression="auto"``, and why, in some lines.
 
-        What was measured at construction, on the slowest rank; how long a backward is predicted to
-        take if all buckets travel in their own dtype, in bf16 and in int8; and the choice for each.
-        It is made after the first reduced backward, and again when buckets change and when the
+        They tell what was measured, on the slowest rank; how long a backward is predicted to take
+        with all buckets in their own dtype, in bf16 and in int8; and the choice for each bucket.
+        That is made after the first reduced backward, and again when buckets change and when the
         first backwards are over. Rank 0 logs each new one in ``tritonddp.auto``, at level INFO.
+
+        Example::
+
+            model = tritonddp.DistributedDataParallel(module, compression="auto")
+            print(model.wire_report())
         """
         planner = self.core.manager.planner
         if planner is not None:
@@ -572,47 +573,49 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         )
 
     def comm_state_dict(self) -> dict[str, Any]:
-        """What to save beside the module, so that a new wrapper goes on with the same bits.
+        """State to save with the module, so that a new wrapper continues with the same bits.
 
-        All ranks call it, between two steps, and each saves what it gets.
+        All ranks call it, between two steps, and each saves its own result.
 
         Returns:
-            ``rank`` and ``world_size`` of this run, and, alike on all ranks: ``bucket_order``,
-            names of parameters as buckets hold them, empty before the first reduced backward;
-            ``reductions_since_change``, since a parameter was frozen, unfrozen or added;
-            ``weight_unit``, by which the next weights are divided; and ``wires``, what
-            ``compression="auto"`` has chosen for each bucket, as numbers. And of this rank, with
-            ``compression``: ``sent`` and ``reduced``, what quantisation has left out of its
-            gradients, and of those sums that it owns, by parameter, fp32, in its shape.
+            ``rank`` and ``world_size`` of this run. Alike on all ranks: ``bucket_order``, names of
+            parameters in the order of the buckets, empty before the first reduced backward;
+            ``reductions_since_change``, reductions since a parameter was frozen, unfrozen or added;
+            ``weight_unit``, by which the next weights are divided; and ``wires``, the choice of
+            ``compression="auto"`` for each bucket, as numbers. Of this rank, with ``compression``:
+            ``sent`` and ``reduced``, the quantisation errors of its gradients and of the sums that
+            it computes, by parameter name, fp32, in the shape of the parameter.
 
         Raises:
             RuntimeError: a backward waits for ``finalize_backward()``.
 
         Example::
 
-            torch.save({"model": model.module.state_dict(), "comm": model.comm_state_dict()}, path)
+            saved = {"model": module.state_dict(), "comm": model.comm_state_dict()}  # to torch.save
+            module.load_state_dict(saved["model"])  # in the next run, on each rank its own
+            model.load_comm_state_dict(saved["comm"])
         """
         return checkpoint.comm_state(self.core)
 
     def load_comm_state_dict(self, *states: dict[str, Any]) -> None:
-        """Go on as the run did whose state this is: the next step has the bits of its next step.
+        """Continue a saved run: the next step has the same bits as the next step of that run.
 
-        All ranks call it, between two steps, once the module has the parameters of that run, frozen
-        ones included. One small all-reduce.
+        All ranks call it, between two steps, after the module has loaded the parameters of that
+        run, frozen ones included. It makes one small all-reduce.
 
         Args:
-            states: what :meth:`comm_state_dict` returned: on as many ranks as then, each rank's
-                own. On fewer or more ranks those of all saved ranks ``r`` for which
-                ``r % world_size`` is this rank, which may be none: what was left out of their
-                gradients is added up. Parameters that the module does not have are passed over;
-                trainable ones that a state does not name go last.
+            states: what :meth:`comm_state_dict` returned. With the same number of ranks: each
+                rank's own state. With fewer or more ranks: the states of all saved ranks ``r`` with
+                ``r % world_size`` equal to this rank, which may be none; their quantisation errors
+                are added up. Parameters that the module does not have are ignored; trainable
+                parameters that no state names go last.
 
         Raises:
             RuntimeError: a backward is under way, or waits for ``finalize_backward()``; or a state
-                of another rank is none. Whichever rank it is, nothing is loaded on any.
-            TypeError: a state is no dictionary, or an entry is of another type than it was.
+                on another rank is invalid. Then nothing is loaded on any rank.
+            TypeError: a state is no dictionary, or an entry has a wrong type.
             ValueError: an entry is missing or out of range; or a parameter had another shape, and
-                something was left out of its gradients.
+                its gradients have quantisation errors.
         """
         checkpoint.load_comm_state(self.core, states)
 
@@ -621,13 +624,13 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Let ``hook`` decide how gradients are reduced, bucket by bucket.
 
-        The hook replaces the mean over ranks: whatever it returns ends up in ``.grad``. All hooks
+        The hook replaces the mean over ranks: its result is written to ``.grad``. All hooks
         of ``torch.distributed.algorithms.ddp_comm_hooks`` work. It is called once for each bucket
-        of a backward, in the same order on every rank. To be registered on all ranks between the
-        same two steps, and once for each wrapped module. :meth:`reduce_gradients` does without it.
+        of a backward, in the same order on every rank. Register it once, on all ranks between the
+        same two steps. :meth:`reduce_gradients` does without it.
 
         Args:
-            state: handed to each call.
+            state: passed to each call.
             hook: ``hook(state, bucket)``. ``bucket`` has the methods of
                 ``torch.distributed.GradBucket`` (see :mod:`tritonddp.comm.grad_bucket`). Its
                 gradients are not divided by the number of ranks: that is up to the hook. It returns
@@ -636,13 +639,13 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         Raises:
             RuntimeError: a hook is registered already, or a backward is under way; and in
                 ``backward()``, naming rank, step and bucket, if the hook fails.
-            TypeError: ``hook`` is not callable, or is one for bfloat16 where torch allows none.
-            ValueError: its annotations are of other types.
+            TypeError: ``hook`` is not callable, or is a bfloat16 hook without support in torch.
+            ValueError: the hook's annotations have other types.
 
         Example::
 
-            state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10)
-            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+            model.register_comm_hook(None, default_hooks.fp16_compress_hook)
         """
         self._noting(check_hook, hook)
         self.core.register_comm_hook(state, hook)
@@ -654,18 +657,18 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     def require_manual_backward_finalization(self) -> bool:
         """Whether reduced backwards leave ``.grad`` to :meth:`finalize_backward`. Off by default.
 
-        So that other work goes on while gradients are on their way. May be set whenever no backward
-        waits for its end::
-
-            model.require_manual_backward_finalization = True
-            criterion(model(inputs), targets).backward()  # the all-reduces go on
-            ...
-            model.finalize_backward()  # now .grad holds the means
-            optimizer.step()
+        Other work goes on while gradients travel. May be set when no backward waits for its end.
 
         Raises:
-            RuntimeError: when set, if one does.
+            RuntimeError: when set while a backward waits for its end.
             TypeError: when set to something that is not on or off.
+
+        Example::
+
+            model.require_manual_backward_finalization = True
+            assert model.should_finalize_after_backward  # and not in it: it is the first one
+            loss_function(model(inputs), targets).backward()  # the all-reduces go on
+            model.finalize_backward()  # now .grad holds the means
         """
         return self._require_manual_backward_finalization
 
@@ -677,22 +680,22 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
     @property
     def should_finalize_after_backward(self) -> bool:
-        """Whether the next backward has to return before :meth:`finalize_backward` may be called.
+        """Whether :meth:`finalize_backward` may be called only after the next backward returns.
 
-        True for the first reduced backward, in which the order of buckets is not known yet; after
-        that it may be called from a hook too. Always false if finalisation is not manual.
+        True for the first reduced backward, in which the bucket order is not known yet. In later
+        ones it may also be called from a hook. Always false if finalisation is not manual.
         """
         return self._require_manual_backward_finalization and self.core.manager.is_provisional
 
     def finalize_backward(self) -> None:
-        """Wait for the reductions of the last backward, and bring their results into ``.grad``.
+        """Wait for the reductions of the last backward, and write their results to ``.grad``.
 
-        Once for each reduced backward, after it has returned; or from a hook of it, when all
-        buckets have been launched (see :attr:`should_finalize_after_backward`).
+        Call it once for each reduced backward, after it has returned; or from one of its hooks,
+        when all buckets have been launched (see :attr:`should_finalize_after_backward`).
 
         Raises:
             RuntimeError: :attr:`require_manual_backward_finalization` is off, buckets still wait
-                for gradients, or there is nothing to wait for, as under ``no_sync``.
+                for gradients, or no reduction is under way, as under ``no_sync``.
         """
         self.core.finalize_backward()
 
@@ -706,21 +709,21 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     ) -> Join:
         """Context: ranks may run out of inputs at different times.
 
-        A rank that leaves the body waits there for the others, and makes the collectives of their
+        A rank that leaves the body waits for the others, and makes the collectives of their
         forwards and backwards, with gradients of zero. When all have left it, every rank gets the
-        parameters and buffers of one that left last.
+        parameters and buffers of a rank that left last.
 
-        Inside, as in stock, the *forward* decides what is reduced, since it tells the ranks that
-        wait: one reduced backward follows each forward that runs with gradients and outside
-        :meth:`no_sync`; all other backwards belong under :meth:`no_sync`. (A forward that no
-        backward follows is made up for by the next, or at the end.) All ranks that have inputs
-        make the same forwards, of one wrapped module after the other. What a rank has accumulated
-        when its inputs end is not reduced.
+        Inside, as in stock, the *forward* decides what is reduced, since it tells the waiting
+        ranks: exactly one reduced backward must follow each forward that runs with gradients and
+        outside :meth:`no_sync`. Put all other backwards under :meth:`no_sync`. (After a forward
+        without a backward, the next forward or the end of the body makes its reduction, with
+        zeros.) All ranks that have inputs make the same forwards of the same wrapped modules, in
+        the same order. Gradients that a rank has accumulated when its inputs end are not reduced.
 
         Args:
             divide_by_initial_world_size: divide the sum of the gradients by the number of ranks;
-                ``False`` divides it by the number of those that still have inputs. Weighted means
-                (:meth:`weighted`) count those only either way; communication hooks divide
+                ``False``: by the number of ranks that still have inputs. Weighted means
+                (:meth:`weighted`) are over the latter in any case; communication hooks divide
                 themselves, as in stock.
             enable: ``False`` makes this context do nothing.
             throw_on_early_termination: when a rank runs out of inputs, raise an error on all.
@@ -728,32 +731,29 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         Raises:
             RuntimeError: on every rank, if one runs out of inputs and
                 ``throw_on_early_termination`` is set; in a forward, if ranks do not agree on
-                whether its backward is reduced; in a backward, if its forward did not tell that it
-                is reduced; or the ranks hold different parameters.
-            TypeError: an argument is not on or off.
+                whether its backward is reduced; in a reduced backward that its forward did not
+                announce; or the ranks hold different parameters.
+            TypeError: an argument is neither on nor off.
 
         Example::
 
             with model.join():
-                for batch in batches:  # more of them on some ranks
-                    loss(model(batch)).backward()
+                for inputs, targets in batches[rank:]:  # fewer of them on some ranks
+                    loss_function(model(inputs), targets).backward()
                     optimizer.step()
 
-        With further classes that can be joined, a ``ZeroRedundancyOptimizer`` say, use
-        ``torch.distributed.algorithms.join.Join([model, optimizer])``, in the order in which they
-        are called, and end the body with a backward. While a rank waits, its ``.grad`` are those of
-        the others, so that its share of the optimizer does the right step; afterwards they are its
-        own again.
+        With other classes that join, such as ``ZeroRedundancyOptimizer``, use torch's
+        ``Join([model, optimizer])``, in the order of their calls. End the body with a backward.
         """
         check_flags({"enable": enable, "throw_on_early_termination": throw_on_early_termination})
         options = {"divide_by_initial_world_size": divide_by_initial_world_size}
         return UnevenInputs([self], enable, throw_on_early_termination, **options)
 
     def join_hook(self, **kwargs: Any) -> ShadowHook:
-        """What torch's ``Join`` runs on a rank that has no inputs left; options are :meth:`join`'s.
+        """The hook that torch's ``Join`` runs on a rank without inputs; options as :meth:`join`'s.
 
         Raises:
-            TypeError: one is not on or off.
+            TypeError: an option is neither on nor off.
         """
         divides = kwargs.get("divide_by_initial_world_size", True)
         check_flags({"divide_by_initial_world_size": divides})
@@ -764,10 +764,10 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     # Copies, and other process groups
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but what belongs to the process group.
+        """The attributes without those that belong to the process group.
 
         Raises:
-            RuntimeError: the process group is not the default one, which alone is there again
+            RuntimeError: the process group is not the default one. Only that can be found again
                 when the state is loaded.
         """
         self._check_default_group()
@@ -787,7 +787,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             self._low.remove_hooks_with(self)
 
 
-# What is made anew for a process group, and the group itself.
+# Attributes that are made again for a new process group, and the group itself.
 _OF_THE_GROUP = {
     *("process_group", "group", "sync", "core", "reducer", "logger", "state_broadcast", "traced"),
     *("_window", "buffer_sync", "_compiled_call_impl"),
@@ -795,6 +795,6 @@ _OF_THE_GROUP = {
 
 _alive: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
-# torch's own class answers isinstance for this one, so that checkpointing, Lightning, Accelerate
-# and dynamo treat it as what it replaces. Its metaclass is ABCMeta.
+# Make isinstance(ddp, torch's class) true, so that checkpointing, Lightning, Accelerate and dynamo
+# treat this class like torch's. (The metaclass of torch's class is ABCMeta.)
 STOCK.register(DistributedDataParallel)

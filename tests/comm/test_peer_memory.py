@@ -227,7 +227,7 @@ def refuses(how: str) -> Any:
 
 REFUSALS = {
     "environment": (False, "rank 1: TRITONDDP_PEER_MEMORY is 0"),
-    "another host": (False, "rank 0 shares its host, as its user, with 1 others, rank 1 with 0"),
+    "another host": (False, "the host of rank 0 has 2, that of rank 1 has 1"),
     "no sockets": (True, "rank 1: no connections between the ranks of a host"),
     "no connection": (True, "rank 0: rank 1 has not connected within 1 s"),
     "no memory": (True, "bytes cannot be allocated: [Errno 1] Operation not permitted"),

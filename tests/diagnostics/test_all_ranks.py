@@ -82,7 +82,7 @@ def test_ranks_that_recorded_other_backwards_are_named() -> None:
 
 
 def test_what_was_not_traced_knows_of_no_rank() -> None:
-    with pytest.raises(RuntimeError, match="only what trace"):
+    with pytest.raises(RuntimeError, match="a timeline that trace"):
         Timeline(0, "cpu").gather()
 
 

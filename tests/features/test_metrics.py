@@ -250,7 +250,7 @@ def test_it_is_said_once_by_rank_0() -> None:
 def test_shares_of_a_batch_are_in_proportion_to_the_speed() -> None:
     rank = dist.get_rank()
     ddp = DistributedDataParallel(net(), metrics=True)
-    with pytest.raises(RuntimeError, match="nothing is known of the speed"):
+    with pytest.raises(RuntimeError, match="speeds of the ranks are not known yet"):
         ddp.suggested_shares()
     # Rank 1 takes three times as long for an item, and has half as many.
     for _ in range(30):

@@ -546,6 +546,7 @@ class PeerMemory:
         came: during the handover, by rank: its memory, or why there is none.
         followed: weak reference to the buckets, which refer to this object.
         free: number of the last exchange that all have read: its memory may be overwritten.
+        refusal: why this transport is not possible; ``None`` if it is, or nobody has tried yet.
     """
 
     averages = True
@@ -558,7 +559,7 @@ class PeerMemory:
         self.exchanges: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
         self._group, self._plain, self._counters = group, plain, counters
         self._is_required = is_required
-        self._is_refused = False
+        self.refusal: Refusal | None = None
         self._peers: Peers | None = None
         self.last = self.read = self.free = 0
         self.came: dict[int, Any] = {}
@@ -573,6 +574,8 @@ class PeerMemory:
             return
         counters.collectives += 1
         counters.wire_bytes += bucket.nbytes
+        counters.memory_bytes += bucket.nbytes
+        counters.memory_exchanges += 1
         counters.sent_bytes += exchange.sent_bytes
         if run.is_logged:
             run.log(bucket, "is sent with NaN" if is_broken else "is sent")
@@ -673,7 +676,7 @@ class PeerMemory:
 
         If other modules have connected the ranks, a rank may expect a bucket of those instead.
         """
-        if isinstance(self._group.peers, Peers) and not self._is_refused:
+        if isinstance(self._group.peers, Peers) and self.refusal is None:
             self._plain.announce = self._group.peers.goes_elsewhere
 
     def follow(self, current: BucketSet, where: str) -> bool:
@@ -687,14 +690,14 @@ class PeerMemory:
         Raises:
             RuntimeError: that is not possible, and required; or a collective failed.
         """
-        if self._is_refused:
+        if self.refusal is not None:
             return False
         self.followed = ref(current)
         with self._group.guard(where, "agreement to exchange through memory"):
             refusal = self._connect(where) or self._share(current.buckets)
         if refusal is None:
             return True
-        self._is_refused = True
+        self.refusal = refusal
         self._plain.announce = None
         told = f"{where}: gradients cannot go through memory of the host: {refusal.why}"
         if self._is_required:

@@ -183,6 +183,8 @@ class SymmetricMemory:
             return
         self._counters.collectives += 1
         self._counters.wire_bytes += bucket.nbytes
+        self._counters.memory_bytes += bucket.nbytes
+        self._counters.memory_exchanges += 1
         if run.is_logged:
             run.log(bucket, "is summed over NVLink" + " with NaN" * is_broken)
         last = max(index for index in exchange.module.indices if index not in run.skipped)

@@ -1,7 +1,7 @@
-"""Names of stock's class that others read or call.
+"""Names of stock's class that other libraries read or call.
 
-Lightning, Accelerate, torch.distributed.pipelining, ZeRO and dynamo do. What follows from the
-state of the wrapper is a property here, so that it is always true.
+Such libraries are Lightning, Accelerate, torch.distributed.pipelining, ZeRO and dynamo. Values that
+follow from the state of the wrapper are properties, so that they are always current.
 """
 
 from __future__ import annotations
@@ -39,35 +39,35 @@ from tritonddp.features.join import JoinProtocol
 
 
 class StockDDPNames:
-    """Of :class:`tritonddp.DistributedDataParallel`."""
+    """A base of :class:`tritonddp.DistributedDataParallel`, which has the state used here."""
 
     if TYPE_CHECKING:
         static_graph: bool
         _figures: Any
 
         def __getattr__(self, name: str) -> Any:
-            """What that class has set."""
+            """Attributes that the derived class sets."""
 
-    # No clone is made of outputs, so that there is nothing to choose: see _set_ddp_sink_clone.
+    # Has no effect, since outputs are never cloned: see _set_ddp_sink_clone.
     _ddp_sink_clone = True
 
-    _compiled_call_impl: Callable[..., Any] | None = None  # every module's
+    _compiled_call_impl: Callable[..., Any] | None = None  # as in every nn.Module
 
-    # What users register.
+    # Hooks that users register.
     _buffer_hook: Callable[[dict[str, Tensor]], Any] | None = None
     _buffer_hook_is_after = False  # it runs after the module's forward, not before
     _builtin_hook: dist.BuiltinCommHookType | None = None
 
-    # By these stock's forward, or a subclass that has one like it, decides what to leave out.
+    # Stock's forward, or that of a subclass written like it, branches on these.
     _use_python_reducer = False
-    _delay_all_reduce_all_params = False  # delayed gradients have buckets too
-    _static_graph_delay_allreduce_enqueued = True  # no first backward needs it
+    _delay_all_reduce_all_params = False  # delayed gradients are in buckets too
+    _static_graph_delay_allreduce_enqueued = True  # the first backward needs no special end
 
     @classmethod
     def _adopt_patches(cls) -> None:
-        """What somebody has put on torch's class is found here too: fastai puts methods there.
+        """Copy attributes that other libraries have added to torch's class: fastai adds methods.
 
-        (Not by ``__getattr__``, which would keep dynamo from all that looks at an attribute.)
+        (``__getattr__`` would do it too, but then dynamo could not trace attribute reads.)
         """
         for name, value in patches_of_stock().items():
             if not hasattr(cls, name):
@@ -82,7 +82,7 @@ class StockDDPNames:
         """Leave these parameters and buffers of ``module`` alone when it is wrapped.
 
         Raises:
-            TypeError: they are no list of full names, or ``module`` is no module.
+            TypeError: they are not a list of full names, or ``module`` is not a module.
         """
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
@@ -102,9 +102,9 @@ class StockDDPNames:
                 yield (name, param) if named_params else param
 
     def _build_params_for_reducer(self) -> tuple[list[Tensor], list[bool]]:
-        """The parameters that require gradients, and of each whether its gradient is sparse.
+        """The parameters that require gradients, and for each whether its gradient is sparse.
 
-        Their places in the list are the indices in torch's error messages.
+        torch's error messages name parameters by their index in this list.
         """
         sparse = sparse_parameters(self.module.modules())
         params = [param for _, param in self._trainable()]
@@ -118,11 +118,11 @@ class StockDDPNames:
         ]
 
     def _build_debug_param_to_name_mapping(self, parameters: Sequence[Tensor]) -> dict[int, str]:
-        """The names of what :meth:`_build_params_for_reducer` returned, by index.
+        """Names of the parameters that :meth:`_build_params_for_reducer` returned, by index.
 
         Raises:
-            TypeError: ``parameters`` are none.
-            ValueError: they are others.
+            TypeError: ``parameters`` is not a list.
+            ValueError: they are not the parameters that require gradients.
         """
         if not isinstance(parameters, Sequence):
             raise TypeError(f"parameters should be a list of parameters, got {parameters!r}")
@@ -132,7 +132,7 @@ class StockDDPNames:
             if param not in index_of:
                 raise ValueError(
                     f"Param with name {name} found in module parameters, but not DDP parameters: "
-                    "has it been added since?"
+                    "was it added after the list was made?"
                 )
             names[index_of[param]] = name
         if len(names) != len(index_of):
@@ -159,7 +159,7 @@ class StockDDPNames:
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """dynamo splits the graph of a compiled module by it."""
+        """dynamo splits the graph of a compiled module by this number of bytes."""
         return max(self.caps.limits)
 
     @property
@@ -173,7 +173,7 @@ class StockDDPNames:
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        """Whether buckets follow the order of gradients. ZeRO's hooks wait for it."""
+        """Whether buckets follow the order in which gradients became ready. ZeRO waits for it."""
         return not self.core.manager.is_provisional
 
     # Forward
@@ -198,7 +198,7 @@ class StockDDPNames:
 
     @contextmanager
     def _inside_ddp_forward(self) -> Iterator[None]:
-        """Context: what :meth:`_run_ddp_forward` does around the module."""
+        """Context that :meth:`_run_ddp_forward` of stock enters around the module."""
         outer = set_active_wrapper(self if self.bucket_bytes_cap >= MIB else None)
         try:
             yield
@@ -209,11 +209,11 @@ class StockDDPNames:
 
     @property
     def _lazy_init_ran(self) -> bool:
-        """What stock puts off until the first forward is done when that has begun."""
+        """Whether a forward has begun. Stock puts off some of its setup until then."""
         return self.core.forwards_begun > 0
 
     def _do_nothing(self, *_: Any, **__: Any) -> None:
-        """Nothing is put off, and what stock has to be told is seen here in any case."""
+        """Stock sets up its reducer by these calls. Here nothing needs to be done."""
 
     _lazy_init = _assign_modules_buffers = _clear_grad_buffer = _set_sparse_metadata = _do_nothing
 
@@ -234,11 +234,11 @@ class StockDDPNames:
         return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
-        """Put parts on several devices together along ``dim``, on one device."""
+        """Concatenate the parts of several devices along ``dim``, on one device."""
         return gather(outputs, output_device, dim=self.dim)
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
-        """Inputs on a device, each in a tuple of one."""
+        """Move inputs to a device; each result is a tuple of one."""
         device = torch.device(self.device_type, device_id)
         moved = move_inputs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
         return (moved[0],), (moved[1],)
@@ -255,27 +255,28 @@ class StockDDPNames:
         self.sync.enabled = value
 
     def _update_process_group(self, new_process_group: Any) -> None:
-        """Average over other ranks from now on, for training whose ranks come and go.
+        """Average over other ranks from now on, for training in which ranks join and leave.
 
-        No rank is waited for. What was accumulated under :meth:`no_sync` stays in ``.grad``, and
-        the order of gradients is observed anew. What quantisation has left out is dropped. With
-        ``compression="auto"`` gradients travel in their own dtypes from then on: nobody has
-        measured the new group.
+        No collective. Gradients accumulated under :meth:`no_sync` stay in ``.grad``. Buckets are
+        rebuilt after the next reduced backward, and quantisation errors are dropped. With
+        ``compression="auto"`` gradients are sent in their own dtypes from then on, since the new
+        group was not measured.
 
         Args:
-            new_process_group: as on all of its ranks. A rank that is not in it gives what
-                ``torch.distributed.new_group`` returned there, and begins anew in its old group.
+            new_process_group: the same group on all of its ranks. A rank that is not in it passes
+                what ``torch.distributed.new_group`` returned there, and starts again in its old
+                group.
         """
         self.core.detach()
         if isinstance(new_process_group, dist.ProcessGroup):
             self.process_group = new_process_group
             self.group = Group(new_process_group)
-        # A choice by other figures, or by none, would be another one than that of other ranks.
+        # The ranks of the new group may have different figures, and would choose differently.
         self._figures = None
         self._build_reducer(self._enter_group())
 
     def _set_static_graph(self) -> None:
-        """As ``static_graph=True``: allows parameters that no backward reaches.
+        """The same as ``static_graph=True``: unused parameters are no error.
 
         Raises:
             RuntimeError: a forward has run already.
@@ -290,25 +291,25 @@ class StockDDPNames:
         warn_of_static_graph(self.find_unused_parameters, stacklevel=3)
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Nothing: outputs are never cloned, and may be changed in place all the same."""
+        """Has no effect: outputs are never cloned, and may still be changed in place."""
         self._ddp_sink_clone = val
 
-    # What is logged
+    # Logging data
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """How this wrapper was made and how it is doing.
+        """Configuration and statistics of this wrapper, in stock's fields.
 
-        Stock's fields. Sizes are in bytes and times in nanoseconds; those of steps are taken in the
-        first ten, and then in one of a hundred: see :meth:`_set_ddp_runtime_logging_sample_rate`.
-        A step is there with its times when the next one has begun, on a GPU perhaps later. Where
-        parameters are on several devices no times are taken. The order in which gradients became
-        ready is that of the first reduced backward.
+        Sizes are in bytes, times in nanoseconds. The first ten steps are timed, then one in a
+        hundred: see :meth:`_set_ddp_runtime_logging_sample_rate`. The times of a step are available
+        when the next one has begun, on a GPU perhaps later. If parameters are on several devices,
+        no times are taken. The order in which gradients became ready is that of the first reduced
+        backward.
         """
         data = self.logger._get_ddp_logging_data()
         return {**data.strs_map, **data.ints_map}
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Take times in one step of so many, after the first ten.
+        """After the first ten steps, time one step in ``sample_rate``.
 
         Raises:
             TypeError: ``sample_rate`` is no integer.
@@ -323,7 +324,7 @@ class StockDDPNames:
         self.logger.sampler.next_sample = 0
 
     def _noting(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call ``function``, and note with what error it fails."""
+        """Call ``function``; if it raises, put the error into the logging data."""
         try:
             return function(*args)
         except Exception as error:
@@ -338,7 +339,7 @@ class StockDDPNames:
 
     @property
     def comm_hook_name(self) -> str:
-        """Of the communication hook, empty without one. For stock's logging data."""
+        """Name of the communication hook, empty without one. For stock's logging data."""
         if self._builtin_hook is not None:
             return str(self._builtin_hook)
         names = (getattr(hook, "__qualname__", repr(hook)) for hook, _ in self._comm_hooks)
@@ -348,8 +349,8 @@ class StockDDPNames:
         """Register ``ALLREDUCE`` or ``FP16_COMPRESS``; see :meth:`register_comm_hook`.
 
         Raises:
-            RuntimeError: as there.
-            TypeError: it is none of the two.
+            RuntimeError: as :meth:`register_comm_hook`.
+            TypeError: ``comm_hook_type`` is neither of the two.
         """
         self.core.register_comm_hook(self.process_group, _hook_in_python(comm_hook_type))
         self._builtin_hook = comm_hook_type
@@ -357,17 +358,18 @@ class StockDDPNames:
     def _register_fused_optim(
         self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any
     ) -> None:
-        """Have an optimizer step for each bucket once its gradients are the means.
+        """Let an optimizer step for each bucket as soon as that is reduced.
 
         Args:
-            optim: a class of ``torch.optim`` that has a functional twin in torch.
+            optim: a class of ``torch.optim`` of which torch has a functional version.
             args, kwargs: of its constructor, without the parameters.
-            optim_params: which parameters it steps, by default all.
+            optim_params: the parameters that it steps, by default all.
 
         Raises:
-            RuntimeError: torch has no such twin that steps here, or a hook is registered already.
-            TypeError: ``optim`` is no class.
-            ValueError: torch has no such twin at all.
+            RuntimeError: the functional version cannot step in DDP, or a hook is registered
+                already.
+            TypeError: ``optim`` is not a class.
+            ValueError: torch has no functional version.
         """
         if not isinstance(optim, type):
             raise TypeError(f"optim should be a class of torch.optim, got {optim!r}")
@@ -384,7 +386,10 @@ class StockDDPNames:
             ) from error
 
     def _register_hooks_again(self) -> None:
-        """With the new reducer. As in stock, a group in the state of a hook stays as it is."""
+        """Register all hooks with the new reducer.
+
+        As in stock, a process group in the state of a hook is not replaced.
+        """
         for hook, state in self._comm_hooks:
             self.core.register_comm_hook(state, hook)
         if self._builtin_hook is not None:
@@ -398,15 +403,15 @@ class StockDDPNames:
         return wanted and len(self.core.parameters.buffers()) > 0
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As every module's, which see: the forward is traced as a whole."""
+        """As ``nn.Module.compile``: the forward is traced as a whole."""
         self._compiled_call_impl = torch.compile(inlined(self._call_impl), *args, **kwargs)
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
-        """Whether a forward begins with :meth:`_sync_buffers` now."""
+        """Whether the next forward begins with :meth:`_sync_buffers`."""
         return not self._check_sync_bufs_post_fwd() and self.will_sync_module_buffers()
 
     def _check_sync_bufs_post_fwd(self) -> bool:
-        """Whether a forward ends with it, as a hook wants it."""
+        """Whether the next forward ends with it, as a buffer hook may ask for."""
         return self._buffer_hook_is_after and self.will_sync_module_buffers()
 
     def _sync_buffers(self) -> None:
@@ -426,18 +431,17 @@ class StockDDPNames:
         """Synchronise module buffers by ``hook`` instead of a broadcast from rank 0.
 
         It runs in the forwards that would broadcast (see ``forward_sync_buffers``), and changes
-        the buffers in place, with whatever collectives it likes. As in stock it has their place:
-        a second call replaces the hook.
+        the buffers in place, with any collectives. As in stock, a second call replaces the hook.
 
         Args:
-            state: handed to the hook.
-            hook: ``hook(state, {name: buffer})``, with names as the wrapped module has them. May
-                return a list of :class:`torch.futures.Future`, which are waited for at the end of
-                the next backward.
+            state: passed to the hook.
+            hook: ``hook(state, {name: buffer})``, with the names of the wrapped module. May return
+                a list of :class:`torch.futures.Future`; the end of the next backward waits for
+                them.
             comm_hook_location: before the forward or after it.
 
         Raises:
-            TypeError: ``hook`` cannot be called.
+            TypeError: ``hook`` is not callable.
         """
         if not callable(hook):
             raise TypeError(f"hook must be callable, got {type(hook).__name__}")
@@ -452,15 +456,15 @@ class StockDDPNames:
         bucket_size: int | None = None,
         authoritative_rank: int = 0,
     ) -> None:
-        """What happens to buffers without a hook, for hooks that add something to it.
+        """Broadcast buffers as without a hook, for hooks that do more than that.
 
         Args:
-            bufs: all buffers of the module by default.
+            bufs: by default all buffers of the module.
             bucket_size: most bytes of one message.
-            authoritative_rank: whose values all get, by its rank in the process group.
+            authoritative_rank: the source, by its rank in the process group.
 
         Raises:
-            TypeError: ``bufs`` are no tensors.
+            TypeError: ``bufs`` is not a list of tensors.
         """
         if bufs is None:
             bufs = self.modules_buffers
@@ -473,17 +477,17 @@ class StockDDPNames:
 
     @property
     def join_device(self) -> torch.device:
-        """Where torch's ``Join`` counts the ranks that have inputs."""
+        """The device on which torch's ``Join`` counts the ranks that have inputs."""
         return self.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        """In which torch's ``Join`` counts them."""
+        """The process group in which torch's ``Join`` counts them."""
         return self.process_group
 
     @property
     def _join_config(self) -> Any:
-        """What torch's ``Join`` sets when it is entered, and reads in each forward."""
+        """The configuration that torch's ``Join`` sets on entry, and reads in each forward."""
         return self.__dict__["_join_config"]
 
     @_join_config.setter
@@ -491,20 +495,20 @@ class StockDDPNames:
         self.__dict__["_join_config"] = config
         self.sync.join = JoinProtocol(self.group, self.device) if config.enable else None
         if config.enable:
-            self.buffer_sync.reset()  # all ranks may get the buffers of another one
+            self.buffer_sync.reset()  # inside join() the source of the buffers may change
 
     # The reducer
 
     def _check_reducer_finalized(self) -> None:
-        """See :meth:`StockReducer._check_reducer_finalized`.
+        """See :meth:`StockReducer._check_reducer_finalized`, which raises.
 
         Raises:
-            RuntimeError: as there.
+            RuntimeError: the last backward has not ended, or has left parameters unused.
         """
         self._noting(self.reducer._check_reducer_finalized)
 
     def _remove_autograd_hooks(self) -> None:
-        """Take all hooks off the parameters: this wrapper synchronises no gradient any more."""
+        """Remove all hooks from the parameters: this wrapper reduces no gradients any more."""
         self.core.detach()
         self.buffer_sync.reset()
 
@@ -520,23 +524,23 @@ class StockDDPNames:
 
 
 def warn_of_static_graph(find_unused_parameters: bool | None, stacklevel: int) -> None:
-    """A static graph allows unused parameters by itself."""
+    """Warn if ``find_unused_parameters=True`` is given with a static graph."""
     if find_unused_parameters:
         warnings.warn(
             "You passed find_unused_parameters=true to DistributedDataParallel beside a static "
-            "graph: neither is needed here, unused parameters are found by themselves.",
+            "graph: neither is needed here, since unused parameters are found automatically.",
             stacklevel=stacklevel + 1,
         )
 
 
 def check_hook(hook: Any) -> None:
-    """Stock's conditions; ``DistributedDataParallel.register_comm_hook`` tells what it raises."""
+    """Check a communication hook as stock does; raises as ``register_comm_hook()`` documents."""
     if not callable(hook):
         raise TypeError(f"Communication hook must be callable. Got {hook!r}.")
-    signature = inspect.Signature()  # of what is written in C, and has none
+    signature = inspect.Signature()  # for functions written in C, which have none
     with suppress(ValueError, TypeError):
         signature = inspect.signature(hook)
-    with suppress(Exception):  # an annotation that only type checkers can read
+    with suppress(Exception):  # some annotations can be evaluated by type checkers only
         signature = inspect.signature(hook, eval_str=True)
     bucket = signature.parameters.get("bucket")
     if bucket is not None and bucket.annotation not in (bucket.empty, dist.GradBucket, GradBucket):
@@ -560,7 +564,7 @@ def check_hook(hook: Any) -> None:
 
 
 def _hook_in_python(comm_hook_type: Any) -> Any:
-    """The hook in Python that does what one of torch's in C++ does."""
+    """The Python version of one of torch's communication hooks in C++."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     if not isinstance(comm_hook_type, dist.BuiltinCommHookType):

@@ -1,7 +1,7 @@
-"""What ``ddp.reducer`` is: the names of stock's reducer that others read or call.
+"""``ddp.reducer``: the names of stock's reducer that other code reads or calls.
 
-Lightning calls them before each backward of manual optimisation, Accelerate in
-``trigger_sync_in_backward``, torch's communication hooks, and stock's own tests.
+They are called by Lightning before each backward of manual optimisation, by Accelerate in
+``trigger_sync_in_backward``, by torch's communication hooks, and by stock's own tests.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from tritonddp.reducer.reducer import Reducer
 
 
 class StockReducer:
-    """A facade of :class:`~tritonddp.reducer.reducer.Reducer`, which knows nothing of it."""
+    """Stock's interface to a :class:`~tritonddp.reducer.reducer.Reducer`."""
 
     def __init__(self, core: Reducer) -> None:
         self._core = core
 
     @property
     def counters(self) -> Counters:
-        """Exact counts of what was launched and sent so far."""
+        """Exact counts of launches, collectives and bytes so far."""
         return self._core.counters
 
     @property
     def buckets(self) -> list[Bucket]:
-        """In launch order."""
+        """The buckets in launch order."""
         return self._core.manager.current.buckets
 
     @property
     def placement(self) -> BucketSet:
-        """The buckets, and where in them each parameter is."""
+        """The buckets, with the place of each parameter in them."""
         return self._core.manager.current
 
     def prepare_for_forward(self) -> None:
@@ -48,16 +48,17 @@ class StockReducer:
         self._core.before_forward()
 
     def prepare_for_backward(self, outputs: Sequence[Tensor] = ()) -> None:
-        """The next backward is reduced, also if its forward ran under ``no_sync``.
+        """Reduce the next backward, even if its forward ran under ``no_sync``.
 
-        One through the outputs of a forward until now is even if it starts there. (Here no other
-        backward has to be prepared.) ``outputs`` are further ones, that no forward has shown.
+        A backward through the outputs of a forward that has run is reduced even if it starts under
+        ``no_sync``. (Unlike in stock, other backwards need no call.) ``outputs`` are tensors from
+        which the backward starts, if no forward has returned them.
         """
         watch(self._core, outputs)
         self._core.forwards.prepare()
 
     def _set_static_graph(self) -> None:
-        """Parameters may be unused.
+        """Allow unused parameters, also with ``find_unused_parameters=False``.
 
         Raises:
             RuntimeError: a forward has run already.
@@ -73,7 +74,7 @@ class StockReducer:
                 self._core.events.remove(extension)
 
     def _ddp_graph_static(self) -> bool:
-        """Whether all reduced backwards have reached the same parameters of this rank."""
+        """Whether all reduced backwards on this rank have reached the same parameters."""
         return self._core.is_static
 
     def _get_local_used_map(self) -> Tensor:
@@ -93,33 +94,32 @@ class StockReducer:
         )
 
     def _check_reducer_finalized(self) -> None:
-        """Raise what the next forward would raise, or make up for.
+        """Raise an error if the last backward is not finished. The next forward would recover.
 
         Raises:
-            RuntimeError: the last backward has not come to its end, or has left parameters unused
-                in strict mode.
+            RuntimeError: the last backward has not ended; or with
+                ``find_unused_parameters=False`` it has left parameters unused.
         """
         core = self._core
         if core.run is not None:
             state = "still runs" if core.backward_runs else "broke off"
             raise RuntimeError(
                 "Expected to have finished reduction in the prior iteration before starting a new "
-                f"one. {core.where()}: a backward {state}. The next forward takes care of what it "
-                "has left."
+                f"one. {core.where()}: a backward {state}. The next forward ends its reduction."
             )
         if core.deferred_error is not None:
             raise RuntimeError(core.deferred_error)
 
     def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future]) -> None:
-        """Wait for these, of hooks for buffers, when the next backward ends or a forward begins."""
+        """Wait for these futures of buffer hooks when the next backward ends or forward begins."""
         self._core.post_backward.extend(futures)
 
     def _remove_autograd_hooks(self) -> None:
-        """Let go of the parameters for good, without waiting for any other rank."""
+        """Remove all hooks from the parameters, without waiting for other ranks."""
         self._core.detach()
 
     def _do_nothing(self, *_: Any, **__: Any) -> None:
-        """What stock's reducer has to be told is seen here in any case."""
+        """Stock's reducer needs these calls; here they have no effect."""
 
     set_logger = _push_all_rebuilt_params = _delay_all_reduce = _set_sparse_metadata = _do_nothing
 
@@ -128,27 +128,27 @@ class StockReducer:
         return False
 
     def refuse_to_be_told(self, *_: Any, **__: Any) -> NoReturn:
-        """A forward that is not ours tells ranks without inputs, in stock's way, that it begins."""
+        """Raise a RuntimeError: the forward of a subclass notifies other ranks as stock does."""
         raise RuntimeError(
-            f"{self._core.where()}: inside join() a forward tells the ranks that have no inputs "
-            "left which collectives it will bring, before all of them. A subclass with a forward "
-            "of its own must leave that to tritonddp: call self._pre_forward(*inputs, **kwargs) "
-            "before the module and self._post_forward(output) after it, not what stock does there"
+            f"{self._core.where()}: inside join() a forward first tells the ranks without inputs "
+            "which collectives it will make. A subclass with a forward of its own must leave that "
+            "to tritonddp: call self._pre_forward(*inputs, **kwargs) before the module and "
+            "self._post_forward(output) after it, instead of stock's calls at these places"
         )
 
     _set_forward_pass_work_handle = refuse_to_be_told
 
     def _run_comm_hook(self, bucket: GradBucket) -> Any:
-        """A future of what the hook, or else the sum over all ranks, makes of ``bucket``."""
+        """A future of the hook's result for ``bucket``; without a hook, of the sum over ranks."""
         if self._core.comm_hook is None:
             return self._run_allreduce_hook(bucket)
         state, hook = self._core.comm_hook
         return hook(state, bucket)
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> Any:
-        """A future of the sum over all ranks. torch's hooks that step optimizers begin with it."""
+        """A future of the sum over all ranks. torch's hooks that step optimizers call it first."""
         return sum_of(bucket, self._core.group.process_group)
 
     def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
-        """All buckets, with zeros for gradients."""
+        """Copies of all buckets with gradients of zero."""
         return zeros_like(self.buckets)

@@ -1,1 +1,1 @@
-"""WITH WHAT: what ranks tell each other, and who is named when that fails."""
+"""WITH WHAT: what ranks exchange beside gradients, and error messages that name missing ranks."""

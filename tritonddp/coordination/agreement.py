@@ -1,11 +1,12 @@
-"""What each rank says of itself in a reduction, so that ranks which disagree find out in time.
+"""Headers: what each rank tells the others in a reduction, so that a mismatch is found in time.
 
-Every rank has a few elements of its own in the trailer of the first bucket, its *header*, and
-writes zeros into those of the others. The sum over ranks, which reduces the gradients, thus hands
-every rank the headers of all. Each element holds one byte, which is exact in every wire dtype.
+A bucket ends with a *trailer*: elements that are summed with the gradients but are none. In the
+trailer of the first bucket each rank has a few elements of its own, its *header*, and writes zeros
+into the headers of the other ranks. The all-reduce of the bucket therefore gives every rank the
+headers of all ranks. Each element holds one byte, which is exact in every dtype.
 
-Behind its header a rank may say what is another thing in each reduction, its *report*: as many
-bytes on every rank, of extensions that ask for them. Nothing is checked there.
+Behind the header follows the *report* of the rank: bytes that extensions ask for, which may change
+in every reduction. Reports are equally long on all ranks, and are not compared here.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from tritonddp.coordination.group import Group
 
 logger = logging.getLogger("tritonddp.comm.reduction")
 
-# fp64 weight, hashes of the schema and of what is skipped, source.
+# fp64 weight, hash of the schema, hash of the skipped buckets, source.
 _FORMAT = struct.Struct("<d3s2sB")
 BYTES = _FORMAT.size
 
-# Unit of weights in the first weighted reduction, before any is known to all ranks: some samples or
-# some thousands of tokens are both within a hundredfold of it, for which fp16 has room.
+# Unit of weights in the first weighted reduction, when no weight is known to all ranks yet. A few
+# samples and some thousands of tokens both differ from it by a factor of 100 at most, and fp16 has
+# range enough for that.
 _FIRST_UNIT = 16.0
 
 
@@ -77,23 +79,23 @@ class Weight:
 
     @property
     def scale(self) -> float:
-        """By which a rank's gradient is multiplied. A sum over no items is a sum all the same."""
+        """Factor of this rank's gradients. A sum over no items keeps its gradients: 1."""
         return 1.0 if self.is_sum and not self.items else self.items
 
 
-# What gradients count on a rank that has none.
+# The weight of a rank without gradients.
 NOTHING = Weight(0.0)
 
 
 @dataclass(frozen=True)
 class RankHeader:
-    """What one rank says.
+    """The header of one rank.
 
     Attributes:
-        schema: hash of what must be alike on all ranks, see :func:`schema_hash`.
+        schema: hash of the trainable parameters, alike on all ranks, see :func:`schema_hash`.
         source: where the gradients come from.
-        weight: what they count, ``None`` where the mean is not weighted. A rank that has none to
-            offer says 0: it does not know whether the others' are weighted.
+        weight: their weight; ``None`` where the mean is not weighted. A rank without gradients
+            sends 0: it does not know whether the other ranks weight theirs.
         skipped: hash of the buckets that are not sent, see :func:`skipped_hash`.
     """
 
@@ -103,9 +105,9 @@ class RankHeader:
     skipped: bytes = bytes(2)
 
     def encode(self, rank: int, world_size: int, report: int = 0) -> bytes:
-        """The elements that ``rank`` writes: its own header, and zeros for all others.
+        """The elements that ``rank`` writes: its own header, and zeros for all other ranks.
 
-        ``report`` bytes of zeros follow the header of each.
+        Each header is followed by ``report`` bytes of zeros.
         """
         weight = math.nan if self.weight is None else self.weight
         mine = _FORMAT.pack(weight, self.schema, self.skipped, self.source)
@@ -127,7 +129,7 @@ def decode(headers: Tensor) -> list[RankHeader]:
     """The headers of all ranks from the reduced elements, in rank order.
 
     Raises:
-        SchemaMismatch: they make no sense: another rank has written something else there.
+        SchemaMismatch: the elements are no headers: another rank has written gradients there.
     """
     try:
         content = bytes(map(int, headers.tolist()))
@@ -140,9 +142,9 @@ def decode(headers: Tensor) -> list[RankHeader]:
 
 
 def total_weight(headers: Tensor, nbytes: int = BYTES) -> Tensor:
-    """Sum of all weights, fp64, one element on the device of ``headers``; NaN if one has none.
+    """Sum of all weights: fp64, one element, on the device of ``headers``.
 
-    A header begins at every ``nbytes``-th element.
+    NaN if a rank has no weight. A header begins at every ``nbytes``-th element.
     """
     rows = headers.view(-1, nbytes)
     return rows[:, :8].to(torch.uint8).reshape(-1).view(torch.float64).sum()
@@ -153,24 +155,24 @@ class Mismatch(Exception):
 
 
 class Disagreement(Mismatch):
-    """Some ranks are at another place of their program than others; the text names them."""
+    """Ranks are at different places of their programs; the message names them."""
 
 
 class SkippedMismatch(Mismatch):
-    """Some ranks send buckets that others leave out: their collectives match no more."""
+    """Some ranks skip buckets that others send: their collectives do not match any more."""
 
 
 class SchemaMismatch(Mismatch):
-    """Ranks reduce different sets of parameters. Only the ranks together can tell which."""
+    """Ranks reduce different sets of parameters. It takes collectives to find out which."""
 
 
 def check(headers: Sequence[RankHeader]) -> None:
-    """Do the ranks reduce what belongs together?
+    """Check that all ranks make the same reduction.
 
     Raises:
-        SchemaMismatch: not the same parameters.
-        SkippedMismatch: not the same buckets of them.
-        Disagreement: some ranks are at another place of their program than others.
+        SchemaMismatch: they reduce different parameters.
+        SkippedMismatch: they skip different buckets.
+        Disagreement: they are at different places of their programs.
     """
     if len({header.schema for header in headers}) > 1:
         raise SchemaMismatch
@@ -203,21 +205,22 @@ def _by_rank(words: dict[int, str]) -> str:
 
 
 class Agreement:
-    """What this rank says at the beginning of each reduction, and whether all say the same.
+    """Writes this rank's header in each reduction, and compares the headers of all ranks.
 
     Attributes:
         group: the ranks.
-        nbytes: of the header of a rank, with its report.
-        on_reports: is given the reports of all ranks, when the host has them.
-        key: the last arguments of :meth:`open`: if they are the same again, so is all that follows.
-        encoded: what this rank says, as bytes for the trailer of the first bucket, with a report of
-            zeros.
-        is_unanimous: all ranks said what this one said, without weights: there is nothing to be
-            looked at as long as they do.
-        scale: by which gradients are multiplied before the sum: the weight, or 1, over the number
-            of ranks unless something else divides by that.
-        unit: in which weights are counted, alike on all ranks: about the last ones.
-        pending: on a GPU, where the host does not wait for the headers: they are not looked at yet.
+        nbytes: bytes of a header with its report.
+        on_reports: called with the reports of all ranks, once they are on the host.
+        key: the last arguments of :meth:`open`. With the same arguments the header is the same.
+        encoded: the bytes that this rank writes into the trailer of the first bucket, with a
+            report of zeros.
+        is_unanimous: all headers were equal, and had no weights. While they stay so, the host need
+            not look at them.
+        scale: factor of the gradients before the sum: the weight (else 1), divided by the world
+            size unless that is divided by later.
+        unit: weights are divided by it before the sum: near the last weights, alike on all ranks.
+        pending: on a GPU: the headers of the last reduction are not checked yet, as the host did
+            not wait for them.
     """
 
     on_reports: Callable[[Sequence[bytes]], None] | None = None
@@ -237,7 +240,7 @@ class Agreement:
         self._all_alike = torch.empty(0)
         self._mine: set[bytes] = set()
         self._readback = Readback()
-        self._is_alone = False  # the group exchanges nothing, which was said once
+        self._is_alone = False  # the group exchanges nothing; this was logged
 
     def open(
         self,
@@ -248,17 +251,17 @@ class Agreement:
         over_present: bool,
         averages: bool,
     ) -> None:
-        """A reduction begins in which this rank says something else than in the last one.
+        """A reduction begins whose header differs from the last one: make it.
 
         Args:
             schema, source: see :class:`RankHeader`.
-            weight: how much the gradients count, ``None`` if the mean is not weighted.
+            weight: the weight of the gradients, ``None`` if the mean is not weighted.
             skipped: indices of the buckets that are not sent.
-            over_present: the mean, if it is not weighted, is that of the ranks that have inputs.
+            over_present: a mean without weights is that over the ranks that still have inputs.
                 (Not sent: the ranks agree on it when a forward inside ``join()`` begins.)
-            averages: gradients are divided by the number of ranks before they are sent.
+            averages: gradients are divided by the world size before they are sent.
         """
-        self.key = None  # until all that follows from it is there
+        self.key = None  # an interrupt below leaves no key without its header
         items = None if weight is None else weight.items
         self._header = RankHeader(schema, source, items, skipped_hash(skipped))
         self._over_present = over_present
@@ -274,19 +277,19 @@ class Agreement:
         self.key = schema, source, weight, skipped, over_present, averages
 
     def with_report(self, report: bytes) -> bytes:
-        """:attr:`encoded`, with this report."""
+        """:attr:`encoded` with ``report`` in it."""
         begin = self.group.rank * self.nbytes + BYTES
         return self.encoded[:begin] + report + self.encoded[begin + len(report) :]
 
     def read(self, headers: Tensor, where: str, work: Any = None) -> Tensor | None:
-        """Find out the sum of the weights, and whether the ranks reduce the same.
+        """Compute the factor of a weighted mean, and check that all ranks reduce the same.
 
         Args:
-            headers: of all ranks, with their reports, reduced.
+            headers: the reduced headers and reports of all ranks.
             where: this rank and step, for messages.
-            work: the collective that has reduced them, if torch made it. On a GPU the host, which
-                looks at them before the next forward, then waits for nothing behind it: while the
-                device is through with the first bucket, most of a backward may be ahead of it.
+            work: the collective that reduced them, if torch made it. On a GPU the headers are then
+                copied to the host as soon as this collective is done, and the host, which reads
+                them before the next forward, does not wait for the rest of the backward.
 
         Returns:
             The factor by which the sum over ranks has to be multiplied, fp64 ``(1,)``; ``None``
@@ -303,9 +306,9 @@ class Agreement:
             factor = (size / have_inputs.sum().to(torch.float64)).view(1)
         if header.weight is not None:
             total = total_weight(headers, self.nbytes).view(1)
-            # All weights zero: a mean of nothing, which shall be zero.
+            # If all weights are zero, the mean shall be zero.
             weighted = torch.where(total == 0, total, size * self.unit / total)
-            if header.source.is_empty:  # the others may have no weights
+            if header.source.is_empty:  # the other ranks may use no weights
                 without = torch.ones_like(total) if factor is None else factor
                 weighted = torch.where(total.isnan(), without, weighted)
             factor = weighted
@@ -317,7 +320,7 @@ class Agreement:
         return factor
 
     def check_pending(self) -> None:
-        """Wait for headers that could not be looked at, and raise what :meth:`read` would have."""
+        """Wait for headers that are not checked yet, and check them: raises as :meth:`read`."""
         if self.pending:
             headers = self._readback.peek() if is_capturing() else self._readback.wait()
             if headers is not None:
@@ -325,18 +328,21 @@ class Agreement:
                 self._check(headers)
 
     def keep_order(self) -> None:
-        """Whatever the current stream is given next, a replay too, may write to the headers."""
+        """Let the current stream wait for the copy of the headers to the host.
+
+        What runs on it next, such as a replay of a CUDA graph, may overwrite them.
+        """
         self._readback.keep_order()
 
     def _check(self, headers: Tensor) -> None:
-        """On the host: do the ranks agree? Then their reports are told."""
+        """On the host: check the headers, then hand the reports to :attr:`on_reports`."""
         if self.nbytes == BYTES:
             self._check_headers(headers)
             return
         said = headers.to(torch.uint8)
         content, size = string_at(said.data_ptr(), said.numel()), self.nbytes
         begins = range(0, len(content), size)
-        # Mostly all say what this rank says, which is found out by the least calls.
+        # The usual case is that all headers are equal: test that first, with few calls.
         if (
             self._header.weight is None
             and {content[at : at + BYTES] for at in begins} == self._mine
@@ -352,15 +358,16 @@ class Agreement:
             self.is_unanimous = not self._over_present
             return
         self.is_unanimous = False
-        # What torch's ``fake`` backend does by intention: this rank finds what it has written, and
-        # nothing else. (One that takes part writes zeros alone in one case of 16 million only.)
+        # Only this rank's own header has arrived: the backend exchanges nothing, as torch's
+        # ``fake`` backend does by design. (The header of a rank that takes part is all zeros in one
+        # case of 16 million.)
         rank, size = self.group.rank, self.group.size
         if size > 1 and headers.tolist() == list(self._header.encode(rank, size)):
             if not self._is_alone:
                 self._is_alone = True
                 logger.warning(
-                    "%s: no other rank has said anything: this process group (%s) exchanges "
-                    "nothing, and gradients are not averaged",
+                    "%s: nothing came from any other rank: this process group (%s) exchanges "
+                    "no data, and gradients are not averaged",
                     self._where,
                     group_backend(self.group.process_group),
                 )
@@ -374,8 +381,8 @@ class Agreement:
                 self._where,
                 " and ".join(broken),
             )
-        # A power of two, which rounds nothing, near their mean: divided by it, weights do not
-        # overflow a wire of fp16.
+        # A power of two near the mean of the weights: to divide by it does not round, and the
+        # quotients do not overflow where gradients travel in fp16.
         weights = [each.weight for each in said if each.weight]
         mean = sum(weights) / len(weights) if weights else _FIRST_UNIT
         self.unit = 2.0 ** round(math.log2(mean))

@@ -1,7 +1,7 @@
 """Collectives, called on the ``ProcessGroup`` object itself, as stock DDP's reducer calls them.
 
-So any group serves: one that ``torch.distributed`` has not registered, one that was made without a
-default group, one that is written in Python and returns work objects of its own.
+So any group works: one that ``torch.distributed`` has not registered, one made without a default
+group, or one written in Python, which returns work objects of its own.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch import Tensor
 
 from tritonddp._torch import AllgatherOptions, all_gather_single
 
-# What torch's own classes take for "the timeout of the group".
+# torch's own classes read this as "the timeout of the group".
 _NO_TIMEOUT = timedelta(0)
 
 
 class Work(Protocol):
-    """What a collective under way can be asked: ``torch.distributed.Work`` is one."""
+    """The handle of a collective under way: ``torch.distributed.Work`` is one."""
 
     def wait(self) -> object:
         """Block the current stream (CUDA) or the host (CPU) until the result is there."""
 
     def get_future(self) -> torch.futures.Future:
-        """Complete when the result is there; asked by traces and communication hooks only."""
+        """A future that is complete with the result. Only traces and comm hooks use it."""
 
 
 def all_reduce(
@@ -43,31 +43,31 @@ def all_reduce(
 
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, group_src: int) -> Work:
-    """Begin to overwrite ``tensor``, which is not complex, with that of a rank of ``group``."""
+    """Begin to overwrite ``tensor``, which is not complex, with that of rank ``group_src``."""
     options = dist.BroadcastOptions()
     options.rootRank = group_src
     return _known(group.broadcast([tensor], options), tensor)
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Every rank's ``tensor``, in rank order. They are there when this returns."""
+    """Gather every rank's ``tensor``, in rank order, and wait for it."""
     gathered = [torch.empty_like(tensor) for _ in range(group.size())]
     _known(group.allgather([gathered], [tensor], AllgatherOptions())).wait()
     return gathered
 
 
 def all_gather_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> Work:
-    """Begin to gather every rank's ``tensor``, one behind the other, in ``output``."""
+    """Begin to gather every rank's ``tensor`` in ``output``, concatenated in rank order."""
     if type(group) is dist.ProcessGroup:
         return all_gather_single(output, tensor, group)
-    # Groups written in Python have a list of tensors at least.
+    # Groups written in Python may support lists of tensors only.
     parts = list(output.chunk(group.size()))
     return _known(group.allgather([parts], [tensor], AllgatherOptions()))
 
 
 def _known(work: Any, tensor: Tensor | None = None) -> Work:
-    """``work`` as the rest of the package takes it; its result is to be in ``tensor``."""
-    if work is None:  # of a group that has waited already
+    """Wrap ``work`` so that it is a :class:`Work` whose result is in ``tensor``."""
+    if work is None:  # the group has waited already
         return _Done()
     return _PythonWork(work, tensor) if isinstance(type(work).wait, FunctionType) else work
 
@@ -76,10 +76,10 @@ class _Done:
     """The work of a collective that was over when it returned."""
 
     def wait(self) -> None:
-        """Nothing."""
+        """Return at once."""
 
     def get_future(self) -> torch.futures.Future:
-        """Complete."""
+        """A future that is complete already."""
         future: torch.futures.Future = torch.futures.Future()
         future.set_result(None)
         return future
@@ -88,9 +88,9 @@ class _Done:
 class _PythonWork:
     """A work object whose class is written in Python.
 
-    torch calls such objects from C++: ``wait`` with a timeout, and ``get_future`` for the result,
-    which need not be the tensor that went in. Both are done here alike. The result belongs in
-    ``tensor``, or with ``None`` is where the group was told to put it.
+    torch's C++ calls ``wait`` of such an object with a timeout, and takes the result from
+    ``get_future``, which may be another tensor than the input. This class does the same, and copies
+    the result into ``tensor``. With ``None`` the group has put it in the output it was given.
     """
 
     def __init__(self, work: Any, tensor: Tensor | None) -> None:
@@ -98,7 +98,7 @@ class _PythonWork:
         self._tensor = tensor
 
     def wait(self) -> None:
-        """Wait, and see that the result is in the tensor."""
+        """Wait, and copy the result into the tensor if it is elsewhere."""
         needs_timeout = _needs_timeout(type(self._work).wait)
         waited: Any = self._work.wait(_NO_TIMEOUT) if needs_timeout else self._work.wait()
         if hasattr(waited, "wait"):
@@ -113,13 +113,13 @@ class _PythonWork:
                 tensor.copy_(result.reshape(tensor.shape))
 
     def get_future(self) -> torch.futures.Future:
-        """That of the object."""
+        """The future of the wrapped object."""
         return self._work.get_future()
 
 
 @functools.cache
 def _needs_timeout(wait: FunctionType) -> bool:
-    """Whether this method cannot be called without a timeout."""
+    """Whether this ``wait`` method requires a timeout."""
     try:
         inspect.signature(wait).bind(None)
     except TypeError:

@@ -11,16 +11,20 @@ class Counters:
 
     Attributes:
         reductions: backward passes that were reduced.
-        flattens: kernel launches that flattened: one a bucket, on the CPU one a segment of it.
-        unflattens: kernel launches that unflattened, one a bucket; none where ``.grad`` is a view.
-        collectives: collectives on gradients: one all-reduce a bucket, or for one that is quantised
-            an all-to-all and an all-gather; and one broadcast when the bucket order is agreed.
-        wire_bytes: payload and trailer bytes handed to these collectives by this rank.
-        sent_bytes: what of them this rank has to send, by an algorithm that sends as little as can
-            be (Chan et al., Collective communication, 2007): with ``W`` ranks ``2 (W-1)/W`` of the
-            bytes of an all-reduce, ``(W-1)/W`` of all others, rounded up.
-        layout_copies: gradients whose strides were not their parameter's and that were copied
-            once before they could be flattened.
+        flattens: flatten launches: one a bucket, on the CPU one for each segment (about 4 MiB).
+        unflattens: unflatten launches: one a bucket, none where ``.grad`` is a bucket view.
+        collectives: collectives on gradients: one all-reduce a bucket, or an all-to-all and an
+            all-gather for a quantised bucket; and one broadcast when the bucket order is agreed.
+        wire_bytes: bytes that this rank handed to these collectives: gradients and trailers, the
+            elements at the end of a bucket that are no gradients.
+        sent_bytes: bytes of these that this rank sends by an algorithm that sends the least
+            possible (Chan et al., Collective communication, 2007): with ``W`` ranks ``2 (W-1)/W``
+            of the bytes of an all-reduce, ``(W-1)/W`` of any other collective, rounded up.
+        memory_bytes: bytes of them that went through memory shared by ranks, not through a process
+            group.
+        memory_exchanges: collectives of them that went that way.
+        layout_copies: gradients that were copied before flatten, since their strides were not
+            those of their parameter.
     """
 
     reductions: int = 0
@@ -29,12 +33,14 @@ class Counters:
     collectives: int = 0
     wire_bytes: int = 0
     sent_bytes: int = 0
+    memory_bytes: int = 0
+    memory_exchanges: int = 0
     layout_copies: int = 0
 
     def collective(self, nbytes: int, world_size: int, passes: int = 1) -> None:
-        """Count a collective of a message that has ``nbytes`` on all ranks together.
+        """Count a collective of a message of ``nbytes`` bytes, over all ranks together.
 
-        An all-reduce, which is a reduce-scatter and an all-gather, has 2 ``passes``.
+        An all-reduce has 2 ``passes``: a reduce-scatter and an all-gather.
         """
         self.collectives += 1
         self.wire_bytes += nbytes

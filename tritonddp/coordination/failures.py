@@ -1,9 +1,9 @@
 """A collective failed: where are the other ranks?
 
 The backend knows only that a connection broke or that time ran out. So each rank whose collective
-failed posts where it is in the process group's store, waits a little, and reads what the others
-posted. Who posted nothing is the one to look for. Nothing of this happens before a failure; the
-group is of no use after it.
+failed writes its place (step and collective) to the process group's store, its *post*, waits a
+little, and reads the posts of the other ranks. A rank without a post is the one to look for.
+Nothing of this happens before a failure. After it the group cannot be used any more.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from tritonddp.coordination.processes import Process, key_of, look_up
 
 logger = logging.getLogger("tritonddp.roll_call")
 
-# Seconds between a rank's own post and its look at the others', whose collectives fail at once
-# when connections are closed.
+# Seconds from a rank's own post until it reads the others'. Their collectives fail at once when
+# connections are closed.
 _PATIENCE = 2.0
-# Seconds more on rank 0: a TCPStore without a launcher ends with it, and others may still read.
+# More seconds on rank 0: without a launcher it hosts the TCPStore, which others may still read.
 _HOST_STAYS = 1.0
-# Seconds for all of it. A call to a TCPStore whose host is stopped or unreachable does not return,
-# whatever the store's timeout.
+# Seconds for the whole exchange. A call to a TCPStore whose host is stopped or unreachable does not
+# return, whatever the store's timeout is.
 _LIMIT = 5.0
 # Characters of a post, and of the backend's error.
 _LONGEST = 400
-_DIGITS = 18  # of a post's number
-_TAG = 0x7D0C  # of a message that nobody sends
+_DIGITS = 18  # digits of a post's number that are read
+_TAG = 0x7D0C  # tag of a message that no rank sends
 # Ranks in one sentence; the rest is counted.
 _SHOWN = 10
 _FAILED = "tritonddp/failed"  # keys of the store begin with it
 
-# What is said of ranks, the most telling first. The first ones go by the state of a process.
+# Sentences about other ranks, the most useful first. The first four keys are states of a process.
 _SENTENCES = {
     "died": "{ranks} ({what}) {have} died.",
     "stopped": "{ranks} ({what}) is stopped, by a signal or a debugger.",
@@ -68,8 +68,8 @@ _REMEDY = (
     "only slow, give init_process_group or new_group a longer timeout."
 )
 
-# With TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares collectives before they are made, and its error
-# prints all that it knows of both, of which the operation, the sizes and the dtypes are of use:
+# With TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares collectives before they are launched. Its error
+# prints both in full; useful are the operation, the sizes and the dtypes:
 # CollectiveFingerPrint(SequenceNumber=7, OpType=ALLREDUCE, TensorShape=[116], TensorDtypes=Float,
 #     TensorDeviceTypes=TensorOptions(dtype=float (default), ..., memory_format=(nullopt)))
 _COLLECTIVE = re.compile(
@@ -88,19 +88,19 @@ _MISMATCH_REMEDY = (
 
 @dataclasses.dataclass
 class History:
-    """What was seen of a process group so far, by whichever wrapper."""
+    """What all wrappers of a process group have seen of it so far."""
 
-    failures: int = 0  # number of the last failure: a post with a smaller one is old
-    is_announced: bool = False  # this rank has posted its process, as all do that wrap a module
-    first: Process | None = None  # rank 0, which may host the store: without it nobody can be asked
-    # What other ranks may wait for, and has a close(): they shall not go on waiting.
+    failures: int = 0  # number of the last failure: a post with a smaller number is old
+    is_announced: bool = False  # this rank has written its process to the store
+    first: Process | None = None  # of rank 0, which may host the store: known if that is gone
+    # Objects with a close(): other ranks may wait for these connections, and must not.
     connections: WeakSet[Any] = dataclasses.field(default_factory=WeakSet)
 
 
 class FailureReport:
-    """Says, after a collective of ``group`` has failed, where this rank and the others are.
+    """Explains a failed collective of ``group``: where this rank and the other ranks are.
 
-    Ranks are those of the group; where the global rank is another one, it is named too.
+    Ranks are those of the group; where the global rank differs, it is named too.
     """
 
     def __init__(self, group: dist.ProcessGroup, history: History) -> None:
@@ -108,7 +108,7 @@ class FailureReport:
         self._history = history
 
     def enter(self) -> None:
-        """A module is wrapped: post which process this rank is. Never fails: it is for errors."""
+        """When a module is wrapped: write this rank's process to the store. Never raises."""
         if self._history.is_announced:
             return
         rank = self._group.rank()
@@ -120,31 +120,34 @@ class FailureReport:
             self._history.is_announced = True
 
     def remember_processes(self) -> None:
-        """All ranks have entered: keep what is needed where nobody can be asked. Never fails."""
+        """After :meth:`enter` on all ranks: read rank 0's process, in case the store is lost.
+
+        Never raises.
+        """
         if self._history.first is None:
             with contextlib.suppress(Exception):
                 self._history.first = look_up(self._group.get_group_store(), 0)
 
     def close_on_failure(self, connections: Any) -> None:
-        """Have ``connections.close()`` called, in any thread, when a collective has failed."""
+        """Call ``connections.close()``, in any thread, when a collective has failed."""
         self._history.connections.add(connections)
 
     def explain(self, where: str, what: str, error: BaseException) -> RuntimeError:
-        """The error to raise from ``error``; made in 2 to 3 s, and in 5 s at most.
+        """Make the error to raise from ``error``. Takes 2 to 3 s, 5 s at most.
 
-        Whatever the store does, this returns: what goes wrong there is a sentence of the message.
-        Over gloo it closes the connections of the group, so that no other rank goes on waiting.
+        Never raises: if the store fails, the message says so. Over gloo it closes the connections
+        of the group, so that no other rank goes on waiting.
 
         Args:
             where: this rank's place, such as ``"rank 0, step 4, bucket 1 ('a.weight', ...)"``.
-                What follows the rank is posted, and compared with what the others post.
-            what: what failed, such as ``"all-reduce of 1.2 MiB"``; compared likewise.
+                The part behind the rank is posted, and compared with the posts of other ranks.
+            what: what failed, such as ``"all-reduce of 1.2 MiB"``; posted and compared too.
             error: what the backend raised.
         """
         rank = self._group.rank()
         place = plain(f"{where.removeprefix(f'rank {rank}, ')}, {what}")
         failed = f"rank {rank}, {place} failed: {_first_line(error)}"
-        # At once: torchrun ends the other processes soon after one has died.
+        # Log before asking the store: torchrun ends all processes soon after one has died.
         logger.error("%s", failed)
         for connections in list(self._history.connections):
             connections.close()
@@ -160,23 +163,22 @@ class FailureReport:
         return RuntimeError("\n  ".join([failed, *answers, remedy]))
 
     def _ask(self, place: str) -> _Posts:
-        """Post and read. In a thread that is left behind if the store never answers."""
+        """Exchange posts, in a thread that is abandoned if the store does not answer."""
         posts = _Posts(self._history.failures + 1)
         thread = threading.Thread(target=self._exchange, args=(posts, place), daemon=True)
         thread.start()
         thread.join(_LIMIT)
         self._history.failures = posts.number
-        # A thread left behind may still write into the original.
+        # An abandoned thread may still write into the original.
         return dataclasses.replace(posts, read=dict(posts.read), processes=dict(posts.processes))
 
     def _exchange(self, posts: _Posts, place: str) -> None:
         others = self._others()
         try:
             store = self._group.get_group_store()
-            # Failures are counted by all ranks alike: who counted less goes on with the greatest
-            # number that it finds. Of two ranks that wait at the same time, the one that posted
-            # later saw the other's number in its first look, or else the other sees its own post
-            # in the second.
+            # All ranks must count this failure by the same number: a rank takes the greatest number
+            # that it reads. Of two ranks, the one that posts later reads the other's number in its
+            # first look; otherwise the other one reads its post in the second look.
             for looks in range(2):
                 before = posts.number
                 for rank in others:
@@ -197,12 +199,12 @@ class FailureReport:
             if self._group.rank() == 0:
                 time.sleep(_HOST_STAYS)
         except Exception as error:
-            # The first error ends it: a TCPStore prints a stack for each call to a dead host.
+            # Stop at the first error: a TCPStore prints a stack for each call to a dead host.
             posts.trouble = _first_line(error)
             close_connections(self._group)
 
     def _answers(self, posts: _Posts, place: str) -> list[str]:
-        """What is said of the other ranks, a line for those of whom it is the same."""
+        """Lines about the other ranks: one line for all ranks of which the same is known."""
         order = list(_SENTENCES)
         said: dict[tuple[str, str], list[int]] = defaultdict(list)
         for rank in self._others():
@@ -230,7 +232,7 @@ class FailureReport:
         return lines
 
     def _of_silent(self, rank: int, posts: _Posts) -> tuple[str, str]:
-        """What can be said of a rank that has not reported."""
+        """The key in ``_SENTENCES`` for a rank without a post, and its process if known."""
         if posts.trouble:
             process = self._history.first if rank == 0 else None
         else:
@@ -239,7 +241,7 @@ class FailureReport:
             return process.state, str(process)
         if posts.trouble:
             return "not asked", ""
-        # One that was looked up has not told, as this one has.
+        # It was looked up in the store, and has not written its process there as this rank has.
         is_late = rank in posts.processes and self._history.is_announced
         return ("not begun" if is_late else "silent"), ""
 
@@ -247,10 +249,10 @@ class FailureReport:
         return [rank for rank in range(self._group.size()) if rank != self._group.rank()]
 
     def rank_list(self, ranks: Sequence[int]) -> str:
-        """``rank 1``, ``ranks 1 and 2``; with global ranks where they differ."""
+        """``rank 1`` or ``ranks 1 and 2``; with global ranks where they differ."""
         try:
             world = dist.get_process_group_ranks(self._group)
-        except Exception:  # a group that torch has not registered, or no longer
+        except Exception:  # torch has not registered the group, or not any more
             world = list(range(self._group.size()))
         named = [
             str(rank) if world[rank] == rank else f"{rank} (global rank {world[rank]})"
@@ -264,41 +266,41 @@ class FailureReport:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first of these names, and how many there are beside them."""
+    """The first three of these names, and the number of the others."""
     more = f", and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(map(repr, names[:3]))}{more}"
 
 
 def close_connections(group: dist.ProcessGroup) -> None:
-    """Have the collectives of all ranks fail now, over gloo.
+    """Over gloo: make the collectives of all ranks fail now.
 
-    When a rank dies, gloo tells those that exchange data with it, its neighbours in a ring. The
-    rest would wait for these, who will not go on: until they end, or until the timeout. Once a
-    receive has run out of time, gloo closes all connections of the group, as after any timeout.
+    When a rank dies, gloo tells only its neighbours in the ring. All other ranks would wait for
+    these neighbours until they end, or until the timeout. A receive that times out makes gloo close
+    all connections of the group: so this posts one that no rank answers.
     """
     if backend_name(group, torch.device("cpu")) != "gloo":
         return
     for rank in range(group.size()):
         if rank != group.rank():
-            with contextlib.suppress(RuntimeError):  # it is meant to fail
+            with contextlib.suppress(RuntimeError):  # it is meant to time out
                 group.recv([torch.empty(1)], rank, _TAG).wait(timedelta(milliseconds=1))
 
 
 @dataclasses.dataclass
 class _Posts:
-    """What is known so far."""
+    """What the store has told so far."""
 
     number: int  # of this failure
-    # Number and place that each rank has posted.
+    # The posts that were read: number and place, by rank.
     read: dict[int, tuple[int, str]] = dataclasses.field(default_factory=dict)
-    # Of ranks that have posted no failure, as far as they are known.
+    # The processes of ranks without a post, None if unknown.
     processes: dict[int, Process | None] = dataclasses.field(default_factory=dict)
-    # Why it is not known of every rank; in the end an empty string.
+    # Why the posts are incomplete; an empty string once the exchange is done.
     trouble: str = f"it did not answer in {_LIMIT:g} s"
 
 
 def plain(text: str | bytes, longest: int = _LONGEST) -> str:
-    """One line of printable text, of bounded length, whatever was posted."""
+    """``text`` as one printable line of at most ``longest`` characters. It may be hostile."""
     if isinstance(text, str):
         text = text.encode(errors="replace")
     characters = text[: 4 * longest].decode(errors="replace")
@@ -312,12 +314,12 @@ def _first_line(error: BaseException) -> str:
 
 
 def _is_mismatch(text: str) -> bool:
-    """Whether torch has found that ranks make different collectives."""
+    """Whether this is torch's error about ranks that launch different collectives."""
     return "Detected mismatch between collectives" in text
 
 
 def in_short(text: str) -> str:
-    """The same with what is of use of each collective, such as ``ALLREDUCE of [116] Float, #7``."""
+    """``text`` with each collective shortened to the form ``ALLREDUCE of [116] Float, #7``."""
     if not _is_mismatch(text):
         return text
     return _COLLECTIVE.sub(_short, text).replace(".Collectives", ". Collectives")

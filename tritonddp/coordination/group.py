@@ -20,7 +20,7 @@ from tritonddp.coordination.failures import FailureReport, History
 
 @dataclass
 class _Shared:
-    """What there is once for a process group, as long as that lives. (It must not hold it.)"""
+    """State that exists once per process group. It must not keep the group alive."""
 
     history: History = field(default_factory=History)
     open_runs: set[ref[Any]] = field(default_factory=set)
@@ -28,16 +28,16 @@ class _Shared:
     wrappers: Iterator[int] = field(default_factory=count)
     exchanges: Iterator[int] = field(default_factory=count)
     peers: Any = None  # connections of ranks on this host, or why there are none
-    is_inherited: bool = False  # this process was forked from the rank that made it
+    is_inherited: bool = False  # this process was forked from the rank that made the group
 
 
 _shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
 
 
 class Group(FailureReport):
-    """A process group, and what its ranks have said and done so far.
+    """A process group, with the state that all wrappers in it share on this rank.
 
-    Two of these for the same process group share all that changes.
+    Two objects for the same process group share that state.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
@@ -46,13 +46,13 @@ class Group(FailureReport):
         self.process_group = process_group
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
-        # Weak references to whoever has begun a reduction and has not ended it: a collective of the
-        # group must wait until it has made its own, as collectives are matched by their order.
+        # Weak references to reductions that have begun and not ended. Collectives are matched by
+        # their order, so any other collective of the group must come after those of these.
         self.open_runs = shared.open_runs
 
     @property
     def peers(self) -> Any:
-        """See :func:`tritonddp.coordination.peers.connect`; ``None`` before it was called."""
+        """What :func:`~tritonddp.coordination.peers.connect` returned; ``None`` before the call."""
         return self._shared.peers
 
     @peers.setter
@@ -60,11 +60,11 @@ class Group(FailureReport):
         self._shared.peers = found
 
     def next_wrapper(self) -> int:
-        """Number of a wrapper among those of the group: alike on all ranks."""
+        """The number of the next wrapper in the group: alike on all ranks."""
         return next(self._shared.wrappers)
 
     def next_exchange(self) -> int:
-        """Number of an exchange of messages among those of the group: alike on all ranks."""
+        """The number of the next exchange of messages in the group: alike on all ranks."""
         return next(self._shared.exchanges)
 
     # Failures, see FailureReport
@@ -77,7 +77,7 @@ class Group(FailureReport):
         except RuntimeError as error:
             raise self.explain(where, what, error) from error
 
-    # Collectives of some bytes, which name who fails
+    # Small collectives, whose errors name the missing rank
 
     def all_reduce(
         self, tensor: Tensor, where: str, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
@@ -98,22 +98,22 @@ class Group(FailureReport):
         self._shared.members.add(member)
 
     def refuse_if_forked(self) -> None:
-        """Nothing may be sent in a group that was there before this process.
+        """Raise a RuntimeError if this process was forked from a rank of the group.
 
-        A process that was forked from a rank shares that rank's connections: what it sent the
-        others would take for the rank's own messages, and gloo would end them.
+        A forked process shares the connections of that rank. The other ranks would take its
+        messages for those of the rank, and gloo would end their processes.
         """
         if self._shared.is_inherited:
             raise RuntimeError(
                 f"process {os.getpid()} was forked from rank {self.rank} of a process group, and "
-                "is no rank of it: what it sent would be taken for that rank's. Here use the bare "
-                "module (ddp.module), on which nothing is averaged; start processes that shall be "
-                "ranks with torchrun or the start method 'spawn'"
+                "is no rank of it: the other ranks would take its messages for those of that rank. "
+                "Here use the bare module (ddp.module), whose gradients are not averaged; start "
+                "processes that shall be ranks with torchrun or the start method 'spawn'"
             )
 
 
 def _inherit() -> None:
-    """In a process that was forked: it is a rank of none of the groups that it has."""
+    """Runs in a forked process: mark all groups of the parent, as this process is no rank."""
     for group in process_groups():
         _shared.setdefault(group, _Shared())
     for shared in list(_shared.values()):

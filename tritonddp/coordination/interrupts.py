@@ -1,4 +1,4 @@
-"""Ctrl-C waits while this rank does what it must not do by halves."""
+"""Delay Ctrl-C while this rank does something that must not be interrupted half-way."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tritonddp._torch import set_signal_handler, signal_handler
 
 
 class Uninterrupted:
-    """Context: a KeyboardInterrupt that comes inside is raised at its end; a second one at once.
+    """Context: a KeyboardInterrupt inside is raised at the end; a second one is raised at once.
 
-    Python handles signals between any two instructions of the main thread, so also between a
-    collective that has been issued and the note that it has: the rank would issue it again, and be
-    out of step with the others for good. On other threads, where no signal is handled, and inside
-    another one this does nothing. Takes 1 us.
+    Python handles signals between any two instructions of the main thread, so also between the
+    launch of a collective and the note that it was launched. The rank would then launch it a second
+    time, and its collectives would never match those of the other ranks again. Does nothing on
+    other threads, which handle no signals, and inside another such context. Takes 1 us.
     """
 
     __slots__ = ("_came", "_former")
@@ -22,7 +22,7 @@ class Uninterrupted:
     def __enter__(self) -> None:
         self._came: tuple[int, FrameType | None] | None = None
         former = self._former = signal_handler(SIGINT)
-        # What cannot be called is the system's: it ends the process or does nothing.
+        # A handler that is not callable is the system's: it ends the process or ignores the signal.
         if callable(former) and not isinstance(getattr(former, "__self__", None), Uninterrupted):
             try:
                 set_signal_handler(SIGINT, self._note)
@@ -35,14 +35,14 @@ class Uninterrupted:
         if self._came is None:
             self._came = number, frame
         elif self._former is not None:
-            # It may come in __exit__, which what it raises ends.
+            # Restore the handler here: the exception may arise in __exit__ and end that early.
             set_signal_handler(SIGINT, self._former)
             self._former(number, frame)
 
     def __exit__(self, *_: object) -> None:
         if self._former is None:
             return
-        if signal_handler(SIGINT) == self._note:  # a hook may have set another one, to stay
+        if signal_handler(SIGINT) == self._note:  # else a hook has set its own: keep that
             set_signal_handler(SIGINT, self._former)
         if self._came is not None:
             self._former(*self._came)

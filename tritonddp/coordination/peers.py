@@ -1,8 +1,8 @@
-"""Ranks of one host find each other, and hand memory over.
+"""Connections and shared memory between the ranks of one host.
 
-They are told each other's addresses and secrets through the process group, and connect. Memory is
-anonymous (``memfd_create``), and its descriptor goes over the connection: there is no file in
-/dev/shm, and nothing that outlives the processes.
+Ranks exchange the addresses and secrets of their sockets through the process group, and connect.
+Shared memory is anonymous (``memfd_create``); its file descriptor is sent over the connection. So
+there is no file in /dev/shm, and nothing stays when the processes have ended.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from tritonddp.coordination.failures import plain
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import all_gather_bytes
 
-# What a rank says of an exchange through memory: that its part is packed, that its share of the sum
-# is there, that it reads no more of what others have packed; and that its memory comes along.
+# Messages of a rank about an exchange through memory: its part is packed; its share of the sum is
+# there; it has read what the others packed; a descriptor of its memory comes with this message.
 PACKED, SUMMED, READ, HANDED = range(4)
 
-# The first message of a connection: who sends it, and what only ranks of the group know.
+# The first message of a connection: the sender's rank, and the secret of the receiver.
 _HELLO = struct.Struct("<I32s")
-# Bytes of what each rank says of itself before they connect.
+# Bytes of the all-gather in which ranks exchange address and secret.
 _INTRODUCTION = 512
-# Bytes of why a rank has failed.
+# Bytes of the reason why a rank has failed.
 _WORDS = 256
-# Seconds until a rank that has introduced itself has connected.
+# Seconds within which all ranks of a host must have connected.
 _CONNECTING = 10.0
 _CPU = torch.device("cpu")
 
@@ -47,8 +47,8 @@ class Refusal:
     """Why ranks are not connected.
 
     Attributes:
-        why: in words, with the rank that it is about.
-        is_failure: it should have been possible.
+        why: the reason in words, with the rank.
+        is_failure: a connection was wanted and failed; otherwise it was not wanted.
     """
 
     why: str
@@ -61,11 +61,11 @@ class PeerError(RuntimeError):
 
 @dataclass(eq=False)
 class Memory:
-    """Some memory that ranks of this host share.
+    """Memory that ranks of this host share.
 
     Attributes:
-        tensor: uint8 ``(nbytes,)``; holds what is mapped.
-        descriptor: of what is mapped, until all have it; -1 afterwards.
+        tensor: uint8 ``(nbytes,)``, mapped from the shared memory.
+        descriptor: file descriptor of the memory, until all ranks have it; -1 afterwards.
     """
 
     tensor: Tensor
@@ -73,15 +73,15 @@ class Memory:
 
     @classmethod
     def create(cls, nbytes: int) -> Memory:
-        """Zeros, for others to map.
+        """New memory of zeros, which other ranks can map.
 
         Raises:
             OSError: there is no memory, or none that can be shared.
         """
         descriptor = os.memfd_create("tritonddp", os.MFD_CLOEXEC)
         try:
-            # Now, where a lack of memory is an error, and not by the first write to a page, where
-            # it is a signal.
+            # Allocate the pages now: a lack of memory is an error here, but a signal (SIGBUS) at
+            # the first write to a page.
             os.posix_fallocate(descriptor, 0, nbytes)
             return cls(_mapped(descriptor, nbytes), descriptor)
         except BaseException:
@@ -90,16 +90,16 @@ class Memory:
 
     @classmethod
     def received(cls, descriptor: int, nbytes: int) -> Memory:
-        """That of another rank. The descriptor is closed."""
+        """Map the memory of another rank, and close its descriptor."""
         try:
-            if os.fstat(descriptor).st_size < nbytes:  # to read behind its end would be a signal
+            if os.fstat(descriptor).st_size < nbytes:  # a read behind its end would be a signal
                 raise OSError(f"it is smaller than the {nbytes} bytes announced")
             return cls(_mapped(descriptor, nbytes))
         finally:
             os.close(descriptor)
 
     def close_descriptor(self) -> None:
-        """Nobody else is to map it."""
+        """Close the descriptor: no other rank needs to map the memory."""
         if self.descriptor >= 0:
             descriptor, self.descriptor = self.descriptor, -1
             os.close(descriptor)
@@ -109,7 +109,7 @@ class Memory:
 
 
 def _mapped(descriptor: int, nbytes: int) -> Tensor:
-    # (Python's mmap would keep a descriptor for each.)
+    # (Python's mmap would keep one more descriptor open for each mapping.)
     path = f"/proc/self/fd/{descriptor}"
     try:
         return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
@@ -122,8 +122,8 @@ class Neighbours:
     """The other ranks of this host, connected.
 
     Attributes:
-        connections: with each of them (``SOCK_SEQPACKET``).
-        hosts: the ranks of each host, in their order; alike on all ranks. All have as many.
+        connections: a socket for each (``SOCK_SEQPACKET``), by rank.
+        hosts: the ranks of each host, in rank order; alike on all ranks. All lists have one length.
     """
 
     connections: dict[int, socket.socket]
@@ -131,15 +131,15 @@ class Neighbours:
 
 
 def connect(group: Group, refusal: str = "") -> Neighbours | Refusal:
-    """Connect the ranks of each host of ``group``, which all ranks call.
+    """Connect the ranks of each host of ``group``. Collective: all ranks must call it.
 
     Args:
         group: the ranks.
-        refusal: why this rank does not want to.
+        refusal: why this rank does not want connections; empty if it does.
 
     Returns:
-        The connections, or why there are none, then on all ranks alike: one does not want to or
-        cannot, or hosts have not as many ranks each, and at least two.
+        The connections, or the reason why there are none, on all ranks alike: a rank does not want
+        them, a connection failed, or hosts differ in their number of ranks, or have one each.
 
     Raises:
         RuntimeError: a collective failed.
@@ -169,11 +169,11 @@ def connect(group: Group, refusal: str = "") -> Neighbours | Refusal:
             first, *rest = hosts.values()
             for ranks in (each for each in rest if len(each) != len(first)):
                 return Refusal(
-                    f"rank {first[0]} shares its host, as its user, with {len(first) - 1} others, "
-                    f"rank {ranks[0]} with {len(ranks) - 1}"
+                    f"all hosts need the same number of ranks of one user, but the host of rank "
+                    f"{first[0]} has {len(first)}, that of rank {ranks[0]} has {len(ranks)}"
                 )
             if len(first) == 1:
-                return Refusal("no two ranks are on one host, of one user")
+                return Refusal("no two ranks share a host and a user")
             try:
                 _meet(group, hosts[mine["host"]], listener, token, others, found)
             except OSError as error:
@@ -186,7 +186,7 @@ def connect(group: Group, refusal: str = "") -> Neighbours | Refusal:
 
 
 def first_failure(failure: str, group: Group, device: torch.device = _CPU) -> str:
-    """The failure of the first rank of all, which all call this, that has one; else ``""``."""
+    """The failure of the lowest rank that has one, else ``""``. Collective."""
     came = all_gather_bytes(failure.encode()[:_WORDS], _WORDS, group, device)
     for rank, each in enumerate(came):
         if text := each.rstrip(b"\0").decode(errors="replace"):
@@ -195,13 +195,13 @@ def first_failure(failure: str, group: Group, device: torch.device = _CPU) -> st
 
 
 def _host() -> str:
-    """Equal on two ranks if one can connect to the other's socket: kernel, network and user."""
+    """Kernel, network and user: equal on two ranks if one can connect to the other's socket."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/net')} {os.getuid()}"
 
 
 def _listener() -> socket.socket:
-    """In the kernel's own space of names: there is no file."""
+    """A socket that listens under an abstract name, which leaves no file."""
     if not sys.platform.startswith("linux"):
         raise OSError(f"needs Linux, not {sys.platform}")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -218,7 +218,7 @@ def _meet(
     others: Sequence[dict[str, str]],
     found: dict[int, socket.socket],
 ) -> None:
-    """Connect to those of ``ranks`` before this one, and let the others in, into ``found``."""
+    """Connect to the lower of ``ranks``, accept the higher ones; the sockets go to ``found``."""
     end = time.monotonic() + _CONNECTING
     for rank in ranks[: ranks.index(group.rank)]:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -253,7 +253,7 @@ def _meet(
 
 
 def _rank_of(connection: socket.socket, token: bytes, ranks: Sequence[int], own: int) -> int | None:
-    """Who has connected; ``None`` for whoever is no rank behind ``own``."""
+    """The rank that has connected; ``None`` if it is none of ``ranks`` above ``own``."""
     try:
         _check_user(connection)
         rank, theirs = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_DONTWAIT))

@@ -1,8 +1,8 @@
-"""Which process is each rank, and does it still run? For errors that name a rank which is missing.
+"""Which process is each rank, and does it still run? Used by errors that name a missing rank.
 
-Each rank posts its process in the group's store when it wraps its first module there. Nobody reads
-that before a collective has failed. Whether a process has died or was stopped can be seen on its
-own host only.
+Each rank writes its process to the group's store when it wraps its first module in the group. It is
+read only after a collective has failed. Only ranks on the same host can see whether a process has
+died or was stopped.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-# Characters of a host's name in a message.
+# Most characters of a host's name in a message.
 _LONGEST = 64
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process of some host."""
+    """A process on some host."""
 
-    pid: int  # as its own host, or container, numbers it
-    started: str  # in clock ticks since that host was: tells it from later ones of its number
-    scope: str  # in which the number holds: equal if this process can look it up
-    host: str  # name, for people
+    pid: int  # in its own host or container
+    started: str  # clock ticks from the start of the host: a later process may reuse the pid
+    scope: str  # kernel and pid namespace: equal to this process's if it can look the pid up
+    host: str  # name of the host, for messages
 
     @classmethod
     def own(cls) -> Process:
@@ -35,7 +35,7 @@ class Process:
 
     @classmethod
     def parse(cls, post: bytes) -> Process | None:
-        """From what another rank has posted; ``None`` if that makes no sense."""
+        """Read what another rank has written; ``None`` if it cannot be read."""
         parts = post[:512].decode(errors="replace").split(" ", 3)
         if len(parts) < 4 or not parts[0].isdecimal():
             return None
@@ -43,7 +43,7 @@ class Process:
         return cls(int(parts[0][:18]), parts[1], parts[2], host)
 
     def post(self) -> str:
-        """What :meth:`parse` reads."""
+        """The text that :meth:`parse` reads."""
         return f"{self.pid} {self.started} {self.scope} {self.host}"
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Process:
 
     @property
     def state(self) -> str:
-        """``"died"``, ``"stopped"``, ``"runs"``; empty where it cannot be known."""
+        """``"died"``, ``"stopped"`` or ``"runs"``; empty if the process is on another host."""
         if not self.scope or self.scope != _scope():
             return ""
         state, started = _stat(self.pid)
@@ -61,18 +61,18 @@ class Process:
 
 
 def look_up(store: dist.Store, rank: int) -> Process | None:
-    """Which process a rank is, if it has told."""
+    """The process of a rank, ``None`` if the rank has not written it."""
     key = key_of(rank)
     return Process.parse(store.get(key)) if store.check([key]) else None
 
 
 def key_of(rank: int) -> str:
-    """Under which a rank posts its process in the group's store."""
+    """The key in the group's store under which a rank writes its process."""
     return f"tritonddp/process/{rank}"
 
 
 def _scope() -> str:
-    """Names the kernel and the namespace of process numbers; empty where there is no /proc."""
+    """Names the running kernel and the pid namespace; empty where there is no /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
@@ -81,7 +81,7 @@ def _scope() -> str:
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """State and time of start of a process of this host; of none that is gone."""
+    """State and start time of a process of this host; ``("X", "-")`` if there is none."""
     try:
         # The name of the program comes second, in parentheses, and may hold any character.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""Do all ranks hold the same model? Every rank gets the answer, and the same one."""
+"""Do all ranks hold the same model? All ranks get the same answer."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tritonddp.coordination.collectives import all_gather
 from tritonddp.coordination.failures import plain
 from tritonddp.coordination.group import Group
 
-# Names in one error message; the rest is counted.
+# Most names in one error message; the rest is counted.
 _SHOWN = 10
 _CPU = torch.device("cpu")
-# Characters of a line in it, which has what another rank has sent.
+# Most characters of a line in it: the text comes from another rank.
 _LONGEST = 1_000
-# Bytes of a description: some million parameters. More are no description.
+# Most bytes of a description: enough for some million parameters.
 _LARGEST = 2**30
 
 
@@ -29,7 +29,7 @@ def describe(
     buffers: Iterable[tuple[str, Tensor]],
     options: Mapping[str, Any],
 ) -> dict[str, dict[str, str]]:
-    """What must be equal on all ranks, in words: parameters, buffers and options by name."""
+    """Describe what must be equal on all ranks: parameters, buffers and options, by name."""
     return {
         "parameter": {name: _describe_tensor(param) for name, param in params},
         "buffer": {name: _describe_tensor(buffer) for name, buffer in buffers},
@@ -38,18 +38,18 @@ def describe(
 
 
 def tell_failure(error: Exception, group: Group, device: torch.device) -> None:
-    """This rank cannot wrap its module: tell the others, so that they do not wait for it.
+    """This rank failed to wrap its module: tell the others, so that they do not wait for it.
 
-    Returns if no rank can, or none can be told: then each is to raise its own error.
+    Returns if all ranks failed, or if the exchange itself fails: each then raises its own error.
 
     Raises:
-        RuntimeError: other ranks can wrap theirs; names the ranks that cannot, on every rank.
+        RuntimeError: other ranks have not failed. Raised on every rank; names those that failed.
     """
     text = f"{type(error).__name__}: {error}"
     try:
         verify_same({"parameter": {}, "buffer": {}, "option": {"error": text}}, group, device)
     except RuntimeError as failure:
-        if failure.__cause__ is None:  # not that the comparison itself has failed
+        if failure.__cause__ is None:  # with a cause, the comparison itself has failed
             raise
 
 
@@ -59,30 +59,31 @@ def verify_same(
     device: torch.device,
     where: str | None = None,
 ) -> None:
-    """Compare descriptions over all ranks of ``group``: one small all-gather if they agree.
+    """Compare descriptions over all ranks of ``group``: one small all-gather if they are equal.
 
-    Nothing that comes from another rank is unpickled: descriptions travel as JSON.
+    Descriptions are sent as JSON: nothing that comes from another rank is unpickled.
 
     Args:
         description: see :func:`describe`.
-        group, device: the ranks, and where what is sent lies.
-        where: this rank and its place, for errors; by default where modules are wrapped.
+        group: the ranks.
+        device: the device of the tensors that are sent.
+        where: this rank and its place, for errors; by default that a module is being wrapped.
 
     Raises:
-        RuntimeError: on EVERY rank if any two differ, naming what differs and both sides (but not
-            if none can wrap its module, see :func:`tell_failure`); or a rank is missing, or
-            ranks are not what they call themselves.
+        RuntimeError: on EVERY rank if any two descriptions differ; names what differs, with both
+            values. (Not if no rank can wrap its module, see :func:`tell_failure`.) Or a rank is
+            missing, or a rank's number is not its place in the process group.
     """
     message = json.dumps(description).encode()
     digest = hashlib.sha256(message).digest() + len(message).to_bytes(8, "little")
     place = where or f"rank {group.rank}, wrapping"
     with group.guard(place, "comparison of what the ranks hold"):
-        # What a rank calls itself, and what no other rank has, in front.
+        # In front: this rank's number, and random bytes, which differ on every rank.
         sent = group.rank.to_bytes(8, "little") + os.urandom(8) + digest
         came = all_gather_bytes(sent, len(sent), group, device)
     ranks = [int.from_bytes(each[:8], "little") for each in came]
     wanted = list(range(len(came)))
-    is_exchanged = len(set(came)) > 1  # torch's fake backend hands each rank its own
+    is_exchanged = len(set(came)) > 1  # torch's fake backend returns each rank its own message
     if is_exchanged and ranks != wanted:
         raise RuntimeError(
             f"{place}: the ranks of this process group call themselves {ranks}, but should be "
@@ -99,7 +100,7 @@ def verify_same(
         messages = all_gather_bytes(message, longest, group, device)
     descriptions = [json.loads(other.rstrip(b"\0")) for other in messages]
     if all("error" in each["option"] for each in descriptions):
-        return  # no rank can wrap its module: each raises its own error, whatever numbers are in it
+        return  # no rank can wrap its module: each raises its own error
     difference = _difference(descriptions)
     if where is None:
         raise RuntimeError(
@@ -125,10 +126,10 @@ def all_gather_bytes(
 
 
 def gather_json(content: Any, group: Group, device: torch.device | str, where: str) -> list[Any]:
-    """Every rank's ``content``, in rank order. Nothing that comes is unpickled: it is JSON.
+    """Gather every rank's ``content``, in rank order. It is sent as JSON: nothing is unpickled.
 
     Raises:
-        RuntimeError: a rank does not take part, or announces more than any has to say.
+        RuntimeError: a rank does not take part, or announces more than 2^30 bytes.
     """
     device, message = torch.device(device), json.dumps(content).encode()
     with group.guard(where, "exchange of what the ranks have to say"):
@@ -141,7 +142,7 @@ def gather_json(content: Any, group: Group, device: torch.device | str, where: s
 
 
 def _difference(descriptions: Sequence[dict[str, dict[str, str]]]) -> str:
-    """What each rank has otherwise than rank 0."""
+    """Lines that tell how each rank differs from rank 0."""
     first = descriptions[0]
     lines = []
     for rank, other in enumerate(descriptions):

@@ -1,1 +1,1 @@
-"""WHAT IS SEEN: timelines, checksums, stock's logging data, the debug log."""
+"""WHAT CAN BE OBSERVED: timelines, checksums, stock's logging data, the debug log."""

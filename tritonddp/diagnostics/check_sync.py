@@ -1,10 +1,11 @@
 """Do all ranks hold the same parameters, buffers and gradients, bit for bit?
 
-Two collectives if they do, however many ranks there are: the all-gather of 40 bytes that compares
-names and shapes, and an all-reduce of 16 to 24 bytes a tensor. Its maximum over the checksums and
-over their complements is the greatest and, again as a complement, the least checksum of any rank:
-where the two are equal, so are all. A hash of all checksums together would be smaller but could not
-say which differ; and what only some ranks know to differ by design has to be left out on all.
+If they do, this takes two collectives for any number of ranks: an all-gather of 40 bytes, which
+compares names and shapes, and an all-reduce (maximum) of 16 to 24 bytes a tensor. For each tensor
+it reduces the checksum ``c`` and the complement ``~c``: the maximum of ``c`` is the greatest
+checksum of all ranks, the complement of the maximum of ``~c`` the least. If both are equal, all
+checksums are. One hash of all checksums would be smaller, but could not tell which tensors differ.
+And a tensor that one rank alone expects to differ has to be left out on all ranks.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from tritonddp.diagnostics.checksum import checksums
 from tritonddp.reducer.on_demand import prepare_to_compare
 from tritonddp.reducer.reducer import Reducer
 
-# Tensors, and different contents of one, in one error message; the rest is counted.
+# Most tensors in one error message, and most different contents of one; the rest is counted.
 _SHOWN = 10
 _CONTENTS = 4
 
 
 @dataclass(frozen=True)
 class _Item:
-    """What is compared."""
+    """A tensor that is compared."""
 
     kind: str  # "parameter", "buffer" or "gradient"
     name: str
-    tensor: Tensor | None  # None for a gradient that is not there
-    like: Tensor  # has the shape and the dtype that it has or would have
-    is_local: bool = False  # it may differ from other ranks', as far as this one knows
+    tensor: Tensor | None  # None for a missing gradient
+    like: Tensor  # of the same shape and dtype; the parameter for a gradient
+    is_local: bool = False  # this rank expects it to differ between ranks
 
 
 def check_sync(
@@ -47,14 +48,14 @@ def check_sync(
     buffers: bool | None,
     gradients: bool | None,
 ) -> None:
-    """See ``DistributedDataParallel.check_sync()``; leaves out what has an ``ignored`` name."""
+    """See ``DistributedDataParallel.check_sync()``; tensors with ``ignored`` names are left out."""
     for name, value in (("buffers", buffers), ("gradients", gradients)):
         if value is not None and not isinstance(value, bool):
             raise TypeError(f"{name} should be True, False or None, got {value!r}")
     reduced = prepare_to_compare(reducer)
     group, device = reducer.group, reducer.manager.current.params[0].device
     where = f"{reducer.where()}, check_sync()"
-    # (A sliced module has other tensors in the places of its parameters.)
+    # (A module under tensor parallelism may have other tensors in the places of its parameters.)
     named = reducer.parameters.params if reducer.parameters.is_fixed else module.named_parameters()
     params = [each for each in named if each[0] not in ignored]
     held = [each for each in module.named_buffers() if each[0] not in ignored]
@@ -91,15 +92,17 @@ def check_sync(
 def compare_parameters(
     params: Sequence[tuple[str, Tensor]], group: Group, where: str, counts: bool
 ) -> tuple[list[int], list[str]]:
-    """Which of these differ between the ranks whose parameters count? All ranks must call it.
+    """Find the parameters that differ between ranks. Collective: all ranks must call it.
 
     Args:
-        params: by name, on each rank.
-        group, where: the ranks, and this rank and its step for errors.
-        counts: those of this rank do.
+        params: names and parameters of this rank.
+        group: the ranks.
+        where: this rank and its step, for errors.
+        counts: whether the parameters of this rank are compared; false after it ran out of inputs.
 
     Returns:
-        Their numbers, and lines that say which ranks hold what, on all ranks alike.
+        Indices of the parameters that differ, and lines for a message that say which ranks hold
+        which values. On all ranks alike.
 
     Raises:
         RuntimeError: on every rank, if names, shapes or dtypes differ; or, with a cause, a rank
@@ -122,7 +125,7 @@ def compare_parameters(
 
 
 def _of_own_batches(module: nn.Module, group: Group) -> list[str]:
-    """Names of buffers that each rank's forwards change by its own batches."""
+    """Names of buffers that the forwards of each rank change by its own batches."""
     found = []
     for prefix, layer in module.named_modules():
         names = running_statistics(layer)
@@ -133,18 +136,18 @@ def _of_own_batches(module: nn.Module, group: Group) -> list[str]:
 
 
 def _spans(wide: dist.ProcessGroup | None, group: dist.ProcessGroup) -> bool:
-    """Whether all ranks of ``group`` are in ``wide``, by default that of all ranks."""
+    """Whether all ranks of ``group`` are in ``wide``; ``None`` is the default group."""
     try:
         ranks = set(dist.get_process_group_ranks(group))
         return wide is None or ranks <= set(dist.get_process_group_ranks(wide))
-    except KeyError:  # a group that torch has not registered has no ranks of others
+    except KeyError:  # torch has not registered the group: its global ranks are not known
         return wide is group
 
 
 def _differing(
     items: Sequence[_Item], sums: Sequence[int], group: Group, device: torch.device
 ) -> list[int]:
-    """The numbers of those that are not the same on all ranks and should be."""
+    """Indices of the items that differ between ranks, and which no rank expects to differ."""
     gradients = [number for number, item in enumerate(items) if item.kind == "gradient"]
     local = [int(items[number].is_local) for number in gradients]
     message = torch.tensor([*sums, *(~each for each in sums), *local], device=device)
@@ -166,7 +169,7 @@ def _lines(
     device: torch.device,
     of: Sequence[int],
 ) -> list[str]:
-    """About those whose numbers are ``differing``: which of the ranks ``of`` hold what."""
+    """Lines about the items ``differing``: which of the ranks ``of`` hold which values."""
     shown = [(items[number], sums[number]) for number in differing[:_SHOWN]]
     lines = [
         f"  {item.kind} {item.name!r} {tuple(item.like.shape)} {item.like.dtype}: {content}"
@@ -180,7 +183,7 @@ def _lines(
 def _by_content(
     shown: Sequence[tuple[_Item, int]], group: Group, device: torch.device, of: Sequence[int]
 ) -> list[str]:
-    """Of each of these, which come with their checksums here: which ranks ``of`` all hold what."""
+    """For each item, with its checksum on this rank: which of the ranks ``of`` hold which value."""
     sums = torch.tensor([checksum for _, checksum in shown], device="cpu")
     norms = torch.tensor(
         [_norm(item.tensor) for item, _ in shown], dtype=torch.float64, device="cpu"
@@ -196,7 +199,7 @@ def _by_content(
 def _norm(tensor: Tensor | None) -> float:
     if tensor is None or not tensor.numel():
         return 0.0
-    if tensor.dtype is torch.float4_e2m1fn_x2:  # which nothing converts
+    if tensor.dtype is torch.float4_e2m1fn_x2:  # torch converts it to no other dtype
         tensor = tensor.view(torch.uint8)
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     with torch.no_grad():
@@ -204,7 +207,10 @@ def _norm(tensor: Tensor | None) -> float:
 
 
 def _in_words(contents: Sequence[tuple[int, float]], group: Group, of: Sequence[int]) -> str:
-    """Of checksum and norm on each rank, both 0 for nothing; what fewest ranks hold comes first."""
+    """Which ranks hold which value, the rarest value first.
+
+    ``contents`` are checksum and norm on each rank, both 0 for a missing gradient.
+    """
     holders: dict[int, list[int]] = {}
     for rank in of:
         holders.setdefault(contents[rank][0], []).append(rank)

@@ -1,9 +1,10 @@
 """Checksums of the bits of tensors, made on their device in a few launches for all of them.
 
-Each word of 8 bytes is mixed with its place, by the finaliser of SplitMix64 (Steele, Lea and Flood,
+Each word of 8 bytes is mixed with its index by the finaliser of SplitMix64 (Steele, Lea and Flood,
 "Fast splittable pseudorandom number generators", OOPSLA 2014), and the results are summed modulo
-2^64: whatever order a device sums in, the bits are the same. As each word's mixing is one to one, a
-change in one word is always seen; others, swapped elements among them, but for one case in 2^64.
+2^64. So the order in which a device sums does not matter. The mixing of a word is a bijection: a
+change of one word always changes the sum. Other changes, such as swapped elements, are missed in
+one case of 2^64.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-# Words that are mixed at once: 8 MiB, of which some copies are made.
+# Words in one launch: 8 MiB. A few temporary copies of them are made.
 _WORDS = 2**20
 _WORD = 8  # bytes
 
@@ -23,18 +24,19 @@ _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND = 0x94D049BB133111EB - 2**64
 
-Piece = tuple[int, int, Tensor]  # number of the tensor, of its first word, and bytes of it
+Piece = tuple[int, int, Tensor]  # index of the tensor, index of the first word, bytes
 
 
 @torch.no_grad()
 def checksums(tensors: Sequence[Tensor | None]) -> list[int]:
-    """One for each tensor: of its content, shape, dtype and layout, signed, of 64 bits.
+    """Checksums of tensors: one signed 64-bit number for each.
 
-    Bits count: a NaN is equal to the same NaN, and 0.0 is not equal to -0.0. The order in memory
-    does not. ``None`` has a checksum too. The host waits for the device once.
+    It depends on content, shape, dtype and layout (dense or sparse), not on strides. Bits are
+    compared: a NaN equals the same NaN, and 0.0 differs from -0.0. ``None`` has a checksum too. The
+    host waits for the device once.
 
-    Memory: some times 8 MiB; and a copy of a tensor that is not row-major, one at a time where it
-    is large.
+    Memory: a small multiple of 8 MiB, and a copy of a tensor that is not row-major (of large
+    ones one at a time).
     """
     totals = [0 if tensor is None else _described(tensor) for tensor in tensors]
     by_device: dict[torch.device, list[int]] = {}
@@ -81,7 +83,7 @@ def _pieces(tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> Iterato
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """What is mixed at once: of as many words as the ramp has, at most."""
+    """The pieces of each launch: at most as many words as the ramp has."""
     batch: list[Piece] = []
     words = 0
     for piece in pieces:
@@ -96,9 +98,9 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 
 def _sums(pieces: Sequence[Tensor], ramp: Tensor) -> Tensor:
-    """For each piece, the sum of its words mixed with their places, of which ``ramp`` is made.
+    """For each piece, the sum of its words, each mixed with its index.
 
-    Pieces are bytes; what lacks to a whole word counts as zeros.
+    Pieces are bytes; the last word is padded with zeros. ``ramp`` is index times ``_GAMMA``.
     """
     padding = torch.zeros(_WORD, dtype=torch.uint8, device=ramp.device)
     padded = [part for piece in pieces for part in (piece, padding[: -piece.numel() % _WORD])]
@@ -122,5 +124,5 @@ def _mix(words: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
-    """To the right, filled with zeros, whatever the sign."""
+    """Logical shift to the right: filled with zeros, also where the sign bit is set."""
     return (words >> bits).bitwise_and_(2 ** (64 - bits) - 1)

@@ -1,12 +1,12 @@
-"""When the records of the loggers ``tritonddp.*`` at level DEBUG come out, and where.
+"""When DEBUG records of the loggers ``tritonddp.*`` are written, and where.
 
-They are Python's: whoever sets the level of the logger ``tritonddp`` to DEBUG gets them, from the
-next reduction on. A library configures nothing else; without a ``NullHandler`` warnings and errors
-reach stderr through Python's handler of last resort.
+The loggers are Python's. A program that sets the level of the logger ``tritonddp`` to DEBUG gets
+the records from the next reduction on. A library should configure no more than that: warnings and
+errors reach stderr through Python's handler of last resort, as no ``NullHandler`` is added.
 
-``TORCH_DISTRIBUTED_DEBUG=DETAIL`` sets that level too, unless one is set; and it adds a handler to
-stderr where there is none up to the root, since the one of last resort leaves out what is below
-WARNING.
+``TORCH_DISTRIBUTED_DEBUG=DETAIL`` sets the level to DEBUG too, unless a level is set. If neither
+the logger nor its parents have a handler, it also adds one that writes to stderr, since the handler
+of last resort drops records below WARNING.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FORMAT = "%(asctime)s %(name)s %(levelname)s: %(message)s"
 
 
 def enable_debug_logging() -> None:
-    """If torch's debug level is DETAIL, have DEBUG records come out."""
+    """If torch's debug level is DETAIL, write DEBUG records."""
     if dist.get_debug_level() != dist.DebugLevel.DETAIL:
         return
     logger = logging.getLogger("tritonddp")

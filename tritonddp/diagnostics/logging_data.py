@@ -1,4 +1,4 @@
-"""What ``_get_ddp_logging_data()`` tells, under stock's names."""
+"""The data of ``_get_ddp_logging_data()``, under stock's names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tritonddp.comm.run import ReductionRun
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.reducer import Reducer
 
-# Names that stock has from C++.
+# Stock's names of dtypes, which come from C++.
 _DTYPES = {
     torch.float16: "c10::Half",
     torch.bfloat16: "c10::BFloat16",
@@ -36,7 +36,7 @@ _ENVIRONMENT_OF = {
     ),
 }
 
-# Stock's: all of the first steps, then one in a hundred unless another rate is set.
+# As in stock: the first 10 steps are timed, then one in 100 unless another rate is set.
 FIRST = 10
 RATE = 100
 
@@ -60,10 +60,10 @@ _STAMPS = [
 
 
 class Logger:
-    """Tells of a wrapper, to which it refers weakly, how it was made and how it is doing.
+    """The configuration and statistics of a wrapper, which it does not keep alive.
 
-    All is looked up when it is asked for, but for the buckets that there were at first, the last
-    error, and the times of sampled steps.
+    Values are read when they are asked for, except the first buckets, the last error and the times
+    of sampled steps, which are kept.
     """
 
     def __init__(self, wrapper: Any) -> None:
@@ -80,12 +80,12 @@ class Logger:
         self.sampler.measured = self.sampler.iteration
 
     def set_runtime_stats_and_log(self) -> None:
-        """A forward begins whose backward is to be reduced."""
+        """Called when a forward begins whose backward will be reduced."""
         self.sampler.iteration += 1
         self.sampler.forward_begins()
 
     def _get_ddp_logging_data(self) -> SimpleNamespace:
-        """What is known now: fields that are texts, and fields that are whole numbers."""
+        """All fields as they are now: ``strs_map`` has texts, ``ints_map`` whole numbers."""
         wrapper = self._wrapper()
         assert wrapper is not None, "the wrapper is gone"
         reducer = wrapper.core
@@ -123,7 +123,7 @@ class Logger:
             **self._noted,
         }
         for name in (*_ENVIRONMENT, *_ENVIRONMENT_OF.get(backend, ())):
-            # torch has given a prefix to those of NCCL's that it reads itself.
+            # torch reads some of NCCL's variables under names with the prefix TORCH_.
             value = os.environ.get(name, "N/A")
             strs[name.lower()] = os.environ.get(f"TORCH_{name}", value)
         index_of: dict[Tensor, str] = {param: str(index) for index, param in enumerate(params)}
@@ -145,26 +145,26 @@ class Logger:
 
 
 class Sampler(Extension):
-    """When the parts of some steps of one reducer began and ended.
+    """Times the parts of sampled steps of one reducer.
 
-    In those an extension is installed, which the next step takes out.
+    It is installed as an extension during a sampled step, and removed in the next one.
     """
 
     def __init__(self, reducer: Reducer, device: torch.device | None) -> None:
         self._reducer = weakref.ref(reducer)
-        self._device = device  # None if parameters are on several: these are not measured
-        self.rate = RATE  # one step in so many is measured after the first ten
-        self.iteration = 0  # steps that began so far: forwards whose backward is to be reduced
-        self.next_sample = 0  # no step before this one is measured
-        self.moments: Moments | None = None  # of the step that is measured, if one is
-        self._sampled = 0  # the step that they are of
-        self._is_of = False  # the run whose events come now is the one that is measured
+        self._device = device  # None if parameters are on several devices: nothing is timed
+        self.rate = RATE  # after the first ten, one step in so many is timed
+        self.iteration = 0  # steps begun so far: forwards whose backward will be reduced
+        self.next_sample = 0  # no step before this one is timed
+        self.moments: Moments | None = None  # time stamps of the step that is timed, if any
+        self._sampled = 0  # the step of these time stamps
+        self._is_of = False  # the reduction that runs now is the one that is timed
         self.measured = 0  # the last step whose times are known
-        self.times: dict[str, int] = {}  # its nanoseconds, and the means so far, by stock's names
+        self.times: dict[str, int] = {}  # its times in ns, and the means so far, by stock's names
         self._recorded = 0
 
     def forward_begins(self) -> None:
-        """A step begins that may be measured: read what the last sample has come to."""
+        """A step begins that may be timed: read the times of the last sample first."""
         if self._device is not None and self._device.type == "cuda" and is_capturing():
             self._drop()
             return
@@ -181,18 +181,18 @@ class Sampler(Extension):
             reducer.events.install(self)
 
     def forward_ended(self) -> None:
-        """What the module has returned is known."""
+        """The module has returned its output."""
         if self.moments is not None and FORWARD_ENDED not in self.moments:
             self.moments.mark(FORWARD_ENDED)
 
     def on_begin(self, run: ReductionRun) -> None:
-        """The first backward that is reduced is the step's."""
+        """The first reduced backward belongs to the step."""
         assert self.moments is not None
         self._is_of = bool(run.reached) and not run.is_local and BACKWARD_BEGAN not in self.moments
         self._mark(BACKWARD_BEGAN)
 
     def on_launch(self, run: ReductionRun, bucket: Bucket) -> None:
-        """The first bucket that is launched begins the communication."""
+        """Communication begins with the launch of the first bucket."""
         if self.moments is not None and COMMUNICATION_BEGAN not in self.moments:
             self._mark(COMMUNICATION_BEGAN)
 
@@ -200,7 +200,7 @@ class Sampler(Extension):
         self._mark(COMPUTE_ENDED)
 
     def on_reduced(self, run: ReductionRun, bucket: Bucket) -> None:
-        """The last bucket that is back ends the communication."""
+        """Communication ends with the last reduced bucket: each overwrites the time stamp."""
         self._mark(COMMUNICATION_ENDED)
 
     def _mark(self, name: str) -> None:
@@ -211,7 +211,7 @@ class Sampler(Extension):
         """The step is over: take its times, if they are known already."""
         if FORWARD_ENDED in moments and COMMUNICATION_ENDED in moments:
             if not moments.have_passed():
-                return  # the next step may tell
+                return  # try again in the next step
             self.measured = self._sampled
             self._recorded += 1
             for field, start, end in _TIMES:
@@ -234,9 +234,9 @@ def _buckets(wrapper: Any) -> list[Sequence[Tensor]]:
 
 
 def _has_rebuilt(wrapper: Any) -> bool:
-    """Whether buckets follow the order of gradients.
+    """Whether buckets follow the order in which gradients became ready.
 
-    With ``find_unused_parameters=True``, where stock never rebuilds, only if that has moved any.
+    With ``find_unused_parameters=True``, where stock never rebuilds, only if a parameter moved.
     """
     manager = wrapper.core.manager
     if wrapper.find_unused_parameters and not wrapper.static_graph:

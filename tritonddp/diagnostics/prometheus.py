@@ -1,6 +1,6 @@
-"""``metrics()`` in the text format of Prometheus, for whatever serves or collects it.
+"""``metrics()`` in the text format of Prometheus.
 
-By https://prometheus.io/docs/instrumenting/exposition_formats/ and the names of
+Format: https://prometheus.io/docs/instrumenting/exposition_formats/. Names follow
 https://prometheus.io/docs/practices/naming/: base units, seconds and bytes.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*", re.ASCII)
 
-# Of each key: the rest of its name, its kind, by what it is divided, and what it is.
+# For each key of metrics(): name without prefix, kind, divisor to the base unit, and help text.
 _SAMPLES = {
     "step": ("steps_total", "counter", 1, "Reductions so far."),
     "step_ms": ("step_seconds", "gauge", 1000, "Length of a step, mean over the ranks."),
@@ -32,28 +32,32 @@ _SAMPLES = {
     "slowest_rank": ("slowest_rank", "gauge", 1, "The rank that the others wait for, if any."),
     "slowest_by": ("slowest_ratio", "gauge", 1, "Of a step, by which that rank is slower."),
 }
-# Words are labels of a sample that is 1.
+# Values that are words become the label of a sample whose value is 1.
 _WORDS = {"slowest_phase": ("slowest_phase", "phase", "Part of the step in which it is slower.")}
 
 
 def prometheus_text(
     metrics: Mapping[str, float | int | str | None], labels: Mapping[str, str] | None = None
 ) -> str:
-    """What :meth:`tritonddp.DistributedDataParallel.metrics` returned, as Prometheus reads it.
+    """Write what :meth:`tritonddp.DistributedDataParallel.metrics` returned for Prometheus.
 
-    Names begin with ``tritonddp_``: ``step_ms`` is ``tritonddp_step_seconds``. What is ``None`` is
-    left out, and what has no name here.
+    Names begin with ``tritonddp_``: ``step_ms`` becomes ``tritonddp_step_seconds``. Left out are
+    values that are ``None`` and keys that are not known here.
 
     Args:
-        metrics: milliseconds, bytes, shares of 1 and words.
-        labels: of all samples, such as job and rank.
+        metrics: milliseconds, bytes, shares of 1 and words, by key.
+        labels: labels for all samples, such as job and rank.
 
     Raises:
-        ValueError: a label has a name that Prometheus does not allow, or that is used here.
+        ValueError: a label has a name that Prometheus does not allow, or that this module uses.
 
     Example::
 
-        Path("/var/lib/node_exporter/tritonddp.prom").write_text(prometheus_text(model.metrics()))
+        from tritonddp.diagnostics.prometheus import prometheus_text
+
+        model = tritonddp.DistributedDataParallel(module, metrics=True)
+        loss_function(model(inputs), targets).backward()
+        text = prometheus_text(model.metrics(), {"rank": str(rank)})
     """
     given = {name: str(value) for name, value in (labels or {}).items()}
     taken = [label for _, label, _ in _WORDS.values()]

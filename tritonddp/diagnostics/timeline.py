@@ -1,4 +1,4 @@
-"""What :func:`tritonddp.trace` recorded: when gradients and buckets passed through a backward."""
+"""What :func:`tritonddp.trace` recorded: times of gradients and buckets in each backward."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tritonddp.coordination.group import Group
 from tritonddp.coordination.processes import Process
 from tritonddp.coordination.verify import gather_json
 
-# A rank is slow that is later than the others by this share of a backward.
+# A rank is slow if it is later than all others by this share of a backward.
 _SLOW = 0.05
 
-# So often the clocks of ranks are compared.
+# How often the clocks of the ranks are compared.
 _COMPARISONS = 15
 
-# Rows of the Chrome trace. Numbers begin at 1: viewers take thread 0 for the idle one.
+# Rows of the Chrome trace. Numbers begin at 1: viewers take thread 0 for the idle thread.
 _BACKWARD, _GRADIENTS, _COPIES, _COMMUNICATION = 1, 2, 3, 4
 
 
@@ -48,16 +48,17 @@ class Gradient:
 
 @dataclass(frozen=True)
 class BucketPass:
-    """The way of one bucket through one backward, in seconds since the trace was entered.
+    """One bucket in one backward; times in seconds since the trace was entered.
 
     Attributes:
         index: its place in the launch order.
-        nbytes: bytes on the wire.
+        nbytes: bytes of its message.
         parameters: names of its parameters.
-        flattens: one launch each: on a GPU one, on the CPU one for each segment.
-        launched: when the collective was issued.
+        flattens: one interval for each flatten launch: one on a GPU; on the CPU one for each
+            segment of the bucket, about 4 MiB.
+        launched: when the collective was launched.
         completed: when the collective had its result on this rank.
-        unflatten: from when the result had been waited for until it was in ``.grad``.
+        unflatten: from the end of the wait for the result until the result was in ``.grad``.
     """
 
     index: int
@@ -71,19 +72,20 @@ class BucketPass:
 
 @dataclass(frozen=True)
 class Backward:
-    """One backward on this rank, in seconds since the trace was entered.
+    """One backward on this rank; times in seconds since the trace was entered.
 
     Attributes:
         began: when it reached the outputs of the module, or else the first gradient.
-        compute_ended: when autograd was through with it.
+        compute_ended: when autograd had finished it.
         ended: when the last reduced gradient was in ``.grad``.
         reduced: False under ``no_sync``: gradients stayed on this rank, and there are no buckets.
-        first: whether it was the first reduced one of the module, which launches all buckets at
-            its end, and after which buckets are formed anew, in the order that it showed.
-        broken: an exception ended it. Only its gradients are known; it ends with the last of them.
-        gradients: in the order in which they became ready. Inner backwards of reentrant
-            checkpoints may bring one gradient several times.
-        buckets: in launch order, those that were sent and came home inside the trace.
+        first: whether it was the first reduced backward of the module. That one launches all
+            buckets at its end; after it buckets are rebuilt in the order in which gradients became
+            ready.
+        broken: an exception ended it. Only its gradients are known, and it ends with the last one.
+        gradients: in the order in which they became ready. With reentrant checkpoints a gradient
+            may become ready several times.
+        buckets: in launch order, those that were reduced inside the trace.
     """
 
     began: float
@@ -101,11 +103,11 @@ class Backward:
 
     @property
     def exposed(self) -> float:
-        """Seconds of synchronisation that no compute of this backward hides."""
+        """Seconds of synchronisation that did not overlap with this backward's compute."""
         return self.ended - self.compute_ended
 
     def lanes(self) -> list[int]:
-        """A lane for each bucket, so that no two are under way in one lane at the same time."""
+        """The number of a lane for each bucket: the buckets of one lane do not overlap in time."""
         free_from: list[float] = []
         lanes = []
         for bucket in self.buckets:
@@ -121,10 +123,10 @@ class Timeline:
     """What one rank recorded.
 
     Attributes:
-        rank: in the module's process group.
-        device: of the parameters.
-        backwards: one after the other; complete once the trace is left.
-        entered: when that was, in seconds by the host's clock.
+        rank: this rank in the module's process group.
+        device: the device of the parameters.
+        backwards: in the order in which they ran; complete once the trace is left.
+        entered: when the trace was entered, in seconds of the host's clock.
         group: the ranks, for :meth:`gather`.
     """
 
@@ -135,19 +137,21 @@ class Timeline:
     group: Group | None = field(default=None, repr=False, compare=False)
 
     def gather(self) -> list[Timeline]:
-        """Those of all ranks, in their order, by the clock of rank 0. All ranks must call it.
+        """Gather the timelines of all ranks, in rank order, by the clock of rank 0. Collective.
 
-        After the trace, of the same backwards on all of them. Ranks of one host share a clock. For
-        others clocks are compared when small collectives return, which is good to a fraction of a
-        millisecond.
+        Call it on all ranks after the trace; all must have traced the same backwards. Ranks of one
+        host share a clock. Clocks of different hosts are compared when small collectives return,
+        which is exact to a fraction of a millisecond.
 
         Raises:
-            RuntimeError: a rank has recorded other backwards, or does not take part; or this is not
-                what ``trace()`` has yielded.
+            RuntimeError: a rank has recorded other backwards, or does not take part; or this
+                timeline does not come from ``trace()``.
         """
         group = self.group
         if group is None:
-            raise RuntimeError("only what trace() has yielded knows of other ranks")
+            raise RuntimeError(
+                "gather() takes a timeline that trace() has yielded: this one has no ranks"
+            )
         where, device, moments = f"rank {self.rank}, Timeline.gather()", self.device, []
         for _ in range(_COMPARISONS):
             gather_json(0, group, device, where)
@@ -177,19 +181,19 @@ class Timeline:
         return everybody
 
     def save_chrome_trace(self, path: str | Path, ranks: Sequence[Timeline] = ()) -> None:
-        """Write JSON for https://ui.perfetto.dev or chrome://tracing, which both open ``.gz``, too.
+        """Write JSON for https://ui.perfetto.dev or chrome://tracing, which both open ``.gz`` too.
 
-        Rows: the backward with the exposed part, gradients as they become ready, flatten and
-        unflatten, and communication in as many rows as buckets are under way at once.
+        Rows: the backward with its exposed part, gradients when they become ready, flatten and
+        unflatten, and communication in as many rows as buckets are under way at the same time.
 
         Args:
             path: of the file.
-            ranks: what :meth:`gather` has returned, for all ranks in one picture, the slow one
-                marked.
+            ranks: what :meth:`gather` has returned, to show all ranks, with the slowest marked;
+                by default only this rank is shown.
         """
         shown, slow = list(ranks) or [self], slowest(ranks)
         found = (event for each in shown for event in each._chrome_events(each.rank == slow))
-        # One line an event: such files are looked at with grep, too.
+        # One event a line, so that the file can be searched with grep.
         events = ",\n".join(json.dumps(event) for event in found)
         text = f'{{"displayTimeUnit": "ms", "traceEvents": [\n{events}\n]}}\n'.encode()
         path = Path(path)
@@ -215,19 +219,19 @@ class Timeline:
 
 
 def lateness(ranks: Sequence[Backward]) -> list[float]:
-    """Of the same backward on all ranks: how many seconds after the first each is through with it.
+    """How many seconds after the first rank each rank ends its compute.
 
-    That is with its compute. The others wait for the last.
+    ``ranks`` are the same backward on all ranks. All wait for the last one.
     """
     first = min(each.compute_ended for each in ranks)
     return [each.compute_ended - first for each in ranks]
 
 
 def slowest(timelines: Sequence[Timeline]) -> int | None:
-    """The rank that the others wait for, of all that :meth:`Timeline.gather` has returned.
+    """The rank that the others wait for; ``timelines`` are what :meth:`Timeline.gather` returned.
 
-    By the medians over all whole backwards: it is later than the next by 5 % of one. ``None`` if
-    nobody is.
+    Its lateness, as the median over all complete backwards, is greater than that of the second
+    latest rank by 5 % of a backward. ``None`` if there is no such rank.
     """
     passes = list(zip(*(each.backwards for each in timelines), strict=True))
     whole = [ranks for ranks in passes if all(each.reduced and not each.broken for each in ranks)]
@@ -240,7 +244,7 @@ def slowest(timelines: Sequence[Timeline]) -> int | None:
 
 
 def _backward(said: dict[str, Any]) -> Backward:
-    """What ``asdict`` made of one, as JSON brings it."""
+    """A backward from the JSON of its ``asdict``."""
     buckets = [
         BucketPass(
             **each
@@ -257,7 +261,7 @@ def _backward(said: dict[str, Any]) -> Backward:
 
 
 def _moved(backward: Backward, by: float) -> Backward:
-    """All of it, ``by`` seconds later."""
+    """The same backward with all times ``by`` seconds later."""
 
     def later(each: Interval) -> Interval:
         return Interval(each.began + by, each.ended + by)
@@ -323,12 +327,12 @@ def _slice(
         "cat": category,
         "tid": row,
         "ts": ts,
-        # The difference of rounded times: a slice never reaches into the one that follows it.
+        # The difference of rounded times, so that a slice does not overlap with the next one.
         "dur": round(_us(interval.ended) - ts, 3),
         "args": args,
     }
 
 
 def _us(seconds: float) -> float:
-    """Microseconds, which is what the format counts in, to the nanosecond."""
+    """Seconds in microseconds, the unit of the format, rounded to nanoseconds."""
     return round(seconds * 1e6, 3)

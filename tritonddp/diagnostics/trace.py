@@ -1,4 +1,4 @@
-"""The context that records a timeline. Outside it nothing of it is there."""
+"""``trace()``, the context that records a timeline. It installs its hooks only while it is open."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from tritonddp.reducer.reducer import Reducer
 def trace(module: nn.Module) -> Iterator[Timeline]:
     """Context: record every backward of ``module`` that begins inside.
 
-    Results, launches and collectives are those of a run without it. On the CPU times are the
-    host's (``time.perf_counter``). On a GPU they are the device's, from CUDA events, and leaving
-    the context waits for the device. Each rank records its own; a rank may trace alone.
+    It does not change results, launches or collectives. On the CPU times come from the host's clock
+    (``time.perf_counter``). On a GPU they come from CUDA events, and leaving the context waits for
+    the device. Each rank records its own times; a rank may trace alone.
 
-    It takes time itself: a Python hook a gradient, and some calls a bucket. On the CPU what a
-    thread does not do because others have the cores belongs to whatever it was doing.
+    Tracing takes time itself: a Python hook for each gradient, and some calls for each bucket. On
+    the CPU, time in which a thread waits for a core counts as time of what the thread was doing.
 
     Args:
         module: the wrapped module. Its parameters are on one device.
 
     Yields:
-        What is recorded; its list of backwards is filled when the context is left.
+        The timeline; its list of backwards is filled when the context is left.
 
     Raises:
         NotImplementedError: the module's parameters are on several devices.
         RuntimeError: the module is being traced already.
-        TypeError: ``module`` is something else.
+        TypeError: ``module`` was not wrapped with tritonddp.
 
     Example::
 
         with tritonddp.trace(model) as timeline:
-            loss(model(inputs), targets).backward()
+            loss_function(model(inputs), targets).backward()
         print(f"{timeline.backwards[0].exposed * 1e3:.2f} ms of communication were exposed")
         timeline.save_chrome_trace("step.trace.json")
         everybody = timeline.gather()  # on all ranks
@@ -68,7 +68,7 @@ def trace(module: nn.Module) -> Iterator[Timeline]:
         raise RuntimeError(
             "this module is being traced already: leave the first trace() before the next"
         )
-    capture.refuse(reducer, "a replay tells nothing of itself: trace a step without a graph")
+    capture.refuse(reducer, "a replay records no times: trace a step without a graph")
     device = reducer.manager.current.params[0].device
     timeline = Timeline(reducer.group.rank, str(device), group=reducer.group)
     recorder = _Recorder(device)
@@ -83,10 +83,10 @@ def trace(module: nn.Module) -> Iterator[Timeline]:
 
 @dataclass
 class _BucketStamps:
-    """Of one bucket in one backward, as they come.
+    """The time stamps of one bucket in one backward.
 
-    It is described by its names: to keep the bucket itself would keep the memory of those that are
-    replaced after the first backward.
+    The bucket is identified by the names of its parameters. A reference to it would keep its memory
+    alive when buckets are rebuilt after the first backward.
     """
 
     names: tuple[str, ...] = ()
@@ -101,7 +101,7 @@ class _BucketStamps:
 
 @dataclass
 class _Record:
-    """The stamps of one backward, as they come."""
+    """The time stamps of one backward."""
 
     began: Any
     reduced: bool
@@ -113,23 +113,23 @@ class _Record:
 
 
 class _Recorder(Extension):
-    """Takes the stamps of one reducer's backwards."""
+    """Takes the time stamps of one reducer's backwards."""
 
-    reads_device = "when gradients and buckets come and go (trace)"
+    reads_device = "when gradients are ready and buckets are reduced (trace)"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._handles: list[Any] = []
         self._records: list[_Record] = []
-        self._run: ReductionRun | None = None  # that is recorded, in the last of them
-        self._runs = False  # its backward does, or it is over but for finalize_backward()
+        self._run: ReductionRun | None = None  # the run that is recorded in the last record
+        self._runs = False  # its backward runs, or waits for finalize_backward()
         self._early: list[tuple[str, Any]] = []  # gradients of a backward that has not begun
 
     def attach(self, reducer: Reducer) -> None:
-        # The reducer's own hooks of this kind only count: it flattens in a later hook.
+        # The reducer flattens in a hook that runs after this one, so ready comes before flatten.
         current = reducer.manager.current
         for name, param in zip(current.names, current.params, strict=True):
-            if param.requires_grad:  # it may have been frozen since
+            if param.requires_grad:  # it may have been frozen since the buckets were built
                 ready = partial(self._gradient_ready, name)
                 hook = register_post_accumulate_grad_hook(param, ready)
                 self._handles.append(hook)
@@ -143,13 +143,13 @@ class _Recorder(Extension):
         self._run = None
 
     def backwards(self) -> list[Backward]:
-        """All that began since :meth:`attach`."""
+        """All backwards that began since :meth:`attach`."""
         settle(self._device)
         return [self._backward(record) for record in self._records]
 
     def on_begin(self, run: ReductionRun) -> None:
         if not run.reached:
-            return  # what is reduced on request is no backward
+            return  # reduce_gradients() is no backward
         record = _Record(
             began=self._now(),
             reduced=not run.is_local,
@@ -176,8 +176,8 @@ class _Recorder(Extension):
             return
         stamps = self._stamps(run, bucket)
 
-        # gloo's threads call this when the result is there. NCCL's future calls it at once, on a
-        # stream that waits for the collective: there the stamp is an event behind it.
+        # gloo's threads call this when the result is there. NCCL's future calls it immediately, on
+        # a stream that waits for the collective, so the stamp is an event behind the collective.
         def completed(_: Any) -> None:
             stamps.completed = self._now()
 
@@ -208,18 +208,18 @@ class _Recorder(Extension):
 
     def _stamps(self, run: ReductionRun, bucket: Bucket) -> _BucketStamps:
         if run is not self._run:
-            # Of a backward that began before the trace, or of buckets made for the occasion.
+            # A backward that began before the trace, or temporary buckets: not recorded.
             return _BucketStamps()
         return self._records[-1].buckets[bucket.index]
 
     def _gradient_ready(self, name: str, _: Tensor) -> None:
-        # If no output showed the start of this backward, the reducer's own hook, which comes after
-        # this one, begins it.
+        # If the backward did not start at an output of the module, the reducer's hook on this
+        # parameter begins it. That hook runs after this one.
         gradients = self._records[-1].gradients if self._runs else self._early
         gradients.append((name, self._now()))
 
     def _backward(self, record: _Record) -> Backward:
-        # Counted from the backward's own start: the clock of CUDA events gets coarse with time.
+        # Relative to the backward's start: CUDA events measure long times less exactly.
         began = self.entered.seconds_to(record.began)
 
         def at(stamp: Stamp) -> float:
@@ -237,9 +237,9 @@ class _Recorder(Extension):
         if record.reduced and not is_broken:
             for index, stamps in enumerate(record.buckets):
                 if stamps.unflattened is None:
-                    continue  # it was left out, or finalize_backward() comes after the trace
+                    continue  # it was skipped, or finalize_backward() comes after the trace
                 launched, waited = at(stamps.launched), at(stamps.waited)
-                # Who stamps the completion may come a moment after who waited for it.
+                # The callback for the completion may run a moment after the wait has returned.
                 completed = min(at(stamps.completed or stamps.waited), waited)
                 flattens = tuple(Interval(at(a), at(b)) for a, b in stamps.flattens)
                 unflatten = Interval(waited, at(stamps.unflattened))

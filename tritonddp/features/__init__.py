@@ -1,1 +1,1 @@
-"""What is off by default."""
+"""Features beside the plain mean of gradients. Most are off by default."""

@@ -1,21 +1,24 @@
-"""Module buffers: all ranks get those of rank 0, and only what changes travels.
+"""Module buffers: all ranks get those of rank 0, and only buffers that change are sent.
 
-In stock DDP all of them are broadcast by a forward, which waits. But what no forward changes on any
-rank is *constant*, and travels no more. And where each step has one such forward, the rest is sent
-when the reduced backward before it is over, while the optimizer runs::
+In stock DDP a forward broadcasts all buffers, and waits for it. Here a buffer that no forward
+changes on any rank is *constant*: it is not sent any more. And where each step has exactly one
+forward that synchronises, the changing buffers are sent when the reduced backward before it has
+ended, while the optimizer runs::
 
-    end of backward   on_all_ended    rank 0 takes a copy, and the broadcast of it begins
-    next forward      synchronise     waits for it, and writes it into the buffers
+    end of backward   on_all_ended    rank 0 copies its buffers, and the broadcast begins
+    next forward      synchronise     waits for it, and writes the result into the buffers
 
-What the ranks do follows from what all of them have reported, and so is the same on all:
+In each reduction each rank sends a *report*, a few bytes beside the gradients. What is sent when
+follows from the reports of all ranks, and so is the same on all of them:
 
-    learning          all buffers, by the forward        until STEPS reductions had no surprises
-    constants known   what changes, by the forward       on a GPU, or by several forwards a backward
-    ahead             what changes, after the backward   one forward a backward, on the CPU
+    state             what is sent, and when              when the ranks are in this state
+    learning          all buffers, in the forward         until STEPS reductions had no surprise
+    constants known   changing ones, in the forward       on a GPU, or with several forwards a step
+    ahead             changing ones, after the backward   on the CPU, with one forward a step
 
-A rank whose forward changes a constant says so in its backward: the next forward broadcasts all, as
-each does that is not the first one after a reduction. What changes buffers beside forwards is
-noticed one forward late.
+A rank whose forward changes a constant reports it in its backward, and the next forward broadcasts
+all buffers. So does each forward that is not the first one after a reduction. A change outside of
+forwards is noticed one forward late.
 """
 
 from __future__ import annotations
@@ -54,20 +57,20 @@ logger = logging.getLogger("tritonddp.buffers")
 BROADCAST, MEAN, OFF = "broadcast", "mean", "off"
 MODES = (BROADCAST, MEAN, OFF)
 
-# Reduced backwards in a row after which the ranks rely on what they have seen.
+# After so many reduced backwards in a row without a surprise the learning ends.
 STEPS = 16
 
-# What a rank reports, as bits.
-_SAID = 1
-_CHANGED = 2  # what travels is not what all ranks have had
+# Flags of a report.
+_SAID = 1  # this is a report
+_CHANGED = 2  # the changing buffers are not what all ranks had after the last synchronisation
 _BESIDE = 4  # a buffer has changed between the end of a backward and the next forward
-_MISSED = 8  # and so another rank may have run that forward with a former value
+_MISSED = 8  # and another rank may have run that forward with the old value
 _NEW = 16  # a constant has changed
-_OTHER = 32  # there are other buffers, or of other shapes
+_OTHER = 32  # there are other buffers, or buffers of other shapes
 _NOT_ONE = 64  # not exactly one forward has synchronised buffers since the last reduction
-_DURING = 128  # a buffer has changed in a backward: what a report says of it is too early
+_DURING = 128  # a buffer has changed in the backward, after the report about it was made
 
-# Of constants, how many words of 8 bytes are looked at in one step.
+# Words of 8 bytes, of all constants, whose bytes are compared in one step.
 _WORDS = 1 << 14
 
 _dtype = attrgetter("dtype")
@@ -76,13 +79,13 @@ _Named = Sequence[tuple[str, Tensor]]
 
 
 class BufferSync(Extension):
-    """Of one wrapper; see above.
+    """Synchronises the buffers of one wrapper, as the module's docstring describes.
 
     Args:
         parameters: has the buffers.
         group: the ranks.
-        broadcast: sends buffers by a forward.
-        sync: says whether ``join()`` is under way.
+        broadcast: sends buffers in a forward.
+        sync: tells whether ``join()`` is under way.
         mode: one of ``MODES``.
 
     Attributes:
@@ -105,46 +108,48 @@ class BufferSync(Extension):
         reports = mode != OFF and group.size > 1 and bool(parameters.buffers())
         self.report_nbytes = 4 if reports else 0
         self.is_first = False
-        # On a GPU reports come when a broadcast at the end of the reduction would be under way.
+        # On a GPU the host reads reports too late to decide at the end of the same reduction.
         self._on_cpu = all(param.is_cpu for _, param in parameters.params)
-        self._messages = Messages(), Messages()  # of what travels; of what of it is not averaged
-        # Alike on all ranks: it follows from reports, and from forwards that synchronise.
-        self._steps = 0  # in a row, without a surprise
-        self._steps_of_one = 0  # and with one forward that synchronises
-        self._is_due = False  # the next forward agrees on what changes
-        self._gave_up = False  # for good
-        self._changing: list[int] | None = None  # places of what changes, once that is known
-        self._averaged: set[int] = set()  # and of what means are made of until then
-        self._changes_in_backward = False  # what travels is sent, whatever reports say of it
-        self._sends: bool | None = None  # the end of this reduction does; False: all have the same
-        self._pending: _Pending | None = None  # what the next forward takes
-        # Of this rank.
+        self._messages = Messages(), Messages()  # of all that is sent; of what is not averaged
+        # State that is alike on all ranks: it follows from reports and from synchronising forwards.
+        self._steps = 0  # reductions in a row without a surprise
+        self._steps_of_one = 0  # reductions in a row with exactly one synchronising forward
+        self._is_due = False  # in the next forward the ranks agree on which buffers change
+        self._gave_up = False  # broadcast all buffers from now on, as stock DDP
+        self._changing: list[int] | None = None  # indices of changing buffers, once known
+        self._averaged: set[int] = set()  # indices of buffers that are averaged while learning
+        self._changes_in_backward = False  # send changing buffers even if reports show no change
+        # At the end of this reduction: True: send changing buffers ahead; False: all ranks have the
+        # same, nothing to send; None: the next forward sends them.
+        self._sends: bool | None = None
+        self._pending: _Pending | None = None  # what was sent ahead, for the next forward
+        # State of this rank alone.
         self._layout: _Layout | None = None
         self._before: list[Tensor] | None = None  # copies of the bytes when learning began
-        self._versions: list[int] = []  # likewise
+        self._versions: list[int] = []  # versions of the buffers at that time
         self._constants: _Constants | None = None
-        self._alike: list[Tensor] | None = None  # what all ranks have had in what travels
+        self._alike: list[Tensor] | None = None  # the last values of changing buffers on all ranks
         self._at_end: tuple[list[int], list[int]] | None = None  # ids and versions of buffers
         self._at_report: tuple[list[int], list[int]] | None = None
-        self._syncs = 0  # forwards that have synchronised, since the last reduction
+        self._syncs = 0  # forwards that have synchronised since the last reduction
         self._flags = 0  # of the next report
-        self._missed: set[str] = set()  # names of buffers
+        self._missed: set[str] = set()  # names of buffers for the flag _MISSED
         self._count = 0
 
     # At a forward
 
     def synchronise(self, place: str) -> None:
-        """Give all ranks the same buffers; ``place`` is where in its program this rank is.
+        """Give all ranks the same buffers; ``place`` is this rank's step, for errors.
 
         Raises:
-            RuntimeError: a rank is missing, which is named.
+            RuntimeError: a rank is missing; the message names it.
         """
         named = self._parameters.buffers()
         if not named:
             return
         in_join = self._sync.join is not None
         if in_join or (named[0][1].is_cuda and is_capturing()):
-            # Another rank may be the source; and no replay reports what it does.
+            # Inside join() the source rank may change; and a replay of a graph makes no reports.
             self.reset()
         if in_join or not (self.report_nbytes or self._averages):
             self._send(named, place)
@@ -154,7 +159,7 @@ class BufferSync(Extension):
         if is_first:
             self._look_back(named)
         if self._layout is None or not self._layout.is_of(named):
-            self.reset()  # as on all ranks, or they would not send the same
+            self.reset()  # all ranks do so, as they all must send the same buffers
             self._averaged.clear()
             self._layout = _Layout(named)
         if self._pending is not None:
@@ -163,7 +168,7 @@ class BufferSync(Extension):
         elif self._changing is None:
             self._learn(named, place)
         elif not is_first:
-            # What a forward since the last reduction has changed is not known here.
+            # Which buffers the earlier forwards of this step have changed is not known.
             self._send_all(named, place, self._changing if self._averages else ())
             self._alike = None
         elif self._changing:
@@ -171,12 +176,12 @@ class BufferSync(Extension):
             self._alike = None
 
     def pass_by(self) -> None:
-        """A forward runs that does not synchronise: the next that does wants newer values."""
+        """A forward runs that does not synchronise: values sent ahead are outdated then."""
         self._look_back(self._parameters.buffers())
         self._pending = self._alike = None
 
     def reset(self) -> None:
-        """Learn anew what changes, on all ranks alike."""
+        """Go back to the state *learning*. All ranks must do so in the same step."""
         self._pending = self._before = self._constants = self._alike = self._changing = None
         self._steps = self._steps_of_one = 0
         self._is_due, self._sends = False, None
@@ -185,7 +190,7 @@ class BufferSync(Extension):
         return [named[index] for index in self._changing or ()]
 
     def _look_back(self, named: _Named) -> None:
-        """Has anything changed a buffer since the end of the last reduction?"""
+        """Note whether a buffer has changed since the end of the last reduction."""
         self.is_first = False
         if self._at_end != _identities(named):
             self._flags |= _BESIDE
@@ -198,7 +203,7 @@ class BufferSync(Extension):
             self._missed.update(names)
 
     def _send(self, named: _Named, place: str, averages: bool = False) -> None:
-        """Synchronise these, and wait for it."""
+        """Synchronise these buffers, and wait for it."""
         names, buffers = zip(*named, strict=True)
         with preserve_version_counters(buffers):
             if not averages:
@@ -218,7 +223,7 @@ class BufferSync(Extension):
 
     @contextmanager
     def _guard(self, where: str, named: _Named) -> Iterator[None]:
-        """Context for collectives of these: if one fails, the error names who is missing."""
+        """Context for collectives of these buffers: an error names the missing rank."""
         try:
             yield
         except RuntimeError as error:
@@ -228,7 +233,7 @@ class BufferSync(Extension):
             raise self._group.explain(where, what, error) from error
 
     def _views(self, tensors: Sequence[Tensor]) -> tuple[list[Message], list[Message]]:
-        """The bytes of what travels, and of what of it is not averaged."""
+        """Messages of the bytes of all ``tensors``, and of those that are not averaged."""
         most, (every, rest) = self._broadcast.max_bytes, self._messages
         messages = every.of(tensors, most)
         if not self._averages:
@@ -236,7 +241,7 @@ class BufferSync(Extension):
         return messages, rest.of([each for each in tensors if not is_averaged(each)], most)
 
     def _begin(self, tensors: Sequence[Tensor]) -> _Pending:
-        """Begin to send what these are now."""
+        """Begin to send the present values of ``tensors``."""
         every, rest = self._views(tensors)
         taken = joined(every)
         averaged = list(filter(is_averaged, tensors)) if self._averages else []
@@ -250,7 +255,7 @@ class BufferSync(Extension):
 
     @torch.no_grad()
     def _take(self, named: _Named, pending: _Pending, place: str) -> None:
-        """What was sent ahead goes into the buffers, but where they have changed meanwhile."""
+        """Write what was sent ahead into the buffers, except those changed since it was sent."""
         chosen, transfer = self._traveling(named), pending.transfer
         tensors = [tensor for _, tensor in chosen]
         with self._guard(f"rank {self._group.rank}, {place}", chosen):
@@ -267,10 +272,10 @@ class BufferSync(Extension):
         else:
             self._alike = transfer.came
 
-    # What changes?
+    # Which buffers change?
 
     def _learn(self, named: _Named, place: str) -> None:
-        """Synchronise all, and find out what forwards change."""
+        """Synchronise all buffers, and find out which of them forwards change."""
         changing: list[int] = []
         if self._is_due or self._averages:
             local = self._changed_here(named)
@@ -289,7 +294,7 @@ class BufferSync(Extension):
             constant = [index for index in range(len(named)) if index not in changing]
             self._constants = _Constants(named, constant)
             logger.info(
-                "rank %d, %s: %d buffers change in forwards, and travel; %d are constant",
+                "rank %d, %s: %d buffers change in forwards, and are sent; %d are constant",
                 *(self._group.rank, place, len(changing), len(constant)),
             )
         elif self._averages or (self._before is None and not self._gave_up):
@@ -297,7 +302,10 @@ class BufferSync(Extension):
             self._versions = _versions_of(named)
 
     def _changed_here(self, named: _Named) -> set[int]:
-        """What is not as it was when learning began; of means, since the last of them."""
+        """Indices of the buffers that have changed since learning began.
+
+        With ``buffer_sync="mean"``: since the last synchronisation.
+        """
         if self._before is None:
             return set() if self._averages else set(range(len(named)))
         versions = zip(_versions_of(named), self._versions, strict=True)
@@ -310,7 +318,7 @@ class BufferSync(Extension):
     # In a reduction
 
     def report(self, run: ReductionRun) -> bytes:
-        """What has become of the buffers of this rank since the last reduction."""
+        """The flags of this rank since the last reduction, a counter, and a hash of the layout."""
         if self._sync.join is not None:
             return bytes(self.report_nbytes)
         named = self._parameters.buffers()
@@ -327,23 +335,23 @@ class BufferSync(Extension):
                 flags |= _CHANGED
         self._flags = flags = flags if self._syncs == 1 else flags | _NOT_ONE
         if self._changing != []:
-            # What all ranks say again is not looked at: no two reports in a row are the same.
+            # Reports that equal the last ones on all ranks are not read: so make each one differ.
             self._count = (self._count + 1) % 256
         return bytes((flags, self._count)) + self._layout.hash
 
     def _has_changed(self, named: _Named) -> bool:
-        """Whether what travels is not what all ranks have had, as far as this rank knows."""
+        """Whether changing buffers differ from what all ranks had after the last exchange."""
         if self._alike is None:
             return True
         every, _ = self._views([tensor for _, tensor in self._traveling(named)])
         if not every:
             return False
-        first = every[0].pieces[0]  # mostly has changed, if any has
+        first = every[0].pieces[0]  # if any buffer has changed, usually this one has
         same = torch.equal(first, self._alike[0][: first.numel()])
         return not same or bool(_differing(every, self._alike))
 
     def take_reports(self, reports: Sequence[bytes]) -> None:
-        """Go on as before, or not. All ranks come to the same."""
+        """Update the shared state from the reports of all ranks: the same result on all."""
         flags = [report[0] for report in reports]
         hashes = {report[2:] for report in reports}
         if len(hashes) > 1 or not all(each & _SAID for each in flags):
@@ -376,16 +384,16 @@ class BufferSync(Extension):
         rank = self._group.rank
         logger.warning(
             "rank %d: buffers have changed between a backward and the next forward, on rank %s%s. "
-            "If all ranks have changed them alike, nothing was missed; where only rank 0 has, the "
-            "others have run that one forward with the former values. From now on each forward "
-            "broadcasts all buffers first, as in stock DDP",
+            "If all ranks have made the same change, this forward was right. If only rank 0 has, "
+            "the other ranks have run this one forward with the old values. From now on each "
+            "forward broadcasts all buffers first, as in stock DDP",
             *(rank, " and ".join(map(str, on))),
             f" ({listed(sorted(self._missed))})" if rank in on and self._missed else "",
         )
 
     @torch.no_grad()
     def on_all_ended(self, run: ReductionRun) -> None:
-        """Begin to send what the next forward takes."""
+        """Begin to send the buffers for the next forward, if the reports allow it."""
         sends, self._sends = self._sends, None
         named = self._parameters.buffers()
         self._pending = None
@@ -404,17 +412,18 @@ class BufferSync(Extension):
         if self._at_report is not None and self._at_report != self._at_end:
             self._flags = _DURING
         self._at_report = None
-        if sends is False and self._has_changed(named):  # by the backward, which it never did
+        if sends is False and self._has_changed(named):  # changed by a backward for the first time
             self._miss([name for name, _ in chosen])
         self.is_first = True
 
 
 @dataclass
 class _Pending:
-    """What travels ahead of its forward.
+    """Buffers that were sent ahead of their forward.
 
     Attributes:
-        taken: what it was here when it was sent, as bytes.
+        taken: the bytes of this rank's buffers when they were sent.
+        transfer: the collectives under way.
     """
 
     taken: list[Tensor]
@@ -422,7 +431,7 @@ class _Pending:
 
 
 class _Layout:
-    """Which buffers there are, of which shapes and dtypes."""
+    """Names, shapes and dtypes of the buffers."""
 
     def __init__(self, named: _Named) -> None:
         self._names = [name for name, _ in named]
@@ -431,15 +440,16 @@ class _Layout:
         self.hash = hashlib.sha256(said.encode()).digest()[:2]
 
     def is_of(self, named: _Named) -> bool:
-        """Whether these are the same."""
+        """Whether these buffers have the same names, shapes and dtypes."""
         return self._kinds == _kinds_of(named) and self._names == [name for name, _ in named]
 
 
 class _Constants:
-    """Buffers that should stay as they are.
+    """Watches the buffers that should not change.
 
-    Versions tell of most changes; on the CPU the bytes tell whether they are changes. What writes
-    by ``.data`` or in C++ leaves versions alone: the bytes of some are looked at in each step.
+    A new version or another tensor may be a change; on the CPU the bytes then decide. Writes
+    through ``.data`` or in C++ do not change versions. So each step also compares the bytes of one
+    part of these buffers, in turn.
     """
 
     def __init__(self, named: _Named, places: Sequence[int]) -> None:
@@ -453,7 +463,10 @@ class _Constants:
         self._next = 0
 
     def changed(self, named: _Named, looks_around: bool = False) -> list[str]:
-        """Names of those that have changed, as far as that is seen."""
+        """Names of the buffers in which a change was seen.
+
+        With ``looks_around`` the bytes of the next part are compared too.
+        """
         here = [named[index] for index in self._places]
         tensors, versions = [tensor for _, tensor in here], _versions_of(here)
         if versions != self._versions or not all(map(is_, tensors, self._tensors)):
@@ -488,12 +501,12 @@ def _versions_of(named: _Named) -> list[int]:
     tensors = [tensor for _, tensor in named]
     try:
         return list(map(_version, tensors))
-    except RuntimeError:  # those of inference mode have none
+    except RuntimeError:  # inference tensors have no version
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _differing(messages: Sequence[Message], former: Sequence[Tensor]) -> set[int]:
-    """Ids of the tensors in ``messages`` whose bytes are others than in ``former``."""
+    """Ids of the tensors in ``messages`` whose bytes differ from those in ``former``."""
     found: set[int] = set()
     for message, now, then in zip(messages, joined(messages), former, strict=True):
         if torch.equal(now, then):
@@ -507,13 +520,13 @@ def _differing(messages: Sequence[Message], former: Sequence[Tensor]) -> set[int
 
 @cache
 def _factors() -> Tensor:
-    """Odd numbers: the sum of words by them tells one changed word, and most of their swaps."""
+    """Odd random factors: a sum of words times these shows one changed word, and most swaps."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(-(2**62), 2**62, (_WORDS,), generator=generator).bitwise_or_(1)
 
 
 def _sums(tensor: Tensor) -> list[int]:
-    """Of the bytes of a tensor, part by part."""
+    """Checksums of the bytes of a tensor, one for each part of ``_WORDS`` words."""
     flat = bytes_of(tensor)
     return [_sum(flat, part) for part in range(-(-flat.numel() // (8 * _WORDS)))]
 

@@ -1,7 +1,8 @@
 """``check_finite``: NaN and Inf in gradients, by parameter and rank.
 
-The kernel that flattens a bucket marks what is not finite in the bucket's trailer, so that the
-all-reduce of the gradients tells every rank what each has found.
+A bucket ends with a trailer: elements that are summed with the gradients but are none. The flatten
+kernel marks there which gradients are not finite, for each rank. So the all-reduce of the bucket
+also tells every rank what each rank has found.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
 from tritonddp.reducer.extension import Extension
 
-# So many buckets and sets of ranks are named.
+# Most places (bucket and ranks) in one message; the rest is counted.
 _SHOWN = 4
 
 
 def check_mode(mode: Any, option: str = "check_finite") -> None:
-    """Raise a ValueError if this is no value of ``check_finite``, or of another such ``option``."""
+    """Raise a ValueError if ``mode``, the value of ``option``, is not one of the allowed values."""
     if mode is not None and (not isinstance(mode, str) or mode not in ("raise", "warn")):
         raise ValueError(f"{option} should be 'raise', 'warn' or None, got {mode!r}")
 
 
 class FiniteCheck(Extension):
-    """Tells what the marks of the buckets say when a reduction is over."""
+    """Raises or warns at the end of a reduction if a bucket has marks."""
 
     reads_device = "which gradients are not finite (check_finite)"
 
     def __init__(self, mode: str, group: Group) -> None:
         self._mode = mode
         self._group = group
-        # Names, by the bucket and the ranks.
+        # Names of parameters, by bucket index and ranks.
         self._found: dict[tuple[int, tuple[int, ...]], list[str]] = {}
         self._travels_in_fp16 = False
 
@@ -43,7 +44,7 @@ class FiniteCheck(Extension):
         """Read the marks. The host waits, once, until the buckets are there."""
         sent = [bucket for bucket in run.buckets if bucket.index not in run.skipped]
         marks = read_together([bucket.flat.marks for bucket in sent])
-        # Marks of ranks that do not reduce the same mean nothing.
+        # If ranks reduce different things, the marks mean nothing: raise that error first.
         run.agreement.check_pending()
         for bucket, on_host in zip(sent, marks, strict=True):
             if not on_host.any():
@@ -54,11 +55,11 @@ class FiniteCheck(Extension):
                 self._travels_in_fp16 |= bucket.flat.data.dtype is torch.float16
 
     def on_abort(self, run: ReductionRun) -> None:
-        """What was found is of no interest any more."""
+        """Forget what was found."""
         self._found, self._travels_in_fp16 = {}, False
 
     def on_end(self, run: ReductionRun) -> None:
-        """Tell what was found. A rank that has no inputs only warns: it has nothing to repeat."""
+        """Raise or warn. A rank without inputs only warns: it has no step to leave out."""
         if not self._found:
             return
         message = self._message(run.where)

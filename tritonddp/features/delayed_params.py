@@ -1,7 +1,7 @@
-"""Gradients that are not sent before that of another parameter is there.
+"""Buckets that are not sent before the gradient of a given parameter is ready.
 
-(``delay_all_reduce_named_params`` and ``param_to_hook_all_reduce``.) A backward is asked whether it
-will reach that parameter.
+(``delay_all_reduce_named_params`` and ``param_to_hook_all_reduce``.) They wait only if the autograd
+engine says that the backward will reach that parameter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tritonddp.reducer.extension import Extension
 
 @dataclass(frozen=True)
 class Delay:
-    """What is delayed, and until when."""
+    """The delayed parameters, and the parameter that they wait for."""
 
     params: tuple[Tensor, ...]
     names: frozenset[str]  # as the module has them
@@ -34,7 +34,7 @@ class Delay:
         until: Tensor | None,
         named_params: Sequence[tuple[str, Tensor]],
     ) -> Delay | None:
-        """From the constructor's arguments, where names do not matter; ``None`` if not given."""
+        """From the constructor's arguments, whose names are ignored; ``None`` if not given."""
         if (delayed is None) != (until is None):
             raise ValueError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "
@@ -63,9 +63,12 @@ class Delay:
 
 
 class DeferredBuckets(Extension):
-    """Buckets of delayed parameters wait for the gradient of one more, if a backward reaches it.
+    """Holds back the buckets of delayed parameters until the gradient of ``until`` is ready.
 
-    ``launching`` is held while buckets are launched.
+    Args:
+        until: the parameter to wait for, if a backward reaches it.
+        names: names of the delayed parameters.
+        launching: a context that is held while buckets are launched.
     """
 
     def __init__(
@@ -75,7 +78,8 @@ class DeferredBuckets(Extension):
         self._names = names
         self._launching = launching
         self._waits: ReductionRun | None = None
-        # A parameter holds its hooks, and a node its parameter: the hook must not hold the node.
+        # A parameter keeps its hooks alive, and a graph node keeps its parameter alive. So the hook
+        # must not keep this object, which holds the node, alive: that would be a cycle.
         reference = weakref.ref(self)
 
         def came(_: Tensor) -> None:
@@ -87,7 +91,7 @@ class DeferredBuckets(Extension):
         weakref.finalize(self, hook.remove).atexit = False
 
     def on_begin(self, run: ReductionRun) -> None:
-        """Have the buckets wait, if there is something to wait for."""
+        """Hold the buckets back, if this backward reaches the parameter."""
         self._waits = None
         is_backward = bool(run.reached) and not run.is_local
         if not is_backward or run.is_provisional or run.is_alone:
@@ -101,7 +105,7 @@ class DeferredBuckets(Extension):
         self._waits = None
 
     def _release(self) -> None:
-        """The gradient that is waited for is there."""
+        """The gradient is ready: launch the buckets that are full."""
         run, self._waits = self._waits, None
         if run is not None and run.end() is not None:
             with self._launching:

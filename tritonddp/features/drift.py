@@ -1,12 +1,13 @@
-"""``check_drift``: have the parameters of the ranks come apart, and which ones?
+"""``check_drift``: do the parameters differ between ranks, and which ones?
 
-In each reduced backward every rank reports a hash of one 64th of the bytes of all parameters,
-another one each time. As all ranks hear all reports, all find a difference in the same step. Then
-they look for the parameters together, by collectives.
+The bytes of all parameters in a row are divided into 64 *slices*. In each reduced backward every
+rank sends a hash of the next slice, its *report*, beside the gradients. All ranks receive all
+reports, so all find a difference in the same step. Then collectives find out which parameters
+differ.
 
-The hash is the multilinear one of words of 32 bits: their sum, each times a random number of 64
-bits, modulo 2^64, of which the upper part is told. Whatever else the words are, it is the same in
-one case of 2^32 (Lemire and Kaser, "Strongly universal string hashing is fast", 2014).
+The hash is multilinear: the sum of 32-bit words, each times a random 64-bit number, modulo 2^64, of
+which the upper bits are sent. Two different slices have the same hash in one case of 2^32 (Lemire
+and Kaser, "Strongly universal string hashing is fast", 2014).
 """
 
 from __future__ import annotations
@@ -31,21 +32,22 @@ from tritonddp.coordination.agreement import GradSource
 from tritonddp.coordination.group import Group
 from tritonddp.reducer.extension import Extension
 
-# Of the parameters, each of which is looked at in turn.
+# Parts of the row of all parameters, hashed in turn.
 SLICES = 64
-# Bytes of a report: one for the number of its slice, from 1, and the upper ones of the hash.
+# Bytes of a report: the number of its slice, from 1, and the upper 7 bytes of the hash.
 _NBYTES = 8
-_NOTHING = bytes(_NBYTES)
-# Words that are hashed at once, of 4 bytes each.
+_NOTHING = bytes(_NBYTES)  # a report without a hash
+# Bytes of a word, and words that are hashed in one launch.
 _WORD = 4
 _WORDS = 2**18
-_SUMS = 2**12  # and of the hashes of so many, if there are several
+_SUMS = 2**12  # words in one launch when the hashes of several launches are hashed again
 
 _address = methodcaller("data_ptr")
 
 Named = Sequence[tuple[str, Tensor]]
-# Of named parameters, the ranks, this rank and step, and whether this rank's count: the numbers of
-# those that differ and lines about them. A collective.
+# Finds the parameters that differ, by collectives: see check_sync.compare_parameters(). Takes names
+# and parameters, the ranks, this rank and step, and whether this rank's parameters are compared.
+# Returns indices of the parameters that differ, and lines for a message.
 Compare = Callable[[Named, Group, str, bool], tuple[Sequence[int], Sequence[str]]]
 
 
@@ -54,9 +56,11 @@ class _Slice:
     """A range of the bytes of all parameters in a row.
 
     Attributes:
-        params, addresses: whose bytes these are, and where they were.
-        batches: of pieces, words where all are whole ones, else bytes; views of the parameters.
-        is_copied: they are copies, of parameters with gaps in memory or on another device.
+        params: the parameters that have bytes in it.
+        addresses: where these were in memory.
+        batches: pieces of the parameters, one list for each launch; views of int32 words where all
+            pieces of a batch are whole words, else of bytes.
+        is_copied: a piece is a copy: its parameter has gaps in memory or is on another device.
     """
 
     params: Sequence[Tensor]
@@ -66,12 +70,13 @@ class _Slice:
 
 
 class DriftCheck(Extension):
-    """Reports a hash of a slice of the parameters, and tells when those of the ranks differ.
+    """Reports a hash of a slice of the parameters, and raises or warns if the ranks differ.
 
     Args:
         mode: ``"raise"`` or ``"warn"``.
-        group, parameters: the ranks, and what they should hold alike.
-        compare: finds out which do.
+        group: the ranks.
+        parameters: the parameters, which should be alike on all ranks.
+        compare: finds out which parameters differ.
     """
 
     report_nbytes = _NBYTES
@@ -84,26 +89,29 @@ class DriftCheck(Extension):
         self._parameters = parameters
         self._compare = compare
         self._last = -1  # the slice that was hashed last
-        # Numbers of the slices, from 1, of which this rank has told, and heard, last.
+        # Numbers, from 1, of the slices in the last report sent and in the last ones received.
         self._said = self._heard = 0
-        self._readback: Readback | None = None  # of the last hash, on a GPU
-        # A slice in which ranks differ, and which ranks hold the same.
+        self._readback: Readback | None = None  # copies the last hash of a GPU to the host
+        # A slice in which ranks differ, to be compared at the end of the reduction. The tuple has a
+        # number for each rank, equal where hashes are equal, -1 without a report.
         self._due: tuple[int, tuple[int, ...]] | None = None
-        # Likewise of those that all ranks know; None if that has not been seen yet.
+        # Slices whose difference was found before and is not compared again, with such a tuple;
+        # None if the slice has not been hashed since then.
         self._known: dict[int, tuple[int, ...] | None] = {}
         self._lay_out()
 
-    # What is said
+    # Reports that are sent
 
     def report(self, run: ReductionRun) -> bytes:
-        """The number of a slice and its hash: now, or on a GPU that of the last time.
+        """The number of a slice and its hash. On a GPU the slice of the report before.
 
-        There nobody waits: the device is far behind that by now, or this rank says nothing.
+        On a GPU the host does not wait for the hash. If its copy is not there yet, which is rare,
+        the report is empty.
         """
         if run.is_captured:
-            return _NOTHING  # replays would say it again
+            return _NOTHING  # each replay would send the same report
         earlier, readback = self._last, self._readback
-        # (A rank that has missed a report goes on where the others are.)
+        # (A rank that has missed a report continues with the slice of the other ranks.)
         following = self._last + 1 if self._said == self._heard else self._heard + self._is_late
         self._last = following % SLICES
         total = self._hash(self._last)
@@ -113,14 +121,14 @@ class DriftCheck(Extension):
         came = None if readback is None else readback.peek()
         said = _NOTHING if came is None else bytes((earlier + 1, *map(int, came.tolist()[1:])))
         self._said = said[0]
-        if readback is None or came is None:  # the device may still write to the former
+        if readback is None or came is None:  # the device may still write to the old copy
             readback = self._readback = Readback()
         readback.start(total.view(torch.uint8).float())
         return said
 
     @torch.no_grad()
     def _hash(self, number: int) -> Tensor:
-        """Of slice ``number``: int64 ``(1,)`` on the device of the first parameter."""
+        """The hash of slice ``number``: int64 ``(1,)`` on the device of the first parameter."""
         parameters = self._parameters
         if parameters.params is not self._seen or parameters.added is not self._seen_added:
             self._lay_out()
@@ -136,33 +144,33 @@ class DriftCheck(Extension):
         for batch in found.batches:
             words = torch.cat(batch).view(torch.int32).long()
             sums.append(words.mul_(keys[: len(words)]).sum().view(1))
-        while len(sums) > 1:  # these again, by other numbers
+        while len(sums) > 1:  # hash the hashes of several launches, by other random numbers
             words = torch.cat(sums).view(torch.int32).long()
             parts = words.split(_SUMS)
             sums = [part.mul(keys[_WORDS:][: len(part)]).sum().view(1) for part in parts]
         return sums[0] if sums else torch.zeros(1, dtype=torch.int64, device=self._device)
 
     def _lay_out(self) -> None:
-        """All parameters in a row, but for those whose values the ranks have not shared yet."""
+        """Put all parameters in a row, except added ones that are not synchronised yet."""
         self._seen, self._seen_added = self._parameters.params, self._parameters.added
         self._device = self._seen[0][1].device if self._seen else torch.device("cpu")
-        self._is_late = self._device.type == "cuda"  # hashes come to the host when they may
+        self._is_late = self._device.type == "cuda"  # hashes reach the host one report later
         added = {param for _, param in self._seen_added}
         self._named = [
             (name, param) for name, param in self._seen if param not in added and _has_bytes(param)
         ]
         sizes = (param.numel() * param.element_size() for _, param in self._named)
-        self._ends = list(accumulate(sizes, initial=0))  # each begins where the one before ends
+        self._ends = list(accumulate(sizes, initial=0))  # byte offsets in the row
         self._slices: dict[int, _Slice] = {}
 
     def _bounds(self, number: int) -> tuple[int, int]:
-        """Where slice ``number`` begins and ends in the row, in bytes: a whole number of words."""
+        """First and last byte offset of slice ``number`` in the row: whole words."""
         total = self._ends[-1]
         begin, end = (total * each // SLICES // _WORD * _WORD for each in (number, number + 1))
         return begin, total if number + 1 == SLICES else end
 
     def _inside(self, number: int) -> range:
-        """Numbers of the parameters that have bytes in slice ``number``."""
+        """Indices of the parameters that have bytes in slice ``number``."""
         begin, end = self._bounds(number)
         if begin == end:
             return range(0)
@@ -194,10 +202,10 @@ class DriftCheck(Extension):
                 batch[:] = [piece.view(torch.int32) for piece in batch]
         return _Slice(params, list(map(_address, params)), batches, is_copied)
 
-    # What is heard
+    # Reports that are received
 
     def take_reports(self, reports: Sequence[bytes]) -> None:
-        """Do all say the same of the slice? Ranks that say nothing, or of another, do not count."""
+        """Compare the hashes. Ranks without a hash, or with another slice, are left out."""
         number = next((report[0] for report in reports if report[0]), 0)
         if not number:
             return
@@ -214,54 +222,54 @@ class DriftCheck(Extension):
             self._known[number] = partition
 
     def on_end(self, run: ReductionRun) -> None:
-        """Find out, with all ranks, which parameters differ.
+        """If hashes differ, find out together with all ranks which parameters do.
 
         Raises:
-            RuntimeError: some do, if that is the mode; or the comparison failed.
+            RuntimeError: parameters differ and the mode is ``"raise"``; or the comparison failed.
         """
         if self._due is None or run.is_captured:
             return
         message = self._differences(run)
         if message is None:
             return
-        # (A rank that has run out of inputs has nothing to repeat.)
+        # (A rank that has run out of inputs has no step to repeat.)
         if self._mode == "raise" and not run.source.is_empty:
             raise RuntimeError(message)
         warnings.warn(message, RuntimeWarning, stacklevel=3)
 
     def on_abort(self, run: ReductionRun) -> None:
-        """Likewise on a rank whose backward broke off, once its collectives are made."""
+        """The same on a rank whose backward broke off: the comparison is collective."""
         if self._due is not None and run.source is GradSource.BROKEN:
             message = self._differences(run)
             if message is not None:
                 warnings.warn(message, RuntimeWarning, stacklevel=3)
 
     def _differences(self, run: ReductionRun) -> str | None:
-        """Which parameters differ, in words; ``None`` if they do not any more."""
+        """The message about the parameters that differ; ``None`` if none differs any more."""
         assert self._due is not None
         (number, partition), self._due = self._due, None
-        self._lay_out()  # as the ranks hold them now
+        self._lay_out()  # of the present parameters
         counts = not run.source.is_empty
         try:
             numbers, lines = self._compare(self._named, self._group, run.where, counts)
         except RuntimeError as error:
             if error.__cause__ is not None:  # the comparison itself has failed
                 raise
-            # The ranks do not even have the same parameters: all of them are told so.
+            # The ranks have different parameters: the error on all ranks says so.
             if self._mode == "warn":
                 self._known = dict.fromkeys(range(SLICES))
             return str(error)
-        if not numbers:  # it was another order in memory, or has passed
+        if not numbers:  # only the order in memory differed, or the difference is gone
             self._known[number] = partition
             return None
         if self._mode == "warn":
             self._note(numbers)
             self._known[number] = partition
-        again = "" if self._mode == "raise" else " It is said again when others differ."
+        again = "" if self._mode == "raise" else " The next warning comes when others differ."
         return "\n".join(
             [
-                f"{run.where}: the parameters of the ranks have come apart (check_drift), "
-                f"{len(numbers)} of {len(self._named)}:",
+                f"{run.where}: {len(numbers)} of {len(self._named)} parameters differ between "
+                "ranks (check_drift):",
                 *lines,
                 "Load the last checkpoint on all ranks, or take over the parameters of one rank; "
                 f"model.check_sync() compares buffers and gradients too.{again}",
@@ -269,7 +277,7 @@ class DriftCheck(Extension):
         )
 
     def _note(self, numbers: Sequence[int]) -> None:
-        """All ranks know that these parameters differ, in whichever of their slices."""
+        """Note, for all slices that contain these parameters, that their difference is known."""
         differing = set(numbers)
         for number in range(SLICES):
             if not differing.isdisjoint(self._inside(number)):
@@ -277,15 +285,15 @@ class DriftCheck(Extension):
 
 
 def _has_bytes(param: Tensor) -> bool:
-    """Whether it is in memory as it is. (Not so what consists of other tensors.)"""
+    """Whether the parameter has memory of its own. (Tensor subclasses of other tensors do not.)"""
     if hasattr(param, "__tensor_flatten__") or isinstance(param, UninitializedParameter):
         return False
     is_there = param.layout is torch.strided and param.device.type != "meta"
-    return is_there and (param.data_ptr() != 0 or not param.numel())  # or it was freed
+    return is_there and (param.data_ptr() != 0 or not param.numel())  # 0: its memory was freed
 
 
 def _bytes_of(param: Tensor) -> Tensor:
-    """A view of its bytes, in the order of memory; a copy if there are gaps or signs to resolve."""
+    """A view of its bytes in memory order; a copy if it has gaps, a conj or a neg bit."""
     data: Any = param.detach().resolve_conj().resolve_neg()
     order = sorted(range(data.dim()), key=lambda dim: -data.stride(dim))
     return data.permute(order).contiguous().view(-1).view(torch.uint8)
@@ -293,7 +301,7 @@ def _bytes_of(param: Tensor) -> Tensor:
 
 @cache
 def _keys(device: torch.device) -> Tensor:
-    """Random numbers, the same on all ranks: int64, for words and for their sums."""
+    """Random int64 factors, the same on all ranks, for words and for the hashes of launches."""
     generator = torch.Generator().manual_seed(0x64726966)
     numbers = torch.empty(_WORDS + _SUMS, dtype=torch.int64, device="cpu")
     return numbers.random_(-(2**63), None, generator=generator).to(device)

@@ -1,10 +1,10 @@
 """Norms of the reduced gradients, clipping, and the gradient noise scale.
 
-With ``grad_norm=True`` squares are summed while gradients pass through the buckets: those of this
-rank where they are packed, those of the mean where they are written home, or, on the CPU, bucket by
-bucket as soon as it is there. A norm is then a sum of some hundred numbers. It is that of the
-gradients as the reduction has left them, so before it is used each ``.grad`` is compared with what
-it was then: the same tensor of the same version. All that has changed since is measured anew.
+With ``grad_norm=True`` squares are summed while gradients pass through the buckets: squares of this
+rank's gradients in flatten, squares of the means in unflatten or, on the CPU, in a pass over each
+reduced bucket. A norm is then a sum of some hundred numbers. These hold for the gradients that the
+reduction has written. So before they are used, each ``.grad`` must be the same tensor, with the
+same version, as at that time. Gradients that have changed since are measured again.
 """
 
 from __future__ import annotations
@@ -35,24 +35,23 @@ _grad_of = attrgetter("grad")
 _version_of = attrgetter("_version")
 _address_of = methodcaller("data_ptr")
 
-# Of what was measured in a reduction, in the means over reductions from which the gradient noise
-# scale is made, what was measured before keeps this share.
+# The gradient noise scale is computed from running means over reductions. In each reduction the
+# mean so far keeps this share.
 _DECAY = 0.99
-# On the CPU the squares of this rank take a pass of their own: only one reduction in so many
-# is measured.
+# On the CPU the squares of this rank take a pass of their own, made in one reduction of so many.
 _EVERY = 8
 _REPORT = struct.Struct("<d")
 _DOUBLE = (torch.float64, torch.complex128)
 
 
 class _Reduced:
-    """The gradients of a bucket as the reduction has left them, none of which this keeps alive.
+    """The gradients of a bucket as the reduction has left them. It does not keep them alive.
 
     Attributes:
-        params: of the bucket.
-        squares: their sum, in parts; ``None`` where there is no gradient.
-        local: likewise of this rank's before the reduction; ``None`` if nobody has summed them.
-        bucket: if it holds them all, as views, weakly.
+        params: parameters of the bucket.
+        squares: sum of squares of the reduced gradients, in parts; ``None`` without any gradient.
+        local: the same of this rank's gradients before the reduction; ``None`` if not measured.
+        bucket: weak reference to the bucket, if all gradients are bucket views.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -77,37 +76,40 @@ class _Reduced:
         self._addresses = _addresses_of(there)
 
     def is_current(self) -> bool:
-        """Whether the gradients are those that there were, and nobody has written to them."""
+        """Whether each ``.grad`` is the same tensor as then, and was not written to."""
         grads: list[Any] = list(map(_grad_of, self.params))
         if not all(map(is_, grads, [each() for each in self._grads])):
             return False
         there = [grad for grad in grads if grad is not None]
-        try:  # a list that is shorter had one more, which is gone
+        try:  # lists of different length: a gradient was freed
             versions = list(map(_version_of, there))
             return versions == self._versions and _addresses_of(there) == self._addresses
-        except RuntimeError:  # one of inference mode has none
+        except RuntimeError:  # an inference tensor has no version
             return False
 
 
 def _addresses_of(grads: Sequence[Tensor]) -> list[int]:
-    """Where they are: somewhere else after ``grad.data = ...``."""
+    """Addresses of the gradients: ``grad.data = ...`` changes them."""
     try:
         return list(map(_address_of, grads))
-    except RuntimeError:  # a sparse one is nowhere
+    except RuntimeError:  # a sparse gradient has no address
         return []
 
 
 def _squares_of(
     bucket: Bucket, there: Sequence[Tensor], in_place: bool, is_whole: bool
 ) -> Tensor | None:
-    """The sum of squares of the gradients of a reduced bucket, by the least work."""
+    """The sum of squares of the gradients ``there``, of a reduced bucket, with the least work.
+
+    ``in_place``: all are bucket views. ``is_whole``: no parameter lacks its gradient.
+    """
     counted, flat = bucket.squares, bucket.flat
     if counted is not None and counted.of_unflattened:
         found, counted.unflattened = counted.unflattened, None
         if found is not None and (in_place or not bucket.has_views):
             return found
     elif counted is not None and is_whole and (in_place or not bucket.has_views):
-        # What the buffer holds is what the gradients hold, if some rank has used each.
+        # The buffer holds the same values as the gradients, if each was used on some rank.
         gapless = flat.layout.gapless
         if gapless is not None and bool(flat.flags.all()):
             return norm_of(flat.data[gapless[0] : gapless[1]]).double().square().view(1)
@@ -115,13 +117,15 @@ def _squares_of(
 
 
 class GradNorm(Extension):
-    """Keeps the sums of squares of the last reduction, and reports this rank's to the others.
+    """Keeps the sums of squares of the last reduction, and sends this rank's to the other ranks.
+
+    A *report* is the bytes that a rank sends to all others in a reduction, beside the gradients.
 
     Attributes:
-        local_squares: of the gradients of this rank in the last reduction, before it, fp64 without
-            dimensions; ``None`` if it was none of a whole backward whose mean weighs all ranks
-            alike, or was not measured.
-        scale: the gradient noise scale, ``None`` while nothing is known.
+        local_squares: sum of squares of this rank's gradients before the last reduction, fp64,
+            without dimensions. ``None`` if that was not measured, or if the reduction was not that
+            of a whole backward with equal weights of all ranks.
+        scale: the gradient noise scale, ``None`` while it is not known.
     """
 
     report_nbytes = _REPORT.size
@@ -132,20 +136,20 @@ class GradNorm(Extension):
         self._world_size = world_size
         self._reduced: list[_Reduced] = []
         self._run: Callable[[], object] = NoneType
-        self._is_replayed = False  # CUDA graphs write gradients, which nobody here notices
+        self._is_replayed = False  # a CUDA graph writes gradients, which is not noticed here
         self.local_squares: Tensor | None = None
         self._readback: Readback | None = None
-        self._read: Any = None  # what it brings, or the same on the CPU: see on_end()
-        self._mean_squares = math.nan  # of the reduction that the last report was about
-        self._noise = self._signal = 0.0  # means over reductions
+        self._read: Any = None  # returns this rank's squares and those of the mean: see on_end()
+        self._mean_squares = math.nan  # squares of the mean, in the reduction of the last report
+        self._noise = self._signal = 0.0  # running means over reductions
         self._decay = _DECAY
 
     def current(self) -> list[_Reduced]:
-        """Those buckets whose gradients are what the last reduction has left."""
+        """The buckets whose gradients are unchanged since the last reduction."""
         return [] if self._is_replayed else [each for each in self._reduced if each.is_current()]
 
     def on_begin(self, run: ReductionRun) -> None:
-        """What there was is changed from here on."""
+        """Gradients change from here on: forget the sums of the last reduction."""
         self._reduced.clear()
         if not run.is_local and run.source is not GradSource.REQUEST:
             is_measured = self._counters.reductions % _EVERY == 1 % _EVERY
@@ -157,17 +161,17 @@ class GradNorm(Extension):
                     self._decay = _DECAY**_EVERY
 
     def on_reduced(self, run: ReductionRun, bucket: Bucket) -> None:
-        """Note what there is now."""
+        """Note the gradients of a reduced bucket."""
         if not run.of_backwards:
             return
-        if self._run() is not run:  # of a rank without inputs no backward begins
+        if self._run() is not run:  # on a rank without inputs, on_begin() is not called for it
             self._reduced.clear()
             self._run = weakref.ref(run)
         self._is_replayed = self._is_replayed or run.is_captured
         self._reduced.append(_Reduced(bucket))
 
     def on_end(self, run: ReductionRun) -> None:
-        """Sum up what the next report tells."""
+        """Sum up the squares for the next report."""
         self.local_squares = self._read = None
         if self._run() is not run or not _is_plain_mean(run):
             return
@@ -186,15 +190,15 @@ class GradNorm(Extension):
         self._read = self._readback.wait
 
     def on_abort(self, run: ReductionRun) -> None:
-        """Nothing is known of this one."""
+        """The reduction failed: forget its sums."""
         self._reduced.clear()
         self.local_squares = self._read = None
 
     def report(self, run: ReductionRun) -> bytes:
-        """Squares of this rank in the reduction before; NaN where they are not known.
+        """This rank's squares in the reduction before; NaN if they are not known.
 
-        (On a GPU the host waits for the end of the backward before, behind which the device has a
-        forward to do.)
+        (On a GPU the host waits here for the end of the backward before. The device has the next
+        forward to run meanwhile.)
         """
         local, self._mean_squares = math.nan, math.nan
         if self._read is not None and not run.is_captured:
@@ -203,10 +207,10 @@ class GradNorm(Extension):
         return _REPORT.pack(local)
 
     def take_reports(self, reports: Sequence[bytes]) -> None:
-        """Take what all ranks have said into the means."""
+        """Add the squares of all ranks to the running means."""
         local = [_REPORT.unpack(report)[0] for report in reports]
         small, big, size = sum(local) / len(local), self._mean_squares, self._world_size
-        # (Zeros are of a rank that was not asked.)
+        # (A rank that made no report has sent zeros.)
         if min(local) <= 0 or not 0 <= big < math.inf or not math.isfinite(small):
             return
         noise = (small - big) / (1 - 1 / size)
@@ -223,14 +227,14 @@ class GradNorm(Extension):
 
 
 def _is_plain_mean(run: ReductionRun) -> bool:
-    """Whether what was reduced is the mean over all ranks, each of which counts alike."""
-    is_weighted = run.factor is not None  # or counts those ranks only that have inputs
+    """Whether the reduction made the mean over all ranks with equal weights."""
+    is_weighted = run.factor is not None  # or is the mean over the ranks that have inputs
     is_all_here = not (run.skipped or run.is_captured)
     return run.transport.averages and is_all_here and not is_weighted
 
 
 def _total(parts: list[Tensor]) -> Tensor:
-    """Their sum, fp64, without dimensions, on the device of the first; in a fixed order."""
+    """The sum of all elements in a fixed order: fp64, no dimensions, on the first part's device."""
     device, dtype = parts[0].device, parts[0].dtype
     if any(part.device != device or part.dtype is not dtype for part in parts):
         parts = [part.to(device, torch.float64) for part in parts]
@@ -238,24 +242,24 @@ def _total(parts: list[Tensor]) -> Tensor:
 
 
 def _refuse(model: Any, what: str) -> None:
-    """Raise a RuntimeError if gradients are not there now."""
+    """Raise a RuntimeError if the gradients are not complete now."""
     core: Reducer = model.core
     core.check_finalized()
     if core.backward_runs:
         raise RuntimeError(f"{core.where()}: {what} while a backward runs: wait for its end")
     if core.steps_optimizers:
         raise RuntimeError(
-            f"{core.where()}: {what} where optimizers step in the backward: gradients are gone "
-            "when all are there. Use an optimizer that steps after it"
+            f"{core.where()}: {what} where optimizers step in the backward: each drops its "
+            "gradients there, so that they never all exist. Use an optimizer that steps after it"
         )
 
 
 class _Measured:
-    """All gradients of a module: which of them are as the last reduction left them, and the norm.
+    """The norm of all gradients of a module.
 
     Attributes:
-        reduced: buckets whose gradients are.
-        others: gradients that are not.
+        reduced: buckets whose gradients are unchanged since the last reduction.
+        others: all other gradients.
         total: the norm, without dimensions.
     """
 
@@ -263,12 +267,12 @@ class _Measured:
         _refuse(model, what)
         extension = model.core.events.of(GradNorm)
         params = list(model.module.parameters())
-        # Mostly there are no others than those in buckets, and that is found out in C.
+        # Usually all gradients are in buckets. Sets of ids find that out without a Python loop.
         others = set(map(id, params))
         self.reduced: list[_Reduced] = []
         for each in [] if extension is None else extension.current():
             numbers = set(map(id, each.params))
-            if numbers <= others:  # the module still has them, and no other bucket
+            if numbers <= others:  # the module still has them, and no earlier bucket does
                 others -= numbers
                 self.reduced.append(each)
         self.others: list[Any] = []
@@ -277,7 +281,7 @@ class _Measured:
             self.others = [param.grad for param in found]
         parts = [each.squares for each in self.reduced if each.squares is not None]
         if self.others:
-            # On a GPU an operation a gradient would be a launch each.
+            # Stack them, since on a GPU an operation for each gradient would be a launch each.
             by_kind: dict[Any, list[Tensor]] = {}
             for norm in norms_of(self.others):
                 by_kind.setdefault((norm.device, norm.dtype), []).append(norm)
@@ -292,11 +296,11 @@ class _Measured:
         for each in self.reduced:
             mine = [param.grad for param in each.params if param.grad is not None]
             bucket: Any = each.bucket()
-            if bucket is None or bucket.flat is None:  # a lazy one has let its memory go
+            if bucket is None or bucket.flat is None:  # a lazy bucket has freed its memory
                 grads += mine
                 continue
             bucket.flat.payload.mul_(factor.to(bucket.flat.data.device))
-            increment_version(mine)  # each of these views has its own
+            increment_version(mine)  # each of these views has a version of its own
         by_kind: dict[Any, list[Tensor]] = {}
         for grad in grads:
             if grad.is_sparse:
@@ -314,20 +318,26 @@ class _Measured:
 def grad_norm(model: Any, per_parameter: bool = False) -> Tensor | dict[str, Tensor]:
     """The 2-norm of all gradients, as one vector.
 
-    With ``grad_norm=True`` nothing is measured but gradients that have changed since they were
-    reduced. The host waits for nothing. A change is noticed by the version of the tensor, which
-    writes through ``.data``, NumPy or kernels of one's own do not count.
+    With ``grad_norm=True`` only gradients that have changed since they were reduced are measured.
+    The host does not wait for the device. A change is noticed by the version of the tensor; writes
+    through ``.data``, NumPy or custom kernels do not change it, and are missed.
 
     Args:
-        per_parameter: return the norm of each, by name, measured in a pass over all of them.
+        per_parameter: return a dictionary of the norm of each gradient, by parameter name. All are
+            measured.
 
     Returns:
-        fp32, or fp64 if a gradient is that, without dimensions, on the gradients' device; added up
-        in that dtype, whatever the gradients have. Alike on all ranks, if the gradients are.
+        The norm, without dimensions, on the gradients' device: fp32, or fp64 if a gradient is fp64.
+        It is summed in that dtype. Alike on all ranks if the gradients are.
 
     Raises:
         RuntimeError: during a backward, before ``finalize_backward()``, or where optimizers step in
             the backward.
+
+    Example::
+
+        loss_function(model(inputs), targets).backward()
+        print(float(model.grad_norm()), model.grad_norm(per_parameter=True))
     """
     if not per_parameter:
         return _Measured(model, "grad_norm()").total
@@ -341,17 +351,17 @@ def grad_norm(model: Any, per_parameter: bool = False) -> Tensor | dict[str, Ten
 def clip_grad_norm_(model: Any, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
     """Multiply all gradients by ``max_norm / (norm + 1e-6)``, if that is below 1.
 
-    As ``torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)`` does, and sparse ones too.
+    As ``torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)``, also for sparse gradients.
 
     Returns:
-        The norm before: see :meth:`grad_norm`, also for further errors.
+        The norm before clipping, see :meth:`grad_norm`, which also lists further errors.
 
     Raises:
         RuntimeError: ``error_if_nonfinite`` is set, and the norm is NaN or infinite.
 
     Example::
 
-        loss(model(batch)).backward()
+        loss_function(model(inputs), targets).backward()
         model.clip_grad_norm_(1.0)
         optimizer.step()
     """
@@ -364,7 +374,7 @@ def clip_grad_norm_(model: Any, max_norm: float, error_if_nonfinite: bool = Fals
             "norm anyway, set `error_if_nonfinite=False`"
         )
     factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
-    # On a GPU the host would have to wait to find out.
+    # On a GPU the host would have to wait for the factor, so gradients are multiplied in any case.
     if not (factor.is_cpu and factor == 1):
         measured.scale(factor)
     return total
@@ -373,16 +383,24 @@ def clip_grad_norm_(model: Any, max_norm: float, error_if_nonfinite: bool = Fals
 def grad_noise_scale(model: Any) -> float:
     """The gradient noise scale ``tr(S) / |G|^2``, in batches of one rank. Needs ``grad_norm=True``.
 
-    About the batch from which on a larger one saves fewer and fewer steps: McCandlish et al., "An
-    Empirical Model of Large-Batch Training", 2018, arXiv 1812.06162, appendix A.1. Made of
-    ``|g|^2``, of one rank's gradients, mean over the ranks, and ``|m|^2`` of their mean over ``W``
-    ranks: ``tr(S)`` is ``(|g|^2 - |m|^2) / (1 - 1 / W)`` and ``|G|^2`` is
-    ``(W |m|^2 - |g|^2) / (W - 1)``, each averaged over reductions, the last hundred above all.
-    Infinite while that leaves nothing of ``|G|^2``. Of all reductions but the last, on the CPU of
-    one in eight; alike on all ranks. What is accumulated under :meth:`no_sync` is one batch.
+    Beyond about this batch size a larger batch saves fewer and fewer steps: McCandlish et al., "An
+    Empirical Model of Large-Batch Training", 2018, arXiv 1812.06162, appendix A.1. With ``|g|^2``,
+    the squared norm of one rank's gradients, averaged over the ranks, and ``|m|^2``, the squared
+    norm of the mean gradient over ``W`` ranks, ``tr(S)`` is ``(|g|^2 - |m|^2) / (1 - 1 / W)`` and
+    ``|G|^2`` is ``(W |m|^2 - |g|^2) / (W - 1)``. Both are running means over about the last hundred
+    reductions without the latest one; on the CPU one reduction in eight is measured. Infinite while
+    the mean of ``|G|^2`` is not positive. Alike on all ranks. Backwards accumulated under
+    :meth:`no_sync` count as one batch.
 
     Raises:
         RuntimeError: the module was wrapped without that, or nothing is known yet.
+
+    Example::
+
+        model = tritonddp.DistributedDataParallel(module, grad_norm=True)
+        for inputs, targets in batches:
+            loss_function(model(inputs), targets).backward()
+        print(f"about {model.grad_noise_scale():.1f} batches of one rank")
     """
     extension = model.core.events.of(GradNorm)
     if extension is None:
@@ -393,8 +411,8 @@ def grad_noise_scale(model: Any) -> float:
     if extension.scale is None:
         raise RuntimeError(
             f"{model.core.where()}: the gradient noise scale is not known yet. It takes two "
-            "reduced backwards; those that are weighted, quantised, go through a communication "
-            "hook, leave out buckets, have sparse gradients or were captured in a CUDA graph tell "
-            "nothing of it, nor do those inside join() that not all ranks take part in"
+            "reduced backwards. Not counted are backwards that are weighted, are quantised, use a "
+            "communication hook, leave out buckets, have sparse gradients, were captured in a CUDA "
+            "graph, or run inside join() when some ranks have no inputs left"
         )
     return extension.scale

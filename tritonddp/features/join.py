@@ -1,15 +1,16 @@
-"""Uneven inputs: a rank that has run out of them makes the collectives of those that go on.
+"""Uneven inputs: a rank without inputs makes the same collectives as the ranks that have some.
 
 Inside torch's ``Join``, for each forward of the ranks that have inputs::
 
-    forward           has inputs                      has none left
-    notify            Join.notify_join_context        Join counts those that have inputs
-    what will come    JoinProtocol.announce           JoinProtocol.receive
-    buffers           broadcast, if any rank says so  the same
-    backward          buckets, as always              shadow_backward: zeros, and all flags 0
+    step of a forward  rank with inputs                rank without inputs
+    count              Join.notify_join_context        Join counts the ranks that have inputs
+    announcement       JoinProtocol.announce           JoinProtocol.receive
+    buffers            broadcast, if any rank says so  the same
+    backward           buckets, as always              shadow_backward: zeros, and all flags 0
 
-The headers say which ranks had none (``GradSource.JOINED``), so a mean over those that had needs no
-collective of its own. When none has inputs any more, all get the model of one that left last.
+The header that each rank sends in the reduction says whether it had inputs (else
+``GradSource.JOINED``), so a mean over the ranks with inputs needs no further collective. When no
+rank has inputs any more, all get the model of a rank that left last.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tritonddp.reducer.extension import SyncState
 from tritonddp.reducer.recovery import shadow_backward
 from tritonddp.reducer.reducer import Reducer
 
-# What a rank says, as a sum; one that has run out of inputs says 0.
+# Flags of a rank's announcement. A rank without inputs sends 0.
 _PRESENT = 1
 _REDUCES = 2
 _SYNCS_BUFFERS = 4
@@ -51,20 +52,21 @@ class JoinProtocol:
         self._group = group
         self._device = device
         self.is_open = False  # forwards run inside Join
-        self.is_due = False  # a forward has announced a reduction, which has not begun yet
-        # Gradients without a weight are averaged over the ranks that have inputs, not over all.
+        self.is_due = False  # a forward has announced a reduction that has not begun yet
+        # Means without weights are over the ranks that have inputs, not over all ranks.
         self.mean_over_present = False
-        # Whose buffers, and whose order of gradients, all ranks take over: as in stock, the highest
-        # that has inputs.
+        # All ranks take over the buffers and the gradient order of this rank: as in stock, the
+        # highest rank that has inputs.
         self.source_rank = 0
-        self.syncs_buffers = False  # any rank wants module buffers to be synchronised
-        self.differs = False  # not all ranks train the same parameters
+        self.syncs_buffers = False  # some rank wants to synchronise module buffers
+        self.differs = False  # ranks train different parameters
 
     def announce(self, where: str, schema: bytes, reduces: bool, syncs_buffers: bool) -> None:
-        """Say that this rank has inputs, and what its forward and backward will send.
+        """Tell that this rank has inputs, and which collectives its forward and backward make.
 
-        ``where`` is its place, for errors, and ``schema`` a hash of what it trains. It is a
-        RuntimeError, here and in the methods below, if the ranks are about to do different things.
+        ``where`` is its place, for errors, and ``schema`` a hash of its trainable parameters.
+        Raises a RuntimeError, as the methods below do, if the ranks are about to make different
+        collectives.
         """
         self.is_open = True
         said = _PRESENT + _REDUCES * reduces + _SYNCS_BUFFERS * syncs_buffers
@@ -83,11 +85,11 @@ class JoinProtocol:
         return self.is_due
 
     def receive(self, where: str, schema: bytes) -> bool:
-        """Say that this rank has no inputs any more; whether the others reduce a backward."""
+        """Tell that this rank has no inputs; returns whether the others reduce a backward."""
         return self._exchange(where, 0, schema)
 
     def agree_on_last(self, where: str, is_last: bool) -> None:
-        """All ranks have run out of inputs: those that did so last are the source."""
+        """When no rank has inputs: make the highest of the ranks that ended last the source."""
         what = "agreement on whose model all take over"
         self._exchange(where, _PRESENT * is_last, b"", what)
 
@@ -127,7 +129,7 @@ def _in_words(said: list[int]) -> str:
 
 
 class Wrapper(Protocol):
-    """What is needed here of a wrapped module, beside what torch's ``Joinable`` has."""
+    """The attributes of a wrapped module that this file needs, beside those of ``Joinable``."""
 
     group: Group
     sync: SyncState
@@ -147,14 +149,14 @@ class Wrapper(Protocol):
 
 
 class UnevenInputs(CountingJoin):
-    """torch's ``Join`` of one wrapped module, which first brings what is under way to its end."""
+    """torch's ``Join`` for one wrapped module. On exit it first ends the reduction under way."""
 
     @property
     def _ddp(self) -> Any:
         return self._joinables[0]
 
     def counting(self) -> AbstractContextManager[None]:
-        """Names who is missing when this rank waits for those that have inputs."""
+        """Context: an error of the count of ranks that have inputs names the missing rank."""
         return _counting(self._ddp)
 
     def __exit__(
@@ -176,9 +178,10 @@ class UnevenInputs(CountingJoin):
 class ShadowHook(JoinHook):
     """What torch's ``Join`` runs on a rank that has no inputs left.
 
-    Between two iterations ``.grad`` holds what the other ranks have reduced, ``None`` where none
-    has a gradient: an optimizer that joins too (``ZeroRedundancyOptimizer``) steps with it. What
-    this rank had comes back in the end, or the next loop would add its gradients to another's.
+    Between two iterations ``.grad`` holds the reduced gradients of the other ranks, ``None`` where
+    no rank has a gradient: an optimizer that joins too (``ZeroRedundancyOptimizer``) steps with
+    them. At the end this rank's own gradients are restored; otherwise its next loop would add its
+    gradients to those of other ranks.
     """
 
     def __init__(self, ddp: Wrapper, divide_by_initial_world_size: bool) -> None:
@@ -198,7 +201,7 @@ class ShadowHook(JoinHook):
             _train_the_same(ddp, is_present=False)
         for param in [*ddp.core.manager.current.params, *(p for _, p in ddp.core.parameters.added)]:
             if param not in self._own:
-                # A copy: what lies in a bucket is about to be overwritten.
+                # A copy, since a gradient in a bucket's memory is about to be overwritten.
                 grad = param.grad
                 self._own[param] = None if grad is None else grad.detach().clone()
             param.grad = None
@@ -209,7 +212,7 @@ class ShadowHook(JoinHook):
             shadow_backward(ddp.core, GradSource.JOINED)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Take the model over from the rank that left last, of several from the highest."""
+        """Take over the model of the rank that left last; the highest one if there are several."""
         ddp = self._ddp
         ddp.core.settle_and_refresh()
         for param, grad in self._own.items():
@@ -230,11 +233,11 @@ class ShadowHook(JoinHook):
 
 
 def announce_forward(ddp: Wrapper) -> None:
-    """A forward begins: tell the ranks that have no inputs which collectives it will bring."""
-    capture.refuse(ddp.core, "inside join() the ranks ask each other in each forward: leave it")
+    """A forward begins: tell the ranks without inputs which collectives it will make."""
+    capture.refuse(ddp.core, "inside join() each forward asks the other ranks: leave it first")
     _make_up(ddp)
     protocol: JoinProtocol = ddp.sync.join
-    # Where a rank without inputs ends the loop, that is an error of its own.
+    # With throw_on_early_termination a rank without inputs makes this raise: keep that error as is.
     with nullcontext() if throws_on_early_termination(ddp) else _counting(ddp):
         notified = Join.notify_join_context(cast(Joinable, ddp))
     protocol.mean_over_present = not ddp._divide_by_initial_world_size
@@ -263,13 +266,19 @@ def refuse_inside(ddp: Wrapper, what: str) -> None:
 
 
 def _make_up(ddp: Wrapper) -> None:
-    """If no backward has followed the last forward: ranks without inputs wait for it."""
+    """If no backward has followed the last forward, make its reduction, with zeros.
+
+    Ranks without inputs wait for it.
+    """
     if ddp.sync.join.is_due:
         shadow_backward(ddp.core, GradSource.SKIPPED)
 
 
 def _train_the_same(ddp: Wrapper, is_present: bool) -> None:
-    """Loops freeze and unfreeze parameters; a rank that has left its loop follows the others."""
+    """Freeze the same parameters on all ranks: a rank without inputs follows the source rank.
+
+    The loops of the other ranks may freeze and unfreeze parameters.
+    """
     params = ddp.core.parameters.params
     _verify_held(ddp, params, _coming(ddp))
     required = torch.tensor(
@@ -284,13 +293,14 @@ def _train_the_same(ddp: Wrapper, is_present: bool) -> None:
 
 
 def _verify_held(ddp: Wrapper, named_tensors: Iterable[tuple[str, Tensor]], where: str) -> None:
-    """Do all ranks hold the same tensors, trainable or not?"""
+    """Verify that all ranks hold the same tensors, trainable or not."""
     held = [(name, tensor.detach()) for name, tensor in named_tensors]
     verify_same(describe(held, [], {}), ddp.group, ddp.device, where)
 
 
 def _leave(ddp: Wrapper) -> None:
-    # A forward without a backward has armed the reduction on the ranks that had inputs only.
+    # After a forward without a backward, only the ranks that had inputs expect to reduce the next
+    # backward: clear that.
     ddp.core.forwards.reduction_begins()
     leave_join(ddp)
 
@@ -300,5 +310,5 @@ def _counting(ddp: Wrapper) -> AbstractContextManager[None]:
 
 
 def _coming(ddp: Wrapper) -> str:
-    """Before the collectives of a forward, on the ranks that have no inputs too."""
+    """This rank's place before the collectives of a forward; the same without inputs."""
     return f"rank {ddp.group.rank}, step {ddp.core.counters.reductions + 1}, forward"

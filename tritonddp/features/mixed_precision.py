@@ -1,15 +1,15 @@
 """Forward and backward in low precision, parameters and gradients in full (``mixed_precision``).
 
-What gradients travel in is decided in ``buckets/formats.py``.
+The dtype in which gradients are sent is decided in ``buckets/formats.py``.
 
-While the module runs, casts of its parameters stand in their places. Autograd knows them as results
-of a cast: it casts gradients back and accumulates them in the parameters' own dtype. So parameters
-never change, ``.grad`` is in full precision from the start, also under ``no_sync`` and where a
-parameter is used twice, and readiness is that of any other model. On a GPU all of it happens on the
-stream that the module runs on.
+While the module runs, its parameters are replaced by casts of them. Autograd records the casts: it
+casts gradients back, and accumulates them in the parameters' own dtype. So parameters never change,
+``.grad`` is always in full precision, also under ``no_sync`` and for a parameter that is used
+twice, and gradients become ready as in any other model. On a GPU all of this happens on the stream
+of the module.
 
-A checkpoint runs a part of the module again during the backward, when parameters are back in their
-places: hooks on all modules put casts there for that time.
+Activation checkpointing runs a part of the module again during the backward, when the parameters
+are restored. Hooks on all modules replace them by casts during that time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LowPrecision:
         self._is_running = False
         self._has_run = False
         # While a part of the module is recomputed: the modules that run, the innermost one last,
-        # and what has to be put back.
+        # and the parameters that must be restored afterwards.
         self._recomputed: list[nn.Module] = []
         self._replaced: list[tuple[Any, str, Any]] = []
         self._hooks: list[Any] = []
@@ -52,11 +52,11 @@ class LowPrecision:
             self._watch(module)
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What ``module`` returns, in low precision, for these inputs, which are cast too."""
+        """Run ``module`` in low precision; its inputs are cast too. Returns its output."""
         if self._dtype is None or self._is_running:
             return module(*args, **kwargs)
         args, kwargs = cast_inputs(self._dtype, args, kwargs)
-        self._put_back(self._replaced)  # of a recomputation that broke off
+        self._put_back(self._replaced)  # left by a recomputation that broke off
         self._recomputed.clear()
         if self._ignored:
             named = module.named_parameters()
@@ -71,11 +71,11 @@ class LowPrecision:
             self._put_back(replaced)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of the module alone has these hooks too, but no graph that this class has made."""
+        """For copies. The hooks are copied with the module; its graphs from this class are not."""
         return self.__dict__ | {"_has_run": False}
 
     def remove_hooks_with(self, wrapper: object) -> None:
-        """Leave the module as it was when ``wrapper`` goes."""
+        """Remove the hooks from the module when ``wrapper`` is freed."""
         weakref.finalize(wrapper, self._remove_hooks).atexit = False
 
     def _remove_hooks(self) -> None:
@@ -84,9 +84,9 @@ class LowPrecision:
         self._hooks.clear()
 
     def _watch(self, module: nn.Module) -> None:
-        """Have hooks on all modules, also on those that were added.
+        """Register hooks on all modules that have none yet, such as added ones.
 
-        (Asked of the modules: a list of them here would be part of each copy of one.)
+        (A list of modules is not kept here: it would be copied with each copy of a module.)
         """
         for each in module.modules():
             hooks = each._forward_pre_hooks.values()
@@ -97,7 +97,7 @@ class LowPrecision:
                 ]
 
     def _name_params(self, module: nn.Module) -> None:
-        """As in stock DDP, parameters tell what they are cast from and, without memory, to."""
+        """Set ``_fp_param`` and ``_mp_param`` as stock DDP does; the latter takes no memory."""
         for name, param in module.named_parameters():
             if name not in self._ignored:
                 low = torch.empty((), dtype=self._dtype or param.dtype, device=param.device)
@@ -105,7 +105,7 @@ class LowPrecision:
                 param._fp_param = param.data  # type: ignore[attr-defined]
 
     def _replace(self, part: nn.Module) -> list[tuple[Any, str, Any]]:
-        """Put casts in the places of all parameters of ``part``; returns what was where."""
+        """Replace all parameters of ``part`` by casts; returns what :meth:`_put_back` needs."""
         modules = list(part.modules())
         sparse = sparse_parameters(modules)
         replaced: list[tuple[Any, str, Any]] = []
@@ -119,7 +119,7 @@ class LowPrecision:
                 elif param not in low:
                     low[param] = param.to(self._dtype)
                 replaced.append((module._parameters, key, param))
-            if isinstance(module, nn.RNNBase):  # has its parameters in another place as well
+            if isinstance(module, nn.RNNBase):  # it keeps its parameters in a second place
                 replaced.append((module.__dict__, "_flat_weights", module._flat_weights))
         for table, key, former in replaced:
             is_list = isinstance(former, list)
@@ -147,7 +147,7 @@ class LowPrecision:
 
 
 class _Cast(torch.autograd.Function):
-    """``Tensor.to``, whose own backward takes no sparse gradients."""
+    """``Tensor.to`` for sparse gradients, which its own backward does not support."""
 
     @staticmethod
     def forward(ctx: Any, param: Tensor, dtype: torch.dtype) -> Tensor:
@@ -160,7 +160,7 @@ class _Cast(torch.autograd.Function):
 
 
 def check_mixed_precision(config: Any) -> None:
-    """Raise a TypeError or a ValueError if the constructor's ``mixed_precision`` cannot be this."""
+    """Raise a TypeError or a ValueError if ``config`` is no valid ``mixed_precision``."""
     if not isinstance(config, MixedPrecision):
         raise TypeError(
             "mixed_precision should be a torch.nn.parallel.distributed._MixedPrecision, got "

@@ -1,4 +1,4 @@
-"""Optimizers that step in the backward: each parameter as soon as its gradient is the mean."""
+"""Optimizers that step in the backward: each as soon as the bucket of its parameter is reduced."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tritonddp.reducer.reducer import Reducer
 
 
 def step_in_backward(reducer: Reducer) -> None:
-    """Where optimizers step in the backward, have them step when gradients are the means.
+    """Where optimizers step in the backward, delay their steps until gradients are reduced.
 
-    The hooks that would step them before are removed.
+    torch's own hooks, which would step before the reduction, are removed.
     """
     handles_of = optimizer_hooks()
     if handles_of is None:
@@ -23,7 +23,7 @@ def step_in_backward(reducer: Reducer) -> None:
         for handle in handles_of.get(param, ()):
             handle.remove()
     if params:
-        hook = reducer.comm_hook  # perhaps torch's that steps them
+        hook = reducer.comm_hook  # may be torch's hook that steps optimizers itself
         if not reducer.steps_optimizers and not (hook and steps_optimizers(hook[1])):
             reducer.events.install(OptimizerSteps())
         reducer.steps_optimizers = True
@@ -36,12 +36,13 @@ class OptimizerStepError(LocalError):
 class OptimizerSteps(Extension):
     """Once a bucket is reduced, the optimizers of its parameters step.
 
-    As in stock DDP ``.grad`` is ``None`` afterwards, and what is accumulated under ``no_sync``, or
-    reduced on request, is not stepped. Parameters without such an optimizer keep their gradient.
+    As in stock DDP ``.grad`` is ``None`` afterwards, and no step is made for gradients that are
+    accumulated under ``no_sync`` or reduced by ``reduce_gradients()``. Parameters without such an
+    optimizer keep their gradient.
     """
 
     def on_reduced(self, run: ReductionRun, bucket: Bucket) -> None:
-        """Step. Where an optimizer fails, those of later parameters do not."""
+        """Step. If an optimizer fails, later parameters of the bucket are not stepped."""
         if run.source in (GradSource.REQUEST, GradSource.SKIPPED, GradSource.CONTEXT):
             return
         for name, param in zip(bucket.names, bucket.params, strict=True):
@@ -58,7 +59,7 @@ class OptimizerSteps(Extension):
                 param.grad = None
 
     def on_abort(self, run: ReductionRun) -> None:
-        """What has not stepped is dropped: nobody calls ``zero_grad`` before the next backward."""
+        """Drop gradients without a step: nobody calls ``zero_grad`` before the next backward."""
         if not run.is_local:
             for param in run.bucket_set.params:
                 if optimizers_in_backward(param):

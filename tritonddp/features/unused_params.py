@@ -1,4 +1,4 @@
-"""Parameters that a backward has not reached: an error, or a reason not to send their buckets."""
+"""Unused parameters, which no backward has reached: raise an error, or skip their buckets."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tritonddp.coordination.agreement import GradSource
 from tritonddp.reducer.extension import Extension, SyncState
 from tritonddp.reducer.reducer import Reducer
 
-# Names in an error message; the rest is counted.
+# Most names in an error message; the rest is counted.
 _SHOWN = 10
 
 
 def unused_error(where: str, rank: int, unused: Mapping[str, int]) -> str:
-    """The message, which holds the phrases of torch's that people search for.
+    """The error message. It contains the phrases of torch's message that users search for.
 
-    ``unused`` has names, and places among the parameters that require gradients.
+    ``unused`` maps names to indices among the parameters that require gradients.
     """
     names = sorted(unused, key=unused.__getitem__)
     debug = dist.get_debug_level() != dist.DebugLevel.OFF
@@ -48,7 +48,7 @@ def unused_error(where: str, rank: int, unused: Mapping[str, int]) -> str:
 
 
 class StrictUnused(Extension):
-    """``find_unused_parameters=False``: the next forward raises what the last backward left."""
+    """``find_unused_parameters=False``: unused parameters make the next forward raise an error."""
 
     def __init__(self, parameters: ModuleParameters, rank: int, reducer: Reducer) -> None:
         self._parameters = parameters
@@ -60,7 +60,7 @@ class StrictUnused(Extension):
         self._unused = []
 
     def on_launched(self, run: ReductionRun, bucket: Bucket, work: object) -> None:
-        """The gradients of ``bucket`` were as they are."""
+        """Note the unused parameters of ``bucket``: which ones are used is final now."""
         if not run.reached and run.source is not GradSource.CONTEXT:
             return
         self._unused += [
@@ -68,9 +68,9 @@ class StrictUnused(Extension):
         ]
 
     def on_reduced_all(self, run: ReductionRun) -> None:
-        """Tell of what was reduced in a backward, and not used in it."""
+        """Prepare the error for the next forward, if the backward left parameters unused."""
         if not run.reached and run.source is not GradSource.CONTEXT:
-            return  # no backward
+            return  # the reduction of no backward
         skipped = [name for index in run.skipped for name in run.buckets[index].names]
         unused, self._unused = {*self._unused, *skipped}, []
         if not unused:
@@ -83,16 +83,16 @@ class StrictUnused(Extension):
 
 
 class SkipUnused(Extension):
-    """``skip_all_reduce_unused_params``: buckets that no rank has gradients for are not sent.
+    """``skip_all_reduce_unused_params``: buckets for which no rank has gradients are not sent.
 
-    The first one is: its headers tell whether all ranks leave out the same.
+    The first bucket is always sent: the ranks' headers in it tell whether all skip the same ones.
     """
 
     def __init__(self, sync: SyncState) -> None:
         self._sync = sync
 
     def on_begin(self, run: ReductionRun) -> None:
-        """Find out which buckets are left out. (Ranks without inputs expect all.)"""
+        """Find out which buckets to skip: none while ranks without inputs take part."""
         if run.is_local or run.source is GradSource.REQUEST or run.is_provisional:
             return
         if self._sync.join is not None and self._sync.join.is_open:
@@ -100,6 +100,6 @@ class SkipUnused(Extension):
         run.skipped = []
         for bucket in run.buckets[1:]:
             numbers = range(bucket.first, bucket.first + len(bucket.params))
-            # The doubtful ones may get a gradient although they are not announced.
+            # Doubtful parameters may get a gradient although the engine does not announce it.
             if not any(run.used[number] or number in run.doubtful for number in numbers):
                 run.skipped.append(bucket.index)

@@ -1,19 +1,19 @@
-"""Gradients of batches of different size: what ``ddp.weighted(n)`` means until they are reduced.
+"""Gradients of batches of different size: ``ddp.weighted(n)`` on one rank, before the reduction.
 
 A *window* is what a rank accumulates between two reductions: microbatches ``j`` of ``n_j`` items
-whose losses, means over their items, have the gradients ``g_j``. Its weight is ``W = sum_j n_j``,
-and ``.grad`` holds the mean ``m = sum_j n_j g_j / W``, so that the reduction over ranks ``r`` is
-``sum_r W_r m_r / sum_r W_r``. A microbatch changes the mean by
+each. The loss of a microbatch is a mean over its items and has the gradient ``g_j``. The window has
+the weight ``W = sum_j n_j``, and ``.grad`` holds the mean ``m = sum_j n_j g_j / W``. The reduction
+over ranks ``r`` is then ``sum_r W_r m_r / sum_r W_r``. One more microbatch changes the mean to
 
     m' = m + (n / (W + n)) (g - m)
 
 (the incremental form of a weighted mean: D. H. D. West, "Updating mean and variance estimates",
-Communications of the ACM 22(9), 1979). Autograd adds to ``.grad``, therefore ``m`` is set aside
-while the backward runs. Where losses are sums over their items, ``.grad`` holds the sum, and is
-divided by ``W`` before the reduction.
+Communications of the ACM 22(9), 1979). Autograd adds to ``.grad``, therefore ``m`` is kept
+elsewhere while the backward runs. If losses are sums over their items, ``.grad`` holds the sum, and
+is divided by ``W`` before the reduction.
 
-What was in ``.grad`` before the window, a mean already, is no part of ``g_j`` or of the sum; but
-what backwards without a weight have accumulated in the window is.
+A gradient that was in ``.grad`` before the window is a mean already, and is no part of ``g_j`` or
+of the sum. Gradients that backwards without a weight have accumulated in the window are.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tritonddp.reducer.extension import Extension, SyncState
 
 
 def weight_of(n: Any, reduction: str) -> Weight:
-    """From the arguments of ``weighted``, which tells what it raises."""
+    """From the arguments of ``weighted``; for the errors see there."""
     if not isinstance(reduction, str) or reduction not in ("mean", "sum"):
         raise ValueError(f"reduction should be 'mean' or 'sum', got {reduction!r}")
     if isinstance(n, Tensor) and n.numel() == 1 and not (n.is_complex() or n.is_meta):
@@ -67,11 +67,11 @@ class AccumulationWindow(Extension):
         self._parameters = parameters
         self._sync = sync
         self._manager = manager
-        self.weight: Weight | None = None  # of all of them together, if there are any
-        self._weight_before: Weight | None = None  # the backward that runs
-        # The gradients at the end of the last of them, and their versions.
+        self.weight: Weight | None = None  # of all backwards of the window, if there are any
+        self._weight_before: Weight | None = None  # the weight before the backward that runs
+        # The gradients at the end of the last backward, and their versions.
         self._left: dict[Tensor, tuple[Tensor, int]] = {}
-        # What was accumulated before the first of them: it is part of the gradient of each.
+        # Gradients accumulated before the first backward: each backward adds to them.
         self._base: dict[Tensor, Tensor] = {}
         # While a backward runs: the mean so far of each parameter that is not merged yet, and the
         # share of the new gradients in the next mean.
@@ -103,7 +103,7 @@ class AccumulationWindow(Extension):
     def on_compute_end(self, run: ReductionRun) -> None:
         if run.is_local:
             self.close(self._get_params())
-        else:  # no bucket of this backward has those that were added
+        else:  # added parameters are in no bucket of this backward
             self.merge([param for _, param in self._parameters.added])
 
     def on_close(self, run: ReductionRun) -> None:
@@ -114,11 +114,11 @@ class AccumulationWindow(Extension):
         return [*self._manager.current.params, *(param for _, param in self._parameters.added)]
 
     def open(self, weight: Weight | None, is_last: bool, is_first: bool, is_late: bool) -> None:
-        """A backward of this weight begins.
+        """A backward begins.
 
         Args:
-            weight: ``None`` outside ``weighted``.
-            is_last: it will be reduced, together with all before it.
+            weight: its weight, ``None`` outside ``weighted``.
+            is_last: it will be reduced, with all backwards of the window.
             is_first: no backward has been accumulated since the last reduction.
             is_late: its first gradient has been accumulated already.
         """
@@ -139,9 +139,9 @@ class AccumulationWindow(Extension):
         wants_base = is_first if weight.is_sum else not is_last
         if is_late and (wants_base if self.weight is None else not weight.is_sum):
             raise RuntimeError(
-                "a weighted backward that does not begin at the outputs of the wrapped module "
-                "cannot be told from what was in .grad before, since its first gradient came "
-                "unannounced: add its loss to one of the outputs, or reduce a mean by itself"
+                "this weighted backward does not begin at the outputs of the wrapped module: its "
+                "first gradient was added to .grad before the wrapper noticed it, and cannot be "
+                "separated any more. Add its loss to one of the outputs, or reduce a mean by itself"
             )
         if self.weight is None:
             self.weight = weight
@@ -152,7 +152,7 @@ class AccumulationWindow(Extension):
         if weight.is_sum != self.weight.is_sum:
             raise RuntimeError(
                 "backwards weighted with reduction='mean' and with reduction='sum' cannot be "
-                "accumulated together: reduce the former before the latter begin"
+                "accumulated together: reduce those of one kind before the first one of the other"
             )
         total = Weight(self.weight.items + weight.items, weight.is_sum)
         if not weight.is_sum:
@@ -164,9 +164,9 @@ class AccumulationWindow(Extension):
         self.weight = total
 
     def merge(self, params: Iterable[Tensor]) -> None:
-        """The gradients of ``params`` are there: make ``.grad`` the mean over the window.
+        """The gradients of ``params`` are ready: make ``.grad`` the mean over the window.
 
-        (Or the sum, as long as the window is open: see :meth:`divide`.)
+        (With ``reduction="sum"`` it stays the sum until :meth:`divide`.)
         """
         if not self._aside:
             return
@@ -176,14 +176,14 @@ class AccumulationWindow(Extension):
                     param.grad = _mean(self._aside.pop(param), param.grad, self._share)
 
     def divide(self, params: Iterable[Tensor], used: Iterable[bool]) -> None:
-        """The window is reduced: where ``.grad`` is a sum, make it the mean.
+        """Before the reduction: where ``.grad`` is a sum, make it the mean.
 
-        Not in place: what goes on in the backward may be a view of it.
+        Not in place, since tensors that the backward still uses may be views of it.
         """
         if self.weight is None or not self.weight.is_sum:
             return
         scale = self.weight.scale
-        share = self.weight.items / scale  # of what was there before: one, or nothing
+        share = self.weight.items / scale  # factor of the gradients before the window: 1 or 0
         with torch.no_grad():
             for param, is_used in zip(params, used, strict=True):
                 if is_used and param.grad is not None:
@@ -194,14 +194,14 @@ class AccumulationWindow(Extension):
                         param.grad = ((param.grad - base) / scale).add_(base, alpha=share)
 
     def close(self, params: Sequence[Tensor]) -> None:
-        """The backward is over, and more will follow before the reduction."""
+        """The backward has ended without a reduction: merge, and note the gradients."""
         self.merge(params)
         if self.weight is not None:
             grads = ((param, param.grad) for param in params)
             self._left = {p: (grad, grad._version) for p, grad in grads if grad is not None}
 
     def on_abort(self, run: ReductionRun) -> None:
-        """What was set aside comes back."""
+        """The backward failed: restore ``.grad`` and the weight from before it."""
         for param, mean in self._aside.items():
             param.grad = mean
         self._aside = {}
@@ -210,9 +210,9 @@ class AccumulationWindow(Extension):
             self._base = {}
 
     def clear_if_dropped(self) -> None:
-        """Has ``zero_grad`` dropped all that was accumulated? Then its weight counts no more.
+        """If ``zero_grad`` has dropped all accumulated gradients, drop their weight too.
 
-        (What the module has let go it does not reach.)
+        (It does not reach parameters that the module has no more, so these are not looked at.)
         """
         held = (param for _, param in self._parameters.params)
         left = [(param, *self._left[param]) for param in held if param in self._left]
@@ -226,7 +226,7 @@ class AccumulationWindow(Extension):
 
 
 def _is_dropped(param: Tensor, left: Tensor, version: int) -> bool:
-    """Whether ``zero_grad`` has been at work since, in either of its ways."""
+    """Whether ``zero_grad`` has set the gradient to ``None`` or to zero since."""
     grad = param.grad
     if grad is None:
         return True
@@ -234,9 +234,9 @@ def _is_dropped(param: Tensor, left: Tensor, version: int) -> bool:
 
 
 def _mean(mean: Tensor | None, new: Tensor | None, share: float) -> Tensor | None:
-    """Merge a gradient into a mean. What has no share in it is not read: it may be NaN.
+    """Merge the gradient ``new`` into ``mean`` with this share. With share 0 it may be NaN.
 
-    ``new`` is not written to: what goes on in the backward may be a view of it.
+    ``new`` is not written to, since tensors that the backward still uses may be views of it.
     """
     if mean is None:
         if new is None or share == 1:
@@ -250,6 +250,6 @@ def _mean(mean: Tensor | None, new: Tensor | None, share: float) -> Tensor | Non
         return mean.copy_(new) if share == 1 else mean.lerp_(new, share)
     if share == 1:
         return new
-    # Of a sparse and a dense tensor, the sum is the dense one's.
+    # The sum of a sparse and a dense tensor is dense: add to the dense one.
     first, second = mean.mul_(1 - share), new * share
     return second.add_(first) if first.is_sparse else first.add_(second)

@@ -1,4 +1,4 @@
-"""Accelerate, and what rests on it (Trainer of transformers, TRL): wrap with tritonddp.
+"""Accelerate, and libraries that use it (Trainer of transformers, TRL): wrap with tritonddp.
 
     accelerator = use_tritonddp(Accelerator())
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -7,7 +7,7 @@
     use_tritonddp(trainer.accelerator)
     trainer.train()
 
-Nothing is imported from Accelerate: the accelerator comes from it.
+This module does not import Accelerate: the caller passes the accelerator.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _Accelerator = TypeVar("_Accelerator")
 
 
 def use_tritonddp(accelerator: _Accelerator, **options: Any) -> _Accelerator:
-    """Have ``accelerator`` wrap models with :class:`tritonddp.DistributedDataParallel`.
+    """Make ``accelerator`` wrap models with :class:`tritonddp.DistributedDataParallel`.
 
-    Where it wraps none with torch's class, in a single process or with FSDP or DeepSpeed, nothing
-    changes. ``DistributedDataParallelKwargs`` and their communication hooks hold.
+    Nothing changes where it does not use torch's class: in a single process, or with FSDP or
+    DeepSpeed. ``DistributedDataParallelKwargs`` and their communication hooks are kept.
 
     Args:
         accelerator: an ``accelerate.Accelerator`` that has not prepared its models yet.
@@ -40,6 +40,14 @@ def use_tritonddp(accelerator: _Accelerator, **options: Any) -> _Accelerator:
     Raises:
         RuntimeError: it has wrapped a model already.
         TypeError: it is no accelerator.
+
+    Example::
+
+        from accelerate import Accelerator
+        from tritonddp.integrations.accelerate import use_tritonddp
+
+        accelerator = use_tritonddp(Accelerator())
+        model, optimizer, loader = accelerator.prepare(module, optimizer, loader)
     """
     target: Any = accelerator
     prepare_model = getattr(target, "prepare_model", None)

@@ -23,9 +23,17 @@ _Callback: Any = lightning_class(__name__, "callbacks.Callback", *_PACKAGES)
 class TritonDDPStrategy(_Base):
     """Lightning's ``DDPStrategy`` with :class:`tritonddp.DistributedDataParallel` as the wrapper.
 
-    Takes the same arguments. Those that Lightning does not know itself go on to the wrapper; what
-    the name of a strategy says in Lightning (``ddp_find_unused_parameters_true``) is not needed.
+    Takes the same arguments, and passes those that Lightning does not know to the wrapper. No
+    variant such as Lightning's ``ddp_find_unused_parameters_true`` is needed.
     Import it after the Lightning that you use, if both are installed.
+
+    Example::
+
+        from pytorch_lightning import Trainer  # or lightning.pytorch
+        from tritonddp.integrations.lightning import TritonDDPStrategy
+
+        trainer = Trainer(strategy=TritonDDPStrategy(), devices=2, max_steps=4)
+        trainer.fit(lightning_module, loader)
     """
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
@@ -44,6 +52,15 @@ class MetricsCallback(_Callback):
         RuntimeError, TypeError: when training starts, on every rank, if the model is wrapped
             without ``metrics=True``, or not with tritonddp.
         ValueError: ``every`` is no whole number from 1 on.
+
+    Example::
+
+        from pytorch_lightning import Trainer
+        from tritonddp.integrations.lightning import MetricsCallback, TritonDDPStrategy
+
+        strategy, callback = TritonDDPStrategy(metrics=True), MetricsCallback(every=2)
+        trainer = Trainer(strategy=strategy, callbacks=[callback], devices=2, max_steps=4)
+        trainer.fit(lightning_module, loader)
     """
 
     def __init__(self, every: int = 100) -> None:
@@ -51,11 +68,11 @@ class MetricsCallback(_Callback):
         self._logged = 0  # the step
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """The model is wrapped by now."""
+        """Check the model, which is wrapped by now."""
         numbers_of(trainer.model)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        """The optimizer may have made a step: one for several batches that are accumulated."""
+        """Log, if the optimizer has made a step since: it may step once in several batches."""
         step = trainer.global_step
         if trainer.is_global_zero and step % self._every == 0 and step != self._logged:
             self._logged = step

@@ -1,4 +1,4 @@
-"""``metrics()`` of a wrapped model, as trainers' loggers take it."""
+"""The numbers of ``metrics()``, for the loggers of trainers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from tritonddp.ddp import DistributedDataParallel
 
 
 def check_every(every: Any) -> int:
-    """Raise a ValueError if this is no number of steps."""
+    """Return ``every``; raise a ValueError if it is not a number of steps."""
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise ValueError(f"every should be a number of steps from 1 on, got {every!r}")
     return every
 
 
 def numbers_of(model: Any) -> dict[str, float]:
-    """The numbers in ``metrics()``, by names that begin with ``ddp/``. Loggers take no words.
+    """The numbers in ``metrics()``, under names that begin with ``ddp/``. Words are left out.
 
     Raises:
         RuntimeError: the model was wrapped without ``metrics=True``.

@@ -1,7 +1,8 @@
-"""tritonddp's class in the place of torch's, for code that lets nobody choose its wrapper.
+"""Replaces torch's class by tritonddp's, for code in which the wrapper cannot be chosen.
 
-The names in ``torch.nn.parallel`` and ``torch.nn.parallel.distributed`` stand for ours. A module
-that has imported torch's class by name before keeps it: replace first, import then.
+The name ``DistributedDataParallel`` in ``torch.nn.parallel`` and ``torch.nn.parallel.distributed``
+then refers to tritonddp's class. A module that has imported torch's class by name before keeps
+torch's: replace first, import then.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ _is_for_good = False
 
 
 class _Offers(types.ModuleType):
-    """``torch.nn.parallel.distributed`` while it offers our class.
+    """The class of the module ``torch.nn.parallel.distributed`` while it offers our class.
 
-    What is looked up in the module is ours, or what somebody has put there since. Its own
-    functions, the methods of torch's class, find that one among their globals, as they must.
+    ``module.DistributedDataParallel`` is our class, or one that other code has set since. The
+    module's globals still hold torch's class, which the methods of that class need.
     """
 
     @property
@@ -42,7 +43,7 @@ class _Offers(types.ModuleType):
 def replace_stock() -> None:
     """For the rest of this process, torch's ``DistributedDataParallel`` is tritonddp's.
 
-    Call it in every process before whatever wraps models is imported. It may be called again.
+    Call it in every process, before the code that wraps models is imported. It may be called again.
 
     Warns:
         UserWarning: modules have imported torch's class by name before, and keep it; names them.
@@ -52,12 +53,12 @@ def replace_stock() -> None:
         import tritonddp
 
         tritonddp.replace_stock()
-        import some_trainer  # wraps with torch.nn.parallel.DistributedDataParallel
+        model = torch.nn.parallel.DistributedDataParallel(module)  # as libraries do: tritonddp's
     """
     global _is_for_good
     bound = [] if _is_for_good else _bound()
     _is_for_good = True
-    _replace()  # also if somebody has put another class there since
+    _replace()  # also if other code has set another class there since
     if bound:
         warnings.warn(
             f"{_sentence(bound)} If they wrap models, call replace_stock() before they are "
@@ -70,7 +71,7 @@ def replace_stock() -> None:
 def instead_of_stock() -> Iterator[None]:
     """Context: torch's ``DistributedDataParallel`` is tritonddp's.
 
-    It holds for the whole process, so leave it as soon as the model is wrapped.
+    It affects the whole process, so leave it as soon as the model is wrapped.
 
     Warns:
         UserWarning: nothing was wrapped with tritonddp's class inside; names the modules that had
@@ -79,7 +80,7 @@ def instead_of_stock() -> Iterator[None]:
     Example::
 
         with tritonddp.instead_of_stock():
-            trainer = SomeTrainer(model)  # wraps here
+            model = torch.nn.parallel.DistributedDataParallel(module)  # by a library, say
     """
     wrapped = DistributedDataParallel.wrapped_modules
     with stock_replaced():
@@ -97,9 +98,9 @@ def instead_of_stock() -> Iterator[None]:
 
 @contextmanager
 def stock_replaced(options: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Context: :func:`instead_of_stock` for callers that need not wrap anything.
+    """Context: :func:`instead_of_stock` without the warning if nothing is wrapped inside.
 
-    With ``options`` they are arguments of all wrappers that are made inside.
+    ``options`` are arguments for all wrappers that are made inside.
     """
     parallel: Any = torch.nn.parallel
     before, kind = parallel.DistributedDataParallel, type(torch.nn.parallel.distributed)
@@ -119,7 +120,7 @@ def stock_replaced(options: Mapping[str, Any] | None = None) -> Iterator[None]:
 
 
 def _with(options: Mapping[str, Any]) -> type:
-    """What makes wrappers with ``options``, and has them as its instances."""
+    """A class whose constructor makes our wrappers with ``options``; ``isinstance`` works."""
 
     def made(cls: type, *args: Any, **kwargs: Any) -> DistributedDataParallel:
         return DistributedDataParallel(*args, **{**kwargs, **options})
@@ -137,7 +138,7 @@ def _replace() -> None:
 
 
 def _bound() -> list[str]:
-    """Modules outside of torch in which a name stands for torch's class."""
+    """Modules outside of torch that have torch's class under some name."""
     return sorted(
         name
         for name, module in list(sys.modules.items())

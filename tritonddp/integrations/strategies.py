@@ -1,4 +1,4 @@
-"""Which Lightning is in use? It is published under several names, with classes of their own."""
+"""Finds the Lightning that is in use. It is published under several package names."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from typing import Any
 
 
 def lightning_class(user: str, place: str, *packages: str) -> Any:
-    """A class of the first of these packages that is imported already, or installed.
+    """A class of Lightning, from the one of ``packages`` that is imported already, or installed.
 
-    They are names of one package. If none is installed, an ImportError says what ``user``, a
-    module, needs. ``place`` are the module in the package and the name of the class.
+    Args:
+        user: name of the module that needs it, for the error.
+        place: the module inside the package and the name of the class, with dots.
+        packages: names under which Lightning is published, the preferred one first.
+
+    Raises:
+        ImportError: none of them is installed.
     """
     module, _, name = place.rpartition(".")
     for package in sorted(packages, key=lambda package: package not in sys.modules):
         try:
             return getattr(importlib.import_module(f"{package}.{module}"), name)
         except ModuleNotFoundError as error:
-            # A name of another package: this one is there, and lacks something itself.
+            # Another package is missing: this one is installed, and lacks a dependency.
             if not f"{package}.{module}".startswith(error.name or "?"):
                 raise
     raise ImportError(

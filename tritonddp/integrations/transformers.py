@@ -1,4 +1,4 @@
-"""Trainer of transformers: what ``metrics()`` tells goes to its loggers.
+"""Trainer of transformers: a callback that logs ``metrics()``.
 
 from tritonddp.integrations.accelerate import use_tritonddp
 from tritonddp.integrations.transformers import MetricsCallback
@@ -14,7 +14,7 @@ from typing import Any
 try:
     from transformers import TrainerCallback
 except ModuleNotFoundError as error:
-    if error.name != "transformers":  # it is there, and lacks something itself
+    if error.name != "transformers":  # it is installed, and lacks a dependency
         raise
     raise ImportError(
         f"{__name__} needs transformers, which is not installed: pip install transformers"
@@ -26,19 +26,28 @@ _Base: Any = TrainerCallback
 
 
 class MetricsCallback(_Base):
-    """Has ``trainer`` log the numbers of ``metrics()`` as ``ddp/...``, on rank 0.
+    """Logs the numbers of ``metrics()`` as ``ddp/...`` by ``trainer``, on rank 0.
 
-    They go where its losses go: to the integrations of ``report_to``, TensorBoard or Weights &
-    Biases say, and the terminal.
+    They go to the same places as its losses: the integrations of ``report_to``, such as TensorBoard
+    or Weights & Biases, and the terminal.
 
     Args:
-        trainer: whose model is wrapped with tritonddp and ``metrics=True`` when it trains.
+        trainer: a Trainer whose model is wrapped with tritonddp and ``metrics=True``.
         every: steps of the optimizer from one log to the next.
 
     Raises:
-        RuntimeError, TypeError: after the first step on every rank, if that model is wrapped
+        RuntimeError, TypeError: after the first step, on every rank, if the model is wrapped
             without ``metrics=True``, or not with tritonddp.
         ValueError: ``every`` is no whole number from 1 on.
+
+    Example::
+
+        from tritonddp.integrations.accelerate import use_tritonddp
+        from tritonddp.integrations.transformers import MetricsCallback
+
+        use_tritonddp(trainer.accelerator, metrics=True)  # trainer: a transformers.Trainer
+        trainer.add_callback(MetricsCallback(trainer, every=2))
+        trainer.train()
     """
 
     def __init__(self, trainer: Any, every: int = 100) -> None:
@@ -47,7 +56,7 @@ class MetricsCallback(_Base):
         self._was_checked = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The model may be another one than in the last training."""
+        """Check the model again: a second training may have another one."""
         self._was_checked = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -58,6 +67,6 @@ class MetricsCallback(_Base):
         found = numbers_of(self._trainer.model_wrapped)
         self._was_checked = True
         if is_due:
-            logs_loss = control.should_log  # which any log makes false
+            logs_loss = control.should_log  # log() sets it to False
             self._trainer.log(found)
             control.should_log = logs_loss

@@ -1,1 +1,1 @@
-"""compression="auto": which bucket is compressed, by measured speeds."""
+"""compression="auto": measured speeds decide which buckets are compressed."""

@@ -1,4 +1,7 @@
-"""Which wire each bucket takes, by the cost model."""
+"""Which wire each bucket takes, by the cost model.
+
+A *wire* is a way in which gradients are sent: in their own dtype, cast to bf16, or as int8.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,16 @@ from tritonddp.features.auto_compression.cost_model import (
 )
 from tritonddp.features.auto_compression.probe import Figures
 
-# A wire that loses something has to promise at least this share of the time. The model is held to
-# be within 15% of measured steps, mostly to the same side on all wires: the ratio of two of its
-# predictions may be wrong by a fifth before a choice makes a step longer than 1.02 times what it is
-# in full precision, since 0.85 * 1.2 = 1.02.
+# A wire that loses precision must be predicted to save at least this share of the time. The model
+# is required to be within 15% of measured steps, and mostly errs in the same direction on all
+# wires. If the ratio of two predictions is wrong by a factor of 1.2, the chosen step takes at most
+# 0.85 * 1.2 = 1.02 times the time of full precision.
 MARGIN = 0.15
 
-# Buckets are looked at in so many runs of neighbours at most: each asks for a prediction.
+# Buckets are tried in groups of neighbours, at most so many: each takes a prediction.
 _RUNS = 16
-# Runs whose bytes are hidden so well that they make the step longer by no more than this share of
-# it stay in full precision.
+# A group stays in full precision if that makes the step longer by no more than this share: the
+# backward hides its communication.
 _HIDDEN = 0.002
 
 OWN = "own dtype"
@@ -36,7 +39,7 @@ BEST = "each its fastest"
 
 @dataclass(frozen=True)
 class Candidates:
-    """A bucket, and the wires that it may take: that of its gradients' own dtype first."""
+    """A bucket, and the wires that it may take, its own dtype first."""
 
     load: Load
     wires: Sequence[WireCost]
@@ -46,21 +49,24 @@ class Candidates:
 class Choice:
     """What was chosen, and why."""
 
-    wires: tuple[str, ...]  # the name of each bucket's
+    wires: tuple[str, ...]  # name of the wire of each bucket
     seconds: float  # predicted, from the start of the backward to the last gradient in .grad
-    # The same if all buckets took one wire that may, by its name, OWN first; and BEST.
+    # Predicted if all buckets that may take one wire took it, by its name (OWN first); and BEST.
     predicted: Mapping[str, float]
 
 
 def choose(buckets: Sequence[Candidates], world_size: int, backward: float, cores: float) -> Choice:
-    """The wires with which a backward is predicted to be over soonest.
+    """Choose the wires for which the model predicts the shortest backward.
 
-    A bucket takes another wire than its own only if that, by itself and with nothing hidden, takes
-    less time by :data:`MARGIN`, and if it matters: what a backward hides anyway stays in full
-    precision. And all take their own if the whole backward does not gain :data:`MARGIN`.
+    A bucket takes another wire than its own dtype only if that takes less time by :data:`MARGIN`
+    for the bucket alone, and only if the backward does not hide its communication anyway. All
+    buckets keep their own dtype if the whole backward does not gain :data:`MARGIN`.
 
-    Buckets come in launch order; ``backward`` is in seconds, without any synchronisation, and for
-    ``cores`` see :class:`Compute`.
+    Args:
+        buckets: in launch order.
+        world_size: number of ranks.
+        backward: seconds of a backward without any synchronisation.
+        cores: see :class:`Compute`.
     """
     compute = Compute.in_proportion([bucket.load for bucket in buckets], backward, cores)
     ways = [
@@ -82,7 +88,7 @@ def choose(buckets: Sequence[Candidates], world_size: int, backward: float, core
     wires = min(trials, key=seconds)
     best = seconds(wires)
     length = max(1, -(-len(buckets) // _RUNS))
-    for first in range(0, len(buckets), length):  # those that are hidden best come first
+    for first in range(0, len(buckets), length):  # the first buckets are hidden best
         run = slice(first, first + length)
         tried = list(wires)
         tried[run] = own[run]
@@ -100,7 +106,7 @@ def report(
     costs: Mapping[torch.dtype, Sequence[WireCost]],
     backward: float,
 ) -> str:
-    """What was chosen and why, in some lines."""
+    """Lines that tell what was chosen, and why."""
     lines = [
         f'compression="auto", {figures.world_size} ranks; of the slowest rank, measured in '
         f"{figures.took:.1f} s:"
@@ -131,7 +137,10 @@ def report(
 
 
 def _fastest(ways: Mapping[str, Passage], names: Collection[str]) -> str:
-    """Of these wires that which is fastest alone, if it beats the first of ``ways`` by far."""
+    """The wire of ``names`` that is fastest for this bucket alone.
+
+    It must be faster than the first of ``ways``, the own dtype, by :data:`MARGIN`; else that one.
+    """
     own = next(iter(ways))
     name = min(
         (name for name in ways if name in names), key=lambda each: ways[each].alone, default=own

@@ -1,8 +1,9 @@
-"""What synchronising gradients takes: collectives, kernels, and what of both a backward hides.
+"""Predicts how long it takes to synchronise gradients: collectives, kernels, overlap with compute.
 
-A model of few figures, which can all be measured in a second
-(:mod:`tritonddp.features.auto_compression.probe`) or be given by hand. Pure arithmetic: the same
-figures give the same answer on every rank.
+The model needs few figures. They can be measured in a second
+(:mod:`tritonddp.features.auto_compression.probe`) or be given by hand. It is pure arithmetic: the
+same figures give the same answer on every rank. A *wire* is a way in which gradients are sent: in
+their own dtype, cast to bf16, or as int8.
 
 Collectives are those of gloo: a ring for all-reduce and all-gather, a message to each peer in turn
 for all-to-all. With latency ``a``, ``b`` seconds a byte, ``W`` ranks and a message of ``S`` bytes
@@ -33,19 +34,19 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast one kind of collective is, on one rank; seconds."""
+    """How fast one kind of collective is on one rank, in seconds."""
 
-    call: float  # of each, however short its message and few its ranks
+    call: float  # of each call, for any message and number of ranks
     byte: float  # for each byte that the rank sends
-    core: float = 0.0  # of these, those that a core of the rank's host works; the rest is waiting
-    latency: float = 0.0  # of each round: of a message to another rank, however short
+    core: float = 0.0  # the part of ``byte`` in which a CPU core works; the rest is waiting
+    latency: float = 0.0  # of each round, that is of a message to another rank of any length
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Seconds of a kernel: of each launch, host included, and of each element.
+    """Seconds of a kernel: of each launch, with the host's part, and of each element.
 
-    On a CPU those of a core that does nothing else.
+    On a CPU they hold for a core that does nothing else.
     """
 
     launch: float
@@ -57,17 +58,17 @@ class Kernel:
 
 @dataclass(frozen=True)
 class WireCost:
-    """How gradients travel, and what that costs."""
+    """The cost of a wire."""
 
     name: str
-    element_bytes: float  # of an element that is not exact, as it travels
+    element_bytes: float  # bytes sent for an element that may be quantised
     speeds: Mapping[Kind, Speed]  # of its collectives, in their order
-    fill: Kernel  # makes the message; takes its time from the backward
-    empty: Kernel  # brings the result into .grad, when the backward is over
-    # Between two collectives, on the elements that one rank owns, from all ranks; runs beside the
-    # backward. None where the collective itself adds up.
+    fill: Kernel  # makes the message; the backward waits for it
+    empty: Kernel  # writes the result into .grad, after the backward
+    # Sums, between two collectives, the elements that this rank owns, from all ranks; runs beside
+    # the backward. None where the collective itself sums.
     reduce: Kernel | None = None
-    is_direct: bool = False  # a collective brings all ranks the whole of each rank's message
+    is_direct: bool = False  # one collective, in which each rank sends all its message to all ranks
 
     @property
     def is_quantised(self) -> bool:
@@ -78,8 +79,8 @@ class WireCost:
 class Load:
     """The elements of a bucket."""
 
-    elements: int  # that may be quantised
-    exact: int = 0  # further ones, which travel in fp32 where the others are quantised
+    elements: int  # elements that may be quantised
+    exact: int = 0  # further elements, sent in fp32 where the others are quantised
 
     @property
     def total(self) -> int:
@@ -88,43 +89,43 @@ class Load:
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a bucket's passage: a collective, or the kernel between two of them."""
+    """A part of a bucket's :class:`Passage`: a collective, or the kernel between two of them."""
 
     kind: Kind | None  # None for the kernel
     seconds: float  # if nothing else runs
-    core: float  # of these, seconds of a core
+    core: float  # the part of these seconds in which a CPU core works
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A bucket's way from its gradients to ``.grad``; seconds."""
+    """All work on a bucket from its gradients to the means in ``.grad``, in seconds."""
 
-    fill: float  # of the thread, or the stream, that computes
+    fill: float  # on the thread or the stream that computes
     stages: tuple[Stage, ...]  # one after the other
-    empty: float  # as fill
+    empty: float  # on the thread or the stream that computes
 
     @property
     def alone(self) -> float:
-        """Seconds if nothing hides any of it."""
+        """Seconds if none of it overlaps with compute."""
         return self.fill + sum(stage.seconds for stage in self.stages) + self.empty
 
 
 @dataclass(frozen=True)
 class Compute:
-    """What is computed while gradients travel."""
+    """The backward itself, which runs while gradients are sent."""
 
     ready: Sequence[float]  # seconds until each bucket has its last gradient, in launch order
-    end: float  # until all is computed
-    # Of the host, for each rank; less than one where ranks share. On a GPU, whose own engines send:
-    # infinite.
+    end: float  # seconds until the backward ends
+    # CPU cores for each rank; less than one where ranks share a core. Infinite on a GPU, which
+    # sends by engines of its own.
     cores: float = 1.0
 
     @classmethod
     def in_proportion(cls, loads: Sequence[Load], seconds: float, cores: float = 1.0) -> Compute:
-        """A backward of which each gradient takes as long as it has elements.
+        """Assume that the time of each gradient is proportional to its number of elements.
 
-        What is known of a backward whose end alone was timed. True of layers that are matrices;
-        convolutions, whose gradients take longer than they are large, come later in theirs.
+        For a backward of which only the end was timed. It holds for layers that are matrices.
+        Gradients of convolutions take longer for their size, and become ready later than this.
         """
         done = list(accumulate(load.total for load in loads))
         return cls([seconds * each / (done[-1] or 1) for each in done], seconds, cores)
@@ -138,15 +139,15 @@ def message_bytes(wire: WireCost, load: Load) -> float:
 
 
 def sent_bytes(kind: Kind, size: float, world_size: int) -> float:
-    """What a rank sends of a message of ``size`` bytes, if no rank sends more than need be."""
+    """Bytes that a rank sends for a message of ``size`` bytes, by an algorithm that sends least."""
     passes = 2 if kind is Kind.ALL_REDUCE else 1
     return passes * (world_size - 1) / world_size * size
 
 
 def collective_seconds(kind: Kind, size: float, world_size: int, speed: Speed) -> float:
-    """Seconds of a collective that has the line for itself; sources are in the module's docstring.
+    """Seconds of a collective that has the network for itself; sources: the module's docstring.
 
-    ``size`` is that of the message in bytes: what all ranks begin or end with, together.
+    ``size`` is in bytes: of one rank's input, or for an all-gather of its output.
     """
     if world_size == 1:
         return 0.0
@@ -156,37 +157,36 @@ def collective_seconds(kind: Kind, size: float, world_size: int, speed: Speed) -
 
 
 def passage(wire: WireCost, load: Load, world_size: int) -> Passage:
-    """What a bucket goes through on this wire, with nothing else under way."""
+    """The passage of a bucket on this wire, with nothing else under way."""
     size = message_bytes(wire, load) * (world_size if wire.is_direct else 1)
     stages = []
     for kind, speed in wire.speeds.items():
         seconds = collective_seconds(kind, size, world_size, speed)
         stages.append(Stage(kind, seconds, sent_bytes(kind, size, world_size) * speed.core))
     if wire.reduce is not None:
-        # A rank adds up what it owns, 1 / world_size of the elements, from world_size ranks.
+        # A rank owns 1 / world_size of the elements, and sums them from world_size ranks.
         work = wire.reduce.seconds(load.total)
         stages.insert(1, Stage(None, work, work))
     return Passage(wire.fill.seconds(load.total), tuple(stages), wire.empty.seconds(load.total))
 
 
 def step_seconds(compute: Compute, passages: Sequence[Passage]) -> float:
-    """Seconds until the last gradient is in ``.grad``, from when ``compute`` began.
+    """Seconds from the start of ``compute`` until the last gradient is in ``.grad``.
 
-    The thread that computes fills each bucket when its gradients are ready, and empties all in
-    order when it is done. The line carries one collective after the other, in the order in which
-    they are asked for; what lies between two collectives of a bucket is done by one further thread.
-    Where these want more cores than there are, each gets an equal share and what it leaves goes to
-    the others.
+    The compute thread fills each bucket when its gradients are ready, and empties all buckets in
+    order at its end. The network carries one collective after the other, in launch order. One more
+    thread runs the kernels between two collectives of a bucket. If these three want more cores than
+    there are, each gets an equal share, and a share that is not used up goes to the others.
     """
     return _Step(compute, passages).run()
 
 
 @dataclass
 class _Task:
-    """What one of the three servants is at: ``left`` seconds that it would take alone."""
+    """A task of compute thread, network or kernel thread."""
 
-    left: float
-    core: float  # of a core, while it runs: 1 for compute and kernels
+    left: float  # seconds that it still takes if it runs alone
+    core: float  # share of a core that it uses while it runs: 1 for compute and kernels
     bucket: int = 0
     stage: int = -1
     rate: float = 0.0
@@ -194,7 +194,7 @@ class _Task:
 
 @dataclass
 class _Step:
-    """One step as it passes: three servants, each with its tasks, and what becomes of them."""
+    """Simulates one step: the compute thread, the network and the kernel thread."""
 
     compute: Compute
     passages: Sequence[Passage]
@@ -207,7 +207,7 @@ class _Step:
         main = next(script, None)
         now = 0.0
         while True:
-            # The thread that computes stands still while the bucket that it is to empty travels.
+            # The compute thread waits while the bucket that it empties next is not reduced yet.
             waits = main is not None and main.stage > 0 and not arrived[main.bucket]
             running = [queue[0] for queue in (self.line, self.kernels) if queue]
             if main is not None and not waits:
@@ -230,8 +230,8 @@ class _Step:
                 main = next(script, None)
 
     def _script(self) -> Iterator[_Task]:
-        """What the thread that computes does: compute (stage -1), fill (0), empty (1)."""
-        # Where ranks share cores the backward has less work than it takes seconds.
+        """The tasks of the compute thread: compute (stage -1), fill (0), empty (1)."""
+        # Where ranks share cores, the backward was timed with a share of a core: its work is less.
         share = min(1.0, self.compute.cores)
         before = 0.0
         for bucket, (ready, each) in enumerate(zip(self.compute.ready, self.passages, strict=True)):
@@ -254,7 +254,7 @@ class _Step:
         return True
 
     def _share(self, running: Sequence[_Task]) -> None:
-        """Who wants less than an equal share of the cores gets that, the others share the rest."""
+        """Share the cores. A task that needs less than an equal share leaves the rest to others."""
         left = self.compute.cores
         by_demand = sorted(running, key=lambda task: task.core)
         for place, task in enumerate(by_demand):

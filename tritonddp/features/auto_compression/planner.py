@@ -1,8 +1,9 @@
 """``compression="auto"``: each bucket takes the wire that the cost model chooses for it.
 
-What lines and kernels can do is measured at construction. What a backward hides is not known
-before there was one: until then all gradients travel in their own dtypes. The choice is made when
-the first reduced backward is over, and again, by the same figures, when buckets change.
+A *wire* is a way in which gradients are sent: in their own dtype, cast to bf16, or as int8. The
+speeds of network and kernels are measured at construction. The length of a backward is not known
+before the first one: until then all gradients are sent in their own dtypes. The choice is made when
+the first reduced backward is over, and again, with the same speeds, when buckets change.
 """
 
 from __future__ import annotations
@@ -33,29 +34,29 @@ from tritonddp.reducer.extension import Events, Extension
 logger = logging.getLogger("tritonddp.auto")
 
 QUANTISED = "int8"
-# Gradients that may take another wire than they take without compression.
+# Dtypes of gradients that may take another wire than without compression.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Reduced backwards that are timed: the first ones compile, allocate and read what no cache holds.
+# Reduced backwards that are timed. The shortest counts, as the first compile and allocate.
 _TIMED = 8
 
-# What :attr:`AutoPlanner.state` is of.
+# The wires that the numbers in :attr:`AutoPlanner.state` stand for.
 _STATES = (OWN, "bfloat16", QUANTISED)
 
 _BEGAN, _ENDED = "backward began", "backward ended"
 
 
 def options(dtype: torch.dtype, reduce_dtype: torch.dtype | None = None) -> list[str]:
-    """The wires that gradients of ``dtype`` may take, their own first, which may be cast."""
+    """The wires that gradients of ``dtype`` may take; first ``reduce_dtype`` or their own dtype."""
     own = reduce_dtype or dtype
     cast = ["bfloat16"] if own is torch.float32 and reduce_dtype is None else []
     return [name_of(own), *cast, QUANTISED]
 
 
 def collectives(wire: str, is_direct: bool = False) -> tuple[tuple[Kind, torch.dtype], ...]:
-    """What carries a bucket on this wire, in order, and the dtype of the messages.
+    """The collectives of a bucket on this wire, in order, each with the dtype of its messages.
 
-    ``is_direct`` is said in :mod:`tritonddp.kernels.quantized.buffer`.
+    For ``is_direct`` see :mod:`tritonddp.kernels.quantized.buffer`.
     """
     if wire == QUANTISED:
         if is_direct:
@@ -67,13 +68,13 @@ def collectives(wire: str, is_direct: bool = False) -> tuple[tuple[Kind, torch.d
 def wires(
     figures: Figures, dtype: torch.dtype, reduce_dtype: torch.dtype | None = None
 ) -> list[WireCost]:
-    """What the :func:`options` of gradients of ``dtype`` cost."""
+    """The costs of the wires in :func:`options` for gradients of ``dtype``."""
     is_direct = (Kind.ALL_GATHER, name_of(torch.uint8)) not in figures.speeds
     return [
         WireCost(
             name=wire,
             element_bytes=(
-                1 + torch.float32.itemsize / BLOCK  # a number, and its share of the block's scale
+                1 + torch.float32.itemsize / BLOCK  # an int8, and its share of the block's scale
                 if wire == QUANTISED
                 else getattr(torch, wire).itemsize
             ),
@@ -92,7 +93,7 @@ def wires(
 def measured(
     wire: WireFormat, group: Group, device: torch.device, dtypes: Collection[torch.dtype]
 ) -> Figures:
-    """The figures that a choice needs; collective, so ``dtypes`` come in one order on all ranks."""
+    """Measure the figures for a choice. Collective: ``dtypes`` are in one order on all ranks."""
     others = _others(wire)
     is_direct = group.size == 2 and select_quantized(device, torch.int8).is_direct
     steps = (_EXCHANGE, _REDUCE, *(() if is_direct else (_GATHER,)), _EMPTY)
@@ -113,7 +114,7 @@ def measured(
 
 
 def _others(wire: WireFormat) -> dict[str, WireFormat]:
-    """How gradients travel on a wire that is not their own, by its name."""
+    """The wire formats of ``"bfloat16"`` and ``"int8"``, by name."""
     return {
         "bfloat16": replace(wire, reduce_dtype=torch.bfloat16, compression=None),
         QUANTISED: replace(wire, compression=QUANTISED),
@@ -121,7 +122,7 @@ def _others(wire: WireFormat) -> dict[str, WireFormat]:
 
 
 class AutoPlanner:
-    """Chooses the wires of one reducer's buckets, whose gradients travel as ``wire`` without it."""
+    """Chooses wires for the buckets of one reducer. ``wire`` is the format without a choice."""
 
     def __init__(
         self,
@@ -137,11 +138,11 @@ class AutoPlanner:
         self._group = group
         self._device = device
         self._others = _others(wire)
-        self._counters = counters  # of what the ranks tell each other here, too
+        self._counters = counters  # count the all-reduces of this class too
         self._costs = {each: wires(figures, each, wire.reduce_dtype) for each in figures.dtypes}
-        self._wires: tuple[str, ...] = ()  # of buckets, by index; none before the first choice
-        self._loaded: tuple[str, ...] = ()  # of the buckets to come
-        self._shortest = math.inf  # reduced backward on this rank; seconds
+        self._wires: tuple[str, ...] = ()  # by bucket index; empty before the first choice
+        self._loaded: tuple[str, ...] = ()  # wires from a loaded state, for the next buckets
+        self._shortest = math.inf  # seconds of the shortest reduced backward on this rank
         self.report = (  # what was chosen, and why
             'compression="auto": gradients travel in their own dtypes, as no backward has been '
             "reduced yet"
@@ -149,13 +150,16 @@ class AutoPlanner:
         self.timer = BackwardTimer(device)
 
     def wire_of(self, index: int) -> WireFormat | None:
-        """The wire that was chosen for a bucket; ``None`` for its own."""
+        """The wire that was chosen for a bucket; ``None`` for its own dtype."""
         return self._others.get(self._wires[index]) if self._wires else None
 
     def choose(
         self, buckets: Sequence[Sequence[tuple[str, Tensor]]], sparse: Collection[Tensor]
     ) -> bool:
-        """Choose wires for buckets of these parameters; were others in force? Collective."""
+        """Choose wires for buckets of these parameters. Collective.
+
+        Returns whether they differ from the wires before.
+        """
         former = self._wires
         if self._loaded:
             self._wires, self._loaded = self._loaded, ()
@@ -182,15 +186,15 @@ class AutoPlanner:
 
     @property
     def state(self) -> list[int]:
-        """What the buckets take, as small numbers, for :meth:`load`."""
+        """The wires of the buckets, as numbers for :meth:`load`."""
         return [_STATES.index(wire) for wire in self._wires]
 
     def knows(self, state: Sequence[int]) -> bool:
-        """Whether :meth:`load` can make something of these numbers."""
+        """Whether :meth:`load` accepts these numbers."""
         return {*state} <= {*range(len(_STATES))}
 
     def load(self, state: Sequence[int]) -> None:
-        """The next buckets take what those took that had this :attr:`state`; alike on all ranks."""
+        """Take the wires of a saved :attr:`state` for the next buckets; alike on all ranks."""
         self._loaded = tuple(_STATES[number] for number in state)
 
     def _candidates(
@@ -200,7 +204,7 @@ class AutoPlanner:
         dtype = params[0].dtype
         costs = self._costs.get(dtype)
         if costs is None or params[0] in sparse:
-            # No wire was timed; whatever it takes, it takes it whatever is chosen for the others.
+            # It has one wire only, which was not timed: its time does not affect the choice.
             no_time, speeds = Kernel(0.0, 0.0), {Kind.ALL_REDUCE: Speed(0.0, 0.0)}
             return Candidates(Load(0), [WireCost(name_of(dtype), 0.0, speeds, no_time, no_time)])
         elements = [0, 0]
@@ -210,9 +214,9 @@ class AutoPlanner:
         return Candidates(load, [c for c in costs if load.elements or not c.is_quantised])
 
     def _slowest_backward(self) -> float | None:
-        """The shortest backward of the rank where it is longest; collective.
+        """Seconds of each rank's shortest backward, the maximum over the ranks. Collective.
 
-        ``None`` while no rank has timed any. (A rank without inputs has none to offer.)
+        ``None`` while no rank has timed one. (A rank without inputs times none.)
         """
         for moments in self.timer.moments:
             moments.wait()
@@ -228,10 +232,10 @@ class AutoPlanner:
 
 
 class BackwardTimer(Extension):
-    """Times the first reduced backwards, and is told nothing any more after them."""
+    """Times the first reduced backwards, and removes itself after them."""
 
     def __init__(self, device: torch.device) -> None:
-        self.moments: list[Moments] = []  # of backwards that nobody has looked at yet
+        self.moments: list[Moments] = []  # time stamps of backwards that were not read yet
         self._device = device
         self._timed = 0
         self._running: Moments | None = None
@@ -254,7 +258,7 @@ class BackwardTimer(Extension):
 
 
 def _exchange(bucket: Bucket) -> None:
-    """In the place of the all-to-all."""
+    """Stands in for the all-to-all: copies the message, so that later steps have input."""
     flat: Any = bucket.flat
     layout = flat.message_layout
     if layout.is_direct:
@@ -269,7 +273,7 @@ def _reduce(bucket: Bucket) -> None:
 
 
 def _gather(bucket: Bucket) -> None:
-    """In the place of the all-gather."""
+    """Stands in for the all-gather: copies the reduced part to the place of each rank's."""
     flat: Any = bucket.flat
     flat.gathered.view(flat.message_layout.world_size, -1).copy_(flat.reduced)
 

@@ -1,8 +1,8 @@
-"""How fast are the lines between the ranks, and the kernels of this device? Measured in a second.
+"""How fast are the network between the ranks, and the kernels of this device? Takes about a second.
 
-What the cost model needs is timed once: some collectives, and buckets on their way in and out. The
-slowest rank's figures count, on every rank. A line of 100 Mbit/s takes a second, faster ones less.
-The module, its gradients and all random states are left alone.
+This measures the figures of the cost model: some collectives, and the kernels that fill and empty
+buckets. All ranks use the figures of the slowest rank. A network of 100 Mbit/s takes a second, a
+faster one less. The module, its gradients and all random states are left alone.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from tritonddp.coordination.collectives import all_gather, all_reduce
 from tritonddp.coordination.point_to_point import all_to_all
 from tritonddp.features.auto_compression.cost_model import Kernel, Kind, Speed, sent_bytes
 
-# Bytes of the messages that are timed: four times more, until one takes so many seconds, and so
-# many times what an empty one takes. The first is larger than what token buckets of slow lines let
-# through at once.
+# Bytes of the messages that are timed. The size is multiplied by four until a message takes longer
+# than _LONG seconds, and longer than _LATENCIES empty messages. The first size is larger than the
+# burst that rate limits (token buckets) of slow networks let through.
 _FIRST_SIZE, _LAST_SIZE = 256 << 10, 64 << 20
 _LONG, _LATENCIES = 0.03, 10
-# Rounds of everything, of which the fastest counts; none begins after so many seconds.
+# Rounds of all timings, of which the fastest counts. No round begins after _PATIENCE seconds.
 _REPETITIONS, _PATIENCE = 8, 0.25
 
-# Gradients of the buckets that are timed, how often they are, and elements of each gradient. (On a
-# CPU each is a segment.)
+# Gradients of each timed bucket (on a CPU each is packed in a launch of its own), timed passes, and
+# below the elements of each gradient.
 _GRADIENTS, _PASSES = 4, 3
-# Bytes written between two passes, so that residuals and buffers are in no cache, as in a step.
+# Bytes written between two passes, so that no cache holds residuals and buffers, as in a step.
 _CACHES = 64 << 20
 _FEW, _MANY = 1 << 10, 1 << 20
 
 
-# Of the messages over gloo: below those of :mod:`tritonddp.comm.quantized`.
+# Tag of the messages over gloo, below the tags of :mod:`tritonddp.comm.quantized`.
 _TAG = 0x7D0FFFFF
 
 
@@ -54,9 +54,9 @@ class Way:
     """How buckets of one gradient dtype travel on one wire."""
 
     make: Callable[[int, list[Parameter], list[str]], Bucket]  # from index, parameters and names
-    collectives: Sequence[tuple[Kind, torch.dtype]]  # and what they carry, in their order
-    # What is done to the bucket when it is filled, and what it counts as: "reduce", "empty" or, in
-    # the place of a collective, None.
+    collectives: Sequence[tuple[Kind, torch.dtype]]  # in order, with the dtype of the messages
+    # Steps after the bucket is filled, with the figure to which their time belongs: "reduce",
+    # "empty", or None for a step that stands in for a collective.
     steps: Sequence[tuple[str | None, Callable[[Bucket], object]]] = (("empty", Bucket.unpack),)
 
 
@@ -65,19 +65,19 @@ class Figures:
     """What was measured, alike on all ranks."""
 
     world_size: int
-    cores: float  # of the host for each rank, as in the cost model's Compute
-    seconds: Mapping[str, float]  # by what was timed; the slowest rank's
+    cores: float  # CPU cores for each rank, as in the cost model's Compute
+    seconds: Mapping[str, float]  # times of the slowest rank, by the name of the figure
     took: float  # seconds of the measurement
 
     @property
     def dtypes(self) -> list[torch.dtype]:
-        """Of the gradients whose buckets were timed."""
+        """Dtypes of the gradients whose buckets were timed."""
         names = {name.partition(" as ")[0] for name in self.seconds if " as " in name}
         return [getattr(torch, name) for name in sorted(names)]
 
     @property
     def speeds(self) -> dict[tuple[Kind, str], Speed]:
-        """Of what was timed, by kind and the name of a dtype."""
+        """The speeds of all timed collectives, by kind and the name of a dtype."""
         found = {}
         for name in self.seconds:
             what, is_call, _ = name.rpartition(": call")
@@ -99,9 +99,9 @@ class Figures:
 def measure(
     group: dist.ProcessGroup, device: torch.device, ways: Mapping[torch.dtype, Mapping[str, Way]]
 ) -> Figures:
-    """Time collectives of the ranks of ``group``, and buckets; collective.
+    """Time collectives of ``group``, and buckets. Collective.
 
-    ``ways`` are by the dtype of gradients and the name of the wire, alike on all ranks.
+    ``ways`` maps the dtype of gradients and the name of the wire to a way; alike on all ranks.
     """
     start = time.perf_counter()
     lines = _Lines(group, device)
@@ -113,7 +113,7 @@ def measure(
         for wire, way in of_dtype.items():
             for what, value in _time_buckets(way, dtype, device).items():
                 seconds[f"{name_of(dtype)} as {wire}: {what}"] = value
-    # A rank that has few cores for itself is a slow one.
+    # The rank with the fewest cores counts: its reciprocal is the largest.
     cores = _cores(group, device)
     slowest = lines.slowest([*seconds.values(), 1 / cores, time.perf_counter() - start])
     *values, share, took = slowest
@@ -133,14 +133,14 @@ class _Lines:
         self._device = device
 
     def time(self, collectives: Sequence[tuple[Kind, torch.dtype]]) -> dict[str, float]:
-        """Of each: seconds of an empty one, of a byte that is sent, and of a core for a byte."""
+        """For each: seconds of an empty call, of a sent byte, and of a core for a sent byte."""
         if not collectives:
             return {}
         short = self._fastest([self._collective(*each, 0) for each in collectives])
         size = self._find_size(*collectives[0], short[0][0])
         calls = [self._collective(*each, size) for each in collectives]
         for call in calls:
-            call()  # whatever lets the first bytes through for free shall be used up
+            call()  # use up the burst that a rate limit lets through
         found: dict[str, float] = {}
         timed = zip(collectives, short, self._fastest(calls), strict=True)
         for (kind, dtype), (least, idle), (wall, core) in timed:
@@ -153,7 +153,7 @@ class _Lines:
         return found
 
     def slowest(self, seconds: Sequence[float]) -> list[float]:
-        """Of each the largest of all ranks. (Not all devices have fp64.)"""
+        """The maximum over the ranks of each number. (In fp32: not all devices have fp64.)"""
         values = torch.tensor(seconds, dtype=torch.float32, device=self._device)
         all_reduce(values, self._group, dist.ReduceOp.MAX).wait()
         return values.tolist()
@@ -169,9 +169,9 @@ class _Lines:
         return size
 
     def _fastest(self, calls: Sequence[Callable[[], None]]) -> list[tuple[float, float]]:
-        """Wall time and time of cores of each, the shortest of some rounds.
+        """Wall time and CPU time of each call, the shortest of some rounds.
 
-        What slows the machine down for a moment does so for all.
+        Each round times all calls, so that a short disturbance of the machine affects all of them.
         """
         rounds: list[list[tuple[float, float]]] = []
         spent = 0.0
@@ -183,11 +183,11 @@ class _Lines:
         return [(min(walls), min(cores)) for walls, cores in walls_and_cores]
 
     def _timed(self, call: Callable[[], None]) -> tuple[float, float]:
-        self.slowest([0.0])  # all begin at once
+        self.slowest([0.0])  # a barrier, so that all ranks begin together
         core, wall = time.process_time(), time.perf_counter()
         call()
         settle(self._device)
-        # On a GPU the card's own engines send.
+        # A GPU sends by engines of its own.
         busy = time.process_time() - core if self._device.type == "cpu" else 0.0
         return time.perf_counter() - wall, busy
 
@@ -216,7 +216,7 @@ def _wait(works: Sequence[Any]) -> None:
 
 
 def _time_buckets(way: Way, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    """Seconds of each launch and each element, of what is done to a bucket."""
+    """Seconds of each launch and of each element, for each step on a bucket."""
     few = _time_bucket(way, dtype, device, _FEW)
     many = _time_bucket(way, dtype, device, _MANY)
     found = {}
@@ -230,8 +230,8 @@ def _time_buckets(way: Way, dtype: torch.dtype, device: torch.device) -> dict[st
 def _time_bucket(
     way: Way, dtype: torch.dtype, device: torch.device, numel: int
 ) -> dict[str, float]:
-    """The shortest seconds of each step of a bucket's passage, without its collectives."""
-    shape = (1 << 10, numel >> 10)  # of more than one dimension, as what may be quantised
+    """The shortest time in seconds of each step on a bucket, without its collectives."""
+    shape = (1 << 10, numel >> 10)  # of two dimensions: vectors are never quantised
     params = [Parameter(torch.zeros(shape, dtype=dtype, device=device)) for _ in range(_GRADIENTS)]
     names = [f"gradient {number}" for number in range(_GRADIENTS)]
     bucket = way.make(1, params, names)
@@ -247,9 +247,11 @@ def _time_bucket(
 
 
 def _pass(way: Way, bucket: Bucket, values: Tensor) -> dict[str, float]:
-    """Seconds to fill the bucket, to reduce what came of it, and to empty it.
+    """Seconds to fill the bucket, to reduce the received messages, and to empty it.
 
-    Each segment when its gradients have just been made, by a backward: their place may be donated.
+    A bucket is filled in segments (about 4 MiB on the CPU). Each is filled right after a backward
+    has made its gradients, since these may then become tensors in the bucket's memory, as in a
+    step.
     """
     seconds = dict.fromkeys(("fill", "reduce", "empty", "unasked"), 0.0)
 
@@ -274,7 +276,7 @@ def _pass(way: Way, bucket: Bucket, values: Tensor) -> dict[str, float]:
 
 
 def _clock(device: torch.device) -> float:
-    """Seconds. Of this thread's work alone where it does all of it, whoever else wants its core."""
+    """Clock in seconds. With one CPU thread: time on a core only, without waiting for one."""
     if device.type == "cpu" and torch.get_num_threads() == 1:
         return time.thread_time()
     settle(device)
@@ -282,7 +284,7 @@ def _clock(device: torch.device) -> float:
 
 
 def _cores(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Cores of this host for each of its ranks, in units of what its computing thread has."""
+    """Cores of this host for each of its ranks, divided by torch's number of threads."""
     if device.type == "cuda":
         return float("inf")
     boot = Path("/proc/sys/kernel/random/boot_id")
@@ -296,5 +298,5 @@ def _cores(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Of a dtype, without ``torch.``."""
+    """The name of a dtype without ``torch.``."""
     return str(dtype).removeprefix("torch.")

@@ -1,1 +1,1 @@
-"""How long the parts of a step take on each rank, and who is slow (``metrics=True``)."""
+"""``metrics=True``: how long the parts of a step take on each rank, and which rank is slow."""

@@ -1,4 +1,4 @@
-"""Each rank tells its times of the last step in the next reduction: ``model.metrics()``."""
+"""``model.metrics()``: each rank sends its times of a step, its *report*, in the next reduction."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ from tritonddp.reducer.extension import Extension
 
 logger = logging.getLogger("tritonddp.metrics")
 
-# Whether the rest means anything, the times of a step in ms, and the items of the backward.
+# Whether the report is valid, the times of a step in ms, and the items of its backward.
 _REPORT = struct.Struct(f"<?{len(NAMES) + 2}f")
 
-# Of the last step and of the ones before it, for shares of a batch.
+# Share of the last step in the running mean of speeds.
 _SMOOTHING = 0.2
 
 
 class Metrics(Extension):
-    """Measures the parts of each step on this rank, and hears of those of the others.
+    """Times the parts of each step on this rank, and receives the times of the other ranks.
 
-    What it says is a step old: that of which all is known when the next reduction begins. On a GPU
-    it may be older. It takes one look at the clock where a part of a step ends, and no collective.
+    The times are those of the step before: the last one that is complete when a reduction begins.
+    On a GPU they may be older. It reads the clock once at the end of each part, and makes no
+    collective.
     """
 
     reads_device = "how long the parts of a step take (metrics)"
@@ -49,15 +50,15 @@ class Metrics(Extension):
         self._group = group
         self._counters = counters
         self._clock = clock_of(device)
-        self._mine: StepTimes | None = None  # of the last step
-        self._items = 1.0  # that its gradients counted
-        self._sent_before = 0  # bytes before the last step, and in it
-        self._sent = 0
-        self._ranks: list[StepTimes] = []  # of all of them, in the last step that all told of
+        self._mine: StepTimes | None = None  # times of the last step
+        self._items = 1.0  # weight of its gradients
+        self._sent_before = 0  # bytes sent before the last step
+        self._sent = 0  # bytes sent in it
+        self._ranks: list[StepTimes] = []  # of all ranks, in the last step that all have reported
         self._speeds: list[float] = []  # items a millisecond, by rank
         self._stragglers = Stragglers(group.size)
         self._where = ""
-        self._every = 0  # a line in so many steps
+        self._every = 0  # steps from one line of the log to the next; 0: no lines
         self._write: Callable[[str], None] = logger.info
 
     # The parts of a step
@@ -67,7 +68,7 @@ class Metrics(Extension):
         self._clock.lap(FORWARD)
 
     def on_buffers(self) -> None:
-        """It has waited for the buffers of another rank."""
+        """The forward has waited for the buffers of another rank."""
         self._clock.lap(FORWARD, EXPOSED)
 
     def on_begin(self, run: ReductionRun) -> None:
@@ -77,11 +78,11 @@ class Metrics(Extension):
             self._clock.lap(BACKWARD)
 
     def on_compute_end(self, run: ReductionRun) -> None:
-        """The engine is through."""
+        """The autograd engine has finished the backward."""
         self._clock.lap(INPUT if run.is_local else EXPOSED)
 
     def on_end(self, run: ReductionRun) -> None:
-        """A reduction is over: a step is."""
+        """The reduction of a backward is over: the step ends here."""
         if run.source is GradSource.REQUEST or not run.reached:
             return
         self._mine = self._clock.end_step()
@@ -95,7 +96,7 @@ class Metrics(Extension):
             self._write(self._line())
 
     def on_abort(self, run: ReductionRun) -> None:
-        """What has passed is no step."""
+        """The backward failed: do not count its time as a step."""
         self._clock.drop_step()
         self._mine = None
 
@@ -130,7 +131,7 @@ class Metrics(Extension):
             self._tell(now)
 
     def _tell(self, slowest: Straggler | None) -> None:
-        """Once for each change."""
+        """Log that a rank became slow, or that none is slow any more."""
         if slowest is None:
             logger.info("%s: no rank is slower than the others any more", self._where)
             return
@@ -173,8 +174,8 @@ class Metrics(Extension):
         """See :meth:`tritonddp.DistributedDataParallel.suggested_shares`."""
         if not self._speeds or min(self._speeds) <= 0:
             raise RuntimeError(
-                f"rank {self._group.rank}: nothing is known of the speed of all ranks yet: make "
-                "some steps first"
+                f"rank {self._group.rank}: the speeds of the ranks are not known yet: make some "
+                "steps first"
             )
         total = sum(self._speeds)
         return [speed / total for speed in self._speeds]
@@ -190,7 +191,7 @@ class Metrics(Extension):
     def _line(self) -> str:
         found = self.metrics()
         if found["step_ms"] is None:
-            return f"step {found['step']}: nothing is known of its times yet"
+            return f"step {found['step']}: its times are not known yet"
         parts = ", ".join(f"{part} {found[f'{part}_ms']:.1f}" for part in NAMES)
         text = (
             f"step {found['step']}: {found['step_ms']:.1f} ms ({parts}), "
@@ -210,58 +211,76 @@ def _to_stderr(line: str) -> None:
 
 
 def metrics(model: Any) -> dict[str, float | int | str | None]:
-    """How long steps take, and whom the others wait for. Needs ``metrics=True``.
+    """How long steps take, and for which rank the others wait. Needs ``metrics=True``.
 
-    Of the last step that all ranks have told of: the one before the last, on a GPU perhaps an
-    earlier one. Alike on all ranks but for ``sent_bytes``. ``None`` is what is not known. A step
-    lasts from the end of one reduction to the end of the next.
+    The times are those of the last step that all ranks have reported: the one before the last, on a
+    GPU perhaps an earlier one. A step lasts from the end of one reduction to the end of the next.
+    The result is alike on all ranks, except ``sent_bytes``. Values that are not known are ``None``.
 
     Returns:
-        ``step``, reductions so far; ``step_ms`` and its parts, means over the ranks: ``input_ms``
-        (data, optimizer, the rest), ``forward_ms`` (with the loss), ``backward_ms``,
-        ``exposed_ms``, synchronisation that nothing hid, and on the CPU ``contended_ms``, in which
-        the thread was ready to run and had no core (the other parts are without it); ``skew_ms``,
-        by which the slowest rank is ready later than the fastest; ``sent_bytes`` through the
-        process group by this rank in the last step.
-        ``slowest_rank``, where one is later than the others by some 5 % of a step, in several
+        A dictionary. ``step``: reductions so far. ``step_ms`` and its parts, means over the ranks:
+        ``input_ms`` (data, optimizer and all else), ``forward_ms`` (with the loss),
+        ``backward_ms``, ``exposed_ms`` (synchronisation that did not overlap with compute), and on
+        the CPU ``contended_ms`` (the thread was ready to run but had no core; not part of the
+        others). ``skew_ms``: how much later than the fastest rank the slowest one is ready.
+        ``sent_bytes``: sent by this rank through the process group in the last step.
+        ``slowest_rank``: a rank that is later than the others by about 5 % of a step, over several
         steps; then ``slowest_phase`` is ``"input"``, ``"forward"`` or ``"backward"``, and
-        ``slowest_by`` the share of a step. Rank 0 logs changes of that in ``tritonddp.metrics``,
-        as warnings.
+        ``slowest_by`` is the share of a step. Rank 0 logs each change of ``slowest_rank`` in
+        ``tritonddp.metrics``, a slow rank as a warning.
 
     Raises:
         RuntimeError: the module was wrapped without ``metrics=True``.
+
+    Example::
+
+        model = tritonddp.DistributedDataParallel(module, metrics=True)
+        for inputs, targets in batches:
+            loss_function(model(inputs), targets).backward()
+        print(model.metrics()["step_ms"], "ms")
     """
     return _of(model, "metrics()").metrics()
 
 
 def suggested_shares(model: Any) -> list[float]:
-    """How to split a global batch over unequal ranks, so that all end together.
+    """How to split a global batch over ranks of different speed, so that all end together.
 
-    By rank, in proportion to the items (of ``weighted(n)``, else one a backward) that each does in
-    a millisecond of forward and backward, over some ten steps. They add up to 1. Ranks whose
-    batches differ in size already make their backwards in ``weighted(n)``. Needs ``metrics=True``.
+    Returns one share for each rank; they add up to 1. Shares are proportional to the number of
+    items that a rank processes in a millisecond of forward and backward, averaged over about ten
+    steps. Items are the ``n`` of ``weighted(n)``, else one for each backward. So use
+    ``weighted(n)`` if batches differ in size already. Needs ``metrics=True``.
 
     Raises:
-        RuntimeError: the module was wrapped without that, or no step is known yet.
+        RuntimeError: the module was wrapped without ``metrics=True``, or no step is known yet.
 
     Example::
 
-        n = round(global_batch * model.suggested_shares()[rank])
+        model = tritonddp.DistributedDataParallel(module, metrics=True)
+        for inputs, targets in batches:
+            loss_function(model(inputs), targets).backward()
+        n = round(256 * model.suggested_shares()[rank])  # this rank's part of a batch of 256
     """
     return _of(model, "suggested_shares()").shares()
 
 
 def log_metrics(model: Any, every: int = 100, write: Callable[[str], None] | None = None) -> None:
-    """Have rank 0 write a line about ``metrics()`` in one of ``every`` steps from now on.
+    """From now on rank 0 writes a line about ``metrics()`` in one of ``every`` steps.
 
     Args:
-        every: reduced backwards.
-        write: takes the line; by default the logger ``tritonddp.metrics`` at level INFO if that is
-            on, else stderr.
+        every: reduced backwards from one line to the next.
+        write: called with the line. By default it goes to the logger ``tritonddp.metrics`` if that
+            has level INFO, else to stderr.
 
     Raises:
         RuntimeError: the module was wrapped without ``metrics=True``.
         ValueError: ``every`` is no whole number from 1 on.
+
+    Example::
+
+        model = tritonddp.DistributedDataParallel(module, metrics=True)
+        model.log_metrics(every=2, write=print)
+        for inputs, targets in batches:
+            loss_function(model(inputs), targets).backward()
     """
     _of(model, "log_metrics()").log(every, write)
 

@@ -5,12 +5,13 @@
     | input            | forward         | backward          | exposed              | input ..
     end of reduction   forward begins    backward begins     gradients are there    end of reduction
 
-All ranks end a reduction together, and what a rank does from there to its last gradient is its own
-time. ``exposed`` is not: it waits for others. What a forward waits for buffers is counted there.
-Where several backwards are accumulated, each part is the sum of all.
+All ranks end a reduction together. The time from there until a rank has its last gradient is the
+rank's *own* time. ``exposed`` is not: the rank waits for other ranks. The time that a forward waits
+for buffers belongs to ``exposed`` too. If several backwards are accumulated, each part is a sum.
 
-On the CPU none of them holds the time in which this thread was ready to run and had no core: with
-more work than cores that is as long as a step, and falls on another rank each time.
+On the CPU the time in which this thread was ready to run but had no core is left out of all parts,
+and counted as ``contended``. With more work than cores it can be as long as a step, and affects a
+different rank each time.
 """
 
 from __future__ import annotations
@@ -30,28 +31,28 @@ from tritonddp._device import Stamp
 
 
 class StepTimes(NamedTuple):
-    """Milliseconds of one step on one rank."""
+    """The parts of one step on one rank, in milliseconds."""
 
-    input: float = 0.0  # data, optimizer, and all that is none of the rest
+    input: float = 0.0  # data, optimizer, and all that is in no other part
     forward: float = 0.0  # with the loss
-    backward: float = 0.0  # until the engine is through
-    exposed: float = 0.0  # synchronisation that nothing hid
-    contended: float = 0.0  # waiting for a core, in any of these
-    busy: float = 0.0  # of its own time: on a core. Not a part of a step
+    backward: float = 0.0  # until the autograd engine has finished
+    exposed: float = 0.0  # synchronisation that did not overlap with compute
+    contended: float = 0.0  # waiting for a core, during any of these parts
+    busy: float = 0.0  # on a core, during the rank's own time; no further part of the step
 
     @property
     def own(self) -> float:
-        """In which no other rank was waited for."""
+        """Time in which this rank did not wait for other ranks."""
         return self.input + self.forward + self.backward
 
     @property
     def total(self) -> float:
-        """Of the whole step."""
+        """Length of the step."""
         return sum(self[: len(NAMES)])
 
     @property
     def idle(self) -> float:
-        """Of its own time: neither on a core nor waiting for one, as in sleep, I/O or a lock."""
+        """Own time neither on a core nor waiting for one: in sleep, I/O or a lock."""
         return self.own - self.busy
 
 
@@ -60,30 +61,33 @@ INPUT, FORWARD, BACKWARD, EXPOSED, CONTENDED = range(len(NAMES))
 
 
 class RunQueue:
-    """How long a thread has waited for a core, by Linux; elsewhere it never has."""
+    """How long a thread has waited for a core. Linux counts it; elsewhere this is always 0."""
 
     def __init__(self) -> None:
-        self._thread = -1  # of which the file tells
+        self._thread = -1  # the thread that the file is about
         self._file = -1
         self._close: Callable[[], object] = int
         self._offset = self._seconds = 0.0
 
     def seconds(self) -> float:
-        """Of the threads that have asked so far, each since it asked first after another one."""
+        """Seconds so far, of the thread that calls.
+
+        When another thread calls, counting goes on with the waits of that thread.
+        """
         if self._thread != threading.get_ident():
             self._follow()
         if self._file >= 0:
-            # The second of: nanoseconds on a core, nanoseconds that it waited for one, turns.
+            # The file has: nanoseconds on a core, nanoseconds of waiting for one, time slices.
             try:
                 waited = int(os.pread(self._file, 64, 0).split()[1])
-            except OSError:  # that thread has ended, and this one has got its number
+            except OSError:  # that thread has ended, and this thread has the same identifier
                 self._follow()
             else:
                 self._seconds = self._offset + waited * 1e-9
         return self._seconds
 
     def _follow(self) -> None:
-        """Tell of the current thread from now on."""
+        """Read the file of the current thread from now on."""
         self._close()
         self._thread, self._file, self._close = threading.get_ident(), -1, int
         try:
@@ -98,7 +102,7 @@ class RunQueue:
 
 
 class HostClock:
-    """On the CPU, by the clock of the host. Measures from the end of the first step on."""
+    """Times steps on the CPU, by the clock of the host, from the end of the first step on."""
 
     def __init__(self) -> None:
         self._queue = RunQueue()
@@ -108,7 +112,10 @@ class HostClock:
         self._times = [0.0] * (len(NAMES) + 1)
 
     def lap(self, part: int, of: int | None = None) -> None:
-        """``part`` begins now. What has passed since the last call was another one: ``of``."""
+        """``part`` begins now. The time since the last call belongs to the part ``of``.
+
+        By default that is the part that began in the last call.
+        """
         if self._last is not None:
             now, wait, busy = time.perf_counter(), self._queue.seconds(), time.thread_time()
             waited, ended = wait - self._last_wait, self._part if of is None else of
@@ -121,7 +128,7 @@ class HostClock:
         self._part = part
 
     def end_step(self) -> StepTimes | None:
-        """A step is over. Returns the times of the last one that are known, if any are."""
+        """A step is over. Returns the times of the last step that are known, if any."""
         was_measured = self._last is not None
         self.lap(INPUT)
         times, self._times = self._times, [0.0] * len(self._times)
@@ -131,19 +138,19 @@ class HostClock:
         return StepTimes(*(each * 1e3 for each in times)) if was_measured else None
 
     def drop_step(self) -> None:
-        """What has passed is no step."""
+        """Forget the time since the last step: it was no whole step."""
         self._part, self._last = INPUT, None
         self._times = [0.0] * len(self._times)
 
 
 class DeviceClock:
-    """On a GPU, by events on the current stream, which are read when it has come to them."""
+    """Times steps on a GPU, by events on the current stream. The host does not wait for them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._part = INPUT
         self._laps: list[tuple[int, Stamp]] = []  # the end of the last step, and of each part since
-        self._over: deque[list[tuple[int, Stamp]]] = deque()  # steps that are not read yet
+        self._over: deque[list[tuple[int, Stamp]]] = deque()  # steps whose events were not read yet
 
     def lap(self, part: int, of: int | None = None) -> None:
         """See :meth:`HostClock.lap`."""
@@ -173,5 +180,5 @@ class DeviceClock:
 
 
 def clock_of(device: torch.device) -> HostClock | DeviceClock:
-    """Of a module on ``device``."""
+    """The clock for a module on ``device``."""
     return DeviceClock(device) if device.type == "cuda" else HostClock()

@@ -1,16 +1,21 @@
-"""Which rank the others wait for: found from the times of all ranks, step by step.
+"""Finds the rank that the others wait for, from the times of all ranks in each step.
 
-A rank is late by the time that it needs longer than the median of the others, as a share of the
-step. This differs from step to step. So a rank is slow if it is late in each of the last three
-steps, or in the median over more of them, by a share that is (1) worth a word, (2) far beyond the
-noise of one step over the root of their number, and (3) twice as much as the same number of steps
-have ever differed by while no rank was slow. Where steps hardly differ three are enough; where they
-do it takes longer.
+The *lateness* of a rank in a step is the time that it needs longer than the median of the other
+ranks, as a share of the step. It varies from step to step. A *window* is a number of last steps,
+from 3 to 64. A rank is slow if in some window its lateness (the least in a window of up to 4 steps,
+the median in a longer one) is
 
-Two times are looked at. *Idle* time, in which the rank was neither on a core nor waiting for one
-(it sleeps, waits for data or for a lock), hardly differs between even steps, so little of it is
-seen soon. All of a rank's *own* time differs more: a core may be slower for a tenth of a second,
-because of a neighbour that shares it. So there few steps are enough only where the share is large.
+1. large enough to matter (3.5 % of a step),
+2. far above the noise: the noise of one step divided by the root of the number of steps, and
+3. twice as large as windows of that length have ever varied by while no rank was slow.
+
+If steps vary little, three steps are enough; otherwise it takes longer.
+
+This is done for two kinds of time. *Idle* time, in which the rank was neither on a core nor waiting
+for one (it sleeps, or waits for data or a lock), hardly varies, so that a little of it is found
+soon. The rank's whole *own* time varies more: a core may be slower for a tenth of a second, since
+another process shares it. So for own time a window of less than 16 steps counts only if the
+lateness is large.
 """
 
 from __future__ import annotations
@@ -22,23 +27,23 @@ from typing import NamedTuple
 
 from tritonddp.features.metrics.step_times import NAMES, StepTimes
 
-PARTS = NAMES[:3]  # that are a rank's own
+PARTS = NAMES[:3]  # the parts of a rank's own time
 
-# Shares of a step. 5 % are to be named: what is measured of them may be less.
+# Shares of a step. A rank that is 5 % late should be named; its measured lateness may be less.
 _LEAST = 0.035
-_OVER = 0.02  # a rank is no longer slow
-_QUIET = 0.004  # noise that there always is
+_OVER = 0.02  # below this a rank is no longer slow
+_QUIET = 0.004  # least noise that is assumed
 
-_FIRST = 6  # steps before anybody is named
-_LONG = 16  # steps: in windows of so many a rank may have been busy
-_LARGE = 0.25  # share of a step, by which it may be late in fewer
-_FEW = 4  # in windows of so many steps each has to be late, in longer ones the median
+_FIRST = 6  # steps before any rank is named
+_LONG = 16  # least steps of a window of own time, unless the lateness is large
+_LARGE = 0.25  # lateness that is large in this sense
+_FEW = 4  # up to so many steps of a window each has to be late; of longer ones the median
 _WINDOWS = (3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # steps
 _SHORT = _WINDOWS[:2]
-_SIGMAS, _MARGIN = 6.0, 2.0  # of (2) and (3)
-_HISTORY = 256  # steps
-_KEPT = 16  # steps, for which what is made of all of them is not made again
-_EVERY = 4  # steps between two looks at windows that are not few
+_SIGMAS, _MARGIN = 6.0, 2.0  # factors of conditions 2 and 3
+_HISTORY = 256  # steps kept from times when no rank was slow
+_KEPT = 16  # steps for which values computed from the whole history are kept
+_EVERY = 4  # longer windows are looked at in one step of so many
 
 
 class Straggler(NamedTuple):
@@ -46,14 +51,14 @@ class Straggler(NamedTuple):
 
     rank: int
     part: str  # of the step: "input", "forward" or "backward"
-    share: float  # of a step, by which it is later than the median of the others
+    share: float  # its lateness: a share of a step
 
 
 class Stragglers:
-    """Looks for one among ``size`` ranks.
+    """Looks for a slow rank among ``size`` ranks.
 
     Attributes:
-        slowest: the one that the others wait for; ``None`` if nobody stands out.
+        slowest: the rank that the others wait for; ``None`` if no rank is slow.
     """
 
     def __init__(self, size: int) -> None:
@@ -63,7 +68,7 @@ class Stragglers:
         self._idle, self._own = _Lateness(size), _Lateness(size)
 
     def step(self, ranks: Sequence[StepTimes]) -> Straggler | None:
-        """One more step, of which these are the times; returns :attr:`slowest`."""
+        """Add the times of all ranks in one more step; returns :attr:`slowest`."""
         if len(ranks) < 2:
             return None
         self._steps += 1
@@ -77,12 +82,12 @@ class Stragglers:
         return self.slowest
 
     def _look(self) -> None:
-        """Does any rank stand out?"""
+        """Update :attr:`slowest`."""
         slowest = self.slowest
         if slowest is not None:
             late = _median(self._own.last(slowest.rank, _WINDOWS[0]))
             slowest = self.slowest = None if late < _OVER else Straggler(*slowest[:2], late)
-            if slowest is None:  # windows begin anew, or some would still hold its steps
+            if slowest is None:  # clear the windows, or some would still contain its slow steps
                 self._idle.forget()
                 self._own.forget()
                 return
@@ -95,7 +100,7 @@ class Stragglers:
                 most, self.slowest = late, Straggler(rank, self._part(rank, window), late)
 
     def _window(self, rank: int) -> tuple[int, float]:
-        """Over how many of the last steps ``rank`` is slow, and by how much; zeros if it is not."""
+        """The window in which ``rank`` is slow, and its lateness there; zeros if it is not slow."""
         looks_far = self._steps % _EVERY == 0
         window = self._idle.window(rank, looks_far)
         if window and (late := self._own.typical(rank, window)) >= _OVER:
@@ -106,7 +111,7 @@ class Stragglers:
         return (window, self._own.typical(rank, window)) if window else (0, 0.0)
 
     def _part(self, rank: int, window: int) -> str:
-        """In which part of the step ``rank`` is later than the others by most."""
+        """The part of the step in which the lateness of ``rank`` is greatest."""
         steps = list(self._times)[-window:]
         late = [
             _median([_lateness([times[part] for times in ranks])[rank] for ranks in steps])
@@ -116,20 +121,21 @@ class Stragglers:
 
 
 class _Lateness:
-    """By how much of a step each rank is later than the others, in one kind of time."""
+    """The lateness of all ranks in one kind of time: idle or own."""
 
     def __init__(self, size: int) -> None:
-        # By rank: of the last steps, and of those while no rank was slow.
+        # Lateness by rank: in the last steps, and in steps while no rank was slow.
         self._late = [deque[float](maxlen=_WINDOWS[-1]) for _ in range(size)]
         self._calm = [deque[float](maxlen=_HISTORY) for _ in range(size)]
         self._is_calm = True
         self._steps = 0
         self._noise = [_QUIET] * size
-        self._turn = 0  # of the rank whose noise was looked at last
-        self._spreads: dict[tuple[int, int], tuple[int, float]] = {}  # and the step they are of
+        self._turn = 0  # the rank whose noise was computed last
+        # By rank and window: the step in which the spread was computed, and the spread.
+        self._spreads: dict[tuple[int, int], tuple[int, float]] = {}
 
     def step(self, shares: list[float], is_calm: bool) -> None:
-        """``shares`` of one more step that each rank took; no rank is slow if it ``is_calm``."""
+        """Add one more step: the share of it that each rank took; ``is_calm``: no rank is slow."""
         self._steps += 1
         self._is_calm = is_calm
         for rank, late in enumerate(_lateness(shares)):
@@ -143,25 +149,25 @@ class _Lateness:
             self._noise[rank] = _noise(self._calm[rank])
 
     def forget(self) -> None:
-        """The last steps count no more."""
+        """Clear the last steps."""
         for each in self._late:
             each.clear()
 
     def last(self, rank: int, window: int) -> list[float]:
-        """Of the last ``window`` steps."""
+        """The lateness of ``rank`` in each of the last ``window`` steps."""
         return list(self._late[rank])[-window:]
 
     def typical(self, rank: int, window: int) -> float:
-        """By how much ``rank`` was late in the last ``window`` steps."""
+        """The lateness of ``rank`` in this window: the least if it is short, else the median."""
         return _typical(self.last(rank, window))
 
     def window(self, rank: int, looks_far: bool, least_steps: int = 0) -> int:
-        """Over how many of the last steps ``rank`` is slow; 0 if it is not.
+        """The steps of a window in which ``rank`` is slow; 0 if there is none.
 
         Args:
-            rank: of the group.
-            looks_far: also at windows that are not few steps.
-            least_steps: of a window.
+            rank: a rank of the group.
+            looks_far: also look at long windows.
+            least_steps: the least number of steps of a window.
         """
         late = self._late[rank]
         if len(late) < _WINDOWS[0]:
@@ -170,7 +176,7 @@ class _Lateness:
         if not is_late and not (looks_far and _median(self.last(rank, _FIRST)) >= _LEAST):
             return 0
         noise = max(self._noise[rank], _median(self._noise))
-        noise *= 1 + _FIRST / len(self._calm[rank])  # few steps may be alike by chance
+        noise *= 1 + _FIRST / len(self._calm[rank])  # a few steps may be equal by chance
         for window in _WINDOWS if looks_far else _SHORT:
             if window > len(late):
                 break
@@ -182,7 +188,7 @@ class _Lateness:
         return 0
 
     def _spread(self, rank: int, window: int) -> float:
-        """By how much such windows have differed from each other while no rank was slow."""
+        """How much the lateness in such windows has varied while no rank was slow."""
         at, spread = self._spreads.get((rank, window), (-_KEPT, 0.0))
         if self._steps - at < _KEPT:
             return spread
@@ -197,19 +203,19 @@ class _Lateness:
 
 
 def _lateness(times: list[float]) -> list[float]:
-    """Of each rank, against the median of the others: of two numbers in the middle the larger."""
+    """How much later each rank is than the median of the others (the larger of two middle ones)."""
     middle = (len(times) - 1) // 2
     lower, upper = sorted(times)[middle : middle + 2]
     return [each - lower if each > lower else each - upper for each in times]
 
 
 def _typical(late: list[float]) -> float:
-    """Of these steps: of few the least, else the median."""
+    """The least of a few steps, else the median."""
     return min(late) if len(late) <= _FEW else _median(late)
 
 
 def _noise(late: Iterable[float]) -> float:
-    """Standard deviation of one step, by the median of the distances from the median."""
+    """Standard deviation of one step, estimated by the median absolute deviation."""
     values = list(late)
     middle = _median(values)
     return max(_QUIET, 1.4826 * _median([abs(each - middle) for each in values]))
