@@ -150,7 +150,7 @@ UNREACHED: dict[str, dict[str, str]] = {
         "gradient_is_final: if told is None:": "the wrapper is dropped in the midst of a backward",
     },
     "reducer/recovery.py": {
-        "if run.is_captured:  # none of it has been made, on no rank": "its events: check_finite",
+        "if run.is_captured:  # a capture executes no collective": "its events: check_finite",
         "_make_up: except Mismatch as error:": DISAGREE,
         "_still_runs: tries -= 1": GPU,
         "_still_runs: time.sleep(_PAUSE)": GPU,

@@ -62,7 +62,7 @@ def _make_up(reducer: Reducer) -> None:
     if run.is_local or run.is_finished:
         reducer.close(run)
         return
-    if run.is_captured:  # a capture executes no collective, on any rank
+    if run.is_captured:  # a capture executes no collective
         reducer.tracker.stop()
         for bucket in run.buckets:
             bucket.discard()
