@@ -13,6 +13,8 @@
 # make coverage lines of the package that no test executes and tests/project/unreached.py does not name
 # make gpu     tests and benchmarks that need a CUDA device, with this machine's own $(PYTHON)
 # make gpu-rehearsal    the same without one, small, on a device that is none (a minute)
+# make docs    the pages as a site, in site/
+# make dist    wheel and sdist, checked, into dist
 # make clean   remove what the others have made
 #
 # PYTHON=python3.12 chooses the interpreter, ARGS="..." goes on to pytest, to the example or to the
@@ -39,7 +41,7 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 
-.PHONY: demo test test-all test-faults test-clients soak lint bench figures bench-compare coverage gpu gpu-rehearsal clean
+.PHONY: demo test test-all test-faults test-clients soak lint bench figures bench-compare coverage gpu gpu-rehearsal docs dist clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-installed
@@ -101,8 +103,19 @@ gpu-rehearsal: $(VENV)/.test-installed
 	@echo "Rehearsing make gpu without a GPU (a minute) ..."
 	@$(BIN)/python benchmarks/gpu.py --rehearse $(ARGS)
 
+docs: $(VENV)/.docs-installed
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+	@echo "The site is in site/: open site/index.html. To search it, serve it: python3 -m http.server --directory site"
+
+# The wheel is built from the sdist: what that lacks would be missing here.
+dist: $(VENV)/constraints.txt
+	@$(PIP) "build>=1.3" "twine>=6.1"
+	@rm -rf dist
+	@$(BIN)/python -m build --outdir dist .
+	@$(BIN)/python -m twine check --strict dist/*
+
 clean:
-	rm -rf .venv .venv-torch-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf .venv .venv-torch-* build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.demo-installed: $(VENV)/constraints.txt pyproject.toml
@@ -111,8 +124,13 @@ $(VENV)/.demo-installed: $(VENV)/constraints.txt pyproject.toml
 	@touch $@
 
 $(VENV)/.test-installed: $(VENV)/constraints.txt pyproject.toml
-	@echo "Installing PyTorch, pytest, matplotlib, Lightning, transformers and friends into $(VENV) (two minutes, once) ..."
-	@$(PIP) -e ".[test,bench,examples,integrations]"
+	@echo "Installing PyTorch, pytest, matplotlib, MkDocs, Lightning, transformers and friends into $(VENV) (two minutes, once) ..."
+	@$(PIP) -e ".[test,bench,examples,integrations,docs]"
+	@touch $@
+
+$(VENV)/.docs-installed: $(VENV)/constraints.txt pyproject.toml
+	@echo "Installing MkDocs and friends into $(VENV) (seconds, once) ..."
+	@$(PIP) "mkdocs>=1.6" "mkdocs-material>=9.7" "mkdocstrings[python]>=1.0" "ruff>=0.12"
 	@touch $@
 
 $(VENV)/.clients-installed: $(VENV)/.test-installed

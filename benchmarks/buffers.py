@@ -35,9 +35,9 @@ sys.path.append(str(Path(__file__).parents[1]))  # unless tritonddp is installed
 
 import machine
 from namespaces import network
-from paired import Ratio, Spread, paired_ratio
 
 from tritonddp import DistributedDataParallel
+from tritonddp.cli.kernel_timing.paired import Ratio, Spread, paired_ratio
 
 DEVICE = "delayed0"
 PORT = 29517

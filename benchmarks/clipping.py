@@ -25,10 +25,10 @@ from torch import Tensor, nn
 sys.path.append(str(Path(__file__).parents[1]))  # unless tritonddp is installed
 
 import machine
-from paired import Ratio, Spread, paired_ratio
 from ranks import Ranks, process_group
 
 from tritonddp import DistributedDataParallel
+from tritonddp.cli.kernel_timing.paired import Ratio, Spread, paired_ratio
 
 # Parameters, and elements of each.
 MODELS = {"160 of 150,000": (160, 150_000), "1,000 of 64": (1_000, 64)}

@@ -29,12 +29,12 @@ import revision
 from configurations import UNWRAPPED, Configuration
 from gradients import WrongGradients, check
 from models import Case
-from paired import Ratio, Spread, paired_ratio
 from plan import Plan, parser
 from ranks import Ranks, process_group
 from rounds import Rounds, Seconds, added, flat, gather, slowest
 
 import tritonddp
+from tritonddp.cli.kernel_timing.paired import Ratio, Spread, paired_ratio
 
 MODES = {"copies": {}, "views": {"gradient_as_bucket_view": True}}
 

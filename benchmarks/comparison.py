@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from configurations import UNWRAPPED, Configuration, Family
 from models import Case
-from paired import Ratio, Spread, overhead_ratio, paired_ratio
 from ranks import Ranks
 from rounds import Seconds, flat
+
+from tritonddp.cli.kernel_timing.paired import Ratio, Spread, overhead_ratio, paired_ratio
 
 # Beyond this, the spread of stock against itself would excuse anything.
 RESOLUTION = 1.05

@@ -43,13 +43,13 @@ import torch.distributed as dist
 from compiled_models import CASES
 from gradients import Gradient
 from models import SIZES, Batch, Case, loss
-from paired import Ratio, Spread, paired_ratio
 from ranks import Ranks, process_group
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 
 import tritonddp
+from tritonddp.cli.kernel_timing.paired import Ratio, Spread, paired_ratio
 from tritonddp.reducer.extension import Extension
 
 COMPARED = 3  # steps: buckets are formed anew after the first

@@ -38,7 +38,6 @@ from comparison import Bound, Comparison
 from configurations import UNWRAPPED, Configuration, Family, families
 from gradients import WrongGradients, check
 from models import Batch, Case, loss
-from paired import Ratio, Spread
 from plan import Plan, parser
 from ranks import Ranks, process_group
 from rounds import Rounds, added, counted, flat, gather, slowest
@@ -46,6 +45,7 @@ from step import judged, verdict
 from traffic import bucket_bytes
 
 from tritonddp import DistributedDataParallel, _torch
+from tritonddp.cli.kernel_timing.paired import Ratio, Spread
 
 MODELS = ("many_small", "branchy")
 ASKING = Bound("ratio", 1.02)  # the backward that asks / the one that is told

@@ -29,9 +29,10 @@ import torch
 from configurations import UNWRAPPED, Configuration, families
 from gradients import Gradient
 from models import CASES, Batch, Case, loss
-from paired import Spread
 from ranks import Ranks, process_group
 from torch import nn
+
+from tritonddp.cli.kernel_timing.paired import Spread
 
 # torch asks for 11 before a wrapped model is captured: stock records events of its own in the
 # first 10.

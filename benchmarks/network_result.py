@@ -12,7 +12,8 @@ from configurations import UNWRAPPED, Configuration
 from line import Limit, effective_rate, frame_bytes, ring_bytes, step_limit
 from namespaces import burst_bytes
 from network_rank import ALL_REDUCE, families_at
-from paired import Ratio, Spread, paired_ratio
+
+from tritonddp.cli.kernel_timing.paired import Ratio, Spread, paired_ratio
 
 _LIMITS = {
     "limit": "least time on this line",

@@ -4,7 +4,7 @@
 
 Reads ``benchmarks/results/<machine>/*.json``, whatever is there. For each machine it writes
 ``tables.md``, and plots beside it; with ``--figures`` also what stands in ``README.md`` and
-``docs/benchmarks.md`` between the markers ``<!-- figures: NAME -->`` and ``<!-- end figures -->``.
+``docs/benchmarks*.md`` between the markers ``<!-- figures: NAME -->`` and ``<!-- end figures -->``.
 ``--check`` writes nothing, and ends with status 1 if a table or figure is not that of the result
 files.
 
@@ -26,7 +26,7 @@ from typing import Any
 import report_tables
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("benchmarks*.md")))
 PICTURE = ROOT / "docs" / "step.svg"  # of the first page
 RESULTS = ROOT / "benchmarks" / "results"
 TABLES = "tables.md"
@@ -158,7 +158,7 @@ def _options() -> argparse.Namespace:
         type=Path,
         nargs="+",
         default=PAGES,
-        help="default: README and docs/benchmarks.md",
+        help="default: README and docs/benchmarks*.md",
     )
     options = parser.parse_args()
     if options.source is not None and not options.figures:

@@ -27,11 +27,12 @@ from comparison import Bound, Comparison, overhead
 from configurations import UNWRAPPED, families, wires
 from gradients import WrongGradients, check
 from models import Case
-from paired import Ratio, Spread
 from plan import Plan, parser
 from ranks import Ranks, process_group
 from rounds import Rounds, added, counted, flat, gather, slowest
 from traffic import Traffic
+
+from tritonddp.cli.kernel_timing.paired import Ratio, Spread
 
 
 def main() -> int:

@@ -28,10 +28,10 @@ sys.path.append(str(Path(__file__).parents[1]))  # unless tritonddp is installed
 
 import machine
 import processes
-from paired import Ratio, Spread, paired_ratio
 from ranks import process_group
 
 from tritonddp import DistributedDataParallel
+from tritonddp.cli.kernel_timing.paired import Ratio, Spread, paired_ratio
 
 PARTS = ("input", "forward", "backward")
 CALM, WITHIN = 12, 40  # steps before an injection, and most that it lasts

@@ -21,14 +21,15 @@ from typing import Any
 sys.path.insert(1, str(Path(__file__).parent / "kernels"))
 sys.path.append(str(Path(__file__).parents[1]))  # unless tritonddp is installed
 
+import deadline
 import machine
 import torch
 from contenders import CEILING, DIRECTIONS, Contender, Inputs, check
 from deadline import share
-from device_timing import input_sets, time_rounds
-from paired import Spread, paired_ratio
 from shapes import BUCKETS, LISTS, whole
 
+from tritonddp.cli.kernel_timing.device_timing import WARMUPS, input_sets, time_rounds
+from tritonddp.cli.kernel_timing.paired import Spread, paired_ratio
 from tritonddp.kernels.device_tables import BLOCK, WARPS, DeviceTables
 
 CHOICES = [(block, warps) for block in (1024, 2048, 4096) for warps in (4, 8)]
@@ -85,7 +86,7 @@ def measure(
     for rival in rivals:
         check(direction, rival, rotation[0])
     rotation += [make() for _ in range(input_sets(rotation[0].nbytes, device) - 1)]
-    samples = time_rounds(rivals, rotation, rounds, end)
+    samples = time_rounds(rivals, rotation, deadline.rounds(rounds, end, discarded=WARMUPS))
     nbytes = rotation[0].nbytes
     rotation.clear()
     torch.cuda.empty_cache()  # other lists need blocks of other sizes

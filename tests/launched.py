@@ -32,6 +32,7 @@ def run(
     nproc: int | None = 2,
     env: dict[str, str] | None = None,
     timeout: float = 200,
+    cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script under torchrun (without it if ``nproc`` is None); nothing outlives the call."""
     launcher = [] if nproc is None else ["-m", "torch.distributed.run", "--standalone"]
@@ -44,6 +45,7 @@ def run(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        cwd=cwd,
     )
     try:
         out, err = process.communicate(timeout=timeout)

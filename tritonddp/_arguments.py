@@ -1,4 +1,4 @@
-"""Checks of arguments that several rooms make."""
+"""Checks of arguments, shared by several subpackages."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def check_flags(flags: Mapping[str, Any]) -> None:
-    """Options that are on or off, by name. (``None`` is off, or the default.)
+    """Check options that are True or False, by name. (``None`` is off, or the default.)
 
     Raises:
-        TypeError: one is something else: ``"False"`` would be on, and some objects are neither.
+        TypeError: a value is something else: the string ``"False"``, for example, would be true.
     """
     for name, flag in flags.items():
         is_numpys = type(flag).__name__ in ("bool", "bool_")
@@ -21,9 +21,9 @@ def check_flags(flags: Mapping[str, Any]) -> None:
 
 
 def plain_names(wanted: Any) -> set[str]:
-    """The names in such a list as ``named_parameters`` gives them.
+    """The names in ``wanted``, spelled as in ``named_parameters()``.
 
-    (Torch's recipe for the list puts a dot before those of the outermost module.)
+    (Torch's recipe for such a list puts a dot before the names of the outermost module.)
     """
     is_list = isinstance(wanted, Collection) and not isinstance(wanted, str | Tensor)
     if is_list and all(isinstance(name, str) for name in wanted):

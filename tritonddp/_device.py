@@ -1,4 +1,7 @@
-"""Streams, events and pinned copies: what the package asks of ``torch.cuda``, in one file."""
+"""Streams, events and pinned copies: all uses of ``torch.cuda``, in one file.
+
+"Work" here is what a stream was given: kernels, copies and waits, which the device runs later.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ from tritonddp import _torch
 
 
 def is_capturing() -> bool:
-    """Whether what the current stream is given goes into a CUDA graph, and runs in its replays."""
+    """Whether the current stream is captured in a CUDA graph."""
     return torch.cuda.is_current_stream_capturing()
 
 
 def current_stream(device: torch.device) -> Any:
-    """That of ``device``, a GPU."""
+    """The current stream of ``device``, a GPU."""
     current = _torch.raw_current_stream
     if current is None or device.index is None:
         return torch.cuda.current_stream(device)
@@ -31,7 +34,7 @@ def current_stream(device: torch.device) -> Any:
 
 @lru_cache(64)
 def _stream(raw: tuple[int, int, int]) -> Any:
-    """The stream of these numbers: always the same, as torch destroys none of its own."""
+    """The stream with these numbers. Cached, since torch never destroys its streams."""
     number, index, kind = raw
     return torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)
 
@@ -62,9 +65,9 @@ class _OnStream:
 
 
 class Readback:
-    """Brings a small tensor from a GPU to the host, which waits for it later or not at all.
+    """Copies a small tensor from a GPU to the host, which waits for it later or not at all.
 
-    Pinned memory and events are dear to make: those of the last time serve again.
+    Pinned memory and events are expensive to make, so they are reused.
     """
 
     def __init__(self) -> None:
@@ -75,11 +78,11 @@ class Readback:
         self._source: Callable[[], Tensor | None] = NoneType  # of the last copy, not kept alive
 
     def start(self, tensor: Tensor, work: Any = None) -> None:
-        """Copy ``tensor``, which holds no NaN, as it is when the current stream comes here.
+        """Start to copy ``tensor``, which holds no NaN, after the work of the current stream.
 
-        With ``work``, a collective, as that leaves it: on a stream of its own, which waits for
-        nothing else that the current one has been given. Nobody may write to ``tensor`` before
-        :meth:`keep_order`, or until :meth:`wait` has returned.
+        With ``work``, a collective that writes to ``tensor``, copy directly after it: on a stream
+        of its own, which does not wait for other work of the current stream. Then ``tensor`` must
+        not be written to before :meth:`keep_order` is called, or :meth:`wait` has returned.
         """
         is_new = self._source() is not tensor
         if is_new:
@@ -94,7 +97,7 @@ class Readback:
         if stream is None:
             stream = self._stream = torch.cuda.Stream(self._kind[2])
             is_new = True
-        if is_new:  # once holds for as long as its memory is there
+        if is_new:  # once is enough, for as long as its memory exists
             tensor.record_stream(stream)
         with on_stream(stream):
             work.wait()
@@ -102,7 +105,7 @@ class Readback:
             event.record(stream)
 
     def _prepare(self, tensor: Tensor) -> None:
-        """Another tensor than the last time is to be copied."""
+        """Prepare for a copy of another tensor than the last time."""
         kind = tensor.shape, tensor.dtype, tensor.device
         if kind != self._kind:  # an event belongs to one device
             self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -112,23 +115,23 @@ class Readback:
         self._source = weakref.ref(tensor)
 
     def keep_order(self) -> None:
-        """What the current stream of the device is given from now on is behind the copy."""
+        """Make the current stream of the device wait for the copy."""
         self._event.wait(current_stream(self._kind[2]))
 
     def wait(self) -> Tensor:
-        """The copy, once it is there; it holds until the next :meth:`start`."""
+        """Wait for the copy, and return it; it is valid until the next :meth:`start`."""
         self._event.synchronize()
         return self._copy
 
     def peek(self) -> Tensor | None:
-        """The copy if it is there, which the device, in a capture, cannot be asked."""
+        """The copy if it is complete, else ``None``. Works in a capture too: queries no event."""
         return None if self._copy.isnan().any() else self._copy
 
 
 def read_together(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Some small tensors on the host, with their shapes: by one copy and one wait a device.
+    """Copies of small tensors on the host, with one copy and one wait per device.
 
-    Those of a GPU come as fp64.
+    Tensors of a GPU are returned as fp64.
     """
     found = list(tensors)
     started = []
@@ -145,14 +148,15 @@ def read_together(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def upload(target: Tensor, host: Tensor) -> Tensor:
-    """Copy ``host``, of the CPU, into ``target``, and wait for nothing.
+    """Copy ``host``, of the CPU, into ``target``, without waiting.
 
-    Returns what is copied: in a capture it has to live, and stay as it is, as long as the graph.
+    Returns the source of the copy: in a capture it has to stay alive and unchanged, as long as the
+    graph.
 
-    By a fresh pinned tensor each time: the copy is asynchronous, and writing the next content into
-    memory that it still reads would corrupt this one. The caching host allocator reuses a block
-    only after the copy that used it. The device side needs no such care: kernels that read the
-    former content are ahead of this copy on the same stream.
+    The source is a fresh pinned tensor each time: the copy is asynchronous, and the next content
+    must not be written into memory that it still reads. The caching host allocator reuses a block
+    only after the copy that used it. The device side is safe: kernels that read the former content
+    come before this copy on the same stream.
     """
     if target.device.type == "cpu":
         target.copy_(host)
@@ -171,10 +175,11 @@ def uploaded(host: Tensor, device: torch.device) -> Tensor:
 
 
 def let_go(*memory: Tensor) -> None:
-    """These are dropped: what the current stream still does with them comes to its end before.
+    """Call this before dropping ``memory`` that the current stream still uses.
 
-    Memory goes back to the stream that it was allocated on, which may be another one: modules are
-    wrapped on one stream and trained on another.
+    Freed memory returns to the stream that it was allocated on, which may be another one: modules
+    are wrapped on one stream and trained on another. This delays its reuse until the work of the
+    current stream is done.
     """
     for tensor in memory:
         if tensor.is_cuda:
@@ -182,14 +187,14 @@ def let_go(*memory: Tensor) -> None:
 
 
 def is_default(stream: Any) -> bool:
-    """Whether ``stream`` is its device's default one."""
+    """Whether ``stream`` is the default stream of its device."""
     return bool(stream == torch.cuda.default_stream(stream.device))
 
 
 def follow(streams: Iterable[Any], gradients: Iterable[Tensor | None]) -> None:
-    """What is given from now on comes behind ``streams``, and may read ``gradients``.
+    """Make the current stream wait for ``streams``, so that its later work may read ``gradients``.
 
-    Those may be let go before the current stream is through with them.
+    Gradients may be dropped before the current stream has read them.
     """
     others = [each for each in streams if each != current_stream(each.device)]
     for stream in others:
@@ -199,10 +204,10 @@ def follow(streams: Iterable[Any], gradients: Iterable[Tensor | None]) -> None:
 
 
 class SideStreams:
-    """A stream of its own on each device.
+    """A side stream for each device.
 
     Args:
-        priority: of what they are given; -1 goes before what other streams are given.
+        priority: of the streams; work of a stream with -1 goes before that of other streams.
     """
 
     def __init__(self, priority: int = 0) -> None:
@@ -211,11 +216,11 @@ class SideStreams:
 
     @contextmanager
     def behind_current(self, device: torch.device, *memory: Tensor) -> Iterator[None]:
-        """Context: the stream of ``device``, behind what the current one has been given so far.
+        """Context: the side stream of ``device`` is current, and waits for the one before.
 
         Args:
-            device: whose stream.
-            memory: what is used inside. It may be let go before the stream is through.
+            device: the device.
+            memory: tensors that are used inside. They may be dropped before the stream is done.
         """
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device, priority=self._priority)
@@ -228,22 +233,22 @@ class SideStreams:
 
 
 class Milestone:
-    """How far a stream of one device has been given work, for other streams to wait for."""
+    """A point in the work of a stream that other streams can wait for."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._event = torch.cuda.Event()
 
     def record(self) -> None:
-        """It is here, on the current stream."""
+        """Set the point here, after the work of the current stream."""
         self._event.record(current_stream(self.device))
 
     def wait(self) -> None:
-        """What the current stream is given from now on comes behind it."""
+        """Make the current stream wait for this point."""
         self._event.wait(current_stream(self.device))
 
     def get_future(self) -> torch.futures.Future[None]:
-        """As NCCL's: what is chained to it runs at once, on a stream that is behind this."""
+        """A future like NCCL's: callbacks run at once, on a stream that waits for this point."""
         return _Future(self)
 
 
@@ -260,13 +265,13 @@ class _Future(torch.futures.Future[None]):
 
 
 def settle(device: torch.device) -> None:
-    """Wait until ``device`` is through with all that it has been given."""
+    """Wait until ``device`` has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class Stamp:
-    """This moment on the host and, on a GPU, when its current stream will have come here."""
+    """The time now on the host and, on a GPU, when its current stream reaches this point."""
 
     def __init__(self, device: torch.device) -> None:
         self.host = time.perf_counter_ns()
@@ -276,22 +281,22 @@ class Stamp:
             self.event.record(current_stream(device))
 
     def has_passed(self) -> bool:
-        """Whether the device has come here. Waits for nothing."""
+        """Whether the device has reached this point. Does not wait."""
         return self.event is None or self.event.query()
 
     def seconds_to(self, end: Stamp) -> float:
-        """Of the device, which has come to both by now; on the CPU of the host."""
+        """Seconds of device time to ``end``, which it has reached; on the CPU, of host time."""
         if self.event is None or end.event is None:
             return (end.host - self.host) / 1e9
         return self.event.elapsed_time(end.event) / 1e3
 
 
 class Moments:
-    """Named moments of one device."""
+    """Named points in time on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._epoch = time.time_ns() - time.perf_counter_ns()  # that of the host's clock may jump
+        self._epoch = time.time_ns() - time.perf_counter_ns()  # taken once: time_ns() may jump
         self._stamps: dict[str, Stamp] = {}
 
     def mark(self, name: str) -> None:
@@ -302,19 +307,19 @@ class Moments:
         return name in self._stamps
 
     def host(self, name: str) -> int:
-        """When the host was there: nanoseconds since 1970."""
+        """When the host reached it: nanoseconds since 1970."""
         return self._epoch + self._stamps[name].host
 
     def have_passed(self) -> bool:
-        """Whether the device has come to all of them. Waits for nothing."""
+        """Whether the device has reached all of them. Does not wait."""
         return all(each.has_passed() for each in self._stamps.values())
 
     def wait(self) -> None:
-        """Until the device has come to all of them."""
+        """Wait until the device has reached all of them."""
         for each in self._stamps.values():
             if each.event is not None:
                 each.event.synchronize()
 
     def nanoseconds(self, start: str, end: str) -> int:
-        """Nanoseconds from one to the other, zero where it came before."""
+        """Nanoseconds from ``start`` to ``end``; zero if ``end`` came first."""
         return max(0, round(self._stamps[start].seconds_to(self._stamps[end]) * 1e9))

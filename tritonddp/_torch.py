@@ -9,6 +9,7 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]
 import functools
 import importlib
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,16 +22,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Its functions take the default group as it is at their import. One that first comes later, from
-# torch._dynamo at the latest, keeps the group, and its threads with it, alive for good after
-# destroy_process_group(); a thread of gloo that then drops a tensor while the interpreter ends
+# The module's functions bind the default group at import time. If it is imported after the group
+# was made (by torch._dynamo at the latest), they keep the group, and its threads, alive even after
+# destroy_process_group(). A thread of gloo that drops a tensor while the interpreter exits then
 # aborts the process ("terminate called without an active exception").
 import torch.distributed.nn
 from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.algorithms.join import Join
 
-# A method of ProcessGroup takes it. Those of the methods beside it are public, in dist.
+# Options of a method of ProcessGroup. (Those of other methods are public, in dist.)
 from torch.distributed.distributed_c10d import AllgatherOptions as AllgatherOptions
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn.modules.batchnorm import _NormBase
@@ -41,7 +42,7 @@ from torch.nn.parallel.distributed import (
 )
 from torch.utils import _pytree
 
-# Arguments of stock's class and its _register_buffer_comm_hook: users have them from there.
+# Arguments of stock's class and its _register_buffer_comm_hook: users import them from there.
 BufferCommHookLocation = _BufferCommHookLocation
 MixedPrecision = _MixedPrecision
 
@@ -50,7 +51,7 @@ ALL_TO_ALL_SINGLE = (
     "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_single") else "alltoall_base"
 )
 
-# The module signal's own take ten times as long, as they make enums of what are none.
+# Those of the module signal take ten times as long, since they convert handlers to enums.
 signal_handler = _signal.getsignal
 set_signal_handler = _signal.signal
 
@@ -61,12 +62,12 @@ active_wrapper = DistributedDataParallel._get_active_ddp_module
 tree_leaves = _pytree.tree_leaves
 tree_map = _pytree.tree_map
 
-# torch's own class, also where its name stands for another one. dynamo asks it.
+# torch's own class, even if its public name was replaced. dynamo uses it.
 STOCK: Any = DistributedDataParallel
 
 
-# Private by their underscores only: torch's optimizers rest on them. In one call for a list they
-# take 0.3 us a small CPU tensor, where a Python loop of ``copy_`` takes 0.7.
+# Private only by name: torch's optimizers use them. One call for a list takes 0.3 us per small CPU
+# tensor, where a Python loop of ``copy_`` takes 0.7.
 foreach_copy_: Any = torch._foreach_copy_
 foreach_zero_: Any = torch._foreach_zero_
 foreach_mul: Any = torch._foreach_mul
@@ -75,11 +76,11 @@ foreach_norm: Any = torch._foreach_norm
 
 
 def count_unscaling() -> None:
-    """See to it that what GradScaler writes to gradients is counted in their version.
+    """Make GradScaler increment the version counters of the gradients that it writes to.
 
-    It unscales by an operator that does not count it, unlike nearly all others that write in place.
-    (So do fused optimizers that unscale as they step, but it looks at their gradients before, by
-    the same method.) Once for the process, when somebody has to know.
+    It unscales by an operator that does not increment them, unlike nearly all other in-place
+    operators. (Fused optimizers that unscale in their step do not either, but GradScaler checks
+    their gradients before, by the same method.) Patched once per process, when it is needed.
     """
     scaler: Any = torch.amp.GradScaler
     unscale = scaler._unscale_grads_
@@ -99,15 +100,15 @@ def count_unscaling() -> None:
 
 
 def future_types() -> tuple[type, ...]:
-    """What a communication hook may return: ``Work.get_future()`` gives the C++ class itself."""
+    """Types that a communication hook may return: ``Work.get_future()`` returns the C++ class."""
     return (torch._C.Future,)
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Which backend of ``group`` serves ``device``: ``"gloo"``, ``"nccl"``.
+    """Name of the backend of ``group`` for ``device``: ``"gloo"``, ``"nccl"``.
 
-    The public ``get_backend`` knows a group by one name, also where it has several backends, and
-    only groups that are registered. A group written in Python has no backends, but a name.
+    The public ``get_backend`` returns one name even if a group has several backends, and works for
+    registered groups only. A group written in Python has no backends, but has a name.
     """
     try:
         return group._get_backend(device).name()
@@ -121,7 +122,7 @@ def is_checked(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def group_backend(group: dist.ProcessGroup) -> str:
-    """What torch calls the backend, or the backends, of ``group``, also of one not registered."""
+    """Torch's name for the backend, or backends, of ``group``, which need not be registered."""
     try:
         return dist.get_backend(group)
     except ValueError:
@@ -129,12 +130,12 @@ def group_backend(group: dist.ProcessGroup) -> str:
 
 
 def process_groups() -> list[dist.ProcessGroup]:
-    """All that torch knows in this process, also those in which no module has been wrapped."""
+    """All process groups of this process that torch knows, with or without a wrapped module."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
 def serving_device(group: dist.ProcessGroup, candidates: Sequence[torch.device]) -> torch.device:
-    """The first of some devices whose tensors ``group`` sends; the CPU if none is known to be."""
+    """The first candidate whose tensors ``group`` can send; the CPU if no candidate is known to."""
     for device in candidates:
         try:
             group._get_backend(device)
@@ -145,17 +146,17 @@ def serving_device(group: dist.ProcessGroup, candidates: Sequence[torch.device])
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """How long a collective of ``group`` may take: backends tell, a group does not."""
+    """The timeout of collectives of ``group``: known to its backend, not to the group."""
     return _backend_option(group, device, "_timeout")
 
 
 def gloo_threads(group: dist.ProcessGroup) -> int | None:
-    """How many threads gloo has for a group. In stock's logging data, which has it from C++."""
+    """Number of gloo threads of a group, for logging data; stock reads it in C++."""
     return _backend_option(group, torch.device("cpu"), "_threads")
 
 
 def _backend_option(group: dist.ProcessGroup, device: torch.device, name: str) -> Any:
-    """``None`` where there is no backend that tells."""
+    """The option ``name`` of the group's backend; ``None`` if it has none."""
     try:
         backend: Any = group._get_backend(device)
         return getattr(backend.options, name)
@@ -164,7 +165,7 @@ def _backend_option(group: dist.ProcessGroup, device: torch.device, name: str) -
 
 
 def collectives_issued(group: dist.ProcessGroup) -> int:
-    """How many this rank has issued in ``group``, by torch's count; 0 in one written in Python."""
+    """Number of collectives of this rank in ``group``; 0 if the group is written in Python."""
     try:
         return group._get_sequence_number_for_group()  # type: ignore[attr-defined]
     except RuntimeError:
@@ -172,7 +173,7 @@ def collectives_issued(group: dist.ProcessGroup) -> int:
 
 
 def hooks_of_one_collective() -> tuple[Callable[..., Any], ...]:
-    """Communication hooks of torch that issue at most one collective, when they are called."""
+    """Communication hooks of torch that issue at most one collective per call."""
     from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 
     return (
@@ -184,14 +185,14 @@ def hooks_of_one_collective() -> tuple[Callable[..., Any], ...]:
 
 
 def steps_optimizers(hook: Any) -> bool:
-    """Whether it is the hook by which stock DDP steps optimizers in the backward, by its name."""
+    """Whether ``hook`` is stock DDP's hook that steps optimizers in the backward, by its name."""
     return getattr(hook, "__name__", "") == "apply_optim_in_backward_hook"
 
 
 def overlapped_optimizer(
     optimizer: type, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What ``_register_fused_optim`` registers: torch's functional twin of ``optimizer``."""
+    """What ``_register_fused_optim`` registers: torch's functional version of ``optimizer``."""
     from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
 
     return _as_overlapped_optim(optimizer, params, *args, **kwargs)
@@ -213,14 +214,15 @@ def optimizers_in_backward(param: Tensor) -> list[Any]:
     return getattr(param, "_in_backward_optimizers", [])
 
 
-# Whether somebody profiles this thread, and a span in profiles that is made in C: where nobody does
-# the public record_function costs 5 us. (One that watches all threads sees it, as an operator.)
+# Whether a profiler watches this thread, and a profiler span that is made in C: the public
+# record_function costs 5 us even without a profiler. (A profiler of all threads shows the span as
+# an operator.)
 is_profiled = torch._C._autograd._profiler_enabled
 cheap_record_function = torch._C._profiler._RecordFunctionFast
 
-# Of the index of a GPU: stream id, device index and device type of its current stream. And what
-# makes these the current stream, and its device the current one. Where there are none, CUDA is not
-# built in. What torch.cuda makes of them in Python took 20 to 30 us a call in a step on an H100.
+# For a GPU index: stream id, device index and device type of its current stream; and the function
+# that makes such a stream, and its device, current. They are missing if torch has no CUDA. The
+# Python functions of torch.cuda around them took 20 to 30 us per call in a step on an H100.
 raw_current_stream: Any = getattr(torch._C, "_cuda_getCurrentStream", None)
 raw_set_stream: Any = getattr(torch._C, "_cuda_setStream", None)
 
@@ -229,19 +231,25 @@ def _current_device() -> int:
     return torch.cuda.current_device()
 
 
-# Likewise, with one call instead of torch.cuda's three in Python.
+# One call instead of the three in Python of torch.cuda.
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _current_device)
 
-# How many owners a storage has in C++, tensors above all, by its address. To be compared with an
-# earlier answer. torch's own CUDA graph trees ask the same way whether an output is still held.
+
+def cuda_sleep(cycles: int) -> None:
+    """Have the current stream do nothing for ``cycles``; torch has no public kernel for it."""
+    torch.cuda._sleep(cycles)
+
+
+# Number of owners of a storage in C++, mostly tensors, by the address of the storage. To compare
+# with an earlier count. torch's CUDA graph trees check in the same way whether an output is alive.
 storage_use_count = torch._C._storage_Use_Count
 storage_address = attrgetter("_cdata")
 
 
 def will_engine_execute(nodes: Iterable[Any]) -> list[bool] | None:
-    """Which of these autograd nodes the running backward will execute; 0.1 to 0.2 us a node.
+    """For each autograd node, whether the running backward will execute it; 0.1 to 0.2 us a node.
 
-    The public ``register_multi_grad_hook`` rests on it. ``None`` when the engine runs for
+    The public ``register_multi_grad_hook`` uses it too. ``None`` if the engine runs for
     ``torch.autograd.grad``, which captures leaves instead of accumulating into them.
     """
     try:
@@ -264,7 +272,7 @@ backward_hooks_of = attrgetter("_backward_hooks")
 
 
 def hooks_after_accumulation(param: Tensor) -> Iterable[Any]:
-    """What runs when ``.grad`` of a parameter has been accumulated."""
+    """The hooks that run when ``.grad`` of a parameter has been accumulated."""
     return (param._post_accumulate_grad_hooks or {}).values()
 
 
@@ -273,7 +281,7 @@ def hooks_after_accumulation(param: Tensor) -> Iterable[Any]:
 queue_end_of_backward = Variable._execution_engine.queue_callback
 
 
-# Whether torch moves an autograd node of a stream that is not captured to one that is. Until 2.12
+# Whether torch moves an autograd node from a stream that is not captured to one that is. Until 2.12
 # it does not. Only the setter is public: torch.autograd.graph.set_override_stale_capture_stream.
 moves_nodes_into_captures: Callable[[], bool] = getattr(
     torch._C, "_override_stale_capture_stream", lambda: False
@@ -283,7 +291,7 @@ moves_nodes_into_captures: Callable[[], bool] = getattr(
 def gradient_node(tensor: Tensor) -> Any:
     """The autograd node that ``tensor``'s gradient goes to: AccumulateGrad for a leaf.
 
-    ``get_gradient_edge`` alone returns that of a view for a parameter of a tensor subclass.
+    For a parameter of a tensor subclass, ``get_gradient_edge`` alone returns the node of a view.
     """
     with torch._C.DisableTorchFunctionSubclass():
         return torch.autograd.graph.get_gradient_edge(tensor).node
@@ -300,21 +308,21 @@ def preserve_version_counters(tensors: Sequence[Tensor]) -> Any:
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
-# There once torch.distributed.rpc has been imported, which stock DDP does.
+# Present once torch.distributed.rpc has been imported, which stock DDP does.
 _HAS_RPC = hasattr(torch._C, "_distributed_rpc") and hasattr(torch._C, "_distributed_autograd")
 
 
 @functools.cache
 def keep_dynamo_out(traced: str) -> None:
-    """Have torch.compile run this package as it is, but for one file, and compile what it calls.
+    """Exclude this package from torch.compile, except the file ``traced`` and functions it calls.
 
-    A compiled training step would compile hooks that its backward calls, and each anew whenever an
-    attribute has changed. dynamo leaves torch's own files alone by the same list. The import takes
-    a second, but whoever makes an optimizer or calls stock DDP has it too.
+    Otherwise a compiled training step would compile the hooks that its backward calls, and compile
+    them again whenever an attribute has changed. dynamo excludes torch's own files by the same
+    list. The import takes a second, but making an optimizer, or stock DDP, imports it too.
     """
-    # In a thread of its own: torch.fx.wrap, on the way, makes a cycle of references to all frames
-    # below it. Those of whoever wraps a module would keep what they hold, the wrapper and with it
-    # the process group, until the garbage collector comes by.
+    # In a separate thread: the import calls torch.fx.wrap, which makes a reference cycle with all
+    # frames below it. The frames of the code that wraps a module would keep the wrapper, and with
+    # it the process group, alive until the garbage collector runs.
     with ThreadPoolExecutor(1) as thread:
         rules = thread.submit(importlib.import_module, "torch._dynamo.trace_rules").result()
     room = traced.rpartition(".")[0]
@@ -325,10 +333,10 @@ def keep_dynamo_out(traced: str) -> None:
 
 
 def traced_as(traced: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Decorator: where something that is compiled calls this, dynamo traces ``traced`` instead.
+    """Decorator: when compiled code calls the function, dynamo traces ``traced`` instead.
 
-    Python runs what is decorated: also where dynamo cannot trace all of the other one.
-    torch.compile marks what it returns in the same way.
+    Python still runs the decorated function, also if dynamo cannot trace all of ``traced``.
+    torch.compile marks its results in the same way.
     """
 
     def mark(function: Any) -> Any:
@@ -339,14 +347,14 @@ def traced_as(traced: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 def keep_operator(operator: Any) -> None:
-    """Graphs keep ``operator``, although nothing uses what it returns."""
+    """Make graphs keep ``operator``, although its result is not used."""
     torch.fx.node.has_side_effect(operator)
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Whether ``tensor`` stands for one of a graph whose backward is traced with it.
+    """Whether ``tensor`` belongs to a graph that is being traced together with its backward.
 
-    Then a hook on an input of the graph is traced too, where all of its gradient has been made.
+    Then a hook on an input of the graph is traced too, after all of the input's gradient is made.
     """
     module = sys.modules.get("torch._subclasses.functional_tensor")
     return module is not None and isinstance(tensor, module.FunctionalTensor)
@@ -354,9 +362,9 @@ def is_traced(tensor: Tensor) -> bool:
 
 @functools.cache
 def keep_order(operator: Any) -> None:
-    """Inductor leaves graphs that hold ``operator`` in their order.
+    """Make inductor keep the order of graphs that contain ``operator``.
 
-    To need less memory it would put what returns nothing behind all the rest.
+    Otherwise it moves operators without a result to the end, to save memory.
     """
     memory: Any = importlib.import_module("torch._inductor.memory")
     reorder = memory.reorder_for_peak_memory
@@ -378,8 +386,8 @@ rpc_runs: Callable[[], bool] = (
 def distributed_context() -> int | None:
     """Id of the ``torch.distributed.autograd.context()`` that this thread is in, if any.
 
-    torch has no public name for it, and what it has raises outside one: ask first whether
-    :func:`rpc_runs`, without which there are no contexts.
+    torch has no public name for it. Its private function raises outside a context, so check
+    :func:`rpc_runs` first: without RPC there are no contexts.
     """
     try:
         return torch._C._distributed_autograd._current_context()._context_id()
@@ -390,8 +398,8 @@ def distributed_context() -> int | None:
 def distributed_engine_runs() -> bool:
     """Whether the backward on this thread is one of ``torch.distributed.autograd``.
 
-    Its engine does not note which nodes are in the graph, so that torch finds none there, not even
-    the one that runs, if it is known at all.
+    Its engine does not record which nodes are in the graph. So torch does not know the current node
+    then, or reports that this node will not run.
     """
     node = current_autograd_node()
     return node is None or will_engine_execute([node]) == [False]
@@ -403,17 +411,17 @@ def gradients_in_context(context: int) -> dict[Tensor, Tensor]:
 
 
 def put_into_context(context: int, param: Tensor, gradient: Tensor) -> None:
-    """Make ``gradient`` the one that ``torch.distributed.autograd`` has of ``param``.
+    """Set the gradient of ``param`` in this context of ``torch.distributed.autograd``.
 
-    Python gets copies of the dictionary of a context, TorchScript itself. (``torch.jit.script``
-    would warn that it is deprecated.)
+    Python gets a copy of the context's dictionary, TorchScript the dictionary itself.
+    (``torch.jit.script`` would warn that it is deprecated.)
     """
     _put()(context, param, gradient)
 
 
 @functools.cache
 def _put() -> Any:
-    # What is returned is not dropped as unused.
+    # The result is returned, since unused operators would be removed.
     graph = torch._C.parse_ir(
         """graph(%context : int, %param : Tensor, %gradient : Tensor):
             %gradients : Dict(Tensor, Tensor) = aten::get_gradients(%context)
@@ -424,7 +432,7 @@ def _put() -> Any:
 
 
 def values_of_rrefs(tree: Any) -> list[Any]:
-    """What leaves of ``tree`` hold that are RRefs of this process, as stock DDP looks for it."""
+    """The values of all RRefs of this process in ``tree``, found as stock DDP finds them."""
     kind = torch._C._distributed_rpc.PyRRef
     leaves = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, kind))
     return [leaf.local_value() for leaf in leaves if leaf.is_owner()]
@@ -445,18 +453,18 @@ def move_inputs(
 
 
 def throws_on_early_termination(joinable: Any) -> bool:
-    """Whether that ``Join`` ends on all ranks as soon as one has no inputs left."""
+    """Whether the ``Join`` raises on all ranks as soon as one rank has no inputs left."""
     return joinable._join_config.throw_on_early_termination
 
 
 class CountingJoin(Join):
-    """torch's ``Join``, whose wait for the ranks that have inputs runs inside :meth:`counting`.
+    """torch's ``Join``, which counts the ranks that have inputs inside :meth:`counting`.
 
-    Without it an error would be what the backend says, and not name who is missing.
+    So an error in that collective names the missing ranks, not only the backend's message.
     """
 
     def counting(self) -> AbstractContextManager[None]:
-        """Context of one collective."""
+        """Context in which the collective runs."""
         raise NotImplementedError
 
     def _get_num_nonjoined_procs(self) -> float:
@@ -465,14 +473,14 @@ class CountingJoin(Join):
 
 
 def leave_join(joinable: Any) -> None:
-    """Undo what ``Join`` has set: it does not itself, and each forward would go on telling."""
+    """Reset what ``Join`` has set, which it does not do: each forward would still notify it."""
     joinable._join_config = type(joinable._join_config).construct_disabled_join_config()
 
 
 def patches_of_stock() -> dict[str, Any]:
-    """What others have put on torch's class, by name.
+    """Attributes that other libraries have set on torch's class, by name.
 
-    Not what is torch's own: its methods would find other attributes than theirs.
+    Without torch's own methods, which need attributes that our class does not have.
     """
     patches = {}
     for name, value in vars(STOCK).items():
@@ -485,9 +493,9 @@ def patches_of_stock() -> dict[str, Any]:
 
 
 def set_active_wrapper(wrapper: Any) -> Any:
-    """Let ``wrapper`` be the one whose forward runs, and return the one that was.
+    """Set the wrapper whose forward runs, and return the former one.
 
-    dynamo asks torch's class for it, and splits the graph by the size of its buckets.
+    dynamo reads it from torch's class, and splits the graph by the size of its buckets.
     """
     former, STOCK._active_ddp_module = STOCK._active_ddp_module, wrapper
     return former
@@ -497,15 +505,15 @@ def cast_inputs(
     dtype: torch.dtype, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Cast floating-point tensors in any nesting, as stock DDP does for ``mixed_precision``."""
-    # In one container: a module may have an argument that is called dtype.
+    # All inputs in one container: an argument of the module may be called dtype.
     return _cast_forward_inputs(dtype, args, kwargs)[0]
 
 
 def localize_if_sliced(module: torch.nn.Module, mesh: Any) -> bool:
-    """If ``mesh`` is one dimension of a larger one, make DTensors of ``module`` local, as in stock.
+    """If ``mesh`` is one dimension of a larger mesh, make DTensors of ``module`` local, like stock.
 
-    So tensor parallelism in the other dimensions goes with data parallelism in this one. From the
-    first forward on such a module holds DTensors made from its parameters, and no parameters.
+    This allows tensor parallelism in the other dimensions, with data parallelism in this one. From
+    the first forward on the module holds DTensors made from its parameters, and no parameters.
     """
     if mesh._get_root_mesh() == mesh:
         return False
@@ -516,7 +524,7 @@ def localize_if_sliced(module: torch.nn.Module, mesh: Any) -> bool:
 
 
 def running_statistics(layer: torch.nn.Module) -> list[str]:
-    """Names of the buffers in which a layer keeps statistics of its batches: BatchNorm and such."""
+    """Names of a layer's buffers with statistics of batches, as in BatchNorm."""
     if not isinstance(layer, _NormBase):
         return []
     names = ("running_mean", "running_var", "num_batches_tracked")
@@ -524,13 +532,13 @@ def running_statistics(layer: torch.nn.Module) -> list[str]:
 
 
 def all_gather_single(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> Any:
-    """``all_gather_into_tensor``, of whose name torch 2.13 warns; returns the work."""
+    """``all_gather_into_tensor``, whose name torch 2.13 deprecates; returns the work."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(output, tensor, group=group, async_op=True)
 
 
 def symmetric_memory_lack(device: torch.device) -> str:
-    """Why torch cannot let GPUs read each other's memory here; empty if nothing is known.
+    """Why GPUs cannot read each other's memory through torch; empty if no reason is known.
 
     torch.distributed._symmetric_memory has no public names yet.
     """
@@ -539,7 +547,7 @@ def symmetric_memory_lack(device: torch.device) -> str:
     if any(not hasattr(kind, name) for name in names):
         return f"torch {torch.__version__} has no symmetric memory"
     if torch.version.hip is not None:
-        return "nobody has measured it on ROCm"
+        return "it is not tested on ROCm"
     backend = kind.get_backend(device)
     if backend is None:
         return f"torch {torch.__version__} was built without symmetric memory for {device.type}"
@@ -547,16 +555,16 @@ def symmetric_memory_lack(device: torch.device) -> str:
 
 
 def nvlinks(device: torch.device) -> list[int]:
-    """How many NVLinks, by switches too, there are from ``device`` to each GPU of this host."""
+    """Number of NVLinks, direct or by switches, from ``device`` to each GPU of this host."""
     detect: Any = getattr(torch._C._distributed_c10d, "_detect_dma_connectivity")  # noqa: B009
     return list(detect(torch._C._autograd.DeviceType.CUDA, "nvlink").matrix[device.index])
 
 
 def symmetric_empty(nbytes: int, device: torch.device) -> Tensor:
-    """Memory of this GPU, uint8 ``(nbytes,)``, that others can be given; a call of this rank alone.
+    """Memory of this GPU, uint8 ``(nbytes,)``, that other ranks can map. Not a collective call.
 
-    Not ``symm_mem.empty``, whose pool gives freed memory out again that others have mapped: ranks
-    that free in different orders would part ways. When it is dropped the host waits for the device.
+    Not ``symm_mem.empty``: its pool reuses freed memory that other ranks have mapped, which fails
+    if ranks free in different orders. Freeing the memory makes the host wait for the device.
     """
     kind: Any = torch._C._distributed_c10d._SymmetricMemory
     return kind.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
@@ -566,9 +574,9 @@ def symmetric_rendezvous(memory: Tensor, group: dist.ProcessGroup) -> Any:
     """Let all ranks of ``group``, which all call this, read each other's ``memory``.
 
     Returns:
-        ``rank``, ``buffer_ptrs`` (the addresses of all ranks' memory, as this GPU sees them) and
-        ``barrier(channel, timeout_ms)``, a kernel on the current stream: what earlier ones of all
-        ranks have written later ones can read.
+        An object with ``rank``, ``buffer_ptrs`` (addresses of the memory of all ranks, for this
+        GPU) and ``barrier(channel, timeout_ms)``, a kernel on the current stream: later kernels can
+        read what earlier kernels of all ranks have written.
     """
     from torch.distributed import _symmetric_memory
 
@@ -576,10 +584,10 @@ def symmetric_rendezvous(memory: Tensor, group: dist.ProcessGroup) -> Any:
 
 
 def triton_launch(compiled: Any, shape: tuple[int, int, int]) -> Callable[..., None]:
-    """``compiled[shape]`` of a Triton kernel, which launches on the device that is current now.
+    """``compiled[shape]`` of a Triton kernel: a function that launches it on the current device.
 
-    For the hooks of profilers Triton makes a record of each launch, and two calls, also where there
-    are none: half of the Python of a launch. torch's inductor leaves that out in the same way.
+    For profiler hooks Triton makes a record and two calls per launch, even without a hook, which is
+    half of the Python time of a launch. This leaves them out, like torch's inductor.
     """
     with_hooks = compiled[shape]  # loads the kernel
     try:
@@ -595,7 +603,7 @@ def triton_launch(compiled: Any, shape: tuple[int, int, int]) -> Callable[..., N
     def launch(*arguments: Any) -> None:
         try:
             is_hooked = hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls
-        except AttributeError:  # something else is in the place of Triton's chain of hooks
+        except AttributeError:  # another library has replaced Triton's chain of hooks
             is_hooked = True
         if is_hooked:
             with_hooks(*arguments)
@@ -604,3 +612,59 @@ def triton_launch(compiled: Any, shape: tuple[int, int, int]) -> Callable[..., N
             run(*shape, stream, function, packed, None, None, None, *arguments)
 
     return launch
+
+
+def sample_times(wrapper: Any, rate: int) -> None:
+    """Let a wrapper, torch's or ours, note when the parts of one step in ``rate`` began."""
+    wrapper._set_ddp_runtime_logging_sample_rate(rate)
+
+
+def logged_times(wrapper: Any) -> dict[str, int] | None:
+    """Nanoseconds of the last step whose parts a wrapper noted; None if there is none.
+
+    ``began``, when its backward did, tells one from another.
+    """
+    data = wrapper._get_ddp_logging_data()
+    names = {
+        "forward": "forward_compute_time",
+        "backward": "backward_compute_time",
+        "communication": "backward_comm_time",
+        "overlap": "backward_compute_comm_overlap_time",
+        "began": "backward_compute_time_start",
+    }
+    if any(name not in data for name in names.values()):
+        return None
+    return {name: data[field] for name, field in names.items()}
+
+
+_DTYPE_SIZES = {
+    "float": 4,
+    "double": 8,
+    "c10::Half": 2,
+    "c10::BFloat16": 2,
+    "c10::complex<float>": 8,
+    "c10::complex<double>": 16,
+    "int": 4,
+    "long int": 8,
+    "long": 8,
+    "short int": 2,
+}
+
+
+def profiled_collectives(profile: Any) -> list[tuple[str, int]]:
+    """Name and bytes of each collective in a profile that was taken with shapes.
+
+    What the process groups of gloo and NCCL call their events. The list of a profile's events has
+    shapes, and not the dtypes that belong to them: only the events from which it is made do.
+    """
+    found = []
+    for event in profile.profiler.kineto_results.events():
+        name = event.name()
+        if not name.startswith(("gloo:", "nccl:")) or "CPU" not in str(event.device_type()):
+            continue
+        nbytes = 0
+        for shape, dtype in zip(event.shapes(), event.dtypes(), strict=False):
+            if dtype and all(isinstance(size, int) for size in shape):
+                nbytes += math.prod(shape) * _DTYPE_SIZES.get(dtype, 1)
+        found.append((name, nbytes))
+    return found

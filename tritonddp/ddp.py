@@ -74,7 +74,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             gradients. Parameters are fp32, fp16, bf16, fp64, complex64 or complex128, on the CPU
             or on CUDA devices.
         device_ids: ``None``, or one CUDA device, to which tensors in the inputs are moved.
-        output_device, dim: kept for compatibility: the module decides where outputs lie.
+        output_device: kept for compatibility, as ``dim``: the module decides where outputs lie.
         broadcast_buffers: deprecated by torch 2.13 for ``forward_sync_buffers``; ``False`` also
             leaves buffers out of the initial broadcast.
         init_sync: verify at construction that all ranks hold the same model, and broadcast
@@ -83,9 +83,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         bucket_cap_mb: bucket size in MiB of gradients. By default 25, and 1 for the first bucket;
             with ``reduce_dtype`` or ``compression`` 1, 1, 2, 4, 8, 16, and 25 for all others, on
             the CPU 8.
-        find_unused_parameters: ``None`` or ``True``: unused parameters are found automatically,
-            at no cost. ``False``: an unused parameter is an error at the next forward.
-        check_reduction: deprecated by torch, without effect.
+        find_unused_parameters: ``None`` or ``True``: unused parameters are found automatically.
+            ``False``: an unused parameter is an error at the next forward.
         gradient_as_bucket_view: ``.grad`` are views of the buckets, which saves one copy of all
             gradients and their memory.
         static_graph: accepted; all that it makes possible in stock DDP works without it here.
@@ -96,16 +95,15 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         mixed_precision: a ``torch.nn.parallel.distributed._MixedPrecision``. The module runs with
             parameters and inputs in ``param_dtype``, gradients travel in ``reduce_dtype``
             (``param_dtype`` if it is not given), buffers are cast to ``buffer_dtype`` for good.
-            Parameters and ``.grad`` stay in full precision. Gradients that travel in another
-            dtype than theirs are copied, also with ``gradient_as_bucket_view``.
+            Parameters and ``.grad`` stay in full precision.
         device_mesh: a one-dimensional device mesh, instead of ``process_group``. It may be one
             dimension of a larger mesh, with tensor parallelism in the others.
-        skip_all_reduce_unused_params: buckets (but the first) none of whose parameters a backward
-            reaches are not sent. They must be the same on all ranks; where they are not, that is
-            an error on every rank, after which the process group is of no use.
+        skip_all_reduce_unused_params: buckets (but the first) that a backward does not reach are
+            not sent. They must be the same on all ranks, otherwise every rank gets an error.
         bucket_cap_mb_list: sizes in MiB of the first, second, ... bucket; the last one holds for
             all others.
         batched_grad_copy: accepted; gradients are always copied a whole bucket at a time.
+            ``check_reduction``, which torch has deprecated, has no effect either.
         forward_sync_buffers: broadcast buffers from rank 0 before each forward that follows a
             synchronised one. On by default.
         lazy_bucket_allocation: (torch 2.15) buckets get their memory when their first gradients
@@ -116,12 +114,11 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             the dtype of its parameter, and is a copy, also with ``gradient_as_bucket_view``. By
             default each gradient travels in its own dtype, as complex and sparse ones always do.
         compression: ``"int8"`` or ``"fp8"`` (e4m3): gradients travel in 8 bits an element and one
-            fp32 scale for 256, about a quarter of the bytes of fp32, over gloo or NCCL. All ranks
-            end with the same bits. Those of fp64, complex and sparse ones travel as without it. A
-            block of 256 elements with a NaN or an infinity is NaN afterwards. Messages take about
-            two bytes an element, on the CPU three if there are more than two ranks. ``"auto"``: for
-            each bucket what it would take without compression, bf16 or ``"int8"``, by what is
-            measured at construction, which takes a second or two: see :meth:`wire_report`.
+            fp32 scale for 256, over gloo or NCCL. All ranks end with the same bits. Those of fp64,
+            complex and sparse ones travel as without it. A block of 256 elements with a NaN or an
+            infinity is NaN afterwards. ``"auto"``: for each bucket its own dtype, bf16 or
+            ``"int8"``, by what is measured at construction in a second or two: see
+            :meth:`wire_report` and ``docs/fewer-bytes.md``.
         error_feedback: what quantisation leaves out of a gradient is kept in fp32, and added to the
             next one: at most ``4 + 4 / world_size`` bytes an element. Without it errors accumulate.
             It belongs in checkpoints: see :meth:`comm_state_dict`.
@@ -133,20 +130,17 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             beyond the dtype in which they travel, are a ``FloatingPointError`` or a
             ``RuntimeWarning`` at the end of the backward, on every rank alike, with the names of
             the parameters and the ranks. ``.grad`` holds the means by then, and training may go on.
-            On a GPU the host waits there for the reduction. Optimizers in the backward have made
-            their steps, and a rank that has run out of inputs inside :meth:`join` only warns.
+            On a GPU the host waits there. Optimizers in the backward have made their steps, and a
+            rank that has run out of inputs inside :meth:`join` only warns.
         check_drift: ``"raise"`` or ``"warn"``: each reduced backward compares another 64th of all
             parameters over the ranks, bit for bit. Where they differ, all ranks get an error, or
             once for each change a warning, with names and ranks: within 64 steps, on a GPU 66.
         transport: ``"auto"``: over gloo, where all hosts have as many ranks each, two or more,
-            those of a host exchange gradients from the second reduced backward on through memory
-            that they share, and take the process group between hosts. Quantised, sparse and lazy
-            buckets and those of communication hooks go through the process group all the same. It
-            takes once more the memory of the buckets. Where it cannot be had, all ranks take the
-            process group; with ``"peer_memory"`` that is an error at the end of the first reduced
-            backward. ``"process_group"``, or ``TRITONDDP_PEER_MEMORY=0`` in the environment of any
-            rank, leaves it off. On GPUs over NCCL ``"peer_memory"`` has buckets of up to 512 KiB
-            summed over NVLink; nothing has measured that, and ``"auto"`` is the process group.
+            those of a host exchange gradients through memory that they share; it takes once more
+            the memory of the buckets. Where it cannot be had, all ranks take the process group;
+            with ``"peer_memory"`` that is an error at the end of the first reduced backward.
+            ``"process_group"``, or ``TRITONDDP_PEER_MEMORY=0`` in the environment of any rank,
+            leaves it off. On GPUs ``"auto"`` is the process group. See ``docs/one-host.md``.
         metrics: ranks tell each other, without a collective, how long the parts of their last step
             took: for :meth:`metrics`, :meth:`suggested_shares` and :meth:`log_metrics`.
         grad_norm: sum up squares while gradients are reduced: :meth:`grad_norm` and
@@ -172,8 +166,9 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
     Example::
 
-        dist.init_process_group("nccl")
-        model = tritonddp.DistributedDataParallel(model.cuda(), device_ids=[local_rank])
+        model = tritonddp.DistributedDataParallel(module)  # on a GPU: device_ids=[local_rank]
+        loss_function(model(inputs), targets).backward()  # .grad holds the means over the ranks
+        optimizer.step()
     """
 
     wrapped_modules = 0  # number of modules wrapped in this process
@@ -413,10 +408,10 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         Example::
 
             with model.no_sync():
-                for batch in microbatches[:-1]:
-                    loss(model(batch)).backward()
-            loss(model(microbatches[-1])).backward()  # reduces what all have accumulated
-            optimizer.step()
+                for inputs, targets in batches[:-1]:
+                    loss_function(model(inputs), targets).backward()
+            inputs, targets = batches[-1]
+            loss_function(model(inputs), targets).backward()  # reduces what all have accumulated
         """
         before = self.sync.enabled
         self.sync.enabled = False
@@ -459,8 +454,9 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
         Example::
 
-            with model.weighted((targets != padding).sum()):
-                cross_entropy(model(tokens), targets, ignore_index=padding).backward()
+            n = 8 - 2 * rank  # this rank's samples
+            with model.weighted(n):
+                loss_function(model(inputs[:n]), targets[:n]).backward()
         """
         weight = weight_of(n, reduction)
         if self._window is None:
@@ -505,8 +501,9 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
         Example::
 
-            penalty = sum(g.square().sum() for g in grad(loss, params, create_graph=True))
-            means = model.reduce_gradients(grad(loss + penalty, params))
+            loss = loss_function(model(inputs), targets)
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            means = model.reduce_gradients(gradients)
         """
         refuse_inside(self, "reduce_gradients()")
         if gradients is not None:
@@ -545,8 +542,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         Example::
 
             optimizer.step()
-            if step % 1000 == 0:
-                model.check_sync()
+            model.check_sync()  # once in some thousand steps
         """
         refuse_inside(self, "check_sync()")
         check_sync(self.module, self.core, self.parameters_to_ignore, buffers, gradients)
@@ -562,6 +558,11 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         with all buckets in their own dtype, in bf16 and in int8; and the choice for each bucket.
         That is made after the first reduced backward, and again when buckets change and when the
         first backwards are over. Rank 0 logs each new one in ``tritonddp.auto``, at level INFO.
+
+        Example::
+
+            model = tritonddp.DistributedDataParallel(module, compression="auto")
+            print(model.wire_report())
         """
         planner = self.core.manager.planner
         if planner is not None:
@@ -590,7 +591,9 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
         Example::
 
-            torch.save({"model": model.module.state_dict(), "comm": model.comm_state_dict()}, path)
+            saved = {"model": module.state_dict(), "comm": model.comm_state_dict()}  # to torch.save
+            module.load_state_dict(saved["model"])  # in the next run, on each rank its own
+            model.load_comm_state_dict(saved["comm"])
         """
         return checkpoint.comm_state(self.core)
 
@@ -623,8 +626,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
         The hook replaces the mean over ranks: its result is written to ``.grad``. All hooks
         of ``torch.distributed.algorithms.ddp_comm_hooks`` work. It is called once for each bucket
-        of a backward, in the same order on every rank. To be registered on all ranks between the
-        same two steps, and once for each wrapped module. :meth:`reduce_gradients` does without it.
+        of a backward, in the same order on every rank. Register it once, on all ranks between the
+        same two steps. :meth:`reduce_gradients` does without it.
 
         Args:
             state: passed to each call.
@@ -641,8 +644,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
         Example::
 
-            state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10)
-            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+            model.register_comm_hook(None, default_hooks.fp16_compress_hook)
         """
         self._noting(check_hook, hook)
         self.core.register_comm_hook(state, hook)
@@ -654,18 +657,18 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     def require_manual_backward_finalization(self) -> bool:
         """Whether reduced backwards leave ``.grad`` to :meth:`finalize_backward`. Off by default.
 
-        So that other work goes on while gradients are on their way. May be set whenever no backward
-        waits for its end::
-
-            model.require_manual_backward_finalization = True
-            criterion(model(inputs), targets).backward()  # the all-reduces go on
-            ...
-            model.finalize_backward()  # now .grad holds the means
-            optimizer.step()
+        Other work goes on while gradients travel. May be set when no backward waits for its end.
 
         Raises:
             RuntimeError: when set while a backward waits for its end.
             TypeError: when set to something that is not on or off.
+
+        Example::
+
+            model.require_manual_backward_finalization = True
+            assert model.should_finalize_after_backward  # and not in it: it is the first one
+            loss_function(model(inputs), targets).backward()  # the all-reduces go on
+            model.finalize_backward()  # now .grad holds the means
         """
         return self._require_manual_backward_finalization
 
@@ -735,15 +738,12 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         Example::
 
             with model.join():
-                for batch in batches:  # more of them on some ranks
-                    loss(model(batch)).backward()
+                for inputs, targets in batches[rank:]:  # fewer of them on some ranks
+                    loss_function(model(inputs), targets).backward()
                     optimizer.step()
 
-        With further classes that can be joined, a ``ZeroRedundancyOptimizer`` say, use
-        ``torch.distributed.algorithms.join.Join([model, optimizer])``, in the order in which they
-        are called, and end the body with a backward. While a rank waits, its ``.grad`` are those of
-        the others, so that its share of the optimizer does the right step; afterwards they are its
-        own again.
+        With other classes that join, such as ``ZeroRedundancyOptimizer``, use torch's
+        ``Join([model, optimizer])``, in the order of their calls. End the body with a backward.
         """
         check_flags({"enable": enable, "throw_on_early_termination": throw_on_early_termination})
         options = {"divide_by_initial_world_size": divide_by_initial_world_size}

@@ -29,9 +29,10 @@ import torch
 import torch.distributed as dist
 from configurations import UNWRAPPED, Configuration, families
 from deadline import share
-from paired import Spread
 from rows import Case, Row
 from subjects import PARAMETERS, PER_BUCKET, Subject, Times, time_rounds
+
+from tritonddp.cli.kernel_timing.paired import Spread
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROUNDS = 40

@@ -23,13 +23,15 @@ from dataclasses import asdict, dataclass, replace
 from math import inf, prod
 from typing import Any
 
+import deadline
 import torch
 from contenders import CEILING, DIRECTIONS, REDUCE, Inputs, check, contenders
 from deadline import share
-from device_timing import Samples, input_sets, time_rounds
-from paired import Spread, paired_ratio
 from rows import Case, Row
 from shapes import BUCKETS, LISTS, Shapes, whole
+
+from tritonddp.cli.kernel_timing.device_timing import WARMUPS, Samples, input_sets, time_rounds
+from tritonddp.cli.kernel_timing.paired import Spread, paired_ratio
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROUNDS = 25 if DEVICE.type == "cuda" else 8
@@ -155,7 +157,8 @@ def measure(group: Group, rounds: int, groups_left: int) -> Measurement:
         check(group.direction, contender, rotation[0])
     count = input_sets(nbytes, DEVICE)
     rotation += [Inputs.make(group.shapes, dtype, wire, DEVICE) for _ in range(count - 1)]
-    samples = time_rounds(rivals, rotation, rounds, end)
+    numbers = deadline.rounds(rounds, end, discarded=WARMUPS)
+    samples = time_rounds(rivals, rotation, numbers)
     rotation.clear()
     if DEVICE.type == "cuda":
         torch.cuda.empty_cache()  # other lists need blocks of other sizes

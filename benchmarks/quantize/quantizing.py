@@ -14,13 +14,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import deadline
 import torch
 from deadline import share, until
-from device_timing import Samples, input_sets, time_rounds
-from paired import Spread, paired_ratio
-from quantizers import CEILING, CONTENDERS, Inputs, check, nbytes
 from rows import Case, Row
 from shapes import MANY_SMALL, whole
+
+from tritonddp.cli.kernel_timing.device_timing import WARMUPS, Samples, input_sets, time_rounds
+from tritonddp.cli.kernel_timing.paired import Spread, paired_ratio
+from tritonddp.cli.kernel_timing.quantizers import CEILING, CONTENDERS, Inputs, check, nbytes
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROUNDS = 15 if DEVICE.type == "cuda" else 3
@@ -88,7 +90,8 @@ def measure(
     samples = {}
     for number, (kernel, rivals) in enumerate(CONTENDERS.items()):
         stop = until(end, 1 / (len(CONTENDERS) - number))
-        samples[kernel] = time_rounds(rivals, rotation, rounds, stop)  # type: ignore[arg-type]
+        numbered = deadline.rounds(rounds, stop, discarded=WARMUPS)
+        samples[kernel] = time_rounds(rivals, rotation, numbered)
     rotation.clear()
     if DEVICE.type == "cuda":
         torch.cuda.empty_cache()

@@ -14,8 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from comparison import Bound, Comparison, overhead
 from configurations import UNWRAPPED, families
 from models import CASES
-from paired import Ratio
 from ranks import Ranks
+
+from tritonddp.cli.kernel_timing.paired import Ratio
 
 CPU = Bound("ratio", 1.02, or_spread=True)
 BRANCHY = Bound("ratio", 0.9)

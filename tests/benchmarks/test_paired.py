@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from paired import Ratio, Spread, overhead_ratio, paired_ratio
+from tritonddp.cli.kernel_timing.paired import Ratio, Spread, overhead_ratio, paired_ratio
 
 
 def noisy(value: float, number: int, seed: int, noise: float = 0.05) -> list[float]:

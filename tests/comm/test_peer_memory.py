@@ -356,7 +356,7 @@ def test_ranks_that_do_not_exchange_the_same_are_told() -> None:
     if dist.get_rank() == 1:
         bucket.nbytes += 4
         bucket.exchange.content = *bucket.exchange.content[:2], bucket.nbytes
-    with pytest.raises(RuntimeError, match="something else in this place"):
+    with pytest.raises(RuntimeError, match="something else at the same time"):
         step(ddp, 2)
 
 
@@ -375,7 +375,7 @@ def test_a_late_rank_is_named_after_the_timeout() -> None:
         return
     with pytest.raises(RuntimeError, match="step 3, bucket 0") as caught:
         step(ddp, 2)
-    assert "rank 2 has not come there within 1 s" in str(caught.value) or "closed" in str(
+    assert "rank 2 did not reach this exchange within 1 s" in str(caught.value) or "closed" in str(
         caught.value
     )
 
@@ -448,7 +448,7 @@ def test_memory_that_does_not_arrive_is_told(a_pair: Any) -> None:
     place.number = 1
     other.send(peer_memory._MESSAGE.pack(peers.HANDED, 1, 0, 1, 8))
     place.wait_for(peers.HANDED)
-    assert place.module.came == {1: "memory of rank 1 cannot be mapped: no descriptor has come"}
+    assert place.module.came == {1: "memory of rank 1 cannot be mapped: no descriptor was received"}
 
 
 def test_a_message_that_comes_twice_counts_once(a_pair: Any) -> None:

@@ -53,7 +53,7 @@ def test_records_tell_buckets_reductions_weights_and_what_is_left_out() -> None:
         assert len(placed) == len(ddp.reducer.buckets)
         assert placed[0] == (
             f"rank {rank}, step 0: bucket 0 of {len(placed)}: 2 parameters, 42 elements, "
-            "168 bytes, travels in torch.bfloat16, on cpu: unused.bias, unused.weight"
+            "168 bytes, sent in torch.bfloat16, on cpu: unused.bias, unused.weight"
         )
         for _ in range(3):
             kept.records.clear()
@@ -70,7 +70,7 @@ def test_records_tell_buckets_reductions_weights_and_what_is_left_out() -> None:
         assert begins[0].endswith(f"buckets left out: {unused}")
         of_buckets = kept.lines("comm.reduction")
         sent = [bucket for bucket in ddp.reducer.buckets if bucket.index not in unused]
-        for what in ("is sent", "is there"):
+        for what in ("is sent", "is reduced"):
             assert [line for line in of_buckets if what in line] == [
                 f"rank {rank}, step 3, {bucket.title}: {what}, {bucket.nbytes} bytes"
                 for bucket in sent

@@ -6,6 +6,6 @@ program.py  what each rank runs, and how a fault strikes it
 network.py  what it trains
 differences.py  what one rank does otherwise than the others
 player.py   real processes: forks the ranks of each fault, and ends them in bounded time
-page.py     the messages that docs/failures.md shows
+page.py     the messages that the pages about failures show
 verdict.py  is that what was expected?
 """

@@ -1,17 +1,18 @@
-"""The messages that ``docs/failures.md`` shows."""
+"""The messages that the pages about failures show."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-_PAGE = Path(__file__).parents[2] / "docs" / "failures.md"
+_DOCS = Path(__file__).parents[2] / "docs"
+_PAGES = [_DOCS / name for name in ("failures.md", "ranks-differ.md", "exceptions.md")]
 _BLOCK = re.compile(r"<!-- fault: (\S+) -->\n```text\n(.*?)\n```", re.DOTALL)
 
 
 def messages() -> list[tuple[str, str]]:
     """The name of the fault that has produced it, and each message."""
-    return _BLOCK.findall(_PAGE.read_text())
+    return _BLOCK.findall("\n".join(page.read_text() for page in _PAGES))
 
 
 def is_in(message: str, said: str) -> bool:

@@ -59,7 +59,9 @@ def test_fault(fault: Fault, played: Path) -> None:
 def test_the_page_shows_what_a_fault_says(fault: Fault, message: str, played: Path) -> None:
     result = Result.read(played / fault.name, fault)
     said = "\n".join([*result.errors, result.logs])
-    assert is_in(message, said), f"docs/failures.md shows\n{message}\nbut {fault.name} says\n{said}"
+    assert is_in(message, said), (
+        f"the pages of failures show\n{message}\nbut {fault.name} says\n{said}"
+    )
 
 
 def test_the_page_shows_messages() -> None:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 from cases import CASES
 from cases.stock import STOCK
 from launched import ROOT
 
-PAGES = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "SECURITY.md"]
+PAGES = [
+    *(ROOT / "docs").glob("*.md"),
+    *(ROOT / name for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md")),
+]
 PAGE = (ROOT / "docs" / "differences.md").read_text()
 LINKING = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"]
 README_LINES = 110  # beside the figures: what a newcomer reads to the end
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)")
+FILE = re.compile(r"`((?:tests|examples|benchmarks|tritonddp)/[\w/]+(?:\.py)?)[` ]")
 ROW = re.compile(r"^\| (.*) \| ([^|]*) \| ([^|]*) \| `(\w+)` \|$", re.MULTILINE)
 
 
@@ -47,11 +54,7 @@ def test_the_page_of_frameworks_has_a_row_for_every_library_that_is_tested() -> 
 
 
 def test_every_file_that_a_page_names_exists() -> None:
-    named = [
-        (page.name, path)
-        for page in PAGES
-        for path in re.findall(r"`((?:tests|examples)/[\w/]+(?:\.py)?)[` ]", page.read_text())
-    ]
+    named = [(page.name, path) for page in PAGES for path in FILE.findall(page.read_text())]
     assert len([path for name, path in named if name == "frameworks.md"]) >= 5
     for name, path in named:
         assert (ROOT / path).exists(), f"{name} names {path}"
@@ -74,8 +77,37 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_the_readme_is_a_page_and_leads_to_all_others() -> None:
-    text = (ROOT / "README.md").read_text()
-    written = re.sub(r"<!-- figures.*<!-- end figures -->", "", text, flags=re.DOTALL)
+    readme = ROOT / "README.md"
+    written = re.sub(r"<!-- figures.*<!-- end figures -->", "", readme.read_text(), flags=re.DOTALL)
     assert len(written.splitlines()) <= README_LINES
-    for page in (ROOT / "docs").glob("*.md"):
-        assert f"(docs/{page.name})" in text, page.name
+    found, ahead = set(), [readme]
+    while ahead:
+        page = ahead.pop()
+        if page not in found and page.suffix == ".md":
+            found.add(page)
+            links = (path for path, _ in LINK.findall(page.read_text()) if path)
+            ahead += [(page.parent / path).resolve() for path in links]
+    assert ROOT / "docs" / "index.md" in found
+    assert set(PAGES) <= found, "no link leads there"
+
+
+def test_the_site_has_every_page_in_its_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\n\n")[0]
+    named = re.findall(r"^ +- [^#\n]+: (\S+\.md)$", navigation, re.MULTILINE)
+    assert len(named) == len(set(named))
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} <= set(named)
+
+
+@pytest.mark.long
+def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    """Strictly: a link, an anchor, a picture or a name of the reference that is missing fails."""
+    pytest.importorskip("mkdocs", reason="needs the extra [docs]")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    pages = [path.read_text() for path in tmp_path.rglob("*.html")]
+    assert len(pages) > len(PAGES)
+    for page in pages:
+        loaded = re.findall(r'<(?:link|script|img|source)[^>]+(?:href|src|srcset)="([^"]+)"', page)
+        assert loaded
+        assert not [url for url in loaded if re.match(r"(https?:)?//", url)]

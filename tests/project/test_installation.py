@@ -1,18 +1,22 @@
-"""An editable install is found whatever lies beside the user's script."""
+"""What is built has the whole package and is found; torch alone is enough to train on the CPU."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
+import launched
 import pytest
 from launched import ROOT
 
-BUILD = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
+import tritonddp
+
+BUILD = "import sys; from setuptools import build_meta; build_meta.build_{}(sys.argv[1])"
 SCRIPT = """
 import site, sys
 site.addsitedir(sys.argv[1])  # where pip puts what it installs
@@ -21,20 +25,102 @@ print(tritonddp.__file__)
 """
 
 
+# A script of two ranks, in an operating system that has nothing of Linux's own, and no Triton.
+ELSEWHERE = """
+import os, select, socket, sys, types
+sys.modules["triton"] = None  # an import of it is a ModuleNotFoundError
+import torch.distributed.nn
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as Stock
+torch.set_num_threads(1)
+
+for module, names in (
+    (os, "O_CLOEXEC memfd_create posix_fallocate pread register_at_fork sched_getaffinity"),
+    (select, "poll POLLIN"),
+    (socket, "AF_UNIX CMSG_SPACE MSG_CMSG_CLOEXEC MSG_DONTWAIT SO_PEERCRED send_fds"),
+):
+    for name in names.split():
+        if hasattr(module, name):
+            delattr(module, name)
+import tritonddp
+from tritonddp.coordination import peers
+peers.sys = types.SimpleNamespace(platform="win32")  # theirs alone: torch asks for it as well
+
+def trained(wrap, **options):
+    torch.manual_seed(0)
+    ddp = wrap(nn.Linear(4, 3), **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(3):
+        ddp(torch.full((2, 4), float(step + rank))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([each.flatten() for each in ddp.parameters()])
+
+child = os.fork()  # both ranks have imported torch by now, once
+rank = 0 if child else 1
+torch.distributed.init_process_group("gloo", f"file://{sys.argv[1]}", rank=rank, world_size=2)
+own = trained(tritonddp.DistributedDataParallel, metrics=True)
+assert own.equal(trained(Stock)), own
+trained(tritonddp.DistributedDataParallel, compression="int8")
+torch.distributed.destroy_process_group()
+assert not child or os.waitpid(child, 0)[1] == 0
+"""
+
+
+def build(kind: str, tree: Path) -> Path:
+    """The wheel of ``tree``, which gets what describes this repository's package."""
+    pytest.importorskip("setuptools", "77")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    wheels = tree.parent / "wheels"
+    wheels.mkdir()
+    code = BUILD.format(kind)
+    subprocess.run([sys.executable, "-c", code, wheels], cwd=tree, check=True, capture_output=True)
+    (wheel,) = wheels.iterdir()
+    return wheel
+
+
+def test_a_wheel_has_every_file_of_the_package(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "tritonddp", tree / "tritonddp", ignore=ignored)
+    wheel = build("wheel", tree)
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert wheel.name == f"tritonddp-{tritonddp.__version__}-py3-none-any.whl"
+    assert {name for name in names if ".dist-info/" not in name} == {
+        path.relative_to(tree).as_posix()
+        for path in (tree / "tritonddp").rglob("*")
+        if path.is_file()
+    }
+    assert {"tritonddp/__init__.py", "tritonddp/py.typed"} < names
+
+
+def test_the_changelog_and_the_citation_are_of_this_version() -> None:
+    (ours, date), *_ = re.findall(
+        r"^## \[(\d[^]]*)\] - ([\d-]+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert ours == tritonddp.__version__
+    assert f"\nversion: {ours}\n" in citation
+    assert f"\ndate-released: {date}\n" in citation
+
+
+@pytest.mark.long
+def test_without_triton_and_without_linux_it_trains_on_the_cpu(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(ELSEWHERE)
+    done = launched.run(script, tmp_path / "store", nproc=None, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_clone_beside_the_script_does_not_hide_an_editable_install(tmp_path: Path) -> None:
     """A folder named tritonddp without an ``__init__.py``, as ``git clone`` leaves one."""
-    pytest.importorskip("setuptools", "77")
-    tree, wheels, installed, user = (tmp_path / name for name in ("tree", "wheels", "site", "user"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        tree.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, tree)
-    (tree / "tritonddp").mkdir()
-    (tree / "tritonddp.py").touch()
-    for folder in (wheels, installed, user / "tritonddp"):
+    tree, installed, user = (tmp_path / name for name in ("tree", "site", "user"))
+    (tree / "tritonddp").mkdir(parents=True)
+    (tree / "tritonddp.py").write_text('__version__ = "0"')
+    for folder in (installed, user / "tritonddp"):
         folder.mkdir(parents=True)
-    subprocess.run([sys.executable, "-c", BUILD, wheels], cwd=tree, check=True, capture_output=True)
-    (wheel,) = wheels.iterdir()
-    zipfile.ZipFile(wheel).extractall(installed)
+    zipfile.ZipFile(build("editable", tree)).extractall(installed)
     script = user / "train.py"
     script.write_text(SCRIPT)
     # Without the site packages, in which this tree may be installed already.

@@ -24,19 +24,20 @@ def make_small() -> None:
     """Before a benchmark is run in this process."""
     sys.path += [str(BENCHMARKS), str(BENCHMARKS / "host"), str(BENCHMARKS / "kernels")]
     import deadline
-    import device_timing
     import memory
     import models
     import plan
     import shapes
     import subjects
 
+    from tritonddp.cli.kernel_timing import device_timing
+
     shapes.whole = lambda name: SHAPES
     shapes.LISTS = LISTS
     shapes.BUCKETS["25MiB"] = lambda given, dtype: given[:2]
     for name, case in list(models.CASES.items()):
         models.CASES[name] = models.Case(name, _model, _batch, (2, 4), case.unused)
-    plan.DISCARDED["cuda"] = device_timing._WARMUPS = subjects.WARMUPS = 1
+    plan.DISCARDED["cuda"] = device_timing.WARMUPS = subjects.WARMUPS = 1
     subjects.PARAMETERS, subjects.PER_BUCKET = 24, 6
     memory.STEADY_STEPS = 2
     rounds = deadline.rounds

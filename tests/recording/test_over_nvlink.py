@@ -150,7 +150,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "torch": ({"symmetric_memory_lack": lambda _: "torch lacks it"}, "rank 1: torch lacks it"),
     "no NVML": (
         {"nvlinks": _raising("no detector")},
-        "rank 1: it does not know its NVLinks: no detector",
+        "rank 1: its NVLinks cannot be queried: no detector",
     ),
     "another host": (
         {"_BOOT_ID": SimpleNamespace(read_text=lambda: "another")},
@@ -159,11 +159,11 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "one card": ({}, "ranks 0 and 1 both have their parameters on cuda:0: .*unset CUDA_VISIBLE"),
     "PCIe": (
         {"nvlinks": lambda _: [0, 0, 0]},
-        "there is no NVLink between the cards of ranks 1 and 0",
+        "there is no NVLink between the GPUs of ranks 1 and 0",
     ),
     "few cards": (
         {"nvlinks": lambda _: []},
-        "there is no NVLink between the cards of ranks 1 and 0",
+        "there is no NVLink between the GPUs of ranks 1 and 0",
     ),
     "no memory": (
         {"symmetric_empty": _raising("out of memory")},
@@ -171,7 +171,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no mapping": (
         {"symmetric_rendezvous": _raising("invalid device ordinal")},
-        "rank 1: the memory of the others cannot be mapped: invalid device ordinal",
+        "rank 1: the memory of the other ranks cannot be mapped: invalid device ordinal",
     ),
 }
 

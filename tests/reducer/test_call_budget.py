@@ -109,8 +109,10 @@ def test_a_step_calls_no_more_than_its_budget(case: str) -> None:
 
 @ranks(2)
 def test_a_steady_step_is_read_in_few_files() -> None:
-    with mock.patch.dict(sys.modules):  # an earlier test may have had optimizers in the backward
-        sys.modules.pop("torch.distributed.optim.apply_optimizer_in_backward", None)
+    with pytest.MonkeyPatch.context() as patch:
+        # An earlier test may have had optimizers in the backward.
+        name = "torch.distributed.optim.apply_optimizer_in_backward"
+        patch.delitem(sys.modules, name, raising=False)
         found = steady_step(16, 2, SIZE)
     assert len({file for file, _ in found}) <= 10
     assert len(found) <= 40, sorted(found)

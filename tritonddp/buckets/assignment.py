@@ -13,10 +13,11 @@ from torch import Tensor
 
 MIB = 1024 * 1024
 
-# Default sizes in MiB. Where fewer bytes travel a line is done with a small first bucket before a
-# large second one is full: there each is twice as large as the one before it. Measured between two
-# hosts at 1 Gbit/s, 42 MB of gradients in bf16: 206 ms a step instead of 231. On the CPU they stay
-# small: what is done with the last one, to quantise it above all, takes long, and nothing hides it.
+# Default sizes in MiB. If gradients are sent in fewer bytes, the network finishes a small first
+# bucket before a large second one is full. So there each bucket is twice as large as the one before
+# it. Measured between two hosts at 1 Gbit/s, 42 MB of gradients in bf16: 206 ms a step instead of
+# 231. On the CPU the limit is lower: work on the last bucket, above all quantising, takes long, and
+# no backward hides it.
 _SIZES = (1, 25)
 _SIZES_OF_FEW_BYTES = {"cpu": (1, 1, 2, 4, 8), "cuda": (1, 1, 2, 4, 8, 16, 25)}
 
@@ -29,8 +30,8 @@ class BucketCaps:
     than one parameter.
     """
 
-    limits: tuple[int, ...]  # in bytes: of the first buckets in order, the last one for all others
-    delayed: frozenset[str] = frozenset()  # names of parameters with buckets behind all others
+    limits: tuple[int, ...]  # in bytes, one per bucket in order; the last one for all others
+    delayed: frozenset[str] = frozenset()  # names of parameters whose buckets are launched last
     is_list: bool = False  # the limits were given one by one
 
     @classmethod
@@ -45,11 +46,11 @@ class BucketCaps:
 
         The default is 1 MiB for the first bucket, so that communication starts early, and 25 MiB
         for the others. An explicit ``bucket_cap_mb`` holds for all buckets, the first one too.
-        ``few_bytes_on`` is the type of device where gradients travel in fewer bytes than they have:
-        there buckets grow from 1 to 25 MiB by default, on the CPU to 8.
+        ``few_bytes_on`` is the device type, if gradients are sent in fewer bytes than they have:
+        then buckets grow from 1 to 25 MiB by default, on the CPU to 8.
 
         Raises:
-            TypeError: a size is not a number, or the list is none.
+            TypeError: a size is not a number, or the list is not a list.
             ValueError: a size is not positive, or the list is empty.
         """
         if bucket_cap_mb_list is not None:
@@ -89,9 +90,8 @@ def assign_buckets(
 ) -> list[list[int]]:
     """Cut ``order``, the indices of ``params`` as their gradients become ready, into buckets.
 
-    A bucket holds one (dtype, device), or one of the ``sparse`` parameters alone. Buckets come in
-    the order in which they get complete, so that launching them in this order never waits for a
-    later gradient than need be.
+    A bucket holds parameters of one (dtype, device), or one ``sparse`` parameter alone. Buckets are
+    in the order in which they become full, so that no launch waits longer than necessary.
     """
     open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     sizes: Counter[tuple[torch.dtype, torch.device]] = Counter()  # in bytes, of the open ones

@@ -1,4 +1,4 @@
-"""Where gradients travel: how a bucket is filled and emptied.
+"""A bucket: gradients that are reduced together, and how they get in and out.
 
 A bucket owns one :class:`FlatBuffer`. How its gradients get in and out is the only difference
 between the classes of buckets: :class:`Bucket` copies them in and out,
@@ -39,18 +39,18 @@ class GradientError(RuntimeError):
 
 
 class Segment:
-    """Some slots of a bucket, which one launch flattens.
+    """Some slots of a bucket, which one launch flattens. A slot is the place of one parameter.
 
-    On a GPU that is the whole bucket. On the CPU it is as much as stays in the cache from the
-    moment when the gradients are made.
+    On a GPU a segment is the whole bucket. On the CPU it is small enough that its gradients are
+    still in the cache when they are flattened.
 
     Attributes:
         first, last: its slots are ``[first, last)``.
-        params: in these slots.
-        may_be_flagged: slots whose gradient autograd may hand over with a flag on its memory.
+        params: the parameters in these slots.
+        may_be_flagged: slots whose gradient may have the conjugate or negative bit.
         flat: the part of the bucket's buffer, ``None`` while that has no memory.
-        strides: of other gradients than the layout's that lie in memory as their slots do: they
-            differ in dimensions of size 1.
+        strides: further strides that have the memory order of the slots: they differ from those of
+            the layout in dimensions of size 1.
     """
 
     __slots__ = ("first", "flat", "last", "may_be_flagged", "params", "strides")
@@ -59,8 +59,8 @@ class Segment:
         self.first = first
         self.last = last
         self.params = list(params[first:last])
-        # A conjugate, or a real number of opposite sign that is a part of one. (Of more than one
-        # element autograd makes the latter row-major.)
+        # A complex gradient may have the conjugate bit. A real one that is a part of a conjugate
+        # may have the negative bit. (If it has more than one element, autograd copies it.)
         self.may_be_flagged = [
             slot
             for slot, param in enumerate(self.params, first)
@@ -71,44 +71,44 @@ class Segment:
 
 
 class Bucket:
-    """Parameters whose gradients travel together, copied into the flat buffer and out of it.
+    """Parameters whose gradients are reduced together, copied into the flat buffer and out of it.
 
     Args:
         index, params, names: see below.
-        kernels: of the gradients' device and dtype.
-        counters: count what is launched.
-        headers: bytes of the headers of all ranks, which travel in this bucket.
-        wire_dtype: in which gradients travel; by default in their own.
-        lazy: the buffer has memory from the first gradient of a backward to its end only.
-            Gradients that live in it keep it alive until they are dropped.
+        kernels: for the gradients' device and dtype.
+        counters: count launches.
+        headers: bytes of the headers of all ranks, which are sent in this bucket.
+        wire_dtype: dtype in which gradients are sent; by default their own.
+        lazy: the buffer has memory only from the first gradient of a backward to its end.
+            Gradients that are views of it keep it alive until they are dropped.
 
     Attributes:
         index: place in the launch order, the same on every rank.
-        params: in launch order.
+        params: the parameters, in launch order.
         names: their names, for errors.
-        first: number of the first of them among those of all buckets.
+        first: number of the first parameter, counted over all buckets.
         flat: the buffer that the collective sends, ``None`` while a lazy bucket has no memory.
-        packed: the buffer that gradients are packed into: ``flat``, or one in memory that other
+        packed: the buffer that gradients are flattened into: ``flat``, or shared memory that other
             ranks read.
-        exchange: through memory, see :mod:`tritonddp.comm.peer_memory`; ``None`` if the bucket
-            goes through the process group.
-        segments: what is flattened at once.
-        nbytes: on the wire: payload and trailer.
-        direct_nbytes: what counts for the choice of a direct exchange: of this bucket and those
-            behind it; of the first one, by whose headers ranks find that they differ, alone.
-        before: gradients that were there when the backward began, and their versions, by slot.
-        used: for each slot, whether its gradient counts as one of this rank, once it is packed.
-        quantization: of gradients that travel quantised, else ``None``.
-        no_header: as many zeros as there are bytes of headers.
-        has_views: gradients live in the buffer.
+        exchange: sums shared memory over ranks, see :mod:`tritonddp.comm.peer_memory`; ``None`` if
+            the bucket goes through the process group.
+        segments: the parts of the bucket that are flattened at once.
+        nbytes: bytes sent: payload and trailer (used flags and headers).
+        direct_nbytes: bytes that decide about a direct exchange: of this bucket and all later ones;
+            for the first bucket, whose headers show whether the ranks agree, its own.
+        before: gradients from before the backward, and their versions, by slot.
+        used: for each packed slot, whether this rank has a gradient for it.
+        quantization: how its gradients are quantised; ``None`` if they are not.
+        no_header: zeros, as many as there are bytes of headers.
+        has_views: ``.grad`` tensors are views of the buffer.
         is_sparse: a second exchange follows that of the buffer.
-        last_trailer: of the last reduction: what this rank had said, the whole of it reduced, and
-            the used flags, empty if all are set. In most steps it is the same again.
+        last_trailer: from the last reduction: the header of this rank, the reduced trailer, and the
+            used flags, empty if all are set. In most steps it is the same again.
         is_lazy: see above.
-        has_to_prepare: :meth:`prepare` is to be called before each backward.
-        squares: where kernels leave sums of squares, see :meth:`sum_squares`; else ``None``.
-        wants_flags: a gradient is missing: the host has to know whether another rank has used it.
-        flags_on_host: the reduced flags, where they have been read for several buckets at once.
+        has_to_prepare: :meth:`prepare` has to be called before each backward.
+        squares: receives sums of squares from the kernels, see :meth:`sum_squares`; else ``None``.
+        wants_flags: a gradient is missing: the host has to read whether another rank has used it.
+        flags_on_host: the reduced flags, if they have been read for several buckets at once.
     """
 
     quantization: Quantization | None = None
@@ -142,17 +142,17 @@ class Bucket:
         self._wire_dtype = wire_dtype or params[0].dtype
         self.is_lazy = lazy
         self.used = [False] * len(params)
-        # Flattened and not yet unflattened.
+        # Gradients that are flattened, and not yet unflattened.
         self._grads: list[Tensor | None] = [None] * len(params)
         self._layout = self._make_layout(headers)
         self.segments = [Segment(*cut, self.params) for cut in kernels.segments(self._layout)]
         self._casts = self._wire_dtype not in self._dtypes
         self._donates = kernels.donates(self._layout) and not self._casts
         self.flat: Any = None
-        # The trailer of the last reduction, what this rank had said in it, and the used flags.
+        # See the class.
         self.last_trailer: tuple[bytes, bytes, Sequence[float]] | None = None
-        self._counts: Tensor | None = None  # of ranks that used a parameter, of a buffer that went
-        self._tables: DeviceTables | None = None  # of a buffer that went
+        self._counts: Tensor | None = None  # reduced used flags of a released buffer
+        self._tables: DeviceTables | None = None  # of a released buffer
         self.allocate()
         flat: Any = self.flat
         self.nbytes: int = flat.nbytes
@@ -195,7 +195,7 @@ class Bucket:
             segment.flat = flat if is_whole else flat.part(segment.first, segment.last)
 
     def share(self, exchange: Any, memory: Tensor) -> None:
-        """Pack into ``memory``, uint8 zeros ``(nbytes,)``, from where ``exchange`` takes it.
+        """Flatten into ``memory``, uint8 zeros ``(nbytes,)``, from now on; ``exchange`` sums it.
 
         Not for a bucket that is lazy, sparse or quantised.
         """
@@ -207,34 +207,34 @@ class Bucket:
         self._pack_into(packed)
 
     def unshare(self) -> None:
-        """Pack into the buffer that the collective sends again."""
+        """Undo :meth:`share`: flatten into the buffer that the collective sends."""
         if self.exchange is not None:
             if (tables := self._kernels.tables(self.flat)) is not None:
-                tables.forget_launches()  # which pack into what was shared
+                tables.forget_launches()  # they flatten into the shared memory
             self.exchange = None
             self._pack_into(self.flat)
 
     def sum_squares(self) -> None:
-        """From now on have kernels leave sums of squares of the gradients in :attr:`squares`."""
-        # Where gradients are not copied out, or some of them are donated, no kernel sees them all.
+        """From now on kernels write sums of squares of the gradients to :attr:`squares`."""
+        # If gradients are not copied out, or some are donated, no kernel reads all of them.
         self.squares = Squares(of_unflattened=self._kernels.by_address or self._casts)
         if self.flat is not None:
             getattr(self.flat, "real", self.flat).squares = self.squares
             if (tables := self._kernels.tables(self.flat)) is not None:
-                tables.forget_launches()  # without them
+                tables.forget_launches()  # they write no sums of squares
             self._pack_into(self.packed)
         elif self._tables is not None:
             self._tables.forget_launches()
 
     def _memory(self) -> tuple[Any, ...]:
-        """Of the buffer: changes when somebody gets hold of its memory, or does something to it."""
+        """State of the buffer's memory: changes if it gets another owner, moves or is resized."""
         storage = self.flat.data.untyped_storage()
         place = storage.data_ptr(), storage.nbytes()
         return *place, storage_use_count(storage_address(storage)), getrefcount(storage)
 
     @property
     def wire_dtype(self) -> torch.dtype:
-        """In which most of the gradients travel."""
+        """Dtype in which most of the gradients are sent."""
         return self._wire_dtype if self.quantization is None else self.quantization.numbers
 
     @property
@@ -243,7 +243,7 @@ class Bucket:
         return f"bucket {self.index} ({listed(self.names)})"
 
     def rank_counts(self) -> Tensor:
-        """After a reduction: on how many ranks it used each parameter."""
+        """After a reduction: for each parameter, the number of ranks that used it."""
         if self.flat is not None:
             return self.flat.flags
         return torch.zeros(len(self.params)) if self._counts is None else self._counts
@@ -251,11 +251,11 @@ class Bucket:
     # Before a backward
 
     def prepare(self) -> None:
-        """See whether the buffer is free.
+        """Take a new buffer if the old one is still in use.
 
-        It is not where somebody still holds a gradient whose memory was donated (see
-        :meth:`unpack`): because ``zero_grad`` keeps gradients, or because a user does. It is theirs
-        then, and this bucket goes on with another one and donates nothing any more.
+        That is so if a gradient whose memory was donated (see :meth:`unpack`) still exists: because
+        ``zero_grad`` keeps gradients, or because a user does. Then the old buffer is left to it,
+        and this bucket donates no more memory.
         """
         if self.is_lazy:
             self.release()
@@ -264,7 +264,7 @@ class Bucket:
             self.allocate()
 
     def note_before(self, grads: Sequence[Tensor | None]) -> None:
-        """These gradients are there before the backward, one a slot."""
+        """Note the gradients from before the backward, one per slot."""
         self.before = {
             slot: (grad, grad._version) for slot, grad in enumerate(grads) if grad is not None
         }
@@ -276,7 +276,7 @@ class Bucket:
             self.before[slot] = grad, -1
 
     def unchanged_slots(self, segment: Segment) -> list[int]:
-        """Slots whose gradient is what it was before: a custom function returned ``None``."""
+        """Slots whose gradient has not changed: a custom function returned ``None`` for it."""
         return [
             slot
             for slot, (grad, version) in self.before.items()
@@ -286,7 +286,9 @@ class Bucket:
         ]
 
     def to_slot_layout(self) -> None:
-        """Gradients that users have made may lie in memory anyhow, even unfit to be written to.
+        """Copy gradients whose memory order is not that of their slot, as users may set them.
+
+        (An expanded gradient, for example, cannot be written to.)
 
         Raises:
             GradientError: a gradient does not fit its parameter.
@@ -307,13 +309,13 @@ class Bucket:
     ) -> None:
         """Write ``scale * .grad`` of the segment's parameters, and ``used``, into the buffer.
 
-        One launch. A parameter without a gradient counts as zero; one that is not ``used`` but
-        has a gradient of an earlier backward contributes that, as it would on this rank alone,
-        unless ``earlier`` gradients do not count. A ``scale`` of zero makes zeros even of NaN.
+        One launch. A parameter without a gradient counts as zero. A parameter that is not ``used``,
+        but has a gradient of an earlier backward, contributes that gradient, as it would on this
+        rank alone; not with ``earlier=False``. A ``scale`` of zero writes zeros, even for NaN.
 
         Raises:
             GradientError: a gradient does not fit its parameter.
-            PeerError: a rank is gone that may still read what was packed before.
+            PeerError: a rank is gone, and has not confirmed that it read the last content.
         """
         first, last = segment.first, segment.last
         if self.flat is None:
@@ -324,7 +326,7 @@ class Bucket:
         grads: list[Any] = list(map(_grad_of, segment.params))
         if NoneType in map(type, grads):
             self.wants_flags = True
-            # Also of a parameter that was used under no_sync, whose gradient was dropped since.
+            # A parameter may have been used under no_sync, and its gradient dropped since.
             used = [flag and grad is not None for flag, grad in zip(used, grads, strict=True)]
         self.used[first:last] = used
         self._counters.flattens += 1
@@ -338,7 +340,7 @@ class Bucket:
                 grads[slot - first] = self._to_slot_layout(slot, grad)
         flat = segment.flat
         if self._kernels.by_address:
-            # Three C loops, 0.15 us a parameter: whatever passes lies in memory as its slot does.
+            # Three C loops, 0.15 us a parameter: they find gradients in the memory order of slots.
             try:
                 strides = tuple(map(Tensor.stride, grads))
                 fits = (
@@ -355,8 +357,8 @@ class Bucket:
         sources = grads if scale else [None] * len(grads)
         if not earlier:
             sources = [grad if flag else None for grad, flag in zip(sources, used, strict=True)]
-        # The kernels of the CPU take any strides, and raise where a gradient is amiss: name it
-        # then.
+        # The kernels of the CPU take any strides, and raise if a gradient does not fit. Then the
+        # check below raises an error that names it.
         try:
             self._kernels.flatten(flat, sources, used, scale, b"" if flat.is_part else header)
         except RuntimeError:
@@ -365,18 +367,18 @@ class Bucket:
         self._grads[first:last] = grads
 
     def let_go_of(self, segment: Segment) -> None:
-        """Hold no gradient of a segment, which is packed, until :meth:`take_up`."""
+        """Drop the references to the gradients of a packed segment, until :meth:`take_up`."""
         self._grads[segment.first : segment.last] = [None] * len(segment.params)
 
     def take_up(self, segment: Segment) -> None:
-        """What is in ``.grad`` of a packed segment by now is overwritten with the means."""
+        """Take the current ``.grad`` of a packed segment: the means will overwrite them."""
         grads: list[Any] = list(map(_grad_of, segment.params))
         if self._kernels.by_address:
             grads = self._all_to_slot_layout(segment, grads)
         self._grads[segment.first : segment.last] = grads
 
     def finish_trailer(self, header: bytes = b"") -> None:
-        """All segments are packed, of which there are several: write used flags and headers."""
+        """Write used flags and headers, after all of several segments are packed."""
         self.packed.write_trailer(self.used, header)
 
     def fill_nan(self, header: bytes = b"") -> None:
@@ -392,20 +394,21 @@ class Bucket:
     # Out of the buffer
 
     def unpack(self, factor: Tensor | None = None) -> None:
-        """Write the reduced gradients into ``.grad``; parameters nobody used stay as they are.
+        """Write the reduced gradients, times ``factor``, into ``.grad``.
 
-        ``factor``, one fp64 element on the bucket's device, is multiplied in.
+        ``factor`` is one fp64 element on the bucket's device. The ``.grad`` of a parameter that no
+        rank used stays as it is.
 
-        One launch. Where another rank used a parameter that has no ``.grad`` here, it is made.
+        One launch. If another rank used a parameter that has no ``.grad`` here, ``.grad`` is made.
         Only then the host has to read the flags. On the CPU large gradients are not copied: their
         place in the buffer is *donated* to ``.grad``, see :mod:`tritonddp.buckets.donation`.
         """
         grads, self._grads = self._grads, [None] * len(self._grads)
-        before, self.before = self.before, {}  # or they would outlive zero_grad
+        before, self.before = self.before, {}  # a reference here would outlive zero_grad
         has_missing, self.wants_flags = self.wants_flags, False
         in_kernel = self._kernels.by_address or self._casts
         if factor is not None and not in_kernel:
-            # A pass of its own: what is donated below is not copied, but has to be scaled too.
+            # A pass of its own: donated gradients are not copied below, but need the factor too.
             if factor.item() != 1:
                 self.flat.payload.mul_(factor.item())
             factor = None
@@ -414,14 +417,14 @@ class Bucket:
                 if flag and grads[slot] is None:
                     if in_kernel:
                         grads[slot] = self.params[slot].grad = self._empty_gradient(slot)
-                    else:  # no launch to save
+                    else:  # on the CPU a copy here costs no more
                         self.params[slot].grad = self.flat.views[slot].clone()
         if self._donates:
             self._donate(grads, before)
         if not (has_missing or self._donates) or set(map(type, grads)) != {NoneType}:
             self._counters.unflattens += 1
             self._kernels.unflatten(self.flat, grads, factor)
-        self.flat.known_flags = None  # of this reduction
+        self.flat.known_flags = None  # they were those of this reduction
 
     def _take_flags(self) -> Sequence[float]:
         """The reduced flags, on the host."""
@@ -438,32 +441,32 @@ class Bucket:
         self.before = {}
 
     def release(self) -> None:
-        """The backward is over: a lazy bucket lets its memory go."""
+        """The backward is over: free the memory of a lazy bucket."""
         if self.is_lazy and self.flat is not None:
             self._counts = self.flat.flags.clone()
-            let_go(*self.flat.memory)  # it was made on the stream of a gradient
+            let_go(*self.flat.memory)  # it was allocated on the stream of a gradient
             if (tables := self._kernels.tables(self.flat)) is not None:
-                tables.forget_launches()  # which hold the memory
+                tables.forget_launches()  # they hold the memory
                 self._tables = tables
             self.flat = self.packed = None
             for segment in self.segments:
                 segment.flat = None
 
     def capture(self) -> None:
-        """A CUDA graph begins that reduces this bucket."""
+        """The capture of a CUDA graph that reduces this bucket begins."""
         tables = self._tables if self.flat is None else self._kernels.tables(self.flat)
         if tables is not None:
             tables.capture()
 
     def let_go(self) -> None:
-        """It is dropped, perhaps while a GPU still unflattens it."""
+        """This bucket will be dropped, perhaps while a GPU still unflattens it."""
         if self.flat is not None:
             let_go(*self.flat.memory)
             if (tables := self._kernels.tables(self.flat)) is not None:
                 let_go(*tables.memory)
 
     def _donate(self, grads: list[Tensor | None], before: dict[int, tuple[Tensor, int]]) -> None:
-        """Make ``.grad`` of what is donated a part of the buffer, and leave it out of ``grads``."""
+        """Make ``.grad`` of donated slots a part of the buffer; their ``grads`` become ``None``."""
         is_candidate = list(self.used)
         for slot in before:
             is_candidate[slot] = False
@@ -486,14 +489,14 @@ class Bucket:
             else:
                 grads[slot] = candidates[index]
 
-    # Gradients that are not as the buffer has them
+    # Gradients that do not have the memory order of their slot
 
     def in_buffer(self) -> dict[Parameter, Tensor]:
-        """Gradients that live in this bucket's buffer."""
+        """Gradients that are views of this bucket's buffer."""
         return {}
 
     def adopt(self, in_buffer: dict[Parameter, Tensor]) -> None:
-        """Take gradients that live in a former bucket over, removing them from ``in_buffer``."""
+        """Move gradients from the buffer of a former bucket, and remove them from ``in_buffer``."""
 
     def _empty_gradient(self, slot: int) -> Tensor:
         param = self.params[slot]
@@ -501,9 +504,9 @@ class Bucket:
         return torch.empty_strided(param.shape, strides, dtype=param.dtype, device=param.device)
 
     def _stash(self, slot: int, grad: Tensor) -> Tensor:
-        """A gradient that this backward did not make: the user may have put anything there.
+        """A gradient that this backward did not make, as a tensor that can be written to.
 
-        Also expanded, which cannot be written to.
+        (The user may have set any tensor, an expanded one for example.)
         """
         return self._to_slot_layout(slot, grad)
 
@@ -525,7 +528,7 @@ class Bucket:
             )
 
     def _to_slot_layout(self, slot: int, grad: Tensor) -> Tensor:
-        """``grad`` itself if it lies in memory as its slot does, else ``.grad`` copied to that.
+        """``grad`` itself if it has the memory order of its slot, else a copy, set as ``.grad``.
 
         Raises:
             GradientError: the gradient is sparse, or has another shape or dtype than expected.
@@ -534,9 +537,9 @@ class Bucket:
         if grad.layout is not torch.strided:
             raise GradientError(
                 f"the gradient of {self.names[slot]!r} (bucket {self.index}) is "
-                f"{grad.layout}, and was expected to be dense. Sparse gradients are those of "
+                f"{grad.layout}, and was expected to be dense. Sparse gradients are supported for "
                 "nn.Embedding and nn.EmbeddingBag that had sparse=True when they were wrapped or "
-                "added: make this one dense, or use such a layer"
+                "added: make this gradient dense, or use such a layer"
             )
         self._check_kind(slot, grad)
         if tuple(param.shape) != layout.shapes[slot] or param.dtype not in self._dtypes:

@@ -19,24 +19,24 @@ class BucketSet:
     list: each is then read in one run, not at a cold address per parameter.
 
     Args:
-        named_params: in the order in which their gradients become ready. What has ``.grad``, a
-            shape, a dtype and a device will do.
+        named_params: in the order in which their gradients become ready. Any tensor that can have
+            ``.grad`` will do.
         caps: bucket sizes.
         factory: makes the buckets.
-        former: its buckets are let go before new ones are made, so that both never exist at
-            once; gradients that live in them move.
-        sparse: those of the parameters whose gradients are sparse, each in a bucket of its own.
-        wire_of: how the gradients of a bucket travel, by its index; ``None`` as those of most.
+        former: its buckets are dropped before new ones are made, so that both never exist at the
+            same time; gradients that are views of them move.
+        sparse: parameters with sparse gradients, each of which gets a bucket of its own.
+        wire_of: wire format of a bucket, by its index; ``None`` for that of the factory.
 
     Attributes:
-        names, params: by number.
+        names, params: by parameter number.
         buckets: in launch order.
         segments: of all buckets, each with its bucket.
         ranges: for each segment, the numbers of its parameters.
         segments_of: for each bucket, the numbers of its segments.
-        to_prepare, to_release: those of the buckets that have something to do before each backward,
-            and after it.
-        needs_reduction: a bucket does something with gradients even if there is but one rank.
+        to_prepare, to_release: buckets whose ``prepare``, or ``release``, has to be called before,
+            or after, each backward.
+        needs_reduction: a bucket changes gradients even if there is only one rank.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class BucketSet:
         self.to_release = [bucket for bucket in self.buckets if bucket.is_lazy]
 
     def make_views(self) -> None:
-        """Have gradients live in the buckets that want it, where nothing is exchanged."""
+        """Make gradients views of their buckets, where those want it and nothing is exchanged."""
         for bucket in self.buckets:
             if bucket.has_views:
                 for segment in bucket.segments:
@@ -93,7 +93,7 @@ class BucketSet:
         caps: BucketCaps,
         sparse: Collection[Tensor] = (),
     ) -> bool:
-        """Whether buckets of these parameters would be like these."""
+        """Whether buckets for these parameters would be the same as the current ones."""
         assignment = assign(named_params, caps, sparse)
         order = [named_params[index][1] for indices in assignment for index in indices]
         return list(map(id, order)) == list(map(id, self.params)) and list(
@@ -101,9 +101,9 @@ class BucketSet:
         ) == [len(bucket.params) for bucket in self.buckets]
 
     def let_go(self) -> dict[Parameter, Tensor]:
-        """Drop all buckets; returns the gradients that live in them.
+        """Drop all buckets; returns the gradients that are views of them.
 
-        A bucket lives on, by these gradients, until the last of them has moved.
+        These gradients keep the memory of a bucket until the last of them has moved.
         """
         in_buffer = {
             param: view for bucket in self.buckets for param, view in bucket.in_buffer().items()

@@ -1,7 +1,7 @@
-"""On the CPU, memory of a bucket is donated to ``.grad``: instead of a copy out of it.
+"""On the CPU, memory of a bucket is donated to ``.grad``, instead of a copy out of the bucket.
 
-Only in the place of gradients that nobody else has got hold of: where one goes unnoticed, another
-may take its place.
+``.grad`` is then another tensor than before. So memory is donated only if no other code holds a
+reference to the old one, and nobody can notice the replacement.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _requires_grad = attrgetter("requires_grad")
 
 
 def sole_owners(params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[bool]:
-    """For each gradient, whether it is known to its parameter and to the list ``grads`` alone."""
+    """For each gradient, whether only its parameter and the list ``grads`` hold references."""
     is_held = map(is_, grads, map(_grad_of, params))
     is_plain = map(not_, map(_requires_grad, grads))
     is_private = map(_of_sole_owner().__eq__, _holders(grads))
@@ -30,7 +30,7 @@ def sole_owners(params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[bool]
 
 
 def _holders(grads: Sequence[Tensor]) -> list[tuple[int, int, int]]:
-    """Of each gradient in Python, and of its memory in C++ (tensors above all) and in Python."""
+    """Reference counts of each gradient in Python, and of its storage in C++ and in Python."""
     counts = list(map(getrefcount, grads))
     memory = list(map(Tensor.untyped_storage, grads))
     in_memory = map(storage_use_count, map(storage_address, memory))
@@ -39,7 +39,7 @@ def _holders(grads: Sequence[Tensor]) -> list[tuple[int, int, int]]:
 
 @cache
 def _of_sole_owner() -> tuple[int, int, int]:
-    """What :func:`_holders` finds for one: how torch counts is its own affair."""
+    """What :func:`_holders` returns for a gradient without other owners; measured, not assumed."""
     param = Parameter(torch.ones(2))
     with torch.enable_grad():
         (param * 2).sum().backward()

@@ -1,4 +1,4 @@
-"""How gradients travel: in which dtype (``reduce_dtype``), or quantised (``compression``)."""
+"""Wire formats: gradients are sent in ``reduce_dtype``, or quantised (``compression``)."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ from tritonddp.kernels.quantized.buffer import MessageLayout, Quantization, Resi
 # What the constructor's ``reduce_dtype`` may be.
 REDUCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# What its ``compression`` may be, and the dtypes of quantised numbers: that of ``"auto"``, for the
-# buckets that it quantises, is what all hardware has.
+# The values of its ``compression``, and the dtypes of quantised numbers. ``"auto"`` quantises to
+# int8, which all hardware has.
 AUTO = "auto"
 COMPRESSIONS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, AUTO: torch.int8}
-# What quantised gradients are, before and after.
+# The dtypes of gradients that can be quantised.
 _QUANTIZED = (torch.float32, torch.float16, torch.bfloat16)
 
-# Parameters of fewer elements are not worth an error: there are few of them, and they matter.
+# Smaller parameters are not quantised: they save few bytes, and errors in them matter more.
 _SMALL = 1_024
 
 
 @dataclass(frozen=True)
 class WireFormat:
-    """How gradients travel.
+    """The format in which gradients are sent.
 
-    All dense real ones, fp64 too, travel in ``reduce_dtype``, complex and sparse ones in their own.
-    With ``compression`` gradients of fp64, complex and sparse ones, and buckets in which all are
-    exact travel as without it.
+    Dense real gradients, fp64 too, are sent in ``reduce_dtype``, complex and sparse ones in their
+    own dtype. ``compression`` does not apply to fp64, complex and sparse gradients, nor to buckets
+    whose gradients are all exact.
     """
 
-    reduce_dtype: torch.dtype | None = None  # None: each in its own
+    reduce_dtype: torch.dtype | None = None  # None: each in its own dtype
     compression: str | None = None  # a key of COMPRESSIONS; None: nothing is quantised
-    error_feedback: bool = True  # what quantisation leaves out is added to later gradients
-    exact: ExactParams | None = None  # which parameters' gradients are not quantised
+    error_feedback: bool = True  # quantisation errors are added to later gradients
+    exact: ExactParams | None = None  # finds the parameters whose gradients are not quantised
 
     @classmethod
     def of(
@@ -62,12 +62,12 @@ class WireFormat:
         error_feedback: bool = True,
         exact: ExactParams | None = None,
     ) -> WireFormat:
-        """The constructor's arguments, of which ``mixed_precision`` has been looked at already.
+        """From the constructor's arguments; ``mixed_precision`` has been checked already.
 
         Raises:
             TypeError: ``reduce_dtype`` is no dtype.
-            ValueError: gradients cannot be reduced in it, the two contradict each other, or
-                ``compression`` is unknown.
+            ValueError: gradients cannot be reduced in ``reduce_dtype``, it contradicts
+                ``mixed_precision``, or ``compression`` is unknown.
         """
         if compression is not None and not (
             isinstance(compression, str) and compression in COMPRESSIONS
@@ -91,11 +91,11 @@ class WireFormat:
         return cls(reduce_dtype, compression, error_feedback, exact)
 
     def check(self, group: dist.ProcessGroup, devices: Iterable[torch.device]) -> None:
-        """Can gradients on these devices travel like that?
+        """Raise if gradients on these devices cannot be sent in this format.
 
         Raises:
-            RuntimeError: the backend of a device cannot send quantised ones, or the device has no
-                such numbers.
+            RuntimeError: the backend of a device cannot send quantised gradients, or the device
+                does not support the number format.
         """
         if self.compression is None or group.size() == 1:
             return
@@ -105,12 +105,12 @@ class WireFormat:
             if backend != wanted:
                 raise RuntimeError(
                     f"compression={self.compression!r} needs {wanted} for {device.type!r}, but the "
-                    f"process group has {backend}: give one that has, or leave it out"
+                    f"process group has {backend}: use a group with {wanted}, or no compression"
                 )
             select_quantized(device, COMPRESSIONS[self.compression])
 
     def description(self, params: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
-        """Of what has to be alike on all ranks for these parameters, by option."""
+        """By option, what has to be the same on all ranks for these parameters."""
         if self.compression is None or self.exact is None:
             return {}
         names = [name for name, _ in params]
@@ -122,27 +122,27 @@ class WireFormat:
         }
 
     def casts(self, gradient: Tensor) -> bool:
-        """Whether ``gradient``, or that of a parameter, travels in another dtype than its own."""
+        """Whether ``gradient``, or that of a parameter, is sent in another dtype than its own."""
         dtype = gradient.dtype
         return self.reduce_dtype not in (None, dtype) and dtype.is_floating_point
 
 
 @dataclass
 class BucketFactory:
-    """Makes buckets for gradients that travel in one format, or in one of several."""
+    """Makes buckets, all in one wire format, or each in its own."""
 
     wire: WireFormat  # unless make() is told otherwise
-    group: Group  # of one rank: nothing travels, and nothing is quantised
-    counters: Counters  # of what the buckets launch
-    views: bool = False  # gradients live in the buckets, if they travel in their own dtype
+    group: Group  # with one rank nothing is quantised
+    counters: Counters  # count launches of the buckets
+    views: bool = False  # .grad are views of the buckets, if gradients are sent in their own dtype
     lazy: bool = False  # buckets have memory during backwards only
-    check_finite: bool = False  # buckets tell which gradients are not finite, and on which ranks
-    header_nbytes: int = BYTES  # of each rank, in the first bucket
-    # What quantisation has left out of gradients in buckets that are being replaced.
+    check_finite: bool = False  # buckets record which gradients are not finite, on which ranks
+    header_nbytes: int = BYTES  # bytes of the header of a rank, in the first bucket
+    # Residuals (quantisation errors) of buckets that are being replaced.
     kept: dict[Tensor, Left] = field(default_factory=dict, init=False)
 
     def temporary(self, views: bool = False) -> BucketFactory:
-        """Of buckets for one reduction: nothing is quantised in them."""
+        """A factory of buckets for one reduction, without quantisation."""
         wire = replace(self.wire, compression=None)
         return replace(self, wire=wire, views=views, lazy=False)
 
@@ -154,10 +154,10 @@ class BucketFactory:
         is_sparse: bool = False,
         wire: WireFormat | None = None,
     ) -> Bucket:
-        """Bucket number ``index`` of these parameters, which are of one dtype and device.
+        """Bucket number ``index`` for these parameters, which have one dtype and device.
 
-        The first bucket carries the headers. One of a parameter with sparse gradients
-        ``is_sparse``; ``wire`` is how gradients travel, if otherwise than those of most buckets.
+        The first bucket holds the headers. ``is_sparse`` is true for a parameter with sparse
+        gradients. ``wire`` is the wire format, if not that of the factory.
         """
         wire = wire or self.wire
         device, dtype = params[0].device, params[0].dtype
@@ -205,18 +205,19 @@ class BucketFactory:
 
 
 class ExactParams:
-    """Finds the parameters of a module whose gradients travel in fp32 beside quantised ones.
+    """Finds the exact parameters of a module: their gradients are sent in fp32, not quantised.
 
-    These are: all of one dimension (biases, scales of norms), those of fewer than 1,024 elements,
-    the weights of embeddings, in whose gradients many rows are zero, and what the user wants.
+    These are: parameters with one dimension (biases, scales of norms), those with fewer than 1,024
+    elements, the weights of embeddings, in whose gradients many rows are zero, and those that the
+    user asks for by ``wanted``.
 
-    That is ``wanted``: names of parameters as ``module.named_parameters()`` gives them, or patterns
-    of such names (:mod:`fnmatch`), one or several; or ``wanted(name, parameter)``, true of what
-    shall be exact.
+    ``wanted`` is one or several names, as ``module.named_parameters()`` gives them, or patterns of
+    names (:mod:`fnmatch`); or a function ``wanted(name, parameter)`` that returns True for exact
+    parameters.
 
     Raises:
         TypeError: ``wanted`` is none of these.
-        ValueError: no parameter has a name, or matches a pattern, that is given.
+        ValueError: a given name, or pattern, matches no parameter.
     """
 
     def __init__(self, module: nn.Module, wanted: Any = None) -> None:

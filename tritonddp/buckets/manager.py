@@ -1,4 +1,4 @@
-"""Which buckets there are, as the order of gradients becomes known and parameters change."""
+"""Builds the buckets, and rebuilds them when the order of gradients or the parameters change."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tritonddp.coordination.group import Group
 
 logger = logging.getLogger("tritonddp.arrangement")
 
-# Reductions after which parameters that are frozen leave their buckets. Until then they count as
+# Number of reductions after which frozen parameters leave their buckets. Until then they count as
 # unused: many training loops freeze and unfreeze the same parameters in turns.
 REBUILD_AFTER = 8
 
 
 class Planner(Protocol):
-    """Who chooses how the gradients of each bucket travel: see :class:`AutoPlanner`."""
+    """Chooses the wire format of each bucket: see :class:`AutoPlanner`."""
 
     report: str
 
@@ -45,17 +45,17 @@ class Planner(Protocol):
 
 
 class BucketManager:
-    """The buckets in force, and when others take their place: after a reduction only.
+    """Holds the current buckets, and replaces them, only directly after a reduction.
 
     Attributes:
-        current: the buckets in force.
-        factory: makes those that backwards fill.
-        planner: chooses how the gradients of each bucket travel, ``None`` if that is settled.
-        is_provisional: the order of gradients is still to be observed.
-        schema: hash of what is trained that the last reduction had.
-        former_counts: of the last reduction, where its buckets are gone: see :meth:`rank_counts`.
-        since_change: reductions since a parameter was frozen, unfrozen or added.
-        has_moved: the buckets are not those that there were at first.
+        current: the current buckets.
+        factory: makes the buckets of backwards.
+        planner: chooses the wire format of each bucket; ``None`` if it is fixed.
+        is_provisional: the order of gradients is not known yet: the next reduced backward shows it.
+        schema: hash of the trainable parameters in the last reduction.
+        former_counts: :meth:`rank_counts` of the last reduction, if its buckets were replaced.
+        since_change: number of reductions since a parameter was frozen, unfrozen or added.
+        has_moved: the buckets have been replaced at least once.
         ready_order: names, in the order of the gradients in the first reduced backward.
     """
 
@@ -74,8 +74,8 @@ class BucketManager:
         self._caps = caps
         self._counters = counters
         self.is_provisional = True
-        self._order: list[int] | None = None  # that the next buckets shall have
-        self._is_restored = False  # the order is that of an earlier run
+        self._order: list[int] | None = None  # parameter order for the next buckets
+        self._is_restored = False  # the order was loaded from an earlier run
         self.schema = parameters.schema
         self.since_change = 0
         self.has_moved = False
@@ -90,10 +90,10 @@ class BucketManager:
         views: bool = False,
         sparse: Collection[Tensor] | None = None,
     ) -> BucketSet:
-        """Buckets of these parameters for one reduction, beside those in force.
+        """Buckets of these parameters for one reduction, beside the current ones.
 
-        With ``views``, ``.grad`` is replaced by views of them. Which of the parameters are
-        ``sparse`` the module says by default.
+        With ``views``, ``.grad`` is replaced by views of them. ``sparse`` are the parameters with
+        sparse gradients, by default those of the module.
         """
         return self._build(named_params, self.factory.temporary(views), sparse=sparse)
 
@@ -115,26 +115,26 @@ class BucketManager:
                 numel, nbytes = sum(p.numel() for p in params), sum(p.nbytes for p in params)
                 logger.debug(
                     f"{where}: bucket {bucket.index} of {len(built.buckets)}: {len(params)} "
-                    f"parameters, {numel} elements, {nbytes} bytes, travels in "
+                    f"parameters, {numel} elements, {nbytes} bytes, sent in "
                     f"{bucket.wire_dtype}, on {params[0].device}: {', '.join(bucket.names)}"
                 )
         return built
 
     @property
     def order(self) -> list[str]:
-        """Names of the parameters as they were agreed on, empty where they have not been yet."""
+        """Names of the parameters in the agreed order; empty before the ranks have agreed."""
         is_agreed = not self.is_provisional or self._is_restored
         return list(self.current.names) if is_agreed else []
 
     def reduction_begins(self) -> None:
-        """(The headers see to it that what changes here changes on all ranks alike.)"""
+        """Note the parameters of this reduction. (Headers ensure the same change on all ranks.)"""
         self.former_counts = None
         if self._parameters.schema != self.schema:
             self.since_change = 0
         self.schema = self._parameters.schema
 
     def rank_counts(self) -> list[tuple[list[Parameter], Tensor]]:
-        """After a reduction: parameters, and on how many ranks it used each of them."""
+        """After a reduction: parameters, and for each the number of ranks that used it."""
         if self.former_counts is not None:
             return self.former_counts
         return [(bucket.params, bucket.rank_counts()) for bucket in self.current.buckets]
@@ -142,14 +142,14 @@ class BucketManager:
     def agree_on_order(self, arrived: Sequence[int], where: str, source_rank: int) -> list[int]:
         """At the end of the first reduced backward: all ranks take the order of ``source_rank``.
 
-        ``arrived`` are numbers of parameters in the order in which their gradients came here.
-        Returns those of parameters whose gradients never came here; they go last.
+        ``arrived`` are numbers of parameters in the order in which their gradients came on this
+        rank. Returns the numbers of parameters whose gradients did not come; these go last.
         """
         self.is_provisional = False
         arrived = list(dict.fromkeys(arrived))
         self.ready_order = [self.current.names[number] for number in arrived]
         missing = sorted({*range(len(self.current.params))} - {*arrived})
-        if self._is_restored:  # and agreed on already
+        if self._is_restored:  # the ranks have agreed already
             return missing
         order = torch.tensor([*arrived, *missing], device=self.current.params[0].device)
         self._group.broadcast(order, source_rank, where, "broadcast of the order of gradients")
@@ -158,11 +158,11 @@ class BucketManager:
         return missing
 
     def renew(self) -> list[int | None] | None:
-        """After a reduction: build anew if the order, or what is to be reduced, has changed.
+        """After a reduction: rebuild if the order, or the set of parameters, has changed.
 
         Returns:
-            For each parameter the number that it had before, ``None`` if it is new. ``None`` where
-            all stays as it is.
+            For each parameter its former number, ``None`` if it is new. ``None`` instead of the
+            list if the buckets stay as they are.
         """
         self.since_change += 1
         is_settled = self.since_change == REBUILD_AFTER
@@ -176,14 +176,14 @@ class BucketManager:
         return self._replace([*kept, *parameters.added])
 
     def restore(self, order: Sequence[int], since_change: int) -> list[int | None] | None:
-        """Have the parameters where an earlier run had them. Alike on all ranks, between backwards.
+        """Restore the buckets of an earlier run. All ranks call this alike, between backwards.
 
         The next backward is observed like a first one, for gradients that the engine does not
-        announce, but their order counts for nothing.
+        announce. It does not change the order.
 
         Args:
-            order: numbers of the module's parameters; trainable ones that are not there go last.
-            since_change: as it was in that run.
+            order: numbers of the module's parameters; trainable ones that are missing go last.
+            since_change: its value in that run.
         """
         self.is_provisional, self._order, self._is_restored = True, None, True
         self.schema, self.since_change = self._parameters.schema, since_change
@@ -193,7 +193,7 @@ class BucketManager:
         return self._replace(named)
 
     def _replace(self, named: Sequence[tuple[str, Parameter]]) -> list[int | None] | None:
-        """Build buckets of these instead of those in force; returns what :meth:`renew` does."""
+        """Replace the current buckets by buckets of ``named``; returns what :meth:`renew` does."""
         if not named:
             return None
         sparse, is_rewired = self._parameters.sparse, False
@@ -209,7 +209,7 @@ class BucketManager:
         with torch.no_grad():
             self.factory.kept = {p: left for _, p, left in residuals_of(self.current.buckets)}
             self.current = self._build(named, self.factory, former=self.current)
-            # What is left is of gradients that are quantised no longer. It would keep the residuals
-            # of whole buckets alive.
+            # The remaining ones belong to gradients that are not quantised any more. They are
+            # views, and would keep the residuals of whole buckets alive.
             self.factory.kept = {}
         return [number_of.get(param) for param in self.current.params]

@@ -1,6 +1,6 @@
-"""Which parameters and buffers does the module hold now? Looked at in each forward.
+"""The parameters and buffers that the module holds now, checked in each forward.
 
-Training loops freeze and unfreeze parameters, and replace and add some, after a model was wrapped.
+Training loops freeze, unfreeze, replace and add parameters after a model was wrapped.
 """
 
 from __future__ import annotations
@@ -31,29 +31,30 @@ class ModuleParameters:
         wrapper: holds the module as its child ``module``, which may be replaced as well.
         ignored: names of parameters and buffers to leave out, as the module has them.
         group: the ranks that hold the same module.
-        is_fixed: parameters are those of the beginning, whatever the module holds later.
+        is_fixed: keep the parameters of the beginning, even if the module holds others later.
 
     Attributes:
         params: all parameters, each once, with the first of its names.
-        trainable: those of them that required gradients at the last :meth:`update`.
-        sparse: those whose gradients are expected to be sparse.
-        added: those that are in no bucket and have required gradients since the last reduction.
-        number: of the wrapper among those of its process group; -1 until :meth:`register`.
-        schema: a hash of the trainable and the added ones, which should be alike on all ranks.
-        is_uncommitted: what has changed may not have on all ranks: see :meth:`commit`.
-        buffer_tables: of all modules: if all are empty, there are no buffers.
+        trainable: parameters that required gradients at the last :meth:`update`.
+        sparse: parameters whose gradients are expected to be sparse.
+        added: parameters in no bucket that have required gradients since the last reduction.
+        number: number of the wrapper in its process group; -1 until :meth:`register`.
+        schema: hash of the trainable and the added parameters, which should be the same on all
+            ranks.
+        is_uncommitted: parameters have changed, perhaps not on all ranks: see :meth:`commit`.
+        buffer_tables: the buffer dictionaries of all modules: if all are empty, there are none.
     """
 
     def __init__(
         self, wrapper: nn.Module, ignored: Collection[str], group: Group, is_fixed: bool = False
     ) -> None:
         self.is_fixed = is_fixed
-        # Not the wrapper itself: its reducer holds this object, and it the reducer.
+        # Not the wrapper itself, which would be a cycle: it holds the reducer, which holds this.
         self._children = wrapper._modules
         self._ignored = ignored
         self._buffers_since_update: list[tuple[str, dict[str, Tensor | None]]] = []
         self._held: list[Any] = []
-        # As of the last look: keys and numbers of keys, tensors, and what buffers() returned.
+        # From the last check: keys and numbers of keys, tensors, and the result of buffers().
         self._buffer_places: list[int | str] = []
         self._held_buffers: list[Tensor | None] = []
         self._named_buffers: list[tuple[str, Tensor]] = []
@@ -67,10 +68,10 @@ class ModuleParameters:
         self.commit()
 
     def register(self) -> None:
-        """All ranks hold the same module: number its wrapper, alike on all of them.
+        """Give the wrapper its number, the same on all ranks.
 
-        Once, and no later than in its first reduction. One that was loaded or copied is not
-        numbered before that: perhaps only one rank has it, to look at or to save.
+        This happens once, in the first reduction at the latest. A wrapper that was loaded or copied
+        gets no number earlier: perhaps only one rank has it, to inspect or to save it.
         """
         if self.number < 0:
             self.number = self._group.next_wrapper()
@@ -86,12 +87,12 @@ class ModuleParameters:
         self._sort()
 
     def refresh(self, where: Callable[[], str]) -> bool:
-        """Whether parameters were frozen, unfrozen, replaced, added or taken away since the last.
+        """Whether parameters were frozen, unfrozen, replaced, added or removed since the last call.
 
-        What is in a bucket and gets no gradient any more is unused from now on, which needs no
-        action. What is in no bucket, :attr:`added`, waits for the end of the next reduced
-        backward: by then the headers have told whether all ranks have changed alike. ``where`` is
-        asked for this rank's place, for errors.
+        A parameter in a bucket that gets no gradient any more counts as unused, which needs no
+        action. A parameter in no bucket (:attr:`added`) gets one at the end of the next reduced
+        backward: by then the headers have shown whether all ranks made the same change. ``where``
+        returns this rank and its step, for errors.
 
         Raises:
             NotImplementedError: a parameter was added that cannot be reduced.
@@ -113,9 +114,9 @@ class ModuleParameters:
         return True
 
     def check_kinds(self, unreached: Collection[int], where: Callable[[], str]) -> None:
-        """Why does a backward not reach these parameters? Mostly because they are unused.
+        """Raise if a backward does not reach these parameters for another reason than no use.
 
-        They are numbered as by :meth:`set_bucketed`.
+        Their numbers are those of :meth:`set_bucketed`.
 
         Raises:
             RuntimeError: a parameter has changed its dtype or device, and with it the autograd
@@ -134,7 +135,7 @@ class ModuleParameters:
                 )
 
     def _kinds_now(self) -> tuple[list[torch.dtype], list[int]]:
-        """Dtype and index of the device of all that is in buckets: 0.15 us each."""
+        """Dtype and device index of all parameters in buckets; 0.15 us each."""
         return list(map(_dtype, self._in_buckets)), list(map(Tensor.get_device, self._in_buckets))
 
     def has_new_gradient(self, param: Tensor) -> bool:
@@ -145,14 +146,14 @@ class ModuleParameters:
         )
 
     def update(self) -> None:
-        """Look at all modules."""
+        """Read the parameters and buffers of all modules."""
         self.is_uncommitted = True
         module = self._children["module"]
         assert module is not None
         modules = list(module.named_modules())
         found = [each for each in module.named_parameters() if each[0] not in self._ignored]
-        # Under torch.func.functional_call tensors made from parameters stand in for them during
-        # this forward. Their gradients go to the parameters.
+        # Inside torch.func.functional_call, tensors made from parameters replace them during this
+        # forward. Their gradients go to the parameters.
         former, all_leaves = dict(self.params), all(param.is_leaf for _, param in found)
         self.params = [
             (name, param if param.is_leaf else former[name])
@@ -164,8 +165,8 @@ class ModuleParameters:
         self.sparse = {param for name, param in self.params if name in sparse_names}
         self._buffers_since_update = [(name, each._buffers) for name, each in modules]
         self.buffer_tables = [each._buffers for _, each in modules]
-        # Modules keep their parameters and submodules in such dictionaries. Comparing all that is
-        # in them takes 0.06 us each, and no walk.
+        # Modules keep their parameters and submodules in such dictionaries. Comparing the contents
+        # takes 0.06 us per entry, without a walk over the modules.
         tables: list[dict[str, Any]] = [self._children]
         for _, each in modules:
             tables += (each._parameters, each._modules)
@@ -175,7 +176,7 @@ class ModuleParameters:
         self._sort()
 
     def commit(self) -> None:
-        """All ranks have changed alike, and so hold the same buffers."""
+        """All ranks have made the same change, so that their buffers are the same, too."""
         self._buffers = self._buffers_since_update
         self._buffer_places = []
         self.is_uncommitted = False
@@ -184,7 +185,7 @@ class ModuleParameters:
         self.trainable = [(name, param) for name, param in self.params if param.requires_grad]
         self._looked_at = [param for _, param in self.params]
         self._required = list(map(_requires_grad, self._looked_at))
-        # Also what has been frozen again meanwhile: it may have got a gradient.
+        # Include parameters that were frozen again meanwhile: they may have a gradient.
         waiting = {param for _, param in self.added} | {param for _, param in self.trainable}
         self.added = [
             (name, param)
@@ -199,11 +200,11 @@ class ModuleParameters:
         )
 
     def names_of_sparse(self) -> list[str]:
-        """Of the trainable parameters, those whose gradients are expected to be sparse."""
+        """Names of the trainable parameters whose gradients are expected to be sparse."""
         return [name for name, param in self.trainable if param in self.sparse]
 
     def has_changed(self) -> bool:
-        """Whether anything is not as it was at the last :meth:`update`."""
+        """Whether anything has changed since the last :meth:`update`."""
         if self.is_fixed:
             return False
         if list(map(_requires_grad, self._looked_at)) != self._required or any(self._empty_tables):
@@ -214,7 +215,7 @@ class ModuleParameters:
     def buffers(self) -> list[tuple[str, Tensor]]:
         """The buffers that all ranks hold, each once. Modules may reassign them at any time."""
         tables = [table for _, table in self._buffers]
-        # As for parameters: comparing all that is there takes less than naming it anew.
+        # As for parameters: comparing all buffers is faster than collecting their names again.
         held = list(chain.from_iterable(map(dict.values, tables)))
         places: list[int | str] = [*map(len, tables), *chain.from_iterable(tables)]
         if places != self._buffer_places or not all(map(is_, held, self._held_buffers)):
@@ -226,7 +227,7 @@ class ModuleParameters:
                         found.setdefault(buffer, name)
             named = [(name, buffer) for buffer, name in found.items()]
             if not all(buffer.is_leaf for buffer in found):
-                return named  # they hold a graph: this keeps them no longer than somebody else
+                return named  # not cached: a buffer with a graph would keep that graph alive
             self._named_buffers, self._held_buffers, self._buffer_places = named, held, places
         return self._named_buffers
 
@@ -246,13 +247,13 @@ class ModuleParameters:
             "reduction": "of a backward" if requested is None else "on request (reduce_gradients)",
         }
         params = self.params if requested is None else requested
-        # Nothing of this is taken up; at the next forward each rank looks anew.
+        # Drop all these changes; at the next forward each rank checks again.
         self.added, self._held = [], []
         description = describe(params, self.buffers(), options)
         verify_same(description, self._group, params[0][1].device, where)
         raise RuntimeError(
-            f"{where}: another rank has reduced something else in this place: do all ranks call "
-            "their wrapped modules in the same order?"
+            f"{where}: another rank has reduced something else at the same time: call the wrapped "
+            "modules in the same order on all ranks"
         )
 
 

@@ -1,8 +1,10 @@
-"""What quantisation has left out so far, by parameter: for new buckets, and for checkpoints.
+"""Residuals by parameter, to move them to new buckets and into checkpoints.
 
-Blocks are those of a parameter, whatever its bucket, and so are residuals. But which rank owns a
-block, and so keeps what was left out of its sum, depends on the bucket. What a rank kept of a block
-that it owns no longer it sends with its own gradients: the sum over the ranks is the same.
+A *residual* is the error of quantisation that was not sent yet; error feedback adds it to later
+gradients. Residuals belong to blocks of 256 elements of a parameter, whatever its bucket. There are
+two kinds: of this rank's gradients, and of the sums of blocks, on the rank that owns the block.
+Which rank owns a block depends on the bucket. If a rank owns a block no longer, it adds its
+residual of the sum to that of its own gradients: the sum over ranks is the same.
 """
 
 from __future__ import annotations
@@ -21,16 +23,16 @@ from tritonddp.kernels.quantized.buffer import BLOCK, Quantization
 
 @dataclass
 class Left:
-    """What was left out of the gradients of one parameter, on this rank."""
+    """The residuals of one parameter, on this rank."""
 
-    sent: Tensor  # (blocks, 256), fp32: of this rank's
-    reduced: Tensor  # (owned blocks, 256), fp32: of the sums
-    first: int  # number of the first of these among the parameter's blocks
-    unit: float | None  # of weights, in which they are; None before the first reduction
+    sent: Tensor  # (blocks, 256), fp32: of this rank's gradients
+    reduced: Tensor  # (owned blocks, 256), fp32: of the sums of the blocks that it owns
+    first: int  # number of the first owned block among the parameter's blocks
+    unit: float | None  # unit of weights of the residuals; None before the first reduction
 
 
 def residuals_of(buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor, Left]]:
-    """Names, parameters and what was left out of them: views of the residuals."""
+    """Names, parameters and views of their residuals."""
     for bucket in buckets:
         quantization = bucket.quantization
         if quantization is None or quantization.residuals is None:
@@ -43,7 +45,7 @@ def residuals_of(buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor, Left]
 
 
 def add_to(bucket: Bucket, param: Tensor, left: Left) -> None:
-    """Add ``left`` to what was left out of ``param`` in ``bucket``, if it is quantised there."""
+    """Add ``left`` to the residuals of ``param`` in ``bucket``, if it is quantised there."""
     quantization = bucket.quantization
     if quantization is None or quantization.residuals is None:
         return
@@ -64,9 +66,10 @@ def add_to(bucket: Bucket, param: Tensor, left: Left) -> None:
 
 
 def _blocks_of(quantization: Quantization) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """Of each quantised gradient: slot, first block, number of blocks, first, last, shift.
+    """For each quantised gradient: slot, place, number of blocks, first, last, shift.
 
-    This rank owns its blocks ``[first, last)``; block b is ``shift + b`` among all that it owns.
+    ``place`` is the number of its first block in the bucket. This rank owns its blocks ``[first,
+    last)``; block ``b`` is block ``shift + b`` of all that this rank owns.
     """
     message, rank = quantization.message, quantization.rank
     for slot, (numel, place) in enumerate(zip(message.numels, message.places, strict=True)):
@@ -83,7 +86,7 @@ def _blocks_of(quantization: Quantization) -> Iterator[tuple[int, int, int, int,
 def state_of(buckets: Iterable[Bucket], unit: float) -> dict[str, dict[str, Tensor]]:
     """Residuals by name, fp32, in the shapes of the parameters; see ``comm_state_dict()``.
 
-    They are brought into this unit of weights.
+    They are converted to this unit of weights.
     """
     state: dict[str, dict[str, Tensor]] = {"sent": {}, "reduced": {}}
     for bucket in buckets:
@@ -97,7 +100,7 @@ def state_of(buckets: Iterable[Bucket], unit: float) -> dict[str, dict[str, Tens
 
 
 def check_state(params: Iterable[tuple[str, Tensor]], states: Sequence[Mapping[str, Any]]) -> None:
-    """Can :func:`load_state` add these to gradients of these parameters?
+    """Raise if :func:`load_state` cannot use these states for these parameters.
 
     Raises:
         ValueError: a residual has another shape than its parameter, or is not finite.
@@ -113,12 +116,12 @@ def check_state(params: Iterable[tuple[str, Tensor]], states: Sequence[Mapping[s
             if not saved.isfinite().all():
                 raise ValueError(
                     f"the state has residuals for {name!r} that are not finite, and would stay "
-                    "in its gradients: load one without them"
+                    "in its gradients: load another state"
                 )
 
 
 def load_state(buckets: Iterable[Bucket], states: Sequence[Mapping[str, Any]], unit: float) -> None:
-    """Make the residuals the sum of these, which are in this unit of weights, and checked."""
+    """Set the residuals to the sum of those in ``states``, checked, and in this unit of weights."""
     for bucket in buckets:
         for name, param, left in residuals_of([bucket]):
             left.sent.zero_()
@@ -140,7 +143,7 @@ def _saved(states: Sequence[Mapping[str, Any]], name: str) -> Iterator[tuple[str
 
 
 def _in_shape(rows: Tensor, first: int, param: Tensor) -> Tensor:
-    """A tensor like ``param`` with these blocks of it, from number ``first`` on, and zeros."""
+    """A tensor like ``param`` with these blocks, from block ``first`` on, and zeros elsewhere."""
     blocks = -(-param.numel() // BLOCK)
     memory = rows.new_zeros(blocks, BLOCK)
     memory[first : first + len(rows)] = rows

@@ -1,9 +1,10 @@
 """Sparse gradients: those of ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True``.
 
-How much there is to send differs by rank, and no rank knows it of another. So a gradient goes in
-two steps. The bucket's buffer, which is reduced like that of any bucket, holds no gradient, only a
-trailer: used flag, headers, and what each rank has to send. At the end of backward, when all know
-that of all, they send it (``comm/sparse.py``).
+The number of rows differs between ranks, and no rank knows that of the others. So a gradient is
+sent in two steps. The bucket's buffer is reduced like that of any bucket, but holds no gradient. It
+has a trailer only: used flag, headers, and an announcement of each rank: the number of rows that it
+will send. At the end of backward, when each rank knows all announcements, the rows are sent
+(``comm/sparse.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tritonddp.buckets.bucket import Bucket, Segment
 from tritonddp.kernels.flat_buffer import Layout
 from tritonddp.kernels.memory_order import gradient_strides
 
-# Bytes in the trailer that say what a rank sends: its kind, and a number of rows.
+# Bytes of the announcement of a rank in the trailer: a kind, and a number of rows.
 _ANNOUNCEMENT = 8
 
 
@@ -29,12 +30,12 @@ class Kind(enum.IntEnum):
 
     ROWS = 0  # rows of the table, and their indices; none where it has no gradient
     DENSE = 1  # a gradient for all rows: the weight is used by another layer too
-    BROKEN = 2  # nothing: its backward broke off
+    BROKEN = 2  # nothing: its backward failed
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a rank will send of one gradient; encoded as :data:`_ANNOUNCEMENT` bytes."""
+    """What a rank will send for one gradient; encoded in :data:`_ANNOUNCEMENT` bytes."""
 
     kind: Kind
     rows: int = 0
@@ -57,10 +58,10 @@ def sparse_parameters(modules: Iterable[nn.Module]) -> set[Tensor]:
 
 
 class SparseBucket(Bucket):
-    """One parameter with sparse gradients: a table of which each rank sends some rows.
+    """One parameter with sparse gradients, of which each rank sends some rows.
 
-    Where a rank has a dense gradient for it, the mean is dense on all ranks. Gradients never live
-    in the buffer, whatever ``gradient_as_bucket_view`` says.
+    If a rank has a dense gradient for it, the mean is dense on all ranks. Gradients are never views
+    of the buffer, whatever ``gradient_as_bucket_view`` says.
     """
 
     is_sparse = True
@@ -84,16 +85,16 @@ class SparseBucket(Bucket):
         """See :meth:`Bucket.allocate`."""
         super().allocate()
         trailer = self.flat.headers
-        self.flat.headers = trailer[: self._headers]  # what is behind them is no header
+        self.flat.headers = trailer[: self._headers]  # announcements follow the headers
         self._announcements = trailer[self._headers :]
 
     def prepare(self) -> None:
         """See :meth:`Bucket.prepare`."""
         super().prepare()
-        self._rows = self._dense = self._mean = None  # of a backward that broke off
+        self._rows = self._dense = self._mean = None  # they may be left of a failed backward
 
     def to_slot_layout(self) -> None:
-        """See :meth:`Bucket.to_slot_layout`: any memory will do here."""
+        """See :meth:`Bucket.to_slot_layout`: here any memory order is fine."""
 
     def pack(
         self,
@@ -124,7 +125,7 @@ class SparseBucket(Bucket):
         super().fill_nan(header + self._places(Announcement(Kind.BROKEN)))
 
     def _take(self, grad: Tensor, scale: float) -> None:
-        """Make ``grad`` what this rank sends. Raises a GradientError if it does not fit."""
+        """Prepare ``grad`` for sending. Raises a GradientError if it does not fit."""
         self._check_kind(0, grad)
         if grad.layout is torch.sparse_coo and grad.sparse_dim() == 1:
             grad = grad.coalesce()
@@ -162,13 +163,13 @@ class SparseBucket(Bucket):
         return dense.resolve_conj().resolve_neg().contiguous()
 
     def receive_rows(self, indices: Tensor, values: Tensor) -> None:
-        """The rows of all ranks, one behind the other in the same order everywhere."""
+        """Sum the rows of all ranks, which are in the same order on every rank."""
         shape = tuple(self.params[0].shape)
         rows = torch.sparse_coo_tensor(indices[None], values, shape, check_invariants=False)
         self._mean = rows.coalesce()  # sums in the same order on every rank
 
     def receive_dense(self, total: Tensor) -> None:
-        """The sum over all ranks of dense gradients."""
+        """Take the sum over all ranks, which is dense."""
         param = self.params[0]
         strides = gradient_strides(param)
         if total.stride() != strides:

@@ -1,4 +1,4 @@
-"""A bucket in whose buffer the gradients live (``gradient_as_bucket_view=True``)."""
+"""A bucket whose gradients are views of its buffer (``gradient_as_bucket_view=True``)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tritonddp.buckets.bucket import Bucket, Segment
 
 
 class ViewBucket(Bucket):
-    """Gradients live in the buffer: ``.grad`` is a view of it after the first backward.
+    """``.grad`` is a view of the buffer after the first backward.
 
-    Nothing is copied out. What a backward accumulated in place is scaled where it is; a gradient
-    that lies elsewhere (the first backward, ``zero_grad(set_to_none=True)``) is copied in.
+    Nothing is copied out. A gradient that was accumulated in the buffer is scaled in place. A
+    gradient elsewhere (first backward, ``zero_grad(set_to_none=True)``) is copied in.
     """
 
     has_views = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._donates = False  # the buffer is never anybody else's
+        self._donates = False  # the bucket keeps its buffer
         # Gradients of earlier backwards, by slot.
         self._stashed: dict[int, Tensor] = {}
 
@@ -58,7 +58,7 @@ class ViewBucket(Bucket):
         self._grads[segment.first : segment.last] = views
 
     def unpack(self, factor: Tensor | None = None) -> None:
-        """Used gradients are in place already. Those that only other ranks used become views."""
+        """Used gradients are in place already. Gradients of other ranks only become views too."""
         views = self.flat.views
         if factor is not None:
             self._counters.unflattens += 1
@@ -70,7 +70,7 @@ class ViewBucket(Bucket):
             for slot, grad in self._stashed.items():
                 views[slot].copy_(torch.where(self.flat.flags[slot] != 0, views[slot], grad))
             self._stashed.clear()
-            if self.squares is not None:  # they are those of what was there before
+            if self.squares is not None:  # they are outdated
                 self.squares.unflattened = None
         if self.wants_flags:
             self.wants_flags = False

@@ -1,4 +1,4 @@
-"""The sum over ranks by one all-reduce a bucket."""
+"""The sum over ranks by one all-reduce per bucket."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
 
-# Bytes that two ranks send each other directly. Above the ring is no slower, since it adds half as
-# much on each rank. Of the last buckets together, so that memory is bounded and since no backward
-# hides what they take; and of the first one.
+# Up to so many bytes two ranks send each other a bucket directly. Above, the ring is no slower: it
+# adds half as much on each rank. The limit holds for the last buckets together, whose exchange no
+# backward hides, so that memory is bounded; and for the first bucket.
 _DIRECT = 256 * 1024
 
 
 class AllReduce:
-    """One SUM all-reduce a bucket.
+    """One SUM all-reduce per bucket.
 
     The factor ``1 / world_size`` is fused into the flatten kernel: SUM, unlike AVG, stays open to
     every NCCL algorithm, and a pre-scaled sum does not overflow in half precision. A weighted mean
     ``sum_r(w_r g_r) / sum_r(w_r)`` takes ``w_r / world_size`` there and ``world_size / sum_r(w_r)``
-    in the unflatten kernel: the weights are in the headers of the ranks. So is the number of ranks
-    that have inputs, for the mean over those.
+    in the unflatten kernel: the weights are in the headers of the ranks. For a mean over the ranks
+    that have inputs, the headers hold the number of those ranks too.
 
     gloo's all-reduce is a ring of ``2 * (world_size - 1)`` rounds, each of which waits for a thread
-    of another process to wake. Where messages are small those are all that they cost, and each rank
-    sends them to every other one directly instead: one round, and the sum is made here, by all
-    ranks in the same order. Such a bucket takes ``2 * world_size`` times its memory on its way.
+    of another process to wake. The time of a small bucket is that of the rounds alone. So each rank
+    sends small buckets directly to every other rank: one round, after which all ranks add in the
+    same order. While in flight, such a bucket takes ``2 * world_size`` times its memory.
 
     Attributes:
-        announce: tells ranks that expect another bucket through memory that one comes this way; see
-            :mod:`tritonddp.comm.peer_memory`. ``None`` where nobody does.
+        announce: called before a bucket goes through the process group, for ranks that may expect
+            another one through shared memory; see :mod:`tritonddp.comm.peer_memory`. ``None`` if no
+            rank does.
     """
 
     averages = True
@@ -52,7 +53,7 @@ class AllReduce:
         self._counters = counters
         self._process_group = group.process_group
         self._options = dist.AllreduceOptions()
-        # Its work objects need no help, and a call of it no Python.
+        # A plain process group is called without Python code, and its work objects need no wrapper.
         self._is_plain = type(group.process_group) is dist.ProcessGroup
         self._to_all = dist.AllToAllOptions()
         self._most_direct = _DIRECT // (group.size - 1) ** 2 if goes_by_messages(group) else 0
@@ -75,8 +76,8 @@ class AllReduce:
             run.log(bucket, "is sent with NaN" if is_broken else "is sent")
         data, group = bucket.flat.data, self._process_group
         try:
-            # Python handles signals between two instructions. Here is but one from each call to the
-            # note that it was made.
+            # Python handles signals between two instructions. So one instruction both launches the
+            # collective and appends its work.
             if bucket.direct_nbytes <= self._most_direct and data.is_cpu:
                 counters.sent_bytes += (size - 1) * nbytes
                 sent, came = data.new_empty(2, size, data.numel()).unbind()
@@ -102,9 +103,9 @@ class AllReduce:
         except RuntimeError as error:
             raise run.explain(bucket, error) from error
         if run.is_logged:
-            # On a GPU the host goes on before it is there.
+            # On a GPU the host goes on before the sum is there.
             is_there = bucket.flat.data.is_cpu
-            run.log(bucket, "is there" if is_there else "is waited for by the device")
+            run.log(bucket, "is reduced" if is_there else "is waited for by the device")
         if run.from_ranks and bucket.index in run.from_ranks:
             data = bucket.flat.data
             first, second, *others = run.from_ranks[bucket.index].unbind()
@@ -113,7 +114,7 @@ class AllReduce:
                 data.add_(other)
             del run.from_ranks[bucket.index]
         flat, last = bucket.flat, bucket.last_trailer
-        # The address is asked for each time: share_memory() moves gradients that are views.
+        # The address is read each time: share_memory() moves gradients that are views.
         if (
             last is not None
             and last[0] is run.header
@@ -128,9 +129,9 @@ class AllReduce:
 
 
 def goes_by_messages(group: Group) -> bool:
-    """Whether all-reduces on the CPU may be made of messages: on all ranks alike.
+    """Whether direct messages may replace all-reduces on the CPU; the same on all ranks.
 
-    (In debug mode torch compares the sizes of an all-reduce only.)
+    (In debug mode they may not: torch then compares sizes between ranks, of all-reduces only.)
     """
     process_group, device = group.process_group, torch.device("cpu")
     return (
@@ -142,13 +143,13 @@ def goes_by_messages(group: Group) -> bool:
 
 
 def exchange_rows(run: ReductionRun, bucket: SparseBucket, counters: Counters) -> None:
-    """The second step of sparse gradients, when the buffer is reduced.
+    """The second step of sparse gradients, after the all-reduce of the buffer.
 
     Raises:
         RuntimeError: see :meth:`Transport.wait`.
     """
-    run.agreement.check_pending()  # ranks that do not reduce the same have announced nothing of use
-    if bucket.index in run.exchanged:  # before an interrupt
+    run.agreement.check_pending()  # after a mismatch the announced row counts are meaningless
+    if bucket.index in run.exchanged:  # already done, before an interrupt
         return
     try:
         with Uninterrupted():

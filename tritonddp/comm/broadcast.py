@@ -14,8 +14,8 @@ from tritonddp._torch import foreach_copy_
 from tritonddp.coordination.collectives import all_reduce, broadcast
 from tritonddp.coordination.group import Group
 
-# Where the bytes of a dense tensor are, and whether they are all and in order. Views that are held
-# keep any other tensor from getting the same address.
+# Where the bytes of a dense tensor are, and in which layout. Messages hold views, so no other
+# tensor can get the same address meanwhile.
 _STATE = (
     Tensor.data_ptr,
     attrgetter("nbytes"),
@@ -37,11 +37,11 @@ class StateBroadcast:
     def send(self, tensors: Sequence[Tensor], place: str, what: str, again: bool = False) -> None:
         """Overwrite ``tensors``; see :func:`broadcast_coalesced`.
 
-        For errors, ``place`` says where in its program this rank is, and ``what`` what they are.
-        With ``again`` they are likely to be sent again, as they are.
+        For error messages ``place`` is the step of this rank, and ``what`` names the tensors. With
+        ``again`` the messages are cached, for tensors that are sent repeatedly.
 
         Raises:
-            RuntimeError: a rank is missing, which is named.
+            RuntimeError: a rank is missing; the message names it.
         """
         group = self._group
         try:
@@ -59,10 +59,10 @@ class StateBroadcast:
 
 
 class Messages:
-    """What is sent of some tensors: views of their bytes, in messages.
+    """A cache of the messages for some tensors: views of their bytes.
 
-    Most of a broadcast's time would go into them. They are made anew where a tensor has other
-    memory than the last time, or more or less of it. Until then they hold it.
+    Making the views would take most of the time of a broadcast. They are made anew if a tensor has
+    other memory, or another size, than the last time. Until then they hold the memory.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Messages:
         self._messages: list[Message] = []
 
     def of(self, tensors: Sequence[Tensor], max_bytes: int) -> list[Message]:
-        """As :func:`broadcast_coalesced` sends them."""
+        """The messages in which :func:`broadcast_coalesced` sends ``tensors``."""
         state = [max_bytes, *(list(map(each, tensors)) for each in _STATE)]
         if state == self._state:
             return self._messages
@@ -83,14 +83,14 @@ class Messages:
 
 
 class Message:
-    """Some tensors of one device.
+    """Some tensors of one device, which are sent together.
 
     Attributes:
-        tensors: which.
-        pieces: the bytes of each.
-        sizes: of the pieces.
-        copies: tensors that are not row-major, or are flagged as conjugate or as negative, and the
-            copies of them that are sent.
+        tensors: the tensors.
+        pieces: for each, its bytes, or those of its copy.
+        sizes: of the pieces, in bytes.
+        copies: pairs of a tensor and its copy that is sent, for tensors that are not row-major, or
+            have the conjugate or negative bit.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -105,7 +105,7 @@ class Message:
         ]
 
     def write(self, content: Tensor, without: Collection[int] = ()) -> None:
-        """Overwrite the tensors, but those with these ids, with what another rank has sent."""
+        """Overwrite the tensors with ``content``, except those whose id is in ``without``."""
         pieces = content.split(self.sizes)
         places = [i for i, tensor in enumerate(self.tensors) if id(tensor) not in without]
         if places:
@@ -113,13 +113,13 @@ class Message:
         self.copy_back()
 
     def copy_back(self) -> None:
-        """Overwrite the tensors of which copies have been overwritten."""
+        """Write the copies, which were overwritten, back to their tensors."""
         for tensor, row in self.copies:
             tensor.copy_(row)
 
 
 def _row_of(tensor: Tensor) -> Tensor:
-    """A tensor itself or, where it is not row-major, or flagged, a copy."""
+    """The tensor, or a copy if it is not row-major or has the conjugate or negative bit."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
@@ -129,7 +129,7 @@ def _bytes_of_row(row: Tensor) -> Tensor:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, row-major: where it is so, they are its own."""
+    """The bytes of a tensor in row-major order: a view if it is row-major, else a copy."""
     return _bytes_of_row(_row_of(tensor))
 
 
@@ -142,18 +142,18 @@ def joined(messages: Sequence[Message]) -> list[Tensor]:
 
 
 def is_averaged(tensor: Tensor) -> bool:
-    """Whether a mean can be made of it."""
+    """Whether the dtype of this tensor allows a mean."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 class Transfer:
-    """Tensors get those of one rank, or their mean, some time after this has begun.
+    """An asynchronous broadcast of some tensors, and a mean of others.
 
     Args:
-        group, source: the ranks, and which of them sends.
-        contents: bytes of this rank; they stay as they are.
-        averaged: tensors whose means all ranks get: summed in fp64 if one of them is of 64 bits,
-            and else in fp32.
+        group, source: the ranks, and the rank that sends.
+        contents: bytes to send from this rank; they are not changed.
+        averaged: tensors of which all ranks get the mean: summed in fp64 if one of them has 64
+            bits, else in fp32.
 
     Attributes:
         came: the bytes of the source, after :meth:`wait`.
@@ -179,23 +179,24 @@ class Transfer:
 
     @classmethod
     def of_nothing(cls, contents: list[Tensor]) -> Transfer:
-        """All ranks have the same."""
+        """A transfer that sends nothing, for one rank."""
         self = cls.__new__(cls)
         self._is_source, self.came = True, contents
         self._sums, self._works = [], []
         return self
 
     def wait(self) -> None:
-        """Wait for what is on its way."""
+        """Wait for the collectives in flight."""
         for work in self._works:
             work.wait()
 
     def write(
         self, messages: Sequence[Message], tensors: Sequence[Tensor], without: Collection[int] = ()
     ) -> None:
-        """Overwrite what is in ``messages``, and those of ``tensors`` that are averaged.
+        """Overwrite the tensors of ``messages``, and those of ``tensors`` that are averaged.
 
-        Both as when this began, where their memory is now; but those with these ids.
+        Both are the same tensors as at the start, but their memory may have moved. Tensors whose
+        id is in ``without`` stay as they are.
         """
         if not self._is_source:
             for message, content in zip(messages, self.came, strict=True):
@@ -223,9 +224,9 @@ def broadcast_coalesced(
     """Overwrite ``tensors`` with those of rank ``group_src`` of ``group``.
 
     Tensors of all dtypes travel together as bytes, so that a model with float and integer buffers
-    needs one broadcast, not one per dtype. They are dense, of the same shapes and dtypes in the
-    same order on every rank. Messages hold at most ``max_bytes``, or one tensor. With ``messages``
-    the same tensors take less time the next time.
+    needs one broadcast, not one per dtype. The tensors are dense, with the same shapes and dtypes
+    in the same order on every rank. A message holds at most ``max_bytes``, or one tensor.
+    ``messages`` is a cache for tensors that are sent repeatedly.
     """
     is_source = group.rank() == group_src
     with torch.no_grad():

@@ -1,8 +1,9 @@
 """Communication hooks: a function of the user decides how a bucket is reduced.
 
 The hook gets the gradients of a bucket as one flat tensor, not divided by the number of ranks, and
-returns a future of what shall be in their place. It never sees the trailer: the trailers of all
-buckets travel together, in one small all-reduce behind the last hook.
+returns a future of the tensor that replaces them. It never sees the trailer (the used flags at the
+end of a bucket, and in the first bucket the headers of the ranks): the trailers of all buckets are
+sent together, in one small all-reduce after the last hook.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from tritonddp.coordination.interrupts import Uninterrupted
 # Holds flags and headers of every wire dtype exactly.
 _TRAILERS = torch.float32
 
-# The group of the last backward over gloo, until the next one or the end. Callbacks of futures may
-# hold it, as PowerSGD's do, and a thread of gloo lets go of them some time after the result is
-# there. A thread that is then the last to hold its group would take it apart, itself included,
-# which aborts the process.
+# The process group of the last backward over gloo, until the next one or the end. Callbacks of
+# futures may hold the group, as PowerSGD's do. A thread of gloo drops the callbacks some time after
+# the result is there. If it held the last reference, it would destroy the group, and so join
+# itself, which aborts the process.
 _last_group: list[dist.ProcessGroup] = []
 atexit.register(_last_group.clear)
 
@@ -58,19 +59,19 @@ class CommHook:
     """Reduces each bucket by ``hook(state, bucket)``, which divides by the number of ranks itself.
 
     Hooks are called in bucket order. On a GPU, over NCCL, that is when a bucket is full. Over gloo
-    a hook whose callbacks issue further collectives would race, from gloo's threads, with those of
-    the next bucket and with whatever else the backward sends: there only hooks that are known to
-    issue no more than one collective are called then. All others are called at the end of the
-    backward, each when the one before it is done.
+    the callbacks of a hook run on gloo's threads. If they issue further collectives, these race
+    with those of the next bucket, and with all others in the backward. So over gloo only hooks that
+    are known to issue at most one collective are called when a bucket is full. All other hooks are
+    called at the end of the backward, each after the call before it is done.
 
     Sparse gradients do not go through hooks: they are averaged as without one.
 
-    An error in a hook is raised when all hooks have been called, so that the ranks stay in step. A
-    rank that fails, or whose backward broke off, takes part with zeros, since NaN would stay in the
-    state of hooks that feed errors back; but it tells the others, who see NaN in ``.grad``. What is
-    no error (KeyboardInterrupt, SystemExit) goes on from there as it is. A future that is not
-    completed within the timeout of the process group is an error of the hook. What it holds is one
-    tensor with as many elements as the buffer, or a list of that.
+    An error in a hook is raised after the hook has been called for all buckets, so that the
+    collectives of the ranks match. A rank whose hook or backward failed takes part with zeros,
+    since NaN would stay in the state of hooks with error feedback. It flags this to the others,
+    whose ``.grad`` becomes NaN. Other exceptions (KeyboardInterrupt, SystemExit) are raised
+    unchanged. A future that is not completed within the timeout of the process group is an error of
+    the hook. A future holds one tensor with as many elements as the buffer, or a list of one.
     """
 
     averages = False
@@ -104,10 +105,10 @@ class CommHook:
                 call.begin(run)
 
     def wait(self, run: ReductionRun, bucket: Bucket) -> Tensor | None:
-        """See :meth:`Transport.wait`. What failed on this rank is in ``run.failure`` then."""
+        """See :meth:`Transport.wait`. Puts an error of the hook into ``run.failure``."""
         with Uninterrupted():
             state: _Calls = run.transport_state
-            for call in state.calls:  # and before it all that precede it
+            for call in state.calls:  # in order, up to this bucket
                 call.end(run)
                 if call is run.works[bucket.index]:
                     break
@@ -133,7 +134,7 @@ class CommHook:
         return future
 
     def result(self, future: Any, buffer: Tensor) -> Tensor:
-        """What the hook's future holds, in the end."""
+        """Wait for the hook's future; returns the tensor in it."""
         if not future.done():
             ended = threading.Event()
             future.add_done_callback(lambda _: ended.set())
@@ -164,7 +165,7 @@ class CommHook:
                 if call.is_broken:
                     broken[number].fill_(1)
             message = torch.cat([*(call.trailer.to(device) for call in calls), broken])
-            let_go(*(call.trailer for call in calls))  # made on the streams of gradients
+            let_go(*(call.trailer for call in calls))  # allocated on the streams of gradients
         try:
             if state.trailers is None:
                 state.trailers = message, self._send(message)
@@ -188,14 +189,14 @@ class CommHook:
         for call, own in zip(calls, factors.split(1), strict=True):
             if call.bucket.is_sparse:  # a sum; hooks divide what they get by the number of ranks
                 own = own * (1.0 / size)
-            data = call.bucket.flat.data  # on the CPU 1 is worth a question
+            data = call.bucket.flat.data  # on the CPU a factor of 1 is cheap to detect
             is_one = data.is_cpu and own.item() == 1
             found[call.bucket.index] = None if is_one else own.to(data.device)
         state.factors = found
         for call in calls:  # before a failure is raised on this rank
             if isinstance(call.bucket, SparseBucket):
                 exchange_rows(run, call.bucket, self._counters)
-        calls.clear()  # or they would keep buckets whose time is over
+        calls.clear()  # so that they do not keep old buckets alive
 
     def _send(self, message: Tensor) -> Work:
         self._counters.collective(message.nbytes, self._group.size, passes=2)
@@ -216,8 +217,8 @@ class _Calls:
     """The calls of a hook in one run."""
 
     calls: list[_Call] = field(default_factory=list)  # of all buckets so far
-    trailers: tuple[Tensor, Work] | None = None  # of all buckets, on their way
-    factors: dict[int, Tensor | None] | None = None  # by index of bucket, once all is known
+    trailers: tuple[Tensor, Work] | None = None  # of all buckets, in flight
+    factors: dict[int, Tensor | None] | None = None  # by bucket index, after the last all-reduce
 
 
 class _Call:
@@ -226,8 +227,7 @@ class _Call:
     def __init__(self, bucket: Bucket, is_broken: bool, transport: CommHook) -> None:
         self.bucket = bucket
         self.is_broken = is_broken  # its gradients do not count
-        # What this rank says. Saved before the hook is called, which may resize the buffer and
-        # write behind its end.
+        # Of this rank. Saved before the call: a hook may resize the buffer, and so overwrite it.
         self.trailer = _trailer(bucket).to(_TRAILERS, copy=True)
         self.error: BaseException | None = None  # what the hook raised on this rank
         self._transport = transport
@@ -237,7 +237,7 @@ class _Call:
         self._ended: Future | None = None  # for traces
 
     def wait(self) -> None:
-        """Nothing: when the trailers are back all calls have come to their end."""
+        """Do nothing: when the trailers are reduced, all calls have ended."""
 
     def get_future(self) -> Future:
         """See :meth:`Work.get_future`."""
@@ -255,7 +255,7 @@ class _Call:
         issued = collectives_issued(group)
         self._try(run)
         if self.error is not None and collectives_issued(group) == issued:
-            # The other ranks wait for what it has not sent: take part, if it can do with zeros.
+            # The other ranks wait for the hook's collective: call it again, with zeros.
             self.bucket.flat.payload.zero_()
             self._try(run)
 
@@ -275,7 +275,8 @@ class _Call:
                 write_back(result, self._buffer, self.bucket)
             except BaseException as error:
                 self._failed(error)
-            # Whatever still holds the bucket's memory when a backward begins keeps it.
+            # Drop the references: a bucket whose memory is still referenced at the next backward
+            # has to leave it to the holder.
             self._buffer = self._future = None
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
@@ -296,10 +297,10 @@ def _trailer(bucket: Bucket) -> Tensor:
 
 
 def _forget(state: Any, index: int) -> None:
-    """A bucket of this index holds other parameters now: drop what PowerSGD keeps of the former.
+    """Drop PowerSGD's state of the bucket with this index, which holds other parameters now.
 
-    Its errors and factors, by index, would be added to what they do not belong to. Buckets change
-    on all ranks in the same step, so that all begin anew alike.
+    PowerSGD keeps errors and factors by index, and would apply them to the wrong parameters.
+    Buckets change on all ranks in the same step, so all ranks drop the same state.
     """
     for name in ("error_dict", "p_memory_dict", "q_memory_dict"):
         kept = getattr(state, name, None)

@@ -1,9 +1,9 @@
 """The sum over hosts of a share of a bucket, by messages of the process group.
 
-Where hosts have several ranks each, rank ``i`` of each host adds up share ``i`` of what the ranks
-of its host have packed. Those ranks exchange their sums here. So of ``n`` bytes of a bucket a host
-sends ``2 (H - 1) / H * n`` to the ``H - 1`` others: what a ring over hosts would send, however many
-ranks it has.
+Where hosts have several ranks each, a bucket is cut into one share per rank of a host. Rank ``i``
+of each host adds up share ``i`` of all ranks of its host. Here the ranks with the same ``i``
+exchange their sums. So of a bucket of ``n`` bytes a host sends ``2 (H - 1) / H * n`` bytes to the
+``H - 1`` other hosts: as much as a ring over hosts, and independent of its number of ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tritonddp.coordination.interrupts import Uninterrupted
 
-# Tags of messages: two for each exchange, from here on. So many may be under way.
+# First tag of messages, two tags per exchange; and how many exchanges may be in flight.
 _FIRST_TAG = 0x7D200000
 _IN_FLIGHT = 4_096
 
@@ -28,18 +28,19 @@ _wait_for = methodcaller("wait")
 class CrossHost:
     """The exchanges of one share of one bucket, one after the other.
 
-    Two hosts send each other their shares, in one round. More own a part of the share each: they
-    sum what they are sent of it, in the order of hosts, and send that to all, in a second round.
-    All add the same numbers in the same order, so that all have the same bits.
+    Two hosts send each other their shares, in one round. With more hosts each host owns a part of
+    the share: in a first round it gets that part from the others and sums it in the order of hosts,
+    in a second round it sends the sum to all. The numbers and the order of each addition are the
+    same for all hosts, so all get the same bits.
 
     Args:
         process_group: of all ranks, over gloo.
-        partners: the rank of each host that has this share.
-        host: which of these is this rank.
-        share: ``(n,)``, in memory that nobody writes to until :meth:`finish` has ended.
+        partners: for each host, the rank that has this share.
+        host: index of this rank in ``partners``.
+        share: ``(n,)``. Nothing else may write to it until :meth:`finish` has returned.
 
     Attributes:
-        sent_bytes: by this rank in an exchange.
+        sent_bytes: bytes that this rank sends in one exchange.
     """
 
     def __init__(
@@ -51,8 +52,8 @@ class CrossHost:
         self._host = host
         self._parts = [share] * 2 if number == 2 else list(share.tensor_split(number))
         self._came = share.new_empty(number, len(self._parts[host]))
-        # What is to be waited for in each round. Each can be waited for but once: a call in C takes
-        # it from here and does so, between which no Ctrl-C comes.
+        # The works to wait for in each round. A work can be waited for only once: one call in C
+        # both takes it from the list and waits, so that Ctrl-C cannot come in between.
         self._rounds: list[Iterator[Any]] = [iter(()), iter(())]
         self._failure: RuntimeError | None = None
         self._tag = 0
@@ -62,7 +63,10 @@ class CrossHost:
         self.sent_bytes = sum(part.nbytes for part in parts) + own
 
     def start(self, number: int) -> None:
-        """The share is there: send it. ``number`` is that of the exchange, alike on all ranks."""
+        """Send the share, which is summed over this host.
+
+        ``number`` is that of the exchange, the same on all ranks.
+        """
         self._wait(0)
         self._wait(1)
         self._is_added = False
@@ -75,10 +79,10 @@ class CrossHost:
         """Wait until the sum over hosts is in the share.
 
         Raises:
-            RuntimeError: a rank is gone, or has not sent its share within the group's timeout.
+            RuntimeError: a rank is gone, or did not send its share within the group's timeout.
         """
         self._wait(0)
-        with Uninterrupted():  # in place: not to be done twice
+        with Uninterrupted():  # it adds in place, so it must not run twice
             if not self._is_added:
                 self._is_added = True
                 self._add()
@@ -88,7 +92,7 @@ class CrossHost:
         mine = self._parts[self._host]
         works: list[Any] = []
         if len(self._came) > 2:
-            # (Of what is received here others have had what this rank had of it.)
+            # (The other hosts have already received the parts of this rank that these replace.)
             works += [self._receive(1, self._parts[at], at) for at in self._partners]
         self._came[self._host].copy_(mine)
         mine.copy_(self._came[0])
@@ -116,5 +120,5 @@ class CrossHost:
         try:
             deque(map(_wait_for, self._rounds[number]), maxlen=0)
         except RuntimeError as error:
-            self._failure = error  # what has not come must not be added
+            self._failure = error  # so that missing data is never added
             raise

@@ -39,15 +39,15 @@ class GradBucket:
         return self._is_last
 
     def buffer(self) -> Tensor:
-        """All gradients one behind the other, each row-major; 1-D.
+        """All gradients, one after the other, each row-major; 1-D.
 
-        Of their dtype unless :meth:`set_buffer` has changed it; complex ones as real numbers, two
-        for each element.
+        Has the dtype of the gradients, unless :meth:`set_buffer` has changed it. A complex element
+        takes two real ones.
         """
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Let another tensor of as many elements take the place of the buffer."""
+        """Replace the buffer by another tensor with as many elements."""
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
@@ -67,7 +67,7 @@ class GradBucket:
 
 
 def buffer_of(bucket: Bucket) -> Tensor:
-    """What the hook gets: the payload itself, or a copy where that has gaps or other strides."""
+    """The tensor for the hook: the gradients in the bucket, or a copy if not contiguous there."""
     if bucket.flat is None:
         bucket.allocate()
     flat = bucket.flat
@@ -91,7 +91,7 @@ def result_of(value: Any, buffer: Tensor) -> Tensor:
             "the future that a communication hook returns should hold a tensor, or a list with "
             f"one, but holds {type(value).__name__}"
         )
-    if not result.is_floating_point():  # a complex or a whole number would lose its other part
+    if not result.is_floating_point():  # the copy would drop imaginary parts, or round
         raise TypeError(
             "the future that a communication hook returns should hold a tensor of floating point, "
             f"like the bucket's buffer, which is {buffer.dtype}, but holds one of {result.dtype}"
@@ -105,7 +105,7 @@ def result_of(value: Any, buffer: Tensor) -> Tensor:
 
 
 def write_back(result: Tensor, buffer: Tensor, bucket: Bucket) -> None:
-    """Write what the hook returned into the payload, unless it is there already."""
+    """Write the hook's result into the bucket, unless it is there already."""
     views = bucket.flat.views
     with torch.no_grad():
         if not _is_row_major(bucket):

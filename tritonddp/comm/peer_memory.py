@@ -1,22 +1,24 @@
 """The sum over ranks of one host, in memory that they share.
 
 gloo moves each byte through the kernel several times, even between two processes of one host. Here
-each rank packs its buckets into memory that the others have mapped, tells them by a message, and
-adds up what all have packed, in the order of the ranks, so that all hold the same bits. The sum
-goes into memory of its own: until all have packed a bucket, nothing has become of ``.grad``::
+each rank packs (flattens) its buckets into memory that the others have mapped, sends them a
+message, and adds up what all ranks have packed, in the order of the ranks, so that all hold the
+same bits. One such sum of one bucket is an *exchange*. Exchanges are numbered, the same on all
+ranks. The sum goes into memory of its own, so ``.grad`` is not touched before all have packed::
 
-    pack     bucket.pack    wait until all have READ what was there, write the gradients
+    pack     bucket.pack    wait until all have READ the former content, write the gradients
     launch   one message    PACKED, with the number of the exchange
-    wait     take part      wait until all have PACKED; add; behind the last bucket say READ
+    wait     take part      wait until all have PACKED; add; after the last bucket send READ
 
-With few ranks, or little data, each rank adds up whole buckets (*one shot*). Otherwise each does so
-with its share, in place, says SUMMED, and copies those of the others (*two shots*): it reads 2
-buckets instead of ``world_size``, and waits twice. Where there are several hosts of several ranks
-each, the ranks that have the same share exchange it in between: see ``cross_host.py``.
+With few ranks, or little data, each rank adds up whole buckets (*one shot*). Otherwise a bucket is
+cut into one *share* per rank: each rank adds up its own share, in place, sends SUMMED, and copies
+the shares of the others (*two shots*). So it reads 2 buckets instead of ``world_size``, and waits
+twice. With several hosts of several ranks each, the ranks with the same share exchange it between
+the two shots: see ``cross_host.py``.
 
-A message orders memory (what was written before it was sent can be read when it is there), wakes
-who waits for it, and ends when its sender dies. It does no harm if it comes twice: what Ctrl-C
-cuts short is done again.
+Messages go over Unix sockets. A message orders memory (what was written before it was sent can be
+read after it has come), and wakes the receiver. When a process dies, its connections close. A
+message may come twice without harm, so work that Ctrl-C interrupted is simply repeated.
 """
 
 from __future__ import annotations
@@ -65,27 +67,29 @@ from tritonddp.kernels.flat_buffer import round_up
 
 logger = logging.getLogger("tritonddp.comm.peer_memory")
 
-# Refuses it, if it is 0.
+# An environment variable: 0 disables this transport.
 _VARIABLE = "TRITONDDP_PEER_MEMORY"
 
-# Bytes that are added up at once where there are more than two ranks: they stay in the cache
-# between two additions.
+# With more than two ranks, so many bytes are added at a time: they stay in the cache between two
+# additions.
 _PIECE = 512 * 1024
-# From so many ranks and bytes on each adds up its share only.
+# From so many ranks, and bytes of a bucket, on: two shots.
 _RANKS_OF_SHARES, _BYTES_OF_SHARES = 4, 256 * 1024
 
-# What is said, the module, the bucket, the number of the exchange, bytes of the bucket.
+# Kind of the message, module, bucket, number of the exchange, bytes of the bucket.
 _MESSAGE = struct.Struct("<IIIQQ")
-# In the place of a module: the bucket goes through the process group; or it does not matter.
+# Instead of a module number: the bucket goes through the process group; or any module.
 _ANY = 0
-# Of recvmsg, for map(): a message, room for one descriptor, and what closes that in new programs.
-_RECEIVE = (_MESSAGE.size,), (socket.CMSG_SPACE(4),), (getattr(socket, "MSG_CMSG_CLOEXEC", 0),)
-# Seconds until who waits looks at the timeout of the group.
+# Arguments of recvmsg, for map(): a message, room for one descriptor, and its close-on-exec flag.
+# (Windows has no CMSG_SPACE, and none of these connections.)
+_ROOM = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
+_RECEIVE = (_MESSAGE.size,), (_ROOM,), (getattr(socket, "MSG_CMSG_CLOEXEC", 0),)
+# Seconds of waiting after which the timeout of the group is checked.
 _PATIENCE = 1.0
-_MISSING_TIMEOUT = 1800.0  # of a group that has none
-# Seconds until what the others have no room for is given up, and between two tries.
+_MISSING_TIMEOUT = 1800.0  # seconds, if the group has no timeout
+# Seconds of trying to send a message to a rank whose buffer is full, and between two tries.
 _HANDING, _PAUSE = 10.0, 1e-3
-# Of buckets in that memory, in bytes.
+# Alignment of buckets in shared memory, in bytes.
 _ALIGNMENT = 4096
 
 
@@ -93,14 +97,14 @@ class Peer:
     """The connection with one other rank of the host.
 
     Attributes:
-        rank: in the group.
-        counts: number of the last exchange in which it has said something, by that and the module.
-        announced: module, bucket and bytes of what it has packed, by the number of the exchange.
+        rank: rank of the peer in the group.
+        counts: number of the last exchange for which it has sent a message, by kind and module.
+        announced: module, bucket and bytes of the buckets it has packed, by number of the exchange.
         is_open: messages may still come.
-        came: messages that are not taken yet. Python handles signals between any two instructions,
-            so between a message that has come and the note that it has: one call in C does both.
-        receive, send_now: of the connection; neither waits.
-        unsent: messages to it for which there was no room.
+        came: messages that are received, and not handled yet. Python handles signals between any
+            two instructions, so one call in C both receives a message and appends it here.
+        receive, send_now: methods of the connection, which do not block.
+        unsent: messages to the peer that did not fit into the socket buffer.
     """
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
@@ -116,15 +120,15 @@ class Peer:
         self._connection = connection
 
     def send(self, message: bytes) -> None:
-        """Send, now or when there is room: hundreds of messages may lie there unread.
+        """Send now, or later if the socket buffer is full, which takes hundreds of messages.
 
-        (That it is gone is found by who waits for its messages.)
+        (If the peer is gone, waiting for its messages raises the error.)
         """
         self.unsent.append(message)
         self.send_rest()
 
     def send_rest(self) -> None:
-        """Of what there was no room for, as much as there is room for now."""
+        """Send as many of the unsent messages as fit into the socket buffer now."""
         while self.unsent:
             try:
                 self.send_now(self.unsent[0])
@@ -135,7 +139,7 @@ class Peer:
             self.unsent.popleft()
 
     def hand_over(self, message: bytes, descriptor: int) -> bool:
-        """Send a message with memory, if there is room.
+        """Send a message with a file descriptor of memory; returns False if the buffer is full.
 
         Raises:
             OSError: it cannot be sent.
@@ -146,14 +150,14 @@ class Peer:
         try:
             socket.send_fds(self._connection, [message], [descriptor])
         except OSError as error:
-            # So many descriptors are on their way to processes of this user.
+            # (The system limits the descriptors of a user that are in flight.)
             if isinstance(error, BlockingIOError) or error.errno == errno.ETOOMANYREFS:
                 return False
             raise
         return True
 
     def close(self) -> None:
-        """No more messages, either way."""
+        """Close the connection."""
         self.is_open = False
         self._connection.close()
         self.unsent.clear()
@@ -162,18 +166,18 @@ class Peer:
 class Peers:
     """The other ranks of a group that are on this host.
 
-    Once for a group: the buckets of all its wrapped modules are numbered together, as collectives
-    are, so that ranks find out that they do not reduce the same.
+    There is one object for a group. It numbers the exchanges of all modules of the group in one
+    sequence, like collectives, so that ranks notice if they do not reduce the same.
 
     Attributes:
         hosts: the ranks of each host, in their order.
-        host, place: of this rank: which of these hosts, and which rank of it.
+        host, place: index of this rank's host in ``hosts``, and of this rank on its host.
         others: the connections, in the order of ranks.
-        direct_sends: sends a message to each of them, if there is room.
-        sends: that, or where messages wait for room what puts them behind those.
+        direct_sends: functions that send a message to each peer, if its socket buffer has room.
+        sends: ``direct_sends``; or, while messages are unsent, a function that queues behind them.
         launched: number of the last exchange.
-        has_shares: some exchanges go in two shots.
-        poll, pause: what waits for messages, and how many milliseconds it does at most.
+        has_shares: some exchanges have two shots.
+        poll, pause: function that waits for messages, and its timeout in milliseconds.
     """
 
     def __init__(self, group: Group, found: Neighbours) -> None:
@@ -188,7 +192,7 @@ class Peers:
         self.has_shares = False
         self._modules: WeakValueDictionary[int, PeerMemory] = WeakValueDictionary()
         self._numbers = count(_ANY + 1)
-        self._process_group = ref(group.process_group)  # which may hold this
+        self._process_group = ref(group.process_group)  # weak: the group may hold this object
         self._poll = select.poll()
         for peer in self.others:
             self._poll.register(peer.descriptor, select.POLLIN)
@@ -197,25 +201,25 @@ class Peers:
         group.close_on_failure(self)
 
     def enter(self, module: PeerMemory) -> int:
-        """The number of a module, which all ranks give one at the same time."""
+        """Register a module; returns its number. All ranks call this at the same time."""
         number = next(self._numbers)
         self._modules[number] = module
         return number
 
     def send(self, message: bytes) -> None:
-        """Tell all, also where there is no room now. Waits for nothing."""
+        """Send to all peers, or queue where a socket buffer is full. Does not block."""
         for peer in self.others:
             peer.send(message)
         self._note_unsent()
 
     def send_rest(self) -> None:
-        """Of what there was no room for, as much as there is room for now."""
+        """Send as many of the unsent messages as fit into the socket buffers now."""
         for peer in self.others:
             peer.send_rest()
         self._note_unsent()
 
     def goes_elsewhere(self, bucket: Bucket) -> None:
-        """It goes through the process group: ranks that expect another one are told."""
+        """Tell the others that ``bucket``, unexpectedly perhaps, goes through the process group."""
         number = self.launched + 1
         self.send(_MESSAGE.pack(PACKED, _ANY, bucket.index, number, bucket.nbytes))
         self.launched = number
@@ -224,9 +228,10 @@ class Peers:
                 del peer.announced[at]
 
     def flush(self) -> None:
-        """Wait until the others have room for all but what they ask for when they pack again.
+        """Wait until all unsent messages are sent, except READ, which peers need only at a pack.
 
-        They read, since they wait for this. (One that is stopped does not: no longer than that.)
+        Peers receive, since they wait for these messages. Gives up after ``_HANDING`` seconds, if a
+        peer is suspended, for example.
         """
         end = monotonic() + _HANDING
         while monotonic() < end:
@@ -241,7 +246,7 @@ class Peers:
         self.pause = 1.0 if has_unsent else 1000 * _PATIENCE
 
     def take_unusual(self, peer: Peer) -> None:
-        """The next message of ``peer`` is its end, or says what has become of its memory."""
+        """Handle the next message of ``peer``, which is its end, or hands over memory."""
         content, ancillary, _, _ = peer.came[0]
         if not content:
             self.has_ended(peer)
@@ -250,8 +255,8 @@ class Peers:
         with Uninterrupted():
             memory: Memory | str
             try:
-                if not ancillary:  # it could not be sent; or this process has too many descriptors
-                    raise OSError("no descriptor has come")
+                if not ancillary:  # sending failed; or this process has too many open files
+                    raise OSError("no descriptor was received")
                 memory = Memory.received(struct.unpack("i", ancillary[0][2])[0], nbytes)
             except OSError as error:
                 memory = f"memory of rank {peer.rank} cannot be mapped: {error}"
@@ -262,17 +267,17 @@ class Peers:
             peer.came.popleft()
 
     def has_ended(self, peer: Peer) -> None:
-        """Nothing comes from it any more."""
+        """The connection of ``peer`` has ended: expect no more messages."""
         peer.came.clear()
         if peer.is_open:
             peer.is_open = False
             self._poll.unregister(peer.descriptor)
 
     def attend(self, late: Peer, waited: float) -> None:
-        """What else is to be done while ``late`` is waited for, so many seconds until now.
+        """Do other work while this rank waits for ``late``, since ``waited`` seconds.
 
         Raises:
-            PeerError: it has not come within the group's timeout.
+            PeerError: ``late`` did not reach this exchange within the group's timeout.
         """
         self.send_rest()
         if self.has_shares:
@@ -284,45 +289,48 @@ class Peers:
         seconds = timeout.total_seconds() if timeout else _MISSING_TIMEOUT
         left = seconds - waited
         if left <= 0:
-            raise PeerError(f"rank {late.rank} has not come there within {seconds:g} s")
+            raise PeerError(f"rank {late.rank} did not reach this exchange within {seconds:g} s")
         if left < _PATIENCE:
             self.poll(1000 * left)
 
     def with_shares(self) -> list[Exchange]:
-        """All exchanges that go in two shots, in the order of their numbers."""
+        """All exchanges with two shots, in the order of their numbers."""
         found = [each for module in self._modules.values() for each in module.exchanges.values()]
         return sorted((each for each in found if each.has_shares), key=lambda each: each.number)
 
     def sum_shares(self) -> None:
-        """Of all exchanges that all have packed: others may wait for the share of this rank."""
+        """Add up this rank's shares of all packed exchanges: other ranks may wait for them."""
         for exchange in self.with_shares():
             if exchange.started < exchange.number:
                 exchange.sum_share()
 
     def finish_shares(self, last: int) -> None:
-        """Of all until exchange ``last``, which all have packed. On all hosts in the same order."""
+        """Finish this rank's shares up to exchange ``last``, in the same order on all hosts.
+
+        All ranks of this host have packed these exchanges.
+        """
         self.sum_shares()
         for exchange in self.with_shares():
             if exchange.number <= last:
                 exchange.finish_share()
 
     def close(self) -> None:
-        """No more messages, either way: the others are told that this rank is gone."""
+        """Close all connections: the others find that this rank is gone."""
         for peer in self.others:
             peer.close()
 
-    detach = close  # in a process that was forked: what it sent would be taken for the rank's own
+    detach = close  # in a forked process: its messages would be taken for those of this rank
 
     def __del__(self) -> None:
         self.close()
 
 
 class Place:
-    """What all ranks of a module come to, time and again.
+    """A point that all ranks of a module reach repeatedly, and where they wait for each other.
 
     Attributes:
         module: see :class:`PeerMemory`.
-        number: of the last time.
+        number: counts the times; for an exchange, its number.
     """
 
     def __init__(self, module: PeerMemory, peers: Peers) -> None:
@@ -332,12 +340,12 @@ class Place:
         self._lines = (PACKED, _ANY), (SUMMED, number), (READ, number), (HANDED, number)
 
     def wait_for(self, kind: int, waits: bool = True) -> None:
-        """Until all have said ``kind`` of the last time.
+        """Wait until all peers have sent the message ``kind`` with this ``number``.
 
-        Or, unless it ``waits``, see what they have said of all exchanges.
+        With ``waits=False`` only receive the messages that have come, of all exchanges.
 
         Raises:
-            PeerError: a rank is gone, or has not come there within the group's timeout.
+            PeerError: a rank is gone, or did not reach this exchange within the group's timeout.
         """
         peers, line, number = self.peers, self._lines[kind], self.number
         if peers.sends is not peers.direct_sends:
@@ -349,25 +357,26 @@ class Place:
             late = None
             for peer in peers.others:
                 came, counts = peer.came, peer.counts
-                # Whoever waits takes all that comes: poll() would find it again and again.
+                # While this rank waits it takes all messages: poll() would return for each that is
+                # left.
                 while came or (peer.is_open and (since or not waits or counts[line] < number)):
                     try:
                         if not came:
                             came.extend(map(peer.receive, *_RECEIVE))
                     except BlockingIOError:
                         break
-                    except ConnectionResetError:  # told once, before what it has sent and its end
+                    except ConnectionResetError:  # raised once, before the last messages
                         continue
                     except OSError:  # closed by this rank
                         peers.has_ended(peer)
                         break
                     content = came[0][0]
-                    if len(content) == 0 or content[0] == HANDED:  # its first byte says what
+                    if len(content) == 0 or content[0] == HANDED:  # the first byte is the kind
                         peers.take_unusual(peer)
                         continue
                     said, module, bucket, at, nbytes = _MESSAGE.unpack(content)
                     of = said, _ANY if said == PACKED else module
-                    if counts[of] < at:  # it has not come twice
+                    if counts[of] < at:  # not a message that came twice
                         if said == PACKED:
                             peer.announced[at] = module, bucket, nbytes
                         counts[of] = at
@@ -384,7 +393,7 @@ class Place:
                 peers.attend(late, now - since)
             peers.poll(peers.pause)
         if kind == READ:
-            self.module.free = self.module.read  # the last of that reduction
+            self.module.free = self.module.read  # the last exchange of that reduction
 
 
 class Exchange(Place):
@@ -392,17 +401,17 @@ class Exchange(Place):
 
     Args:
         module, peers: see :class:`Place`.
-        packed: where all ranks of the host pack the bucket, in their order.
-        bucket: this one.
+        packed: memory in which each rank of the host packs the bucket, in the order of ranks.
+        bucket: the bucket.
 
     Attributes:
-        taken: of the last one whose sum is in the bucket.
-        started: of the last one whose share of this rank is added up over its host.
-        summed: of the last one whose share of this rank is there.
+        taken: number of the last exchange whose sum is in the bucket.
+        started: number of the last exchange whose share of this rank is summed over this host.
+        summed: number of the last exchange whose share of this rank is complete.
         packed: see above.
-        has_shares: it goes in two shots.
-        sent_bytes: through the process group, by this rank, in one exchange.
-        content: module, bucket and bytes: alike on all ranks.
+        has_shares: it has two shots.
+        sent_bytes: bytes that this rank sends through the process group in one exchange.
+        content: module, bucket and bytes; the same on all ranks.
     """
 
     def __init__(
@@ -426,11 +435,11 @@ class Exchange(Place):
             self.sent_bytes = self._cross_host.sent_bytes
 
     def _shares(self, whole: Tensor) -> Sequence[Tensor]:
-        """One for each rank of the host."""
+        """Cut ``whole`` into one share for each rank of the host."""
         return whole.tensor_split(len(self.packed))
 
     def sum(self, result: Tensor) -> None:
-        """All have packed: write the sum into ``result``."""
+        """Write the sum into ``result``, after all have packed."""
         if not self.has_shares:
             _add(self.packed, result)
             return
@@ -440,23 +449,23 @@ class Exchange(Place):
             share.copy_(self._shares(self.packed[rank])[rank])
 
     def finish_share(self) -> None:
-        """Also over hosts, and tell the others."""
+        """Wait for the sum of the share over hosts, and tell the others."""
         if self.summed < self.started and self._cross_host is not None:
             self._cross_host.finish()
             self._say_summed()
 
     def go_on(self) -> None:
-        """Sum what has come so far: others wait for it, or it has a line to cross."""
+        """Sum the shares that can be summed: other ranks wait for them, or other hosts."""
         self.wait_for(PACKED, waits=False)
         self.peers.sum_shares()
 
     def sum_share(self) -> None:
-        """Add up the share of this rank, if all have packed, and tell them, or send it."""
+        """If all have packed, add up the share of this rank, and tell them, or send it to hosts."""
         others, place = self.peers.others, self.peers.place
         if any(peer.announced.get(self.number) != self.content for peer in others):
-            return  # it is not there, or what it is there is for who takes it to tell
+            return  # not packed yet; or another bucket, for which PeerMemory.wait() raises
         mine = [self._shares(each)[place] for each in self.packed]
-        with Uninterrupted():  # in place: not to be done twice
+        with Uninterrupted():  # it adds in place, so it must not run twice
             _add(mine, mine[place])
             self.started = self.number
             if self._cross_host is None:
@@ -470,11 +479,11 @@ class Exchange(Place):
             self.peers.send(_MESSAGE.pack(SUMMED, *self.content[:2], self.number, 0))
 
     def refuse(self, peer: Peer) -> NoReturn:
-        """``peer`` has packed something else.
+        """Raise: ``peer`` has announced another bucket under the number of this exchange.
 
         Raises:
-            Mismatch: another module's bucket: all ranks find out.
-            PeerError: it waits for this rank elsewhere.
+            Mismatch: it goes through memory too, so all ranks find out.
+            PeerError: it goes through the process group, where ``peer`` waits for this rank.
         """
         theirs = peer.announced.get(self.number)
         told = (
@@ -487,11 +496,11 @@ class Exchange(Place):
         raise Mismatch(told)
 
     def wait(self) -> None:
-        """See :meth:`Work.wait`: until all have packed. For who gives the sum up."""
+        """See :meth:`Work.wait`: wait until all have packed. For callers that discard the sum."""
         self.wait_for(PACKED)
 
     def get_future(self) -> torch.futures.Future[None]:
-        """Complete when the sum is there: for traces."""
+        """A future that completes when the sum is in the bucket, for traces."""
         self.future = torch.futures.Future()
         return self.future
 
@@ -503,7 +512,7 @@ def _told(module: int, bucket: int, nbytes: int) -> str:
 
 
 def _add(parts: Sequence[Tensor], result: Tensor) -> None:
-    """Write the sum of ``parts``, from the first to the last, into ``result``, or one of them."""
+    """Write the sum of ``parts``, in order, into ``result``, which may be one of them."""
     size = _PIECE // result.element_size()
     *cuts, targets = (each.split(size) for each in (*parts, result))
     for first, second, *others, target in zip(*cuts, targets, strict=True):
@@ -525,18 +534,19 @@ class PeerMemory:
     Args:
         group: all ranks.
         plain: reduces through the process group.
-        counters: count what is launched.
-        is_required: where it cannot be had, that is an error.
+        counters: count launches and bytes sent.
+        is_required: raise an error if this transport is not possible.
 
     Attributes:
-        rank, process_group: this one, and that of all ranks.
-        number: of the module, alike on all ranks.
-        exchanges: of its buckets, by index; weakly, or they would hold each other.
+        rank, process_group: this rank, and the group of all ranks.
+        number: number of the module, the same on all ranks.
+        exchanges: those of its buckets, by bucket index; weak references, to avoid a cycle.
         last: number of its last exchange.
-        read: of the last one of which this rank has said that it has read it.
-        came: memory of other ranks, or why there is none, by rank, while it is handed over.
-        followed: the buckets, weakly: they refer to this.
-        free: of the last one that all have read: what was packed for it may be overwritten.
+        read: number of the last exchange that this rank has confirmed with READ.
+        came: during the handover, by rank: its memory, or why there is none.
+        followed: weak reference to the buckets, which refer to this object.
+        free: number of the last exchange that all have read: its memory may be overwritten.
+        refusal: why this transport is not possible; ``None`` if it is, or nobody has tried yet.
     """
 
     averages = True
@@ -549,11 +559,11 @@ class PeerMemory:
         self.exchanges: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
         self._group, self._plain, self._counters = group, plain, counters
         self._is_required = is_required
-        self._is_refused = False
+        self.refusal: Refusal | None = None
         self._peers: Peers | None = None
         self.last = self.read = self.free = 0
         self.came: dict[int, Any] = {}
-        self._handed = 0  # so often
+        self._handed = 0  # number of handovers
         self.followed: Callable[[], object] = NoneType
 
     def launch(self, run: ReductionRun, bucket: Bucket, is_broken: bool = False) -> None:
@@ -564,6 +574,8 @@ class PeerMemory:
             return
         counters.collectives += 1
         counters.wire_bytes += bucket.nbytes
+        counters.memory_bytes += bucket.nbytes
+        counters.memory_exchanges += 1
         counters.sent_bytes += exchange.sent_bytes
         if run.is_logged:
             run.log(bucket, "is sent with NaN" if is_broken else "is sent")
@@ -575,7 +587,7 @@ class PeerMemory:
             exchange.number = self.last = peers.launched = number
             run.works.append(exchange)
         except BaseException as error:
-            # Ctrl-C. Or there is no room, or a rank is gone, which is found by who waits for it.
+            # Ctrl-C; a full socket buffer; or a rank that is gone, which the wait will report.
             with Uninterrupted():
                 if len(run.works) == bucket.index:
                     peers.send(message)
@@ -623,8 +635,8 @@ class PeerMemory:
             future, exchange.future = exchange.future, None
             future.set_result(None)
         if run.is_logged:
-            run.log(bucket, "is there")
-        # As in AllReduce.wait(), and not a function of both: in a steady step it is all there is.
+            run.log(bucket, "is reduced")
+        # Repeats AllReduce.wait() without a shared function: a steady step runs nothing else.
         last = bucket.last_trailer
         if (
             last is not None
@@ -636,18 +648,18 @@ class PeerMemory:
         return run.read_trailer(bucket)
 
     def give_up(self) -> None:
-        """The last reduction has failed on this rank: nothing of it will be read any more."""
+        """The last reduction has failed on this rank: confirm it with READ, without its sums."""
         assert self._peers is not None
         for _, exchange in sorted(self.exchanges.items()):
             if exchange.has_shares and exchange.summed < exchange.number:
                 exchange.wait_for(PACKED)
-                self._peers.finish_shares(exchange.number)  # the others wait for it
+                self._peers.finish_shares(exchange.number)  # the others wait for these
         self._forget()
         self._peers.send(_MESSAGE.pack(READ, self.number, 0, self.last, 0))
         self.read = self.last
 
     def end(self) -> None:
-        """The last reduction has failed on all ranks, and none is behind that."""
+        """The last reduction has failed on all ranks, and all of them are past it."""
         self._forget()
         self.read = self.free = self.last
 
@@ -660,32 +672,32 @@ class PeerMemory:
     # Which buckets
 
     def begin(self) -> None:
-        """A reduction begins before :meth:`follow`: ranks may wait for another one through memory.
+        """A reduction begins before :meth:`follow`: announce its buckets to the other ranks.
 
-        Other modules have connected them then.
+        If other modules have connected the ranks, a rank may expect a bucket of those instead.
         """
-        if isinstance(self._group.peers, Peers) and not self._is_refused:
+        if isinstance(self._group.peers, Peers) and self.refusal is None:
             self._plain.announce = self._group.peers.goes_elsewhere
 
     def follow(self, current: BucketSet, where: str) -> bool:
-        """Have these buckets packed where the other ranks can read them, if all ranks can do that.
+        """Move these buckets to memory that the other ranks can read, if all ranks can do that.
 
         All ranks call this, at the same time, when they have new buckets.
 
         Returns:
-            Whether they do.
+            Whether the buckets are moved.
 
         Raises:
-            RuntimeError: it cannot be had, and is required; or a collective failed.
+            RuntimeError: that is not possible, and required; or a collective failed.
         """
-        if self._is_refused:
+        if self.refusal is not None:
             return False
         self.followed = ref(current)
         with self._group.guard(where, "agreement to exchange through memory"):
             refusal = self._connect(where) or self._share(current.buckets)
         if refusal is None:
             return True
-        self._is_refused = True
+        self.refusal = refusal
         self._plain.announce = None
         told = f"{where}: gradients cannot go through memory of the host: {refusal.why}"
         if self._is_required:
@@ -750,14 +762,14 @@ class PeerMemory:
                 exchange = Exchange(self, self._peers, packed, bucket)
                 self.exchanges[bucket.index] = exchange
                 bucket.share(exchange, memory.tensor[start:][: bucket.nbytes])
-        # Where nothing goes through memory nobody listens.
+        # If no bucket goes through memory, no rank waits for announcements.
         self._plain.announce = self._peers.goes_elsewhere if found else None
         return None
 
     def _hand_over(self, memory: Memory) -> str:
-        """Give the other ranks of this host this memory, and take theirs; returns what failed.
+        """Exchange memory with the other ranks of this host; returns what failed, or ``""``.
 
-        All wait here, so that few descriptors are on their way at a time: there is a limit.
+        All ranks wait here, so that few descriptors are in flight at a time: there is a limit.
         """
         assert self._peers is not None
         place = Place(self, self._peers)
@@ -768,12 +780,12 @@ class PeerMemory:
             for peer in self._peers.others:
                 while not failure and not peer.hand_over(message, memory.descriptor):
                     if monotonic() > end:
-                        raise TimeoutError("too many descriptors are on their way")
-                    place.wait_for(HANDED, waits=False)  # others want to hand over, too
+                        raise TimeoutError("too many file descriptors are in flight")
+                    place.wait_for(HANDED, waits=False)  # receive those of the others meanwhile
                     sleep(_PAUSE)
         except OSError as error:
             failure = f"memory cannot be handed over: {error}"
-            self._peers.send(message)  # without it, or they would wait
+            self._peers.send(message)  # without a descriptor, so that the others do not hang
         finally:
             memory.close_descriptor()
         place.wait_for(HANDED)
@@ -781,6 +793,6 @@ class PeerMemory:
 
 
 def _refusal() -> str:
-    """Why the user does not want it; empty if nothing is said."""
+    """Why the user has disabled this transport; empty if it is enabled."""
     value = os.environ.get(_VARIABLE, "1")
     return f"{_VARIABLE} is {value}" if value.lower() in ("0", "false", "off", "no") else ""

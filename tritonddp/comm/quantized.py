@@ -1,11 +1,11 @@
 """Quantised gradients: an all-to-all, a sum on the rank that owns it, and an all-gather.
 
-The second collective depends on the first one's result. On a GPU both, and the kernel between
-them, are enqueued at once on a stream of their own. Over gloo nobody but the host can wait for the
-first: a thread does, so that no hook has to, and goes through the buckets in order. Both are made
-of messages there, which are matched by their tags: a collective that a thread issues would be
-taken for one that the backward issues on another rank (SyncBatchNorm). Two ranks over gloo need no
-second collective: see ``kernels/quantized/buffer.py``.
+The second collective needs the result of the first. On a GPU both, and the kernel between them,
+are enqueued at once on a stream of their own. Over gloo the host has to wait for the first. A
+thread does that, bucket by bucket, so that no hook has to wait. There both are made of messages
+with tags: a collective that a thread issues could be matched with one that the backward of another
+rank issues (SyncBatchNorm). Two ranks over gloo need no second collective: see
+``kernels/quantized/buffer.py``.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from tritonddp.coordination.point_to_point import receive, send
 from tritonddp.kernels.dispatch import select_quantized
 from tritonddp.kernels.quantized.buffer import QuantizedBuffer
 
-# Tags of messages: two for each bucket, from here on. So many buckets may be under way.
+# First tag of messages, two tags per bucket; and how many buckets may be in flight.
 _FIRST_TAG = 0x7D100000
 _IN_FLIGHT = 4_096
 
 
 class QuantizedAllReduce:
-    """Sum over ranks in quantised messages, of the buckets that have a quantisation.
+    """Sums quantised buckets over the ranks, in quantised messages; others by :class:`AllReduce`.
 
-    The others are reduced as by :class:`AllReduce`. Of W ranks each owns 1/W of a bucket: it gets
-    that part of all ranks, sums in rank order, quantises the sum and sends it to all. Every rank
-    makes its gradients of the same bytes, so that all have the same bits.
+    Each of W ranks owns 1/W of a bucket: it gets that part from all ranks, sums in rank order,
+    quantises the sum and sends it to all. Every rank dequantises the same bytes, so all get the
+    same bits.
 
-    Two collectives a bucket. They send together (W-1)/W of a message of one byte an element to all
-    ranks, and as much for the sums, half the bytes of an all-reduce in bf16: see ``MessageLayout``.
-    Two ranks on the CPU send each other all they have instead, the same number of bytes, at once,
-    and both make the sum: no thread, no second rounding.
+    There are two collectives per bucket. In each a rank sends (W-1)/W of a message with one byte
+    per element: together half the bytes of an all-reduce in bf16, see ``MessageLayout``. Two ranks
+    on the CPU send each other their whole message instead, which is the same number of bytes, and
+    both make the sum: without a thread, and without a second rounding.
     """
 
     averages = True
@@ -94,7 +94,7 @@ class QuantizedAllReduce:
             return exchange  # nothing follows
         if self._queue is None:
             queue: SimpleQueue[_Exchange | None] = SimpleQueue()
-            # A daemon: a rank that fails must not wait there for others when it ends.
+            # A daemon: when a rank fails, its exit must not wait for other ranks in this thread.
             thread = threading.Thread(
                 target=_go_on, args=(queue,), name="tritonddp-quantized", daemon=True
             )
@@ -111,21 +111,22 @@ class QuantizedAllReduce:
         with self._streams.behind_current(device, *flat.memory):
             first = dist.all_to_all_single(flat.received, flat.message, group=group, async_op=True)
             assert first is not None
-            first.wait()  # the stream does, not the host
+            first.wait()  # the stream waits, not the host
             select_quantized(device, flat.numbers).reduce_parts(flat)
             return all_gather_single(flat.gathered, flat.reduced, group)
 
 
 def _go_on(queue: SimpleQueue[_Exchange | None]) -> None:
-    """The thread. It holds nothing while it waits, or buckets would outlive their reducers."""
+    """Main function of the thread. While it waits it must not keep buckets alive."""
     with torch.no_grad():
         while (exchange := queue.get()) is not None:
             exchange.go_on()
             del exchange
 
 
-# Those that have not ended. A thread takes its entry out as it ends, after anybody can wait for it:
-# a group that went with the entry would be taken apart there, also while the interpreter ends.
+# Threads that have not ended. An entry goes away in its thread, as that ends, when it can no longer
+# be joined. So the entry must not hold a group: the thread would destroy it, perhaps while the
+# interpreter exits.
 _threads: weakref.WeakKeyDictionary[
     threading.Thread, tuple[SimpleQueue[_Exchange | None], weakref.ref[dist.ProcessGroup]]
 ] = weakref.WeakKeyDictionary()
@@ -133,10 +134,11 @@ _threads: weakref.WeakKeyDictionary[
 
 @atexit.register
 def _end_threads() -> None:
-    """Before the interpreter goes: a thread that it stops in the midst of C++ aborts the process.
+    """End the threads before the interpreter exits.
 
-    A rank that fails while messages are on their way would seem to have crashed. Where a thread
-    waits for a rank that is gone, or went on with something else, it is told not to.
+    The exit stops daemon threads, and one that is inside C++ then aborts the process: a rank that
+    fails while messages are in flight would seem to have crashed. If a thread waits for a rank that
+    is gone, or does something else, closing the connections ends the wait.
     """
     threads = list(_threads.items())
     for _, (queue, _) in threads:
@@ -150,9 +152,9 @@ def _end_threads() -> None:
 
 
 class _Exchange:
-    """The work on one bucket over gloo: its :class:`Work`. Its first messages are issued at once.
+    """The :class:`Work` of one bucket over gloo. The constructor issues the first messages.
 
-    The ``number`` is of the exchanges that this rank has made in the group, as on all of its ranks.
+    ``number`` counts the exchanges of the group, the same on all of its ranks.
     """
 
     def __init__(self, flat: QuantizedBuffer, group: dist.ProcessGroup, number: int) -> None:
@@ -160,7 +162,7 @@ class _Exchange:
         self._group = group
         self._tag = _FIRST_TAG + 2 * (number % _IN_FLIGHT)
         self._error: BaseException | None = None
-        self._is_reduced = threading.Event()  # and the all-gather issued; or it has failed
+        self._is_reduced = threading.Event()  # set when the all-gather is issued, or on failure
         self._waiting = threading.Lock()
         size = group.size()
         received = flat.received.view(size, -1)
@@ -170,14 +172,14 @@ class _Exchange:
             self._is_reduced.set()
         else:
             self._gathered = flat.gathered.view(size, -1)
-            # Not only when the sums are there: on a slow line the word that this rank is ready
-            # would wait behind what it sends, and the others wait for it.
+            # Receive already now: on a slow line the message that this rank is ready to receive
+            # would queue behind the data it sends, and the others wait for that message.
             self._sums = receive(self._gathered, group, self._tag + 1)
             outgoing = flat.message.view(size, -1)
         self._works += send(outgoing, received, group, self._tag)
 
     def go_on(self) -> None:
-        """Wait for the all-to-all, sum, issue the all-gather. In the thread."""
+        """Wait for the all-to-all, sum, issue the all-gather. Called in the thread."""
         flat = self._flat
         try:
             self._wait_for_works()
@@ -185,12 +187,12 @@ class _Exchange:
             outgoing = flat.reduced.view(1, -1).expand(self._group.size(), -1)
             self._works = self._sums
             self._works += send(outgoing, self._gathered, self._group, self._tag + 1)
-        except BaseException as error:  # for whoever waits
+        except BaseException as error:  # wait() raises it
             self._error = error
         self._is_reduced.set()
 
     def _wait_for_works(self) -> None:
-        while self._works:  # each can be waited for but once, also after a KeyboardInterrupt
+        while self._works:  # a work can be waited for only once, also after a KeyboardInterrupt
             self._works.pop(0).wait()
 
     def wait(self) -> None:
@@ -213,7 +215,7 @@ class _Exchange:
         future: Future = Future()
 
         def complete() -> None:
-            with contextlib.suppress(RuntimeError):  # for whoever waits
+            with contextlib.suppress(RuntimeError):  # wait() raises it for the reducer
                 self.wait()
             future.set_result(None)
 

@@ -25,7 +25,7 @@ _wants_flags = attrgetter("wants_flags")
 
 
 class LocalError(RuntimeError):
-    """What a user has registered failed on this rank. The other ranks go on with the backward."""
+    """User code (a hook, for example) failed on this rank. The other ranks finish the backward."""
 
 
 class Transport(Protocol):
@@ -40,28 +40,28 @@ class Transport(Protocol):
     def launch(self, run: ReductionRun, bucket: Bucket, is_broken: bool = False) -> None:
         """Begin to reduce ``bucket``, which is packed, and append the work to ``run.works``.
 
-        Nothing may come between the two, not even a KeyboardInterrupt: the rank would reduce the
-        bucket again, and its collectives match those of the others no more.
+        Nothing may come between the two, not even a KeyboardInterrupt: otherwise this rank would
+        reduce the bucket again, and its collectives would no longer match those of the others.
 
         Args:
-            is_broken: it holds NaN instead of gradients.
+            is_broken: the bucket holds NaN instead of gradients.
         """
 
     def wait(self, run: ReductionRun, bucket: Bucket) -> Tensor | None:
         """Wait until the sum is in ``bucket``: on a GPU the current stream does, not the host.
 
         Returns:
-            The factor by which it has to be multiplied, fp64 ``(1,)``; ``None`` for 1.
+            The factor by which the sum has to be multiplied, fp64 ``(1,)``; ``None`` for 1.
 
         Raises:
-            RuntimeError: the collective failed; says which ranks are missing.
+            RuntimeError: the collective failed; the message names the missing ranks.
             Mismatch: the ranks do not reduce the same, see
                 :func:`tritonddp.coordination.agreement.check`.
         """
 
 
 class RunEvents:
-    """Whom a run tells of its progress: see ``Extension``. Loops over nobody cost no call."""
+    """Callbacks for the progress of a run, see ``Extension``. An empty loop costs no call."""
 
     on_pack: Sequence[Callable[[ReductionRun, Bucket, Segment], None]] = ()
     on_packed: Sequence[Callable[[ReductionRun, Bucket], None]] = ()
@@ -73,21 +73,25 @@ class RunEvents:
 
 
 def _nothing() -> None:
-    """What a weak reference to a function that is gone returns."""
+    """Stands in for a weak reference to a function that was freed: returns ``None``."""
 
 
 class ReductionRun:
-    """All that is known of one reduction, and that dies with it.
+    """The state of one reduction, from its start to its end.
 
-    Whoever opens a run has promised its collectives to the other ranks: :meth:`launch_ready` and
-    :meth:`finish` make them, or, if this rank cannot go on, :meth:`launch_nan` and :meth:`discard`.
+    Whoever opens a run owes its collectives to the other ranks. :meth:`launch_ready` and
+    :meth:`finish` make them; if this rank cannot go on, :meth:`launch_nan` and :meth:`discard` do.
+
+    A *segment* is a range of parameters of one bucket that are flattened together. To *pack* it is
+    to flatten its gradients into the bucket. The *header* is what a rank tells the others of the
+    reduction, in the first bucket; a *report* is what its extensions add.
 
     Args:
-        bucket_set: what is reduced.
-        transport: how.
-        agreement: what this rank says to the others, and what they say.
-        events: whom to tell.
-        used: for each parameter, whether its gradient counts as one of this rank.
+        bucket_set: the buckets to reduce.
+        transport: reduces them.
+        agreement: writes the header of this rank, and compares those of all ranks.
+        events: callbacks for progress.
+        used: for each parameter, whether this rank has a gradient for it.
         source: where the gradients come from.
 
     Attributes:
@@ -95,44 +99,44 @@ class ReductionRun:
         where: this rank and its step, for messages.
         is_local: a backward that only accumulates (``no_sync``): there is nothing to launch.
         is_provisional: the order of gradients is observed, and buckets are launched at the end.
-        of_backwards: its gradients are those of backwards, and not given by the user.
-        earlier: for each parameter, whether a backward before this one has used it.
+        of_backwards: its gradients come from backwards, not from the user.
+        earlier: for each parameter, whether an earlier backward that was not reduced has used it.
         reached: for each parameter, whether the engine has announced its gradient.
-        doubtful: parameters that may get a gradient which was not announced.
-        schema: hash of what is reduced, ``None`` for that of what is trained.
+        doubtful: parameters that may get a gradient that was not announced.
+        schema: hash of the parameters of this run; ``None`` for the trainable ones.
         skipped: indices of buckets that are not sent.
-        weight: how much the gradients count, ``None`` for as much as others'.
-        scale: by which gradients are multiplied before they are sent.
-        header: what this rank says, as bytes for the first bucket, but for its report.
+        weight: weight of the gradients of this rank; ``None`` if the mean is not weighted.
+        scale: factor of the gradients before they are sent.
+        header: header of this rank in bytes, without its report.
         said: the same with its report.
         filled: for each segment, whether it is packed.
-        packed_at: for segments, how many gradients had come then.
+        packed_at: for packed segments, how many gradients had come then.
         came: the parameters in the order of their gradients, as far as they have come.
         has_missing: the engine has not announced the gradients of all parameters.
         exchanged: indices of sparse buckets whose rows have been exchanged.
-        unfilled: for each bucket, how many segments or others it waits for.
-        works: of the buckets that are launched, in launch order; ``None`` where there is nothing
-            to wait for.
-        done: how many buckets are back.
-        arrived: where it is provisional, numbers of parameters in the order of their gradients.
-        factor: by which the sums are to be multiplied, once it is known.
-        failure: of a function of the user on this rank, raised when all collectives are made.
-        is_finished: nothing is left to be made with the other ranks.
-        awaits_finalize: its backward is over, and the caller says when buckets are waited for.
-        transport_state: what the transport keeps of this run.
-        from_ranks: of buckets that are exchanged directly, by index: a row from each rank.
-        is_logged: each bucket is told at level DEBUG.
-        end: what the engine calls at the end of the backward, weakly: it lets it go when the
-            backward breaks off.
+        unfilled: for each bucket, the number of segments, or of other events, that it waits for.
+        works: work objects of the launched buckets, in launch order; ``None`` where there is
+            nothing to wait for.
+        done: number of buckets that are reduced and unpacked.
+        arrived: in a provisional run, numbers of parameters in the order of their gradients.
+        factor: factor of the sums, once it is known.
+        failure: error of user code on this rank, raised after all collectives.
+        is_finished: no collective is left to be made.
+        awaits_finalize: its backward is over, and ``finalize_backward()`` will wait for buckets.
+        transport_state: private to the transport.
+        from_ranks: for buckets that are exchanged directly, by index: a row from each rank.
+        is_logged: log each bucket at level DEBUG.
+        end: weak reference to the callback at the end of the backward. The engine drops the
+            callback if the backward fails.
         graph_task: id of the backward; -1 without one.
         creates_graph: the backward runs with ``create_graph=True``.
-        is_alone: it is of the only rank, and nothing is exchanged.
-        is_late: its first gradient had come when it was noticed.
-        has_headers: those of all ranks have been read, once.
-        is_captured: it goes into a CUDA graph, and is made by its replays.
+        is_alone: there is only one rank, and nothing is exchanged.
+        is_late: a gradient had come before the backward was noticed.
+        has_headers: the headers of all ranks have been read.
+        is_captured: it is captured in a CUDA graph, whose replays make it.
     """
 
-    # What most runs leave as it is: an attribute that is not set costs nothing.
+    # Defaults that most runs keep. On the class, so that a run does not have to set them.
     where = ""
     is_local = False
     is_provisional = False
@@ -190,11 +194,11 @@ class ReductionRun:
     # Into the buckets
 
     def pack(self, number: int) -> None:
-        """The gradients of a segment are final: bring them into its bucket.
+        """The gradients of a segment are final: flatten them into its bucket.
 
         Raises:
             GradientError: a gradient does not fit its parameter.
-            RuntimeError: another rank is gone that may still read what was packed before.
+            RuntimeError: another rank is gone, and has not confirmed that it read the last content.
         """
         bucket, segment = self.bucket_set.segments[number]
         first, last = bucket.first + segment.first, bucket.first + segment.last
@@ -205,7 +209,7 @@ class ReductionRun:
             bucket.quantization.rescale(self.agreement.unit)
         for call in self.events.on_pack:
             call(self, bucket, segment)
-        # A sum counts without a weight; what was reduced before it does not.
+        # The sum of no items counts all the same, but gradients from before it do not.
         counts_earlier = self.weight is None or self.weight.items != 0
         try:
             bucket.pack(
@@ -230,8 +234,8 @@ class ReductionRun:
         """Launch the buckets that have all their gradients, in bucket order.
 
         Args:
-            rest: also those that have not: a gradient that has not come counts as zero.
-            until: none from this index on.
+            rest: launch incomplete buckets too: a gradient that has not come counts as zero.
+            until: stop before the bucket with this index.
         """
         works, buckets, unfilled = self.works, self.buckets, self.unfilled
         end = len(buckets) if until is None else until
@@ -254,17 +258,17 @@ class ReductionRun:
                 observe(self, bucket, works[bucket.index])
 
     def _note_came(self, number: int) -> None:
-        """A segment has gradients that were not announced: those that came all the same count."""
+        """Mark parameters of this segment as used whose gradients came without announcement."""
         came = set(map(id, self.came))
         for index in self.bucket_set.ranges[number]:
             if not self.used[index]:
                 self.used[index] = id(self.bucket_set.params[index]) in came
 
     def launch_now(self, bucket: Bucket) -> None:
-        """Launch the next bucket, whose gradients no backward of this run has made.
+        """Launch the next bucket, with gradients that do not come from a backward of this run.
 
         Raises:
-            GradientError: one does not fit its parameter.
+            GradientError: a gradient does not fit its parameter.
         """
         bucket.prepare()
         try:
@@ -274,10 +278,9 @@ class ReductionRun:
         self.launch_ready(rest=True, until=bucket.index + 1)
 
     def launch_nan(self) -> None:
-        """Take part in what is not launched yet with NaN instead of gradients.
+        """Launch all remaining buckets, with NaN instead of gradients.
 
-        So the collectives of the ranks match, and the others see NaN where they would otherwise
-        get a mean that lacks this rank.
+        So the collectives of the ranks match, and the others get NaN, not a mean without this rank.
         """
         while len(self.works) < len(self.buckets):
             bucket = self.buckets[len(self.works)]
@@ -298,7 +301,7 @@ class ReductionRun:
         Raises:
             RuntimeError: a collective failed, or the ranks do not reduce the same; see
                 :meth:`Transport.wait`.
-            LocalError: something of the user's failed on this rank.
+            LocalError: user code failed on this rank.
         """
         events, works = self.events, self.works
         if any(map(_wants_flags, self.buckets)):
@@ -340,7 +343,7 @@ class ReductionRun:
             bucket.flags_on_host = each.tolist()
 
     def discard(self) -> None:
-        """Wait for what is on its way, and leave ``.grad`` as it is."""
+        """Wait for the launched buckets, and leave ``.grad`` as it is."""
         while self.done < len(self.works):
             bucket = self.buckets[self.done]
             if self.works[self.done] is not None:
@@ -353,8 +356,8 @@ class ReductionRun:
     def reduce_now(self) -> None:
         """Replace ``.grad`` of all parameters by their mean over the ranks.
 
-        For gradients that no backward of this run has made. Where one cannot be reduced, all
-        collectives are made before the error is raised: the other ranks are not left waiting.
+        For gradients that do not come from a backward of this run. If one cannot be reduced, all
+        collectives are made before the error is raised, so that the other ranks do not hang.
 
         Raises:
             GradientError: a gradient does not fit its parameter.
@@ -374,20 +377,20 @@ class ReductionRun:
 
     @torch.no_grad()
     def take_part(self) -> None:
-        """Make the collectives of :meth:`reduce_now` on a rank that has nothing to offer."""
+        """Make the collectives of :meth:`reduce_now` on a rank whose backward failed."""
         self.launch_nan()
         self.discard()
 
     # For transports
 
     def read_trailer(self, bucket: Bucket, work: Any = None) -> Tensor | None:
-        """The sum is in ``bucket``, and its trailer is not that of the last reduction.
+        """Read the trailer (used flags and headers) of ``bucket``, which holds the sum.
 
         Returns the factor, see :meth:`Transport.wait`.
 
         Args:
-            bucket: what is read of its trailer is kept until it is another one.
-            work: of the first bucket, where it may be that of a GPU: see :meth:`Agreement.read`.
+            bucket: its trailer differs from that of the last reduction. The result is cached.
+            work: of the first bucket, if it may be on a GPU: see :meth:`Agreement.read`.
 
         Raises:
             Mismatch: the ranks do not reduce the same.
@@ -414,7 +417,7 @@ class ReductionRun:
         return self.factor
 
     def read_headers(self, headers: Tensor, work: Any = None) -> None:
-        """The headers of all ranks are there, in the first bucket; see :meth:`Agreement.read`."""
+        """Read the headers of all ranks in the first bucket; see :meth:`Agreement.read`."""
         if not self.has_headers:
             self.factor = self.agreement.read(headers, self.where, work)
             self.has_headers = True
@@ -422,7 +425,7 @@ class ReductionRun:
     def explain(
         self, bucket: Bucket, error: BaseException, what: str | None = None
     ) -> RuntimeError:
-        """The error to raise where a collective of ``bucket`` failed."""
+        """The error to raise if a collective of ``bucket`` failed."""
         return self.group.explain(
             f"{self.where}, {bucket.title}",
             what or f"all-reduce of {bucket.nbytes} bytes",
@@ -430,9 +433,9 @@ class ReductionRun:
         )
 
     def log_begin(self, schema: bytes) -> None:
-        """Tell at level DEBUG what this rank says to the others."""
+        """Log the header of this rank at level DEBUG."""
         begin_logger.debug(
-            "%s: a reduction begins: %s, %s, hash of what is trained %s, buckets left out: %s",
+            "%s: a reduction begins: %s, %s, hash of its parameters %s, buckets left out: %s",
             self.where,
             self.source.words,
             "no weight" if self.weight is None else f"weight {self.weight.items:g}",
@@ -441,5 +444,5 @@ class ReductionRun:
         )
 
     def log(self, bucket: Bucket, what: str) -> None:
-        """Tell of ``bucket`` at level DEBUG."""
+        """Log the progress of ``bucket`` at level DEBUG."""
         run_logger.debug("%s, %s: %s, %d bytes", self.where, bucket.title, what, bucket.nbytes)

@@ -1,7 +1,7 @@
-"""The second step of a sparse gradient: every rank sends its rows to all, and all sum them alike.
+"""The second step of a sparse gradient: all ranks gather the rows of all, and sum them.
 
-By an all-gather, padded to the most that a rank has, which every backend offers: NCCL has no
-collective for sparse tensors, and gloo's pads and gathers in the same way.
+The rows are padded to the largest number on any rank, and all-gathered, which every backend
+offers. NCCL has no collective for sparse tensors, and gloo's pads and gathers in the same way.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ _ALIGNMENT = 16
 
 @torch.no_grad()
 def exchange(bucket: SparseBucket, group: dist.ProcessGroup, counters: Counters) -> None:
-    """Hand ``bucket``, whose buffer is reduced, the sum of the gradients of all ranks.
+    """Give ``bucket``, whose buffer is reduced, the sum of the sparse gradients of all ranks.
 
-    One collective, or none where no rank has rows. The host waits for what the ranks announced.
+    One collective, or none if no rank has rows. The host waits for the reduced buffer, which holds
+    the row counts of all ranks.
     """
-    if not bucket.flat.flags.item():  # nobody has used the parameter
+    if not bucket.flat.flags.item():  # no rank has used the parameter
         return
     announced = bucket.announced()
     kinds = {each.kind for each in announced}
@@ -41,7 +42,7 @@ def exchange(bucket: SparseBucket, group: dist.ProcessGroup, counters: Counters)
     else:
         indices, numbers = _gather(bucket, [each.rows for each in announced], group, counters)
         receive = partial(bucket.receive_rows, indices, numbers)
-    if Kind.BROKEN in kinds:  # what lacks a rank shall not pass for a mean
+    if Kind.BROKEN in kinds:  # a sum without one of the ranks must not look like a mean
         numbers.fill_(torch.nan)
     receive()
 

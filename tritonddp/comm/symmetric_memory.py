@@ -1,21 +1,21 @@
 """The sum over GPUs of one host that read each other's memory over NVLink.
 
-An all-reduce of a small bucket takes NCCL several rounds. Here each rank packs it into memory that
-the others have mapped, and one kernel of each reads them all, adding in the order of the ranks, so
-that all hold the same bits. The sum goes into the bucket's own buffer, on a stream beside the
-backward, where it waits to be unpacked as NCCL's does::
+NCCL needs several rounds for an all-reduce of a small bucket. Here each rank packs (flattens) the
+bucket into memory that the others have mapped. One kernel on each rank reads the memory of all, and
+adds in the order of the ranks, so that all hold the same bits. The sum goes into the bucket's own
+buffer, on a side stream, and is unpacked from there like a sum of NCCL::
 
-    pack     current stream   behind the barrier that closed the last reduction
-    launch   side stream      behind what was packed: a barrier, the sum
-    wait     current stream   behind the sum
-    last     side stream      behind the last sum of a run: a barrier that closes it
+    pack     current stream   after the barrier that closed the last reduction
+    launch   side stream      after the pack: a barrier, the sum
+    wait     current stream   after the sum
+    last     side stream      after the last sum of a run: a barrier that closes it
 
-A barrier is a kernel of torch's, by which the device waits, and not the host. Whoever waits for a
-rank that is gone, or reduces something else, does so until the timeout of the group, and then its
-device is lost: torch's kernel ends it.
+A barrier is a kernel of torch, in which the device waits, not the host. If another rank is gone, or
+reduces something else, the device waits until the timeout of the group. Then torch's kernel aborts,
+and the process cannot use the device any more.
 
-Nothing has measured this yet. It is for small buckets: each rank reads ``world_size`` of them,
-where those of a ring read two.
+This has not been measured yet. It is for small buckets: each rank reads ``world_size`` buckets,
+where a rank of a ring reads two.
 """
 
 from __future__ import annotations
@@ -55,25 +55,25 @@ from tritonddp.kernels.flat_buffer import round_up
 
 logger = logging.getLogger("tritonddp.comm.symmetric_memory")
 
-# Bytes of the largest bucket. Of others' reports: one shot wins below 400 KB on 8 H100.
+# Bytes of the largest bucket. (Published measurements: one shot wins below 400 KB on 8 H100.)
 _LARGEST = 512 * 1024
 _ALIGNMENT = 256  # of a bucket within the memory, in bytes
-# Bytes of what each rank says of itself.
+# Bytes of the description that each rank sends of itself.
 _INTRODUCTION = 1024
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_MISSING_TIMEOUT = 1800.0  # seconds, of a group that has none
+_MISSING_TIMEOUT = 1800.0  # seconds, if the group has no timeout
 
 
 class Block:
-    """The memory of this rank in which it packs its buckets, and that of the others.
+    """The memory in which this rank packs its buckets, and its mapping of the others' memory.
 
     Attributes:
-        memory: uint8; dropping it makes the host wait for the device.
+        memory: uint8; freeing it makes the host wait for the device.
         handle: see :func:`tritonddp._torch.symmetric_rendezvous`.
-        timeout: milliseconds that a barrier waits.
-        streams: with that of all sums.
-        closed: all ranks have read what was packed for the last reduction.
-        indices: of the buckets that are packed there.
+        timeout: timeout of a barrier in milliseconds.
+        streams: has the side stream of all sums.
+        closed: reached when all ranks have read the memory for the last reduction.
+        indices: indices of the buckets in this memory.
         free: see :class:`SymmetricExchange`.
     """
 
@@ -86,11 +86,11 @@ class Block:
         self.indices: list[int] = []
 
     def barrier(self) -> None:
-        """On the current stream: what it is given comes behind what all ranks have given theirs."""
+        """Barrier on the current stream: later work waits for the earlier work of all ranks."""
         self.handle.barrier(0, self.timeout)
 
     def addresses(self, offset: int) -> Tensor:
-        """Of the byte ``offset`` in the memory of each rank: int64 ``(world_size,)``."""
+        """Addresses of byte ``offset`` in the memory of each rank: int64 ``(world_size,)``."""
         starts = self.handle.buffer_ptrs
         offset += self.memory.data_ptr() - starts[self.handle.rank]
         return uploaded(torch.tensor([start + offset for start in starts]), self.memory.device)
@@ -100,9 +100,9 @@ class SymmetricExchange:
     """The exchanges of one bucket, one after the other; a work object.
 
     Attributes:
-        module: where it is packed.
-        number: more than ``module.free`` if others may read what was packed, for all that the
-            current stream knows: streams wait, each for the bucket that it packs, and not the host.
+        module: the memory in which the bucket is packed.
+        number: more than ``module.free`` if other ranks may still read the packed bucket. The
+            stream that packs it next has to wait then; the host does not.
     """
 
     def __init__(self, block: Block, bucket: Bucket, offset: int) -> None:
@@ -111,9 +111,9 @@ class SymmetricExchange:
         self._device = device
         kernels = select(device, bucket.params[0].dtype)
         self._reduce = kernels.reduce_unflatten
-        # All that the sums use is made on their stream, and goes back to it.
+        # All that the sums use is allocated on their stream, and freed to it.
         with block.streams.behind_current(device, *flat.memory):
-            # With tables of its own: those of the bucket hold the addresses of .grad.
+            # It needs its own address tables: those of the bucket hold the addresses of .grad.
             memory = flat.data.view(torch.uint8)
             self._summed = kernels.buffer(flat.layout, bucket.wire_dtype, device, memory)
             kernels.tables(self._summed)
@@ -121,16 +121,19 @@ class SymmetricExchange:
         self._is_there = Milestone(device)
 
     def wait_for(self, kind: int) -> None:
-        """What the current stream packs now comes behind all that ranks read for the last time.
+        """Make the current stream wait until all ranks have read the last content.
 
         Args:
-            kind: ``READ``; what else there is to wait for the device does by itself.
+            kind: ``READ``; the device waits for all else by itself.
         """
         self.module.closed.wait()
         self.number = self.module.free
 
     def launch(self, closes: bool) -> None:
-        """Sum what the current stream has packed, and all others; ``closes`` if it is the last."""
+        """Sum the bucket over all ranks, after the pack on the current stream.
+
+        ``closes`` is true for the last bucket of a run.
+        """
         block = self.module
         self.number = block.free + 1
         with block.streams.behind_current(self._device):
@@ -151,17 +154,17 @@ class SymmetricExchange:
 
 
 class SymmetricMemory:
-    """Reduces the small buckets of one module over NVLink, where all ranks can; the others by NCCL.
+    """Reduces the small buckets of one module over NVLink, if all ranks can.
 
-    Those that are lazy, sparse or quantised go through the process group too.
+    Other buckets, and those that are lazy, sparse or quantised, go through the process group.
 
     Args:
         group: all ranks.
         plain: reduces through the process group.
-        counters: count what is launched.
+        counters: count launches and bytes sent.
 
     Attributes:
-        followed: the buckets, weakly: they refer to this.
+        followed: weak reference to the buckets, which refer to this object.
     """
 
     averages = True
@@ -180,6 +183,8 @@ class SymmetricMemory:
             return
         self._counters.collectives += 1
         self._counters.wire_bytes += bucket.nbytes
+        self._counters.memory_bytes += bucket.nbytes
+        self._counters.memory_exchanges += 1
         if run.is_logged:
             run.log(bucket, "is summed over NVLink" + " with NaN" * is_broken)
         last = max(index for index in exchange.module.indices if index not in run.skipped)
@@ -206,18 +211,18 @@ class SymmetricMemory:
         """A reduction begins before :meth:`follow`: through the process group, as on all ranks."""
 
     def end(self) -> None:
-        """The last reduction has failed on all ranks: all have launched, and closed, it."""
+        """The last reduction has failed on all ranks: nothing to do, since all have closed it."""
 
     def follow(self, current: BucketSet, where: str) -> bool:
-        """Have the small ones of these buckets packed where the other ranks can read them.
+        """Move the small buckets to memory that the other ranks can read.
 
         All ranks call this, at the same time, when they have new buckets.
 
         Returns:
-            Whether they are; else an earlier call has raised an error.
+            Whether they are moved; if not, an earlier call has raised an error.
 
         Raises:
-            RuntimeError: it cannot be had, on all ranks with the same words; or a collective
+            RuntimeError: that is not possible, with the same message on all ranks; or a collective
                 failed.
         """
         if self._is_refused:
@@ -234,7 +239,7 @@ class SymmetricMemory:
         return True
 
     def agree(self, params: Sequence[Tensor]) -> str:
-        """Why the ranks, which all call this, cannot; the same on all. Empty if they can."""
+        """Why the ranks cannot use NVLink; empty if they can. All call this, with one result."""
         if self._is_agreed:
             return ""
         device = params[0].device
@@ -245,7 +250,7 @@ class SymmetricMemory:
         return why
 
     def _share(self, buckets: Sequence[Bucket]) -> str:
-        """Likewise."""
+        """Allocate and map the memory; returns what failed, the same on all ranks, or ``""``."""
         found = [
             bucket
             for bucket in buckets
@@ -274,7 +279,7 @@ class SymmetricMemory:
         try:
             handle = symmetric_rendezvous(memory, group)
         except RuntimeError as error:
-            failure = f"the memory of the others cannot be mapped: {error}"
+            failure = f"the memory of the other ranks cannot be mapped: {error}"
         if failure := first_failure(failure, self._group, device):
             return failure
         timeout = timeout_of(group, device)
@@ -288,7 +293,7 @@ class SymmetricMemory:
 
 
 def _introduction(devices: set[torch.device]) -> dict[str, Any]:
-    """What this rank says of itself: why it cannot, or where it is."""
+    """The description of this rank: its host, GPU and NVLinks, or why it cannot take part."""
     if len(devices) > 1:
         return {"why": f"its parameters are on {len(devices)} devices"}
     (device,) = devices
@@ -297,12 +302,12 @@ def _introduction(devices: set[torch.device]) -> dict[str, Any]:
     try:
         host, links = _BOOT_ID.read_text().strip(), nvlinks(device)
     except (OSError, RuntimeError, IndexError) as error:
-        return {"why": f"it does not know its NVLinks: {str(error)[:200]}"}
+        return {"why": f"its NVLinks cannot be queried: {str(error)[:200]}"}
     return {"host": host, "card": device.index, "links": links}
 
 
 def _refusal(ranks: Sequence[dict[str, Any]]) -> str:
-    """Why these ranks cannot, by what each has said; empty if they can."""
+    """Why these ranks cannot use NVLink, from their descriptions; empty if they can."""
     for rank, each in enumerate(ranks):
         if "why" in each:
             return f"rank {rank}: {plain(each['why'])}"
@@ -314,11 +319,11 @@ def _refusal(ranks: Sequence[dict[str, Any]]) -> str:
             if each["card"] == theirs["card"]:
                 return (
                     f"ranks {other} and {rank} both have their parameters on cuda:{each['card']}: "
-                    "each rank needs a card of its own and has to see all of them, so unset "
-                    "CUDA_VISIBLE_DEVICES and give rank r the device r"
+                    "each rank needs a GPU of its own, and has to see all GPUs: unset "
+                    "CUDA_VISIBLE_DEVICES and use device r on rank r"
                 )
     for rank, each in enumerate(ranks):
         for other, theirs in enumerate(ranks):
             if rank != other and not (each["links"][theirs["card"] :] or [0])[0]:
-                return f"there is no NVLink between the cards of ranks {rank} and {other}"
+                return f"there is no NVLink between the GPUs of ranks {rank} and {other}"
     return ""

@@ -1,1 +1,1 @@
-"""One graph: what torch.compile traces of a wrapper, and how its backward tells of gradients."""
+"""One graph: what torch.compile traces of a wrapper, and how its backward announces gradients."""

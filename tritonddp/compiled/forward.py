@@ -1,4 +1,4 @@
-"""What torch.compile traces in the place of a wrapper's forward."""
+"""What torch.compile traces instead of a wrapper's forward."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tritonddp.compiled import operators as operators  # graphs name them
 
 
 def in_one_graph(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
-    """The module, behind ``begin_forward``, with a hook on each parameter in its backward.
+    """Call ``begin_forward``, then the module, with a hook on each parameter in its backward.
 
     Raises:
-        NotImplementedError: no graph can hold a forward of ``ddp``.
+        NotImplementedError: the forward of ``ddp`` cannot be traced into one graph.
     """
     if ddp.traced.obstacle:
         raise NotImplementedError(ddp.traced.obstacle)
@@ -36,7 +36,7 @@ def in_one_graph(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
         for name, param in ddp.module.named_parameters():
             if param.requires_grad and name not in ddp.parameters_to_ignore:
                 torch.ops.tritonddp.watch_gradient(param, started, name)
-        # A backward that reaches none of them may still reach these.
+        # A backward that reaches no parameter may still reach the inputs.
         for each in tree_leaves((inputs, kwargs)):
             if isinstance(each, Tensor) and each.requires_grad:
                 torch.ops.tritonddp.watch_gradient(each, started, "")
@@ -44,7 +44,7 @@ def in_one_graph(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, of a file that dynamo compiles only where something compiled calls it."""
+    """``function``, such that dynamo compiles it only as a part of a compiled caller."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)

@@ -1,15 +1,16 @@
-"""Gradients that a compiled backward tells of before autograd has them.
+"""Gradients that a compiled backward announces before autograd has them.
 
 A compiled backward is one node of autograd: parameters get their gradients when all of it is over.
-But the graph tells of each as soon as it is made (see :mod:`tritonddp.compiled.operators`). So a
-segment whose gradients are all there is packed, and its bucket launched, while the rest of the
-backward is computed. Everything else is as without: autograd hands the same gradients to their
-parameters afterwards, and the end of the backward overwrites them with the means.
+But the graph calls an operator as soon as a gradient is made (see
+:mod:`tritonddp.compiled.operators`). So a segment (a range of parameters of one bucket) is
+flattened when all its gradients are made, and its bucket is launched while the rest of the backward
+runs. Everything else is unchanged: autograd hands the same gradients to their parameters
+afterwards, and the end of the backward overwrites them with the means.
 
-That holds for gradients that autograd hands over as they are. It adds to them what is there already
-(in ``.grad``, as after ``no_sync``; or from what uses the parameter outside of the graph), and
-hooks of users may change them. Whether it does is looked at in the first backward that tells of
-a gradient; those that it does not hand over as they are wait for the end of each backward.
+This is possible only for gradients that autograd hands over unchanged. It may add others (those in
+``.grad``, as after ``no_sync``; or those of a use of the parameter outside of the graph), and hooks
+of users may change a gradient. The first backward that announces a gradient checks that. Gradients
+that autograd changes wait for the end of each backward.
 """
 
 from __future__ import annotations
@@ -30,39 +31,38 @@ from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.output_hooks import Forward
 from tritonddp.reducer.reducer import Reducer
 
-# Of so many forwards it is remembered whether a backward has gone through them: more are under way
-# in no pipeline.
+# Number of forwards that are remembered until their backward: no pipeline has more in flight.
 _FORWARDS = 1024
 
 
 class _Told(NamedTuple):
-    """A gradient that the graph has told of, by what changes when it is another one."""
+    """A gradient that the graph has announced; its address and version identify it."""
 
     param: Parameter
     address: int
     version: int
 
     def is_handed_over(self) -> bool:
-        """Whether autograd has given it to its parameter as it was."""
+        """Whether autograd has given it to its parameter unchanged."""
         grad = self.param.grad
         return grad is not None and (grad.data_ptr(), grad._version) == self[1:]
 
 
 class GraphGradients(Extension):
-    """Packs segments of which a compiled backward has told all gradients."""
+    """Packs (flattens) segments for which a compiled backward has announced all gradients."""
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer: Callable[[], Reducer | None] = weakref.ref(reducer)
         self._forwards: dict[int, Forward] = {}
         self._pending = 0  # forwards with gradients since the last backward
-        self._bucket_set: Callable[[], object] = NoneType  # whose numbers the next are
-        self._number_of: dict[str, int] = {}  # of parameters
-        # Names of parameters: whether the gradient that is told of is the one that they get.
+        self._bucket_set: Callable[[], object] = NoneType  # the numbers below are those of this one
+        self._number_of: dict[str, int] = {}  # parameter numbers by name
+        # By parameter name, whether autograd hands over the announced gradient unchanged.
         self._is_whole: dict[str, bool] = {}
-        self._early: set[int] = set()  # segments of which all are
-        # Of this backward.
-        self._is_single = False  # of one forward, and it is reduced
-        self._packs = False  # and segments may be packed before its end
+        self._early: set[int] = set()  # segments in which that is so for all parameters
+        # State of this backward.
+        self._is_single = False  # it is reduced, and belongs to one forward
+        self._packs = False  # segments may be packed before its end
         self._told: dict[str, _Told] = {}
         self._came: dict[int, list[Tensor | None]] = {}  # by segment
         self._packed: list[int] = []  # segments
@@ -70,20 +70,23 @@ class GraphGradients(Extension):
     # Forward
 
     def begin_forward(self, forward: Forward) -> int:
-        """A traced forward begins, which the graph knows by the number that this returns."""
+        """A traced forward begins. Returns its number, by which the graph refers to it."""
         self._forwards[forward.number] = forward
         if len(self._forwards) > _FORWARDS:
             del self._forwards[next(iter(self._forwards))]
         return forward.number
 
     def on_forward(self) -> None:
-        """One begins, traced or not."""
+        """A forward begins, traced or not."""
         self._pending += 1
 
     # Backward
 
     def on_begin(self, run: ReductionRun) -> None:
-        """The gradients of several forwards are added up by autograd, so each is only a part."""
+        """A backward begins. If it belongs to several forwards, nothing is packed early.
+
+        (Autograd adds their gradients up, so an announced gradient is only a part.)
+        """
         pending, self._pending = self._pending, 0
         self._forget()
         self._is_single = pending == 1 and not run.is_local
@@ -103,7 +106,7 @@ class GraphGradients(Extension):
         if run is None or not self._is_single:
             return
         number = self._number_of.get(name)
-        # Of no bucket: an input's, or a parameter's that was added. Or autograd drops it.
+        # Not in a bucket (an input, or an added parameter), or dropped by autograd.
         if number is None or not run.reached[number] or grad.is_sparse:
             return
         param = run.bucket_set.params[number]
@@ -121,7 +124,7 @@ class GraphGradients(Extension):
             self._pack(core, run, segment, came)
 
     def _pack(self, core: Reducer, run: ReductionRun, number: int, grads: list[Any]) -> None:
-        """All gradients of a segment are there: pack it, unless autograd would change one."""
+        """Pack a segment whose gradients are all made, unless autograd would change one."""
         bucket, segment = run.bucket_set.segments[number]
         if run.filled[number] or bucket.is_sparse or not all(map(_is_free, segment.params, grads)):
             return
@@ -130,7 +133,8 @@ class GraphGradients(Extension):
         try:
             core.on_segment_ready(number)
         finally:
-            # Autograd would add to them. And it takes a gradient over if nobody else holds it.
+            # Otherwise autograd would add to them. With no other reference to a gradient, autograd
+            # sets it as .grad without a copy.
             for param in segment.params:
                 param.grad = None
             bucket.let_go_of(segment)
@@ -141,7 +145,7 @@ class GraphGradients(Extension):
         is_new = False
         kept = {each for number in self._came for each in run.bucket_set.ranges[number]}
         for name, told in self._told.items():
-            if self._number_of[name] in kept:  # which autograd had to copy therefore
+            if self._number_of[name] in kept:  # referenced here, so autograd had to copy it
                 continue
             was_whole, is_whole = self._is_whole.get(name), told.is_handed_over()
             if was_whole is is_whole or was_whole is False:
@@ -151,7 +155,7 @@ class GraphGradients(Extension):
             if any(number in run.bucket_set.ranges[each] for each in self._packed):
                 run.failure = LocalError(_too_early(run, name))
         if is_new:
-            self._bucket_set = NoneType  # look anew at which segments are whole
+            self._bucket_set = NoneType  # so that the next backward finds early segments again
         for number in self._packed:
             bucket, segment = run.bucket_set.segments[number]
             bucket.take_up(segment)
@@ -163,7 +167,7 @@ class GraphGradients(Extension):
         self._forget()
 
     def on_abort(self, run: ReductionRun) -> None:
-        """Nothing is waited for any more."""
+        """Forget the gradients of the failed backward."""
         self._forget()
 
     def _forget(self) -> None:
@@ -183,7 +187,7 @@ class GraphGradients(Extension):
 
 
 def _is_free(param: Parameter, grad: Tensor) -> bool:
-    """Whether autograd will hand ``grad`` over as it is, for all that can be known."""
+    """Whether autograd will hand ``grad`` over unchanged, as far as this can be known."""
     return (
         param.grad is None
         and not backward_hooks_of(param)
@@ -196,7 +200,7 @@ def _is_free(param: Parameter, grad: Tensor) -> bool:
 
 
 def _lies_as(param: Parameter, grad: Tensor) -> bool:
-    """Whether ``grad`` has the memory order that autograd gives to one of ``param``."""
+    """Whether ``grad`` has the memory order that autograd gives to gradients of ``param``."""
     if grad.stride() == param.stride():
         return True
     order = dims_by_stride(grad.shape, grad.stride())
@@ -204,7 +208,10 @@ def _lies_as(param: Parameter, grad: Tensor) -> bool:
 
 
 def _is_ours(hook: Any) -> bool:
-    """It only looks: one of this package, or, as the tracker's while a backward runs, of a list."""
+    """Whether the hook is one of this package, or a list method as the tracker uses.
+
+    Such hooks do not change gradients.
+    """
     function = getattr(hook, "func", hook)
     if isinstance(getattr(function, "__self__", None), list):
         return True
@@ -214,9 +221,9 @@ def _is_ours(hook: Any) -> bool:
 def _too_early(run: ReductionRun, name: str) -> str:
     return (
         f"{run.where}: the gradient of {name!r} was sent when the compiled backward had made it, "
-        "but autograd has given the parameter another one, which was not so in the steps before: "
-        "it is used outside of the compiled graph too, or in another forward of this backward, or "
-        "a hook has changed its gradient. From the next step on its bucket waits for the end of "
-        "the backward; .grad of this step is not the mean: leave the step out on all ranks, or "
-        "repeat it"
+        "but then autograd gave the parameter another gradient, unlike in the steps before: the "
+        "parameter is used outside of the compiled graph too, or in another forward of this "
+        "backward, or a hook has changed its gradient. From the next step on its bucket waits for "
+        "the end of the backward. .grad of this step is not the mean: skip the step on all ranks, "
+        "or repeat it"
     )

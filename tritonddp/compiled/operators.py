@@ -1,13 +1,12 @@
-"""The operators of a compiled graph that tell the wrapper what the graph does.
+"""The operators by which a compiled graph calls the wrapper.
 
-``begin_forward`` is the first of a forward graph: all that the wrapper does before a forward.
-``gradient_ready`` is in the backward graph, once for each parameter, directly behind what makes its
-gradient: ``watch_gradient`` puts it there while the graph is traced. None of them computes
-anything: gradients are outputs of the graph, and go through autograd into ``.grad`` as they would
-without.
+``begin_forward`` is the first operator of a forward graph. It does all that the wrapper does before
+a forward. ``gradient_ready`` is in the backward graph, once for each parameter, directly after the
+operator that makes its gradient. ``watch_gradient`` puts it there while the graph is traced. None
+of them computes anything: gradients are outputs of the graph, and autograd sets ``.grad`` as usual.
 
-A graph holds names of parameters. It knows nothing of buckets, which may change, of ranks, or of
-the wrapper: what it is told in ``begin_forward`` says whose forward it is.
+A graph holds names of parameters. It does not depend on buckets, which may change, on ranks, or on
+the wrapper: it gets the number of the wrapper from ``begin_forward``.
 """
 
 from __future__ import annotations
@@ -36,26 +35,27 @@ _traced: WeakValueDictionary[int, Traced] = WeakValueDictionary()
 
 _library = torch.library.Library("tritonddp", "DEF")
 
-_INSIDE = "which no graph can hold: compile the module, and wrap what that returns"
+_INSIDE = "which cannot be compiled into one graph: compile the module first, then wrap the result"
 _CASTS = f"mixed_precision casts parameters before each forward, {_INSIDE}, or use torch.autocast"
 _OVERRIDES = f"a subclass of the wrapper overrides {{}}(), {_INSIDE}"
 BUFFERS_AFTER = f"a hook for buffers runs after each forward, {_INSIDE}"
-# What a forward that is not traced calls, and subclasses may override.
+# Methods that a forward calls if it is not traced, and that subclasses may override.
 _STEPS = ("_pre_forward", "_run_ddp_forward", "_post_forward")
 
 
 class Traced:
-    """What the graphs of a wrapper know it by.
+    """The state of a wrapper that its graphs use.
 
     Args:
-        wrapper: whose.
-        begin: what it does before each forward.
+        wrapper: the wrapper.
+        begin: function that does the wrapper's work before each forward.
 
     Attributes:
-        state: int64 ``(2,)`` on the CPU: a number for the wrapper, and how many forwards its graphs
-            have begun. That each changes it keeps those of one graph apart, and in order.
-        gradients: of its backwards, once a graph has run.
-        obstacle: why no graph can hold its forward, and what to do; empty if one can.
+        state: int64 ``(2,)`` on the CPU: the number of the wrapper, and the number of forwards that
+            its graphs have begun. Each forward changes it, so that torch.compile neither merges nor
+            reorders the forwards of one graph.
+        gradients: takes the gradients that graphs announce, once a graph has run.
+        obstacle: why its forward cannot be traced into one graph, and what to do; empty if it can.
     """
 
     def __init__(self, wrapper: Any, begin: Callable[..., Any]) -> None:
@@ -72,7 +72,7 @@ class Traced:
         _traced[number] = self
 
     def buffers(self) -> Sequence[Tensor]:
-        """Those that :meth:`begin_forward` may overwrite."""
+        """The buffers that :meth:`begin_forward` may overwrite."""
         ddp = self._wrapper()
         return list(ddp.module.buffers()) if ddp.forward_sync_buffers else []
 
@@ -93,11 +93,11 @@ class Traced:
 
 
 def _begin_forward(written: list[Tensor], has_grad: bool) -> Tensor:
-    """What comes before a forward, see :meth:`Traced.begin_forward`.
+    """The wrapper's work before a forward, see :meth:`Traced.begin_forward`.
 
     Args:
-        written: :attr:`Traced.state`, and the buffers of the module, which are overwritten where
-            another rank's are to be taken over.
+        written: :attr:`Traced.state`, and the buffers of the module, which may be overwritten with
+            those of another rank.
         has_grad: the forward is traced with gradients.
 
     Returns:
@@ -109,7 +109,7 @@ def _begin_forward(written: list[Tensor], has_grad: bool) -> Tensor:
     traced = _traced[wrapper]
     with torch.set_grad_enabled(has_grad):
         number = traced.begin_forward()
-    # Graphs may hand over copies, and bring them home at their end.
+    # (Graphs may pass copies of the buffers, and write them back at their end.)
     for copy, buffer in zip(buffers, traced.buffers(), strict=True):
         if copy.data_ptr() != buffer.data_ptr():
             copy.copy_(buffer)
@@ -120,7 +120,7 @@ def _watch_gradient(param: Tensor, forward: Tensor, name: str) -> None:
     """Put ``gradient_ready`` into the backward of the graph that is traced, if one is.
 
     Args:
-        param: of the module, or an input.
+        param: a parameter of the module, or an input.
         forward, name: see :func:`_gradient_ready`.
     """
     if is_traced(param) and param.requires_grad:
@@ -130,14 +130,14 @@ def _watch_gradient(param: Tensor, forward: Tensor, name: str) -> None:
 
 
 def _gradient_ready(grad: Tensor, forward: Tensor, name: str) -> None:
-    """The gradient of parameter ``name`` is there, all of it that the graph makes.
+    """The graph has made all of its gradient of parameter ``name``.
 
     Args:
-        grad: of that parameter, or of an input if ``name`` is empty.
-        forward: what ``begin_forward`` returned.
-        name: as the wrapped module has it.
+        grad: the gradient of that parameter, or of an input if ``name`` is empty.
+        forward: the result of ``begin_forward``.
+        name: name of the parameter in the wrapped module.
     """
-    if current_graph_task_id() < 0:  # a constant, which the graph of the forward has too
+    if current_graph_task_id() < 0:  # called in a forward: a constant gradient is made there
         return
     wrapper, number = forward.tolist()
     traced = _traced.get(wrapper)
@@ -145,7 +145,7 @@ def _gradient_ready(grad: Tensor, forward: Tensor, name: str) -> None:
         traced.gradients.ready(name, grad, number)
 
 
-# Python runs in each step: no CUDA graph may hold them.
+# These operators run Python in each step, so they cannot be in a CUDA graph.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 for _schema, _function, _fake in (
     (
@@ -173,7 +173,7 @@ _library.impl("watch_gradient", _watch_gradient, "Autograd")
 
 @functools.cache
 def _prepare_tracing() -> None:
-    """Let graphs hold these operators. (It imports what traces graphs.)"""
+    """Make these operators traceable. (Imports torch's tracer.)"""
     keep_dynamo_out(f"{__package__}.forward")
     for each in ("begin_forward", "gradient_ready", "watch_gradient"):
         keep_operator(getattr(torch.ops.tritonddp, each).default)

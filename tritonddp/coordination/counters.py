@@ -20,6 +20,9 @@ class Counters:
         sent_bytes: bytes of these that this rank sends by an algorithm that sends the least
             possible (Chan et al., Collective communication, 2007): with ``W`` ranks ``2 (W-1)/W``
             of the bytes of an all-reduce, ``(W-1)/W`` of any other collective, rounded up.
+        memory_bytes: bytes of them that went through memory shared by ranks, not through a process
+            group.
+        memory_exchanges: collectives of them that went that way.
         layout_copies: gradients that were copied before flatten, since their strides were not
             those of their parameter.
     """
@@ -30,6 +33,8 @@ class Counters:
     collectives: int = 0
     wire_bytes: int = 0
     sent_bytes: int = 0
+    memory_bytes: int = 0
+    memory_exchanges: int = 0
     layout_copies: int = 0
 
     def collective(self, nbytes: int, world_size: int, passes: int = 1) -> None:

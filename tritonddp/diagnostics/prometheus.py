@@ -53,7 +53,11 @@ def prometheus_text(
 
     Example::
 
-        Path("/var/lib/node_exporter/tritonddp.prom").write_text(prometheus_text(model.metrics()))
+        from tritonddp.diagnostics.prometheus import prometheus_text
+
+        model = tritonddp.DistributedDataParallel(module, metrics=True)
+        loss_function(model(inputs), targets).backward()
+        text = prometheus_text(model.metrics(), {"rank": str(rank)})
     """
     given = {name: str(value) for name, value in (labels or {}).items()}
     taken = [label for _, label, _ in _WORDS.values()]

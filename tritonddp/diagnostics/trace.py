@@ -46,7 +46,7 @@ def trace(module: nn.Module) -> Iterator[Timeline]:
     Example::
 
         with tritonddp.trace(model) as timeline:
-            loss(model(inputs), targets).backward()
+            loss_function(model(inputs), targets).backward()
         print(f"{timeline.backwards[0].exposed * 1e3:.2f} ms of communication were exposed")
         timeline.save_chrome_trace("step.trace.json")
         everybody = timeline.gather()  # on all ranks

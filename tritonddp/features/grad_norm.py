@@ -333,6 +333,11 @@ def grad_norm(model: Any, per_parameter: bool = False) -> Tensor | dict[str, Ten
     Raises:
         RuntimeError: during a backward, before ``finalize_backward()``, or where optimizers step in
             the backward.
+
+    Example::
+
+        loss_function(model(inputs), targets).backward()
+        print(float(model.grad_norm()), model.grad_norm(per_parameter=True))
     """
     if not per_parameter:
         return _Measured(model, "grad_norm()").total
@@ -356,7 +361,7 @@ def clip_grad_norm_(model: Any, max_norm: float, error_if_nonfinite: bool = Fals
 
     Example::
 
-        loss(model(batch)).backward()
+        loss_function(model(inputs), targets).backward()
         model.clip_grad_norm_(1.0)
         optimizer.step()
     """
@@ -389,6 +394,13 @@ def grad_noise_scale(model: Any) -> float:
 
     Raises:
         RuntimeError: the module was wrapped without that, or nothing is known yet.
+
+    Example::
+
+        model = tritonddp.DistributedDataParallel(module, grad_norm=True)
+        for inputs, targets in batches:
+            loss_function(model(inputs), targets).backward()
+        print(f"about {model.grad_noise_scale():.1f} batches of one rank")
     """
     extension = model.core.events.of(GradNorm)
     if extension is None:

@@ -40,6 +40,14 @@ def use_tritonddp(accelerator: _Accelerator, **options: Any) -> _Accelerator:
     Raises:
         RuntimeError: it has wrapped a model already.
         TypeError: it is no accelerator.
+
+    Example::
+
+        from accelerate import Accelerator
+        from tritonddp.integrations.accelerate import use_tritonddp
+
+        accelerator = use_tritonddp(Accelerator())
+        model, optimizer, loader = accelerator.prepare(module, optimizer, loader)
     """
     target: Any = accelerator
     prepare_model = getattr(target, "prepare_model", None)

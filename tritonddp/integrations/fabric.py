@@ -23,10 +23,20 @@ class TritonDDPStrategy(_Base):
 
     Takes the same arguments, and passes those that Fabric does not know to the wrapper. Import it
     after the Fabric that you use, if both ``lightning`` and ``lightning_fabric`` are installed.
+
+    Example::
+
+        from lightning_fabric import Fabric  # or lightning.fabric
+        from tritonddp.integrations.fabric import TritonDDPStrategy
+
+        fabric = Fabric(strategy=TritonDDPStrategy(), devices=2)
+        fabric.launch()
+        model, optimizer = fabric.setup(module, optimizer)
+        fabric.backward(loss_function(model(inputs), targets))
     """
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
-        """Wrap ``module``."""
+        """Wrap ``module``: Fabric calls it."""
         return DistributedDataParallel(
             module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs
         )

@@ -26,6 +26,14 @@ class TritonDDPStrategy(_Base):
     Takes the same arguments, and passes those that Lightning does not know to the wrapper. No
     variant such as Lightning's ``ddp_find_unused_parameters_true`` is needed.
     Import it after the Lightning that you use, if both are installed.
+
+    Example::
+
+        from pytorch_lightning import Trainer  # or lightning.pytorch
+        from tritonddp.integrations.lightning import TritonDDPStrategy
+
+        trainer = Trainer(strategy=TritonDDPStrategy(), devices=2, max_steps=4)
+        trainer.fit(lightning_module, loader)
     """
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
@@ -44,6 +52,15 @@ class MetricsCallback(_Callback):
         RuntimeError, TypeError: when training starts, on every rank, if the model is wrapped
             without ``metrics=True``, or not with tritonddp.
         ValueError: ``every`` is no whole number from 1 on.
+
+    Example::
+
+        from pytorch_lightning import Trainer
+        from tritonddp.integrations.lightning import MetricsCallback, TritonDDPStrategy
+
+        strategy, callback = TritonDDPStrategy(metrics=True), MetricsCallback(every=2)
+        trainer = Trainer(strategy=strategy, callbacks=[callback], devices=2, max_steps=4)
+        trainer.fit(lightning_module, loader)
     """
 
     def __init__(self, every: int = 100) -> None:

@@ -53,7 +53,7 @@ def replace_stock() -> None:
         import tritonddp
 
         tritonddp.replace_stock()
-        import some_trainer  # wraps with torch.nn.parallel.DistributedDataParallel
+        model = torch.nn.parallel.DistributedDataParallel(module)  # as libraries do: tritonddp's
     """
     global _is_for_good
     bound = [] if _is_for_good else _bound()
@@ -80,7 +80,7 @@ def instead_of_stock() -> Iterator[None]:
     Example::
 
         with tritonddp.instead_of_stock():
-            trainer = SomeTrainer(model)  # wraps here
+            model = torch.nn.parallel.DistributedDataParallel(module)  # by a library, say
     """
     wrapped = DistributedDataParallel.wrapped_modules
     with stock_replaced():

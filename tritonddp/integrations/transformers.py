@@ -39,6 +39,15 @@ class MetricsCallback(_Base):
         RuntimeError, TypeError: after the first step, on every rank, if the model is wrapped
             without ``metrics=True``, or not with tritonddp.
         ValueError: ``every`` is no whole number from 1 on.
+
+    Example::
+
+        from tritonddp.integrations.accelerate import use_tritonddp
+        from tritonddp.integrations.transformers import MetricsCallback
+
+        use_tritonddp(trainer.accelerator, metrics=True)  # trainer: a transformers.Trainer
+        trainer.add_callback(MetricsCallback(trainer, every=2))
+        trainer.train()
     """
 
     def __init__(self, trainer: Any, every: int = 100) -> None:

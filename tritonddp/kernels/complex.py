@@ -1,4 +1,4 @@
-"""Complex gradients, for kernels that know real ones: each with one more dimension, of size two."""
+"""Complex gradients for kernels of real numbers: each gets one more dimension, of size two."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 class ComplexBuffer(FlatBuffer):
-    """A flat buffer of real numbers, whose layout, in complex elements, and views are complex.
+    """A flat buffer of real numbers, with complex views, and a layout in complex elements.
 
     Attributes:
-        real: the same buffer, as kernels and collectives see it.
+        real: the same buffer with real views, for kernels and collectives.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class ComplexBuffer(FlatBuffer):
         return part
 
     def real_parts(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """These gradients, not flagged as conjugate, as real ones; a view as that of ``real``."""
-        if grads is self.views:  # kernels know this very list
+        """Real views of these gradients, which do not have the conjugate bit."""
+        if grads is self.views:  # kernels compare with this list by identity
             return self.real.views  # type: ignore[return-value]
         return [
             None if grad is None else real if grad is view else torch.view_as_real(grad)
@@ -51,7 +51,7 @@ class ComplexBuffer(FlatBuffer):
 
 
 def on_real_parts(kernel: Callable[..., None], before: int = 1) -> Callable[..., None]:
-    """A kernel for complex buffers and gradients, which come behind ``before`` other arguments."""
+    """A kernel for complex buffers; its gradients come after ``before`` other arguments."""
 
     def complex_kernel(flat: ComplexBuffer, *args: Any, **kwargs: object) -> None:
         *peers, grads = args[:before]

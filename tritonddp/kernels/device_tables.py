@@ -1,9 +1,9 @@
-"""Device tables: what lets one launch reach any number of gradients.
+"""Device tables: tables of addresses, by which one launch reaches any number of gradients.
 
-A *chunk* is the share of one program, at most ``block`` consecutive elements of one gradient. The
-chunks of a buffer never change. The addresses of the gradients may change every step, and with
-the used flags, the headers and the scale they make up one small table that is uploaded when it
-changed. The last few stay on the device: where memory is given out in turns, they come again.
+A *chunk* is the work of one program: at most ``block`` consecutive elements of one gradient. The
+chunks of a buffer never change. The addresses of the gradients may change every step. Together with
+the used flags, the headers and the scale they are one small table, which is uploaded when it
+changed. The last few tables stay on the device: allocators often return the same addresses in turn.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 from tritonddp._device import is_capturing, upload, uploaded
 from tritonddp.kernels.flat_buffer import FlatBuffer
 
-# In elements of the wire dtype: the bucket side of every 16-byte access is then aligned for any
-# wire dtype, and the compiler may be told so without a check per launch.
+# In elements of the wire dtype: so every 16-byte access to the buffer is aligned for any wire
+# dtype, which the compiler can rely on without a check per launch.
 ALIGNMENT = 16
 
 # By 4 warps: 4 accesses of 16 bytes in flight per thread at about 30 registers.
@@ -30,13 +30,13 @@ BLOCK, WARPS = 2048, 4
 
 _ADDRESS_OF = Tensor.data_ptr
 
-# A gradient beside one that the loop still holds from the step before has two addresses in turn,
-# and gradients that are packed from one place and unpacked to another take two tables a step.
+# If the loop still holds the gradient of the last step, two addresses alternate. Gradients that are
+# flattened from one place, and unflattened to another, need two tables per step.
 _KEPT = 4
 
 
 class _Table:
-    """One content of :attr:`DeviceTables.dynamic`: its words, and the launches that read it."""
+    """One version of :attr:`DeviceTables.dynamic`: its words, and the launches that read it."""
 
     __slots__ = ("dynamic", "launches", "words")
 
@@ -47,12 +47,12 @@ class _Table:
 
 
 def program_shape(flat: FlatBuffer) -> tuple[int, int]:
-    """Elements of a chunk, and warps of the program that moves it.
+    """Number of elements of a chunk, and of warps of a program.
 
-    One for all, since nothing else has won anywhere: on an H100 buffers of 0.3 to 205 MB moved at
-    97 to 100 % of what the best of 1024 to 8192 elements by 4 or 8 warps reached
-    (benchmarks/results/gpu-h100/host.txt). Where a sweep finds another one, by architecture or by
-    the size of ``flat``, it is chosen here.
+    They are the same for all buffers, since no other choice was better: on an H100 buffers of 0.3
+    to 205 MB reached 97 to 100 % of the bandwidth of the best of 1024 to 8192 elements with 4 or 8
+    warps (benchmarks/results/gpu-h100/host.txt). If measurements show a better choice for an
+    architecture, or for a size of ``flat``, it belongs here.
     """
     return BLOCK, WARPS
 
@@ -61,30 +61,32 @@ class DeviceTables:
     """The tables of one flat buffer, on its device; shared by flatten and unflatten.
 
     Attributes:
-        chunks: int64 ``(num_chunks, 4)``, a row a program: slot, first element within the
+        chunks: int64 ``(num_chunks, 4)``, one row per program: slot, first element within the
             gradient, first element within the buffer, number of elements (1 to ``block``).
             Gradients without elements have no rows.
         dynamic: int64 ``(2 n + m + 1,)``: n addresses (0 where there is no gradient), n used flags
             (0 or 1), m headers, the bits of the scale as fp64. One copy uploads everything, and no
-            launch depends on the scale's value. One of several tensors, with launches of its own.
-        one: fp64 ``(1,)``, 1.0: the factor of an unflatten that is given none.
-        num_chunks: rows of ``chunks``.
-        block: most elements of a chunk, a power of two and a multiple of 16.
-        num_warps: of a program.
+            launch depends on the scale's value. It is one of several tensors, each of which has
+            its own launches.
+        one: fp64 ``(1,)``, 1.0: the factor of an unflatten without a factor.
+        num_chunks: number of rows of ``chunks``.
+        block: largest number of elements of a chunk, a power of two and a multiple of 16.
+        num_warps: number of warps of a program.
         aligned: every address is a multiple of 16 bytes.
-        uploads: copies of ``dynamic`` to the device so far.
-        device_index: of the GPU; ``None`` for tensors on the CPU.
-        launches: what kernels have prepared for this buffer, by the kernel's launcher and all that
-            may be compiled in and changes from step to step.
+        uploads: number of copies of ``dynamic`` to the device so far.
+        device_index: index of the GPU; ``None`` for tensors on the CPU.
+        launches: prepared launches for this buffer. The key is the kernel's launcher, and all that
+            is compiled in and may change between steps.
     """
 
     def __init__(
         self, flat: FlatBuffer, block: int | None = None, num_warps: int | None = None
     ) -> None:
-        """Build the chunk rows of ``flat``, by default as :func:`program_shape` says.
+        """Build the chunk rows of ``flat``, by default with :func:`program_shape`.
 
         Raises:
-            ValueError: ``block`` is unfit, or the buffer is not laid out for 16-byte accesses.
+            ValueError: ``block`` is not a power of two of at least 16, or the layout of the buffer
+                is not aligned for 16-byte accesses.
         """
         usual = program_shape(flat)
         block = usual[0] if block is None else block
@@ -103,7 +105,7 @@ class DeviceTables:
         self.num_chunks = self.chunks.shape[0]
         words = [0] * (2 * len(layout.numels) + layout.headers + 1)
         self._table = _Table(torch.zeros(len(words), dtype=torch.int64, device=device), words)
-        self._tables = [self._table]  # the one that has not been used for the longest time is first
+        self._tables = [self._table]  # the least recently used one is first
         self.dynamic, self.launches = self._table.dynamic, self._table.launches
         self.one = torch.ones(1, dtype=torch.float64, device=device)
         self.aligned = True
@@ -117,7 +119,7 @@ class DeviceTables:
         self._headers: Sequence[int] = bytes(layout.headers)
         self._scale = 0.0
         self._is_captured = False
-        self._captured: list[Tensor] = []  # what the copies in CUDA graphs read
+        self._captured: list[Tensor] = []  # sources of the copies in CUDA graphs
 
     def _rows(self, flat: FlatBuffer, block: int) -> Tensor:
         """The rows of :attr:`chunks`, on the CPU."""
@@ -148,20 +150,20 @@ class DeviceTables:
 
         Args:
             grads: one per slot, each with its slot's shape and strides.
-            used: one per slot. ``None``, here and below, keeps the last.
+            used: one flag per slot. ``None``, here and below, keeps the last value.
             scale: the factor.
-            headers: as many as the layout has, best as the same ``bytes`` again and again.
+            headers: as many as the layout has; fastest if they are the same ``bytes`` each time.
 
         Returns:
             The dtype of the gradients, ``None`` if there are none.
 
         Raises:
-            ValueError: there is not one gradient, or not one flag, per slot; or the headers are
-                not as many as the layout's, or not in 0..255.
-            TypeError: a gradient has another dtype or device than it should. Checked when an
+            ValueError: the number of gradients or flags is not that of the slots; or the headers
+                are not as many as the layout's, or not in 0..255.
+            TypeError: a gradient has another dtype or device than expected. Checked when an
                 address or the first dtype changed, not at every launch.
         """
-        # In C, and without a call of another function, where all is as it was the last time.
+        # The fast path, if nothing has changed: in C, without a call of another function.
         try:
             addresses = list(map(_ADDRESS_OF, grads))  # type: ignore[arg-type]
             dtype = grads[0].dtype if grads else None  # type: ignore[union-attr]
@@ -188,7 +190,7 @@ class DeviceTables:
         scale: float | None,
         headers: Sequence[int] | None,
     ) -> None:
-        """See :meth:`update`: look at everything, and upload if the table is another one."""
+        """See :meth:`update`: check everything, and upload the table if it has changed."""
         if len(addresses) != len(self._addresses):
             raise ValueError(
                 f"the buffer has {len(self._addresses)} slots, but {len(addresses)} gradients came"
@@ -209,7 +211,7 @@ class DeviceTables:
             self._choose(words)
         table = self._table
         if words != table.words or (self._is_captured and scale is not None):
-            table.words = []  # until it is there
+            table.words = []  # not valid until the upload has succeeded
             pinned = upload(table.dynamic, torch.frombuffer(array("q", words), dtype=torch.int64))
             table.words = words
             self.uploads += 1
@@ -217,7 +219,7 @@ class DeviceTables:
                 self._captured.append(pinned)
 
     def _choose(self, words: list[int]) -> None:
-        """Go on with the table that holds ``words``, or with a new one, or with the oldest."""
+        """Use the table that holds ``words``; else a new one, or the least recently used one."""
         tables = self._tables
         found = next((each for each in tables if each.words == words), None)
         if found is None and len(tables) < _KEPT:
@@ -230,26 +232,26 @@ class DeviceTables:
         self._table, self.dynamic, self.launches = found, found.dynamic, found.launches
 
     def forget_launches(self) -> None:
-        """Other tensors than those that are bound are to be reached."""
+        """Drop all prepared launches, since they are bound to tensors that will be replaced."""
         for each in self._tables:
             each.launches.clear()
 
     @property
     def memory(self) -> list[Tensor]:
-        """All that kernels reach."""
+        """All tensors of these tables that kernels read."""
         return [self.chunks, self.one, *(each.dynamic for each in self._tables)]
 
     def capture(self) -> None:
-        """A CUDA graph begins whose launches read :attr:`dynamic`.
+        """The capture of a CUDA graph begins, whose launches read :attr:`dynamic`.
 
-        From now on each ``flatten`` brings its table along, into the same memory: what is there may
-        be a replay's.
+        From now on each ``flatten`` uploads its table again, into the same memory: a replay may
+        have overwritten it.
         """
         self._is_captured = True
 
     def _check(self, grads: Sequence[Tensor | None], dtype: torch.dtype | None) -> None:
-        # An address tells the kernel nothing about what lies there: a wrong dtype would be read
-        # as garbage, and a host address faults on the device.
+        # A kernel cannot check an address: with a wrong dtype it would read garbage, and a host
+        # address faults on the device.
         for slot, grad in enumerate(grads):
             if grad is None:
                 continue

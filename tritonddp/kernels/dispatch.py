@@ -1,4 +1,4 @@
-"""Device code, each kernel next to its plain-torch twin, and the choice between the two.
+"""The choice of kernels for a device: Triton, or the same in plain torch.
 
 Imports without Triton; only the kernels of a CUDA or ROCm device need it.
 """
@@ -31,19 +31,19 @@ class Kernels:
 
     flatten: Callable[..., None]  # (flat, grads, used, scale, headers=()): see reference.flatten
     unflatten: Callable[..., None]  # (flat, grads, factor=None): see reference.unflatten
-    # Of ranks that see each other's memory. The twins of reference take tensors for peers, those
-    # of a GPU a tensor of addresses.
+    # For ranks that can read each other's memory. On the CPU ``peers`` are tensors, on a GPU one
+    # tensor of addresses.
     reduce_unflatten: Callable[..., None]  # (flat, peers, grads, factor=None, shares=False)
     reduce_share: Callable[..., None]  # (flat, peers, rank)
-    alignment: int  # what these kernels want of Layout.of, in elements
-    by_address: bool  # they read gradients by address, which lie in memory as their slots do
-    # Cuts a layout into runs of slots [first, last), each flattened by one launch.
+    alignment: int  # the alignment for Layout.of that these kernels need, in elements
+    by_address: bool  # they read gradients by address, so the memory order has to be the slot's
+    # Cuts a layout into ranges of slots [first, last), each flattened by one launch.
     segments: Callable[[Layout], list[tuple[int, int]]]
-    # Whether gradients are better handed over in the buffer than copied out of it.
+    # Whether donating memory of the buffer to gradients is faster than copying them out of it.
     donates: Callable[[Layout], bool]
     buffer: Callable[..., FlatBuffer] = FlatBuffer  # (layout, dtype, device, memory=None)
-    marks: Marks | None = None  # of gradients that are not finite; None: flatten does not look
-    # Makes the tables of a buffer, which cannot be made while a CUDA graph is captured.
+    marks: Marks | None = None  # of gradients that are not finite; None: flatten does not check
+    # Makes the tables of a buffer. That is not possible while a CUDA graph is captured.
     tables: Callable[[FlatBuffer], Any] = _none
 
 
@@ -54,14 +54,14 @@ class QuantizedKernels:
     See ``quantized.reference`` for the first two.
     """
 
-    quantize: Callable[..., None]  # takes the place of flatten
+    quantize: Callable[..., None]  # replaces flatten
     reduce_parts: Callable[[QuantizedBuffer], None]
-    # (flat, factor): what is to be done when the sums of all ranks have come; returns the factor
-    # that is left for unflatten.
+    # (flat, factor): called when the sums of all ranks have come; returns the factor that unflatten
+    # still has to apply.
     receive: Callable[[QuantizedBuffer, Tensor | None], Tensor | None]
     unflatten: Callable[..., None]
     tables: Callable[[FlatBuffer], Any] = _none  # see Kernels
-    # Receive makes the sum of two ranks' messages, see quantized/buffer.py.
+    # Whether receive() sums the messages of two ranks, see quantized/buffer.py.
     is_direct: bool = False
 
 
@@ -99,7 +99,7 @@ def select_quantized(device: torch.device, numbers: torch.dtype) -> QuantizedKer
     """The kernels that quantise gradients on ``device`` to ``numbers``: int8 or float8_e4m3fn.
 
     Raises:
-        RuntimeError: the device has no such numbers; or see :func:`select`.
+        RuntimeError: the device does not support these numbers; or see :func:`select`.
     """
     if device.type == "cuda" and numbers is torch.float8_e4m3fn:
         _check_fp8(device)
@@ -112,8 +112,8 @@ def _check_fp8(device: torch.device) -> None:
         architecture = torch.cuda.get_device_properties(device).gcnArchName
         if not architecture.startswith("gfx95"):
             raise RuntimeError(
-                f"fp8 (e4m3) needs gfx950, but {device} is {architecture}, whose numbers of 8 bits "
-                "are others: use int8"
+                f"fp8 (e4m3) needs gfx950, but {device} is {architecture}, which has another "
+                "8-bit format: use int8"
             )
     elif (capability := torch.cuda.get_device_capability(device)) < (8, 9):
         raise RuntimeError(
@@ -138,7 +138,7 @@ def _quantized_for(device_type: str) -> QuantizedKernels:
 
 
 def quantized_in_triton() -> QuantizedKernels:
-    """Likewise."""
+    """The kernels of a GPU that quantise, for any tensors."""
     from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
 
     return QuantizedKernels(
@@ -164,7 +164,7 @@ def _for_complex(kernels: Kernels) -> Kernels:
         unflatten=on_real_parts(kernels.unflatten),
         reduce_unflatten=on_real_parts(kernels.reduce_unflatten, before=2),
         reduce_share=partial(_of_real_parts, kernels.reduce_share),
-        by_address=True,  # what is flagged as conjugate has no real parts to be written to
+        by_address=True,  # a tensor with the conjugate bit has no real view to write to
         donates=_never,
         tables=partial(_of_real_parts, kernels.tables),
         buffer=ComplexBuffer,
@@ -201,7 +201,7 @@ def _for_device_type(device_type: str) -> Kernels:
     from tritonddp.kernels import flatten
 
     if flatten.INTERPRETED:
-        # The interpreter would follow device addresses on the host, and crash without a word.
+        # The interpreter would read device addresses on the host, and crash without a message.
         raise RuntimeError(
             "Triton's interpreter cannot reach 'cuda' gradients by address: unset TRITON_INTERPRET"
         )
@@ -209,7 +209,7 @@ def _for_device_type(device_type: str) -> Kernels:
 
 
 def in_triton() -> Kernels:
-    """Those of a GPU, whatever tensors they get."""
+    """The kernels of a GPU, for any tensors."""
     from tritonddp.kernels import device_tables, flatten, reduce_unflatten, unflatten
 
     return Kernels(
@@ -226,10 +226,10 @@ def in_triton() -> Kernels:
 
 
 def _whole(layout: Layout) -> list[tuple[int, int]]:
-    """A launch costs more than a cache saves: a bucket is flattened at once."""
+    """One segment: on a GPU a launch costs more time than a cache saves."""
     return [(0, len(layout.numels))]
 
 
 def _never(layout: Layout) -> bool:
-    """On a GPU one launch copies all gradients out; large complex ones on the CPU are rare."""
+    """No donation: on a GPU one launch copies all gradients out; on the CPU, for complex ones."""
     return False

@@ -1,13 +1,13 @@
-"""One flat buffer that carries all gradients of a bucket, and the trailer behind them.
+"""One flat buffer that holds all gradients of a bucket, and the trailer after them.
 
 ::
 
     | grad 0 | grad 1 .. | pad | .. | grad n-1 | pad | flags | headers | marks | pad |
     |<----------------- payload ------------------->|<----------- trailer ---------->|
 
-A *header* is a whole number from 0 to 255. Each rank fills places of its own and leaves zeros in
-those of others, so that a sum over ranks hands everybody all headers, exactly in every wire dtype.
-A *mark* says of one gradient on which ranks it is not finite: see :class:`Marks`.
+A *header* here is an integer from 0 to 255. Each rank writes to places of its own, and zeros to
+those of others, so that a sum over ranks gives all headers to all ranks, exactly in every wire
+dtype. A *mark* says on which ranks one gradient is not finite: see :class:`Marks`.
 
 Offsets and sizes are in elements of the buffer's dtype, the *wire* dtype.
 """
@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# What gradients may be, and what may be on the wire, in any combination. (Complex gradients are
-# real ones of another shape to the kernels.)
+# The dtypes of gradients, and the wire dtypes, in any combination. (For kernels a complex gradient
+# is a real one of another shape.)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -36,10 +36,10 @@ def round_up(value: int, multiple: int) -> int:
 
 
 class Marks(NamedTuple):
-    """Where a rank says that a gradient of its own is not finite: in a bit of its own.
+    """Marks of gradients that are not finite: one bit per gradient and rank.
 
-    For each gradient there is one word for 8 ranks, a whole number from 0 to 255. No two ranks have
-    the same bit, so that a sum over ranks is exact, like that of headers.
+    For each gradient there is one word per 8 ranks, an integer from 0 to 255. Each rank has its own
+    bit, so that a sum over ranks is exact, like that of headers.
     """
 
     rank: int  # this one
@@ -47,32 +47,32 @@ class Marks(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Of each gradient."""
+        """Number of words per gradient."""
         return -(-self.world_size // 8)
 
     @property
     def word(self) -> int:
-        """The one that has the bit of this rank."""
+        """Index of the word that has the bit of this rank."""
         return self.rank // 8
 
     @property
     def bit(self) -> int:
-        """This rank's."""
+        """Value of the bit of this rank."""
         return 1 << self.rank % 8
 
 
 class Squares:
-    """Sums of squares of a bucket's gradients, which kernels leave here while they move them.
+    """Sums of squares of a bucket's gradients, which kernels compute while they move gradients.
 
-    Each a vector of partial sums on the gradients' device, in fp32 or fp64, in a fixed order, of
-    which there are as many as the kernels like. A later launch may write to the same ones.
+    Each is a vector of partial sums on the gradients' device, in fp32 or fp64, in a fixed order.
+    The kernels choose its length. A later launch may write to the same vector.
 
     Attributes:
-        of_unflattened: :attr:`unflattened` is wanted.
-        of_flattened: :attr:`flattened` is wanted on the CPU. (On a GPU it costs next to nothing.)
-        flattened: of what was flattened, before it was scaled: by the first slot of each part.
-        unflattened: of all gradients as ``unflatten`` has left them, also of those that it did not
-            write to; ``None`` if it has not been called.
+        of_unflattened: compute :attr:`unflattened`.
+        of_flattened: compute :attr:`flattened` on the CPU. (On a GPU it costs almost nothing.)
+        flattened: for the gradients before scaling, by the first slot of each flattened part.
+        unflattened: for all gradients after ``unflatten``, including those that it did not write
+            to; ``None`` if it has not been called.
     """
 
     def __init__(self, of_unflattened: bool = True) -> None:
@@ -94,11 +94,11 @@ class Layout:
     strides: tuple[tuple[int, ...], ...]  # in elements
     numels: tuple[int, ...]  # of each gradient; 0 is allowed
     offsets: tuple[int, ...]  # first element of each gradient, a multiple of the alignment
-    flags_offset: int  # first element of the trailer: that of the first flag
-    headers: int  # number of headers, which follow the last flag; all ranks' together
-    marks_offset: int  # first element behind the headers: that of the first mark
+    flags_offset: int  # first element of the trailer, which is the first flag
+    headers: int  # number of headers of all ranks; they follow the last flag
+    marks_offset: int  # first element after the headers, which is the first mark
     numel: int  # length of the whole buffer, trailer included
-    marks: Marks | None = None  # None if nobody looks whether gradients are finite
+    marks: Marks | None = None  # None if gradients are not checked for being finite
 
     @classmethod
     def of(
@@ -109,7 +109,7 @@ class Layout:
         headers: int = 0,
         marks: Marks | None = None,
     ) -> Layout:
-        """Lay gradients of these shapes and dense strides out one behind the other.
+        """A layout of gradients with these shapes and dense strides, one after the other.
 
         ``alignment`` is in elements: 16 lets the Triton kernels use 16-byte accesses for every
         wire dtype, 1 leaves no gaps.
@@ -150,10 +150,10 @@ class Layout:
         )
 
     def encode_headers(self, headers: Sequence[int]) -> bytes:
-        """The headers, a byte each; ``bytes`` come back as they are, which costs nothing.
+        """The headers, one byte each; ``bytes`` are returned unchanged, which costs nothing.
 
         Raises:
-            ValueError: there are more or fewer than there is room for, or one is not in 0..255.
+            ValueError: their number is not that of the layout, or one is not in 0..255.
         """
         if len(headers) != self.headers:
             raise ValueError(
@@ -167,7 +167,7 @@ class Layout:
 
     @cached_property
     def gapless(self) -> tuple[int, int] | None:
-        """First element and end of the gradients, if each begins where the one before it ends."""
+        """First element and end of the gradients, if there are no gaps between them."""
         if not self.numels:
             return 0, 0
         ends = list(map(add, self.offsets, self.numels))
@@ -189,30 +189,30 @@ class FlatBuffer:
 
     Attributes:
         layout: see :class:`Layout`.
-        dtype: of the views: that of ``data``, but for complex gradients.
+        dtype: dtype of the views: that of ``data``, except for complex gradients.
         data: 1-D tensor of the wire dtype, ``layout.numel`` long. Gaps between gradients hold
             zeros and are never written, so that a sum over ranks keeps them zero.
         payload: view of ``data`` without the trailer.
         flags: view of the used flags, one element per gradient: 1 or 0 before the collective,
             afterwards the number of ranks that used the parameter (any non-zero value: the
             sum of many ones saturates in fp16 and bf16, but never becomes zero).
-        headers: view of the headers, one element each: before the collective this rank's and
-            zeros, afterwards all ranks'. Empty in a part.
+        headers: view of the headers, one element each: before the collective those of this rank
+            and zeros, afterwards those of all ranks. Empty in a part.
         trailer: view of the used flags and the headers, without the marks. A part has none.
-        encoded: what ``trailer`` is to be before the collective: ``encoded_flags`` and
+        encoded: the content of ``trailer`` before the collective: ``encoded_flags`` and
             ``encoded_headers``. ``None`` before :meth:`encode_trailer`.
         marks: view of the marks, ``(n, words)``; without columns if there are none.
         views: one tensor per gradient in its place, with the gradient's own shape and strides.
-        is_part: made by :meth:`part`; its flags are written with those of the whole.
-        first_slot: of a part, among those of the whole.
-        tables: of the kernels, made at their first launch.
-        squares: where ``flatten`` and ``unflatten`` leave sums of squares, if they shall.
-        known_flags: :attr:`flags` once reduced, empty if all are set; ``None`` if ``unflatten`` has
+        is_part: made by :meth:`part`; its flags are written with those of the whole buffer.
+        first_slot: number of the first slot of a part in the whole buffer.
+        tables: tables of the kernels, made at their first launch.
+        squares: receives sums of squares from ``flatten`` and ``unflatten``, or ``None``.
+        known_flags: the reduced :attr:`flags`, empty if all are set; ``None`` if ``unflatten`` has
             to read them.
-        batched: what the CPU's ``flatten`` has prepared, at its first call.
+        batched: state of the CPU's ``flatten``, made at its first call.
     """
 
-    # Also of subclasses, which make the rest their own way.
+    # Defaults for subclasses too, whose constructors differ.
     is_part = False
     first_slot = 0
     tables: Any = None
@@ -230,7 +230,7 @@ class FlatBuffer:
         device: torch.device,
         memory: Tensor | None = None,
     ) -> None:
-        """In ``memory``, uint8 zeros ``(nbytes,)``, if that is given."""
+        """Allocate the buffer, or use ``memory``, uint8 zeros ``(nbytes,)``."""
         self.layout = layout
         self.dtype = dtype
         self.data = (
@@ -239,7 +239,7 @@ class FlatBuffer:
             else memory.view(dtype)
         )
         self.payload = self.data[: layout.flags_offset]
-        # Made now: a view that comes later would look like somebody else's hold on the memory.
+        # Made now: a later view would look like a reference from other code (see Bucket.prepare).
         self.trailer = self.data[layout.flags_offset : layout.marks_offset]
         self.flags = self.trailer[: len(layout.numels)]
         self.headers = self.trailer[len(layout.numels) :]
@@ -250,13 +250,13 @@ class FlatBuffer:
 
     @property
     def memory(self) -> list[Tensor]:
-        """All that collectives and kernels reach, but for their tables."""
+        """All tensors that collectives and kernels use, except their tables."""
         return [self.data]
 
     def tensor_at(self, slot: int) -> Tensor:
         """A new tensor in the place of gradient ``slot``, with a version counter of its own.
 
-        (Views in autograd's sense share one: a write to any of them would look like one to all.)
+        (Views in autograd's sense share one, so that a write to one would count for all of them.)
         """
         layout, data = self.layout, self.data
         start = data.storage_offset() * data.element_size() // self.dtype.itemsize
@@ -280,7 +280,7 @@ class FlatBuffer:
         return part
 
     def write_trailer(self, used: Sequence[bool], headers: Sequence[int]) -> None:
-        """Write the used flags, one a gradient, and the headers: see :meth:`encode_trailer`."""
+        """Write the used flags, one per gradient, and the headers: see :meth:`encode_trailer`."""
         if (
             self.encoded is None
             or used != self.encoded_flags
@@ -290,7 +290,7 @@ class FlatBuffer:
         self.trailer.copy_(self.encoded)  # type: ignore[arg-type]
 
     def encode_trailer(self, used: Sequence[bool], headers: Sequence[int]) -> None:
-        """Bring :attr:`encoded` up to date: in most steps it need not be made again.
+        """Update :attr:`encoded`, which does not change in most steps.
 
         Raises:
             ValueError: there is not one flag per gradient; or see :meth:`Layout.encode_headers`.
@@ -299,14 +299,14 @@ class FlatBuffer:
         slots = len(self.layout.numels)
         if len(used) != slots:
             raise ValueError(f"the buffer has {slots} slots, but {len(used)} flags came")
-        # Bytes, since torch.tensor takes 0.1 us a flag; a bytearray, since torch warns of memory
-        # that must not be written. (Nor does it take one without bytes.)
+        # From bytes, since torch.tensor takes 0.1 us a flag. From a bytearray, since torch warns of
+        # read-only memory. (And it refuses an empty one.)
         content = bytearray(used) + own_headers
         encoded = torch.empty_like(self.trailer)
         if content:
             encoded.copy_(torch.frombuffer(content, dtype=torch.uint8))
-        self.encoded = None  # or what it is of would not be, if this broke off here
-        # A list of its own: owners change theirs in place.
+        self.encoded = None  # not valid if an interrupt comes before the end
+        # A copy, since callers change their list in place.
         self.encoded_flags, self.encoded_headers = list(used), own_headers
         self.encoded = encoded
 
@@ -322,29 +322,29 @@ class FlatBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a reduction hands to collectives: payload and trailer."""
+        """Bytes that a reduction gives to collectives: payload and trailer."""
         return self.data.nbytes
 
     def fill_nan(self) -> None:
-        """Make NaN of all gradients."""
+        """Fill all gradients with NaN."""
         self.payload.fill_(torch.nan)
-        self.clear_marks()  # those of other ranks are of the last reduction
+        self.clear_marks()  # the buffer still has those of the last reduction
         self.mark(slice(None))
 
     def clear_marks(self) -> None:
-        """No gradient of this buffer, or part of one, is known not to be finite."""
+        """Clear the marks of this buffer, or part of a buffer."""
         self.marks.zero_()
 
     def mark(self, slots: int | slice) -> None:
-        """Say that the gradients of these slots are not finite on this rank, if anybody asks."""
+        """Mark gradients as not finite on this rank. Does nothing if the layout has no marks."""
         if self.layout.marks is not None:
             self.marks[slots, self.layout.marks.word] = self.layout.marks.bit
 
     def marked(self, marks: Tensor | None = None) -> dict[int, list[int]]:
-        """Once reduced: the slots whose gradients are not finite, and on which ranks.
+        """After the reduction: slots whose gradients are not finite, and on which ranks.
 
         Args:
-            marks: :attr:`marks`, on the host, where somebody has read them.
+            marks: a copy of :attr:`marks` on the host, if there is one.
         """
         marks = self.marks if marks is None else marks
         if not marks.any():
@@ -353,7 +353,7 @@ class FlatBuffer:
         return {slot: self._ranks_of(row) for slot, row in enumerate(rows) if any(row)}
 
     def _ranks_of(self, row: list[int]) -> list[int]:
-        """Those whose marks are in the words of one gradient."""
+        """The ranks whose bits are set in the words of one gradient."""
         return [rank for rank in range(8 * len(row)) if row[rank // 8] >> rank % 8 & 1]
 
     def check_factor(self, factor: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Flatten: scale, cast and gather all gradients of a bucket, and its trailer, in one launch.
 
-Wins over one copy per gradient by the launches it saves, and over ``torch.cat`` followed by a
-scale and a cast by the passes over memory. The plain-torch twin is in ``reference.py``.
+It is faster than one copy per gradient, which needs more launches, and than ``torch.cat``, a scale
+and a cast, which need more passes over memory. The same in plain torch is in ``reference.py``.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ TRITON_DTYPES = {
 }
 
 
-# Flags and headers a program writes: one a thread. A whole BLOCK of int64 would cost the chunks
-# registers.
+# Number of flags and headers that a program writes: one per thread. A whole BLOCK of int64 would
+# need more registers, also in the programs of chunks.
 FLAG_BLOCK = 128
 
 
@@ -38,8 +38,8 @@ FLAG_BLOCK = 128
 def widen(x, TO: tl.constexpr, EMULATE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Cast ``x`` to ``TO``, fp32 or fp64, exactly.
 
-    By way of fp32, because not every backend converts bf16 to fp64. The interpreter reads
-    subnormal bf16 wrongly, hence its own way by bits.
+    In two steps via fp32, because not every backend converts bf16 to fp64. The interpreter reads
+    subnormal bf16 wrongly, so there the bits are converted by integer operations.
     """
     if EMULATE and x.dtype == tl.bfloat16:
         bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
@@ -54,8 +54,9 @@ def widen(x, TO: tl.constexpr, EMULATE: tl.constexpr):  # type: ignore[no-untype
 def narrow(x, TO: tl.constexpr, EMULATE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Cast ``x``, fp32 or fp64, to ``TO``, rounding to nearest even.
 
-    From fp64 to 16 bits in two steps by way of fp32, as torch does on the CPU: same bits. The
-    interpreter truncates to bf16 where the hardware rounds, hence its own way by bits.
+    From fp64 to 16 bits in two steps via fp32, as torch does on the CPU, for the same bits. The
+    interpreter truncates to bf16 where the hardware rounds, so there the bits are computed by
+    integer operations.
     """
     if x.dtype == TO:
         return x
@@ -71,13 +72,13 @@ def narrow(x, TO: tl.constexpr, EMULATE: tl.constexpr):  # type: ignore[no-untyp
 
 @triton.jit
 def are_finite(x):  # type: ignore[no-untyped-def]
-    """Whether all of the block ``x`` are: 1 or 0."""
+    """1 if all elements of the block ``x`` are finite, else 0."""
     return tl.min((tl.abs(x) < float("inf")).to(tl.int32), axis=0)
 
 
 @triton.jit
 def sum_of_squares(x, mask, COMPUTE: tl.constexpr, EMULATE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of the block ``x`` where ``mask`` is set, in ``COMPUTE``; always in the same order."""
+    """Sum of squares of the block ``x`` under ``mask``, in ``COMPUTE``, in a fixed order."""
     wide = widen(x, COMPUTE, EMULATE)
     return tl.sum(tl.where(mask, wide * wide, 0.0), axis=0)
 
@@ -107,15 +108,15 @@ def flatten_kernel(  # type: ignore[no-untyped-def]
     MARK: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """One program a chunk, then one for each ``FLAG_BLOCK`` of the ``trailer`` flags and headers.
+    """One program per chunk, then one per ``FLAG_BLOCK`` of the ``trailer`` flags and headers.
 
-    With ``MARK`` a program whose numbers are not all finite, as it writes them, writes ``bit`` into
-    the mark of its gradient, which has ``mark_words`` words. Unless ``squares`` is ``None``, it
-    writes there the sum of the squares of its chunk, not scaled; what is missing counts as zero.
+    With ``MARK`` a program that writes a number that is not finite also writes ``bit`` into the
+    mark of its gradient, which has ``mark_words`` words. Unless ``squares`` is ``None``, it writes
+    the sum of the squares of its chunk there, without the scale; a missing gradient counts as zero.
 
-    The chunk's length is rounded down to 16 in the mask, or the compiler would not prove that 16
-    bytes at a time are safe; the rest is a 16-wide tail. ``multiple_of`` is the only hint it
-    takes, for a pointer in bytes and for an offset in elements.
+    In the mask the chunk's length is rounded down to 16: otherwise the compiler could not prove
+    that accesses of 16 bytes are safe. The rest is a 16-wide tail. ``multiple_of`` is the only hint
+    that the compiler accepts, for a pointer in bytes and for an offset in elements.
     """
     wire = bucket.dtype.element_ty
     program = tl.program_id(0)
@@ -136,7 +137,7 @@ def flatten_kernel(  # type: ignore[no-untyped-def]
     count = tl.load(row + 3)
     scale = tl.load(dynamic + slots + trailer).to(tl.float64, bitcast=True).to(COMPUTE)
     present = address != 0
-    # Not as one more term of the masks: the interpreter of Triton 3.9 refuses to load with the
+    # Not a further term of the masks: the interpreter of Triton 3.9 cannot load with the
     # conjunction of a block and a scalar.
     readable = tl.where(present, count, 0)
 
@@ -152,7 +153,7 @@ def flatten_kernel(  # type: ignore[no-untyped-def]
     if MARK:
         finite = are_finite(widen(x_out, COMPUTE, EMULATE))
     if body < count:
-        # New names: the compiler refuses to rebind one to another shape.
+        # New names: the compiler does not allow another shape under the same name.
         rest = body + tl.arange(0, 16)
         y = tl.load(source + rest, mask=rest < readable, other=0.0)
         if squares is not None:
@@ -184,10 +185,10 @@ def flatten(
 ) -> None:
     """Write ``cast(scale * grad)`` of every gradient, used flags and headers into ``flat``.
 
-    One launch on the current stream, which should be the one that produced the gradients. Where the
-    layout has marks, they are cleared before, in a small launch of their own. Sums of squares are
-    one for each chunk. Arguments are those of ``reference.flatten``; see
-    :meth:`DeviceTables.update` for what it raises.
+    One launch on the current stream, which should be the one that produced the gradients. If the
+    layout has marks, they are cleared before, in a small separate launch. There is one sum of
+    squares per chunk. Arguments are those of ``reference.flatten``; for errors see
+    :meth:`DeviceTables.update`.
     """
     tables = flat.tables or DeviceTables.of(flat)
     dtype = tables.update(grads, used, scale, headers)
@@ -199,9 +200,9 @@ def flatten(
     if flat.squares is not None:
         flat.squares.flattened[flat.first_slot] = run.args[3]
     if flat.layout.marks is not None:
-        # No program can: others may have marked before it runs.
+        # Programs cannot clear them: others may have set marks before they run.
         flat.marks.zero_()
-    # As launch.run() does it, which would be one more call.
+    # The same as launch.run(), without one more call.
     if tables.device_index is None or tables.device_index == _torch.current_device():
         run()
     else:
@@ -211,7 +212,7 @@ def flatten(
 
 
 def _prepare(flat: FlatBuffer, tables: DeviceTables, dtype: torch.dtype | None) -> partial[None]:
-    """The launch of ``flatten`` for gradients of this dtype, as they are aligned now."""
+    """The launch of ``flatten`` for gradients of this dtype, and their current alignment."""
     layout, marks = flat.layout, flat.layout.marks
     source = dtype or flat.data.dtype
     compute = compute_dtype(source, flat.data.dtype)

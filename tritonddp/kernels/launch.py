@@ -1,9 +1,9 @@
 """Launching compiled Triton kernels without Triton's own per-launch work.
 
 ``kernel[grid](...)`` binds, specialises and looks up in Python at every launch, about 6.5 us.
-``JITFunction.warmup`` returns the compiled kernel, and that launches in a third of it, but checks
-nothing: which code fits which arguments is for the key below to know. What a buffer launches again
-and again is *prepared*: found once, and kept with its tables
+``JITFunction.warmup`` returns the compiled kernel, which launches in a third of that time, but does
+not check its arguments. So the compiled kernels are kept by a key that holds everything they depend
+on. A launch that a buffer repeats is *prepared*: looked up once, and kept with its tables
 (:attr:`~tritonddp.kernels.device_tables.DeviceTables.launches`).
 """
 
@@ -20,11 +20,11 @@ from torch import Tensor
 from tritonddp import _torch
 from tritonddp._torch import triton_launch
 
-# Launches of all kernels since the import, for tests and benchmarks.
+# Number of launches of all kernels since the import, for tests and benchmarks.
 launches = 0
 
-# The compiler's, for all kernels: each operation is rounded by itself, as on the CPU, so that bits
-# can be compared. (Triton 3.9 warns where it is not told.)
+# Compiler options of all kernels: each operation is rounded by itself, as on the CPU, so that the
+# bits are the same. (Triton 3.9 warns if the option is not given.)
 OPTIONS = {"enable_fp_fusion": False}
 
 _INT32_MAX = 2**31 - 1
@@ -33,8 +33,8 @@ _INT32_MAX = 2**31 - 1
 class Launcher:
     """One Triton kernel and its compiled variants.
 
-    The kernel's signature must begin with its tensors, then come its integers (all in
-    ``do_not_specialize``, or their values would be compiled in), then its constexprs.
+    The kernel's signature must have its tensors first, then its integers (all in
+    ``do_not_specialize``: otherwise their values would be compiled in), then its constexprs.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -50,14 +50,14 @@ class Launcher:
         constexprs: Sequence[Any],
         num_warps: int = 4,
     ) -> Callable[..., None]:
-        """What launches ``grid`` programs, at least one, on the current stream.
+        """A function that launches ``grid`` programs, at least one, on the current stream.
 
-        It takes all arguments in order, these or others that are compiled alike: see
-        :func:`specialisation`. Tensors are on one device, which has to be the current one then; one
-        that is ``None`` is compiled in, and costs nothing. Integers are not negative, constexprs
-        hashable, dtypes given as ``tl.dtype``.
+        Call it with all arguments in order: these, or others with the same :func:`specialisation`.
+        Tensors are on one device, which has to be the current one in the call. A tensor that is
+        ``None`` is compiled in, and costs nothing. Integers are not negative, constexprs are
+        hashable, dtypes are given as ``tl.dtype``.
         """
-        if self.kernel is not self._compiled_kernel:  # by a test
+        if self.kernel is not self._compiled_kernel:  # a test has replaced it
             self._compiled, self._compiled_kernel = {}, self.kernel
         device = tensors[0].device  # type: ignore[union-attr]
         shape, arguments = (grid, 1, 1), (*tensors, *integers, *constexprs)
@@ -82,13 +82,13 @@ class Launcher:
         constexprs: Sequence[Any],
         num_warps: int = 4,
     ) -> partial[None]:
-        """What :meth:`prepare` returns, with these very arguments."""
+        """The function that :meth:`prepare` returns, bound to these arguments."""
         prepared = self.prepare(grid, tensors, integers, constexprs, num_warps)
         return partial(prepared, *tensors, *integers, *constexprs)
 
 
 def run(device_index: int | None, prepared: Callable[..., None], *arguments: Any) -> None:
-    """Launch what is prepared for a GPU, or for tensors on the CPU, and count it."""
+    """Run a prepared launch on a GPU, or for tensors on the CPU, and count it."""
     global launches
     if device_index is None or device_index == _torch.current_device():
         prepared(*arguments)
@@ -104,10 +104,10 @@ def specialisation(
     integers: Sequence[int],
     constexprs: Sequence[Any],
 ) -> tuple[Any, ...]:
-    """Everything that Triton compiles differently, as a dictionary key.
+    """All that a compiled kernel depends on, as a dictionary key.
 
-    That is the device, every dtype, which tensors there are, whether a pointer is a multiple of 16,
-    whether an integer fits 32 bits, every constexpr, and on AMD GPUs also whether a tensor's
+    That is the device, every dtype, which tensors are ``None``, whether a pointer is a multiple of
+    16, whether an integer fits 32 bits, and every constexpr. On AMD GPUs also whether a tensor's
     storage is below 2 GiB, since the compiler then uses buffer instructions with 32-bit offsets.
     """
     key: list[Any] = [device.index, *constexprs]
@@ -121,7 +121,7 @@ def specialisation(
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Make ``device`` the current one, where it is not: Triton launches on the current device."""
+    """Make ``device`` the current one, if it is not: Triton launches on the current device."""
     if device.type != "cuda" or _torch.current_device() == device.index:
         return nullcontext()
     return torch.cuda.device(device)

@@ -1,4 +1,4 @@
-"""In which memory order a gradient lies."""
+"""The memory order of gradients."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""Reduce and unflatten: sum what all ranks have packed, scale, cast and scatter, in one launch.
+"""Reduce and unflatten: sum the buffers of all ranks, scale, cast and scatter, in one launch.
 
-For ranks that can read each other's memory, as GPUs do over NVLink. Wins over an all-reduce with
-``unflatten.py`` behind it by a launch, and by a pass over memory, for the sum goes nowhere but into
-the gradients. In *one shot* each rank reads the whole buffers of all, where the ranks of a ring
-read two: for small buckets, or few ranks. In *two shots* each first sums its share of the buffer,
-and then reads the others': :func:`reduce_share`. The plain-torch twins are in ``reference.py``.
+For ranks that can read each other's memory, as GPUs do over NVLink. Compared with an all-reduce and
+``unflatten.py`` it saves a launch and a pass over memory, since the sum is written directly to the
+gradients. In *one shot* each rank reads the whole buffers of all ranks, where a rank of a ring
+reads two buffers: for small buckets, or few ranks. In *two shots* each rank first sums its share of
+the buffer, and then reads the shares of the others: :func:`reduce_share`. The same in plain torch
+is in ``reference.py``.
 
-Nobody waits here: a launch has to be ordered behind the packing of all ranks, and their next
-packing behind it.
+These kernels do not wait for other ranks. The caller has to order a launch after the flatten of all
+ranks, and before their next flatten.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from tritonddp.kernels.flatten import FLAG_BLOCK, INTERPRETED, TRITON_DTYPES, na
 from tritonddp.kernels.launch import Launcher
 from tritonddp.kernels.reference import compute_dtype
 
-# Of a program, so that each has 8 elements of a chunk, 16 bytes of the narrowest: half as many
-# would need up to 93 registers for 8 ranks.
+# Threads of a program. So each thread has 8 elements of a chunk, 16 bytes of the narrowest dtype.
+# With half as many threads, 8 ranks would need up to 93 registers.
 THREADS = 256
 _WARPS = THREADS // (32 if torch.version.hip is None else 64)
 
@@ -45,9 +46,9 @@ def sum_over_ranks(  # type: ignore[no-untyped-def]
     RANKS: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """Elements ``offset + offsets`` of the buffers of ``RANKS`` ranks, added up in their order.
+    """Elements ``offset + offsets`` of the buffers of ``RANKS`` ranks, added in rank order.
 
-    In ``TOTAL``, and then rounded to the wire's dtype, once. What the mask excludes is zero.
+    Summed in ``TOTAL``, then rounded once to the wire dtype. Elements outside the mask are zero.
     """
     source = tl.multiple_of(tl.load(peers).to(tl.pointer_type(WIRE)), 16) + offset
     total = widen(tl.load(source + offsets, mask=mask, other=0.0), TOTAL, EMULATE)
@@ -78,11 +79,11 @@ def reduce_unflatten_kernel(  # type: ignore[no-untyped-def]
     IN_PLACE: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """One program a chunk, then one for each ``FLAG_BLOCK`` elements of the ``trailer``.
+    """One program per chunk, then one per ``FLAG_BLOCK`` elements of the ``trailer``.
 
     Mask, tail and hints as in ``flatten_kernel``. Each program sums the flag of its gradient
-    itself, and does not wait for it before it reads the gradient: only what is written depends on
-    it. With ``SHARES`` a chunk is read from the one rank that has summed it.
+    itself. Only the write depends on the flag, so the gradient is read without waiting for it. With
+    ``SHARES`` a chunk is read from the one rank that has summed it.
     """
     wire = bucket.dtype.element_ty
     program = tl.program_id(0)
@@ -110,10 +111,10 @@ def reduce_unflatten_kernel(  # type: ignore[no-untyped-def]
         writable = count
         scale = tl.where(used, scale, 1.0)
     else:
-        writable = tl.where(used, count, 0)  # see flatten_kernel: no term of the masks
+        writable = tl.where(used, count, 0)  # not a term of the masks, see flatten_kernel
     sources = peers
     if SHARES:
-        sources += ((program + 1) * RANKS - 1) // num_chunks  # as share_of() cuts them
+        sources += ((program + 1) * RANKS - 1) // num_chunks  # the inverse of share_of()
     TERMS: tl.constexpr = 1 if SHARES else RANKS
 
     body = (count // 16) * 16
@@ -140,9 +141,9 @@ def reduce_share_kernel(  # type: ignore[no-untyped-def]
     RANKS: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """One program a chunk from ``first`` on: the sum takes the place of what ``rank`` has packed.
+    """One program per chunk from ``first`` on: the sum overwrites the buffer of ``rank``.
 
-    Each thread writes what it has read itself.
+    Each thread writes only elements that it has read itself.
     """
     row = chunks + (first + tl.program_id(0)).to(tl.int64) * 4
     offset = tl.multiple_of(tl.load(row + 2), 16)
@@ -175,14 +176,14 @@ def reduce_unflatten(
     are those of ``reference.reduce_unflatten``, but for this one:
 
     Args:
-        peers: int64 ``(world_size,)`` on the buffer's device, at most 8 of them if it is to be
-            fast: addresses, multiples of 16, of what the ranks have packed, in their order. Each
-            number of ranks is compiled for itself.
+        peers: int64 ``(world_size,)`` on the buffer's device: addresses of the buffers of the
+            ranks, in their order, multiples of 16. Fast for up to 8 ranks. A kernel is compiled for
+            each number of ranks.
 
     Raises:
         ValueError: there is not one gradient per slot.
-        TypeError: the gradients are not of one dtype, or not on the buffer's device; or ``peers``,
-            looked at when a launch is prepared, or the factor are of another kind.
+        TypeError: the gradients are not of one dtype, or not on the buffer's device; or ``peers``
+            (checked when a launch is prepared) or the factor have another dtype, shape or device.
     """
     tables = flat.tables or DeviceTables.of(flat)
     if factor is None:
@@ -211,9 +212,9 @@ def _prepare(
     shares: bool,
     in_place: bool,
 ) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """The launch for gradients of this dtype, but for ``peers``, the factor, and what is behind.
+    """The launch for gradients of this dtype, without ``peers``, the factor, and later arguments.
 
-    Either may be another tensor each time: as for ``unflatten``.
+    Both may be another tensor in each launch, as in ``unflatten``.
     """
     _check(flat, peers)
     layout, wire = flat.layout, flat.data.dtype
@@ -237,10 +238,10 @@ def _prepare(
 
 
 def reduce_share(flat: FlatBuffer, peers: Tensor, rank: int) -> None:
-    """Sum the share of ``rank`` over all ranks, in place of what it has packed itself.
+    """Sum the share of ``rank`` over all ranks, in place, in the buffer of ``rank``.
 
-    The first of two shots; the second is ``reduce_unflatten(..., shares=True)``, ordered behind
-    the first one of all ranks, whose buffers are laid out alike. The trailer belongs to no share.
+    The first of two shots; the second is ``reduce_unflatten(..., shares=True)``, ordered after the
+    first shot of all ranks, whose buffers have the same layout. The trailer belongs to no share.
     One launch on the current stream; none if the share is empty.
 
     Raises:
@@ -271,7 +272,7 @@ def share_of(num_chunks: int, ranks: int, rank: int) -> tuple[int, int]:
 
 
 def _check(flat: FlatBuffer, peers: Tensor) -> None:
-    """Raise a TypeError if ``peers`` is no list of addresses that a kernel could read."""
+    """Raise a TypeError if ``peers`` is no tensor of addresses that a kernel can read."""
     if peers.dtype is not torch.int64 or peers.device != flat.data.device or peers.dim() != 1:
         raise TypeError(
             f"the addresses of the ranks' buffers should be torch.int64 of one dimension on "

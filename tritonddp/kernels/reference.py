@@ -1,6 +1,6 @@
-"""The kernels in plain torch: the CPU path, and the oracle of the Triton kernels.
+"""The kernels in plain torch: used on the CPU, and in tests as the reference for Triton kernels.
 
-Same names, same signatures and the same bits as ``flatten.py`` and ``unflatten.py``.
+Same names, signatures and bits as ``flatten.py``, ``unflatten.py`` and ``reduce_unflatten.py``.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from tritonddp._torch import (
 from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
 from tritonddp.kernels.memory_order import dims_by_stride
 
-# No gaps in the buffer: on the CPU nothing is gained by aligned gradients.
+# No gaps in the buffer: on the CPU alignment does not make gradients faster to copy.
 ALIGNMENT = 1
 
 # Gradients of fewer elements on average are copied together and then scaled together: a second
 # pass over memory costs less than a call per gradient.
 _SMALL = 8_192
-# Elements that are flattened at once: 4 MiB in fp32, a share of the last-level cache. Measured:
-# smaller ones save on copies what their Python costs; from 16 MiB on copies take twice as long.
+# Elements that are flattened at once: 4 MiB in fp32, a part of the last-level cache. Measured:
+# smaller segments are no faster, since Python costs what copies save; from 16 MiB on copies take
+# twice as long.
 _SEGMENT = 1_048_576
-# Elements that are cast at once: torch casts by way of a temporary, which so stays in the cache.
-# Measured: a tenth of the time of one call for 10 million elements; smaller ones cost more calls.
+# Elements that are cast at once: torch casts via a temporary tensor, which so stays in the cache.
+# Measured: a tenth of the time of one call for 10 million elements. Fewer elements need more calls.
 _CAST = 262_144
-# Elements whose squares are added up by one thread, however many there are: the order, and with it
-# the bits, are the same on all ranks. (torch splits a sum of 32,768 and more among its threads.)
+# Elements whose squares are added up at once: few enough that torch uses one thread, so that the
+# order, and the bits, are the same on all ranks. (torch splits sums of 32,768 and more elements.)
 _ROW = 4_096
 
 
@@ -56,16 +57,17 @@ def flatten(
     """Write ``cast(scale * grad)`` of every gradient, used flags and headers into ``flat``.
 
     Args:
-        flat: the destination; gaps and what pads the trailer stay as they are.
+        flat: the destination; gaps and padding of the trailer are not written.
         grads: one per slot, of one dtype, with the slot's shape and strides. ``None`` counts
             as zero. A gradient may be ``flat.views[i]`` itself: it is then scaled in place.
         used: one per slot; written to the trailer as 1 or 0, unless ``flat`` is a part of a buffer.
         scale: factor, applied in :func:`compute_dtype` before the cast to the wire dtype.
         headers: as many as the layout has, in 0..255; none for a part of a buffer.
 
-    Where the layout has marks, they say which of the numbers that are written are not finite. Where
-    there are ``flat.squares``, they are those of the gradients: here, if these are not cast, by way
-    of what is written, as near as that was rounded, and NaN with a ``scale`` of zero.
+    If the layout has marks, gradients are marked whose written numbers are not all finite. If there
+    are ``flat.squares``, they get the sums of squares of the gradients. In plain torch, if the
+    gradients are not cast, these are computed from the written numbers: up to their rounding, and
+    NaN with a ``scale`` of zero.
 
     Raises:
         ValueError: the headers are not as many as the layout's, or not in 0..255.
@@ -85,8 +87,8 @@ def flatten(
         or (headers or b"") != flat.encoded_headers
     ):
         flat.encode_trailer(used, headers)
-    # What nearly all steps are like, without a call of another function: Python would take longer
-    # than the copy. Other gradients are refused by torch before it writes anything.
+    # The fast path of nearly all steps, without a call of another function: Python would take
+    # longer than the copy. For other gradients torch raises before it writes anything.
     if (
         batched.applies
         and grads
@@ -104,7 +106,7 @@ def flatten(
             pass
         else:
             if batched.line is not None and batched.line.numel() != batched.numel:
-                flat.batched = None  # torch has made room with no more than a warning
+                flat.batched = None  # torch has resized it, with only a warning
                 raise RuntimeError("a gradient is not of the size that the buffer was made for")
             batched.payload.mul_(batched.factor)
             if flat.layout.marks is not None:
@@ -126,7 +128,7 @@ def flatten(
             if grad is None:
                 view.zero_()
             elif grad.shape == view.shape:
-                # Of two operands without dimensions neither would rule the dtype.
+                # With two operands without dimensions, torch would promote the dtype.
                 torch.mul(grad, batched.factor if grad.dim() else scale, out=view)
             else:  # torch would make room for it
                 raise RuntimeError("a gradient is not of the size that the buffer was made for")
@@ -144,7 +146,7 @@ def _mark(flat: FlatBuffer) -> None:
     layout = flat.layout
     if not layout.numels:
         return
-    # A sum is not finite if a term is not. The opposite is not true: then each is looked at.
+    # A sum is not finite if one term is not. The converse is false, so then each is checked.
     if not math.isfinite(
         flat.data[layout.offsets[0] : layout.offsets[-1] + layout.numels[-1]].sum()
     ):
@@ -156,13 +158,13 @@ def _mark(flat: FlatBuffer) -> None:
 def _note_flattened(
     flat: FlatBuffer, grads: Sequence[Tensor | None], scale: float, source: torch.dtype
 ) -> None:
-    """Leave the sum of squares in ``flat.squares``, while the gradients are in the cache."""
+    """Write the sum of squares to ``flat.squares``, while the gradients are in the cache."""
     assert flat.squares is not None
     if source is flat.data.dtype and flat.layout.gapless is not None:
         first, end = flat.layout.gapless
         squares = norm_of(flat.data[first:end]).double().square().view(1)
         squares = squares / scale**2 if scale else squares * torch.nan
-    else:  # in their place in the buffer they are rounded, or there are gaps
+    else:  # the buffer has rounded values, or gaps
         squares = _squares(grads)
         if source is flat.data.dtype and any(map(is_, grads, flat.views)):
             squares = squares / scale**2 if scale else squares * torch.nan
@@ -170,9 +172,9 @@ def _note_flattened(
 
 
 def norm_of(line: Tensor) -> Tensor:
-    """The 2-norm of a dense vector on the CPU, fp32, or fp64 if that is, without dimensions.
+    """The 2-norm of a dense vector on the CPU, ``()`` fp32, or fp64 for a vector of fp64.
 
-    The order of additions depends on nothing but the number of elements.
+    The order of additions depends only on the number of elements.
     """
     wide = compute_dtype(line.dtype, line.dtype)
     rows = line.numel() // _ROW
@@ -185,10 +187,10 @@ def norm_of(line: Tensor) -> Tensor:
 
 
 def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The 2-norm of each, on its device, fp32, or fp64 if that is, without dimensions.
+    """The 2-norm of each tensor, on its device, ``()`` fp32, or fp64 for a tensor of fp64.
 
-    Tensors may be complex, sparse and of several dtypes. On the CPU as in :func:`norm_of` where
-    they are dense.
+    Tensors may be complex, sparse and of several dtypes. Dense ones on the CPU are summed as in
+    :func:`norm_of`.
     """
     real = list(map(_real_values, tensors))
     norms: list[Any] = [None] * len(real)
@@ -206,7 +208,7 @@ def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _real_values(tensor: Tensor) -> Tensor:
-    """What is in it, real and in memory order if it is dense."""
+    """The values of a tensor as real numbers, in memory order if it is dense."""
     values = tensor.coalesce().values() if tensor.is_sparse else tensor
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
@@ -216,7 +218,7 @@ def _real_values(tensor: Tensor) -> Tensor:
 
 
 def _squares(grads: Sequence[Tensor | None]) -> Tensor:
-    """Of those gradients that are there, fp64, one for each."""
+    """Sums of squares of the gradients that are not ``None``, fp64, one for each."""
     there = [grad for grad in grads if grad is not None]
     if not there:
         return torch.zeros(1, dtype=torch.float64)
@@ -228,20 +230,20 @@ def unflatten(
 ) -> None:
     """Write ``cast(factor * payload)`` of the reduced ``flat`` into ``grads``.
 
-    A gradient whose used flag is zero (no rank used the parameter) is left untouched, and so
-    is a slot whose gradient is ``None``. Where ``flat.squares`` wants them, those of all gradients
-    that there are, as they are then, are left there.
+    A gradient whose used flag is zero (no rank used the parameter) is not written, nor is a slot
+    whose gradient is ``None``. If ``flat.squares`` asks for it, it gets the sums of squares of all
+    gradients after that.
 
     Args:
-        flat: the source; stays as it is, but for gradients that live in it.
+        flat: the source; not changed, except for gradients that are views of it.
         grads: one per slot, of one dtype, with the slot's shape. A gradient may be
             ``flat.views[i]`` itself: it is then scaled in place.
         factor: one fp64 element on the buffer's device, rounded to :func:`compute_dtype` and
             applied in it before the cast to the gradients' dtype. ``None`` counts as 1, which
-            changes no number, also not -0.0; a NaN stays one, but which is not promised.
+            changes no number, not even -0.0. A NaN stays a NaN, perhaps with other bits.
 
     Raises:
-        TypeError: the factor is of another kind.
+        TypeError: the factor is not one fp64 element on the buffer's device.
     """
     targets, sources = grads, flat.views
     flags = flat.flags.tolist() if flat.known_flags is None else flat.known_flags
@@ -269,24 +271,24 @@ def reduce_unflatten(
     factor: Tensor | None = None,
     shares: bool = False,
 ) -> None:
-    """Sum what all ranks have packed and write it, as :func:`unflatten` would, into ``grads``.
+    """Sum the buffers of all ranks, and write the sum into ``grads`` as :func:`unflatten` does.
 
-    The trailer is summed too, into that of ``flat``. All ranks get the same bits. Of two ranks they
-    are those of an all-reduce, which in 16 bits may differ in the last bit for more: here a sum is
-    rounded once, not with every addition.
+    The trailer is summed too, into that of ``flat``. All ranks get the same bits. With two ranks
+    they are those of an all-reduce. With more, in 16 bits, an all-reduce may differ in the last
+    bit: it rounds with every addition, this function once.
 
     Args:
-        flat: not a part of a buffer. Of its payload nothing is written, unless ``grads`` is
-            ``flat.views`` itself: then ``flat`` is what an all-reduce and an ``unflatten`` in place
-            would leave, which multiplies no gradient that no rank used.
-        peers: what each rank has packed, in their order: laid out as ``flat.data``, and of its
-            dtype. None of them is ``flat.data``.
+        flat: not a part of a buffer. Its payload is not written, unless ``grads`` is ``flat.views``
+            itself: then ``flat`` is the same as after an all-reduce and an ``unflatten`` in place,
+            which does not multiply a gradient that no rank used.
+        peers: the buffer of each rank, in their order, with the layout and dtype of ``flat.data``.
+            None of them is ``flat.data``.
         grads: see :func:`unflatten`.
-        factor: likewise; the sum is rounded to the wire's dtype before.
-        shares: all ranks have summed theirs: see :func:`reduce_share`.
+        factor: see :func:`unflatten`; the sum is rounded to the wire dtype before.
+        shares: all ranks have summed their shares: see :func:`reduce_share`.
 
     Raises:
-        TypeError: the factor is of another kind.
+        TypeError: the factor is not one fp64 element on the buffer's device.
     """
     if factor is not None:
         flat.check_factor(factor)
@@ -307,28 +309,28 @@ def reduce_unflatten(
 
 
 def reduce_share(flat: FlatBuffer, peers: Sequence[Tensor], rank: int) -> None:
-    """Sum the share of ``rank`` over all ranks, in place of what it has packed itself.
+    """Sum the share of ``rank`` over all ranks, in place, in the buffer of ``rank``.
 
-    The first of two shots: each rank reads all buffers in part here, and then with
-    ``reduce_unflatten(..., shares=True)`` the shares of the others, instead of all buffers whole.
-    That must not begin before all ranks have been here. The trailer belongs to no share.
+    The first of two shots. Here each rank reads its share of all buffers. Then, with
+    ``reduce_unflatten(..., shares=True)``, it reads the sums of the others. That must not begin
+    before all ranks have done the first shot. The trailer belongs to no share.
 
     Args:
-        flat: not a part of a buffer; stays as it is.
+        flat: not a part of a buffer; not changed.
         peers: see :func:`reduce_unflatten`.
-        rank: this one.
+        rank: this rank.
     """
     shares = [_shares(peer[: flat.layout.flags_offset], peers)[rank] for peer in peers]
     _sum(shares, shares[rank])
 
 
 def _shares(payload: Tensor, peers: Sequence[Tensor]) -> Sequence[Tensor]:
-    """One for each rank."""
+    """Cut ``payload`` into one share per rank."""
     return payload.tensor_split(len(peers))
 
 
 def _sum(terms: Sequence[Tensor], result: Tensor) -> None:
-    """Add ``terms`` up in their order, with one rounding, into ``result``, which may be a term."""
+    """Add ``terms`` in order, with one rounding, into ``result``, which may be one of them."""
     wide = compute_dtype(result.dtype, result.dtype)
     for *others, target in zip(*(each.split(_CAST) for each in (*terms, result)), strict=True):
         total = others[0].to(wide)
@@ -338,10 +340,10 @@ def _sum(terms: Sequence[Tensor], result: Tensor) -> None:
 
 
 def segments(layout: Layout) -> list[tuple[int, int]]:
-    """Cut a bucket into runs of slots ``[first, last)`` that are flattened at once.
+    """Cut a bucket into ranges of slots ``[first, last)`` that are flattened at once.
 
-    On the CPU a gradient is best moved while it is in the cache, that is soon after it is ready;
-    but each call costs some 10 us, so that small gradients wait for each other.
+    On the CPU it is fastest to copy a gradient soon after it is ready, while it is in the cache.
+    But each call costs some 10 us, so small gradients wait for each other.
     """
     cuts: list[tuple[int, int]] = []
     first, size = 0, 0
@@ -354,12 +356,12 @@ def segments(layout: Layout) -> list[tuple[int, int]]:
 
 
 def donates(layout: Layout) -> bool:
-    """Whether a tensor in the buffer costs less than a copy out of it: from some KiB a gradient."""
+    """Whether donating is faster than copying out: so from some KiB per gradient on."""
     return layout.mean_numel >= _SMALL
 
 
 def _flatten_cast(flat: FlatBuffer, grads: Sequence[Tensor | None], scale: float) -> None:
-    """Flatten gradients of another dtype than the wire's."""
+    """Flatten gradients whose dtype is not the wire dtype."""
     views: Sequence[Tensor] = flat.views
     present: Any = grads
     if NoneType in map(type, grads):
@@ -381,8 +383,8 @@ def _flatten_cast(flat: FlatBuffer, grads: Sequence[Tensor | None], scale: float
 
 
 def _scale_and_cast(view: Tensor, grad: Tensor, scale: float) -> None:
-    """A gradient that has the dtype in which it is scaled."""
-    if grad.shape != view.shape:  # torch would make room for it, or repeat it
+    """Scale and cast a gradient that has the dtype in which it is scaled."""
+    if grad.shape != view.shape:  # torch would resize or broadcast
         raise RuntimeError("a gradient is not of the size that the buffer was made for")
     if grad.numel() <= _CAST or grad.stride() != view.stride():
         torch.mul(grad, scale, out=view)
@@ -394,23 +396,23 @@ def _scale_and_cast(view: Tensor, grad: Tensor, scale: float) -> None:
 
 
 class _Batched:
-    """What the flattens of one buffer have in common; made at the first of them.
+    """State that all flattens of one buffer share; made at the first of them.
 
-    Small gradients that touch in the buffer are copied together, and then scaled together. Of large
-    ones, which may be donated, this holds no views: they would look like somebody else's hold on
-    the memory.
+    Small gradients without gaps in the buffer are copied together, and then scaled together. For
+    large gradients, whose memory may be donated, this holds no views: they would look like a
+    reference from other code.
     """
 
-    is_small: bool  # the gradients are small, touch, and are copied together if of the wire dtype
-    applies: bool  # and the last ones were all there, and none of them in its place
+    is_small: bool  # the gradients are small, and without gaps: copied together if not cast
+    applies: bool  # also, the last gradients were all present, and none was a view of the buffer
     payload: Tensor  # the place of all gradients
-    # Where they are all vectors: that, and the trailer behind it, which a part of a buffer has not.
-    # Copies of vectors in one call take a third of the time of separate ones.
+    # If all gradients are vectors: the payload and the trailer (which a part does not have). One
+    # call that copies all vectors takes a third of the time of separate copies.
     line: Tensor | None = None
     numel: int  # of line
-    places: list[Tensor]  # that of each gradient, and the trailer, likewise
-    # Without dimensions: torch multiplies by it in half the time that it takes for a number, and
-    # with the same bits. Of the dtype that it computes in.
+    places: list[Tensor]  # the place of each gradient, and the trailer if there is one
+    # A tensor without dimensions: torch multiplies by it in half the time of a number, with the
+    # same bits. It has the dtype in which torch computes.
     factor: Tensor
 
     def __init__(self, flat: FlatBuffer) -> None:
@@ -428,22 +430,22 @@ class _Batched:
             self.numel = self.line.numel()
 
     def rescale(self, scale: float) -> None:
-        """Make the factor of this scale."""
-        self.scale = math.nan  # or it would be that of another factor, if this broke off below
-        # By way of fp64, as torch does it with a number: one may be too large for fp32.
+        """Make the factor for this scale."""
+        self.scale = math.nan  # not valid if an interrupt comes before the end
+        # Via fp64, as torch does with a number: it may be too large for fp32.
         self.factor = torch.tensor(scale, dtype=torch.float64).to(self._dtype)
         self.scale = scale
 
 
 def _flatten_together(flat: FlatBuffer, grads: Sequence[Tensor | None]) -> bool:
-    """The way of :class:`_Batched` for any gradients of the wire dtype; whether it applies."""
+    """Flatten as :class:`_Batched` describes, if that is possible; returns whether it was."""
     payload = flat.batched.payload
     targets, sources = flat.views, list(grads)
     missing, in_place = NoneType in map(type, grads), any(map(is_, grads, flat.views))
     if missing and in_place:
         foreach_zero_([view for view, g in zip(flat.views, grads, strict=True) if g is None])
     elif missing:
-        payload.zero_()  # less than a call, or a share of one, for each that is
+        payload.zero_()  # faster than a call for each missing gradient
     if missing or in_place:
         targets, sources = [], []
         for view, grad in zip(flat.views, grads, strict=True):
@@ -457,7 +459,7 @@ def _flatten_together(flat: FlatBuffer, grads: Sequence[Tensor | None]) -> bool:
 
 
 def _unflatten_scaled(grads: Sequence[Tensor], views: Sequence[Tensor], factor: float) -> None:
-    """Scale on the way out. The factor is a number, since a tensor would take part in promotion."""
+    """Unflatten with a factor. It is a number: a tensor would take part in type promotion."""
     for grad, view in zip(grads, views, strict=True):
         if grad.dtype is not view.dtype:
             compute = compute_dtype(grad.dtype, view.dtype)

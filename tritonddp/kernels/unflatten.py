@@ -1,8 +1,7 @@
 """Unflatten: scale, cast and scatter a reduced bucket into all its gradients, in one launch.
 
-Wins over one copy per gradient by the launches it saves; where ``.grad`` is a view of the bucket
-nothing needs to be launched at all, or it is scaled in place. The plain-torch twin is in
-``reference.py``.
+It needs fewer launches than one copy per gradient. If ``.grad`` is a view of the bucket, it is
+scaled in place, or nothing is launched. The same in plain torch is in ``reference.py``.
 """
 
 from __future__ import annotations
@@ -46,15 +45,15 @@ def unflatten_kernel(  # type: ignore[no-untyped-def]
     IN_PLACE: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """One program a chunk; mask, tail and hints as in ``flatten_kernel``.
+    """One program per chunk; mask, tail and hints as in ``flatten_kernel``.
 
-    The flag is read from the reduced trailer: whether any rank used the parameter is known on
-    the device only, and the host need not wait for it. Nor for the factor, which is always there:
-    1.0 changes no number, also not -0.0, and costs nothing beside the memory. With ``IN_PLACE``
-    gradients live in the bucket, and a factor of 1.0 leaves nothing to do.
+    The flag (whether any rank used the parameter) and the factor are read on the device, so the
+    host does not wait for them. There is always a factor: 1.0 changes no number, not even -0.0,
+    and its cost is hidden by the memory accesses. With ``IN_PLACE`` gradients are views of the
+    bucket, and a factor of 1.0 leaves nothing to do.
 
-    Unless ``squares`` is ``None``: each program writes there the sum of the squares of its chunk,
-    as it leaves it in the gradient, or finds it there.
+    Unless ``squares`` is ``None``, each program writes the sum of the squares of its chunk of the
+    gradient there, whether it wrote to the gradient or not.
     """
     # (Not in fp64, where Triton 3.7 would spill two registers for sm_100.)
     if IN_PLACE and COMPUTE == tl.float32 and squares is None:  # noqa: SIM102, SIM300  constexprs
@@ -90,7 +89,7 @@ def unflatten_kernel(  # type: ignore[no-untyped-def]
     x = widen(tl.load(source + offsets, mask=inside, other=0.0), COMPUTE, EMULATE)
     places = target + offsets
     x_out = narrow(x * scale, TARGET, EMULATE)
-    if IN_PLACE and squares is not None:  # it is there already, unless it is scaled
+    if IN_PLACE and squares is not None:  # the value is in place already, unless it is scaled
         written = tl.where(scale == 1.0, 0, count)
         tl.store(places, x_out, mask=offsets < (written // 16) * 16)
     else:
@@ -101,7 +100,7 @@ def unflatten_kernel(  # type: ignore[no-untyped-def]
         rest = body + tl.arange(0, 16)
         y = widen(tl.load(source + rest, mask=rest < count, other=0.0), COMPUTE, EMULATE)
         if COMPUTE == tl.float64:  # noqa: SIM300
-            # Read again, not kept: two registers that Triton 3.6 would spill for sm_90.
+            # Read again: to keep it, Triton 3.6 would spill two registers for sm_90.
             scale = tl.load(factor)
         rest_places = target + rest
         y_out = narrow(y * scale, TARGET, EMULATE)
@@ -123,15 +122,15 @@ def unflatten(
 ) -> None:
     """Write ``cast(factor * payload)`` of the reduced ``flat`` into ``grads``.
 
-    One launch on the current stream, which must be behind the collective; none where there is
+    One launch on the current stream, which must have waited for the collective; none if there is
     nothing to write. Arguments are those of ``reference.unflatten``. Gradients have the strides of
-    their slots; the factor is ready on the current stream, and the host does not read it. Sums of
-    squares are one for each chunk.
+    their slots. The factor is ready on the current stream, and the host does not read it. There is
+    one sum of squares per chunk.
 
     Raises:
         ValueError: there is not one gradient per slot.
-        TypeError: the gradients are not of one dtype, or not on the buffer's device; or the
-            factor is of another kind.
+        TypeError: the gradients are not of one dtype, or not on the buffer's device; or the factor
+            is not one fp64 element on that device.
     """
     tables = flat.tables or DeviceTables.of(flat)
     if factor is None:
@@ -152,7 +151,7 @@ def unflatten(
     run, rest, sums = prepared
     if sums is not None:
         flat.squares.unflattened = sums  # type: ignore[union-attr]
-    # As launch.run() does it, which would be one more call.
+    # The same as launch.run(), without one more call.
     if tables.device_index is None or tables.device_index == _torch.current_device():
         run(factor, *rest)
     else:
@@ -164,11 +163,11 @@ def unflatten(
 def _prepare(
     flat: FlatBuffer, tables: DeviceTables, dtype: torch.dtype, factor: Tensor, in_place: bool
 ) -> tuple[Callable[..., None], tuple[Any, ...], Tensor | None]:
-    """The launch for gradients of this dtype, as they are aligned now, but for two arguments.
+    """The launch for gradients of this dtype and alignment, its last arguments, and ``squares``.
 
-    The factor, which may be another one each time, and what is behind it. What is compiled for the
-    storage of one factor is right for that of each: only its first element is read. And where the
-    programs leave sums of squares, if they do.
+    The launch has to be called with the factor, which may be another tensor each time, and then the
+    last arguments. One compiled kernel fits the storage of all factors: only the first element is
+    read. The third result is the tensor for sums of squares, or ``None``.
     """
     compute = compute_dtype(dtype, flat.data.dtype)
     sums = None

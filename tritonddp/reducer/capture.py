@@ -1,9 +1,9 @@
 """CUDA graphs: backwards that are captured, to be replayed without any of this code.
 
-A replay does on the device what was captured: it gathers the gradients, reduces them and takes them
-apart, each bucket with a table of its own. The host takes no part: it neither compares what the
-ranks say of themselves nor notices that parameters were unused, frozen or added. So what a replay
-could not do is refused when it is captured, and what the ranks said before that is looked at then.
+A replay does on the device what was captured: it flattens, reduces and unflattens the gradients,
+each bucket with its own table of addresses. The host takes no part in a replay: it does not compare
+the headers of the ranks, and does not notice parameters that are unused, frozen or added. So the
+capture of a backward that needs the host is refused, and headers from before are checked then.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 def begin(reducer: Reducer, missing: Collection[int], is_reduced: bool) -> None:
-    """A backward is captured.
+    """Prepare the buckets for a backward that is captured.
 
     Args:
-        missing: numbers of the parameters that it does not reach.
-        is_reduced: not under ``no_sync``.
+        missing: numbers of the parameters that the backward does not reach.
+        is_reduced: the backward is not under ``no_sync``.
 
     Raises:
-        RuntimeError: its replays would not do what it does.
+        RuntimeError: a replay could not do all that this backward does.
     """
     problem = _problem(reducer, missing, is_reduced)
     if problem is not None:
@@ -46,14 +46,14 @@ def refuse(reducer: Reducer, problem: str) -> None:
 
 
 def refuse_mismatch(reducer: Reducer, error: Mismatch) -> None:
-    """Likewise, where the ranks were found not to reduce the same in the step before."""
-    reducer.agreement.pending = True  # a step without a graph asks the others what differs
+    """Like :func:`refuse`, after a step in which the ranks did not reduce the same."""
+    reducer.agreement.pending = True  # a step without a graph then finds out what differs
     what = str(error) or "the ranks reduce different parameters"
     refuse(reducer, f"{what}. Run one step without a graph before")
 
 
 def _problem(reducer: Reducer, missing: Collection[int], is_reduced: bool) -> str | None:
-    """What is in the way, and what to do."""
+    """Why this backward cannot be captured, and what to do; ``None`` if it can."""
     manager, sync = reducer.manager, reducer.sync
     if not is_reduced:
         return (
@@ -74,19 +74,19 @@ def _problem(reducer: Reducer, missing: Collection[int], is_reduced: bool) -> st
     if missing:
         names = [manager.current.names[number] for number in sorted(missing)]
         return (
-            f"the backward does not reach {listed(names)}. Whether another rank has used them the "
-            "host would have to ask in each replay: use all parameters, or freeze them "
+            f"the backward does not reach {listed(names)}. In each replay the host would have to "
+            "find out whether another rank has used them: use all parameters, or freeze them "
             "(requires_grad_(False)) and run ten steps before"
         )
     if sync.weight is not None:
-        return "weighted(n) would mean this n in all replays: run such backwards without a graph"
+        return "all replays would use this n of weighted(n): run such backwards without a graph"
     if any(bucket.exchange is not None for bucket in manager.current.buckets):
-        return "nobody has tried transport='peer_memory' in a graph: use 'auto'"
+        return "transport='peer_memory' is not tested in a graph: use 'auto'"
     asks = [each.reads_device for each in reducer.events.extensions if each.reads_device]
     if any(bucket.is_sparse for bucket in manager.current.buckets):
         asks.append("how many rows the sparse gradients have")
     if manager.planner is not None:
         asks.append('how long backwards take (compression="auto")')
     if asks:
-        return f"the host has to ask the device {asks[0]}: do without that, or without a graph"
+        return f"the host has to learn from the device {asks[0]}: do without that, or use no graph"
     return None

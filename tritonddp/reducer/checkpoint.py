@@ -1,4 +1,4 @@
-"""What the next run needs to know of a reducer, and how it goes on from there."""
+"""Saving and loading the state of communication, so that a later run goes on with the same bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def comm_state(reducer: Reducer) -> dict[str, Any]:
-    """The order of the buckets, and what else the bits of the next reduction depend on."""
+    """The bucket order, and all other state that the bits of the next reduction depend on."""
     reducer.settle()
     manager, unit = reducer.manager, reducer.agreement.unit
     return {
@@ -32,9 +32,10 @@ def comm_state(reducer: Reducer) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_comm_state(reducer: Reducer, states: Sequence[dict[str, Any]]) -> None:
-    """Go on as the run that had the first of the states which the user has given on rank 0.
+    """Go on from the first state that the user has given on rank 0.
 
-    What was left out of gradients is that of all states of all ranks together.
+    Residuals (the quantisation errors that error feedback adds to the next gradients) are summed
+    over all states of all ranks.
     """
     reducer.settle()
     if reducer.is_detached:
@@ -60,7 +61,7 @@ def load_comm_state(reducer: Reducer, states: Sequence[dict[str, Any]]) -> None:
         if failure is not None:
             raise failure
     finally:
-        failure = None  # it holds this frame, and so would keep the wrapper
+        failure = None  # its traceback holds this frame, which would keep the wrapper alive
     if since_change < 0:
         return  # saved before the first step
     reducer.agreement.unit = unit
@@ -75,10 +76,10 @@ def load_comm_state(reducer: Reducer, states: Sequence[dict[str, Any]]) -> None:
 
 
 def _numbers_of(reducer: Reducer, state: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """What rank 0 tells the others of this state: the order of buckets, and the rest.
+    """This state as numbers, which rank 0 sends to the others: the bucket order, and the rest.
 
-    Numbers, since all ranks have the same parameters: nothing is unpickled that another rank
-    has sent.
+    Numbers suffice, since all ranks have the same parameters: so nothing that another rank has
+    sent is unpickled.
     """
     if not state["bucket_order"]:
         return [], []
@@ -89,8 +90,8 @@ def _numbers_of(reducer: Reducer, state: dict[str, Any]) -> tuple[list[float], l
         wires = []
     elif len(wires) > len(number_of) or not planner.knows(wires):
         raise ValueError(
-            f"the state has {wires!r} as 'wires', which a run with these parameters cannot "
-            "have had: load the state of a run with the same model"
+            f"the state has {wires!r} as 'wires', which does not fit these parameters: load the "
+            "state of a run with the same model"
         )
     return [state["reductions_since_change"], *order], [state["weight_unit"], *wires]
 
@@ -98,9 +99,9 @@ def _numbers_of(reducer: Reducer, state: dict[str, Any]) -> tuple[list[float], l
 def _agree(
     reducer: Reducer, order: Sequence[float], rest: Sequence[float], has_failed: bool
 ) -> tuple[int, list[int], float, list[int]]:
-    """What rank 0 says of its state; a RuntimeError if another rank has failed to read its own."""
-    # Rank 0's numbers, less than none for what is missing, and which ranks have failed. Small
-    # integers and powers of two are exact in fp64.
+    """The numbers of rank 0's state; a RuntimeError if another rank has failed to read its own."""
+    # Two rows of rank 0's numbers, -1 where there is none, and a row of ranks that have failed.
+    # Small integers and powers of two are exact in fp64.
     group, params = reducer.group, reducer.parameters.params
     message = torch.zeros(3, max(1 + len(params), group.size), dtype=torch.float64)
     if group.rank == 0:
@@ -138,8 +139,8 @@ def _check(state: Any) -> None:
         number = state.get(name)
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise TypeError(f"{what}, but {name!r} is no number: {number!r}")
-        if not least <= number < 2.0**53:  # an integer that fp64 tells from the next
-            raise ValueError(f"{what}, but {name!r} is {number!r}")
+        if not least <= number < 2.0**53:  # fp64 holds all integers below this exactly
+            raise ValueError(f"{what}, but {name!r} is {number!r}: out of range")
     for name in ("sent", "reduced"):
         kept = state.get(name, {})
         if not isinstance(kept, Mapping) or not all(map(_is_dense, kept.values())):
@@ -149,7 +150,7 @@ def _check(state: Any) -> None:
 
 
 def _is_dense(left: Any) -> bool:
-    """Whether this is what is left out of a gradient: others raise where they are added."""
+    """Whether this can be a residual: any other object would raise where it is added."""
     return (
         isinstance(left, Tensor)
         and left.is_floating_point()

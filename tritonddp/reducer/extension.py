@@ -9,49 +9,53 @@ from tritonddp.buckets.bucket import Bucket, Segment
 from tritonddp.comm.run import ReductionRun, RunEvents
 from tritonddp.coordination.agreement import GradSource
 
-# Backwards that run to their end.
+# Ordinary backwards: not those that failed, nor gradients that are reduced on request.
 _WHOLE = (GradSource.FORWARD, GradSource.AGAIN, GradSource.ELSEWHERE)
 
 
 class Extension:
-    """What a reducer does beside the plain mean. Override what you need; the rest costs nothing.
+    """A feature beside the plain mean. Override what you need; the rest costs nothing.
 
-    An extension may live as long as the reducer, and must not hold it.
+    An extension may live as long as the reducer, and must not hold a reference to it. A *report* is
+    a few bytes that each rank sends to all others in each reduction, behind its header in the first
+    bucket.
 
     Attributes:
-        reads_device: what the host asks the device in each backward, in words, for errors: then no
-            CUDA graph can hold one. Empty if nothing.
-        report_nbytes: how much :meth:`report` returns; then the reducer is made with it.
+        reads_device: what the host reads from the device in each backward, in words, for errors:
+            such a backward cannot be captured in a CUDA graph. Empty if the host reads nothing.
+        report_nbytes: length of :meth:`report` in bytes. An extension with a report has to be given
+            to the constructor of the reducer.
     """
 
     reads_device = ""
     report_nbytes = 0
 
     def report(self, run: ReductionRun) -> bytes:
-        """What this rank says in ``run`` beside its header, ``report_nbytes`` long.
+        """The report of this rank in ``run``, ``report_nbytes`` long.
 
-        Zeros of a rank that is not asked: one whose gradients are not those of a whole backward.
-        What all ranks say a second time in a row is not handed over: count, if that matters.
+        Called only where an ordinary backward begins on this rank; else the report is all zeros.
+        If all ranks repeat their headers and reports of the last reduction, :meth:`take_reports` is
+        not called: include a counter, if that matters.
         """
         return bytes(self.report_nbytes)
 
     def take_reports(self, reports: Sequence[bytes]) -> None:
-        """What each rank has said: the first bucket is there. Must not raise.
+        """Take the report of each rank, when the first bucket is reduced. Must not raise.
 
-        On a GPU that is when the host has it: before the next forward or backward.
+        On a GPU this is called when the host has the bytes: before the next forward or backward.
         """
 
     def on_forward(self) -> None:
-        """A forward of the wrapper begins that runs with gradients."""
+        """A forward of the wrapper begins, with gradients enabled."""
 
     def on_buffers(self) -> None:
-        """It has waited for the buffers of another rank."""
+        """The forward has waited for the module buffers of another rank."""
 
     def on_begin(self, run: ReductionRun) -> None:
-        """A backward begins, or what it accumulated is reduced on request.
+        """A backward begins, or accumulated gradients are reduced on request.
 
         May set ``run.weight`` and ``run.skipped``, or add to ``run.unfilled``. May raise: then this
-        rank takes part in what the others reduce with NaN.
+        rank sends NaN in the collectives of this reduction.
         """
 
     def on_pack(self, run: ReductionRun, bucket: Bucket, segment: Segment) -> None:
@@ -64,38 +68,38 @@ class Extension:
         """``bucket`` is about to be launched."""
 
     def on_launched(self, run: ReductionRun, bucket: Bucket, work: Any) -> None:
-        """``bucket`` is on its way."""
+        """``bucket`` has been launched."""
 
     def on_compute_end(self, run: ReductionRun) -> None:
-        """The engine is through with the backward."""
+        """The engine has run all nodes of the backward."""
 
     def on_waited(self, run: ReductionRun, bucket: Bucket) -> None:
-        """The sum over ranks is in ``bucket``: on a GPU, when the current stream comes here."""
+        """The sum over ranks is in ``bucket``; on a GPU, for later work of the stream."""
 
     def on_reduced(self, run: ReductionRun, bucket: Bucket) -> None:
         """``.grad`` of the parameters in ``bucket`` holds the mean. May raise a LocalError."""
 
     def on_reduced_all(self, run: ReductionRun) -> None:
-        """All buckets of ``run`` are back, and not yet replaced by others."""
+        """All buckets of ``run`` are reduced, and have not been rebuilt yet."""
 
     def on_all_ended(self, run: ReductionRun) -> None:
-        """All ranks come here, also those whose backward broke off: collectives may be made."""
+        """The end of a run, on all ranks, also where the backward failed: may make collectives."""
 
     def on_close(self, run: ReductionRun) -> None:
-        """The run is over, whatever has become of it."""
+        """The run is over, with or without an error."""
 
     def on_end(self, run: ReductionRun) -> None:
-        """The run came to its end, and nothing is under way any more. May raise."""
+        """The run ended without an error, and no collective is in flight. May raise."""
 
     def on_abort(self, run: ReductionRun) -> None:
-        """The backward of ``run`` broke off, or the run failed."""
+        """The backward of ``run`` failed, or the run did."""
 
 
 _Kind = TypeVar("_Kind", bound=Extension)
 
 
 class Events(RunEvents):
-    """For each event, the methods of the extensions that want it."""
+    """For each event, the methods of the extensions that override it."""
 
     on_forward: Sequence[Callable[[], None]] = ()
     on_buffers: Sequence[Callable[[], None]] = ()
@@ -107,21 +111,21 @@ class Events(RunEvents):
     on_abort: Sequence[Callable[[ReductionRun], None]] = ()
 
     extensions: tuple[Extension, ...] = ()
-    has_of_runs = False  # one wants to know of the buckets of a run
+    has_of_runs = False  # an extension overrides an event of the buckets of a run
     has_of_ends = False  # or of its end
 
     def __init__(self, reporters: Sequence[Extension] = ()) -> None:
-        self.reporters = tuple(reporters)  # and what they say is as long as ever
+        self.reporters = tuple(reporters)  # fixed: the length of a header depends on them
         self._tell(self.reporters)
 
     def report(self, run: ReductionRun) -> bytes:
-        """What this rank says in ``run`` beside its header."""
+        """The reports of this rank in ``run``, of all extensions, one after the other."""
         if run.source not in _WHOLE:
             return b""
         return b"".join([each.report(run) for each in self.reporters])
 
     def on_reports(self, reports: Sequence[bytes]) -> None:
-        """Hand what all ranks have said to whom it belongs."""
+        """Give each extension its reports of all ranks."""
         begin = 0
         for each in self.reporters:
             end = begin + each.report_nbytes
@@ -129,15 +133,15 @@ class Events(RunEvents):
             begin = end
 
     def install(self, extension: Extension) -> None:
-        """Tell ``extension`` of what happens from now on."""
+        """Call the methods of ``extension`` from now on."""
         self._tell((*self.extensions, extension))
 
     def remove(self, extension: Extension) -> None:
-        """Tell ``extension`` nothing any more. Nothing happens if it is told nothing."""
+        """Call ``extension`` no more. Does nothing if it is not installed."""
         self._tell(tuple(each for each in self.extensions if each is not extension))
 
     def of(self, kind: type[_Kind]) -> _Kind | None:
-        """The one extension of this class that is told of what happens, if there is one."""
+        """The installed extension of this class, if there is one."""
         return next((each for each in self.extensions if isinstance(each, kind)), None)
 
     def _tell(self, extensions: tuple[Extension, ...]) -> None:
@@ -155,16 +159,16 @@ class Events(RunEvents):
 
 
 class SyncState:
-    """What the next backward is: the wrapper writes, the reducer reads."""
+    """Settings of the next backward: the wrapper writes them, the reducer reads them."""
 
     __slots__ = ("enabled", "join", "weight")
 
     def __init__(self) -> None:
-        self.enabled = True  # it is reduced; off inside no_sync
-        self.weight: Any = None  # how much it counts, None if as much as others
-        self.join: Any = None  # what the ranks tell each other inside join(), None outside
+        self.enabled = True  # the backward is reduced; False inside no_sync
+        self.weight: Any = None  # the weight of its gradients, None for an unweighted mean
+        self.join: Any = None  # the join protocol of the ranks inside join(), None outside
 
     @property
     def source_rank(self) -> int:
-        """Whose buffers, and whose order of gradients, all ranks take over."""
+        """The rank whose buffers and order of gradients all ranks use."""
         return 0 if self.join is None else self.join.source_rank

@@ -8,10 +8,10 @@ One gradient, from ``torch.distributed.autograd.backward()`` to ``get_gradients(
     bucket full       _send     read its gradients from the context; one all-reduce
     backward ends     _end      send what is left, wait, write the means into the context
 
-The distributed engine calls none of the hooks that backwards into ``.grad`` rest on: it does not
-accumulate into ``.grad``, and does not know which nodes it will reach. It gives each gradient to
-the context and then runs the hooks of the AccumulateGrad node. So every parameter is waited for; a
-bucket with one that is unused, and those behind it, are sent at the end.
+The distributed engine does not accumulate into ``.grad``, cannot tell which nodes it will reach,
+and does not call the hooks that other backwards use. It gives each gradient to the context and then
+runs the hooks of the AccumulateGrad node. So every parameter is waited for: a bucket with an unused
+parameter, and all buckets behind it, are sent at the end.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _BY_HAND = (
 
 
 class ContextReduction:
-    """The part of this rank in a reduction of gradients that are those of a context, not ``.grad``.
+    """One reduction of the gradients in a context, on this rank; ``.grad`` takes no part.
 
-    Its buckets hold what stands in for the parameters: detached, with the tensors of the context as
-    ``.grad``. Nothing else is touched, nor what is accumulated under ``no_sync``. Gradients travel
-    as those of ``reduce_gradients()`` do: cast to ``reduce_dtype``, but not quantised.
+    Its buckets are made for stand-ins: detached parameters whose ``.grad`` are the tensors of the
+    context. The ``.grad`` of the parameters, accumulated under ``no_sync`` perhaps, stays as it is.
+    As in ``reduce_gradients()`` gradients are cast to ``reduce_dtype``, but not quantised.
     """
 
     def __init__(
@@ -81,23 +81,23 @@ class ContextReduction:
         run.where, run.of_backwards = f"{reducer.where()}, torch.distributed.autograd", False
         run.unfilled = [len(bucket.params) for bucket in run.buckets]
         self.bucket_of = [bucket.index for bucket in run.buckets for _ in bucket.params]
-        self.came = [False] * len(named)  # for each parameter, whether a gradient has
+        self.came = [False] * len(named)  # for each parameter, whether its gradient has come
         self.hooks: list[Any] = []  # handles
 
     @property
     def runs(self) -> bool:
-        """Whether its backward has neither come to its end nor broken off."""
+        """Whether its backward has neither ended nor failed."""
         return self.run.end() is not None
 
     def read(self, numbers: range) -> None:
-        """Take the gradients of these parameters; used are those that the context has."""
+        """Take the gradients of these parameters. A parameter is used if the context has one."""
         found = gradients_in_context(self.context)
         for number in numbers:
             self.run.bucket_set.params[number].grad = found.get(self.params[number])
             self.run.used[number] = self.params[number] in found
 
     def write(self) -> None:
-        """Put into the context what has not been written to its tensors: what it did not have."""
+        """Add means to the context for the gradients that it did not have on this rank."""
         found = gradients_in_context(self.context)
         for stand_in, param in zip(self.run.bucket_set.params, self.params, strict=True):
             if stand_in.grad is not None and stand_in.grad is not found.get(param):
@@ -134,14 +134,14 @@ def _check(reducer: Reducer) -> None:
         raise RuntimeError(f"{inside} a mean cannot be weighted by weighted(n): {_BY_HAND}")
     if reducer.sync.join is not None and reducer.sync.join.is_open:
         raise RuntimeError(
-            f"{inside} no forward can be joined: ranks that have no inputs left cannot follow "
-            "its backward, leave join() out"
+            f"{inside} join() cannot be used, since ranks that have no inputs left cannot take "
+            "part in such a backward: leave join() out"
         )
     if reducer.comm_hook is not None:
         raise RuntimeError(f"{inside} no communication hook is called: {_BY_HAND}")
     if reducer.steps_optimizers:
         raise RuntimeError(
-            f"{inside} no optimizer steps in the backward, as torch's own "
+            f"{inside} no optimizer can step in the backward, since torch's "
             "_apply_optimizer_in_backward waits for .grad: use a DistributedOptimizer"
         )
     if reducer.finalizes_manually:
@@ -163,14 +163,14 @@ def _begin(reducer: Reducer, context: int, forward: Forward) -> None:
         former, graph_task = reducer.in_context, current_graph_task_id()
         begun = None if former is None else former.run.graph_task
         if graph_task in (reducer.seen_in_context, begun):
-            return  # through another output, which has decided; perhaps its begin has failed
+            return  # already decided, at another output; its _begin may have failed
         reducer.seen_in_context = graph_task
         if not reducer.forwards.decide(forward, reducer.sync, reducer.where):
             return  # no_sync: the context keeps this rank's gradients
         if former is not None and former.runs:
             raise RuntimeError(
                 f"{reducer.where()}: a backward in another torch.distributed.autograd context "
-                "still runs, and the order of the two may differ between ranks: make one "
+                "still runs, and the order of the two may differ between ranks: run one "
                 "after the other"
             )
         recovery.recover(reducer.group)
@@ -182,7 +182,7 @@ def _begin(reducer: Reducer, context: int, forward: Forward) -> None:
         backward.run.graph_task = graph_task
         reducer.in_context = backward
         reducer.mark_open()
-        _check(reducer)  # if that fails, the others will not wait in vain: see recover
+        _check(reducer)  # if it raises, recover() makes the collectives of this rank
         reducer.announce(backward.run)
         nodes = dict(zip(current.params, reducer.tracker.nodes, strict=True))
         reference = weakref.ref(reducer)  # which holds the nodes
@@ -197,7 +197,7 @@ def _begin(reducer: Reducer, context: int, forward: Forward) -> None:
 
 
 def _over() -> None:
-    """In the place of a reference to the end of a backward that is over."""
+    """Stands in for the reference to the callback of a backward that is over."""
 
 
 # A gradient, a bucket is ready
@@ -213,7 +213,7 @@ def _arrived(
         return
     run = backward.run
     if run.graph_task != current_graph_task_id():
-        return  # the hook is left from a backward that broke off
+        return  # this hook belongs to an earlier backward, which failed
     # Sends of a context may run on several threads.
     with _telling_at_end(), reducer.launching, torch.no_grad():
         backward.came[number] = gradients[0] is not None
@@ -221,14 +221,14 @@ def _arrived(
         try:
             _send(reducer, backward)
         except Exception:
-            run.end = _over  # it has broken off
+            run.end = _over  # the backward has failed
             raise
 
 
 def _send(reducer: Reducer, backward: ContextReduction, rest: bool = False) -> None:
     """Send the buckets that have all their gradients, in bucket order.
 
-    With ``rest`` also those that have not, with zeros for what the context does not have.
+    With ``rest`` send all, with zeros for gradients that the context does not have.
     """
     run = backward.run
     for bucket in run.buckets[len(run.works) :]:
@@ -240,8 +240,8 @@ def _send(reducer: Reducer, backward: ContextReduction, rest: bool = False) -> N
             if backward.came[number] and not run.used[number]:
                 raise RuntimeError(
                     f"{reducer.where()}: this backward was called with another "
-                    "torch.distributed.autograd context than the one that its forward ran in: "
-                    f"the latter has no gradient of {run.bucket_set.names[number]!r}"
+                    "torch.distributed.autograd context than its forward: the context of the "
+                    f"forward has no gradient of {run.bucket_set.names[number]!r}"
                 )
         run.launch_now(bucket)
 
@@ -251,7 +251,7 @@ def _send(reducer: Reducer, backward: ContextReduction, rest: bool = False) -> N
 
 @torch.no_grad()
 def _end(reducer: Reducer, backward: ContextReduction) -> None:
-    """The backward is over on this rank: bring the means into the context."""
+    """The backward is over on this rank: write the means into the context."""
     run = backward.run
     if not backward.runs:
         return
@@ -279,9 +279,9 @@ def _end(reducer: Reducer, backward: ContextReduction) -> None:
 def _take_up_added(
     reducer: Reducer, backward: ContextReduction, source: GradSource = GradSource.CONTEXT
 ) -> None:
-    """Reduce what was added, and is in no bucket of ``.grad`` yet: it has no hooks.
+    """Reduce gradients of added parameters, which have no bucket and no hooks yet.
 
-    (By now the ranks know that they have added the same.)
+    (The headers have shown that all ranks have added the same parameters.)
     """
     if reducer.parameters.added:
         added = ContextReduction(reducer, backward.context, reducer.parameters.added, source)
@@ -305,7 +305,7 @@ def _leave(reducer: Reducer, backward: ContextReduction) -> None:
 
 
 def recover(reducer: Reducer) -> None:
-    """If a backward broke off: take part in what the other ranks reduce, see recovery.py."""
+    """If a backward failed: take part in the collectives of the other ranks, see recovery.py."""
     backward: ContextReduction | None = reducer.in_context
     if backward is None or backward.runs:
         return
@@ -313,14 +313,14 @@ def recover(reducer: Reducer) -> None:
     run = backward.run
     logger.warning(
         "%s: the last backward did not come to its end. On the other ranks gradients are NaN "
-        "in this step in %d of %d buckets, which had not been sent",
+        "in this step in %d of %d buckets, which this rank had not sent",
         run.where,
         len(run.buckets) - len(run.works),
         len(run.buckets),
     )
     try:
         with Uninterrupted(), torch.no_grad():
-            if not run.header:  # not announced
+            if not run.header:  # the header was not prepared yet
                 run.source = GradSource.BROKEN
                 reducer.announce(run)
             run.take_part()
@@ -331,9 +331,9 @@ def recover(reducer: Reducer) -> None:
 
 @contextmanager
 def _telling_at_end() -> Iterator[None]:
-    """Context, inside a hook: an error is raised at the end of the backward.
+    """Context inside a hook: an error is raised at the end of the backward.
 
-    Of what a hook raises the distributed engine says "python_error", and no more.
+    If a hook raises, the distributed engine only reports "python_error".
     """
     try:
         yield

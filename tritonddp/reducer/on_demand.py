@@ -1,4 +1,4 @@
-"""Reducing gradients that the user has put into ``.grad``, when asked to."""
+"""Reducing gradients when the user asks for it: ``reduce_gradients()``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def reduce_given(
             "gradients should be a tuple or a list of tensors, or tensors by name, got "
             f"{gradients!r}"
         )
-    if params is not None:  # or sizes that differ would end a process
+    if params is not None:  # ranks with different sizes would crash in the collective
         named = _named(params, named)
         options = {"gradients": "of reduce_gradients()"}
         device = reducer.manager.current.params[0].device
@@ -46,8 +46,8 @@ def reduce_given(
         unknown = sorted(map(str, set(gradients) - {name for name, _ in named}))
         if unknown:
             raise ValueError(
-                f"gradients for {', '.join(unknown[:10])}, which are no parameters of the "
-                "module that require gradients"
+                f"gradients for {', '.join(unknown[:10])}, which are not trainable "
+                "parameters of the module"
             )
         means = _means(reducer, named, [gradients.get(name) for name, _ in named])
         return {name: mean for (name, _), mean in zip(named, means, strict=True)}
@@ -77,7 +77,7 @@ def _means(
             _check_gradient(name, param, gradient, param in reducer.parameters.sparse)
     _prepare(reducer)
     weight = reducer.sync.weight
-    # For the parameters, whose own .grad is not at issue.
+    # Stand-ins for the parameters, whose own .grad must stay as it is.
     stand_ins: list[tuple[str, Any]] = []
     sparse: dict[Tensor, str] = {}
     for (name, param), gradient in zip(named, gradients, strict=True):
@@ -89,7 +89,7 @@ def _means(
             grad = gradient.detach()
             if weight is not None and weight.is_sum:
                 grad = grad / weight.scale
-            # What is cast is written to.
+            # A gradient that is cast is written to.
             is_cast = reducer.wire.casts(param) and stand_in not in sparse
             stand_in.grad = grad.clone() if is_cast else grad
     run = _run(reducer, reducer.manager.temporary(stand_ins, views=True, sparse=sparse))
@@ -115,20 +115,20 @@ def _check_gradient(name: str, param: Tensor, gradient: Any, may_be_sparse: bool
 
 
 def reduce_accumulated(reducer: Reducer) -> None:
-    """Average ``.grad`` of all trainable parameters, and so end what was accumulated."""
+    """Average ``.grad`` of all trainable parameters: the end of gradient accumulation."""
     _prepare(reducer)
     parameters, current = reducer.parameters, reducer.manager.current
     parameters.register()
     reducer.refresh_parameters()
-    # Frozen since the last reduction, and no backward has used it before: its place in a bucket
-    # is there still, and its gradient is no business of this reduction.
+    # Parameters that were frozen since the last reduction without being used: they are still in a
+    # bucket, but their gradients are not part of this reduction.
     stale = {
         param
         for param, used in zip(current.params, reducer.accumulated, strict=True)
         if not used and not param.requires_grad
     }
-    # First what is in buckets, which is alike on all ranks: their headers tell whether what
-    # was added since is, too.
+    # First the parameters in buckets, which are the same on all ranks: the headers show whether
+    # the parameters added since are the same, too.
     placed = list(zip(current.names, current.params, strict=True))
     last: ReductionRun | None = None
     for named_params in filter(None, (placed, parameters.added)):
@@ -171,7 +171,7 @@ def _reduce_now(
 
 
 def prepare_to_compare(reducer: Reducer) -> set[Tensor]:
-    """Whose ``.grad`` is what the last reduction left: alike on all ranks."""
+    """Parameters whose ``.grad`` is still the result of the last reduction, as on all ranks."""
     _prepare(reducer, "compared")
     reducer.wait_post_backward()
     if reducer.is_detached or reducer.counters.reductions == reducer.own_gradients_at:

@@ -21,48 +21,50 @@ if TYPE_CHECKING:
 class Forward:
     """One forward of the module, as long as its graph lives."""
 
-    number: int  # of the forwards of this wrapper
-    reductions: int  # how many there had been before it
+    number: int  # counts the forwards of this wrapper
+    reductions: int  # number of reductions before it
     syncs: bool  # it ran outside no_sync, so that backwards through its outputs may be reduced
-    reached: bool = False  # a backward that is reduced has gone through its outputs
+    reached: bool = False  # a reduced backward has gone through its outputs
 
 
 class Forwards:
-    """What the forwards until now say of the next backward: is it reduced, or does it accumulate?
+    """Decides, from the forwards until now, whether a backward is reduced or only accumulates.
 
-    As in stock DDP a forward outside ``no_sync`` arms the reduction, until one has begun: then the
-    next backward is reduced, whichever outputs it goes through. Until one is armed, a backward is
-    local if its forward ran inside; if it goes through no output, or through none so far, the last
-    forward is taken for its own. Beyond stock a backward that starts inside is local too.
+    A *local* backward only accumulates. As in stock DDP, a forward outside ``no_sync`` arms the
+    reduction: the next backward is reduced, whichever outputs it goes through, and disarms it.
+    While the reduction is not armed, a backward is local if its forward ran inside ``no_sync``. If
+    the backward goes through no output, or none so far, the last forward counts as its own. Unlike
+    stock, a backward that starts inside ``no_sync`` is local too.
 
-    For a backward of the newest forward, all this follows from the order of calls, not from that in
-    which autograd runs hooks, which differs between ranks that use different parameters. For one of
-    an older forward, while a newer local one waits for its own, it may matter which hook is first.
+    For a backward of the newest forward, the decision follows from the order of calls alone. It
+    does not depend on the order in which autograd runs hooks, which differs between ranks that use
+    different parameters. It may depend on it for a backward of an older forward, while a newer
+    local forward still waits for its backward.
     """
 
     def __init__(self) -> None:
         self._number = 0
-        self._prepared = 0  # the last forward whose next backward is reduced, wherever it starts
+        self._prepared = 0  # the last forward whose next backward is reduced, also inside no_sync
         self._is_armed = False
-        self.was_local = False  # the last forward, which no backward has followed
+        self.was_local = False  # the last forward ran inside no_sync, and had no backward yet
 
     def ended(self, reductions: int, syncs: bool) -> Forward:
-        """One has run; see :class:`Forward`."""
+        """A forward has run; see :class:`Forward`."""
         self._number += 1
         self._is_armed = self._is_armed or syncs
         self.was_local = not syncs
         return Forward(self._number, reductions, syncs)
 
     def prepare(self) -> None:
-        """The next backward is to be reduced, also of forwards that ran under ``no_sync``."""
+        """Reduce the next backward, also that of a forward that ran under ``no_sync``."""
         self._is_armed = True
         self._prepared = self._number
 
     def decide(self, forward: Forward | None, sync: SyncState, where: Callable[[], str]) -> bool:
         """A backward begins: is it reduced, or does it only accumulate?
 
-        ``forward`` is ``None`` if it was not seen to go through outputs. Inside ``join()`` the
-        ranks decide together.
+        ``forward`` is ``None`` if the backward has gone through no output so far. Inside ``join()``
+        the ranks decide together.
         """
         join = sync.join
         is_joined = join is not None and join.is_open
@@ -70,7 +72,7 @@ class Forwards:
             number, is_local = self._number, self.was_local and not is_joined
         else:
             number, is_local = forward.number, not forward.syncs
-        # (In a join the ranks without inputs have heard what the forward said, and no more.)
+        # (Inside join() ranks without inputs know only what the forward has told them.)
         if 0 < number <= self._prepared and not is_joined:
             reduced = True
         elif is_local and (is_joined or not self._is_armed):
@@ -82,21 +84,21 @@ class Forwards:
         return reduced
 
     def reduction_begins(self) -> None:
-        """One that is no backward through outputs: none of the forwards until now arms another."""
+        """A reduction on request begins: it disarms all forwards until now."""
         self.was_local, self._prepared, self._is_armed = False, 0, False
 
 
 def watch(reducer: Reducer, outputs: Iterable[Tensor], syncs: bool = True) -> None:
-    """A forward has returned these tensors: see the start of each backward through one of them.
+    """Notice the start of each backward through one of these tensors, which a forward returned.
 
-    Without it the first gradient would do, but a backward that reaches no parameter of this rank
-    must still take part, and one that starts with a reentrant checkpoint must be seen before its
-    inner backward. An output may outlive the reducer.
+    The hook of the first gradient alone would not do: a backward that reaches no parameter of this
+    rank must take part too, and a backward that starts with a reentrant checkpoint must be noticed
+    before its inner backward. An output may outlive the reducer.
 
     Args:
-        reducer: is told.
+        reducer: its ``on_backward`` is called.
         outputs: of the forward.
-        syncs: it ran outside ``no_sync``.
+        syncs: the forward ran outside ``no_sync``.
     """
     forward = reducer.forwards.ended(reducer.counters.reductions, syncs)
     reference = reducer.reference
@@ -104,7 +106,7 @@ def watch(reducer: Reducer, outputs: Iterable[Tensor], syncs: bool = True) -> No
         if output.grad_fn is None:
             continue
         hooks = backward_hooks_of(output)
-        # A tensor that the module only hands on may live long: it gets one hook.
+        # A tensor that the module passes through may live long: it gets one hook only.
         if hooks and any(
             isinstance(hook, partial) and hook.func is tell and hook.args[0] is reference
             for hook in hooks.values()

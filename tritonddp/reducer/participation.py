@@ -1,4 +1,4 @@
-"""Which parameters will a backward reach? What is asked of the autograd engine, and its limits."""
+"""Which parameters will a backward reach? What the autograd engine can tell, and what it cannot."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def gradient_nodes(params: Sequence[Parameter]) -> list[Any]:
         if getattr(node, "variable", None) is None:
             raise RuntimeError(
                 f"a parameter of shape {tuple(param.shape)} and type {type(param).__name__} "
-                f"accumulates no gradients (its autograd node is {node.name()}): it could not "
-                "be synchronised"
+                f"accumulates no gradients (its autograd node is {node.name()}): it cannot be "
+                "synchronised"
             )
     return nodes
 
 
 @contextmanager
 def as_trainable(params: Iterable[Parameter]) -> Iterator[None]:
-    """Context: parameters that have been frozen let hooks be registered all the same."""
+    """Context: hooks can be registered on these parameters, although some are frozen."""
     frozen = [param for param in params if not param.requires_grad]
     for param in frozen:
         param.requires_grad_(True)
@@ -55,23 +55,25 @@ def accumulates(node: Any) -> bool:
 
 
 class ReentrantGrads:
-    """Parameters that may get a gradient, or another one, although the engine does not announce it.
+    """Parameters that may get a gradient, or a second one, that the engine has not announced.
 
-    That is what reentrant checkpoints do: they run inner backwards. Once one has been seen, no
-    other parameter is above suspicion. Until then a parameter is that is missing for the first
-    time: the end of that backward tells whether it comes all the same.
+    Such gradients come from inner backwards, which reentrant checkpoints run. The engine announces
+    only the nodes of the outer backward. A parameter that it does not announce is *missing*, and
+    *suspected* when that happens for the first time: the end of that backward shows whether its
+    gradient comes all the same. Once an inner backward has been seen, any missing parameter may get
+    a gradient.
 
-    Parameters are known by their numbers.
+    Parameters are given by their numbers.
     """
 
     def __init__(self) -> None:
-        self.has_come = False  # a gradient has, from an inner backward
+        self.has_come = False  # a gradient has come from an inner backward
         self._came: set[int] = set()
         self._stayed_away: set[int] = set()
         self.suspected: set[int] = set()  # missing in this backward for the first time
 
     def may_come(self, missing: set[int]) -> set[int]:
-        """A backward begins for which the engine has announced all but ``missing``."""
+        """Numbers that may get a gradient in a backward that announces all but ``missing``."""
         self.suspected = missing - self._stayed_away
         return self._came | missing if self._came else self.suspected
 
@@ -81,14 +83,14 @@ class ReentrantGrads:
         self.has_come = True
 
     def stayed_away(self, numbers: Iterable[int] | None = None) -> None:
-        """The backward is over: ``numbers``, by default all suspected, have not come.
+        """The backward is over: suspect ``numbers``, by default all suspected, no more.
 
-        (Those that have, :meth:`came`, stay suspected all the same.)
+        (Parameters noted by :meth:`came` are waited for all the same.)
         """
         self._stayed_away.update(self.suspected if numbers is None else numbers)
         self.suspected = set()
 
     def renumber(self, former: Sequence[int | None]) -> None:
-        """Parameter ``i`` was ``former[i]`` until now, or is new."""
+        """Update numbers: parameter ``i`` had number ``former[i]``, or ``None`` if it is new."""
         self._came = {new for new, old in enumerate(former) if old in self._came}
         self._stayed_away = {new for new, old in enumerate(former) if old in self._stayed_away}

@@ -1,4 +1,8 @@
-"""Which gradients have come? A log that C writes, and one Python hook a segment that reads it."""
+"""Which gradients have come? A log that C writes, and one Python hook per segment that reads it.
+
+A *segment* is a range of parameters of one bucket that are flattened together; on a GPU it is the
+whole bucket.
+"""
 
 from __future__ import annotations
 
@@ -19,32 +23,33 @@ from tritonddp.reducer.participation import gradient_nodes
 if TYPE_CHECKING:
     from tritonddp.reducer.reducer import Reducer
 
-# Position in the log of a segment that no hook finds full: the end of the backward tells.
+# Position in the log of a segment that no hook waits for: it is packed at the end of the backward.
 _NEVER = -1
-# While no hook is to look: the backward accumulates only, or its buckets are launched at its end.
+# While hooks do nothing: the backward only accumulates, or its buckets are launched at its end.
 _NOBODY_LOOKS = -1
 
 
 class ReadyTracker:
-    """Knows which gradients of a backward have come, and tells when a segment has all of its own.
+    """Knows which gradients of a backward have come, and calls back when a segment is full.
 
-    In a steady step no Python runs for a gradient. Each parameter has the same hook, a
-    ``functools.partial``, which C calls, and whose function can be exchanged: while a backward runs
-    it is ``list.append``, so that the *log* holds the parameters in the order of their gradients.
-    Between backwards it is a function of the reducer: the first gradient of a backward that does
-    not begin at an output of the module.
+    In a steady step no Python runs for a gradient. All parameters have the same hook, a
+    ``functools.partial``. C calls it, and its function can be replaced. While a backward runs the
+    function is ``list.append``, so that the *log* holds the parameters in the order of their
+    gradients. Between backwards it calls the reducer: a gradient that comes then is the first of a
+    backward that does not begin at an output of the module.
 
-    The parameter that comes last in its segment has a Python hook besides, on its autograd node,
-    which the engine runs after all hooks that a user may have put on the parameter. It compares the
-    log with that of the last backward, in C. Where they differ, the segment is looked at, and if a
-    gradient is missing, that parameter gets such a hook, and is waited for. So where the order
-    changes with each step, hooks are added until each parameter has one.
+    The parameter whose gradient comes last in its segment also has an *end hook* in Python, on its
+    autograd node. The engine runs it after all hooks that a user has put on the parameter. It
+    compares the log with that of the last backward, in C. Where they differ, it looks for missing
+    gradients of the segment. If there are any, one missing parameter gets an end hook, and is
+    waited for. So if the order changes in each step, end hooks are added until each parameter has
+    one.
 
     Args:
         params: the parameters, those of a segment side by side.
         ranges: for each segment, the numbers of its parameters, without gaps.
         segments_of: for each bucket, the numbers of its segments.
-        listener: who is told; referred to weakly.
+        listener: the reducer that is called back; held by a weak reference.
     """
 
     def __init__(
@@ -58,34 +63,34 @@ class ReadyTracker:
         # itself refers to them only weakly.
         self.nodes = gradient_nodes(params)
         # For each parameter, whether the backward that runs on this thread will reach it. None for
-        # torch.autograd.grad with respect to some of the parameters. To be called from a hook. No
-        # graph is walked and no output looked at: the engine has just computed which nodes it will
-        # run, so the answer is right for any loss. It is blind to inner backwards of reentrant
-        # checkpoints.
+        # torch.autograd.grad with respect to some of the parameters. Call it from a hook only. No
+        # graph is walked and no output is read: the engine has just computed which nodes it will
+        # run, so the answer is right for any loss. It does not include inner backwards of
+        # reentrant checkpoints.
         self.query: Callable[[], list[bool] | None] = partial(will_engine_execute, self.nodes)
         self.log: list[Tensor] = []  # the parameters in the order of their gradients
         self.reached: list[bool] = []  # for each parameter, whether the engine has announced it
         self.waiting: list[int] = []  # for each bucket, how many segments wait for gradients
-        # On a GPU, the streams that these nodes run on, as far as known: those that were current
-        # when they were made, by us, or before by somebody who still holds them.
+        # On a GPU, the known streams of these nodes. A node runs on the stream that was current
+        # when it was made, by us, or earlier by other code that still holds it.
         self.streams: list[Any] = []
-        self.streams_beside: list[Any] = []  # all but one
-        self._unheard = {param for param in params if param.is_cuda}  # whose is not known
-        self._hears = False  # a backward runs that tells some
+        self.streams_beside: list[Any] = []  # all but the first
+        self._unheard = {param for param in params if param.is_cuda}  # their stream is not known
+        self._hears = False  # this backward will show the streams of some of them
         self._params = list(params)
         self._ranges = ranges
         self._segments_of = segments_of
         # For each parameter, the number of its segment.
         self.segment_of = [number for number, each in enumerate(ranges) for _ in each]
         self._number_of = dict(zip(map(id, params), count()))
-        self._order = list(range(len(params)))  # of the last backward's gradients, as far as known
+        self._order = list(range(len(params)))  # the last known order of gradients, by numbers
         self._doubtful: Collection[int] = ()
         # What the end hooks read: lists that are changed in place.
         self._usual: list[Tensor] = []  # the log that is expected
-        self._expected: list[Tensor] = []  # what is in it
-        self._full_at = [_NEVER] * len(ranges)  # for each segment, how long the log is then
-        self._last = [_NEVER] * len(ranges)  # for each segment, who is expected to come last
-        self._looked = [_NOBODY_LOOKS]  # how much of the log is known to be as expected
+        self._expected: list[Tensor] = []  # its content
+        self._full_at = [_NEVER] * len(ranges)  # for each segment, length of the log when full
+        self._last = [_NEVER] * len(ranges)  # for each segment, the parameter expected last
+        self._looked = [_NOBODY_LOOKS]  # length of the part of the log that is as expected
         self._listener = weakref.ref(listener)
         self._end_hooks: dict[int, Any] = {}
         # Functions and arguments of the hook. Held here: the hook may be exchanged while it runs.
@@ -103,11 +108,10 @@ class ReadyTracker:
         """A backward begins that will reach these parameters.
 
         Args:
-            reached: for each parameter, whether the engine announces it.
-            doubtful: parameters that may get a gradient, or another one, from inner backwards,
-                which the engine does not announce: only the end of the backward tells that they
-                will not.
-            looks: segments are told when they are full.
+            reached: for each parameter, whether the engine announces its gradient.
+            doubtful: parameters that may get a gradient, or a second one, from inner backwards,
+                which the engine does not announce: their segments are packed at the end.
+            looks: call back when a segment is full.
         """
         self.log.clear()
         if reached != self.reached or doubtful != self._doubtful:
@@ -116,16 +120,17 @@ class ReadyTracker:
         self._looked[0] = 0 if looks else _NOBODY_LOOKS
 
     def stop(self) -> None:
-        """The backward is over: what comes now begins another one."""
+        """The backward is over: a gradient that comes now begins another one."""
         self._hook.__setstate__(self._idle)
         self._looked[0] = _NOBODY_LOOKS
         self._hears = False
 
     def follow(self, number: int | None = None) -> None:
-        """The current stream comes behind all gradients, and may read those of a segment, or all.
+        """Make the current stream wait for all gradients, so that it may read a segment's, or all.
 
-        Autograd runs a hook behind the gradient of its own node only. (The end of a backward it
-        runs behind all, but the memory of gradients is kept for the streams of their nodes alone.)
+        In a hook, autograd has synchronised the current stream with the stream of that node only.
+        (At the end of a backward it has with all. But the allocator keeps the memory of a gradient
+        for the stream of its node only.)
         """
         params = self._params
         if number is not None:
@@ -133,7 +138,7 @@ class ReadyTracker:
         follow(self.streams, [param.grad for param in params])
 
     def inherit(self, former: ReadyTracker) -> None:
-        """Nodes that ``former`` holds too run on the streams that it knows."""
+        """Take over the streams of the nodes that ``former`` holds too."""
         self.streams[:], self.streams_beside[:] = former.streams, former.streams_beside
         self._unheard.difference_update(set(former._params).difference(former._unheard))
 
@@ -144,7 +149,7 @@ class ReadyTracker:
         self._end_hooks.clear()
 
     def _expect(self, reached: list[bool], doubtful: Collection[int]) -> None:
-        self.reached = []  # until all that follows is there
+        self.reached = []  # not valid until the end of this method
         usual = [number for number in self._order if reached[number]]
         self._usual[:] = self._expected = [self._params[number] for number in usual]
         self._full_at[:] = self._last[:] = [_NEVER] * len(self._ranges)
@@ -164,8 +169,8 @@ class ReadyTracker:
     def look(self, number: int) -> bool:
         """Whether segment ``number`` has all gradients that it waits for.
 
-        Where it has not, the one that is likely to be the last of those missing is waited for:
-        parameters are numbered in the order of a former backward.
+        If not, wait for the missing parameter with the highest number, which is likely to come
+        last: parameters are numbered in the order of an earlier backward.
         """
         came = set(map(id, self.log))
         missing = [
@@ -179,21 +184,21 @@ class ReadyTracker:
         return not missing
 
     def has_unannounced(self) -> bool:
-        """Whether something came that was not announced, or again."""
+        """Whether a gradient came that was not announced, or came a second time."""
         came = set(map(id, self.log))
         return len(came) < len(self.log) or not came.issubset(map(id, self._expected))
 
     def is_usual(self) -> bool:
-        """At the end: whether all that was announced has come, each once, in the usual order."""
+        """At the end: whether all announced gradients came, each once, in the usual order."""
         log, usual = self.log, self._usual
         return len(log) == len(usual) and (self._looked[0] == len(log) or all(map(is_, log, usual)))
 
     def arrivals(self) -> list[int]:
-        """The log, by the numbers of the parameters."""
+        """The log, as numbers of parameters."""
         return [self._number_of[id(param)] for param in self.log]
 
     def unannounced(self) -> list[tuple[int, int]]:
-        """What came although it was not announced, or again: parameters, and when in the log."""
+        """Gradients that were not announced, or came again: parameter and position in the log."""
         found, seen = [], set()
         for position, number in enumerate(self.arrivals()):
             if number in seen or not self.reached[number]:
@@ -202,11 +207,11 @@ class ReadyTracker:
         return found
 
     def learn(self) -> None:
-        """The order of this backward is the one to expect of the next."""
+        """Expect the order of this backward in the next one."""
         came = list(dict.fromkeys(self.arrivals()))
         others = set(self._order).difference(came)
         self._order = came + [number for number in self._order if number in others]
-        self.reached = []  # looked at anew
+        self.reached = []  # so that the next begin() calls _expect()
 
     def number_of(self, param: Tensor) -> int:
         """The number of a parameter."""
@@ -217,7 +222,7 @@ class ReadyTracker:
     # not see.
 
     def _hook_end(self, number: int) -> None:
-        """Have it seen when parameter ``number`` has its gradient and its hooks have run."""
+        """Add an end hook: it runs when parameter ``number`` has its gradient, after its hooks."""
         if number == _NEVER or number in self._end_hooks:
             return
         segment = self.segment_of[number]

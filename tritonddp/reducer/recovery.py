@@ -1,4 +1,4 @@
-"""All ranks make the same collectives, whatever has become of their backwards."""
+"""After a backward that failed on one rank: all ranks still make the same collectives."""
 
 from __future__ import annotations
 
@@ -30,12 +30,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tritonddp.in_step")
 
-# How often, and for how many seconds, a thread that lets a backward go is waited for.
+# How often, and for how many seconds, to wait for a thread that still holds a failed backward.
 _TRIES, _PAUSE = 200, 1e-4
 
 
 def recover(group: Group) -> None:
-    """Make up for what broke off, in all wrappers of ``group``: collectives match by order."""
+    """Make the collectives of failed backwards, in all wrappers of ``group``.
+
+    Collectives match by order, so each wrapper has to do this before any other collective.
+    """
     group.refuse_if_forked()
     reducers: list[Reducer] = [
         each for each in (reference() for reference in list(group.open_runs)) if each is not None
@@ -48,10 +51,10 @@ def recover(group: Group) -> None:
 
 
 def _make_up(reducer: Reducer) -> None:
-    """If the last backward broke off with an exception: leave no collective half-done.
+    """If the last backward failed with an exception: make its remaining collectives.
 
-    The other ranks will issue, or have issued, all collectives of that step. This rank takes
-    part in those it has not launched yet, with NaN, so that the ranks are in step again.
+    The other ranks will launch, or have launched, all collectives of that step. This rank launches
+    those that it has not launched yet, with NaN, so that later collectives match again.
     """
     run = reducer.run
     if run is None or run.awaits_finalize or _still_runs(run):
@@ -59,7 +62,7 @@ def _make_up(reducer: Reducer) -> None:
     if run.is_local or run.is_finished:
         reducer.close(run)
         return
-    if run.is_captured:  # none of it has been made, on no rank
+    if run.is_captured:  # a capture executes no collective, on any rank
         reducer.tracker.stop()
         for bucket in run.buckets:
             bucket.discard()
@@ -69,16 +72,16 @@ def _make_up(reducer: Reducer) -> None:
         return
     capture.refuse(
         reducer,
-        "the last backward did not come to its end, and the other ranks wait for the rest: run one "
-        "step without a graph before",
+        "the last backward did not come to its end, and the other ranks wait for its remaining "
+        "buckets: run one step without a graph before",
     )
     unsent = {bucket.index for bucket in run.buckets[len(run.works) :]}.difference(run.skipped)
     logger.warning(
         "%s: the last backward did not come to its end%s",
         reducer.where(),
-        # Of those that were, a communication hook may have failed.
+        # (In a bucket that was sent, a communication hook may have failed.)
         f". On the other ranks gradients are NaN in this step in {len(unsent)} of "
-        f"{len(run.buckets)} buckets, which had not been sent"
+        f"{len(run.buckets)} buckets, which this rank had not sent"
         if unsent
         else "",
     )
@@ -102,10 +105,10 @@ def _make_up(reducer: Reducer) -> None:
 
 
 def _still_runs(run: ReductionRun) -> bool:
-    """Whether its backward has not come to its end, and has not broken off.
+    """Whether its backward has neither ended nor failed.
 
-    Where one breaks off on a GPU, the thread of the device may hold it a moment longer than the
-    caller of ``backward()``, who has had the exception.
+    When a backward fails on a GPU, ``backward()`` may raise a moment before the thread of the
+    device lets the backward go.
     """
     tries = 0 if run.bucket_set.params[0].is_cpu or current_graph_task_id() != -1 else _TRIES
     while run.end() is not None:
@@ -117,11 +120,15 @@ def _still_runs(run: ReductionRun) -> bool:
 
 
 def shadow_backward(reducer: Reducer, source: GradSource) -> None:
-    """Make the collectives of a reduced backward; ``source`` says why this rank has none.
+    """Make the collectives of a reduced backward; ``source`` says why this rank runs none.
 
-    Its gradients count as zero. Those of the other ranks come into ``.grad`` here too.
+    The gradients of this rank count as zero. Its ``.grad`` gets the mean, too.
     """
-    capture.refuse(reducer, "a rank without inputs takes part by what no replay does")
+    capture.refuse(
+        reducer,
+        "this rank has no inputs, and a replay cannot take part in the reduction without them: "
+        "use join() without a graph",
+    )
     reducer.check_pending()
     reducer.parameters.register()
     reducer.counters.reductions += 1
@@ -147,16 +154,16 @@ def shadow_backward(reducer: Reducer, source: GradSource) -> None:
 
 
 def take_up_added(reducer: Reducer, run: ReductionRun) -> GradientError | None:
-    """Reduce the gradients of parameters that were added, in buckets of their own.
+    """Reduce the gradients of added parameters, in buckets of their own.
 
-    ``run`` is over, and has told that all ranks have added the same. What is returned is an error
-    of this rank alone: the others go on.
+    ``run`` is over, and its headers have shown that all ranks have added the same parameters.
+    Returns an error of this rank, after which the other ranks go on.
     """
     reducer.agreement.check_pending()
     parameters = reducer.parameters
     params = [param for _, param in parameters.added]
     if reducer.broadcast is not None:
-        # Mostly of values that are alike already: a graph that is kept may be used again.
+        # (The values are mostly equal already, so a graph that is kept may be used again.)
         with preserve_version_counters(params):
             names = [name for name, _ in parameters.added]
             reducer.broadcast.send(
@@ -192,24 +199,25 @@ def raise_mismatch(
     run: ReductionRun | None,
     named_params: Sequence[tuple[str, Parameter]] | None = None,
 ) -> NoReturn:
-    """Ranks do not reduce the same: the error, when nothing is under way any more.
+    """Ranks do not reduce the same: wait for all collectives in flight, and raise the error.
 
-    ``run`` is this rank's, if it is not over; ``named_params`` what is reduced on request.
+    ``run`` is this rank's run, if it is not over; ``named_params`` are the parameters of a
+    reduction on request.
     """
     buckets = reducer.manager.current.buckets
-    if isinstance(error, SkippedMismatch):  # what is under way may never end
+    if isinstance(error, SkippedMismatch):  # collectives in flight may never end
         skipped = reducer.skipped_last if run is None else run.skipped
         here = [bucket.title for bucket in buckets if bucket.index in skipped]
         raise RuntimeError(
-            f"{reducer.where()}, bucket 0: skip_all_reduce_unused_params=True needs parameters "
-            "that are unused on all ranks alike, but the ranks leave out different buckets. "
-            f"Here these are left out: {', '.join(here) or 'none'}. The process group is of "
-            "no use any more: leave skip_all_reduce_unused_params off"
+            f"{reducer.where()}, bucket 0: skip_all_reduce_unused_params=True needs the same "
+            "parameters to be unused on all ranks, but the ranks leave out different buckets. "
+            f"This rank leaves out: {', '.join(here) or 'none'}. The process group cannot be "
+            "used any more: restart with skip_all_reduce_unused_params=False"
         ) from None
     for bucket, work in zip(run.buckets, run.works, strict=False) if run else ():
         if work is None or bucket.index < run.done:  # type: ignore[union-attr]
             continue
-        # Where the ranks have not sent as many buckets, that takes the group's timeout.
+        # If the ranks have sent different numbers of buckets, this takes the group's timeout.
         said = str(error) or "the ranks reduce different parameters"
         what = f"all-reduce of {bucket.nbytes} bytes ({said})"
         with reducer.group.guard(f"{reducer.where()}, {bucket.title}", what):
@@ -217,5 +225,5 @@ def raise_mismatch(
     if isinstance(error, Disagreement):
         raise RuntimeError(f"{reducer.where()}, bucket 0: {error}") from None
     if reducer.peer_memory is not None:
-        reducer.peer_memory.end()  # all ranks come to this comparison
+        reducer.peer_memory.end()  # all ranks reach this line
     reducer.parameters.verify(reducer.where(), named_params)

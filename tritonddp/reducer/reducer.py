@@ -59,11 +59,11 @@ _NONE: frozenset[int] = frozenset()
 
 
 def _over() -> None:
-    """In the place of what the engine calls at the end: it has been called, or never will be."""
+    """Stands in for ``ReductionRun.end``: the end was called, or will never be."""
 
 
 def _opening() -> bool:
-    """Likewise, before the engine has it: the backward runs."""
+    """Stands in for ``ReductionRun.end`` until the engine has the callback: the backward runs."""
     return True
 
 
@@ -71,20 +71,20 @@ class Reducer:
     """Reduces the gradients of a module over a process group during each backward.
 
     Args:
-        parameters: of the module, alike on every rank.
+        parameters: of the module, the same on every rank.
         group: the ranks to average over.
         caps: bucket sizes.
-        sync: what the wrapper wants of the next backward.
-        broadcast: overwrites parameters that are added with those of one rank; ``None`` if each
-            rank keeps its own.
-        wire: how gradients travel.
-        counters: of what is launched and sent.
-        views: gradients live in the buckets.
+        sync: settings of the next backward, written by the wrapper.
+        broadcast: overwrites added parameters with those of one rank; ``None`` if each rank keeps
+            its own.
+        wire: the dtype and the compression in which gradients are sent.
+        counters: count launches and bytes sent.
+        views: ``.grad`` tensors are views of the buckets.
         lazy: buckets have memory during backwards only.
-        check_finite: buckets tell which gradients are not finite.
-        peer_memory: makes what ranks of one host may exchange them by, of the group, another
-            transport and the counters; ``None`` if they shall not.
-        reporters: extensions that report to the other ranks, alike on all of them.
+        check_finite: buckets record which gradients are not finite.
+        peer_memory: makes the transport between ranks of one host, from the group, the plain
+            transport and the counters; ``None`` if there shall be none.
+        reporters: extensions that send reports to the other ranks, the same on every rank.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Reducer:
         reporters: Sequence[Extension] = (),
     ) -> None:
         self.counters = counters or Counters()  # of what was launched and sent so far
-        self.events = Events(reporters)  # whom to tell of what happens
+        self.events = Events(reporters)  # callbacks of extensions
         self.group = group
         self.parameters = parameters
         self.sync = sync
@@ -115,7 +115,7 @@ class Reducer:
         factory = BucketFactory(self.wire, group, self.counters, views, lazy, check_finite)
         factory.header_nbytes = self.agreement.nbytes
         self.manager = BucketManager(parameters, group, caps, factory, self.counters)
-        # How gradients are reduced that no backward has put into the buckets in force.
+        # For gradients that no backward has put into the current buckets.
         self.plain = AllReduce(group, self.counters)
         self.transport: Transport = self.plain  # of a bucket in a backward
         if self.wire.compression is not None:
@@ -124,9 +124,9 @@ class Reducer:
         if peer_memory is not None and self.transport is self.plain:
             self.peer_memory = peer_memory(group, self.plain, self.counters)
         self.comm_hook: tuple[Any, Hook] | None = None
-        # The backward that runs, broke off or waits for ``finalize_backward()``.
+        # The backward that runs, has failed or waits for ``finalize_backward()``.
         self.run: ReductionRun | None = None
-        # For each parameter, whether a backward has used it that was not reduced.
+        # For each parameter, whether a backward that was not reduced has used it.
         self.accumulated: list[bool] = []
         self.has_accumulated = False
         self.reentrant = ReentrantGrads()
@@ -136,26 +136,26 @@ class Reducer:
         self.missing: Collection[int] | None = None
         self.is_static = True  # all reduced backwards have reached the same parameters
         self.skipped_last: Collection[int] = ()  # buckets that the last run left out
-        self.buckets_reduced = 0  # and how many it did not
+        self.buckets_reduced = 0  # number of buckets that the last run reduced
         self.last_alone: ReductionRun | None = None  # the last run, if it exchanged nothing
-        self.own_gradients_at = 0  # reductions when .grad was last set to what is this rank's alone
+        self.own_gradients_at = 0  # counters.reductions when .grad last became this rank's alone
         self.deferred_error: str | None = None  # what the next forward raises
-        # What the end of the next backward waits for.
+        # The end of the next backward waits for these.
         self.post_backward: list[torch.futures.Future] = []
-        self.logger: Any = None  # of the wrapper: told of errors that a backward ends with
+        self.logger: Any = None  # of the wrapper: gets errors that end a backward
         self.finalizes_manually = False  # backwards end in finalize_backward()
         self.is_detached = False  # hooks were removed: no backward is noticed any more
         self.steps_optimizers = False  # in the backward
-        # Buckets that CUDA graphs reduce: those use their memory as long as they live.
+        # Buckets that CUDA graphs reduce. The graphs use the buckets' memory as long as they live.
         self.captured: list[Bucket] = []
-        # Of torch.distributed.autograd: the backward that is reduced, or broke off, and the id of
-        # the last one that went through an output, reduced or not; see in_context.py.
+        # Of torch.distributed.autograd: the backward that is reduced, or has failed, and the id of
+        # the last backward that went through an output, reduced or not; see in_context.py.
         self.in_context: Any = None
         self.seen_in_context = -1
         # Held while a segment is packed: hooks of a multi-device module run on a thread per device.
         self.launching = threading.RLock()
         self.reference = weakref.ref(self, group.open_runs.discard)
-        hash(self.reference)  # which it keeps, and could not find out when this is gone
+        hash(self.reference)  # cached now: it cannot be computed after this object is freed
         self._broke_off = partial(_broke_off, self.reference)
         self._added_hooks: list[Any] = []
         group.join_forks(self)
@@ -168,10 +168,10 @@ class Reducer:
     # Before a forward
 
     def before_forward(self) -> None:
-        """See that the last backward came to its end, and what has become of the parameters.
+        """Make up for a last backward that failed, and look for changed parameters.
 
-        Raises what the wrapper's ``forward()`` tells of. (On a GPU, where the host does not wait
-        for the answer, ranks may have reduced something else in the reduction before the last.)
+        Raises what the docstring of the wrapper's ``forward()`` lists. (On a GPU the host does not
+        wait for headers, so a mismatch may be one reduction older than the last.)
         """
         if self.is_detached:
             self.group.refuse_if_forked()
@@ -190,7 +190,7 @@ class Reducer:
         self.forwards_begun += 1
         for call in self.events.on_forward:
             call()
-        self.forwards.was_local = False  # one inside of this, as Lightning makes, is none of its
+        self.forwards.was_local = False  # a forward inside this one, as in Lightning, is separate
         if self.parameters.has_changed():
             self.refresh_parameters()
         if self.deferred_error is not None:
@@ -198,26 +198,26 @@ class Reducer:
             raise RuntimeError(message)
 
     def settle(self) -> None:
-        """No forward follows: see that the last backward came to its end, as if one did."""
+        """Make up for a last backward that failed, where no forward follows to do so."""
         self.check_finalized()
         self.wait_post_backward()
         recovery.recover(self.group)
         self.check_pending()
 
     def settle_and_refresh(self) -> None:
-        """Likewise, and see what has become of the parameters."""
+        """Call :meth:`settle`, and look for changed parameters."""
         self.settle()
         if self.parameters.has_changed():
             self.refresh_parameters()
 
     def refresh_parameters(self) -> None:
-        """See what has become of the parameters."""
+        """Look for changed parameters."""
         self.parameters.refresh(self.where)
-        # A backward may reach nothing else that has a hook of ours.
+        # A backward may reach no other tensor that has a hook of ours.
         self._watch_added([param for _, param in self.parameters.added])
 
     def _watch_added(self, params: Sequence[Parameter]) -> None:
-        """A gradient of one of these, which are in no bucket yet, tells of a backward."""
+        """Notice a backward by a gradient of one of these parameters, which have no bucket yet."""
         while self._added_hooks:
             self._added_hooks.pop().remove()
         hook = partial(tell, self.reference, None)
@@ -225,7 +225,7 @@ class Reducer:
             self._added_hooks = [register_post_accumulate_grad_hook(p, hook) for p in params]
 
     def check_pending(self) -> None:
-        """On a GPU: raise what reductions could not tell yet, see :class:`Agreement`."""
+        """On a GPU: raise a mismatch that was found too late, see :class:`Agreement`."""
         try:
             self.agreement.check_pending()
         except Mismatch as error:
@@ -243,23 +243,23 @@ class Reducer:
             )
 
     def wait_post_backward(self) -> None:
-        """Wait for what hooks for buffers have left under way."""
+        """Wait for the futures that buffer hooks have returned."""
         if self.post_backward:
             futures, self.post_backward = self.post_backward, []
             torch.futures.wait_all(futures)
 
     @property
     def backward_runs(self) -> bool:
-        """Whether a backward runs now: not one that broke off, or is not finalised."""
+        """Whether a backward runs now: False if it failed, or waits to be finalised."""
         return self.run is not None and self.run.end() is not None
 
     # Start of backward
 
     def on_backward(self, forward: Forward | None = None) -> None:
-        """A backward runs: if it is a new one, find out what it will reach. Called from hooks.
+        """A backward runs: if it is new, find out which parameters it will reach. For hooks.
 
         Args:
-            forward: through whose outputs it goes; ``None`` if that was not seen.
+            forward: the forward whose output it goes through; ``None`` if not known.
         """
         run = self.run
         if run is not None and run.end() is not None:
@@ -277,7 +277,7 @@ class Reducer:
         missing: Collection[int] = _NONE
         if not all(reached):
             if not any(reached) and not accumulates(current_autograd_node()):
-                return  # likewise, and none of them is ours
+                return  # torch.autograd.grad with respect to other tensors
             missing = {number for number, comes in enumerate(reached) if not comes}
             self.parameters.check_kinds(missing, self.where)
         if self.run is not None:
@@ -285,9 +285,9 @@ class Reducer:
         if compiled_autograd_runs():
             raise RuntimeError(
                 f"{self.where()}: Compiled autograd is not compatible with tritonddp, whose "
-                "gradients come from autograd's own engine: leave "
-                "torch._dynamo.config.compiled_autograd at False. What torch.compile makes of a "
-                "forward needs none of it."
+                "hooks need autograd's own engine: leave "
+                "torch._dynamo.config.compiled_autograd at False. torch.compile does not need it "
+                "to compile a forward."
             )
         if self.agreement.pending:
             self.check_pending()
@@ -353,7 +353,7 @@ class Reducer:
                     bucket.note_before(grads[bucket.first :][: len(bucket.params)])
             for index in run.skipped:
                 for number in manager.current.segments_of[index]:
-                    run.filled[number] = True  # or a late gradient would wait for nothing
+                    run.filled[number] = True  # these segments are never packed
             self._queue_end(run)
         except BaseException:
             run.end = _over
@@ -364,7 +364,7 @@ class Reducer:
                 run.launch_ready()
 
     def _exchanges_nothing(self) -> bool:
-        """Whether nobody needs the buckets: there is but one rank, whose gradients are the mean."""
+        """Whether the buckets are not needed: the gradients of the only rank are the mean."""
         current = self.manager.current
         return (
             self.transport is self.plain
@@ -399,13 +399,13 @@ class Reducer:
             raise
 
     def _source(self, forward: Forward | None) -> GradSource:
-        """What to say of a backward that begins at an output of ``forward``."""
+        """The source, for the header, of a backward that begins at an output of ``forward``."""
         if forward is None:
             return GradSource.ELSEWHERE
         was_reached, forward.reached = forward.reached, True
         if was_reached:
             return GradSource.AGAIN
-        # An older one may have been passed by, by a backward beside the outputs for example.
+        # The backward of an older forward may not have gone through its outputs, for example.
         is_new = forward.reductions == self.counters.reductions
         return GradSource.FORWARD if is_new else GradSource.ELSEWHERE
 
@@ -414,24 +414,24 @@ class Reducer:
         self.group.open_runs.add(self.reference)
 
     def mark_closed(self) -> None:
-        """It has made them all."""
+        """This reducer has launched all collectives that it owes."""
         if self.run is None and self.in_context is None:
             self.group.open_runs.discard(self.reference)
 
     def announce(self, run: ReductionRun) -> None:
-        """Prepare what this rank says to the others in ``run``, and how much its means count."""
+        """Prepare the header of this rank in ``run``, and the scale of its gradients."""
         agreement, join, weight = self.agreement, self.sync.join, run.weight
         over_present = False
         if join is not None:
             join.is_due = False
-            # Communication hooks divide themselves, by whatever number of ranks.
+            # Communication hooks divide by a number of ranks themselves.
             over_present = join.mean_over_present and run.transport.averages
         schema = self.parameters.schema if run.schema is None else run.schema
         key = (
             *(schema, run.source, weight, tuple(run.skipped)),
             *(over_present, run.transport.averages),
         )
-        if key != agreement.key or weight is not None:  # whose unit may be another one now
+        if key != agreement.key or weight is not None:  # the unit of weights may have changed
             agreement.open(*key)
         run.scale = agreement.scale
         run.header = run.said = agreement.encoded
@@ -446,9 +446,9 @@ class Reducer:
     def _queue_end(self, run: ReductionRun) -> None:
         """Have :meth:`_end` called when this backward is over.
 
-        A backward that breaks off drops its callbacks. So a weak reference to one, held by the
-        engine alone, tells whether the backward of ``run`` still runs. Where it does not, no
-        gradient is expected any more: the next one finds out.
+        A backward that fails drops its callbacks. So a weak reference to a callback that only the
+        engine holds tells whether the backward of ``run`` still runs. If it does not, no further
+        gradient is expected, and the next backward finds that out.
         """
         run.graph_task = current_graph_task_id()
         run.creates_graph = torch.is_grad_enabled()
@@ -487,7 +487,7 @@ class Reducer:
                 run.launch_ready()
 
     def on_unusual_order(self, number: int) -> None:
-        """Gradients came in another order than last time: is a segment full all the same?"""
+        """Gradients came in another order than last time: launch the segment if it is full."""
         run = self.run
         if run is None or run.is_local:
             return
@@ -499,7 +499,7 @@ class Reducer:
     # End of backward
 
     def _end(self, run: ReductionRun) -> None:
-        """The backward is over: bring all gradients home."""
+        """The backward is over: launch the remaining buckets, wait, and write ``.grad``."""
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self._end(run)
@@ -530,7 +530,7 @@ class Reducer:
             self.wait_post_backward()
 
     def _accumulate(self, run: ReductionRun, is_usual: bool) -> None:
-        """What has come is reduced later."""
+        """Note which parameters this local backward has used: they are reduced later."""
         self.has_accumulated = True
         if is_usual:
             self.accumulated = list(map(or_, self.accumulated, run.reached))
@@ -543,7 +543,7 @@ class Reducer:
         self.close(run)
 
     def _look_back(self, run: ReductionRun) -> None:
-        """Gradients came in another order than expected, or not all of them, or others."""
+        """Handle gradients that came in another order, did not come, or were not announced."""
         tracker = self.tracker
         if self.manager.is_provisional:
             arrived = tracker.arrivals()
@@ -555,10 +555,10 @@ class Reducer:
         tracker.learn()
 
     def _note_unannounced(self, run: ReductionRun) -> None:
-        """Gradients came that the engine has not announced: from inner backwards.
+        """Note gradients of inner backwards, which the engine has not announced.
 
         Raises:
-            RuntimeError: one came when its bucket was on its way already.
+            RuntimeError: a gradient came after its bucket had been launched.
         """
         tracker = self.tracker
         late: list[int] = []
@@ -605,14 +605,14 @@ class Reducer:
                 run.is_finished = True
         except (RuntimeError, Mismatch) as error:
             self._fail(run, error)
-        # (After anything else, a KeyboardInterrupt say, buckets may be on their way: recovery does
-        # with what is in flight.)
+        # (After a KeyboardInterrupt, for example, all-reduces may still be in flight: recovery
+        # waits for them.)
         self.close(run)
         for call in self.events.on_end:
             call(run)
 
     def _fail(self, run: ReductionRun, error: Exception) -> NoReturn:
-        """``run`` has come to its end with this error: raise it, in words."""
+        """``run`` has ended with this error: raise it, with a message."""
         try:
             if isinstance(error, Mismatch):
                 recovery.raise_mismatch(self, error, run)
@@ -620,7 +620,7 @@ class Reducer:
         except RuntimeError as named:
             if self.logger is not None:
                 self.logger.set_error_and_log(str(named))
-            # After a local error the other ranks go on: recovery does with what is in flight.
+            # After a local error the other ranks go on: recovery waits for what is in flight.
             if not isinstance(named, LocalError):
                 for call in self.events.on_abort:
                     call(run)
@@ -628,16 +628,16 @@ class Reducer:
             raise
 
     def after_reduction(self, run: ReductionRun) -> None:
-        """Buckets follow the order of gradients, and hold what is trainable.
+        """Rebuild buckets if the order of gradients, or the set of trainable parameters, changed.
 
-        Every rank that took part in that reduction is here, so the collectives here match.
+        Every rank that took part in this reduction calls this, so its collectives match.
         """
         if self.parameters.is_uncommitted:
             self.parameters.commit()
         missing: Collection[int] | None = None
         if self.manager.is_provisional:
             missing = self.manager.agree_on_order(run.arrived, self.where(), self.sync.source_rank)
-            if run.source.is_empty:  # it has no gradients to tell from
+            if run.source.is_empty:  # this rank ran no backward that could show what is missing
                 missing = ()
         self.reentrant.stayed_away(missing)
         failure = recovery.take_up_added(self, run) if self.parameters.added else None
@@ -652,21 +652,21 @@ class Reducer:
             raise failure
 
     def follow_memory(self, memory: PeerMemory | SymmetricMemory) -> None:
-        """New buckets go through memory of the host, if they can. On all ranks at the same time."""
+        """Move new buckets to peer memory, if possible. All ranks call this at the same time."""
         self.transport = memory if memory.follow(self.manager.current, self.where()) else self.plain
 
     def renumber(self, former: Sequence[int | None]) -> None:
-        """Parameter ``i`` was ``former[i]`` until now, or is new."""
+        """Update numbers: parameter ``i`` had number ``former[i]``, or ``None`` if it is new."""
         self.reentrant.renumber(former)
         if self.missing:
             self.missing = {new for new, old in enumerate(former) if old in self.missing}
         earlier = self.accumulated
         self._follow_buckets()
-        # (Where a backward was reduced, its end forgets what was accumulated.)
+        # (The end of a reduced backward clears this.)
         self.accumulated = [old is not None and earlier[old] for old in former]
 
     def _follow_buckets(self) -> None:
-        """Lists and hooks by the numbers of the parameters in the buckets in force."""
+        """Make the lists and hooks anew for the parameters in the current buckets."""
         current = self.manager.current
         self.is_on_gpu = any(param.is_cuda for param in current.params)
         self.accumulated = [False] * len(current.params)
@@ -681,7 +681,7 @@ class Reducer:
             self.tracker.inherit(former)
 
     def close(self, run: ReductionRun) -> None:
-        """``run`` is over, whatever has become of it. (Recovery calls it again after Ctrl-C.)"""
+        """``run`` is over, with or without an error. (Recovery calls it again after Ctrl-C.)"""
         if not run.is_local:
             self.skipped_last = run.skipped
             self.buckets_reduced = len(run.buckets) - len(run.skipped)
@@ -691,7 +691,7 @@ class Reducer:
                 bucket.release()
             if run.skipped or run.is_alone:
                 for bucket in self.manager.current.buckets:
-                    bucket.before = {}  # gradients that nobody asks about any more
+                    bucket.before = {}  # gradients of before the backward, not needed any more
         for call in self.events.on_close:
             call(run)
         self.run = None
@@ -700,7 +700,7 @@ class Reducer:
             self.group.open_runs.discard(self.reference)
 
     def forget_accumulated(self) -> None:
-        """What was accumulated has been reduced."""
+        """Clear the accumulated flags: those gradients have been reduced."""
         self.accumulated = [False] * len(self.accumulated)
         self.has_accumulated = False
 
@@ -708,7 +708,7 @@ class Reducer:
 
     def finalize_manually(self, required: bool) -> None:
         """Whether backwards end in :meth:`finalize_backward`, not by themselves."""
-        # (One that broke off is over: the next forward makes up for it.)
+        # (A backward that failed is over: the next forward makes up for it.)
         if self.backward_runs or (self.run is not None and self.run.awaits_finalize):
             raise RuntimeError(
                 f"{self.where()}: set_manual_finalization_required cannot be called after forward "
@@ -739,7 +739,7 @@ class Reducer:
                 )
             if any(run.works):
                 try:
-                    run.finish()  # the rest comes at the end: hooks may change then
+                    run.finish()  # _end does the rest
                 except Mismatch as error:
                     recovery.raise_mismatch(self, error, run)
                 return
@@ -760,7 +760,7 @@ class Reducer:
         if self.wire.compression is not None:
             raise RuntimeError(
                 f"compression={self.wire.compression!r} and a communication hook both decide "
-                "how gradients travel: leave one of them out"
+                "how gradients are sent: leave one of them out"
             )
         if self.comm_hook is not None:
             raise RuntimeError(
@@ -790,7 +790,7 @@ class Reducer:
 
 
 def _broke_off(reference: weakref.ref[Reducer], _: object) -> None:
-    """The engine has dropped the end of a backward without a call."""
+    """The engine has dropped the callback of a backward without calling it: it failed."""
     reducer = reference()
     if reducer is not None and reducer.run is not None:
         reducer.tracker.stop()

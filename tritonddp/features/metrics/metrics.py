@@ -231,6 +231,13 @@ def metrics(model: Any) -> dict[str, float | int | str | None]:
 
     Raises:
         RuntimeError: the module was wrapped without ``metrics=True``.
+
+    Example::
+
+        model = tritonddp.DistributedDataParallel(module, metrics=True)
+        for inputs, targets in batches:
+            loss_function(model(inputs), targets).backward()
+        print(model.metrics()["step_ms"], "ms")
     """
     return _of(model, "metrics()").metrics()
 
@@ -248,7 +255,10 @@ def suggested_shares(model: Any) -> list[float]:
 
     Example::
 
-        n = round(global_batch * model.suggested_shares()[rank])
+        model = tritonddp.DistributedDataParallel(module, metrics=True)
+        for inputs, targets in batches:
+            loss_function(model(inputs), targets).backward()
+        n = round(256 * model.suggested_shares()[rank])  # this rank's part of a batch of 256
     """
     return _of(model, "suggested_shares()").shares()
 
@@ -264,6 +274,13 @@ def log_metrics(model: Any, every: int = 100, write: Callable[[str], None] | Non
     Raises:
         RuntimeError: the module was wrapped without ``metrics=True``.
         ValueError: ``every`` is no whole number from 1 on.
+
+    Example::
+
+        model = tritonddp.DistributedDataParallel(module, metrics=True)
+        model.log_metrics(every=2, write=print)
+        for inputs, targets in batches:
+            loss_function(model(inputs), targets).backward()
     """
     _of(model, "log_metrics()").log(every, write)
 

@@ -95,7 +95,7 @@ class RunQueue:
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             self._close = weakref.finalize(self, os.close, self._file)
             waited = int(os.pread(self._file, 64, 0).split()[1])
-        except (OSError, ValueError, IndexError):  # no Linux, or a sandbox
+        except (AttributeError, OSError, ValueError, IndexError):  # no Linux, or a sandbox
             self._close()
             self._file, self._close, waited = -1, int, 0
         self._offset = self._seconds - waited * 1e-9

@@ -1,1 +1,1 @@
-"""Gradients as blocks of 8-bit numbers: kernels and their twins."""
+"""Gradients as blocks of 8-bit numbers: Triton kernels, and the same in plain torch."""

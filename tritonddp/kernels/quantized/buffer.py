@@ -1,24 +1,24 @@
-"""A flat buffer that travels quantised, in blocks, and the message that it travels as.
+"""A flat buffer that is sent quantised, in blocks, and the layout of its message.
 
-A *block* is 256 consecutive elements, in memory order, of one gradient: as many numbers of 8 bits
-and one fp32 scale. Each gradient begins a block, so that what becomes of it does not depend on
-its bucket. Gradients that shall stay exact travel in fp32 in the same message.
+A *block* is 256 consecutive elements, in memory order, of one gradient: 256 8-bit numbers and one
+fp32 scale. Each gradient begins a new block, so that its quantisation does not depend on its
+bucket. *Exact* gradients are sent in fp32 in the same message.
 
-Of W ranks each owns one part of the blocks, and of the exact elements: it sums what all ranks send
-it of them, and sends the sum to all. So the message of a rank to all others has W equal parts::
+Each of W ranks owns one part of the blocks, and of the exact elements: it gets that part from all
+ranks, sums it, and sends the sum to all. So the message of a rank has W equal parts::
 
     part p      | numbers: 256 Bp bytes | scales: 4 Bp, pad to 16 | exact: 4 Ep | trailer, pad |
     trailer     | flag 0 .. flag n-1 | this rank's header | mark 0 .. mark n-1 |  (a byte each)
 
     Bp = ceil(blocks / W)        Ep = ceil(exact elements / W), up to a multiple of 16
 
-and what each rank sends to all after that is such a part of sums, without the trailer. The trailer
-is the same in each part, so that every rank gets those of all. A mark is 1 where the gradient is
-not finite on this rank; there are none if nobody looks. Padding has no meaning.
+The sums that each rank sends afterwards are such a part without the trailer. The trailer is the
+same in each part, so that every rank gets the trailers of all. A mark is 1 if the gradient is not
+finite on this rank; there are no marks if that is not checked. Padding has no meaning.
 
-Two ranks send no more if each sends all it has to the other one, and both make the sum: so they do
-on the CPU, where that saves half of the work. Such an exchange is *direct*, and its message has one
-part.
+Two ranks may instead send each other their whole message, which is the same number of bytes, and
+both sum all of it. That is done on the CPU, where it saves half of the work. Such an exchange is
+*direct*, and its message has one part.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from tritonddp.kernels.flat_buffer import FlatBuffer, Layout, round_up
 # Elements in a block.
 BLOCK = 256
 
-# In elements: exact gradients, and the parts that ranks own of them, begin at multiples of this, so
-# that the kernels can use 16-byte accesses for gradients of any dtype.
+# Alignment in elements of exact gradients, and of the parts that ranks own of them, so that the
+# kernels can use 16-byte accesses for gradients of any dtype.
 EXACT_ALIGNMENT = 16
 
 # The largest number that a block of this dtype holds.
@@ -48,10 +48,10 @@ class Piece(NamedTuple):
     """Consecutive elements of one gradient that lie in one part of the message."""
 
     slot: int
-    start: int  # within the gradient, in memory order: a multiple of 256, of 16 if it is exact
+    start: int  # element of the gradient, in memory order: a multiple of 256, or of 16 if exact
     numel: int  # at least 1
     part: int
-    place: int  # in the part: its first block, or the first of its exact elements
+    place: int  # number of its first block in the part, or of its first exact element
 
 
 class MessageLayout:
@@ -59,21 +59,21 @@ class MessageLayout:
 
     Attributes:
         numels: number of elements of each gradient.
-        quantized: which gradients are; the others are exact.
+        quantized: for each gradient, whether it is quantised; otherwise it is exact.
         world_size: number of ranks.
-        is_direct: each rank gets the whole of the others' messages, and sums are not sent.
-        parts: of a message.
+        is_direct: each rank gets the whole message of the other, and sums are not sent.
+        parts: number of parts of a message.
         header: bytes of the header of one rank.
         has_marks: whether the trailer has marks.
-        places: of a quantised gradient the number of its first block, of an exact one the number
-            of its first element among the exact ones.
+        places: for a quantised gradient the number of its first block, for an exact one the number
+            of its first element among all exact elements.
         blocks: number of blocks of all gradients.
-        exact: number of exact elements of all gradients, and of what aligns them.
+        exact: number of exact elements of all gradients, with padding.
         part_blocks, part_exact: blocks (``Bp``) and exact elements (``Ep``) in a part.
-        scales_offset, exact_offset, marks_offset: byte of a part at which these begin.
-        part_bytes: bytes of a part without its trailer, and that at which the trailer begins.
+        scales_offset, exact_offset, marks_offset: offset in a part, in bytes.
+        part_bytes: bytes of a part without its trailer, which is the offset of the trailer.
         stride: bytes from one part of the message to the next.
-        sent_numel, gathered_numel: bytes of the message to all ranks, and of the sums of all ranks.
+        sent_numel, gathered_numel: bytes of the message of a rank, and of the sums of all ranks.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class MessageLayout:
         has_marks: bool = False,
         is_direct: bool = False,
     ) -> None:
-        """Lay gradients of so many elements out; ``headers`` are bytes, those of all ranks."""
+        """A layout of gradients with ``numels`` elements, and ``headers`` bytes for all ranks."""
         self.numels = tuple(numels)
         self.quantized = tuple(quantized)
         self.world_size = world_size
@@ -113,20 +113,20 @@ class MessageLayout:
         self.gathered_numel = 0 if is_direct else world_size * self.part_bytes
 
     def owned_blocks(self, rank: int) -> int:
-        """Blocks whose sums ``rank`` sends: fewer than :attr:`part_blocks` at the end."""
+        """Number of blocks that ``rank`` owns; the last ranks may have less than the others."""
         if self.is_direct:
             return 0
         return min(max(self.blocks - rank * self.part_blocks, 0), self.part_blocks)
 
     def pieces(self, first: int, last: int, most: int = sys.maxsize) -> Iterator[Piece]:
-        """What slots ``[first, last)`` consist of, in slot order, then by element.
+        """The pieces of slots ``[first, last)``, in slot order, then by element.
 
         No piece has more than ``most`` elements, a multiple of 256.
         """
         for slot in range(first, last):
             quantized, numel, place = self.quantized[slot], self.numels[slot], self.places[slot]
             per_part = self.part_blocks if quantized else self.part_exact
-            size = BLOCK if quantized else 1  # elements to a unit of place
+            size = BLOCK if quantized else 1  # elements per unit of place
             start = 0
             while start < numel:
                 part, at = divmod(place + start // size, per_part)
@@ -136,21 +136,21 @@ class MessageLayout:
 
 
 class Sections(NamedTuple):
-    """Views of some parts of a message, one row a part."""
+    """Views of some parts of a message, one row per part."""
 
     numbers: Tensor  # (rows, Bp, 256), int8 or fp8
-    scales: Tensor  # (rows, Bp), fp32. A NaN makes the block one; 0 a block of zeros
+    scales: Tensor  # (rows, Bp), fp32. With NaN the block is all NaN, with 0 all zeros
     exact: Tensor  # (rows, Ep), fp32
     trailers: Tensor  # (rows, n + bytes of a header), uint8; no columns in gathered sums
-    marks: Tensor  # (rows, n), uint8; no columns in gathered sums, or where there are none
+    marks: Tensor  # (rows, n), uint8; no columns in gathered sums, or without marks
 
 
 @dataclass
 class Residuals:
-    """What quantisation has left out so far, to be sent with later gradients (error feedback).
+    """Quantisation errors so far, to be added to later gradients (error feedback).
 
-    In the unit of what is sent: the scale of gradients is in it. Lives as long as its bucket, in
-    which buffers may come and go.
+    In the unit in which gradients are sent: they are scaled. Residuals belong to the bucket, whose
+    buffers may be replaced.
     """
 
     sent: Tensor  # (blocks, 256), fp32: of this rank's gradients
@@ -158,7 +158,7 @@ class Residuals:
 
     @classmethod
     def zeros(cls, message: MessageLayout, rank: int, device: torch.device) -> Residuals:
-        """Nothing has been left out."""
+        """Residuals at the beginning."""
         return cls(
             torch.zeros(message.blocks, BLOCK, dtype=torch.float32, device=device),
             torch.zeros(message.owned_blocks(rank), BLOCK, dtype=torch.float32, device=device),
@@ -167,16 +167,16 @@ class Residuals:
 
 @dataclass
 class Quantization:
-    """How the gradients of one bucket are quantised, as long as it lives."""
+    """How the gradients of one bucket are quantised. It belongs to the bucket."""
 
     message: MessageLayout
     numbers: torch.dtype  # on the wire: int8 or float8_e4m3fn
-    rank: int  # this one
-    residuals: Residuals | None  # None where errors are not fed back
-    unit: float | None = None  # of weights, in which residuals are, once known: see rescale()
+    rank: int  # this rank
+    residuals: Residuals | None  # None without error feedback
+    unit: float | None = None  # unit of weights of the residuals, once known: see rescale()
 
     def rescale(self, unit: float) -> None:
-        """Weights are divided by another unit from now on: so is what was left out of them."""
+        """Weights are divided by ``unit`` from now on: convert the residuals to it."""
         before, self.unit = self.unit, unit
         if before not in (unit, None) and self.residuals is not None:
             self.residuals.sent.mul_(before / unit)
@@ -184,31 +184,32 @@ class Quantization:
 
 
 class QuantizedBuffer(FlatBuffer):
-    """A flat buffer of fp32 whose gradients go out and come in by a quantised message.
+    """A flat buffer of fp32 whose gradients are sent and received in quantised messages.
 
-    ``quantize`` fills ``message``. An all-to-all brings ``received``, whose row r is what rank r
-    has sent of the part that this rank owns; ``reduce_parts`` sums the rows into the first of them
-    (``reduced``) and reads the trailers. An all-gather of that brings ``gathered``, and
-    ``dequantize`` the gradients.
+    ``quantize`` fills ``message``. An all-to-all fills ``received``: its row r comes from rank r,
+    and holds the part that this rank owns. ``reduce_parts`` sums the rows into the first one
+    (``reduced``), and reads the trailers. An all-gather of ``reduced`` fills ``gathered``, from
+    which ``dequantize`` writes the gradients.
 
-    Memory: on a GPU twice the message, about two bytes an element. On the CPU three times, of a
-    direct exchange, whose ``message`` is this rank's row of ``received``, twice, and ``data``,
-    where the mean is put together, and from which large gradients are donated (:class:`Bucket`).
+    Memory: on a GPU twice the message, about two bytes per element. On the CPU three times the
+    message; in a direct exchange, where ``message`` is this rank's row of ``received``, twice. And
+    ``data``, in which the mean is computed, and whose memory is donated to large gradients
+    (:class:`Bucket`).
 
-    The quantisation is that of its bucket; its numbers, rank and residuals are attributes, too. Of
-    the layout the offsets are made anew.
+    The quantisation is that of its bucket; its numbers, rank and residuals are attributes, too. The
+    offsets of the layout are computed anew.
 
     Attributes:
-        message: uint8, ``message_layout.sent_numel`` bytes: what goes to all ranks.
-        received: uint8, what came from all, a row each.
-        gathered: uint8, the sums of all. On a GPU the beginning of ``message``, which has gone
-            then; on the CPU others may send it before.
+        message: uint8, ``message_layout.sent_numel`` bytes: the message of this rank.
+        received: uint8, the parts from all ranks, one row each.
+        gathered: uint8, the sums of all. On a GPU it is the beginning of ``message``, which has
+            been sent then. On the CPU it is separate: others may send sums before that.
         reduced: uint8, the beginning of ``received``: the sums that this rank owns.
-        outgoing, incoming, result: their sections. ``result`` is of ``gathered``.
-        data: fp32, one gradient behind the other, quantised ones first, each from a multiple of
-            256 on. Elements between them have no meaning. On a GPU it is the message.
+        outgoing, incoming, result: sections of ``message``, ``received`` and ``gathered``.
+        data: fp32, one gradient after the other, quantised ones first, each at a multiple of 256.
+            Elements between them have no meaning. On a GPU it is the message.
         flags, headers: fp32, after ``reduce_parts``; see :class:`FlatBuffer`.
-        marks: uint8 ``(n, W)``, once received: of each rank.
+        marks: uint8 ``(n, W)``, after receiving: those of each rank.
         views: on the CPU only.
     """
 
@@ -216,7 +217,7 @@ class QuantizedBuffer(FlatBuffer):
         self, quantization: Quantization, layout: Layout, dtype: torch.dtype, device: torch.device
     ) -> None:
         if dtype is not torch.float32:
-            raise ValueError(f"a quantised buffer is of torch.float32, not {dtype}")
+            raise ValueError(f"a quantised buffer needs dtype torch.float32, not {dtype}")
         slots = len(layout.numels)
         self.message_layout = message = quantization.message
         of_blocks = message.blocks * BLOCK
@@ -272,7 +273,7 @@ class QuantizedBuffer(FlatBuffer):
         )
 
     def write_trailer(self, used: Sequence[bool], headers: Sequence[int]) -> None:
-        """See :meth:`FlatBuffer.write_trailer`. Of the headers only this rank's is sent."""
+        """See :meth:`FlatBuffer.write_trailer`. Only the header of this rank is sent."""
         size = self.message_layout.header
         own_header = self.layout.encode_headers(headers)[self.rank * size :][:size]
         trailer = bytearray(map(bool, used)) + own_header

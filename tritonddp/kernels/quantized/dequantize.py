@@ -1,6 +1,6 @@
 """Dequantise: scale, cast and scatter the sums of all ranks into all gradients, in one launch.
 
-The plain-torch twin is in ``reference.py``.
+The same in plain torch is in ``reference.py``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def dequantize_kernel(  # type: ignore[no-untyped-def]
     BY_BITS: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """One program a chunk; mask, tail, flag and factor as in ``unflatten_kernel``."""
+    """One program per chunk; mask, tail, flag and factor as in ``unflatten_kernel``."""
     row = chunks + tl.program_id(0).to(tl.int64) * 5
     slot = tl.load(row)
     address = tl.load(dynamic + slot)
@@ -92,9 +92,9 @@ def dequantize(
 ) -> None:
     """Write ``cast(factor * sum)`` of the sums in ``flat.gathered`` into ``grads``.
 
-    One launch on the current stream, which must be behind the all-gather; none where there is
-    nothing to write. Arguments, and what is left untouched, are those of
-    ``reference.dequantize``; the host does not read the factor. Raises as ``unflatten`` does.
+    One launch on the current stream, which must have waited for the all-gather; none if there is
+    nothing to write. Arguments and skipped gradients are those of ``reference.dequantize``. The
+    host does not read the factor. Raises the errors of ``unflatten``.
     """
     tables = flat.tables or QuantizedTables.of(flat)
     if factor is None:

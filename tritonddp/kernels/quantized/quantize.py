@@ -1,8 +1,8 @@
-"""Quantise: gather the gradients of a bucket into the message to all ranks, in one launch.
+"""Quantise: write the gradients of a bucket, and its trailer, into the message, in one launch.
 
-Scaled, with what quantisation has left out of them before, and with the trailer. In torch that
-would be ten passes over memory, and launches for each gradient. The plain-torch twin, which says
-what the numbers are, is in ``reference.py``; the message in ``buffer.py``.
+Gradients are scaled, and residuals (earlier quantisation errors) are added. In torch that would be
+ten passes over memory, and launches for each gradient. The same in plain torch, with the format of
+the numbers, is in ``reference.py``; the layout of the message is in ``buffer.py``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tritonddp.kernels.quantized.buffer import BLOCK, QuantizedBuffer
 
 @triton.jit
 def mark_unless(finite, marks, stride, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write 1 to ``marks``, which is a mark in the first part, and into all other parts."""
+    """Unless ``finite``, write 1 to ``marks``, a mark in the first part, and in all other parts."""
     if finite == 0:
         for part in tl.range(0, PARTS):
             tl.store(marks + tl.cast(part, tl.int64) * stride, 1)
@@ -64,10 +64,10 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     BY_BITS: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """One program a chunk, then for each part one for each ``FLAG_BLOCK`` of its trailer.
+    """One program per chunk, then for each part one per ``FLAG_BLOCK`` of its trailer.
 
     Masks and hints as in ``flatten_kernel``. Only gradients have a tail, which is read into its
-    places of the last block; what is ours has room for whole blocks.
+    place in the last block. The message and residuals have room for whole blocks.
     """
     program = tl.program_id(0)
     if program >= num_chunks:
@@ -91,7 +91,7 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     count = tl.load(row + 4)
     scale = tl.load(dynamic + scale_place).to(tl.float64, bitcast=True).to(tl.float32)
     present = address != 0
-    # Not as one more term of the masks: the interpreter of Triton 3.9 refuses to load with the
+    # Not a further term of the masks: the interpreter of Triton 3.9 cannot load with the
     # conjunction of a block and a scalar.
     readable = tl.where(present, count, 0)
     body = (readable // 16) * 16
@@ -107,7 +107,7 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
         if MARK:
             finite = are_finite(y)
         if (count // 16) * 16 < count:
-            # New names: the compiler refuses to rebind one to another shape.
+            # New names: the compiler does not allow another shape under the same name.
             rest = (count // 16) * 16 + tl.arange(0, 16)
             z = tl.load(source + rest, mask=rest < readable, other=0.0)
             z = tl.where(present, widen(z, tl.float32, EMULATE) * scale, 0.0)
@@ -153,7 +153,7 @@ class QuantizedTables(DeviceTables):
         chunks: int64 ``(num_chunks, 5)``: slot, first element within the gradient, part of the
             message, place in it (see :class:`~tritonddp.kernels.quantized.buffer.Piece`), number of
             elements (1 to ``block``). No chunk crosses the border of a part.
-        quantized_chunks: so many, the first ones, are of quantised gradients.
+        quantized_chunks: number of chunks of quantised gradients, which come first.
     """
 
     def _rows(self, flat: FlatBuffer, block: int) -> Tensor:
@@ -182,8 +182,7 @@ def quantize(
     """Write ``scale * grad`` of every gradient, used flags and headers into ``flat.message``.
 
     One launch on the current stream, which should be the one that produced the gradients. Arguments
-    and residuals are those of ``reference.quantize``; see :meth:`DeviceTables.update` for what it
-    raises.
+    and residuals are those of ``reference.quantize``; for errors see :meth:`DeviceTables.update`.
     """
     tables = flat.tables or QuantizedTables.of(flat)
     dtype = tables.update(grads, used, scale, headers)
@@ -197,14 +196,14 @@ def quantize(
     if prepared is None:
         return
     if layout.has_marks:
-        flat.clear_marks()  # no program can: others may have marked before it runs
+        flat.clear_marks()  # programs cannot: others may have set marks before they run
     launch.run(tables.device_index, prepared)
 
 
 def _prepare(
     flat: QuantizedBuffer, tables: QuantizedTables, dtype: torch.dtype | None, sent: Tensor
 ) -> Callable[[], None] | None:
-    """The launch for gradients of this dtype, as they are aligned now; ``None`` if there is none.
+    """The launch for gradients of this dtype and alignment; ``None`` if none is needed.
 
     ``sent`` are residuals, or any tensor where there are none.
     """

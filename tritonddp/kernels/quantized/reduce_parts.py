@@ -1,7 +1,7 @@
-"""Sum what all ranks have sent of the part that this rank owns, in one launch.
+"""Sum the part that this rank owns over all ranks, and quantise the sums, in one launch.
 
-And quantise the sums again, with what that has left out of them before. In torch that would be
-three passes over memory a rank, and ten more. The plain-torch twin is in ``reference.py``.
+Residuals (earlier quantisation errors of the sums) are added. In torch that would be three passes
+over memory per rank, and ten more. The same in plain torch is in ``reference.py``.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ def reduce_parts_kernel(  # type: ignore[no-untyped-def]
     """One program for each ``BLOCK`` quantised elements, each ``BLOCK`` exact ones, and each
     ``FLAG_BLOCK`` of the flags and of the headers.
 
-    Each writes in the place of rank 0 what it alone has read there. Sums begin with residuals, or
-    with the zero that changes nothing, -0.0 (``tl.full`` would make it 0.0). Loops are unrolled,
-    for several loads to be under way, and not pipelined, which would take the loads' width.
+    Each program writes to the row of rank 0, in a place that no other program reads. Sums begin
+    with residuals, or with -0.0, the zero that changes no number (``tl.full`` would make it 0.0).
+    Loops are unrolled, so that several loads are in flight. They are not pipelined, since that
+    would make the loads narrower.
     """
     program = tl.program_id(0)
     if program >= block_programs + exact_programs:
@@ -75,7 +76,7 @@ def reduce_parts_kernel(  # type: ignore[no-untyped-def]
         line = (program - block_programs).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         own = (received + exact_offset).to(tl.pointer_type(tl.float32))
         own = tl.multiple_of(own, 16) + line
-        # A multiple of 16, which the compiler would not know.
+        # A multiple of 16, which the compiler cannot find out.
         mask = line < (part_exact // 16) * 16
         total = tl.zeros((BLOCK,), tl.float32) * -1.0
         for rank in tl.range(0, RANKS, num_stages=1, loop_unroll_factor=4):
@@ -120,7 +121,7 @@ _launch = Launcher(reduce_parts_kernel)
 def reduce_parts(flat: QuantizedBuffer) -> None:
     """Sum the parts of all ranks, in rank order, into ``flat.reduced``, and read the trailers.
 
-    One launch on the current stream, which must be behind the all-to-all. The rest is said of
+    One launch on the current stream, which must have waited for the all-to-all. For all else see
     ``reference.reduce_parts``.
     """
     tables = flat.tables or QuantizedTables.of(flat)

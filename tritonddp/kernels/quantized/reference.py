@@ -1,14 +1,14 @@
-"""The quantising kernels in plain torch: the CPU path, and the oracle of the Triton kernels.
+"""The quantising kernels in plain torch: used on the CPU, and in tests as the reference for Triton.
 
-Same names, same signatures and the same bits as in ``quantize.py``. A block of values v becomes
+Same names, signatures and bits as the Triton kernels in this folder. A block of values v becomes
 
     scale = max|v| / limit          limit: 127 (int8), 448 (fp8), the largest number; the last 8
-                                    of the 24 bits of its significand are cut off
-    number = round(v / scale)       to the nearest, of two the even one
+                                    of the 24 bits of the scale's significand are cut off
+    number = round(v / scale)       to nearest even
 
-in fp32. No number has more than 8 bits: ``number * scale`` is exact, and it is the same whether a
-device adds it to something in one operation (fused multiply-add) or in two. It does not overflow
-either. Where the scale would be subnormal it is 0 and the block is zeros: its numbers could not be
+in fp32. No number has more than 8 significant bits, so ``number * scale`` is exact, and a device
+gets the same sum with a fused multiply-add as with two operations. It does not overflow either. If
+the scale would be subnormal, it is 0, and the block is all zeros, since its numbers could not be
 told apart. A block that holds NaN or Inf has the scale NaN, and numbers that are 0.
 """
 
@@ -27,28 +27,28 @@ from tritonddp._torch import foreach_copy_, foreach_zero_
 from tritonddp.kernels import reference
 from tritonddp.kernels.quantized.buffer import BLOCK, LIMITS, Piece, QuantizedBuffer
 
-# Blocks that are worked on at once: 1 MiB of fp32, which stays in the cache from one operation to
-# the next. Smaller ones cost more calls.
+# Number of blocks per operation: 1 MiB of fp32, which stays in the cache from one operation to the
+# next. Fewer blocks would need more calls.
 _BLOCKS = 1_024
-# Pieces of as many elements on average are worth a call each.
+# Pieces with at least so many elements on average get one call each.
 _LARGE = 8_192
 
 _LARGEST_SUBNORMAL = torch.finfo(torch.float32).tiny * (1 - 2**-23)
-# Of the bits of a scale those that stay.
+# Mask of the bits of a scale that are kept.
 _SCALE_BITS = ~0xFF
 
 
 class _Chunk:
-    """Blocks of a part of the message, which follow each other in the buffer.
+    """Consecutive blocks of a part of the message.
 
     Attributes:
         size: number of blocks.
-        pieces: of which they consist; their slots are those of the whole buffer.
-        sizes: elements of the pieces and of what pads their last blocks, in order.
-        gaps: which of these pad.
-        numbers, scales: of the blocks, in the message.
-        residual: of the blocks; ``None`` without feedback.
-        residuals: of the pieces, one-dimensional; none without feedback.
+        pieces: pieces of these blocks, with slots of the whole buffer.
+        sizes: numbers of elements of the pieces, and of the padding of their last blocks, in order.
+        gaps: for each of ``sizes``, whether it is padding.
+        numbers, scales: views of the message for these blocks.
+        residual: residuals of the blocks; ``None`` without error feedback.
+        residuals: residuals of the pieces, 1-D; empty without error feedback.
     """
 
     def __init__(self, flat: QuantizedBuffer, pieces: list[Piece]) -> None:
@@ -72,21 +72,21 @@ class _Chunk:
             self.residuals = self.without_gaps(self.residual.view(-1).split(self.sizes))
 
     def without_gaps(self, fragments: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Of tensors of these sizes those of pieces."""
+        """The fragments that are pieces, of fragments with ``sizes``."""
         return list(compress(fragments, map(not_, self.gaps)))
 
     def rows_of(self, piece: Piece) -> slice:
-        """Which of these blocks a piece has."""
+        """The range of these blocks that belongs to a piece."""
         first = piece.place - self._first
         return slice(first, first - (-piece.numel // BLOCK))
 
 
 def _cut(flat: QuantizedBuffer) -> tuple[list[_Chunk], list[Piece]]:
-    """Chunks of the quantised gradients, and pieces of the others."""
+    """Chunks of the quantised gradients, and pieces of the exact ones."""
     layout = flat.message_layout
     runs: list[list[Piece]] = []
     exact: list[Piece] = []
-    size = 0  # of the last run, in blocks
+    size = 0  # number of blocks in the last chunk
     end = flat.first_slot + len(flat.layout.numels)
     for piece in layout.pieces(flat.first_slot, end, _BLOCKS * BLOCK):
         if not layout.quantized[piece.slot]:
@@ -110,10 +110,10 @@ def quantize(
 ) -> None:
     """Write ``scale * grad`` of every gradient, used flags and headers into ``flat.message``.
 
-    Quantised gradients with what quantisation has left out of them before, ``residuals.sent``,
-    which becomes what it leaves out now. The residual of a slot that is not ``used`` is not sent
-    and stays as it is, and so is that of a block which becomes NaN. Where the layout has marks,
-    they say which gradients have such a block, or an exact number that is not finite.
+    The residuals ``residuals.sent`` are added to quantised gradients, and become the new errors.
+    The residual of a slot that is not ``used``, or of a block that becomes NaN, is not sent, and
+    stays as it is. If the layout has marks, gradients with such a block, or with an exact number
+    that is not finite, are marked.
 
     Arguments are those of ``reference.flatten``. Gradients are not of fp64, and the factor is
     applied in fp32. A part of a buffer writes no trailer.
@@ -149,11 +149,11 @@ def quantize(
 def reduce_parts(flat: QuantizedBuffer) -> None:
     """Sum the parts of all ranks, in rank order, into ``flat.reduced``, and read the trailers.
 
-    Blocks are summed in fp32, to what quantisation has left out of the sums before,
-    ``residuals.reduced``, and quantised again. The residual of a block that is zeros on all ranks
-    is not sent and stays as it is, and so is that of a block which becomes NaN. Then ``flat.flags``
-    and ``flat.headers`` are those of all ranks. ``flat`` is a whole buffer. In a direct exchange no
-    rank owns a part, and the trailers alone are read.
+    Blocks are summed in fp32, with the residuals of earlier sums, ``residuals.reduced``, and
+    quantised again. The residual of a block that is zero on all ranks, or becomes NaN, is not sent,
+    and stays as it is. Afterwards ``flat.flags`` and ``flat.headers`` are those of all ranks.
+    ``flat`` is not a part of a buffer. In a direct exchange no rank owns a part, and only the
+    trailers are read.
     """
     numbers, scales, exact, trailers, _ = flat.incoming
     residuals = flat.residuals
@@ -183,20 +183,20 @@ def dequantize(
 ) -> None:
     """Write ``cast(factor * sum)`` of the sums in ``flat.gathered`` into ``grads``.
 
-    Arguments, and what is left untouched, are those of ``reference.unflatten``: ``flat`` is a whole
-    buffer, gradients have the strides of their slots, and the factor is applied in fp32.
+    Arguments and skipped gradients are those of ``reference.unflatten``. ``flat`` is not a part of
+    a buffer, gradients have the strides of their slots, and the factor is applied in fp32.
 
     Raises:
-        TypeError: the factor is of another kind.
+        TypeError: the factor is not one fp64 element on the buffer's device.
     """
     put_together(flat, factor)
     reference.unflatten(flat, grads)
 
 
 def put_together(flat: QuantizedBuffer, factor: Tensor | None = None) -> None:
-    """The first step of :func:`dequantize`: the mean of all gradients in ``flat.data``.
+    """The first step of :func:`dequantize`: write the mean of all gradients to ``flat.data``.
 
-    On the CPU only, where large gradients stay there. Nothing is left of the factor then.
+    On the CPU only, where large gradients may stay there. Applies the whole factor.
     """
     multiplier = 1.0
     if factor is not None:
@@ -274,9 +274,9 @@ def _gather(
     scale: float,
     residuals: Sequence[Tensor] = (),
 ) -> bool:
-    """``scale`` times these pieces of the gradients into ``targets``, which lie in ``line``.
+    """Write ``scale`` times these pieces of the gradients into ``targets``, views of ``line``.
 
-    Where that takes no further pass over memory, with their ``residuals``: returns whether.
+    Adds their ``residuals`` if that needs no further pass over memory; returns whether it did.
     """
     present, there, absent = [], [], []
     for piece, target in zip(pieces, targets, strict=True):
@@ -307,10 +307,10 @@ def _gather(
 
 
 def _divisor(scale: float) -> Tensor | None:
-    """Of a power of two the inverse: a division by it is rounded as a multiplication is.
+    """The inverse of a power of two, else ``None``: dividing by it rounds like multiplying.
 
-    Torch divides and adds in one pass, with two roundings. What multiplies and adds rounds once on
-    some machines.
+    Torch can divide and add in one pass, with two roundings on every machine. Its function that
+    multiplies and adds rounds only once on some machines.
     """
     fraction, exponent = math.frexp(scale)
     if fraction != 0.5 or abs(exponent) > 100:
@@ -326,10 +326,10 @@ def _encode(
     residual: Tensor | None,
     kept: Tensor | None = None,
 ) -> None:
-    """Quantise ``values``, fp32 ``(n, 256)``, into ``numbers`` and ``scales``, with their errors.
+    """Quantise ``values``, fp32 ``(n, 256)``, into ``numbers`` and ``scales``.
 
-    ``values`` is overwritten; ``other`` is memory like it. The ``residual`` of blocks that are
-    ``kept``, and of those that are not finite, stays as it is.
+    ``residual`` gets the errors; but for blocks that are ``kept``, or not finite, it stays as it
+    is. ``values`` is overwritten; ``other`` is scratch memory like it.
     """
     dtype = numbers.dtype
     amax = torch.amax(torch.abs(values, out=other), dim=1)
@@ -358,7 +358,10 @@ def _encode(
 def _sum(
     numbers: Tensor, scales: Tensor, total: Tensor, other: Tensor, start: Tensor | None = None
 ) -> None:
-    """The sum over ranks of blocks, in their order, to ``start``; ``other`` is overwritten."""
+    """Sum ``start`` and the blocks of all ranks, in rank order, into ``total``.
+
+    ``other`` is scratch memory.
+    """
     first, *others = zip(numbers.unbind(), scales.unbind(), strict=True)
     factor = _widen(*first, other)
     if start is None:
@@ -371,12 +374,13 @@ def _sum(
 
 
 def _widen(numbers: Tensor, scales: Tensor, out: Tensor) -> Tensor:
-    """Numbers of blocks in fp32, and what these are to be multiplied by, ``(n, 1)``."""
+    """Write the numbers of blocks to ``out``, in fp32; returns their factors ``(n, 1)``."""
     if numbers.dtype is torch.int8:
         out.copy_(numbers)
         return scales[:, None]
-    # Torch takes twenty times as long for fp8 as for int8. With its exponent and fraction in the
-    # place of those of fp16, which has the sign in the highest bit, a number is 1/256 of itself.
+    # For fp8 the conversion of torch takes twenty times as long as for int8. Instead exponent and
+    # fraction are moved to their place in fp16, and the sign to the highest bit. Since the bias of
+    # fp16 is larger, this gives 1/256 of the number.
     bits = numbers.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
     out.copy_(bits.view(torch.float16))
     return (scales * 256)[:, None]
@@ -386,9 +390,9 @@ _thread = threading.local()
 
 
 def _scratch(blocks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for the values of so many blocks, twice, and the first once more as one dimension.
+    """Scratch memory for ``blocks`` blocks, twice, and a 1-D view of the first.
 
-    Of this thread, until the next call.
+    It is the thread's own, and valid until the next call.
     """
     try:
         memory = _thread.memory

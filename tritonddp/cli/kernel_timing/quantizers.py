@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tritonddp._torch import foreach_copy_
 from tritonddp.kernels.dispatch import select, select_quantized
 from tritonddp.kernels.flat_buffer import Layout
 from tritonddp.kernels.quantized.buffer import (
@@ -120,7 +121,7 @@ def _eager_quantize(inputs: Inputs) -> object:
     line = torch.zeros(residual.numel(), device=residual.device)
     pairs = zip(flat.layout.offsets, inputs.grads, strict=True)
     targets = [line[offset : offset + grad.numel()] for offset, grad in pairs]
-    torch._foreach_copy_(targets, [grad.view(-1) for grad in inputs.grads])
+    foreach_copy_(targets, [grad.view(-1) for grad in inputs.grads])
     values = line.view(-1, BLOCK).div_(WORLD_SIZE).add_(residual)
     return _encoded(values, flat.numbers, residual)
 
@@ -142,7 +143,7 @@ def _eager_dequantize(inputs: Inputs) -> None:
         line[offset : offset + grad.numel()].view(grad.shape)
         for offset, grad in zip(flat.layout.offsets, inputs.grads, strict=True)
     ]
-    torch._foreach_copy_(inputs.grads, sources)
+    foreach_copy_(inputs.grads, sources)
 
 
 def _copy(kernel: str) -> Callable[[Inputs], object]:

@@ -10,24 +10,41 @@ measured with its gaps.) On the CPU, the time is that of the call, on the callin
 
 from __future__ import annotations
 
-import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-import deadline
 import torch
-from contenders import Contender, Inputs
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from tritonddp._torch import cuda_sleep
+
 _CPU_CACHE = 2**24  # bytes; a guess at a core's share
-_CYCLES_PER_SECOND = 2e9  # of torch.cuda._sleep; slower clocks only lengthen the sleep
+_CYCLES_PER_SECOND = 2e9  # of cuda_sleep; slower clocks only lengthen the sleep
 _LONGEST_SLEEP = 20e-3  # seconds; the host's work of more is not waited for
 _QUEUE = 512  # launches; the driver queues about twice as many before the host has to wait
-_WARMUPS = 3
+WARMUPS = 3  # rounds, for callers of time_rounds
+
+
+class Inputs(Protocol):
+    """What a contender works on, with some memory on its device."""
+
+    @property
+    def block(self) -> Tensor: ...
+
+
+class Contender(Protocol):
+    """One way to do something."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def run(self) -> Callable[[Any], object]: ...
 
 
 @dataclass
@@ -55,10 +72,12 @@ def input_sets(nbytes: int, device: torch.device) -> int:
 def time_rounds(
     contenders: Sequence[Contender],
     rotation: Sequence[Inputs],
-    rounds: int,
-    end: float = math.inf,
+    rounds: Iterable[int],
 ) -> dict[str, Samples]:
-    """Count the launches of the contenders and time them until ``end``, by name."""
+    """Count the launches of the contenders and time them, by name.
+
+    ``rounds`` are their numbers; what is timed in negative ones is discarded.
+    """
     device = rotation[0].block.device
     on_gpu = device.type == "cuda"
     flush = torch.ones(_cache_bytes(device), device=device)  # in fp32: four times the cache
@@ -71,7 +90,7 @@ def time_rounds(
         samples[contender.name] = Samples(launches, calls)
     host_seconds = dict.fromkeys(samples, 0.0)
     shuffle, order = random.Random(0), list(contenders)
-    for number in deadline.rounds(rounds, end, discarded=_WARMUPS):
+    for number in rounds:
         shuffle.shuffle(order)
         for contender in order:
             name, each = contender.name, samples[contender.name]
@@ -106,8 +125,7 @@ def _on_gpu(
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     flush.sum()  # reads only: no dirty lines that the call would have to write back
-    # Private, since torch has no other kernel that does nothing for a given time.
-    torch.cuda._sleep(int(_CYCLES_PER_SECOND * min(_LONGEST_SLEEP, 2 * host_seconds + 50e-6)))
+    cuda_sleep(int(_CYCLES_PER_SECOND * min(_LONGEST_SLEEP, 2 * host_seconds + 50e-6)))
     start.record()
     begun = time.perf_counter()
     for inputs in batch:

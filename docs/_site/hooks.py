@@ -1,0 +1,49 @@
+"""Hooks of MkDocs: files of the repository outside ``docs`` become part of the site.
+
+The pages are written for GitHub as well, so they link to ``../benchmarks/README.md`` and show a
+picture for light and one for dark screens by ``<picture>``. Here those links and pictures become
+what MkDocs and its theme understand.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[2]
+# Pages beside docs/, at the same place in the site, and the plots that pages show.
+ADDED = (
+    *("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "SECURITY.md", "benchmarks/README.md"),
+    *("benchmarks/results/*/tables.md", "benchmarks/results/*/*.png"),
+)
+IGNORED = "benchmarks/results/local/"  # what `make bench` has measured here
+_PICTURE = re.compile(
+    r'<picture>\s*<source[^>]*srcset="(?P<dark>[^"]+)">\s*'
+    r'<img src="(?P<light>[^"]+)"[^>]*alt="(?P<alt>[^"]*)">\s*</picture>'
+)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the files of :data:`ADDED`."""
+    for pattern in ADDED:
+        for path in sorted(ROOT.glob(pattern)):
+            name = path.relative_to(ROOT).as_posix()
+            if not name.startswith(IGNORED):
+                files.append(File.generated(config, name, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links as they are in the site, and pictures that follow its switch for dark screens."""
+    if page.file.src_uri.startswith("benchmarks/"):
+        markdown = markdown.replace("](../docs/", "](../")
+    elif page.file.src_uri in ADDED:  # beside docs/, and now inside
+        markdown = markdown.replace("](docs/", "](")
+    else:
+        markdown = markdown.replace("](../", "](")
+    return _PICTURE.sub(
+        r"![\g<alt>](\g<light>#only-light)\n![\g<alt>](\g<dark>#only-dark)", markdown
+    )

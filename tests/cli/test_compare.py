@@ -1,0 +1,145 @@
+"""``tritonddp compare`` on real scripts: what is planted is found, and nothing where nothing is."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import launched
+import pytest
+
+from tritonddp.cli.comparison.turns import Plan
+from tritonddp.cli.main import main
+
+PROGRAMS = launched.ROOT / "tests" / "cli" / "programs"
+PLANTED = PROGRAMS / "planted.py"
+ENDLESS = "1000000"
+
+
+def compare(*words: str | Path, planted: str = "", timeout: float = 300) -> tuple[int, Any, str]:
+    """Exit code, the JSON object and what was said beside it."""
+    variables = {"PYTHONPATH": str(launched.ROOT), "PLANTED": planted}
+    arguments = ("-m", "tritonddp", "compare", "--json", *words)
+    done = launched.run(*arguments, nproc=None, env=variables, timeout=timeout)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout), done.stderr
+
+
+def test_a_wrong_gradient_is_found_and_figures_are_there(tmp_path: Path) -> None:
+    html = tmp_path / "report.html"
+    code, found, _ = compare(
+        *("--launches", "1", "--steps", "24", "--html", html, PLANTED, ENDLESS), planted="wrong"
+    )
+    assert code == 1
+    first, *_ = found["correctness"]
+    assert first["title"] == "gradients of step 1"
+    assert first["names"] == ["0.bias"]
+    assert first["largest"] == pytest.approx(0.001, rel=0.01)
+    assert first["shared"] == {"stock": True, "tritonddp": True}
+    (launch,) = found["launches"]
+    pairs, block = found["plan"]["pairs"], found["plan"]["block"]
+    for played in launch.values():
+        assert len(played["seconds_of_blocks"]) == pairs
+        assert min(played["seconds_of_blocks"]) > 0.01  # what the script sleeps in each step
+        assert played["steps"] == 20 + pairs * (block + 1) + 14
+        assert played["peak_bytes"] > 2**26
+        assert played["parts"]["forward"] > 0
+        # 64 x 64 + 64 + 64 x 8 + 8 parameters; ours has some more bytes, for its flags.
+        traffic = played["traffic"]
+        nbytes = traffic["group_bytes"] + traffic["memory_bytes"]
+        assert 4 * 4680 <= nbytes < 4 * 4680 + 2048
+        assert traffic["collectives"] >= 1
+    assert launch["stock"]["traffic"]["memory_bytes"] == 0
+    page = html.read_text()
+    assert "0.bias" in page
+    assert not re.search(r"(src|href)=|url\(|@import", page)  # it needs no network
+    assert not list(left_over())
+
+
+def left_over() -> list[str]:
+    """Processes of a comparison that are still there."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes()
+        except OSError:
+            continue
+        if bytes(PLANTED) in words and entry.parent.name != str(os.getpid()):
+            found.append(words.decode())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--nnodes", "2", str(PLANTED)], "on one machine only"),
+        (["no_such_script.py"], "there is no file no_such_script.py"),
+        (["--html", "/no/such/folder/a.html", str(PLANTED)], "there is no folder /no/such/folder"),
+    ],
+)
+def test_what_cannot_be_carried_out_is_said(words: list[str], said: str, capsys: Any) -> None:
+    assert main(["compare", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_blocks_fit_the_steps() -> None:
+    assert Plan.of(0.002, None) == Plan(50, 24, 30.0)
+    assert Plan.of(1.0, None) == Plan(1, 10, 30.0)
+    assert Plan.of(0.01, 30) == Plan(5, 6)
+    short = Plan.for_short(60)
+    assert short is not None
+    assert (short.block + 1) * short.pairs + 15 <= 60
+    assert Plan.for_short(20) is None
+
+
+@pytest.mark.long
+def test_a_script_that_is_too_short_is_told_with_numbers() -> None:
+    code, found, _ = compare("--launches", "1", PLANTED, "30")
+    assert code == 3
+    assert "it made 30 steps, and at least 47 are needed" in found["error"]
+
+
+@pytest.mark.long
+def test_a_script_that_fails_shows_its_last_lines() -> None:
+    code, found, said = compare("--launches", "1", PLANTED, "no number")
+    assert code == 3
+    assert "failed with exit code 1 before it wrapped a model" in found["error"]
+    assert "invalid literal for int() with base 10: 'no number'" in said
+
+
+@pytest.mark.thorough
+def test_a_short_script_is_compared_with_shorter_blocks() -> None:
+    code, found, _ = compare("--launches", "1", PLANTED, "80")
+    assert code in (0, 1), found
+    assert found["plan"] == {"block": 2, "pairs": 12, "seconds": 0.0}
+
+
+@pytest.mark.thorough
+def test_a_tenth_more_is_found() -> None:
+    code, found, _ = compare(PLANTED, ENDLESS, planted="slow", timeout=580)
+    assert code == 1
+    assert "slower by" in found["verdict"]["sentence"]
+    assert 1.05 < found["verdict"]["value"] < 1.15
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("time", range(10))
+@pytest.mark.parametrize("program", ["images.py", "characters.py"])
+def test_stock_beside_stock_is_no_difference(program: str, time: int) -> None:
+    code, found, _ = compare("--against", "stock", PROGRAMS / program, timeout=580)
+    assert code == 0, found["verdict"]
+    assert found["verdict"]["sentence"].startswith("no difference")
+    assert {each["state"] for each in found["correctness"]} == {"identical bits"}
+
+
+@pytest.mark.thorough
+def test_one_at_a_time(tmp_path: Path) -> None:
+    code, found, _ = compare(
+        "--one-at-a-time", "--launches", "2", "--steps", "30", PLANTED, ENDLESS
+    )
+    assert code in (0, 1)
+    assert [each["state"] for each in found["correctness"]] == ["identical bits"] * 4
+    assert len(found["launches"]) == 2

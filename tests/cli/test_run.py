@@ -1,0 +1,140 @@
+"""``tritonddp run``: who imports torch's class gets tritonddp's, and sees nothing else of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import launched
+import pytest
+import torch.distributed.run
+
+from tritonddp.cli import run
+from tritonddp.cli.injection import FOLDER, RUN, environment, wrapped_models
+from tritonddp.cli.main import main
+
+SCRIPT = """
+import sys
+import sitecustomize
+print(sitecustomize.hidden, [path for path in sys.path if path.endswith("injected")])
+print(__name__, sys.argv[1:], [name for name in sys.modules if name.startswith("tritonddp")])
+import torch
+print(torch.__spec__.loader, torch.__loader__)
+from torch.nn.parallel import DistributedDataParallel
+
+def work(rank, file):
+    torch.distributed.init_process_group("gloo", f"file://{file}", rank=rank, world_size=1)
+    model = DistributedDataParallel(torch.nn.Linear(1, 1))
+    print("wrapped by", type(model).__module__, __name__, sys.argv[2:], flush=True)
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(work, sys.argv[1:2])
+"""
+
+
+def test_spawned_processes_and_hidden_modules(tmp_path: Path) -> None:
+    script, counts, hidden = (tmp_path / name for name in ("train.py", "counts", "hidden"))
+    script.write_text(SCRIPT)
+    counts.mkdir()
+    hidden.mkdir()
+    (hidden / "sitecustomize.py").write_text("hidden = 'the hidden one has run'")
+    variables = environment(RUN, folder=str(counts))
+    path = [variables["PYTHONPATH"], str(hidden), str(launched.ROOT)]
+    variables["PYTHONPATH"] = os.pathsep.join(path)
+    store = str(tmp_path / "store")
+    done = launched.run(script, store, "--lr", "0.1", nproc=None, env=variables)
+    assert done.returncode == 0, done.stderr
+    plain, main_line, loaders, *rest = done.stdout.splitlines()
+    assert plain == "the hidden one has run []"
+    assert main_line == f"__main__ ['{store}', '--lr', '0.1'] []"
+    assert "_frozen_importlib_external.SourceFileLoader" in loaders
+    assert "wrapped by tritonddp.ddp __mp_main__ ['--lr', '0.1']" in rest
+    assert wrapped_models(counts) == [1]
+
+
+def python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A Python process below ``tritonddp run``."""
+    return subprocess.run(
+        [sys.executable, *words],
+        env={**os.environ, **environment(RUN, folder="/nowhere"), **variables},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_a_process_without_torch_imports_nothing_more() -> None:
+    listed = "import sys; print(sorted(set(sys.modules)))"
+    plain = python("-c", listed, PYTHONPATH="").stdout
+    injected = python("-c", listed).stdout
+    more = set(eval(injected)) - set(eval(plain))  # lists of names, that this test has had printed
+    assert "sitecustomize" in more
+    assert not [name for name in more if name.startswith(("torch", "tritonddp"))]
+    assert len(more) < 40, more
+
+
+def test_what_cannot_be_replaced_is_said(tmp_path: Path) -> None:
+    """Another environment keeps torch's class; an error of ours ends the import of torch."""
+    (tmp_path / "torch.py").touch()
+    (tmp_path / "tritonddp").mkdir()
+    (tmp_path / "tritonddp" / "__init__.py").write_text("raise ImportError('no triton here')")
+    script = tmp_path / "script.py"
+    script.write_text("import torch; print('imported')")
+    variables = environment(RUN, folder="/nowhere")
+    other = variables["TRITONDDP_SESSION"].replace(sys.prefix, "/another")
+    elsewhere = python(str(script), TRITONDDP_SESSION=other)
+    assert elsewhere.stdout == "imported\n"
+    assert "is not of the environment /another" in elsewhere.stderr
+    broken = python(str(script))
+    assert broken.returncode == 1
+    assert "could not take the place of torch's" in broken.stderr
+    assert "no triton here" in broken.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "is_standalone"),
+    [
+        (["train.py", "--standalone-looking", "-m"], True),
+        (["--nproc-per-node", "2", "train.py"], True),
+        (["--nnodes", "2", "--rdzv-endpoint", "host:1", "train.py"], False),
+        (["--master-port", "1234", "train.py"], False),
+    ],
+)
+def test_torchrun_gets_what_was_typed(
+    words: list[str], is_standalone: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    got: list[Any] = []
+    monkeypatch.setattr(torch.distributed.run, "run", got.append)
+    for name in ("PYTHONPATH", "TRITONDDP_SESSION"):
+        monkeypatch.setenv(name, "")  # taken back in the end
+    assert main(["run", *words]) == 0
+    (arguments,) = got
+    assert bool(arguments.standalone) is is_standalone
+    script = words.index("train.py")
+    assert arguments.training_script == "train.py"
+    assert arguments.training_script_args == words[script + 1 :]
+    assert os.environ["PYTHONPATH"].split(os.pathsep)[0] == str(FOLDER)
+    assert "WARNING: no model was wrapped" in capsys.readouterr().err
+
+
+def test_models_are_told_by_process() -> None:
+    assert run.told([1, 1]) == "tritonddp wrapped 1 model in each of 2 processes"
+    assert run.told([1]) == "tritonddp wrapped 1 model in 1 process"
+    assert run.told([2, 1]) == "tritonddp wrapped 1 model in 1 process, 2 models in 1 process"
+
+
+@pytest.mark.long
+def test_the_exit_code_is_torchruns() -> None:
+    script = launched.ROOT / "tests" / "cli" / "programs" / "planted.py"
+    variables = {"PYTHONPATH": str(launched.ROOT)}
+    words = ("-m", "tritonddp", "run", "--nproc-per-node", "2", script)
+    done = launched.run(*words, "3", nproc=None, env=variables)
+    assert done.returncode == 0, done.stderr
+    assert "tritonddp run: tritonddp wrapped 1 model in each of 2 processes\n" in done.stderr
+    done = launched.run(*words, "no number", nproc=None, env=variables)
+    assert done.returncode == 1
+    assert "invalid literal for int() with base 10: 'no number'" in done.stderr

@@ -1,0 +1,115 @@
+"""The verdict of a comparison: how often it errs, what it leaves out, and what it says."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from tritonddp.cli.comparison.verdict import Launch, Ratio, Verdict, over_launches, ratio_of_parts
+
+LAUNCHES, PAIRS = 6, 48  # the defaults
+
+
+def launches(
+    generator: random.Random, count: int, ratio: float = 1.0, between: float = 0.01
+) -> list[Launch]:
+    """Blocks with noise of 5 %, some of them disturbed, and launches that differ among them."""
+    made = []
+    for _ in range(count):
+        factor = ratio * math.exp(generator.gauss(0, between))
+        noise = [
+            [
+                math.exp(generator.gauss(0, 0.05)) * (2 if generator.random() < 0.05 else 1)
+                for _ in range(PAIRS)
+            ]
+            for _ in range(2)
+        ]
+        made.append(Launch.of(noise[0], [factor * each for each in noise[1]]))
+    return made
+
+
+@pytest.mark.parametrize("count", [3, LAUNCHES])
+@pytest.mark.parametrize("between", [0.0, 0.03])
+def test_the_interval_leaves_out_the_truth_in_one_of_a_hundred(count: int, between: float) -> None:
+    generator = random.Random(0)
+    missed = 0
+    for _ in range(1000):
+        ratio = over_launches(launches(generator, count, 0.9, between))
+        missed += not ratio.low <= 0.9 <= ratio.high
+    assert missed <= 21  # 10 are expected; more than 21 would be one case in a thousand
+
+
+def test_nothing_is_called_a_difference_where_there_is_none() -> None:
+    generator = random.Random(0)
+    called = [
+        Verdict.of(over_launches(launches(generator, LAUNCHES)), "a", "b").is_different
+        for _ in range(500)
+    ]
+    assert sum(called) <= 10
+
+
+def test_a_tenth_more_is_found_nearly_always() -> None:
+    generator = random.Random(0)
+    found = [
+        Verdict.of(over_launches(launches(generator, LAUNCHES, 1.1)), "a", "b").is_slower
+        for _ in range(300)
+    ]
+    assert sum(found) >= 290
+
+
+def test_blocks_in_which_the_machine_was_disturbed_do_not_move_the_mean() -> None:
+    steady = Launch.of([1.0] * 20, [0.9] * 20)
+    disturbed = Launch.of([1.0] * 20, [0.9] * 18 + [5.0] * 2)
+    assert disturbed.mean == pytest.approx(steady.mean)
+
+
+def test_launches_that_agree_by_chance_do_not_make_a_narrow_interval() -> None:
+    """Their means are equal, and their blocks say that this is luck."""
+    blocks = [1.0, 1.2] * 10
+    ratio = over_launches([Launch.of([1.0] * 20, blocks)] * 3)
+    assert ratio.high / ratio.low > 1.2
+
+
+def test_the_ratio_turns_over_with_the_contenders() -> None:
+    one, other = [1.0, 1.1, 0.9, 1.05, 1.2], [2.0, 2.1, 2.3, 1.9, 2.2]
+    ratio = over_launches([Launch.of(one, other), Launch.of(one, other[::-1])])
+    turned = over_launches([Launch.of(other, one), Launch.of(other[::-1], one)])
+    assert turned.value == pytest.approx(1 / ratio.value)
+    assert turned.low == pytest.approx(1 / ratio.high)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "is_different", "said"),
+    [
+        (
+            Ratio(0.83, 0.80, 0.86),
+            True,
+            "ours's steps take 0.830 of stock's time (99 %: 0.800 to 0.860): faster by 17 %.",
+        ),
+        (Ratio(1.1, 1.05, 1.15), True, "slower by 10 %."),
+        (
+            Ratio(1.003, 0.985, 1.021),
+            False,
+            "no difference in the time of a step (ratio 1.003, 99 %: 0.985 to 1.021; "
+            "differences below 2 % are not told apart).",
+        ),
+        (Ratio(1.015, 1.01, 1.02), False, "below 2 % are not told apart"),
+        (Ratio(0.9, 0.7, 1.16), False, "below 26 % are not told apart"),
+        (Ratio(0.9, 0.0, math.inf), False, "below any size are not told apart"),
+    ],
+)
+def test_the_sentence(ratio: Ratio, is_different: bool, said: str) -> None:
+    verdict = Verdict.of(ratio, "stock", "ours")
+    assert verdict.is_different is is_different
+    assert said in verdict.sentence
+    assert verdict.is_slower is (is_different and ratio.value > 1)
+
+
+def test_parts_that_take_no_time_have_no_ratio() -> None:
+    assert ratio_of_parts([1.0, 1.0], [0.0, 1.0]) is None
+    assert ratio_of_parts([1.0], [1.0]) is None
+    ratio = ratio_of_parts([1.0, 1.0], [2.0, 2.0])
+    assert ratio is not None
+    assert ratio.value == pytest.approx(2)

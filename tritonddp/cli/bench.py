@@ -1,0 +1,283 @@
+"""``tritonddp bench``: the kernels of this device beside torch's own operations.
+
+Each kernel is checked, then timed in interleaved rounds with torch's way to do the same and with a
+copy of the same bytes. GB/s count the bytes that have to be read and written at least, whatever was
+moved; a ratio below 1 says that ours is faster, and its interval is that of 95%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf, prod
+from typing import Any
+
+import torch
+
+from tritonddp.cli.kernel_timing import buckets, quantizers
+from tritonddp.cli.kernel_timing.device_timing import (
+    WARMUPS,
+    Samples,
+    input_sets,
+    time_rounds,
+)
+from tritonddp.cli.kernel_timing.paired import Ratio, Spread, paired_ratio
+from tritonddp.kernels.dispatch import select
+
+Shapes = Sequence[tuple[int, ...]]
+
+# Parameters of a bucket. The last two have 10 and 7 million elements.
+MODELS: dict[str, Shapes] = {
+    "many_small": ((64,),) * 1000,
+    "mlp": ((2048, 784), (2048,), (2048, 2048), (2048,), (2048, 2048), (2048,), (10, 2048), (10,)),
+    "transformer": (
+        *((2304, 768), (2304,), (768, 768), (768,), (3072, 768), (3072,), (768, 3072), (768,)),
+        *((768,),) * 4,
+    ),
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+KERNELS = (*buckets.DIRECTIONS, *quantizers.CONTENDERS)
+_ROUNDS = {"cpu": 11, "cuda": 25}
+# Fewer rounds, but not fewer than so many, where all of it would take longer than so many seconds.
+_LEAST, _PATIENCE = 4, 45.0
+# On a CPU ranks add up whole buckets with torch, and its twin is there for tests.
+_ONLY_ON_GPU = (buckets.REDUCE,)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel on the gradients of one bucket.
+
+    Attributes:
+        kernel, model, dtype: which.
+        baseline: what it is compared with.
+        tensors, nbytes: gradients, and what has to be read and written at least.
+        seconds, of_baseline, of_copy: medians of ours, of the baseline and of the copy.
+        ratio: ours over the baseline, by round.
+        rounds: that count.
+    """
+
+    kernel: str
+    model: str
+    dtype: str
+    baseline: str
+    tensors: int
+    nbytes: int
+    seconds: float
+    of_baseline: float
+    of_copy: float
+    ratio: Ratio
+    rounds: int
+
+    @property
+    def rate(self) -> float:
+        """GB/s of ours."""
+        return self.nbytes / self.seconds / 1e9
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of the command."""
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), help="default: cuda if there is a card")
+    add("--dtype", choices=DTYPES, nargs="+", default=["fp32"], help="of the gradients")
+    names = f"which parameters, of {', '.join(MODELS)}, or shapes such as 4096x1024,4096"
+    add("--sizes", type=_sizes, nargs="+", metavar="SIZE", help=names)
+    add("--kernels", choices=KERNELS, nargs="+", help="default: those that the device uses")
+    most = "at most, that count (default: 11 on a CPU, 25 on a GPU)"
+    add("--rounds", type=_positive, help=most)
+    add("--json", action="store_true", help="for programs")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print a table.
+
+    Returns:
+        0; 1 if a result is wrong; 2 if the device has no kernels.
+    """
+    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    sizes = arguments.sizes or [(name, MODELS[name]) for name in MODELS]
+    try:
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError("torch sees no CUDA device here")
+        select(device)
+    except RuntimeError as error:
+        print(f"tritonddp bench: {error}", file=sys.stderr)
+        return 2
+    kernels = arguments.kernels or [
+        each for each in KERNELS if device.type == "cuda" or each not in _ONLY_ON_GPU
+    ]
+    cases = [
+        (kernel, name, shapes, dtype)
+        for name, shapes in sizes
+        for dtype in arguments.dtype
+        for kernel in kernels
+    ]
+    rounds = arguments.rounds or _ROUNDS[device.type]
+    rows = []
+    end = time.monotonic()
+    try:
+        for kernel, name, shapes, dtype in _progress(cases):
+            end += _PATIENCE / len(cases)
+            rows.append(measure(kernel, name, shapes, dtype, device, rounds, end))
+    except RuntimeError as error:  # a wrong result is not timed
+        print(f"tritonddp bench: {kernel}, {name}, {dtype}: {error}", file=sys.stderr)
+        return 1
+    print(_as_json(rows, device) if arguments.json else _as_text(rows, device))
+    return 0
+
+
+def measure(
+    kernel: str,
+    model: str,
+    shapes: Shapes,
+    dtype: str,
+    device: torch.device,
+    rounds: int,
+    end: float = inf,
+) -> Row:
+    """Check one kernel, then time it beside its baseline and a copy.
+
+    Args:
+        kernel: of :data:`KERNELS`.
+        model, shapes: what the parameters are called, and what shapes they have.
+        dtype: of :data:`DTYPES`.
+        device: of the gradients.
+        rounds: how many count, at most.
+        end: by ``time.monotonic()``; a round that would end later is left out, but for some.
+
+    Raises:
+        RuntimeError: its result, or the baseline's, is wrong.
+    """
+    contenders: tuple[Any, ...]
+    make: Callable[[], Any]
+    if kernel in buckets.DIRECTIONS:
+        contenders = buckets.DIRECTIONS[kernel]
+
+        def make() -> buckets.Inputs:
+            return buckets.Inputs.make(shapes, DTYPES[dtype], DTYPES[dtype], device)
+
+        first: Any = make()
+        for each in contenders:
+            buckets.check(kernel, each, first)
+        nbytes = first.nbytes_of(kernel)
+    else:
+        contenders = quantizers.CONTENDERS[kernel]
+
+        def make() -> quantizers.Inputs:
+            return quantizers.Inputs.make(shapes, DTYPES[dtype], torch.int8, device)
+
+        first = make()
+        quantizers.check(first)
+        nbytes = quantizers.nbytes(kernel, first.flat.message_layout, DTYPES[dtype])
+    # So many that no cache holds them, as far as a quarter of a GiB.
+    count = min(input_sets(nbytes, device), max(2, (256 << 20) // nbytes))
+    rotation = [first, *(make() for _ in range(count - 1))]
+    samples = time_rounds(contenders, rotation, _numbers(rounds, end))
+    ours, baseline, copy = (samples[each.name] for each in contenders)
+
+    def median(of: Samples) -> float:
+        return Spread.of(of.seconds).median
+
+    return Row(
+        *(kernel, model, dtype, contenders[1].name, len(shapes), nbytes),
+        *(median(ours), median(baseline), median(copy)),
+        ratio=paired_ratio(ours.seconds, baseline.seconds),
+        rounds=len(ours.seconds),
+    )
+
+
+def _numbers(rounds: int, end: float) -> Iterator[int]:
+    """Of rounds, negative for those that do not count."""
+    start = time.monotonic()
+    for number in range(-WARMUPS, rounds):
+        now = time.monotonic()
+        if number >= _LEAST and now + (now - start) / (number + WARMUPS) > end:
+            return
+        yield number
+
+
+def ran(device: torch.device) -> str:
+    """Which of the two forms of the kernels it was."""
+    form = "Triton kernels" if device.type == "cuda" else "the kernels' twins in plain torch"
+    found = (form, f"{torch.get_num_threads()} threads" if device.type == "cpu" else "")
+    if device.type == "cuda":
+        found = (form, torch.cuda.get_device_name(device))
+    return ", ".join(found)
+
+
+def _as_text(rows: Sequence[Row], device: torch.device) -> str:
+    lines = [
+        f"tritonddp bench on {device.type}: {ran(device)}, torch {torch.__version__}",
+        "",
+        f"{'kernel':<17}{'parameters':<13}{'dtype':<6}{'MB':>7}{'us':>10}{'GB/s':>8}"
+        f"{'of a copy':>11}{'rounds':>8}  ratio to torch's own [95%]",
+    ]
+    lines += [
+        f"{row.kernel:<17}{row.model:<13.12}{row.dtype:<6}{row.nbytes / 1e6:>7.1f}"
+        f"{row.seconds * 1e6:>10.1f}{row.rate:>8.1f}{row.of_copy / row.seconds:>11.2f}"
+        f"{row.rounds:>8}  {row.ratio} {row.baseline}"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def _as_json(rows: Sequence[Row], device: torch.device) -> str:
+    content = {
+        "device": device.type,
+        "ran": ran(device),
+        "torch": torch.__version__,
+        "rows": [
+            {
+                **{name: getattr(row, name) for name in ("kernel", "model", "dtype", "baseline")},
+                "tensors": row.tensors,
+                "bytes": row.nbytes,
+                "seconds": row.seconds,
+                "baseline_seconds": row.of_baseline,
+                "copy_seconds": row.of_copy,
+                "gb_per_s": row.rate,
+                "rounds": row.rounds,
+                "ratio": [row.ratio.median, row.ratio.low, row.ratio.high],
+            }
+            for row in rows
+        ],
+    }
+    return json.dumps(content, indent=1)
+
+
+def _progress(cases: Sequence[Any]) -> Iterator[Any]:
+    """``cases``, with a bar on a terminal where tqdm is installed."""
+    if sys.stderr.isatty():
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            pass
+        else:
+            yield from tqdm(cases, leave=False)
+            return
+    yield from cases
+
+
+def _sizes(text: str) -> tuple[str, Shapes]:
+    """A name and its shapes: of :data:`MODELS`, or as they are given."""
+    if text in MODELS:
+        return text, MODELS[text]
+    try:
+        shapes = tuple(tuple(map(int, each.split("x"))) for each in text.split(","))
+    except ValueError:
+        shapes = ()
+    if not shapes or any(prod(each) < 1 or min(each) < 1 for each in shapes):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of {', '.join(MODELS)}, and no shapes such as 4096x1024,4096"
+        )
+    return text, shapes
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value

@@ -1,0 +1,1 @@
+"""What does ``tritonddp doctor`` look at?"""

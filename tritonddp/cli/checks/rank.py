@@ -1,0 +1,229 @@
+"""One rank of the group that ``tritonddp doctor`` looks at: a process of its own.
+
+It prints what it finds as lines of JSON, each as soon as it is known, so that what a group does
+until it fails is in the report. It ends with the process that has started it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from os import _exit as exit_now  # public, for all its underscore
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import tritonddp
+from tritonddp.buckets.formats import ExactParams, WireFormat
+from tritonddp.cli.checks import consequences
+from tritonddp.cli.checks.interfaces import listening, resolves_to_loopback
+from tritonddp.cli.checks.line import Line
+from tritonddp.comm.all_reduce import goes_by_messages
+from tritonddp.comm.peer_memory import PeerMemory
+from tritonddp.comm.symmetric_memory import SymmetricMemory
+from tritonddp.coordination.group import Group
+from tritonddp.coordination.peers import Refusal
+from tritonddp.coordination.processes import Process
+from tritonddp.coordination.verify import gather_json
+from tritonddp.ddp import DistributedDataParallel
+from tritonddp.features.auto_compression.planner import measured
+
+_WHERE = "tritonddp doctor"
+# Seconds that rank 0 keeps the store for others that are not through.
+_LEAVING = 10.0
+
+
+class MissingRanksError(RuntimeError):
+    """Some ranks have not come."""
+
+
+def main() -> int:
+    """Take part; the argument is JSON, ``options`` of :class:`tritonddp.cli.checks.launch.Plan`."""
+    options = json.loads(sys.argv[1])
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        _take_part(options)
+    except Exception as error:
+        kind = "" if isinstance(error, MissingRanksError) else f"{type(error).__name__}: "
+        _tell("failure", f"{kind}{error}".strip())
+        return 1
+    return 0
+
+
+def _end_with_parent() -> None:
+    """The other end of the standard input closes when the process is gone that has it."""
+    sys.stdin.read()
+    exit_now(1)
+
+
+def _tell(what: str, content: Any) -> None:
+    print(json.dumps({what: content}), flush=True)
+
+
+def _take_part(options: dict[str, Any]) -> None:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    on_gpu = options["device"] == "cuda"
+    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    _tell("stage", "meeting the other ranks")
+    store = _meet(rank, world_size, options["timeout"])
+    _tell("stage", f"making a group of {options['backend']}")
+    dist.init_process_group(
+        options["backend"],
+        store=dist.PrefixStore("group", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=options["timeout"]),
+    )
+    world: Any = dist.group.WORLD
+    group = Group(world)
+    _tell("ranks", gather_json(_introduction(device), group, device, _WHERE))
+    _tell("stage", "asking which transport gradients take")
+    transport = _transport(group, device)
+    _tell("transport", transport)
+    _tell("stage", "measuring the line")
+    _tell("line", Line(group, device).measure())
+    if transport["taken"] != "peer_memory" or transport["hosts"] > 1:
+        _tell("stage", 'measuring what compression="auto" would')
+        figures = _figures(group, device)
+        if group.rank == 0:  # the others would find the same, on cores that this one wants
+            found = consequences.of(figures, options["model_bytes"], device.type)
+            _tell("consequences", gather_json(found, group, device, _WHERE)[0])
+        else:
+            _tell("consequences", gather_json(None, group, device, _WHERE)[0])
+    _tell("stage", "leaving")
+    _leave(store, rank, world_size)
+
+
+def _meet(rank: int, world_size: int, timeout: float) -> dist.Store:
+    """The store of the group, once all ranks have come there."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # torchrun's agent, or the doctor itself, has the store, as torch's own rendezvous knows it.
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = dist.TCPStore(
+            address,
+            port,
+            world_size,
+            is_master=rank == 0 and not has_agent,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (OSError, RuntimeError) as error:
+        raise MissingRanksError(
+            f"the store of the group, on port {port} of MASTER_ADDR, does not answer within "
+            f"{timeout:g} s: rank 0 does not run, or a firewall is between: {_first_line(error)}"
+        ) from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own = dist.PrefixStore(f"tritonddp-doctor/{attempt}", store)
+    own.set(f"here/{rank}", "1")
+    end = time.monotonic() + timeout
+    while missing := [each for each in range(world_size) if not own.check([f"here/{each}"])]:
+        if time.monotonic() > end:
+            names = ", ".join(map(str, missing))
+            raise MissingRanksError(
+                f"rank {names} of {world_size} has not come within {timeout:g} s"
+                if len(missing) == 1
+                else f"ranks {names} of {world_size} have not come within {timeout:g} s"
+            )
+        time.sleep(0.05)
+    return own
+
+
+def _leave(store: dist.Store, rank: int, world_size: int) -> None:
+    dist.destroy_process_group()
+    store.set(f"left/{rank}", "1")
+    end = time.monotonic() + _LEAVING
+    with suppress(RuntimeError):  # rank 0, which has the store, may be gone
+        while rank == 0 and time.monotonic() < end:
+            if store.check([f"left/{each}" for each in range(world_size)]):
+                return
+            time.sleep(0.05)
+
+
+def _introduction(device: torch.device) -> dict[str, Any]:
+    """What the others are told of this rank."""
+    process = Process.own()
+    try:
+        namespace = os.readlink("/proc/self/ns/net")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        namespace = boot = ""
+    identity = f"{boot} {namespace} {process.host}".encode()
+    affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return {
+        "host": hashlib.blake2b(identity, digest_size=8).hexdigest(),
+        "name": process.host,
+        "versions": {
+            "torch": torch.__version__,
+            "tritonddp": tritonddp.__version__,
+            "Python": platform.python_version(),
+        },
+        "cores": affinity,
+        "all_cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "card": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "interfaces": [[each.name, each.mtu, str(each)] for each in _interfaces()],
+        "is_loopback_named": resolves_to_loopback(),
+    }
+
+
+def _interfaces() -> Any:
+    try:
+        return listening(besides=int(os.environ["MASTER_PORT"]))
+    except (OSError, ValueError):
+        return []
+
+
+def _transport(group: Group, device: torch.device) -> dict[str, Any]:
+    """Which ``transport="auto"`` takes: by wrapping a module, and two backwards."""
+    module = nn.Linear(64, 64, device=device)
+    wrapped = DistributedDataParallel(module)
+    for _ in range(2):
+        wrapped(torch.ones(1, 64, device=device)).sum().backward()
+    core = wrapped.core
+    memory = core.peer_memory
+    found = {"taken": "process_group", "why": "", "is_failure": False, "hosts": 1}
+    if isinstance(memory, PeerMemory):
+        if core.transport is memory:
+            found |= {"taken": "peer_memory", "hosts": len(group.peers.hosts)}
+        elif isinstance(memory.refusal, Refusal):
+            found |= {"why": memory.refusal.why, "is_failure": memory.refusal.is_failure}
+    elif device.type == "cuda":
+        nobody: Any = None
+        lack = SymmetricMemory(group, nobody, nobody).agree(list(module.parameters()))
+        found["why"] = "on GPUs 'auto' takes NCCL; transport='peer_memory' " + (
+            f"cannot be had: {lack}" if lack else "can be had, see docs/options.md"
+        )
+    elif not goes_by_messages(group):
+        found["why"] = "the group is not one of gloo, or TORCH_DISTRIBUTED_DEBUG is DETAIL"
+    return found
+
+
+def _figures(group: Group, device: torch.device) -> Any:
+    module = nn.Linear(64, 64)
+    wire = WireFormat.of(None, None, "auto", True, ExactParams(module, None))
+    return measured(wire, group, device, [torch.float32])
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    exit_now(code)  # threads of a group that has failed may not let the interpreter end

@@ -1,0 +1,185 @@
+"""What a check found, and what to change: text to paste into an issue, or JSON."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import re
+import socket
+import textwrap
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+
+_WIDTH = 100
+_NAMES = 24  # columns of the names of facts
+# Of other machines. Loopback stays: that gloo has taken it may be what is wrong.
+_ADDRESS = re.compile(
+    r"\b(?!127\.)(?!0\.0\.0\.0)\d{1,3}(\.\d{1,3}){3}\b|\b[0-9a-f]{1,4}(:+[0-9a-f]{1,4}){3,}\b"
+)
+
+
+class Severity(IntEnum):
+    """How bad it is; the worst comes first."""
+
+    BROKEN = 0  # training stops, or does not begin
+    SLOW = 1  # it costs time or memory
+    NOTE = 2  # it may matter
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A sentence: what is found, and what to change."""
+
+    severity: Severity
+    text: str
+
+
+@dataclass
+class Section:
+    """What one check found.
+
+    Attributes:
+        title: of what.
+        facts: name and value, in the order of the report.
+        advice: what to change.
+    """
+
+    title: str
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    advice: list[Advice] = field(default_factory=list)
+
+    def fact(self, name: str, value: object) -> None:
+        """Note what was found."""
+        self.facts.append((name, str(value)))
+
+    def look(self, name: str, find: Callable[[], object]) -> None:
+        """Note what ``find`` returns, nothing if that is ``None``; or why it cannot be known."""
+        try:
+            value = find()
+        except Exception as error:  # a check that fails is a line of the report, whatever it is
+            value = f"not known: {type(error).__name__}: {error}"
+        if value is not None:
+            self.fact(name, value)
+
+    def broken(self, text: str) -> None:
+        """Training stops, or does not begin."""
+        self.advice.append(Advice(Severity.BROKEN, text))
+
+    def slow(self, text: str) -> None:
+        """It costs time or memory."""
+        self.advice.append(Advice(Severity.SLOW, text))
+
+    def note(self, text: str) -> None:
+        """It may matter."""
+        self.advice.append(Advice(Severity.NOTE, text))
+
+
+def checked(title: str, check: Callable[[Section], None]) -> Section:
+    """The section that ``check`` fills, as far as it comes; if it fails, that is told."""
+    section = Section(title)
+    try:
+        check(section)
+    except Exception as error:
+        section.fact("this check failed", f"{type(error).__name__}: {error}")
+        section.note(
+            f"the check of {title} failed, so this report is not complete: please report it"
+        )
+    return section
+
+
+def advice_of(sections: Sequence[Section]) -> list[Advice]:
+    """What to change, the worst first, nothing twice."""
+    found = dict.fromkeys(each for section in sections for each in section.advice)
+    return sorted(found, key=lambda advice: advice.severity)
+
+
+def exit_code(sections: Sequence[Section]) -> int:
+    """0, or 1 if something is broken."""
+    return int(any(each.severity is Severity.BROKEN for each in advice_of(sections)))
+
+
+def as_text(sections: Sequence[Section], shows_names: bool) -> str:
+    """For people. Unless it ``shows_names``, without those of users and hosts."""
+    lines = ["tritonddp doctor"]
+    for section in sections:
+        lines += ["", section.title]
+        for name, value in section.facts:
+            # Long names have their value below them.
+            first = f"  {name:{_NAMES}}"
+            lines += textwrap.wrap(
+                f"{first}{value}",
+                _WIDTH,
+                subsequent_indent=" " * (_NAMES + 2),
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+    lines += ["", "what to change"]
+    found = advice_of(sections)
+    for number, each in enumerate(found, 1):
+        lines += textwrap.wrap(
+            f"  {number}. {each.severity}: {each.text}",
+            _WIDTH,
+            subsequent_indent="     ",
+            break_on_hyphens=False,
+        )
+    if not found:
+        lines.append("  nothing")
+    text = "\n".join(lines)
+    return text if shows_names else without_names(text)
+
+
+def as_json(sections: Sequence[Section], shows_names: bool) -> str:
+    """For programs: ``sections``, ``advice`` and ``exit_code``. For the names see above."""
+    content = {
+        "sections": {section.title: dict(section.facts) for section in sections},
+        "advice": [
+            {"severity": str(each.severity), "text": each.text} for each in advice_of(sections)
+        ],
+        "exit_code": exit_code(sections),
+    }
+    text = json.dumps(content, indent=1, ensure_ascii=False)
+    return text if shows_names else without_names(text)
+
+
+def without_names(text: str) -> str:
+    """``text`` with neither the user's name, nor this host's, nor addresses of other machines."""
+    text = text.replace(str(Path.home()) + "/", "~/")
+    names = {"host": socket.gethostname()}
+    with suppress(KeyError, OSError):  # a container's user may have no name
+        names["user"] = getpass.getuser()
+    for what, name in names.items():
+        if name and name not in ("root", "localhost"):
+            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", f"<{what}>", text)
+    return _ADDRESS.sub("<address>", text)
+
+
+def amount(nbytes: float) -> str:
+    """So many bytes, in the unit that fits."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return (
+                f"{nbytes / size:.3g} {unit}"
+                if nbytes < 1000 * size
+                else f"{nbytes / size:.0f} {unit}"
+            )
+    return f"{nbytes:.0f} bytes"
+
+
+def duration(seconds: float) -> str:
+    """So long, in the unit that fits."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def rate(bytes_per_second: float) -> str:
+    """A line's, in bits, as lines are sold."""
+    bits = 8 * bytes_per_second
+    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"

@@ -1,0 +1,192 @@
+"""Gradients and parameters: taken in the ranks, compared in the launcher.
+
+Every rank makes checksums of all bits. Rank 0 writes the values too, of large models a part of
+them, so that what is not the same to the bit can be told from what is wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tritonddp.diagnostics.checksum import checksums
+
+CAPTURED_STEPS = 3  # the first steps of the optimizer
+
+# What of one capture is written: of each tensor every so many-th element, if it is more.
+_BYTES = 2**24
+
+# The relative difference that rounding may make, by dtype. In a sum of ranks' gradients in another
+# order it is about the dtype's epsilon; some are left to ranks, to clipping and to unscaling.
+_TOLERANCE = {
+    torch.float64: 1e-13,
+    torch.float32: 1e-5,
+    torch.float16: 4e-3,
+    torch.bfloat16: 3e-2,
+}
+_COARSEST = 3e-2
+# From the second step on parameters differ too, by rounding, and all that is made of them.
+_LATER = 100.0
+# Later, rounding has been carried on by as many steps as there were.
+_END = 3e-2
+# Of what stock's own launches differ, if they do.
+_BESIDE_STOCK = 10.0
+# Gradients that are nothing but rounding, those of a bias before a normalisation say, are relative
+# to this share of the root mean square over all parameters.
+_FLOOR = 1e-3
+
+IDENTICAL, ROUNDING, DIFFERENT = "identical bits", "equal to rounding", "DIFFER"
+
+
+@torch.no_grad()
+def capture(models: Sequence[nn.Module], what: str, path: str | None) -> dict[str, Any]:
+    """Checksums of the parameters' values or gradients, of those that the wrappers reduce.
+
+    Args:
+        what: "parameter" or "gradient".
+        path: the file for the values, or None.
+
+    Returns:
+        ``digest`` of all and, of the rank that writes values, ``checksums`` by name.
+    """
+    tensors: dict[str, Tensor | None] = {}
+    for number, wrapper in enumerate(models):
+        module: Any = wrapper.module
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        for name, param in module.named_parameters():
+            if name not in ignored and param.requires_grad:
+                label = name if len(models) == 1 else f"model {number}: {name}"
+                tensors[label] = param.grad if what == "gradient" else param.detach()
+    sums = checksums(list(tensors.values()))
+    digest = hashlib.sha256(repr(sums).encode()).hexdigest()
+    if path is None:
+        return {"digest": digest}
+    dense = {name: value for name, value in tensors.items() if value is not None}
+    nbytes = sum(value.numel() * value.element_size() for value in dense.values())
+    stride = max(1, -(-nbytes // _BYTES))
+    values = {}
+    for name, value in dense.items():
+        value = value.to_dense() if value.layout is not torch.strided else value
+        values[name] = value.detach().reshape(-1)[::stride].cpu().clone()
+    torch.save(values, path)
+    return {"digest": digest, "checksums": dict(zip(tensors, sums, strict=True)), "path": path}
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What all ranks of one contender had at one point of one launch.
+
+    Attributes:
+        digests: by rank.
+        checksums: of rank 0, by the names of the parameters.
+        path: of rank 0's values, or None.
+    """
+
+    digests: Mapping[int, str]
+    checksums: Mapping[str, int] = field(default_factory=dict)
+    path: str | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """All ranks had the same bits."""
+        return len(set(self.digests.values())) == 1
+
+    def values(self) -> dict[str, Tensor]:
+        assert self.path is not None
+        return torch.load(self.path, weights_only=True)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two captures beside each other.
+
+    Attributes:
+        largest: the largest relative difference of a parameter: the norm of the difference over the
+            norm of the first one's.
+        by_name: those of all that are not the same to the bit.
+    """
+
+    largest: float
+    by_name: Mapping[str, float]
+
+    @classmethod
+    def of(cls, first: Capture, second: Capture) -> Difference:
+        names = dict.fromkeys([*first.checksums, *second.checksums])
+        unequal = [n for n in names if first.checksums.get(n) != second.checksums.get(n)]
+        if not unequal:
+            return cls(0.0, {})
+        ours, theirs = first.values(), second.values()
+        squares = sum(value.double().abs().square().sum().item() for value in ours.values())
+        count = sum(value.numel() for value in ours.values())
+        floor = _FLOOR * (squares / max(count, 1)) ** 0.5
+        by_name = {}
+        for name in unequal:
+            one, other = ours.get(name), theirs.get(name)
+            if one is None or other is None or one.shape != other.shape:
+                by_name[name] = float("inf")
+                continue
+            wide = torch.complex128 if one.is_complex() else torch.float64
+            one, other = one.to(wide), other.to(wide)
+            scale = max(one.norm().item(), floor * one.numel() ** 0.5)
+            apart = (one - other).norm().item()
+            relative = apart / scale if scale > 0 else float("inf" if apart else 0)
+            by_name[name] = float("inf") if relative != relative else relative
+        return cls(max(by_name.values()), by_name)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is to be said of one point of the script, by the launch that differs most.
+
+    Attributes:
+        title: which point.
+        state: ``IDENTICAL``, ``ROUNDING`` or ``DIFFERENT``.
+        largest: the largest relative difference.
+        names: the parameters beyond the tolerance, the worst first.
+        tolerance: up to which a difference is one of rounding.
+        of_stock: the largest of stock's first launch to its others; None if there is one alone.
+        shared: by contender, whether all ranks had the same bits.
+    """
+
+    title: str
+    state: str
+    largest: float
+    names: Sequence[str]
+    tolerance: float
+    of_stock: float | None
+    shared: Mapping[str, bool]
+
+    @property
+    def is_wrong(self) -> bool:
+        """The contenders differ, or the ranks of the second do where those of the first do not."""
+        first, second = self.shared.values()
+        return self.state == DIFFERENT or (first and not second)
+
+
+def judge(
+    title: str, first: Sequence[Capture], second: Sequence[Capture], labels: tuple[str, str]
+) -> Finding:
+    """Compare one point of the first contender's launches, at least one, with the second's."""
+    differences = [Difference.of(*pair) for pair in zip(first, second, strict=True)]
+    difference = max(differences, key=lambda each: (each.largest, len(each.by_name)))
+    of_stock = max((Difference.of(first[0], each).largest for each in first[1:]), default=None)
+    dtypes = {value.dtype for value in first[0].values().values()} if difference.by_name else set()
+    tolerance = max((_TOLERANCE.get(dtype, _COARSEST) for dtype in dtypes), default=0.0)
+    if title.startswith("parameters"):
+        tolerance = max(tolerance, _END)
+    elif not title.endswith("step 1"):
+        tolerance = min(tolerance * _LATER, _COARSEST)
+    tolerance = max(tolerance, _BESIDE_STOCK * (of_stock or 0.0))
+    worst = sorted(difference.by_name.items(), key=lambda item: -item[1])
+    names = [name for name, relative in worst if relative > tolerance]
+    state = DIFFERENT if names else ROUNDING if difference.by_name else IDENTICAL
+    shared = {
+        label: all(capture.is_shared for capture in captures)
+        for label, captures in zip(labels, (first, second), strict=True)
+    }
+    return Finding(title, state, difference.largest, names, tolerance, of_stock, shared)

@@ -1,0 +1,137 @@
+"""Every Python process below ``tritonddp run`` and ``compare`` runs this: it is on PYTHONPATH.
+
+Python imports a module of this name when it starts. This one waits until torch has been imported,
+and then calls ``tritonddp.cli.injection``. A process that never imports torch pays for the import
+of this file alone. The module that this one hides, if there is one, runs as it would have.
+
+Nothing but the standard library may be imported here: the process may belong to anybody.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.machinery import PathFinder
+
+# The rest is imported where it is needed: this runs in each process.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+VARIABLE = "TRITONDDP_SESSION"
+
+
+class _Finder:
+    """Finds torch and tritonddp as the other finders do, and is told when they are imported."""
+
+    def __init__(self, session: str) -> None:
+        self._session = session
+        self._waiting = {"torch", "tritonddp"}
+        self._has_acted = False
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name not in self._waiting:
+            return None
+        import importlib.util
+
+        self._waiting.discard(name)  # the others are asked now, and this one with them
+        try:
+            spec: Any = importlib.util.find_spec(name)
+        finally:
+            self._waiting.add(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self)
+        return spec
+
+    def imported(self, name: str) -> None:
+        import json
+
+        self._waiting.discard(name)
+        session = json.loads(self._session)
+        prefix, package = session["prefix"], session["package"]
+        if os.path.realpath(sys.prefix) != os.path.realpath(prefix):
+            sys.stderr.write(
+                f"tritonddp: {sys.executable} is not of the environment {prefix} that tritonddp "
+                "was started in; in this process torch's DistributedDataParallel stays\n"
+            )
+            return
+        if name == "torch" and "tritonddp" in sys.modules:
+            return  # somebody imports tritonddp, which imports torch: its end comes
+        try:
+            if name == "torch":
+                _import_package(package)  # comes here, too, unless it was found by its folder
+            if not self._has_acted:
+                self._has_acted = True
+                from tritonddp.cli.injection import act
+
+                act(session)
+        except Exception as error:
+            raise RuntimeError(
+                "tritonddp could not take the place of torch's DistributedDataParallel in process "
+                f"{os.getpid()}: {type(error).__name__}: {error}"
+            ) from error
+
+
+class _Loader:
+    """The loader of a module, which tells when the module has run."""
+
+    def __init__(self, loader: Any, finder: _Finder) -> None:
+        self._loader = loader
+        self._finder = finder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._finder.imported(module.__name__)
+
+
+def _import_package(folder: str) -> None:
+    """tritonddp, which need not be on this path: the launcher may have been run in a clone.
+
+    A folder of that name beside the script, a clone say, is found without an origin.
+    """
+    import importlib.util
+
+    spec: Any = importlib.util.find_spec("tritonddp")
+    if spec is not None and spec.origin is not None:
+        importlib.import_module("tritonddp")
+        return
+    start = os.path.join(folder, "__init__.py")
+    spec = importlib.util.spec_from_file_location(
+        "tritonddp", start, submodule_search_locations=[folder]
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["tritonddp"] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules["tritonddp"]
+        raise
+
+
+def _begin() -> None:
+    here = os.path.dirname(os.path.abspath(__file__))
+    # Children find this folder in the variable; in here nothing else is to be seen of it.
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
+    session = os.environ.get(VARIABLE)
+    if session:
+        finder: Any = _Finder(session)
+        sys.meta_path.insert(0, finder)
+    hidden: Any = PathFinder.find_spec("sitecustomize")
+    if hidden is not None and hidden.loader is not None:
+        import importlib.util
+
+        module = importlib.util.module_from_spec(hidden)
+        sys.modules["sitecustomize"] = module
+        hidden.loader.exec_module(module)
+
+
+_begin()

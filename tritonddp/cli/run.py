@@ -1,0 +1,59 @@
+"""Run a script under torchrun, with tritonddp's class in the place of torch's.
+
+It takes what torchrun takes, and ends with its exit code. The script is not edited and need not
+know: every Python process below gets tritonddp's class wherever it imports torch's
+DistributedDataParallel from. In the end a line on stderr tells how many models were wrapped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import torch.distributed.run
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from tritonddp.cli.injection import RUN, environment, wrapped_models
+
+
+def parents() -> list[argparse.ArgumentParser]:
+    """torchrun's own arguments."""
+    return [torch.distributed.run.get_args_parser()]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """None but torchrun's."""
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run; returns 0, and ends as torchrun does if the script fails."""
+    (torchrun,) = parents()
+    given = ("standalone", "nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_port")
+    if all(getattr(arguments, name) == torchrun.get_default(name) for name in given):
+        arguments.standalone = True
+    with tempfile.TemporaryDirectory(prefix="tritonddp-run-") as folder:
+        os.environ.update(environment(RUN, folder=folder))
+        try:
+            record(torch.distributed.run.run)(arguments)
+        finally:
+            print(f"tritonddp run: {told(wrapped_models(Path(folder)))}", file=sys.stderr)
+    return 0
+
+
+def told(counts: list[int]) -> str:
+    """What is said of the models that each process has wrapped."""
+    if not any(counts):
+        return (
+            "WARNING: no model was wrapped by tritonddp. Does the script wrap one with torch's "
+            "DistributedDataParallel? (Python started with -I, -E or -S keeps torch's class.)"
+        )
+    numbers = ", ".join(
+        f"{count} {'model' if count == 1 else 'models'} in "
+        f"{'1 process' if often == 1 else f'each of {often} processes'}"
+        for count, often in sorted(Counter(counts).items())
+    )
+    return f"tritonddp wrapped {numbers}"
