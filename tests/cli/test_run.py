@@ -121,6 +121,14 @@ def test_torchrun_gets_what_was_typed(
     assert "WARNING: no model was wrapped" in capsys.readouterr().err
 
 
+def test_torchruns_variables_are_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    (torchrun,) = run.parents()
+    assert not run.says_where_to_meet(torchrun.parse_args(["train.py"]))
+    monkeypatch.setenv("PET_NNODES", "2")
+    (torchrun,) = run.parents()
+    assert run.says_where_to_meet(torchrun.parse_args(["train.py"]))
+
+
 def test_models_are_told_by_process() -> None:
     assert run.told([1, 1]) == "tritonddp wrapped 1 model in each of 2 processes"
     assert run.told([1]) == "tritonddp wrapped 1 model in 1 process"

@@ -31,9 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run; returns 0, and ends as torchrun does if the script fails."""
-    (torchrun,) = parents()
-    given = ("standalone", "nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_port")
-    if all(getattr(arguments, name) == torchrun.get_default(name) for name in given):
+    if not says_where_to_meet(arguments):
         arguments.standalone = True
     with tempfile.TemporaryDirectory(prefix="tritonddp-run-") as folder:
         os.environ.update(environment(RUN, folder=folder))
@@ -42,6 +40,17 @@ def main(arguments: argparse.Namespace) -> int:
         finally:
             print(f"tritonddp run: {told(wrapped_models(Path(folder)))}", file=sys.stderr)
     return 0
+
+
+def says_where_to_meet(arguments: argparse.Namespace) -> bool:
+    """Whether torchrun was told of a rendezvous, by its options or by the variables for them."""
+    (torchrun,) = parents()
+    names = ("standalone", "nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_port")
+    return any(
+        f"PET_{name.upper()}" in os.environ  # that is the default then
+        or getattr(arguments, name) != torchrun.get_default(name)
+        for name in names
+    )
 
 
 def told(counts: list[int]) -> str:
