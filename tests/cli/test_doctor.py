@@ -219,6 +219,10 @@ def test_no_names_are_told_unless_asked(monkeypatch):
     assert without_names(text) == (
         "~/data <host> <user> <address>:29500 127.0.0.1 <address> janet 2.13.0"
     )
+    monkeypatch.setattr(socket, "gethostname", lambda: "secret-host.lab.org")
+    text = "secret-host.lab.org secret-host node0.lab.org 2001:db8::1 c10d::Backend"
+    assert without_names(text, "node0.lab.org") == "<host> <host> <host 0> <address> c10d::Backend"
+    assert without_names("on 127.0.0.1", "127.0.0.1") == "on 127.0.0.1"
     section = Section("x", [("host", "secret-host")])
     assert "secret-host" not in as_text([section], shows_names=False)
     assert "secret-host" in as_text([section], shows_names=True)

@@ -63,7 +63,7 @@ def main(arguments: argparse.Namespace) -> int:
     ]
     if not plan.is_launched or os.environ.get("LOCAL_RANK", "0") == "0":  # one report for a host
         form = as_json if arguments.json else as_text
-        print(form(sections, arguments.names), flush=True)
+        print(form(sections, arguments.names, plan.master_addr), flush=True)
     return exit_code(sections)
 
 

@@ -18,6 +18,7 @@ _NAMES = 24  # columns of the names of facts
 # Of other machines. Loopback stays: that gloo has taken it may be what is wrong.
 _ADDRESS = re.compile(
     r"\b(?!127\.)(?!0\.0\.0\.0)\d{1,3}(\.\d{1,3}){3}\b|\b[0-9a-f]{1,4}(:+[0-9a-f]{1,4}){3,}\b"
+    r"|\b[0-9a-f]{4}(:[0-9a-f]{1,4})*::[0-9a-f]{1,4}(:[0-9a-f]{1,4})*\b"
 )
 
 
@@ -104,7 +105,7 @@ def exit_code(sections: Sequence[Section]) -> int:
     return int(any(each.severity is Severity.BROKEN for each in advice_of(sections)))
 
 
-def as_text(sections: Sequence[Section], shows_names: bool) -> str:
+def as_text(sections: Sequence[Section], shows_names: bool, master_addr: str = "") -> str:
     """For people. Unless it ``shows_names``, without those of users and hosts."""
     lines = ["tritonddp doctor"]
     for section in sections:
@@ -131,10 +132,10 @@ def as_text(sections: Sequence[Section], shows_names: bool) -> str:
     if not found:
         lines.append("  nothing")
     text = "\n".join(lines)
-    return text if shows_names else without_names(text)
+    return text if shows_names else without_names(text, master_addr)
 
 
-def as_json(sections: Sequence[Section], shows_names: bool) -> str:
+def as_json(sections: Sequence[Section], shows_names: bool, master_addr: str = "") -> str:
     """For programs: ``sections``, ``advice`` and ``exit_code``. For the names see above."""
     content = {
         "sections": {section.title: dict(section.facts) for section in sections},
@@ -144,18 +145,24 @@ def as_json(sections: Sequence[Section], shows_names: bool) -> str:
         "exit_code": exit_code(sections),
     }
     text = json.dumps(content, indent=1, ensure_ascii=False)
-    return text if shows_names else without_names(text)
+    return text if shows_names else without_names(text, master_addr)
 
 
-def without_names(text: str) -> str:
-    """``text`` with neither the user's name, nor this host's, nor addresses of other machines."""
+def without_names(text: str, master_addr: str = "") -> str:
+    """``text`` with neither the user's name, nor hosts', nor addresses of other machines.
+
+    The hosts are this one and the one at ``master_addr``, if that is a name.
+    """
     text = text.replace(str(Path.home()) + "/", "~/")
-    names = {"host": socket.gethostname()}
+    host = socket.gethostname()
+    names = {host: "host", host.partition(".")[0]: "host"}
+    if not re.fullmatch(r"[\d.]*|.*:.*", master_addr):  # an address
+        names[master_addr] = "host 0"
     with suppress(KeyError, OSError):  # a container's user may have no name
-        names["user"] = getpass.getuser()
-    for what, name in names.items():
+        names[getpass.getuser()] = "user"
+    for name in sorted(names, key=len, reverse=True):
         if name and name not in ("root", "localhost"):
-            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", f"<{what}>", text)
+            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", f"<{names[name]}>", text)
     return _ADDRESS.sub("<address>", text)
 
 
