@@ -99,6 +99,22 @@ def test_a_gradient_that_is_missing_or_not_a_number_is_wrong(
     assert (found.state, list(found.names)) == (DIFFERENT, ["bias"])
 
 
+def test_infinities_of_both_are_the_same_and_do_not_hide_what_else_differs(
+    model: nn.Linear, tmp_path: Path
+) -> None:
+    assert model.weight.grad is not None
+    assert model.bias.grad is not None
+    model.weight.grad[0, 0] = float("inf")
+    before = taken(model, tmp_path)
+    model.weight.grad[1, 1].mul_(1 + 2**-22)
+    found = judged(before, taken(model, tmp_path))
+    assert (found.state, found.is_wrong) == (ROUNDING, False)
+    model.bias.grad.mul_(1.01)
+    assert judged(before, taken(model, tmp_path)).names == ["bias"]
+    model.weight.grad[0, 1] = float("inf")
+    assert judged(before, taken(model, tmp_path)).names == ["weight", "bias"]
+
+
 def test_a_script_that_is_not_deterministic_is_told_by_stock_beside_itself(
     model: nn.Linear, tmp_path: Path
 ) -> None:
@@ -134,4 +150,7 @@ def test_of_a_large_model_a_part_is_written(
 ) -> None:
     monkeypatch.setattr("tritonddp.cli.comparison.values._BYTES", 84)
     found = taken(model, tmp_path)
-    assert sum(value.numel() for value in found.values().values()) == 21
+    assert sum(value.numel() for value in found.values().values()) == 19 + 1
+    # 11 elements apart: no column of 20 is left out.
+    assert model.weight.grad is not None
+    assert torch.equal(found.values()["weight"], model.weight.grad.flatten()[::11])

@@ -44,7 +44,7 @@ def test_the_interval_leaves_out_the_truth_in_one_of_a_hundred(count: int, betwe
 def test_nothing_is_called_a_difference_where_there_is_none() -> None:
     generator = random.Random(0)
     called = [
-        Verdict.of(over_launches(launches(generator, LAUNCHES)), "a", "b").is_different
+        Verdict.of(over_launches(launches(generator, LAUNCHES)), "a", "b", 6).is_different
         for _ in range(500)
     ]
     assert sum(called) <= 10
@@ -53,7 +53,7 @@ def test_nothing_is_called_a_difference_where_there_is_none() -> None:
 def test_a_tenth_more_is_found_nearly_always() -> None:
     generator = random.Random(0)
     found = [
-        Verdict.of(over_launches(launches(generator, LAUNCHES, 1.1)), "a", "b").is_slower
+        Verdict.of(over_launches(launches(generator, LAUNCHES, 1.1)), "a", "b", 6).is_slower
         for _ in range(300)
     ]
     assert sum(found) >= 290
@@ -101,10 +101,14 @@ def test_the_ratio_turns_over_with_the_contenders() -> None:
     ],
 )
 def test_the_sentence(ratio: Ratio, is_different: bool, said: str) -> None:
-    verdict = Verdict.of(ratio, "stock", "ours")
+    verdict = Verdict.of(ratio, "stock", "ours", 2)
     assert verdict.is_different is is_different
     assert said in verdict.sentence
     assert verdict.is_slower is (is_different and ratio.value > 1)
+    alone = Verdict.of(ratio, "stock", "ours", 1)
+    assert (
+        alone.sentence == verdict.sentence + " One launch alone: others may differ from it by more."
+    )
 
 
 def test_parts_that_take_no_time_have_no_ratio() -> None:

@@ -73,7 +73,7 @@ class Comparison:
 
     def verdict(self) -> Verdict:
         launches = [Launch.of(first.blocks, second.blocks) for first, second in self.launches]
-        return Verdict.of(over_launches(launches), *self.labels)
+        return Verdict.of(over_launches(launches), *self.labels, len(launches))
 
     def _judged(self) -> list[Finding]:
         """Of the gradients of the first steps, and of the parameters later."""
@@ -179,6 +179,11 @@ def statements(finding: Finding) -> Iterator[str]:
         yield (
             "  the script itself is not deterministic: two launches of stock differ by "
             f"{finding.of_stock:.1e}"
+        )
+    if finding.state == DIFFERENT and finding.of_stock is None:
+        yield (
+            "  one launch alone does not tell whether the script itself is deterministic: "
+            "--launches 2 does"
         )
     for label, shared in finding.shared.items():
         if not shared:

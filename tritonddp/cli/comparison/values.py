@@ -18,7 +18,8 @@ from tritonddp.diagnostics.checksum import checksums
 
 CAPTURED_STEPS = 3  # the first steps of the optimizer
 
-# What of one capture is written: of each tensor every so many-th element, if it is more.
+# What of one capture is written: of each tensor every so many-th element, if it is more. The number
+# is odd, or of a matrix with an even number of columns some would never be written.
 _BYTES = 2**24
 
 # The relative difference that rounding may make, by dtype. In a sum of ranks' gradients in another
@@ -68,7 +69,7 @@ def capture(models: Sequence[nn.Module], what: str, path: str | None) -> dict[st
         return {"digest": digest}
     dense = {name: value for name, value in tensors.items() if value is not None}
     nbytes = sum(value.numel() * value.element_size() for value in dense.values())
-    stride = max(1, -(-nbytes // _BYTES))
+    stride = -(-nbytes // _BYTES) | 1
     values = {}
     for name, value in dense.items():
         value = value.to_dense() if value.layout is not torch.strided else value
@@ -121,7 +122,7 @@ class Difference:
         if not unequal:
             return cls(0.0, {})
         ours, theirs = first.values(), second.values()
-        squares = sum(value.double().abs().square().sum().item() for value in ours.values())
+        squares = sum(_finite(_wide(value)).norm().item() ** 2 for value in ours.values())
         count = sum(value.numel() for value in ours.values())
         floor = _FLOOR * (squares / max(count, 1)) ** 0.5
         by_name = {}
@@ -130,13 +131,25 @@ class Difference:
             if one is None or other is None or one.shape != other.shape:
                 by_name[name] = float("inf")
                 continue
-            wide = torch.complex128 if one.is_complex() else torch.float64
-            one, other = one.to(wide), other.to(wide)
+            one, other = _wide(one), _wide(other)
+            # A loss scale that is too large makes the same infinities in both.
+            if not torch.equal(one.isfinite(), other.isfinite()):
+                by_name[name] = float("inf")
+                continue
+            one, other = _finite(one), _finite(other)
             scale = max(one.norm().item(), floor * one.numel() ** 0.5)
             apart = (one - other).norm().item()
-            relative = apart / scale if scale > 0 else float("inf" if apart else 0)
-            by_name[name] = float("inf") if relative != relative else relative
+            by_name[name] = apart / scale if scale > 0 else float("inf" if apart else 0)
         return cls(max(by_name.values()), by_name)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    """With zeros for what is not finite."""
+    return tensor.where(tensor.isfinite(), 0)
 
 
 @dataclass(frozen=True)

@@ -112,8 +112,9 @@ class Verdict:
         return self.is_different and self.ratio.value > 1
 
     @classmethod
-    def of(cls, ratio: Ratio, first: str, second: str) -> Verdict:
-        """Of contenders with these names."""
+    def of(cls, ratio: Ratio, first: str, second: str, launches: int) -> Verdict:
+        """Of contenders with these names, and so many launches."""
+        alone = "" if launches > 1 else " One launch alone: others may differ from it by more."
         interval = f"{CONFIDENCE}: {ratio.low:.3f} to {ratio.high:.3f}"
         excludes = ratio.high < 1 or ratio.low > 1
         if excludes and abs(ratio.value - 1) > LEAST:
@@ -122,14 +123,14 @@ class Verdict:
             )
             sentence = (
                 f"{second}'s steps take {ratio.value:.3f} of {first}'s time ({interval}): "
-                f"{word} by {100 * share:.0f} %."
+                f"{word} by {100 * share:.0f} %.{alone}"
             )
             return cls(ratio, True, sentence)
         reach = max(LEAST, ratio.value - ratio.low, ratio.high - ratio.value)
         told = f"{math.ceil(100 * reach - 1e-9)} %" if math.isfinite(reach) else "any size"
         sentence = (
             f"no difference in the time of a step (ratio {ratio.value:.3f}, {interval}; "
-            f"differences below {told} are not told apart)."
+            f"differences below {told} are not told apart).{alone}"
         )
         return cls(ratio, False, sentence)
 
