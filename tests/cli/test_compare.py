@@ -95,6 +95,17 @@ def test_blocks_fit_the_steps() -> None:
     assert Plan.for_short(20) is None
 
 
+@pytest.mark.thorough
+def test_a_script_with_habits_is_compared() -> None:
+    words = ("--launches", "1", "--steps", "24", PROGRAMS / "unusual.py", ENDLESS)
+    code, found, _ = compare(*words)
+    assert code in (0, 1), found
+    titles = [each["title"] for each in found["correctness"]]
+    assert titles[:3] == [f"gradients of step {step}" for step in (1, 2, 3)]
+    assert {each["state"] for each in found["correctness"]} == {"identical bits"}
+    assert found["verdict"]["sentence"].endswith("others may differ from it by more.")
+
+
 @pytest.mark.long
 def test_a_script_that_is_too_short_is_told_with_numbers() -> None:
     code, found, _ = compare("--launches", "1", PLANTED, "30")
@@ -106,7 +117,7 @@ def test_a_script_that_is_too_short_is_told_with_numbers() -> None:
 def test_a_script_that_fails_shows_its_last_lines() -> None:
     code, found, said = compare("--launches", "1", PLANTED, "no number")
     assert code == 3
-    assert "failed with exit code 1 before it wrapped a model" in found["error"]
+    assert "failed with exit code 1" in found["error"]
     assert "invalid literal for int() with base 10: 'no number'" in said
 
 

@@ -23,6 +23,9 @@ from tritonddp.cli.comparison.page import page
 from tritonddp.cli.comparison.report import Comparison, as_json, text
 from tritonddp.cli.comparison.turns import LEAST_PAIRS, LEAST_WARMUP, Job, Launches, ScriptError
 
+# A Unix socket's path has 107 bytes at most, of which 34 are for its folder here and its name.
+_LONGEST = 73
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of the comparison, and what torchrun is to start."""
@@ -90,6 +93,13 @@ def main(arguments: argparse.Namespace) -> int:
             f"tritonddp compare: error: there is no folder {arguments.html.parent}", file=sys.stderr
         )
         return 2
+    if len(os.fsencode(tempfile.gettempdir())) > _LONGEST:
+        print(
+            "tritonddp compare: error: the name of the folder for temporary files is too long for "
+            f"a Unix socket in it: set TMPDIR to one of {_LONGEST} characters or fewer",
+            file=sys.stderr,
+        )
+        return 2
     # As Ctrl-C does, it ends all that was started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -102,12 +112,12 @@ def main(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("tritonddp compare: interrupted", file=sys.stderr)
         return 130
-    if arguments.html is not None:
-        arguments.html.write_text(page(comparison))
     if arguments.json:
         print(json.dumps(as_json(comparison)))
     else:
         print("\n".join(text(comparison)))
+    if arguments.html is not None:
+        arguments.html.write_text(page(comparison), encoding="utf-8")
     return 1 if comparison.has_findings else 0
 
 

@@ -11,6 +11,7 @@ the whole rank with it: the other contender runs meanwhile. The launcher gives t
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
@@ -21,6 +22,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from os import _exit as end_process  # public, for all its name: without cleaning up
 from typing import Any, NoReturn
 
@@ -56,7 +58,8 @@ class Recorder:
         self._parameters: set[int] = set()  # ids of those of the models
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # not that one
-        self._connection: Any = None
+        self._channel: Any = None  # the socket, and
+        self._connection: Any = None  # its file
         self._rank = 0
         self._device = torch.device("cpu")
         self._left = -1  # steps of the order; below 0 there is none
@@ -66,7 +69,7 @@ class Recorder:
         self._finish: Callable[[], Any] = dict
         self._steps = 0
         self._backwards = 0
-        self._backward: Any = None  # torch.autograd.backward, while this stands in its place
+        self._backward = torch.autograd.backward  # torch's own
         self._parts = Parts()
         self._traffic = Traffic()
 
@@ -79,7 +82,7 @@ class Recorder:
             self._watch(kind)
         register_optimizer_step_pre_hook(self._before_optimizer)
         register_optimizer_step_post_hook(self._after_optimizer)
-        self._backward, torch.autograd.backward = torch.autograd.backward, self._counting_backward
+        torch.autograd.backward = self._counting_backward
         # A worker of a DataLoader would keep the connection of a rank that has died.
         os.register_at_fork(after_in_child=self._disconnect)
 
@@ -129,15 +132,21 @@ class Recorder:
             self._others.add(optimizer)
             return False
         self._optimizer = weakref.ref(optimizer)
+        if torch.autograd.backward == self._counting_backward:  # the script may have replaced it
+            torch.autograd.backward = self._backward
+        if self._backwards > _BACKWARDS_WITHOUT_OPTIMIZER:
+            self._steps = 0  # those were parts of the first step
         self._backwards = 0
-        if self._backward is not None:
-            torch.autograd.backward, self._backward = self._backward, None
         return True
 
     # The end of a step
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._steps < CAPTURED_STEPS and self._is_the_one(optimizer):
+        if not self._is_the_one(optimizer) or self._steps >= CAPTURED_STEPS:
+            return
+        # An optimizer with a closure has no gradients before its first step.
+        has_some = any(p.grad is not None for model in self._alive() for p in model.parameters())
+        if has_some:
             self._capture("gradient", f"gradients of step {self._steps + 1}")
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
@@ -145,10 +154,14 @@ class Recorder:
             self._step_ended()
 
     def _counting_backward(self, *args: Any, **kwargs: Any) -> None:
-        """In the place of ``torch.autograd.backward`` until an optimizer is known."""
-        assert self._backward is not None
+        """In the place of ``torch.autograd.backward`` until an optimizer is known.
+
+        A script that has imported it by name calls it after that, too.
+        """
         self._backward(*args, **kwargs)
-        self._backwards += bool(self._models)
+        if not self._models or self._optimizer is not None:
+            return
+        self._backwards += 1
         if self._backwards > _BACKWARDS_WITHOUT_OPTIMIZER:
             self._step_ended()
 
@@ -223,9 +236,11 @@ class Recorder:
         if not dist.is_initialized():
             return  # the constructor is about to say so
         self._rank = dist.get_rank()
-        channel = socket.socket(socket.AF_UNIX)
-        channel.connect(self._session["socket"])
-        self._connection = channel.makefile("rwb")
+        self._channel = socket.socket(socket.AF_UNIX)
+        self._channel.settimeout(None)  # the script may have set one for all sockets
+        self._channel.connect(self._session["socket"])
+        self._connection = self._channel.makefile("rwb")
+        atexit.register(self._leave)
         hello = {name: self._session[name] for name in ("launch", "contender")}
         hello |= {"rank": self._rank, "world_size": dist.get_world_size(), "pid": os.getpid()}
         self._report(hello)
@@ -238,9 +253,17 @@ class Recorder:
             end_process(1)  # the launcher is gone
 
     def _disconnect(self) -> None:
-        self._left = -1
-        if self._connection is not None:
-            self._connection.detach().close()
+        """In a process that this one has forked: nothing that it does is a step."""
+        if self._channel is None:
+            return
+        self._left, self._steps = -1, CAPTURED_STEPS
+        atexit.unregister(self._leave)
+        os.close(self._channel.detach())  # not by the file: a thread may have held its lock
+
+    def _leave(self) -> None:
+        """The script ends by itself."""
+        with suppress(OSError):
+            self._channel.sendall(json.dumps({"made": self._steps}).encode() + b"\n")
 
     def _stop(self, why: str) -> NoReturn:
         self._send({"error": why})

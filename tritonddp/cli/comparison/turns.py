@@ -36,13 +36,15 @@ _BLOCK_SECONDS = 0.1
 _BLOCK_STEPS = 100
 _PAIRS = 24  # of blocks in a launch, fewer if steps are long
 LEAST_PAIRS = 6
-# More pairs are made until the error of a launch's mean ratio is down to this, and for so long. It
+# More pairs are made until the error of a launch's mean ratio is down to this, within so long. It
 # looks at how large the noise is and not at what comes out, so that no result is favoured.
 _ERROR = 0.005
 _LAUNCH_SECONDS = 30.0
 _PARTS_STEPS, _TRAFFIC_STEPS = 12, 2
 _LINES = 25  # of a log, when a script has failed
-_ENDING = 20.0  # seconds for a launch to end
+_TORCHRUNS = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
+# Seconds for a launch to end. torchrun gives ranks that do not end when told to 30 of them.
+_ENDING = 40.0
 
 
 class ScriptError(Exception):
@@ -85,7 +87,7 @@ class Plan:
     Attributes:
         block: steps.
         pairs: at least.
-        seconds: for which more pairs may be made after these.
+        seconds: for which the launch may go on with more pairs.
     """
 
     block: int
@@ -209,12 +211,16 @@ class Contender:
                     for message in self._read(key.data):
                         if "error" in message:
                             raise ScriptError(message["error"])
-                        if "captured" in message:
+                        if "made" in message:
+                            self.played.steps = max(self.played.steps, message["made"])
+                        elif "captured" in message:
                             captured.setdefault(message["captured"], {})[key.data] = message
                         else:
                             reports[key.data] = message
                             selector.unregister(self.ranks[key.data])
         for title, found in captured.items():
+            if 0 not in found:  # only other ranks had gradients
+                continue
             first = found[0]
             digests = {rank: message["digest"] for rank, message in found.items()}
             capture = Capture(digests, first["checksums"], first["path"])
@@ -240,10 +246,25 @@ class Contender:
 
     def last_lines(self) -> str:
         """Of what the script has printed."""
-        lines = self.log.read_text(errors="replace").splitlines()
-        # torchrun's own report of a failure says less than the script's.
+        # torchrun's own report of a failure says less than the script's, and is longer.
+        printed = self.log.read_text(errors="replace").partition(_TORCHRUNS)
+        if printed[1]:
+            printed = printed[0].rpartition("Traceback (most recent call last):")
+        lines = printed[0].splitlines()
         ours = [line for line in lines if "torch/distributed/elastic" not in line]
         return f"The last lines of {self.label}:\n" + "\n".join(ours[-_LINES:])
+
+    def failed(self, code: int, where: str = "") -> ScriptError:
+        """What is said when the script has failed."""
+        printed = self.log.read_text(errors="replace").lower()
+        advice = ""
+        if "out of memory" in printed:
+            advice = " If there is no memory for two models, try --one-at-a-time."
+        elif "address already in use" in printed:
+            advice = " Both contenders run at once: if the script has a fixed port, try "
+            advice += "--one-at-a-time."
+        why = f"{self.label}'s script failed with exit code {code}{where}.{advice}"
+        return ScriptError(f"{why}\n{self.last_lines()}")
 
     def end(self) -> None:
         """No process of it is left."""
@@ -312,7 +333,7 @@ class Launches:
         played = play()
         if min(len(each.blocks) for each in played) >= LEAST_PAIRS:
             return played
-        steps = min(each.steps for each in played)
+        steps = max(each.steps for each in played)  # one has ended, the other waited
         self.plan = Plan.for_short(steps - self._job.warmup)
         if self.plan is not None:
             played = play()
@@ -338,11 +359,7 @@ class Launches:
                     self._probe(each)
             except ScriptEnded as end:
                 if end.code:
-                    text = f"{end.contender.label}'s script failed with exit code {end.code}."
-                    advice = ""
-                    if "out of memory" in end.contender.log.read_text(errors="replace").lower():
-                        advice = " If there is no memory for two models, try --one-at-a-time."
-                    raise ScriptError(f"{text}{advice}\n{end.contender.last_lines()}") from None
+                    raise end.contender.failed(end.code) from None
             return [each.played for each in contenders]
 
     @contextmanager
@@ -371,22 +388,31 @@ class Launches:
 
     def _gather(self, listener: socket.socket, contenders: Sequence[Contender]) -> None:
         by_name = {each.name: each for each in contenders}
+        heard = time.monotonic()
         while not all(each.is_there for each in contenders):
             for each in contenders:
                 if each.process.poll() is not None:
-                    code = each.process.returncode
-                    why = (
-                        f"failed with exit code {code} before it wrapped a model"
-                        if code
-                        else "ended, and wrapped no model with torch's DistributedDataParallel"
+                    if each.process.returncode:
+                        where = " before it wrapped a model"
+                        raise each.failed(each.process.returncode, where)
+                    raise ScriptError(
+                        f"{each.label}'s script ended, and wrapped no model with torch's "
+                        f"DistributedDataParallel.\n{each.last_lines()}"
                     )
-                    raise ScriptError(f"{each.label}'s script {why}.\n{each.last_lines()}")
+            if time.monotonic() - heard > self._job.stall:
+                late = next(each for each in contenders if not each.is_there)
+                raise ScriptError(
+                    f"{late.label}: {len(late.ranks)} of {late.world_size or 'its'} ranks wrapped "
+                    f"a model with torch's DistributedDataParallel, and for {self._job.stall:g} s "
+                    f"no other did. A larger --stall waits longer.\n{late.last_lines()}"
+                )
             with suppress(TimeoutError):
                 connection, _ = listener.accept()
                 connection.settimeout(None)
                 hello = _line(connection)
                 if hello is not None and hello.get("contender") in by_name:
                     by_name[hello["contender"]].greeted(connection, hello)
+                    heard = time.monotonic()
 
     def _warm_up(self, contender: Contender) -> float:
         """Seconds of a step in the end of it."""
