@@ -354,7 +354,7 @@ def test_between_two_hosts_the_line_is_that_of_the_line(rate):
         sections = each["sections"]
         assert each["exit_code"] == 0
         assert sections["group"]["interface of gloo"].startswith("eth0, MTU 1500")
-        assert "no two ranks are on one host" in sections["transport"]["why"]
+        assert "no two ranks share a host and a user" in sections["transport"]["why"]
         told = next(value for name, value in sections["line"].items() if "iB" in name)
         number, unit = re.findall(r"sends ([\d.]+) (\w)bit/s", told)[0]
         assert 0.7 * rate < float(number) * {"M": 1e6, "G": 1e9}[unit] <= 1.02 * rate
