@@ -336,7 +336,7 @@ def test_a_slow_line_asks_for_fewer_bytes_and_a_fast_one_does_not(rate, first, s
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rate", [100e6, 1e9])
+@pytest.mark.parametrize("rate", [100e6, pytest.param(1e9, marks=pytest.mark.thorough)])
 def test_between_two_hosts_the_line_is_that_of_the_line(rate):
     with hosts_or_skip(2, rate) as hosts:
         words = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", hosts[0].address]

@@ -754,9 +754,16 @@ print("ended", flush=True)
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "how", [pytest.param("idle", marks=pytest.mark.thorough), "in flight", "in vain"]
+    ("how", "nproc"),
+    [
+        pytest.param("idle", 2, marks=pytest.mark.thorough),
+        pytest.param("idle", 3, marks=pytest.mark.thorough),
+        pytest.param("in flight", 2, marks=pytest.mark.thorough),
+        ("in flight", 3),
+        ("in vain", 2),
+        pytest.param("in vain", 3, marks=pytest.mark.thorough),
+    ],  # two ranks have no thread, three have one
 )
-@pytest.mark.parametrize("nproc", [2, 3])  # without a thread, and with one
 def test_a_process_ends_with_its_thread(how: str, nproc: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)

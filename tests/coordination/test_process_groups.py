@@ -273,7 +273,7 @@ def test_the_fake_backend(world_size: int, view: bool, caplog: pytest.LogCapture
             ddp.zero_grad()
             ddp(torch.ones(1, 2)).sum().backward()
             assert ddp.module.weight.grad.tolist() == [[1 / world_size] * 2]
-        said = [each.message for each in caplog.records if "exchanges nothing" in each.message]
+        said = [each.message for each in caplog.records if "exchanges no data" in each.message]
         assert len(said) == 1
         assert "(fake)" in said[0]
     finally:

@@ -334,7 +334,7 @@ def test_communication_hooks() -> None:
     with without_a_pass():
         is_right(ddp)
     clips_as_torch(ddp, 0.5)
-    with pytest.raises(RuntimeError, match="go through a communication hook"):
+    with pytest.raises(RuntimeError, match="use a communication hook"):
         ddp.grad_noise_scale()
 
 

@@ -49,7 +49,7 @@ def test_metrics_are_logged_on_rank_0(trainer: str) -> None:
 @pytest.mark.parametrize(
     ("wrapper", "said"),
     [
-        pytest.param("off", "needs metrics=True", marks=pytest.mark.long),
+        pytest.param("off", "needs metrics=True", marks=pytest.mark.thorough),
         pytest.param("stock", "DistributedDataParallel wraps", marks=pytest.mark.thorough),
     ],
 )

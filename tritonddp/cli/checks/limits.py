@@ -40,7 +40,7 @@ def limits(section: Section, ranks: int, model_bytes: int) -> None:
     section.fact("address space", "no limit" if space is None else amount(space))
     group = memory_limit()
     section.fact("memory of the container", "no limit" if group is None else amount(group))
-    section.look("/dev/shm", lambda: _shared_memory(section, on_gpu))
+    section.look("shared memory", lambda: _shared_memory(section, on_gpu))
     section.look("memory between ranks", lambda: _passed_memory(section))
     section.look("seccomp", _seccomp)
     for name in _VARIABLES:
@@ -110,14 +110,24 @@ def _check_variables(section: Section, ranks: int) -> None:
 
 
 def _shared_memory(section: Section, on_gpu: bool) -> str:
-    usage = shutil.disk_usage("/dev/shm")
+    place = _shared_mount()
+    usage = shutil.disk_usage(place)
     if usage.free < _SHARED:
         who = "NCCL and workers of a DataLoader" if on_gpu else "workers of a DataLoader"
         section.slow(
-            f"/dev/shm has {amount(usage.free)} free, and {who} exchange through it: enlarge it, "
+            f"{place} has {amount(usage.free)} free, and {who} exchange through it: enlarge it, "
             "in a container with --shm-size=1g"
         )
-    return f"{amount(usage.free)} free of {amount(usage.total)}"
+    return f"{amount(usage.free)} free of {amount(usage.total)} in {place}"
+
+
+def _shared_mount() -> str:
+    """Where POSIX shared memory lies."""
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, place, kind, *_ = line.split()
+        if kind == "tmpfs" and place.endswith("/shm"):
+            return place
+    raise OSError("no file system in memory is mounted for it")
 
 
 def _passed_memory(section: Section) -> str:

@@ -33,7 +33,8 @@ def versions(section: Section) -> None:
     if torch.cuda.is_available():
         section.look("NCCL", lambda: ".".join(map(str, torch.cuda.nccl.version())))
     section.look("NVIDIA driver", _driver)
-    section.look("system", lambda: f"{platform.system()} {platform.release()} {platform.machine()}")
+    system = platform.uname()
+    section.fact("system", f"{system.system} {system.release} {system.machine}")
     if not torch.distributed.is_available():
         section.broken(
             "this torch was built without torch.distributed: install another build of it"
