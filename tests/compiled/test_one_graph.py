@@ -689,11 +689,15 @@ def test_inductor_keeps_gradients_where_they_are_made() -> None:
     net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))
     ddp = DistributedDataParallel(net.to(memory_format=torch.channels_last), **SMALL)
     images = torch.randn(8, 3, 32, 32)
-    with fresh_dynamo(), torch._inductor.config.patch(force_disable_caches=True):
-        compiled = torch.compile(ddp, fullgraph=True)
+    with fresh_dynamo(), torch._inductor.config.patch(fx_graph_cache=False):
+        # Inductor on one rank is enough, and compiles in half the time.
+        backend = "aot_eager" if dist.get_rank() else "inductor"
+        compiled = torch.compile(ddp, fullgraph=True, backend=backend)
         compiled(images).square().mean().backward()
         with torch.profiler.profile() as profile:
             compiled(images).square().mean().backward()
+    if dist.get_rank():
+        return
     events = sorted(profile.events(), key=lambda event: event.time_range.start)
     names = [event.name for event in events]
     ready = [number for number, name in enumerate(names) if "gradient_ready" in name]
