@@ -1,7 +1,8 @@
 # make demo    train the digits on 2 processes, stock DDP beside tritonddp
 # make test    the tests that are quick, of every room, in under 5 minutes on 2 cores once installed
 #              (make test TORCH=2.11.0: against another torch, in a venv of its own)
-# make test-all       the tests, also those that take long: what CI runs, in under 15 minutes with lint
+# make test-all       the tests, also those that take long (a quarter of an hour)
+# make test-ci        those that are quick, and a half of those that take long, another half each day: what CI runs
 # make test-faults    each rank in turn dies, stops or errs: all faults (the others play a quarter)
 # make test-clients   mmengine, ignite, Lightning, transformers and others train beside stock DDP (minutes)
 # make soak    10,000 random steps beside an oracle: does anything pile up or drift? (some minutes)
@@ -41,7 +42,7 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 
-.PHONY: demo test test-all test-faults test-clients soak lint bench figures bench-compare coverage gpu gpu-rehearsal docs dist clean
+.PHONY: demo test test-all test-ci test-faults test-clients soak lint bench figures bench-compare coverage gpu gpu-rehearsal docs dist clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-installed
@@ -53,7 +54,12 @@ test: $(VENV)/.test-installed
 	@$(BIN)/python -m pytest -m "not gpu and not thorough and not clients and not long" -n 2 --dist loadfile $(ARGS)
 
 test-all: $(VENV)/.test-installed
-	@echo "Running the tests (about ten minutes) ..."
+	@echo "Running the tests (a quarter of an hour) ..."
+	@$(BIN)/python -m pytest -m "not gpu and not thorough and not clients" -n 2 --dist loadfile $(ARGS)
+
+test-ci: export TRITONDDP_LONG ?= $(shell expr $$(date +%s) / 86400)
+test-ci: $(VENV)/.test-installed
+	@echo "Running the quick tests and a half of the others (about ten minutes) ..."
 	@$(BIN)/python -m pytest -m "not gpu and not thorough and not clients" -n 2 --dist loadfile $(ARGS)
 
 test-faults: $(VENV)/.test-installed

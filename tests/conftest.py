@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections import Counter
 
 import pytest
 from faults.table import FAULTS, SEED, chosen, seed
+
+# A number: of the tests marked ``long`` one half is played, another one for the next number.
+HALF = "TRITONDDP_LONG"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -16,10 +20,11 @@ def pytest_configure(config: pytest.Config) -> None:
         _import_interpreted_kernels()
 
 
-def pytest_report_header() -> str:
-    return (
-        f"faults: {len(chosen())} of {len(FAULTS)}, {SEED}={seed()} (all of them: make test-faults)"
-    )
+def pytest_report_header() -> list[str]:
+    faults = f"{len(chosen())} of {len(FAULTS)}, {SEED}={seed()} (all of them: make test-faults)"
+    half = os.environ.get(HALF)
+    long = f"{HALF}={half}, a half (all of them: make test-all)" if half else "all"
+    return [f"faults: {faults}", f"tests that take long, if they are asked for: {long}"]
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not want
@@ -39,6 +44,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if place:
                 item.add_marker(pytest.mark.long if place < in_ci else pytest.mark.thorough)
             seen[name] += 1
+    if half := os.environ.get(HALF):
+        for item in items:
+            if (
+                item.get_closest_marker("long")
+                and (zlib.crc32(item.nodeid.encode()) + int(half)) % 2
+            ):
+                item.add_marker(pytest.mark.thorough)
 
 
 def _import_interpreted_kernels() -> None:

@@ -243,7 +243,7 @@ def test_a_rehearsal_fails_where_a_gpu_would(code: str, said: str, tmp_path: Pat
     assert said in done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_a_run_that_is_cut_off_ends_what_it_started_and_says_what_it_has(tmp_path: Path) -> None:
     script = ROOT / "benchmarks" / "gpu.py"
     command = [sys.executable, str(script), "--rehearse", "--only", "probe", "test-nccl-2"]

@@ -282,7 +282,7 @@ def start_benchmark(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 @pytest.mark.usefixtures("hosts")
 def test_the_benchmark_measures_and_leaves_nothing_behind(tmp_path: Path) -> None:
     process = start_benchmark("--rates", "1gbit", "none", "--out", str(tmp_path / "network.json"))

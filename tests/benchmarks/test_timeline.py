@@ -65,6 +65,7 @@ CASES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_no_label_overlaps_another_or_leaves_the_picture(case: Backward, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra [bench]")

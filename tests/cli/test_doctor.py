@@ -101,7 +101,7 @@ def test_the_line_is_measured(found):
     assert "2 pairs" in line["messages on a host"]
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_what_leaves_memory_off_is_the_reason_that_is_told():
     code, content = report(TRITONDDP_PEER_MEMORY="0")
     sections = content["sections"]

@@ -135,7 +135,7 @@ def test_models_are_told_by_process() -> None:
     assert run.told([2, 1]) == "tritonddp wrapped 1 model in 1 process, 2 models in 1 process"
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_the_exit_code_is_torchruns() -> None:
     script = launched.ROOT / "tests" / "cli" / "programs" / "planted.py"
     variables = {"PYTHONPATH": str(launched.ROOT)}

@@ -47,7 +47,7 @@ def check(table: dict[str, list[str]], below: float) -> None:
     assert "largest difference of the final parameters, stock to triton: 0" in table[""]
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 @needs("sklearn")
 def test_zero_redundancy_optimizer() -> None:
     table = run("zero.py", "--steps", "30")

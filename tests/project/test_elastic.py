@@ -382,6 +382,7 @@ while ended:
 """
 
 
+@pytest.mark.thorough
 def test_killed_at_any_moment_of_saving_the_last_good_one_loads(place: Path) -> None:
     script = place / "script.py"
     script.write_text(KILLED_WHILE_SAVING)

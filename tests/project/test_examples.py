@@ -44,7 +44,7 @@ def test_digits_are_learnt_alike_with_stock_and_triton() -> None:
     assert done.stderr.count("step 60 of 60") == 2  # lines instead of a bar, from rank 0 alone
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "wire",
     [
