@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 from faults.table import FAULTS, SEED, chosen, seed
 
-# A number: of the tests marked ``long`` one half is played, another one for the next number.
-HALF = "TRITONDDP_LONG"
+# A number: of the tests marked ``long`` an eighth is played, another one for the next number.
+LONG, SHARE = "TRITONDDP_LONG", 8
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -22,8 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header() -> list[str]:
     faults = f"{len(chosen())} of {len(FAULTS)}, {SEED}={seed()} (all of them: make test-faults)"
-    half = os.environ.get(HALF)
-    long = f"{HALF}={half}, a half (all of them: make test-all)" if half else "all"
+    number = os.environ.get(LONG)
+    long = f"one of {SHARE}, {LONG}={number} (all of them: make test-all)" if number else "all"
     return [f"faults: {faults}", f"tests that take long, if they are asked for: {long}"]
 
 
