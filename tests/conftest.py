@@ -44,12 +44,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if place:
                 item.add_marker(pytest.mark.long if place < in_ci else pytest.mark.thorough)
             seen[name] += 1
-    if half := os.environ.get(HALF):
+    if number := os.environ.get(LONG):
         for item in items:
-            if (
-                item.get_closest_marker("long")
-                and (zlib.crc32(item.nodeid.encode()) + int(half)) % 2
-            ):
+            place = (zlib.crc32(item.nodeid.encode()) + int(number)) % SHARE
+            if place and item.get_closest_marker("long"):
                 item.add_marker(pytest.mark.thorough)
 
 
