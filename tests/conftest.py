@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 from faults.table import FAULTS, SEED, chosen, seed
 
-# A number: of the tests marked ``long`` an eighth is played, another one for the next number.
-LONG, SHARE = "TRITONDDP_LONG", 8
+# A number: of the tests marked ``long`` one of 32 is played, another one for the next number.
+LONG, SHARE = "TRITONDDP_LONG", 32
 
 
 def pytest_configure(config: pytest.Config) -> None:

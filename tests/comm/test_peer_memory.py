@@ -285,6 +285,7 @@ def resources() -> dict[str, int]:
     }
 
 
+@pytest.mark.thorough  # sockets of groups of earlier tests close meanwhile, now and then
 @ranks(3)
 def test_nothing_piles_up_and_nothing_is_left() -> None:
     first = net()  # connects the ranks of the group
