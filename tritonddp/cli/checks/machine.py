@@ -86,7 +86,7 @@ def _nvidia_smi(*arguments: str) -> str:
 
 def processors(section: Section) -> None:
     """Of the machine, and what of them this process may use."""
-    section.look("model", _cpu_model)
+    section.look("model", cpu_model)
     section.fact("cores", f"{os.cpu_count()}, of which this process may use {usable_cores():g}")
     quota = cpu_quota()
     if quota is not None:
@@ -195,7 +195,8 @@ def available_memory() -> int:
     return free if limit is None else max(0, min(free, limit - memory_in_group()))
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """As the kernel names it, or the platform."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
