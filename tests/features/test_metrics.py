@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -115,25 +115,29 @@ def test_one_slow_step_in_ten_is_not_a_slow_rank() -> None:
 def test_parts_of_a_step_add_up_to_it() -> None:
     clock = HostClock()
     clock.lap(1)
-    assert clock.end_step() is None  # its begin was not seen
     begin = time.perf_counter()
+    assert clock.end_step() is None  # its begin was not seen
+    first = time.perf_counter()
     for part, seconds in ((1, 0.01), (2, 0.02), (3, 0.03)):
         time.sleep(seconds)
         clock.lap(part)
+    last = time.perf_counter()
     times = clock.end_step()
-    passed = 1e3 * (time.perf_counter() - begin)
+    end = time.perf_counter()
     assert times is not None
-    assert times.total == pytest.approx(passed, abs=5.0)
+    assert 1e3 * (last - first) <= times.total <= 1e3 * (end - begin)
     assert times.input >= 9.9
     assert times.forward >= 19.9
     assert times.backward >= 29.9
 
 
 def test_sleep_is_no_waiting_for_a_core_and_a_shared_core_is() -> None:
-    queue = RunQueue()
-    before = queue.seconds()
-    time.sleep(0.05)
-    assert queue.seconds() - before < 0.045
+    queue, waited = RunQueue(), []
+    for _ in range(5):  # the machine may be busy, and let this thread wait after a sleep
+        before = queue.seconds()
+        time.sleep(0.05)
+        waited.append(queue.seconds() - before)
+    assert min(waited) < 0.045
     if not Path("/proc/self/schedstat").exists():
         return
     here = os.sched_getaffinity(0)
@@ -192,6 +196,37 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 3))
 
 
+class Clock:
+    """Stands in for the module ``time``: time passes only where a rank sleeps.
+
+    So the measured times are those of the test, however busy the machine is. No two steps take
+    exactly as long: what all ranks would only repeat they do not tell each other.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._rng = random.Random(0)
+
+    def perf_counter(self) -> float:
+        return self._now
+
+    def thread_time(self) -> float:
+        return 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds * self._rng.uniform(1.0, 1.0001)
+
+
+@contextlib.contextmanager
+def time_of_test() -> Iterator[Clock]:
+    clock = Clock()
+    with (
+        mock.patch.object(step_times, "time", clock),
+        mock.patch.object(RunQueue, "seconds", return_value=0.0),
+    ):
+        yield clock
+
+
 def train(ddp: DistributedDataParallel, steps: int, sleep: Callable[[str], None]) -> list[Any]:
     found = []
     for _ in range(steps):
@@ -208,32 +243,30 @@ def train(ddp: DistributedDataParallel, steps: int, sleep: Callable[[str], None]
 @pytest.mark.parametrize("part", PARTS)
 @ranks(2, 3)
 def test_the_slow_rank_is_named_on_all_ranks(part: str) -> None:
-    rank, slow = dist.get_rank(), dist.get_world_size() - 1
-
-    def even(_: str) -> None:
-        time.sleep(0.005)
-
-    def uneven(where: str) -> None:
-        time.sleep(0.005 + 0.01 * (where == part and rank == slow))
-
+    rank, size = dist.get_rank(), dist.get_world_size()
+    slow = size - 1
     ddp = DistributedDataParallel(net(), metrics=True)
-    train(ddp, 12, even)
-    found = train(ddp, 12, uneven)[-1]
+    with time_of_test() as time:
+        train(ddp, 12, lambda _: time.sleep(0.005))
+        found = train(
+            ddp, 12, lambda now: time.sleep(0.005 + 0.01 * (now == part and rank == slow))
+        )[-1]
+        even = train(ddp, 8, lambda _: time.sleep(0.005))[-1]
     assert (found["slowest_rank"], found["slowest_phase"]) == (slow, part)
-    assert 0.2 < found["slowest_by"] < 0.7
-    assert found["skew_ms"] == pytest.approx(10, abs=4)
+    assert found["slowest_by"] == pytest.approx(10 / (15 + 10 / size), rel=1e-3)
+    assert found["skew_ms"] == pytest.approx(10, rel=1e-3)
     del found["sent_bytes"]
-    assert gather(found) == [found] * dist.get_world_size()
+    assert gather(found) == [found] * size
     parts = ("input", "forward", "backward", "exposed", "contended")
     assert found["step_ms"] == pytest.approx(sum(found[f"{each}_ms"] for each in parts))
-    assert train(ddp, 8, even)[-1]["slowest_rank"] is None
+    assert even["slowest_rank"] is None
 
 
 @ranks(2)
 def test_it_is_said_once_by_rank_0() -> None:
     rank = dist.get_rank()
     ddp = DistributedDataParallel(net(), metrics=True)
-    with logged(logging.INFO, "tritonddp.metrics") as said:
+    with logged(logging.INFO, "tritonddp.metrics") as said, time_of_test() as time:
         train(ddp, 10, lambda _: time.sleep(0.004))
         train(ddp, 15, lambda part: time.sleep(0.004 + 0.02 * (part == "forward" and rank)))
         train(ddp, 8, lambda _: time.sleep(0.004))
@@ -253,30 +286,31 @@ def test_shares_of_a_batch_are_in_proportion_to_the_speed() -> None:
     with pytest.raises(RuntimeError, match="speeds of the ranks are not known yet"):
         ddp.suggested_shares()
     # Rank 1 takes three times as long for an item, and has half as many.
-    for _ in range(30):
-        with ddp.weighted(4 / (1 + rank)):
-            outputs = ddp(torch.randn(8, 30))
-            time.sleep(0.02 * (1.0, 1.5)[rank])
-            outputs.square().mean().backward()
+    with time_of_test() as time:
+        for _ in range(30):
+            with ddp.weighted(4 / (1 + rank)):
+                outputs = ddp(torch.randn(8, 30))
+                time.sleep(0.02 * (1.0, 1.5)[rank])
+                outputs.square().mean().backward()
     shares = ddp.suggested_shares()
-    assert sum(shares) == pytest.approx(1)
-    assert shares[0] == pytest.approx(0.75, abs=0.06)
+    assert shares == pytest.approx([0.75, 0.25], rel=1e-3)
     assert gather(shares) == [shares] * 2
 
 
 @ranks(2)
 def test_accumulated_backwards_belong_to_the_step_that_reduces_them() -> None:
     ddp = DistributedDataParallel(net(), metrics=True)
-    train(ddp, 3, lambda _: None)
-    for _ in range(3):
-        with ddp.no_sync():
-            for _ in range(3):
-                train(ddp, 1, lambda _: time.sleep(0.004))
-        train(ddp, 1, lambda _: time.sleep(0.004))
-    found = train(ddp, 1, lambda _: None)[-1]
+    with time_of_test() as time:
+        train(ddp, 3, lambda _: None)
+        for _ in range(3):
+            with ddp.no_sync():
+                for _ in range(3):
+                    train(ddp, 1, lambda _: time.sleep(0.004))
+            train(ddp, 1, lambda _: time.sleep(0.004))
+        found = train(ddp, 1, lambda _: None)[-1]
     assert found["step"] == 7
     for part in PARTS:
-        assert 4 * 4 <= found[f"{part}_ms"] < 4 * 4 + 15
+        assert found[f"{part}_ms"] == pytest.approx(4 * 4, rel=1e-3)
 
 
 @ranks(2)
