@@ -1,54 +1,62 @@
-"""What holds for all tests: interpreted kernels, which faults a run plays, what is a sample."""
+"""What holds for all tests: interpreted kernels, and which cases of a test are quick."""
 
 from __future__ import annotations
 
 import os
 import zlib
-from collections import Counter
+from collections import defaultdict
 
 import pytest
-from faults.table import FAULTS, SEED, chosen, seed
 
-# A number: of the tests marked ``long`` one of 32 is played, another one for the next number.
-LONG, SHARE = "TRITONDDP_LONG", 32
+# A number: of the tests marked ``long`` one of SHARE is played, another one for the next number.
+LONG, SHARE = "TRITONDDP_LONG", 6
+# Marks of the tests that `make test` does not play.
+ELSEWHERE = ("long", "thorough", "clients", "gpu")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    seed()  # before other processes are started, on which the day may be another one
     # `pytest -m gpu` runs none of the tests of interpreted kernels.
     if config.getoption("markexpr") != "gpu":
         _import_interpreted_kernels()
 
 
-def pytest_report_header() -> list[str]:
-    faults = f"{len(chosen())} of {len(FAULTS)}, {SEED}={seed()} (all of them: make test-faults)"
+def pytest_report_header() -> str:
     number = os.environ.get(LONG)
     long = f"one of {SHARE}, {LONG}={number} (all of them: make test-all)" if number else "all"
-    return [f"faults: {faults}", f"tests that take long, if they are asked for: {long}"]
+    return f"tests marked long, if they are asked for: {long}"
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not want
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test that is marked ``sampled(n)`` every n-th case is quick, and the others ``long``.
+    """Of the cases of a test two are quick, and the others ``long``.
 
-    With ``sampled(n, k)`` only the first ``k`` of each ``n`` are that, and the rest ``thorough``.
-    With an odd n both sides of what comes in pairs are in the sample.
+    These are the first one and an odd one from the middle: both sides of what comes in pairs. Of a
+    test that is marked ``sampled(n, k)`` only the first ``k`` of each ``n`` cases are ``long``, and
+    the rest ``thorough``.
     """
-    seen: Counter[str] = Counter()
+    cases = defaultdict[str, list[pytest.Item]](list)
     for item in items:
-        mark = item.get_closest_marker("sampled")
-        if mark is not None:
-            name = item.nodeid.partition("[")[0]
-            every, in_ci = (*mark.args, mark.args[0])[:2]
-            place = seen[name] % every
-            if place:
-                item.add_marker(pytest.mark.long if place < in_ci else pytest.mark.thorough)
-            seen[name] += 1
+        cases[item.nodeid.partition("[")[0]].append(item)
+    for each in cases.values():
+        _mark_long(each)
     if number := os.environ.get(LONG):
         for item in items:
             place = (zlib.crc32(item.nodeid.encode()) + int(number)) % SHARE
             if place and item.get_closest_marker("long"):
                 item.add_marker(pytest.mark.thorough)
+
+
+def _mark_long(cases: list[pytest.Item]) -> None:
+    """Mark all cases of a test but those that are quick."""
+    sampled = cases[0].get_closest_marker("sampled")
+    every, long = sampled.args if sampled else (1, 1)
+    for place, item in enumerate(cases):
+        if place % every >= long:
+            item.add_marker(pytest.mark.thorough)
+    quick = [each for each in cases if not any(map(each.get_closest_marker, ELSEWHERE))]
+    for place, item in enumerate(quick):
+        if place not in (0, len(quick) // 2 | 1):
+            item.add_marker(pytest.mark.long)
 
 
 def _import_interpreted_kernels() -> None:

@@ -225,7 +225,7 @@ def test_where_two_cards_lack_something_the_sum_over_them_is_not_run(
     assert str(outcome.reason).startswith(expected[1])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("code", "said"),
     [

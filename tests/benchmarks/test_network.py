@@ -153,7 +153,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.append(sys.argv[1])
 import namespaces
 with namespaces.network(2) as hosts:
-    hosts[0].start(["sleep", "1000"], stdout=subprocess.DEVNULL)
+    process = hosts[0].start(["sh", "-c", "echo there; exec sleep 1000"], stdout=subprocess.PIPE)
+    process.stdout.readline()
     print("ready", flush=True)
     sys.stdin.read()
 """

@@ -65,6 +65,7 @@ def test_the_reason_is_what_nccl_said_last(
     assert os.environ[one_card.ANSWER] == (expected or ""), "child processes must not ask again"
 
 
+@pytest.mark.long
 def test_without_a_card_the_probe_ends_with_a_reason() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a card")

@@ -432,6 +432,7 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
         report.load(tmp_path)
 
 
+@pytest.mark.long
 def test_plots_are_drawn_and_no_label_lies_over_another(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra [bench]")
     import report_plots
@@ -539,6 +540,7 @@ def test_all_parts_together_are_under_ten_minutes() -> None:
     assert int(grace) + int(limit) < 600
 
 
+@pytest.mark.long
 def test_make_bench_writes_its_folder_only_and_ends_with_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

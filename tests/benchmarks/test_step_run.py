@@ -123,7 +123,6 @@ def test_step_measures_fewer_bytes_beside(tmp_path: Path) -> None:
     assert "ours int8" in printed
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("arguments", [["--rounds", "0"], ["--models", "nothing"]])
 def test_arguments_that_make_no_sense_are_refused(arguments: list[str]) -> None:
     script = ROOT / "benchmarks" / "step.py"

@@ -127,7 +127,6 @@ def check_step(ddp: DistributedDataParallel, step: int, local: bool = False) -> 
     assert_same_on_all_ranks([param.grad for param in ddp.parameters()], f"step {step}")
 
 
-@pytest.mark.sampled(5)
 @VIEW
 @CHANGE
 @pytest.mark.parametrize("first", [0, 2], ids=["before the first step", "later"])

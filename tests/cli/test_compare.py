@@ -29,6 +29,7 @@ def compare(*words: str | Path, planted: str = "", timeout: float = 300) -> tupl
     return done.returncode, json.loads(done.stdout), done.stderr
 
 
+@pytest.mark.long
 def test_a_wrong_gradient_is_found_and_figures_are_there(tmp_path: Path) -> None:
     html = tmp_path / "report.html"
     script = shutil.copy(PLANTED, tmp_path)  # a name that no other test has

@@ -112,6 +112,7 @@ def test_what_leaves_memory_off_is_the_reason_that_is_told():
     assert "fp32" in sections["what follows"]["to exchange all"]
 
 
+@pytest.mark.long
 def test_a_rank_that_does_not_come_is_named_and_the_rest_is_reported():
     started = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -35,6 +35,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_spawned_processes_and_hidden_modules(tmp_path: Path) -> None:
     script, counts, hidden = (tmp_path / name for name in ("train.py", "counts", "hidden"))
     script.write_text(SCRIPT)

@@ -83,6 +83,7 @@ def test_a_distributed_checkpoint_of_one_class_resumes_in_the_other(
 # Metrics
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     importlib.util.find_spec("torchmetrics") is None,
     reason="needs torchmetrics: the extra [integrations]",

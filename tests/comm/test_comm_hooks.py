@@ -282,7 +282,6 @@ def steps(model: Any) -> Iterator[None]:
     assert world_size == model.process_group.size()
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("views", [False, True])
 @ranks(2, 3)
 def test_a_hook_that_averages_changes_nothing(views: bool) -> None:

@@ -75,7 +75,6 @@ def in_two_shots() -> Any:
     return mock.patch.multiple(peer_memory, _RANKS_OF_SHARES=2, _BYTES_OF_SHARES=0, _PIECE=4096)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("shots", [1, 2])
 @pytest.mark.parametrize("options", OPTIONS)
 @ranks(2, 3, 4)
@@ -181,6 +180,7 @@ def test_the_sums_of_several_hosts_are_those_of_the_process_group(options: str) 
     assert abs(sent - of_buckets / 2) <= 8 * len(is_shared(shared))  # what is left of a half
 
 
+@pytest.mark.long
 @ranks(6)
 def test_three_hosts_own_a_part_of_each_share() -> None:
     with on_hosts(2):
@@ -367,6 +367,7 @@ def test_ranks_that_do_not_exchange_the_same_are_told() -> None:
         step(ddp, 2)
 
 
+@pytest.mark.long
 @ranks(3)
 def test_a_late_rank_is_named_after_the_timeout() -> None:
     ddp = net()

@@ -135,7 +135,6 @@ STEPS = [
 ]
 
 
-@pytest.mark.sampled(3)
 @VIEW
 @pytest.mark.parametrize("model", [Tables, OnlyTables])
 @ranks(2, 3)

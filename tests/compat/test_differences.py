@@ -93,7 +93,6 @@ HAS_FORWARD_SYNC_BUFFERS = (
 )
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", list(STOCK))
 @ranks(2)
 def test_stock_does_what_the_page_says(name: str) -> None:
@@ -132,7 +131,6 @@ def step_of_each(nets: list[Stock]) -> None:
         net(torch.full((1, 4), 1.0 + dist.get_rank())).mul(nets.index(net) + 1).sum().backward()
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("program", "expected"),
     [

@@ -265,7 +265,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("option", OPTIONS)
 @ranks(2, timeout=300)
 def test_options_do_what_they_do_without(option: str) -> None:
@@ -296,6 +295,7 @@ def test_fifty_steps_compile_nothing_more() -> None:
     assert_same_on_all_ranks([param.detach() for param in ddp.parameters()])
 
 
+@pytest.mark.long
 @ranks(2, timeout=300)
 def test_the_graph_names_neither_buckets_nor_ranks() -> None:
     texts = []

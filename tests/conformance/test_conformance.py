@@ -70,7 +70,7 @@ def _case(name: str, why: str) -> Any:
     return pytest.param(name, marks=marks)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.long
 @pytest.mark.parametrize("name", [_case(*case) for case in EXPECTED["ours"].items()])
 def test_torchs_own_test(name: str, runner: _Runner) -> None:
     if name not in runner.tests:

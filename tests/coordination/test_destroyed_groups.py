@@ -75,6 +75,7 @@ print(has_threads())
 """
 
 
+@pytest.mark.long
 def test_a_group_that_is_destroyed_leaves_no_thread(tmp_path: Path) -> None:
     """One that drops its last tensor while the interpreter ends aborts the process."""
     done = played(ONE_RANK, tmp_path)

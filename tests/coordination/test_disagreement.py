@@ -68,7 +68,7 @@ def test_one_more_backward_of_a_graph_on_one_rank_is_an_error_on_all(
     check_step(ddp, step + 2)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.long
 @VIEW
 @ranks(3)
 def test_one_backward_fewer_at_the_end_is_an_error_that_names_who_is_missing(view: bool) -> None:

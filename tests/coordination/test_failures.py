@@ -60,6 +60,7 @@ def impatient(ranks: list[int] | None = None) -> dist.ProcessGroup:
 # Ranks that live
 
 
+@pytest.mark.long
 @ranks(2)
 def test_a_rank_that_does_not_come_is_named_and_learns_where_it_was_waited_for() -> None:
     group = impatient()
@@ -90,6 +91,7 @@ def test_of_three_ranks_the_missing_one_is_told_from_those_that_failed_too() -> 
     dist.barrier()
 
 
+@pytest.mark.long
 @ranks(2)
 def test_ranks_at_different_steps_read_each_others_place() -> None:
     group = impatient()
@@ -220,6 +222,7 @@ def first_is_stopped(store: str, rank: int, size: int) -> None:
     Path(f"text{rank}").write_text(failure(group))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("store", [pytest.param("file", marks=pytest.mark.thorough), "tcp"])
 def test_a_rank_killed_amid_an_all_reduce_is_named_by_all_others(
     store: str, tmp_path: Path

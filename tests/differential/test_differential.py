@@ -49,6 +49,7 @@ def test_random_programs_see_what_one_process_and_stock_see(world_size: int, see
         pytest.fail(str(difference), pytrace=False)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(6, 1)
 @pytest.mark.parametrize("seeds", [range(first, first + 5) for first in range(0, 60, 5)], ids=str)
 def test_random_programs_see_the_same_as_one_graph(seeds: range) -> None:
@@ -56,7 +57,6 @@ def test_random_programs_see_the_same_as_one_graph(seeds: range) -> None:
         pytest.fail(str(difference), pytrace=False)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mutation", FAULTS)
 def test_a_planted_fault_is_found(mutation: str) -> None:
     batches = (range(first, first + 5) for first in range(0, ENOUGH, 5))

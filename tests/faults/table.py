@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -360,20 +358,3 @@ FAULTS = {
         ),
     ]
 }
-
-SEED = "TRITONDDP_FAULTS"
-
-
-def seed() -> str:
-    """Which quarter of the faults is played: ``all``, or a number; by default that of the day.
-
-    Processes that this one starts play the same.
-    """
-    today = datetime.datetime.now(datetime.timezone.utc).date()
-    return os.environ.setdefault(SEED, str(today.toordinal()))
-
-
-def chosen() -> list[Fault]:
-    """All faults, or every fourth of them."""
-    faults = list(FAULTS.values())
-    return faults if seed() == "all" else faults[int(seed()) % 4 :: 4]

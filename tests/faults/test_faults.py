@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from faults.page import is_in, messages
-from faults.table import FAULTS, Fault, chosen
+from faults.table import FAULTS, Fault
 from faults.verdict import Result, complaints
 
 PLAYER = Path(__file__).with_name("player.py")
@@ -43,15 +43,14 @@ def played(request: pytest.FixtureRequest) -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("fault", chosen(), ids=lambda fault: fault.name)
+@pytest.mark.long
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=lambda fault: fault.name)
 def test_fault(fault: Fault, played: Path) -> None:
     result = Result.read(played / fault.name, fault)
     for complaint in complaints(fault, result):
         pytest.fail(complaint, pytrace=False)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("fault", "message"),
     [pytest.param(FAULTS[name], message, id=name) for name, message in messages()],

@@ -241,7 +241,6 @@ def assert_as_stock(net: Any, program: Any, steps: int = STEPS + 24) -> None:
             assert same(buffer, theirs[name]), f"{name} at forward {number}"
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda each: each.__name__)
 @pytest.mark.parametrize("net", INPUTS, ids=lambda each: each.__name__)
 @ranks(2)

@@ -70,7 +70,6 @@ def is_right(ddp: DistributedDataParallel) -> None:
     assert_same_on_all_ranks([found])
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 @pytest.mark.parametrize("way", WAYS)
 @ranks(2)

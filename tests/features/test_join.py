@@ -44,7 +44,6 @@ def schedules(world_size: int) -> list[tuple[int, ...]]:
     return some if world_size < 4 else [some[0], some[1], (0, 3, 1, 3)]
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("over_present", [False, True], ids=["over_all", "over_present"])
 @VIEW
 @ranks(2, 3, 4)

@@ -165,7 +165,6 @@ def expected(module: nn.Module, step: int, is_sum: bool) -> list[torch.Tensor | 
     return [s if s is None else s / total if total else s * 0 for s in sums]
 
 
-@pytest.mark.sampled(3)
 @VIEW
 @pytest.mark.parametrize("is_sum", [False, True], ids=["mean", "sum"])
 @pytest.mark.parametrize("cap", [None, 1e-4])

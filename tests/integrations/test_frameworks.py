@@ -56,6 +56,7 @@ def test_zero_redundancy_optimizer() -> None:
     assert 0 < int(held) < 11
 
 
+@pytest.mark.long
 @needs("lightning", "pytorch_lightning")
 @needs("sklearn")
 def test_lightning_trainer() -> None:

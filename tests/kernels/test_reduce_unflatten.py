@@ -94,7 +94,6 @@ def all_reduced(flats: Sequence[FlatBuffer]) -> FlatBuffer:
     return twin
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
 @pytest.mark.parametrize("wire", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -125,7 +124,6 @@ def test_every_gradient_has_the_bits_of_an_all_reduce_and_unflatten(dtype, wire,
         assert torch.equal(raw(arena.memory), bits), "what a rank has packed was written"
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ranks", [1, 3, 4, 5, 6, 7, 8])
 @pytest.mark.parametrize("wire", DTYPES, ids=str)
 def test_any_number_of_ranks_is_added_up_in_order_and_rounded_once(wire, ranks):

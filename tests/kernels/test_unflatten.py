@@ -70,7 +70,6 @@ def test_every_gradient_has_the_bits_of_the_reference(dtype, wire, aligned):
     assert torch.equal(raw(flat.data), before), "the flat buffer was written"
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("wire", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_scaled_gradients_have_the_bits_of_the_reference(dtype, wire):
@@ -122,7 +121,6 @@ def test_gradients_that_live_in_the_buffer_are_scaled_there_as_by_the_reference(
             assert_same_bits(view, expected, f"slot {slot} {SLOTS[slot]}")
 
 
-@pytest.mark.sampled(3)
 @RUNS
 @pytest.mark.parametrize("wire", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -115,7 +115,7 @@ def everything(training: Any) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.long
 @pytest.mark.parametrize("compression", [None, "int8"])
 @ranks(2, 3)
 def test_a_run_that_was_interrupted_ends_with_the_bits_of_one_that_was_not(

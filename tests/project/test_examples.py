@@ -30,6 +30,7 @@ def row(output: str, label: str) -> list[str]:
     return match[1].split()
 
 
+@pytest.mark.long
 def test_digits_are_learnt_alike_with_stock_and_triton() -> None:
     done = run(EXAMPLE, "--task", "digits", "--steps", "60", "--ddp", "both")
     assert done.returncode == 0, done.stderr
@@ -117,7 +118,7 @@ ONE_RANK = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "env", "message"),
     [
@@ -145,6 +146,7 @@ def test_bad_input_is_one_line_and_status_2(
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.long
 def test_bad_input_under_torchrun_is_said_once() -> None:
     done = run(EXAMPLE, "--backend", "nccl")
     assert done.returncode != 0

@@ -50,7 +50,7 @@ CAPTURED = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.long
 @pytest.mark.parametrize("name", CAPTURED)
 @ranks(2)
 def test_after_one_step_a_step_is_captured(name: str) -> None:

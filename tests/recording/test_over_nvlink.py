@@ -50,6 +50,7 @@ def is_shared(ddp: Any) -> list[bool]:
     return [bucket.exchange is not None for bucket in ddp.core.manager.current.buckets]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"reduce_dtype": torch.bfloat16}], ids=["fp32", "bf16"])
 @ranks(2, 3)
 def test_the_sums_are_those_of_the_process_group(options: dict[str, Any]) -> None:

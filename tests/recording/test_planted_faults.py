@@ -22,6 +22,7 @@ def test_there_are_fifteen() -> None:
     assert len(FAULTS) >= 15
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(FAULTS))
 @ranks(2)
 def test_a_planted_fault_is_found(name: str) -> None:

@@ -24,6 +24,7 @@ def seeds(first: int, end: int) -> list[range]:
     return [range(each, each + BATCH) for each in range(first, end, BATCH)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "chosen",
     [

@@ -83,6 +83,7 @@ STEADY = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(STEADY))
 @ranks(2)
 def test_a_steady_step_waits_for_the_last_headers_only_and_has_no_race(name: str) -> None:
@@ -110,7 +111,6 @@ def test_a_steady_step_waits_for_the_last_headers_only_and_has_no_race(name: str
 _KERNELS = ("flatten", "unflatten", "reduce_unflatten", "quantize", "reduce_parts", "dequantize")
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", list(PROGRAMS))
 @ranks(2)
 def test_on_another_stream_than_the_wrapping_gradients_are_those_of_the_cpu(name: str) -> None:

@@ -33,7 +33,6 @@ def mean(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack(gather(tensor.detach())).mean(0)
 
 
-@pytest.mark.sampled(3)
 @VIEW
 @pytest.mark.parametrize("cap", [None, 1e-4])
 @ranks(2, 3)

@@ -285,7 +285,6 @@ def run_window(net: Net, microbatches: Sequence[Microbatch]) -> None:
             loss.backward()
 
 
-@pytest.mark.sampled(5)
 @VIEW
 @pytest.mark.parametrize("number", [1, 2, 3])
 @ranks(3)

@@ -135,7 +135,6 @@ def check(way: Any, backend: str, **options: Any) -> Graphs:
     return graphs
 
 
-@pytest.mark.sampled(3)
 @WAYS
 @ranks(2, timeout=300)
 def test_a_compiled_module_has_the_means_and_is_compiled_once(way: Any) -> None:

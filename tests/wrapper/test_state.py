@@ -69,7 +69,6 @@ def by_torch_save(net: Any) -> Any:
 COPY = pytest.mark.parametrize("make_copy", [copy.deepcopy, by_pickle, by_torch_save])
 
 
-@pytest.mark.sampled(5)
 @VIEW
 @COPY
 @pytest.mark.parametrize("steps", [0, 2])

@@ -98,7 +98,6 @@ def taken(ddp: tritonddp.DistributedDataParallel) -> list[str]:
     ]
 
 
-@pytest.mark.sampled(2)
 @ranks(2, 3)
 def test_a_slow_line_is_taken_in_int8_from_the_second_step_on() -> None:
     with line(SLOW) as measured:
