@@ -3,7 +3,7 @@
 #              (make test TORCH=2.11.0: against another torch, in a venv of its own)
 # make test-all       all tests (half an hour)
 # make test-ci        those of make test, and a sixth of the others, another one each day: what CI runs
-# make test-faults    each rank in turn dies, stops or errs: all faults (make test plays two)
+# make test-faults    each rank in turn dies, stops or errs: all faults (make test plays none)
 # make test-clients   mmengine, ignite, Lightning, transformers and others train beside stock DDP (minutes)
 # make soak    10,000 random steps beside an oracle: does anything pile up or drift? (some minutes)
 # make lint    formatter, linter, type checker, which rooms may import which

@@ -28,26 +28,25 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not want
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the cases of a test two are quick, and the others ``long``.
+    """Of the cases of a test one is quick, chosen by the test's name, and the others ``long``.
 
-    These are the first one and an odd one from the middle: both sides of what comes in pairs. Of a
-    test that is marked ``sampled(n, k)`` only the first ``k`` of each ``n`` cases are ``long``, and
-    the rest ``thorough``.
+    Of a test that is marked ``sampled(n, k)`` only the first ``k`` of each ``n`` cases are that,
+    and the rest ``thorough``.
     """
     cases = defaultdict[str, list[pytest.Item]](list)
     for item in items:
         cases[item.nodeid.partition("[")[0]].append(item)
-    for each in cases.values():
-        _mark_long(each)
+    for name, each in cases.items():
+        _mark_long(name, each)
     if number := os.environ.get(LONG):
         for item in items:
-            place = (zlib.crc32(item.nodeid.encode()) + int(number)) % SHARE
-            if place and item.get_closest_marker("long"):
+            is_chosen = (zlib.crc32(item.nodeid.encode()) + int(number)) % SHARE == 0
+            if not is_chosen and item.get_closest_marker("long"):
                 item.add_marker(pytest.mark.thorough)
 
 
-def _mark_long(cases: list[pytest.Item]) -> None:
-    """Mark all cases of a test but those that are quick."""
+def _mark_long(name: str, cases: list[pytest.Item]) -> None:
+    """Mark all cases of this test but the one that is quick."""
     sampled = cases[0].get_closest_marker("sampled")
     every, long = sampled.args if sampled else (1, 1)
     for place, item in enumerate(cases):
@@ -55,7 +54,7 @@ def _mark_long(cases: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.thorough)
     quick = [each for each in cases if not any(map(each.get_closest_marker, ELSEWHERE))]
     for place, item in enumerate(quick):
-        if place not in (0, len(quick) // 2 | 1):
+        if place != zlib.crc32(name.encode()) % len(quick):
             item.add_marker(pytest.mark.long)
 
 
