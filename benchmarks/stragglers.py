@@ -37,19 +37,20 @@ PARTS = ("input", "forward", "backward")
 CALM, WITHIN = 12, 40  # steps before an injection, and most that it lasts
 SOON = 4  # steps: three that are slow, and one in which they are told
 WIDTH, BATCH = 640, 48
-COST_STEPS, COST_ROUNDS = 20, 40
+# What the option costs does not depend on the model; in the short steps of a small one it shows.
+COST_WIDTH, COST_STEPS, COST_ROUNDS = 64, 100, 60
 LIMIT = 900.0  # seconds, of the ranks
 
 
 class Training:
     """Steps of a wrapped module; ``sleeps`` are seconds by part of the step."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, width: int = WIDTH, **options: Any) -> None:
         torch.manual_seed(0)
-        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
+        layers = [nn.Linear(width, width) for _ in range(6)]
         self.model = DistributedDataParallel(nn.Sequential(*layers), **options)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        self.inputs = torch.randn(BATCH, WIDTH)
+        self.inputs = torch.randn(BATCH, width)
         self.sleeps = dict.fromkeys(PARTS, 0.0)
 
     def step(self) -> None:
@@ -107,7 +108,7 @@ def even(steps: int) -> int:
 
 def cost() -> dict[str, Any]:
     """Seconds of a step without and with the option, in turns."""
-    without, with_it = Training(), Training(metrics=True)
+    without, with_it = Training(COST_WIDTH), Training(COST_WIDTH, metrics=True)
     rounds: dict[str, list[float]] = {"without": [], "with": []}
     for each in (without, with_it):
         each.seconds(COST_STEPS)
@@ -117,7 +118,13 @@ def cost() -> dict[str, Any]:
             rounds[name].append(training.seconds(COST_STEPS))
     ratio = paired_ratio(rounds["with"], rounds["without"])
     extra = Spread.of([a - b for a, b in zip(rounds["with"], rounds["without"], strict=True)])
-    return {"rounds": rounds, "ratio": vars(ratio), "extra_us": extra.median * 1e6}
+    length = Spread.of(rounds["without"])
+    return {
+        "rounds": rounds,
+        "ratio": vars(ratio),
+        "step_us": length.median * 1e6,
+        "extra_us": extra.median * 1e6,
+    }
 
 
 def rank_main(arguments: argparse.Namespace) -> None:
@@ -150,8 +157,8 @@ def report(result: dict[str, Any]) -> None:
         print(f"  {share:5.0%} {counts} {wrong:12} {median:>20}")
     if "cost" in result:
         print(
-            f"  a step with metrics / without: {Ratio(**result['cost']['ratio'])}, "
-            f"{result['cost']['extra_us']:.0f} us more"
+            f"  a step of {result['cost']['step_us']:.0f} us with metrics / without: "
+            f"{Ratio(**result['cost']['ratio'])}, {result['cost']['extra_us']:.0f} us more"
         )
 
 

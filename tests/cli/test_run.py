@@ -78,6 +78,19 @@ def test_a_process_without_torch_imports_nothing_more() -> None:
     assert len(more) < 40, more
 
 
+def test_torch_may_have_been_imported_before() -> None:
+    """As by a .pth file. (Without ``site`` the prefix of a virtual environment is not known.)"""
+    variables = environment(RUN, folder="/nowhere")
+    packages = [each for each in sys.path if each.endswith("site-packages")]
+    done = python(
+        *("-S", "-c"),
+        "import torch, sitecustomize; print(torch.nn.parallel.DistributedDataParallel.__module__)",
+        PYTHONPATH=os.pathsep.join([str(FOLDER), str(launched.ROOT), *packages]),
+        TRITONDDP_SESSION=variables["TRITONDDP_SESSION"].replace(sys.prefix, sys.base_prefix),
+    )
+    assert done.stdout == "tritonddp.ddp\n", done.stderr
+
+
 def test_what_cannot_be_replaced_is_said(tmp_path: Path) -> None:
     """Another environment keeps torch's class; an error of ours ends the import of torch."""
     (tmp_path / "torch.py").touch()

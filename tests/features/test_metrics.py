@@ -73,6 +73,15 @@ def test_a_slow_rank_is_named_in_three_steps_with_its_part(
     assert stragglers.slowest is None
 
 
+def test_in_short_steps_less_than_half_a_millisecond_is_chance() -> None:
+    """A fifth of the step, always of the same rank."""
+    rng, stragglers = random.Random(0), Stragglers(2)
+    for step in range(200):
+        own = [[each / 20 for each in rank] for rank in noisy(rng, 0.002, 2)]
+        own[1][1] += 0.26 * (step >= 20)
+        assert stragglers.step(step_of(own)) is None
+
+
 def test_another_rank_that_is_slower_takes_the_place() -> None:
     rng, stragglers = random.Random(0), Stragglers(4)
     for step in range(40):

@@ -113,7 +113,7 @@ def main(arguments: argparse.Namespace) -> int:
         print("tritonddp compare: interrupted", file=sys.stderr)
         return 130
     if arguments.json:
-        print(json.dumps(as_json(comparison)))
+        print(json.dumps(as_json(comparison), allow_nan=False))
     else:
         print("\n".join(text(comparison)))
     if arguments.html is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
@@ -191,9 +192,13 @@ def statements(finding: Finding) -> Iterator[str]:
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    """All figures; seconds and bytes, ratios with their interval."""
+    """All figures; seconds and bytes, ratios with their interval.
+
+    ``None`` stands for what is infinite, which JSON has no number for: an end of an interval, or
+    the difference of gradients of which only one is finite.
+    """
     verdict = comparison.verdict()
-    return {
+    content = {
         "command": comparison.command,
         "machine": comparison.machine(),
         "contenders": comparison.labels,
@@ -224,6 +229,15 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         ],
         "seconds": comparison.seconds,
     }
+    return _without_infinities(content)
+
+
+def _without_infinities(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_infinities(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_infinities(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _number(value: float | None) -> str:

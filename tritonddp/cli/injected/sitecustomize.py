@@ -125,6 +125,9 @@ def _begin() -> None:
     if session:
         finder: Any = _Finder(session)
         sys.meta_path.insert(0, finder)
+        for name in ("torch", "tritonddp"):
+            if name in sys.modules:  # a .pth file has imported it
+                finder.imported(name)
     hidden: Any = PathFinder.find_spec("sitecustomize")
     if hidden is not None and hidden.loader is not None:
         import importlib.util

@@ -5,7 +5,7 @@ ranks, as a share of the step. It varies from step to step. A *window* is a numb
 from 3 to 64. A rank is slow if in some window its lateness (the least in a window of up to 4 steps,
 the median in a longer one) is
 
-1. large enough to matter (3.5 % of a step),
+1. large enough to matter (3.5 % of a step, and half a millisecond),
 2. far above the noise: the noise of one step divided by the root of the number of steps, and
 3. twice as large as windows of that length have ever varied by while no rank was slow.
 
@@ -31,6 +31,7 @@ PARTS = NAMES[:3]  # the parts of a rank's own time
 
 # Shares of a step. A rank that is 5 % late should be named; its measured lateness may be less.
 _LEAST = 0.035
+_LEAST_MS = 0.5  # in steps of a few milliseconds less than that is chance
 _OVER = 0.02  # below this a rank is no longer slow
 _QUIET = 0.004  # least noise that is assumed
 
@@ -75,8 +76,9 @@ class Stragglers:
         self._times.append(ranks)
         length = sum(each.total for each in ranks) / len(ranks) or 1.0
         is_calm = self.slowest is None
-        self._idle.step([each.idle / length for each in ranks], is_calm)
-        self._own.step([each.own / length for each in ranks], is_calm)
+        least = max(_LEAST, _LEAST_MS / length)
+        self._idle.step([each.idle / length for each in ranks], is_calm, least)
+        self._own.step([each.own / length for each in ranks], is_calm, least)
         if self._steps >= _FIRST:
             self._look()
         return self.slowest
@@ -128,16 +130,23 @@ class _Lateness:
         self._late = [deque[float](maxlen=_WINDOWS[-1]) for _ in range(size)]
         self._calm = [deque[float](maxlen=_HISTORY) for _ in range(size)]
         self._is_calm = True
+        self._least = _LEAST
         self._steps = 0
         self._noise = [_QUIET] * size
         self._turn = 0  # the rank whose noise was computed last
         # By rank and window: the step in which the spread was computed, and the spread.
         self._spreads: dict[tuple[int, int], tuple[int, float]] = {}
 
-    def step(self, shares: list[float], is_calm: bool) -> None:
-        """Add one more step: the share of it that each rank took; ``is_calm``: no rank is slow."""
+    def step(self, shares: list[float], is_calm: bool, least: float) -> None:
+        """Add one more step.
+
+        Args:
+            shares: of the step, that each rank took.
+            is_calm: no rank is slow.
+            least: the least lateness that matters.
+        """
         self._steps += 1
-        self._is_calm = is_calm
+        self._is_calm, self._least = is_calm, least
         for rank, late in enumerate(_lateness(shares)):
             self._late[rank].append(late)
             if is_calm:
@@ -169,11 +178,11 @@ class _Lateness:
             looks_far: also look at long windows.
             least_steps: the least number of steps of a window.
         """
-        late = self._late[rank]
+        late, enough = self._late[rank], self._least
         if len(late) < _WINDOWS[0]:
             return 0
-        is_late = late[-1] >= _LEAST and late[-2] >= _LEAST
-        if not is_late and not (looks_far and _median(self.last(rank, _FIRST)) >= _LEAST):
+        is_late = late[-1] >= enough and late[-2] >= enough
+        if not is_late and not (looks_far and _median(self.last(rank, _FIRST)) >= enough):
             return 0
         noise = max(self._noise[rank], _median(self._noise))
         noise *= 1 + _FIRST / len(self._calm[rank])  # a few steps may be equal by chance
@@ -182,7 +191,7 @@ class _Lateness:
                 break
             if window < least_steps:
                 continue
-            value, least = self.typical(rank, window), max(_LEAST, _SIGMAS * noise / sqrt(window))
+            value, least = self.typical(rank, window), max(enough, _SIGMAS * noise / sqrt(window))
             if value >= least and value >= _MARGIN * self._spread(rank, window):
                 return window
         return 0
