@@ -210,7 +210,7 @@ def consequences(section: Section, plan: Plan, heard: Sequence[Heard]) -> None:
         else:
             told.append(f"{name} for backwards of less than {duration(end)}")
     section.fact("wire", "; ".join(told))
-    sizes = ", ".join(f"{each:g}" for each in found["default_sizes"])
+    sizes = ", then ".join(f"{each:g}" for each in found["default_sizes"])
     if found["size"] is None:
         section.fact("bucket_cap_mb", f"the default ({sizes} MiB): no size saves a tenth of that")
     else:
