@@ -1,9 +1,9 @@
 # make demo    train the digits on 2 processes, stock DDP beside tritonddp
 # make test    the tests that are quick, of every room, in under 5 minutes on 2 cores once installed
 #              (make test TORCH=2.11.0: against another torch, in a venv of its own)
-# make test-all       all tests (half an hour)
+# make test-all       all tests but those that find little more (half an hour)
 # make test-ci        those of make test, and a sixth of the others, another one each day: what CI runs
-# make test-faults    each rank in turn dies, stops or errs: all faults (make test plays none)
+# make test-faults    each rank in turn dies, stops or errs: all faults (make test plays one)
 # make test-clients   mmengine, ignite, Lightning, transformers and others train beside stock DDP (minutes)
 # make soak    10,000 random steps beside an oracle: does anything pile up or drift? (some minutes)
 # make lint    formatter, linter, type checker, which rooms may import which
@@ -39,7 +39,7 @@ torch_minor = $(word 1,$(subst ., ,$(TORCH))).$(word 2,$(subst ., ,$(TORCH)))
 TRITON ?= $(or $(TRITON_FOR_$(TORCH)),$(TRITON_FOR_$(torch_minor)))
 
 # Tests start hundreds of processes: what they import is compiled once, whatever the shell says.
-export PYTHONDONTWRITEBYTECODE :=
+test test-all test-ci: export PYTHONDONTWRITEBYTECODE :=
 
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin

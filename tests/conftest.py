@@ -30,8 +30,8 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of the cases of a test one is quick, chosen by the test's name, and the others ``long``.
 
-    Of a test that is marked ``sampled(n, k)`` only the first ``k`` of each ``n`` cases are that,
-    and the rest ``thorough``.
+    Of a test that is marked ``sampled(n, k)`` all but the first ``k`` of each ``n`` cases are
+    ``thorough``.
     """
     cases = defaultdict[str, list[pytest.Item]](list)
     for item in items:

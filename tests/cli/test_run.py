@@ -78,17 +78,34 @@ def test_a_process_without_torch_imports_nothing_more() -> None:
     assert len(more) < 40, more
 
 
-def test_torch_may_have_been_imported_before() -> None:
-    """As by a .pth file. (Without ``site`` the prefix of a virtual environment is not known.)"""
-    variables = environment(RUN, folder="/nowhere")
+# As a .pth file does: torch is imported before site imports sitecustomize. (Without site a virtual
+# environment may not be known.)
+EARLY = """
+import json, os, sys
+session = json.loads(os.environ["TRITONDDP_SESSION"])
+os.environ["TRITONDDP_SESSION"] = json.dumps({**session, "prefix": sys.prefix})
+import site
+import torch
+site.execsitecustomize()
+import sitecustomize
+print(sitecustomize.hidden, torch.nn.parallel.DistributedDataParallel.__module__)
+"""
+
+
+def test_torch_may_have_been_imported_before(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("hidden = 'the hidden one has run'")
     packages = [each for each in sys.path if each.endswith("site-packages")]
-    done = python(
-        *("-S", "-c"),
-        "import torch, sitecustomize; print(torch.nn.parallel.DistributedDataParallel.__module__)",
-        PYTHONPATH=os.pathsep.join([str(FOLDER), str(launched.ROOT), *packages]),
-        TRITONDDP_SESSION=variables["TRITONDDP_SESSION"].replace(sys.prefix, sys.base_prefix),
-    )
-    assert done.stdout == "tritonddp.ddp\n", done.stderr
+    path = os.pathsep.join([str(FOLDER), str(tmp_path), str(launched.ROOT), *packages])
+    script = tmp_path / "script.py"
+    script.write_text(EARLY)
+    done = python("-S", str(script), PYTHONPATH=path)
+    assert done.stdout == "the hidden one has run tritonddp.ddp\n", done.stderr
+    (tmp_path / "tritonddp").mkdir()
+    (tmp_path / "tritonddp" / "__init__.py").write_text("raise ImportError('no triton here')")
+    broken = python("-S", str(script), PYTHONPATH=path)
+    assert broken.returncode == 1
+    assert "no triton here" in broken.stderr
+    assert broken.stdout == ""
 
 
 def test_what_cannot_be_replaced_is_said(tmp_path: Path) -> None:

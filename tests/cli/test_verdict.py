@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+from dataclasses import asdict
 
 import pytest
 
+from tritonddp.cli.comparison.report import strict
 from tritonddp.cli.comparison.verdict import Launch, Ratio, Verdict, over_launches, ratio_of_parts
 
 LAUNCHES, PAIRS = 6, 48  # the defaults
@@ -109,6 +112,13 @@ def test_the_sentence(ratio: Ratio, is_different: bool, said: str) -> None:
     assert (
         alone.sentence == verdict.sentence + " One launch alone: others may differ from it by more."
     )
+
+
+def test_json_has_no_infinities() -> None:
+    verdict = Verdict.of(Ratio(0.9, 0.0, math.inf), "stock", "ours", 2)
+    text = json.dumps(strict({"of": [asdict(verdict.ratio), (math.nan, 1, None)]}), allow_nan=False)
+    ratio = {"value": 0.9, "low": 0.0, "high": "inf"}
+    assert json.loads(text) == {"of": [ratio, ["nan", 1, None]]}
 
 
 def test_parts_that_take_no_time_have_no_ratio() -> None:

@@ -16,7 +16,7 @@ SCENARIOS = {2: 220, 3: 120}
 # Within how many scenarios a planted fault is found.
 ENOUGH = 80
 
-# Planted in each run of the tests; the others by `make test ARGS="-m thorough"`.
+# Planted by `make test-all`; the others by `make test ARGS="-m thorough"`.
 ALWAYS = {
     "no_average",
     "forgotten_bucket",

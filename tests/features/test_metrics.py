@@ -73,13 +73,22 @@ def test_a_slow_rank_is_named_in_three_steps_with_its_part(
     assert stragglers.slowest is None
 
 
-def test_in_short_steps_less_than_half_a_millisecond_is_chance() -> None:
-    """A fifth of the step, always of the same rank."""
+@pytest.mark.parametrize("long_steps", [(), (47,), range(0, 400, 50)], ids=["", "one", "some"])
+def test_in_short_steps_less_than_half_a_millisecond_is_chance(long_steps: Sequence[int]) -> None:
+    """A fifth of the step, always of the same rank; after 200 steps a half of it, for a while."""
     rng, stragglers = random.Random(0), Stragglers(2)
-    for step in range(200):
+    for step in range(400):
+        is_late = 200 <= step < 220
         own = [[each / 20 for each in rank] for rank in noisy(rng, 0.002, 2)]
-        own[1][1] += 0.26 * (step >= 20)
-        assert stragglers.step(step_of(own)) is None
+        own[1][1] += (0.26 + 0.44 * is_late) * (step >= 20)
+        if step in long_steps:
+            own = [[5.0, 8.0, 487.0]] * 2
+        found = stragglers.step(step_of(own))
+        if is_late and step >= 210:
+            assert found is not None
+            assert found[:2] == (1, "forward")
+        elif not 200 <= step < 224:
+            assert found is None, step
 
 
 def test_another_rank_that_is_slower_takes_the_place() -> None:
@@ -349,6 +358,17 @@ def test_without_the_option_its_methods_say_so() -> None:
         DistributedDataParallel(net(), metrics=dist.get_rank() == 0)
     with pytest.raises(TypeError, match="metrics"):
         DistributedDataParallel(net(), metrics="yes")  # type: ignore[arg-type]
+
+
+@ranks(2)
+def test_waiting_for_a_late_rank_is_no_time_of_ones_own() -> None:
+    """By the clock of the machine, which may take as long as it likes."""
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(net(), metrics=True)
+    train(ddp, 2, lambda _: None)
+    found = train(ddp, 3, lambda part: time.sleep(0.2 * (part == "forward" and rank)))[-1]
+    assert found["exposed_ms"] > 50  # the mean of 0 and 200
+    assert found["forward_ms"] > 99
 
 
 @ranks(1)

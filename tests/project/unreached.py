@@ -4,7 +4,7 @@
 
 runs the tests under coverage.py, in all processes that they start, and prints which lines none of
 them has executed and :data:`UNREACHED` does not name, and which of its entries tests do reach. It
-takes a quarter of an hour. ``test_unreached.py`` looks in each run whether what is named is there.
+takes half an hour. ``test_unreached.py`` looks in each run whether what is named is there.
 """
 
 from __future__ import annotations

@@ -28,8 +28,7 @@ def seeds(first: int, end: int) -> list[range]:
 @pytest.mark.parametrize(
     "chosen",
     [
-        *seeds(0, 10),
-        *(pytest.param(each, marks=pytest.mark.long) for each in seeds(10, 25)),
+        *seeds(0, 25),
         *(pytest.param(each, marks=pytest.mark.thorough) for each in seeds(25, 500)),
     ],
     ids=str,

@@ -194,8 +194,8 @@ def statements(finding: Finding) -> Iterator[str]:
 def as_json(comparison: Comparison) -> dict[str, Any]:
     """All figures; seconds and bytes, ratios with their interval.
 
-    ``None`` stands for what is infinite, which JSON has no number for: an end of an interval, or
-    the difference of gradients of which only one is finite.
+    What JSON has no number for is a string: "inf" for an end of an interval, or for the difference
+    of gradients of which only one is finite.
     """
     verdict = comparison.verdict()
     content = {
@@ -229,15 +229,16 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         ],
         "seconds": comparison.seconds,
     }
-    return _without_infinities(content)
+    return strict(content)
 
 
-def _without_infinities(value: Any) -> Any:
+def strict(value: Any) -> Any:
+    """``value`` with ``str()`` of the numbers that are not finite."""
     if isinstance(value, dict):
-        return {name: _without_infinities(each) for name, each in value.items()}
+        return {name: strict(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_infinities(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [strict(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _number(value: float | None) -> str:

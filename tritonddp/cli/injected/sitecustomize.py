@@ -125,9 +125,6 @@ def _begin() -> None:
     if session:
         finder: Any = _Finder(session)
         sys.meta_path.insert(0, finder)
-        for name in ("torch", "tritonddp"):
-            if name in sys.modules:  # a .pth file has imported it
-                finder.imported(name)
     hidden: Any = PathFinder.find_spec("sitecustomize")
     if hidden is not None and hidden.loader is not None:
         import importlib.util
@@ -135,6 +132,13 @@ def _begin() -> None:
         module = importlib.util.module_from_spec(hidden)
         sys.modules["sitecustomize"] = module
         hidden.loader.exec_module(module)
+    if session:
+        for name in ("torch", "tritonddp"):
+            if name in sys.modules:  # a .pth file had imported it before
+                try:
+                    finder.imported(name)
+                except RuntimeError as error:  # site would print it and go on
+                    raise SystemExit(str(error)) from error
 
 
 _begin()

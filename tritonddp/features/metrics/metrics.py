@@ -224,10 +224,10 @@ def metrics(model: Any) -> dict[str, float | int | str | None]:
         the CPU ``contended_ms`` (the thread was ready to run but had no core; not part of the
         others). ``skew_ms``: how much later than the fastest rank the slowest one is ready.
         ``sent_bytes``: sent by this rank through the process group in the last step.
-        ``slowest_rank``: a rank that is later than the others by about 5 % of a step, over several
-        steps; then ``slowest_phase`` is ``"input"``, ``"forward"`` or ``"backward"``, and
-        ``slowest_by`` is the share of a step. Rank 0 logs each change of ``slowest_rank`` in
-        ``tritonddp.metrics``, a slow rank as a warning.
+        ``slowest_rank``: a rank that is later than the others by about 5 % of a step (and at least
+        half a millisecond), over several steps; then ``slowest_phase`` is ``"input"``,
+        ``"forward"`` or ``"backward"``, and ``slowest_by`` is the share of a step. Rank 0 logs each
+        change of ``slowest_rank`` in ``tritonddp.metrics``, a slow rank as a warning.
 
     Raises:
         RuntimeError: the module was wrapped without ``metrics=True``.

@@ -32,7 +32,7 @@ PARTS = NAMES[:3]  # the parts of a rank's own time
 # Shares of a step. A rank that is 5 % late should be named; its measured lateness may be less.
 _LEAST = 0.035
 _LEAST_MS = 0.5  # in steps of a few milliseconds less than that is chance
-_OVER = 0.02  # below this a rank is no longer slow
+_OVER = 0.6  # below this part of the least lateness a rank is no longer slow
 _QUIET = 0.004  # least noise that is assumed
 
 _FIRST = 6  # steps before any rank is named
@@ -66,6 +66,8 @@ class Stragglers:
         self.slowest: Straggler | None = None
         self._steps = 0
         self._times: deque[Sequence[StepTimes]] = deque(maxlen=_WINDOWS[-1])
+        self._lengths: deque[float] = deque(maxlen=_WINDOWS[-1])  # of these steps, in milliseconds
+        self._least = _LEAST  # the least lateness that matters
         self._idle, self._own = _Lateness(size), _Lateness(size)
 
     def step(self, ranks: Sequence[StepTimes]) -> Straggler | None:
@@ -76,9 +78,11 @@ class Stragglers:
         self._times.append(ranks)
         length = sum(each.total for each in ranks) / len(ranks) or 1.0
         is_calm = self.slowest is None
-        least = max(_LEAST, _LEAST_MS / length)
-        self._idle.step([each.idle / length for each in ranks], is_calm, least)
-        self._own.step([each.own / length for each in ranks], is_calm, least)
+        self._lengths.append(length)
+        if self._steps % _EVERY == 1:  # (one step may be long: a checkpoint, a validation)
+            self._least = max(_LEAST, _LEAST_MS / _median(list(self._lengths)))
+        self._idle.step([each.idle / length for each in ranks], is_calm, self._least)
+        self._own.step([each.own / length for each in ranks], is_calm, self._least)
         if self._steps >= _FIRST:
             self._look()
         return self.slowest
@@ -88,7 +92,8 @@ class Stragglers:
         slowest = self.slowest
         if slowest is not None:
             late = _median(self._own.last(slowest.rank, _WINDOWS[0]))
-            slowest = self.slowest = None if late < _OVER else Straggler(*slowest[:2], late)
+            is_over = late < _OVER * self._least
+            slowest = self.slowest = None if is_over else Straggler(*slowest[:2], late)
             if slowest is None:  # clear the windows, or some would still contain its slow steps
                 self._idle.forget()
                 self._own.forget()
@@ -105,7 +110,7 @@ class Stragglers:
         """The window in which ``rank`` is slow, and its lateness there; zeros if it is not slow."""
         looks_far = self._steps % _EVERY == 0
         window = self._idle.window(rank, looks_far)
-        if window and (late := self._own.typical(rank, window)) >= _OVER:
+        if window and (late := self._own.typical(rank, window)) >= _OVER * self._least:
             return window, late
         window = self._own.window(rank, looks_far)
         if window and window < _LONG and self._own.typical(rank, window) < _LARGE:
