@@ -96,7 +96,8 @@ def test_torch_may_have_been_imported_before(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("hidden = 'the hidden one has run'")
     packages = [each for each in sys.path if each.endswith("site-packages")]
     path = os.pathsep.join([str(FOLDER), str(tmp_path), str(launched.ROOT), *packages])
-    script = tmp_path / "script.py"
+    script = tmp_path / "scripts" / "script.py"
+    script.parent.mkdir()
     script.write_text(EARLY)
     done = python("-S", str(script), PYTHONPATH=path)
     assert done.stdout == "the hidden one has run tritonddp.ddp\n", done.stderr
