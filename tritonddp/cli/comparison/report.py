@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import torch
 
 import tritonddp
+from tritonddp.cli.checks.machine import cpu_model
 from tritonddp.cli.comparison.turns import Job, Plan, Played
 from tritonddp.cli.comparison.values import DIFFERENT, ROUNDING, Finding, judge
 from tritonddp.cli.comparison.verdict import (
@@ -127,7 +126,7 @@ class Comparison:
 
     def machine(self) -> str:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        parts = [_processor(), f"{cores} cores"]
+        parts = [cpu_model(), f"{cores} cores"]
         if torch.cuda.is_available():
             parts.append(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
         parts += [f"torch {torch.__version__}", f"tritonddp {tritonddp.__version__}"]
@@ -247,15 +246,6 @@ def _number(value: float | None) -> str:
     if value == int(value) and value < 1e6:
         return str(int(value))
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
-
-
-def _processor() -> str:
-    with_name = Path("/proc/cpuinfo")
-    if with_name.exists():
-        for line in with_name.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def mean_step(launches: Sequence[Sequence[Played]], which: int) -> Mapping[str, float]:

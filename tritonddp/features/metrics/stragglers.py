@@ -81,8 +81,8 @@ class Stragglers:
         self._lengths.append(length)
         if self._steps % _EVERY == 1:  # (one step may be long: a checkpoint, a validation)
             self._least = max(_LEAST, _LEAST_MS / _median(list(self._lengths)))
-        self._idle.step([each.idle / length for each in ranks], is_calm, self._least)
-        self._own.step([each.own / length for each in ranks], is_calm, self._least)
+        self._idle.step([each.idle / length for each in ranks], is_calm)
+        self._own.step([each.own / length for each in ranks], is_calm)
         if self._steps >= _FIRST:
             self._look()
         return self.slowest
@@ -108,13 +108,13 @@ class Stragglers:
 
     def _window(self, rank: int) -> tuple[int, float]:
         """The window in which ``rank`` is slow, and its lateness there; zeros if it is not slow."""
-        looks_far = self._steps % _EVERY == 0
-        window = self._idle.window(rank, looks_far)
-        if window and (late := self._own.typical(rank, window)) >= _OVER * self._least:
+        looks_far, least = self._steps % _EVERY == 0, self._least
+        window = self._idle.window(rank, looks_far, least)
+        if window and (late := self._own.typical(rank, window)) >= _OVER * least:
             return window, late
-        window = self._own.window(rank, looks_far)
+        window = self._own.window(rank, looks_far, least)
         if window and window < _LONG and self._own.typical(rank, window) < _LARGE:
-            window = self._own.window(rank, looks_far, _LONG)
+            window = self._own.window(rank, looks_far, least, _LONG)
         return (window, self._own.typical(rank, window)) if window else (0, 0.0)
 
     def _part(self, rank: int, window: int) -> str:
@@ -135,23 +135,16 @@ class _Lateness:
         self._late = [deque[float](maxlen=_WINDOWS[-1]) for _ in range(size)]
         self._calm = [deque[float](maxlen=_HISTORY) for _ in range(size)]
         self._is_calm = True
-        self._least = _LEAST
         self._steps = 0
         self._noise = [_QUIET] * size
         self._turn = 0  # the rank whose noise was computed last
         # By rank and window: the step in which the spread was computed, and the spread.
         self._spreads: dict[tuple[int, int], tuple[int, float]] = {}
 
-    def step(self, shares: list[float], is_calm: bool, least: float) -> None:
-        """Add one more step.
-
-        Args:
-            shares: of the step, that each rank took.
-            is_calm: no rank is slow.
-            least: the least lateness that matters.
-        """
+    def step(self, shares: list[float], is_calm: bool) -> None:
+        """Add one more step: the share of it that each rank took; ``is_calm``: no rank is slow."""
         self._steps += 1
-        self._is_calm, self._least = is_calm, least
+        self._is_calm = is_calm
         for rank, late in enumerate(_lateness(shares)):
             self._late[rank].append(late)
             if is_calm:
@@ -175,19 +168,20 @@ class _Lateness:
         """The lateness of ``rank`` in this window: the least if it is short, else the median."""
         return _typical(self.last(rank, window))
 
-    def window(self, rank: int, looks_far: bool, least_steps: int = 0) -> int:
+    def window(self, rank: int, looks_far: bool, least: float, least_steps: int = 0) -> int:
         """The steps of a window in which ``rank`` is slow; 0 if there is none.
 
         Args:
             rank: a rank of the group.
             looks_far: also look at long windows.
+            least: the least lateness that matters.
             least_steps: the least number of steps of a window.
         """
-        late, enough = self._late[rank], self._least
+        late = self._late[rank]
         if len(late) < _WINDOWS[0]:
             return 0
-        is_late = late[-1] >= enough and late[-2] >= enough
-        if not is_late and not (looks_far and _median(self.last(rank, _FIRST)) >= enough):
+        is_late = late[-1] >= least and late[-2] >= least
+        if not is_late and not (looks_far and _median(self.last(rank, _FIRST)) >= least):
             return 0
         noise = max(self._noise[rank], _median(self._noise))
         noise *= 1 + _FIRST / len(self._calm[rank])  # a few steps may be equal by chance
@@ -196,8 +190,9 @@ class _Lateness:
                 break
             if window < least_steps:
                 continue
-            value, least = self.typical(rank, window), max(enough, _SIGMAS * noise / sqrt(window))
-            if value >= least and value >= _MARGIN * self._spread(rank, window):
+            value = self.typical(rank, window)
+            is_beyond_noise = value >= max(least, _SIGMAS * noise / sqrt(window))
+            if is_beyond_noise and value >= _MARGIN * self._spread(rank, window):
                 return window
         return 0
 
