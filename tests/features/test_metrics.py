@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from clock import time_of_test
 from distributed import gather, ranks
 from logged import logged
 from torch import nn
@@ -212,37 +213,6 @@ def test_a_thread_that_has_the_number_of_one_that_has_ended() -> None:
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 3))
-
-
-class Clock:
-    """Stands in for the module ``time``: time passes only where a rank sleeps.
-
-    So the measured times are those of the test, however busy the machine is. No two steps take
-    exactly as long: what all ranks would only repeat they do not tell each other.
-    """
-
-    def __init__(self) -> None:
-        self._now = 0.0
-        self._rng = random.Random(0)
-
-    def perf_counter(self) -> float:
-        return self._now
-
-    def thread_time(self) -> float:
-        return 0.0
-
-    def sleep(self, seconds: float) -> None:
-        self._now += seconds * self._rng.uniform(1.0, 1.0001)
-
-
-@contextlib.contextmanager
-def time_of_test() -> Iterator[Clock]:
-    clock = Clock()
-    with (
-        mock.patch.object(step_times, "time", clock),
-        mock.patch.object(RunQueue, "seconds", return_value=0.0),
-    ):
-        yield clock
 
 
 def train(ddp: DistributedDataParallel, steps: int, sleep: Callable[[str], None]) -> list[Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from clock import time_of_test
 from distributed import assert_same_on_all_ranks, gather
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Stock
@@ -112,27 +113,31 @@ def test_an_overflow_is_in_the_norm(device: torch.device) -> None:
 def test_the_slow_rank_is_named_with_its_part(device: torch.device, part: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     ddp = DistributedDataParallel(dense().to(device), metrics=True)
+    seconds_late = 0.015 * (rank == size - 1)
+    # A CPU may be busy with other work; kernels of a card take what they take.
+    with time_of_test() if device.type == "cpu" else contextlib.nullcontext(time) as clock:
 
-    def step(number: int, late: float) -> dict[str, Any]:
-        def sleep(where: str) -> None:
-            time.sleep(0.005 + late * (where == part and rank == size - 1))
+        def steps(count: int, seconds_late: float = 0.0) -> dict[str, Any]:
+            def sleep(where: str) -> None:
+                clock.sleep(0.005 + seconds_late * (where == part))
 
-        sleep("input")
-        outputs = ddp(batch(device, number))
-        sleep("forward")
-        outputs.register_hook(lambda _: sleep("backward"))
-        outputs.square().mean().backward()
-        ddp.zero_grad()
-        return ddp.metrics()
+            for number in range(count):
+                sleep("input")
+                outputs = ddp(batch(device, number))
+                sleep("forward")
+                outputs.register_hook(lambda _: sleep("backward"))
+                outputs.square().mean().backward()
+                ddp.zero_grad()
+            return ddp.metrics()
 
-    for number in range(12):
-        step(number, 0)
-    found = [step(number, 0.015) for number in range(16)][-1]
+        steps(12)
+        found = steps(16, seconds_late)
+        even = steps(16)
     if is_recorded(device):
         return  # its kernels take a step's time
     parts = ("input", "forward", "backward", "exposed", "contended")
     assert found["step_ms"] == pytest.approx(sum(found[f"{each}_ms"] for each in parts))
-    assert found["step_ms"] > 25
+    assert found["step_ms"] > 20  # even steps: 15
     if size == 1:
         assert found["slowest_rank"] is None
         return
@@ -144,9 +149,7 @@ def test_the_slow_rank_is_named_with_its_part(device: torch.device, part: str) -
     assert (found["slowest_rank"], found["slowest_phase"]) == (size - 1, part), found
     del found["sent_bytes"]
     assert gather(found) == [found] * size
-    for number in range(16):
-        found = step(number, 0)
-    assert found["slowest_rank"] is None, found
+    assert even["slowest_rank"] is None, even
 
 
 @in_worlds(CPU, *CARDS)
