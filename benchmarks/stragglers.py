@@ -36,10 +36,10 @@ from tritonddp.cli.kernel_timing.paired import Ratio, Spread, paired_ratio
 PARTS = ("input", "forward", "backward")
 CALM, WITHIN = 12, 40  # steps before an injection, and most that it lasts
 SOON = 4  # steps: three that are slow, and one in which they are told
-WIDTH, BATCH = 640, 48
+WIDTH, BATCH = 640, 400  # steps of more than 60 ms, each of which is measured
 # What the option costs does not depend on the model; in the short steps of a small one it shows.
-COST_WIDTH, COST_STEPS, COST_ROUNDS = 64, 100, 60
-LIMIT = 900.0  # seconds, of the ranks
+COST_WIDTH, COST_STEPS, COST_ROUNDS = 64, 100, 200
+LIMIT = 1200.0  # seconds, of the ranks
 
 
 class Training:

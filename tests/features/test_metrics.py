@@ -235,14 +235,14 @@ def test_the_slow_rank_is_named_on_all_ranks(part: str) -> None:
     slow = size - 1
     ddp = DistributedDataParallel(net(), metrics=True)
     with time_of_test() as time:
-        train(ddp, 12, lambda _: time.sleep(0.005))
-        found = train(
-            ddp, 12, lambda now: time.sleep(0.005 + 0.01 * (now == part and rank == slow))
-        )[-1]
-        even = train(ddp, 8, lambda _: time.sleep(0.005))[-1]
+        train(ddp, 12, lambda _: time.sleep(0.05))
+        found = train(ddp, 12, lambda now: time.sleep(0.05 + 0.1 * (now == part and rank == slow)))[
+            -1
+        ]
+        even = train(ddp, 8, lambda _: time.sleep(0.05))[-1]
     assert (found["slowest_rank"], found["slowest_phase"]) == (slow, part)
     assert found["slowest_by"] == pytest.approx(10 / (15 + 10 / size), rel=1e-3)
-    assert found["skew_ms"] == pytest.approx(10, rel=1e-3)
+    assert found["skew_ms"] == pytest.approx(100, rel=1e-3)
     del found["sent_bytes"]
     assert gather(found) == [found] * size
     parts = ("input", "forward", "backward", "exposed", "contended")
@@ -251,13 +251,35 @@ def test_the_slow_rank_is_named_on_all_ranks(part: str) -> None:
 
 
 @ranks(2)
+def test_of_short_steps_one_in_so_many_is_measured() -> None:
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(net(), metrics=True)
+    agreement = ddp.core.agreement
+    read = mock.Mock(wraps=agreement.read)
+    with time_of_test() as time, mock.patch.object(agreement, "read", read):
+        train(ddp, 40, lambda _: time.sleep(0.001))
+        read.reset_mock()
+        found = train(ddp, 100, lambda _: time.sleep(0.001))
+        # 0.3 ms is half a percent of 20 steps of 3 ms. (No two steps take exactly as long.)
+        assert len({each["step_ms"] for each in found}) == 5
+        assert read.call_count == 5  # in the others the ranks repeat what they said
+        slow = train(
+            ddp, 120, lambda part: time.sleep(0.001 + 0.003 * (part == "forward" and rank))
+        )
+        train(ddp, 120, lambda _: time.sleep(0.1))  # until the median of five is that of these
+        found = train(ddp, 20, lambda _: time.sleep(0.1))
+    assert (slow[-1]["slowest_rank"], slow[-1]["slowest_phase"]) == (1, "forward")
+    assert len({each["step_ms"] for each in found}) == 20
+
+
+@ranks(2)
 def test_it_is_said_once_by_rank_0() -> None:
     rank = dist.get_rank()
     ddp = DistributedDataParallel(net(), metrics=True)
     with logged(logging.INFO, "tritonddp.metrics") as said, time_of_test() as time:
-        train(ddp, 10, lambda _: time.sleep(0.004))
-        train(ddp, 15, lambda part: time.sleep(0.004 + 0.02 * (part == "forward" and rank)))
-        train(ddp, 8, lambda _: time.sleep(0.004))
+        train(ddp, 10, lambda _: time.sleep(0.04))
+        train(ddp, 15, lambda part: time.sleep(0.04 + 0.2 * (part == "forward" and rank)))
+        train(ddp, 8, lambda _: time.sleep(0.04))
     texts = said.lines()
     expected = [logging.WARNING, logging.INFO] if rank == 0 else []
     assert [record.levelno for record in said.records] == expected, texts
@@ -293,12 +315,12 @@ def test_accumulated_backwards_belong_to_the_step_that_reduces_them() -> None:
         for _ in range(3):
             with ddp.no_sync():
                 for _ in range(3):
-                    train(ddp, 1, lambda _: time.sleep(0.004))
-            train(ddp, 1, lambda _: time.sleep(0.004))
+                    train(ddp, 1, lambda _: time.sleep(0.04))
+            train(ddp, 1, lambda _: time.sleep(0.04))
         found = train(ddp, 1, lambda _: None)[-1]
     assert found["step"] == 7
     for part in PARTS:
-        assert found[f"{part}_ms"] == pytest.approx(4 * 4, rel=1e-3)
+        assert found[f"{part}_ms"] == pytest.approx(4 * 40, rel=1e-3)
 
 
 @ranks(2)
@@ -354,14 +376,15 @@ def test_alone_a_rank_has_its_own_times() -> None:
 def test_a_backward_that_breaks_off_is_no_step() -> None:
     ddp = DistributedDataParallel(net(), metrics=True)
     with time_of_test() as time:
-        train(ddp, 4, lambda _: time.sleep(0.002))
+        train(ddp, 4, lambda _: time.sleep(0.1))
         outputs = ddp(torch.randn(8, 30))
         outputs.register_hook(_fail)
         with pytest.raises(ValueError, match="breaks off"):
             outputs.sum().backward()
-        time.sleep(0.5)
-        found: Sequence[Any] = train(ddp, 4, lambda _: time.sleep(0.002))
-    assert all(each["input_ms"] == pytest.approx(2, rel=1e-3) for each in found)
+        time.sleep(5)
+        found = [each["input_ms"] for each in train(ddp, 4, lambda _: time.sleep(0.1))]
+    assert found == pytest.approx([100] * 4, rel=1e-3)
+    assert len(set(found)) > 1  # steps are measured again
 
 
 @ranks(2)

@@ -113,13 +113,13 @@ def test_an_overflow_is_in_the_norm(device: torch.device) -> None:
 def test_the_slow_rank_is_named_with_its_part(device: torch.device, part: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     ddp = DistributedDataParallel(dense().to(device), metrics=True)
-    seconds_late = 0.015 * (rank == size - 1)
+    seconds_late = 0.06 * (rank == size - 1)
     # A CPU may be busy with other work; kernels of a card take what they take.
     with time_of_test() if device.type == "cpu" else contextlib.nullcontext(time) as clock:
 
         def steps(count: int, seconds_late: float = 0.0) -> dict[str, Any]:
             def sleep(where: str) -> None:
-                clock.sleep(0.005 + seconds_late * (where == part))
+                clock.sleep(0.02 + seconds_late * (where == part))
 
             for number in range(count):
                 sleep("input")
@@ -137,7 +137,7 @@ def test_the_slow_rank_is_named_with_its_part(device: torch.device, part: str) -
         return  # its kernels take a step's time
     parts = ("input", "forward", "backward", "exposed", "contended")
     assert found["step_ms"] == pytest.approx(sum(found[f"{each}_ms"] for each in parts))
-    assert found["step_ms"] > 20  # even steps: 15
+    assert found["step_ms"] > 80  # even steps: 60
     if size == 1:
         assert found["slowest_rank"] is None
         return

@@ -102,7 +102,13 @@ class RunQueue:
 
 
 class HostClock:
-    """Times steps on the CPU, by the clock of the host, from the end of the first step on."""
+    """Times steps on the CPU, by the clock of the host, from a call of :meth:`end_step` on.
+
+    Attributes:
+        is_behind: the times of a measured step are not known yet.
+    """
+
+    is_behind = False
 
     def __init__(self) -> None:
         self._queue = RunQueue()
@@ -127,12 +133,17 @@ class HostClock:
             self._last, self._last_wait, self._last_busy = now, wait, busy
         self._part = part
 
-    def end_step(self) -> StepTimes | None:
-        """A step is over. Returns the times of the last step that are known, if any."""
+    def end_step(self, goes_on: bool = True) -> StepTimes | None:
+        """A step is over. Returns the times of the last step that are known, if any.
+
+        With ``goes_on`` the next step is measured too.
+        """
         was_measured = self._last is not None
         self.lap(INPUT)
         times, self._times = self._times, [0.0] * len(self._times)
-        if not was_measured:
+        if not goes_on:
+            self._last = None
+        elif not was_measured:
             self._last, self._last_wait = time.perf_counter(), self._queue.seconds()
             self._last_busy = time.thread_time()
         return StepTimes(*(each * 1e3 for each in times)) if was_measured else None
@@ -152,18 +163,23 @@ class DeviceClock:
         self._laps: list[tuple[int, Stamp]] = []  # the end of the last step, and of each part since
         self._over: deque[list[tuple[int, Stamp]]] = deque()  # steps whose events were not read yet
 
+    @property
+    def is_behind(self) -> bool:
+        """See :class:`HostClock`."""
+        return bool(self._over)
+
     def lap(self, part: int, of: int | None = None) -> None:
         """See :meth:`HostClock.lap`."""
         if self._laps:
             self._laps.append((self._part if of is None else of, Stamp(self._device)))
         self._part = part
 
-    def end_step(self) -> StepTimes | None:
+    def end_step(self, goes_on: bool = True) -> StepTimes | None:
         """See :meth:`HostClock.end_step`."""
         self.lap(INPUT)
         if self._laps:
             self._over.append(self._laps)
-        self._laps = [(INPUT, Stamp(self._device))]
+        self._laps = [(INPUT, Stamp(self._device))] if goes_on else []
         found = None
         while self._over and self._over[0][-1][1].has_passed():
             found = self._over.popleft()
