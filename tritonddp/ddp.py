@@ -50,7 +50,7 @@ from tritonddp.features.metrics.metrics import log_metrics, metrics, suggested_s
 from tritonddp.features.mixed_precision import LowPrecision
 from tritonddp.features.optimizer_in_backward import step_in_backward
 from tritonddp.features.weighted_mean import AccumulationWindow, weight_of
-from tritonddp.reducer import checkpoint, in_context, on_demand
+from tritonddp.reducer import checkpoint, in_context, on_demand, recovery
 from tritonddp.reducer.extension import SyncState
 from tritonddp.reducer.output_hooks import tensors_in, watch
 
@@ -220,10 +220,10 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         self.process_group = process_group_of(process_group, device_mesh)
         self.group = Group(self.process_group)
         self.group.enter()  # before the first collective
-        self._is_sliced = False
+        recovery.recover(self.group)
         if device_mesh is not None:
             self.device_mesh = device_mesh
-            self._is_sliced = localize_if_sliced(module, device_mesh)
+        self._is_sliced = device_mesh is not None and localize_if_sliced(module, device_mesh)
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         self.parameters_to_ignore = plain_names(ignored)
         named = module.named_parameters()

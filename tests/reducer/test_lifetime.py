@@ -308,6 +308,32 @@ def test_after_a_backward_that_broke_off_the_next_step_is_right(
         assert_right(ddp, alone, seed)
 
 
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "dropped"])
+@ranks(2)
+def test_a_new_wrapper_after_a_backward_that_broke_off_on_one_rank(keeps: bool) -> None:
+    """As after an error of memory: the old wrapper's collectives come before those of wrapping."""
+
+    def broken_off() -> list[Any]:
+        ddp = DistributedDataParallel(layers(), bucket_cap_mb=1e-6)
+        step(ddp, 0)
+        break_off(ddp.module, 2, [1])
+        if dist.get_rank():
+            with pytest.raises(Broken):
+                step(ddp, 1)
+        else:
+            step(ddp, 1)
+        return [ddp] if keeps else [weakref.ref(ddp.core)]
+
+    kept = broken_off()
+    module = layers()
+    alone = copy.deepcopy(module)
+    ddp = DistributedDataParallel(module)
+    for seed in (2, 3):
+        assert_right(ddp, alone, seed)
+    if not keeps:
+        assert kept[0]() is None
+
+
 @VIEW
 @ranks(2)
 def test_a_backward_that_broke_off_under_no_sync_costs_nothing(view: bool) -> None:

@@ -20,11 +20,16 @@ from tritonddp.coordination.failures import FailureReport, History
 
 @dataclass
 class _Shared:
-    """State that exists once per process group. It must not keep the group alive."""
+    """State that exists once per process group. It must not keep the group alive.
+
+    (What is in ``owing`` does, until the next collective; :func:`_forget_destroyed` is for groups
+    that make none.)
+    """
 
     history: History = field(default_factory=History)
     open_runs: set[ref[Any]] = field(default_factory=set)
     members: WeakSet[Any] = field(default_factory=WeakSet)
+    owing: set[Any] = field(default_factory=set)
     wrappers: Iterator[int] = field(default_factory=count)
     exchanges: Iterator[int] = field(default_factory=count)
     peers: Any = None  # connections of ranks on this host, or why there are none
@@ -41,6 +46,7 @@ class Group(FailureReport):
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
+        _forget_destroyed()
         shared = self._shared = _shared.setdefault(process_group, _Shared())
         super().__init__(process_group, shared.history)
         self.process_group = process_group
@@ -49,6 +55,8 @@ class Group(FailureReport):
         # Weak references to reductions that have begun and not ended. Collectives are matched by
         # their order, so any other collective of the group must come after those of these.
         self.open_runs = shared.open_runs
+        # The reducers of those whose backward has failed: their wrapper may be freed before that.
+        self.owing = shared.owing
 
     @property
     def peers(self) -> Any:
@@ -110,6 +118,13 @@ class Group(FailureReport):
                 "Here use the bare module (ddp.module), whose gradients are not averaged; start "
                 "processes that shall be ranks with torchrun or the start method 'spawn'"
             )
+
+
+def _forget_destroyed() -> None:
+    """Free reducers that owe collectives to a group that does not exist any more."""
+    for group, shared in list(_shared.items()):
+        if shared.owing and group not in process_groups():
+            shared.owing.clear()
 
 
 def _inherit() -> None:

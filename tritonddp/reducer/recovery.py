@@ -48,6 +48,7 @@ def recover(group: Group) -> None:
             in_context.recover(reducer)
         _make_up(reducer)
         reducer.mark_closed()
+    group.owing.clear()
 
 
 def _make_up(reducer: Reducer) -> None:

@@ -793,6 +793,8 @@ def _broke_off(reference: weakref.ref[Reducer], _: object) -> None:
     """The engine has dropped the callback of a backward without calling it: it failed."""
     reducer = reference()
     if reducer is not None and reducer.run is not None:
+        if reference in reducer.group.open_runs:
+            reducer.group.owing.add(reducer)
         reducer.tracker.stop()
         for call in reducer.events.on_abort:
             call(reducer.run)
