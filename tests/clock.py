@@ -15,7 +15,7 @@ class Clock:
     """Stands in for the module ``time``: time passes only where a rank sleeps.
 
     So the measured times are those of the test, however busy the machine is. No two steps take
-    exactly as long: what all ranks would only repeat they do not tell each other.
+    exactly as long, so that a test can tell one from the next.
     """
 
     def __init__(self) -> None:

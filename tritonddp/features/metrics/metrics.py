@@ -32,15 +32,17 @@ from tritonddp.reducer.extension import Extension
 
 logger = logging.getLogger("tritonddp.metrics")
 
-# A number that changes from report to report (never 0), the times of a step in ms, and the items of
-# its backward.
-_REPORT = struct.Struct(f"<B{len(NAMES) + 2}f")
+# A number that changes from report to report (never 0), and the times of a step in ms.
+_REPORT = struct.Struct(f"<B{len(StepTimes._fields)}f")
 
 # Milliseconds that it takes to measure a step, to tell the other ranks and to look for a slow one
-# (on a CPU of 2.8 GHz), and the share of steps that may go into it: of short ones not all are
-# measured.
-_COST, _SHARE = 0.3, 0.005
+# (on a CPU of 2.8 GHz), those that each rank of the group adds, and the share of the time that may
+# go into it: of short steps not all are measured.
+_COST, _COST_OF_RANK, _SHARE = 0.28, 0.005, 0.005
 _RECENT = 5  # measured steps whose median is the length of a step
+_MOST = 32  # at least one step in so many is measured
+
+_GOLDEN = 0x9E3779B9  # 2**32 divided by the golden ratio: its multiples are spread most evenly
 
 # Share of the last step in the running mean of speeds.
 _SMOOTHING = 0.2
@@ -51,8 +53,8 @@ class Metrics(Extension):
 
     The times are those of the step before: the last one that is complete when a reduction begins.
     On a GPU they may be older. It reads the clock once at the end of each part, and makes no
-    collective. Of short steps it measures one in so many, the same on all ranks; in between, ranks
-    repeat their reports, so that nobody looks at them.
+    collective. Of short steps it measures one in so many, the same on all ranks. In between, ranks
+    repeat their reports, and :meth:`take_reports` is mostly not called.
     """
 
     reads_device = "how long the parts of a step take (metrics)"
@@ -63,13 +65,11 @@ class Metrics(Extension):
         self._counters = counters
         self._clock = clock_of(device)
         self._mine: StepTimes | None = None  # times of the last step, until they are reported
-        self._items = 1.0  # weight of its gradients
         self._number = 0  # of the last report
         self._report = bytes(_REPORT.size)
         self._taken: Sequence[bytes] = [self._report] * group.size  # the last reports of all ranks
         self._lengths: deque[float] = deque(maxlen=_RECENT)  # of steps, in ms
-        self._period = 1  # one step in so many is measured
-        self._next = 0  # the step to be measured next, by the count of reductions
+        self._bits = 0  # one step in 2**bits is measured
         self._measures = False  # the current step is measured
         self._sent_before = 0  # bytes sent before the last step
         self._sent = 0  # bytes sent in it
@@ -107,16 +107,15 @@ class Metrics(Extension):
         """The reduction of a backward is over: the step ends here."""
         if run.source is GradSource.REQUEST or not run.reached:
             return
-        next_step = self._counters.reductions + 1
-        was_measured, self._measures = self._measures, next_step >= self._next
-        if self._measures:
-            self._next = (next_step // self._period + 1) * self._period
+        was_measured = self._measures
+        self._measures = _is_measured(self._counters.reductions + 1, self._bits)
         if self._measures or was_measured or self._clock.is_behind:
-            mine = self._clock.end_step(self._measures)
+            items = 1.0 if run.weight is None else run.weight.items
+            mine = self._clock.end_step(self._measures, items)
             if mine is not None:
-                self._mine, self._items = mine, 1.0 if run.weight is None else run.weight.items
-                if self._group.size == 1:
-                    self._take([mine], [self._items])
+                self._mine = mine
+                if run.is_alone:
+                    self._take([mine])
         sent = self._counters.sent_bytes
         self._sent, self._sent_before = sent - self._sent_before, sent
         is_due = self._every and self._counters.reductions % self._every == 0
@@ -135,7 +134,7 @@ class Metrics(Extension):
         if self._mine is not None:
             mine, self._mine = self._mine, None
             self._number = self._number % 255 + 1
-            self._report = _REPORT.pack(self._number, *mine, self._items)
+            self._report = _REPORT.pack(self._number, *mine)
         return self._report
 
     def take_reports(self, reports: Sequence[bytes]) -> None:
@@ -145,22 +144,21 @@ class Metrics(Extension):
         said = list(map(_REPORT.unpack, reports))
         if all(number for number, *_ in said):
             self._taken = reports
-            self._take([StepTimes(*each[1:-1]) for each in said], [each[-1] for each in said])
+            self._take([StepTimes(*each[1:]) for each in said])
 
-    def _take(self, ranks: list[StepTimes], items: list[float]) -> None:
+    def _take(self, ranks: list[StepTimes]) -> None:
         self._ranks = ranks
         self._lengths.append(sum(each.total for each in ranks) / len(ranks))
-        length = statistics.median(self._lengths)
-        self._period = max(1, math.ceil(_COST / (_SHARE * length))) if length > 0 else 1
-        speeds = [
-            each / (times.forward + times.backward) if times.forward + times.backward > 0 else 0.0
-            for each, times in zip(items, ranks, strict=True)
-        ]
-        if not self._speeds:
-            self._speeds = speeds
-        for rank, speed in enumerate(speeds):
-            if speed > 0:
-                self._speeds[rank] += _SMOOTHING * (speed - self._speeds[rank])
+        # (If steps become long, that is seen in the first one.)
+        length = max(statistics.median(self._lengths), self._lengths[-1])
+        cost = (_COST + _COST_OF_RANK * len(ranks)) / _SHARE
+        self._bits = math.ceil(math.log2(min(max(1.0, cost / length), _MOST))) if length > 0 else 0
+        self._speeds = self._speeds or [0.0] * len(ranks)
+        for rank, times in enumerate(ranks):
+            computing, known = times.forward + times.backward, self._speeds[rank]
+            if computing > 0 and times.items > 0:
+                speed = times.items / computing
+                self._speeds[rank] += (_SMOOTHING if known else 1.0) * (speed - known)
         before, now = self._stragglers.slowest, self._stragglers.step(ranks)
         if self._group.rank == 0 and (before and before[:2]) != (now and now[:2]):
             self._tell(now)
@@ -238,6 +236,16 @@ class Metrics(Extension):
         return f"{text}; rank {slowest.rank} is slow in its {slowest.part}: {slowest.share:.0%}"
 
 
+def _is_measured(step: int, bits: int) -> bool:
+    """Whether this step is the one of ``2**bits`` steps that is measured.
+
+    Not the first, say, of each block: in a program that does something in every fourth step it
+    would always be that one, or never.
+    """
+    block, place = step >> bits, step & ((1 << bits) - 1)
+    return place == (block * _GOLDEN & 0xFFFFFFFF) >> (32 - bits)
+
+
 def _to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -249,8 +257,8 @@ def metrics(model: Any) -> dict[str, float | int | str | None]:
     """How long steps take, and for which rank the others wait. Needs ``metrics=True``.
 
     The times are those of the last step that all ranks have reported: the one before the last, on a
-    GPU perhaps an earlier one. Of steps shorter than 60 ms only one in so many is measured, so that
-    metrics take 0.5 % of the time. A step lasts from the end of one reduction to that of the next.
+    GPU perhaps an earlier one. Of steps shorter than 60 ms only one in 2 to 32 is measured, as
+    this takes about 0.3 ms. A step lasts from the end of one reduction to that of the next.
     The result is alike on all ranks, except ``sent_bytes``. Values that are not known are ``None``.
 
     Returns:
@@ -283,7 +291,7 @@ def suggested_shares(model: Any) -> list[float]:
 
     Returns one share for each rank; they add up to 1. Shares are proportional to the number of
     items that a rank processes in a millisecond of forward and backward, averaged over about ten
-    steps. Items are the ``n`` of ``weighted(n)``, else one for each backward. So use
+    measured steps. Items are the ``n`` of ``weighted(n)``, else one for each backward. So use
     ``weighted(n)`` if batches differ in size already. Needs ``metrics=True``.
 
     Raises:

@@ -39,6 +39,7 @@ class StepTimes(NamedTuple):
     exposed: float = 0.0  # synchronisation that did not overlap with compute
     contended: float = 0.0  # waiting for a core, during any of these parts
     busy: float = 0.0  # on a core, during the rank's own time; no further part of the step
+    items: float = 1.0  # of its gradients, see ``weighted(n)``
 
     @property
     def own(self) -> float:
@@ -133,8 +134,8 @@ class HostClock:
             self._last, self._last_wait, self._last_busy = now, wait, busy
         self._part = part
 
-    def end_step(self, goes_on: bool = True) -> StepTimes | None:
-        """A step is over. Returns the times of the last step that are known, if any.
+    def end_step(self, goes_on: bool, items: float = 1.0) -> StepTimes | None:
+        """A step of so many items is over. Returns the last times that have become known, if any.
 
         With ``goes_on`` the next step is measured too.
         """
@@ -146,7 +147,9 @@ class HostClock:
         elif not was_measured:
             self._last, self._last_wait = time.perf_counter(), self._queue.seconds()
             self._last_busy = time.thread_time()
-        return StepTimes(*(each * 1e3 for each in times)) if was_measured else None
+        if not was_measured:
+            return None
+        return StepTimes(*(each * 1e3 for each in times))._replace(items=items)
 
     def drop_step(self) -> None:
         """Forget the time since the last step: it was no whole step."""
@@ -161,7 +164,8 @@ class DeviceClock:
         self._device = device
         self._part = INPUT
         self._laps: list[tuple[int, Stamp]] = []  # the end of the last step, and of each part since
-        self._over: deque[list[tuple[int, Stamp]]] = deque()  # steps whose events were not read yet
+        # The items and laps of steps whose events were not read yet.
+        self._over: deque[tuple[float, list[tuple[int, Stamp]]]] = deque()
 
     @property
     def is_behind(self) -> bool:
@@ -174,21 +178,22 @@ class DeviceClock:
             self._laps.append((self._part if of is None else of, Stamp(self._device)))
         self._part = part
 
-    def end_step(self, goes_on: bool = True) -> StepTimes | None:
+    def end_step(self, goes_on: bool, items: float = 1.0) -> StepTimes | None:
         """See :meth:`HostClock.end_step`."""
         self.lap(INPUT)
         if self._laps:
-            self._over.append(self._laps)
+            self._over.append((items, self._laps))
         self._laps = [(INPUT, Stamp(self._device))] if goes_on else []
         found = None
-        while self._over and self._over[0][-1][1].has_passed():
+        while self._over and self._over[0][1][-1][1].has_passed():
             found = self._over.popleft()
         if found is None:
             return None
+        items, laps = found
         times = [0.0] * len(NAMES)
-        for (_, begin), (part, end) in pairwise(found):
+        for (_, begin), (part, end) in pairwise(laps):
             times[part] += begin.seconds_to(end) * 1e3
-        return StepTimes(*times)
+        return StepTimes(*times)._replace(items=items)
 
     def drop_step(self) -> None:
         """See :meth:`HostClock.drop_step`."""
