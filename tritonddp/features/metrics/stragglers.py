@@ -1,9 +1,9 @@
 """Finds the rank that the others wait for, from the times of all ranks in each step.
 
 The *lateness* of a rank in a step is the time that it needs longer than the median of the other
-ranks, as a share of the step. It varies from step to step. A *window* is a number of last
-measured steps, from 3 to 64. A rank is slow if in some window its lateness (the least in a window of up to 4 steps,
-the median in a longer one) is
+ranks, as a share of the step. It varies from step to step. A *window* is a number of last measured
+steps, from 3 to 64. A rank is slow if in some window its lateness (the least in a window of up to 4
+steps, the median in a longer one) is
 
 1. large enough to matter (3.5 % of a step, and half a millisecond),
 2. far above the noise: the noise of one step divided by the root of the number of steps, and
