@@ -574,6 +574,33 @@ def test_what_no_graph_can_hold_says_so() -> None:
     assert_same_on_all_ranks(list(gradients(ddp).values()))
 
 
+class Overlapping(Layers):
+    """Has a buffer that is a part of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(6.0))
+        self.register_buffer("row", self.table[2:4])
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = super().forward(x) * (1 + self.row.sum() + self.table.sum())
+        return found
+
+
+@ranks(2, timeout=300)
+def test_buffers_that_share_memory_say_so() -> None:
+    with fresh_dynamo():
+        ddp = DistributedDataParallel(seeded(Overlapping), **SMALL)
+        compiled = torch.compile(ddp, backend="aot_eager", fullgraph=True)
+        with pytest.raises(Exception, match="buffers that share memory are overwritten"):
+            compiled(batch(0, 0))
+    with fresh_dynamo():
+        found = torch.compile(ddp, backend="aot_eager")(batch(0, 0))
+        torch.testing.assert_close(found, ddp.module(batch(0, 0)))
+        loss_of(found).backward()
+    assert_same_on_all_ranks(list(gradients(ddp).values()))
+
+
 class Overriding(DistributedDataParallel):
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return 2 * super()._run_ddp_forward(*inputs, **kwargs)
