@@ -33,7 +33,7 @@ from tritonddp.reducer.extension import Extension
 logger = logging.getLogger("tritonddp.metrics")
 
 # A number that changes from report to report (never 0), and the times of a step in ms.
-_REPORT = struct.Struct(f"<B{len(StepTimes._fields)}f")
+_REPORT = struct.Struct(f"<B{len(StepTimes())}f")
 
 # Milliseconds that it takes to measure a step, to tell the other ranks and to look for a slow one
 # (on a CPU of 2.8 GHz), those that each rank of the group adds, and the share of the time that may
