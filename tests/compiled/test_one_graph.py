@@ -247,7 +247,8 @@ def test_and_on_three_ranks(name: str) -> None:
 def test_inductor(name: str) -> None:
     with fresh_dynamo():
         _, left = train(name, Backend("inductor"))
-    if name != "unused":
+    # (Inductor makes gradients of convolutions in channels_last, which autograd copies.)
+    if name not in ("unused", "conv"):
         assert all(gone == of for gone, of in left[1:]), left
 
 
@@ -575,20 +576,31 @@ def test_what_no_graph_can_hold_says_so() -> None:
 
 
 class Overlapping(Layers):
-    """Has a buffer that is a part of another one."""
+    """Has two buffers in one storage, the second from this element on."""
+
+    begin = 2
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("table", torch.arange(6.0))
-        self.register_buffer("row", self.table[2:4])
+        values = torch.arange(6.0)
+        self.register_buffer("table", values[:3])
+        self.register_buffer("row", values[self.begin :])
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = super().forward(x) * (1 + self.row.sum() + self.table.sum())
         return found
 
 
+class Neighbouring(Overlapping):
+    begin = 3
+
+
 @ranks(2, timeout=300)
 def test_buffers_that_share_memory_say_so() -> None:
+    with fresh_dynamo():
+        ddp = DistributedDataParallel(seeded(Neighbouring), **SMALL)
+        compiled = torch.compile(ddp, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(batch(0, 0)), ddp.module(batch(0, 0)))
     with fresh_dynamo():
         ddp = DistributedDataParallel(seeded(Overlapping), **SMALL)
         compiled = torch.compile(ddp, backend="aot_eager", fullgraph=True)

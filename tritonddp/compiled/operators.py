@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -36,9 +36,15 @@ _traced: WeakValueDictionary[int, Traced] = WeakValueDictionary()
 _library = torch.library.Library("tritonddp", "DEF")
 
 _INSIDE = "which cannot be compiled into one graph: compile the module first, then wrap the result"
-_CASTS = f"mixed_precision casts parameters before each forward, {_INSIDE}, or use torch.autocast"
+_CASTS = (
+    "mixed_precision casts parameters before each forward, which cannot be compiled into one "
+    "graph: use torch.autocast instead"
+)
 _OVERRIDES = f"a subclass of the wrapper overrides {{}}(), {_INSIDE}"
-_VIEWS = f"buffers that share memory are overwritten before each forward, {_INSIDE}"
+_VIEWS = (
+    f"buffers that share memory are overwritten before each forward, {_INSIDE}, or wrap it with "
+    "broadcast_buffers=False"
+)
 BUFFERS_AFTER = f"a hook for buffers runs after each forward, {_INSIDE}"
 # Methods that a forward calls if it is not traced, and that subclasses may override.
 _STEPS = ("_pre_forward", "_run_ddp_forward", "_post_forward")
@@ -64,7 +70,7 @@ class Traced:
         self._wrapper: Callable[[], Any] = weakref.ref(wrapper)
         self._begin: Callable[[], Any] = weakref.WeakMethod(begin)
         self.obstacle = "" if wrapper.mixed_precision is None else _CASTS
-        if wrapper.forward_sync_buffers and _share_memory(wrapper.module.buffers()):
+        if wrapper.forward_sync_buffers and _overlap(wrapper.module.buffers()):
             self.obstacle = _VIEWS
         for name in _STEPS:
             if sum(name in vars(each) for each in type(wrapper).__mro__) > 1:
@@ -95,11 +101,14 @@ class Traced:
         return self.gradients.begin_forward(core.forwards.ended(core.counters.reductions, syncs))
 
 
-def _share_memory(tensors: Iterable[Tensor]) -> bool:
-    """Whether two of these tensors have the same storage. (No graph can overwrite such views.)"""
-    strided = (each for each in tensors if each.layout is torch.strided and each.numel())
-    addresses = [each.untyped_storage().data_ptr() for each in strided]
-    return len(set(addresses)) < len(addresses)
+def _overlap(tensors: Iterable[Tensor]) -> bool:
+    """Whether two of these tensors share memory. (No graph can overwrite such views.)"""
+    ranges = []
+    for each in tensors:
+        if each.layout is torch.strided and each.numel():
+            last = sum((n - 1) * s for n, s in zip(each.shape, each.stride(), strict=True))
+            ranges.append((each.data_ptr(), each.data_ptr() + (last + 1) * each.element_size()))
+    return any(first[1] > second[0] for first, second in pairwise(sorted(ranges)))
 
 
 def _begin_forward(written: list[Tensor], has_grad: bool) -> Tensor:
