@@ -13,7 +13,6 @@ against itself.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -80,9 +79,9 @@ def main() -> int:
         try:
             commit = revision.resolve(options.base)
             base = revision.load(commit, Path(folder))
-        except revision.RevisionError as error:  # on all ranks
-            if os.environ.get("RANK", "0") == "0":
-                print(f"benchmarks/compare.py: {error}", file=sys.stderr, flush=True)
+        except revision.RevisionError as error:
+            # From each rank: torchrun ends the others as soon as one has failed.
+            print(f"benchmarks/compare.py: {error}", file=sys.stderr, flush=True)
             return 2
         with process_group(options.backend) as ranks:
             facts = machine.describe()
