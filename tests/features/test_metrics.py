@@ -238,9 +238,8 @@ def test_the_slow_rank_is_named_on_all_ranks(part: str) -> None:
     ddp = DistributedDataParallel(net(), metrics=True)
     with time_of_test() as time:
         train(ddp, 12, lambda _: time.sleep(0.05))
-        found = train(ddp, 12, lambda now: time.sleep(0.05 + 0.1 * (now == part and rank == slow)))[
-            -1
-        ]
+        late = 0.1 * (rank == slow)
+        found = train(ddp, 12, lambda now: time.sleep(0.05 + late * (now == part)))[-1]
         even = train(ddp, 8, lambda _: time.sleep(0.05))[-1]
     assert (found["slowest_rank"], found["slowest_phase"]) == (slow, part)
     assert found["slowest_by"] == pytest.approx(10 / (15 + 10 / size), rel=1e-3)
