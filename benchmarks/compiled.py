@@ -50,7 +50,6 @@ from torch.nn.parallel import DistributedDataParallel as StockDDP
 
 import tritonddp
 from tritonddp.cli.kernel_timing.paired import Ratio, Spread, paired_ratio
-from tritonddp.reducer.extension import Extension
 
 COMPARED = 3  # steps: buckets are formed anew after the first
 WARM_UP = 5
@@ -123,48 +122,6 @@ class Contender:
         self.optimizer.zero_grad(set_to_none=True)
         loss(self.model, self.batch).backward()
         self.optimizer.step()
-
-
-class Watch(Extension):
-    """When the engine is through with a backward, and when all gradients are reduced.
-
-    (Not ``tritonddp.trace``, whose hooks on parameters have the compiled backward wait with them.)
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        # The first launch, the end of compute, and of the reduction.
-        self.stamps: list[tuple[Any, Any, Any]] = []
-        self._launched: Any = None
-        self._ended: Any = None
-
-    def _now(self) -> Any:
-        if not self._is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def on_launch(self, run: Any, bucket: Any) -> None:
-        if self._launched is None:
-            self._launched = self._now()
-
-    def on_compute_end(self, run: Any) -> None:
-        self._ended = self._now()
-
-    def on_reduced_all(self, run: Any) -> None:
-        self.stamps.append((self._launched, self._ended, self._now()))
-        self._launched = None
-
-    def seconds(self) -> tuple[list[float], list[float]]:
-        """From the first launch to the end of compute, and from there to the last gradient."""
-        if self._is_cuda:
-            torch.cuda.synchronize()
-            times = [(a.elapsed_time(b) / 1e3, b.elapsed_time(c) / 1e3) for a, b, c in self.stamps]
-        else:
-            times = [(b - a, c - b) for a, b, c in self.stamps]
-        lead, exposed = zip(*times, strict=True)
-        return list(lead), list(exposed)
 
 
 def main() -> int:
@@ -258,7 +215,7 @@ def measure(case: Case, ranks: Ranks, options: argparse.Namespace, end: float) -
         name: [max(each) for each in zip(*(r[name] for r in everybody), strict=True)]
         for name in NAMES
     }
-    watched = {name: watch(contenders[name], ranks) for name in (OURS, INSIDE)}
+    traced = {name: exposed(contenders[name], ranks) for name in (OURS, INSIDE)}
     result = {
         "parameters": sum(param.numel() for param in contenders[BARE].model.parameters()),
         "rounds": len(slowest[OURS]),
@@ -288,7 +245,7 @@ def measure(case: Case, ranks: Ranks, options: argparse.Namespace, end: float) -
             for name in NAMES
             if name != BARE
         },
-        "exposed": watched,
+        "exposed": traced,
         "raw_seconds": slowest,
     }
     contenders.clear()
@@ -324,21 +281,22 @@ def compare(
     return errors
 
 
-def watch(contender: Contender, ranks: Ranks) -> dict[str, Any]:
-    """Of backwards on rank 0, seconds: see :meth:`Watch.seconds`."""
-    events = contender.wrapper.core.events
-    observer = Watch(ranks.device)
-    events.install(observer)
-    for _ in range(EXPOSED_STEPS):
-        ranks.barrier()
-        contender.step()
-        ranks.synchronize()
-    events.remove(observer)
-    lead, exposed = observer.seconds()
+def exposed(contender: Contender, ranks: Ranks) -> dict[str, Any]:
+    """Of backwards on rank 0, by ``tritonddp.trace``, seconds.
+
+    What is exposed, and from the first launch to the end of compute.
+    """
+    with tritonddp.trace(contender.wrapper) as timeline:
+        for _ in range(EXPOSED_STEPS):
+            ranks.barrier()
+            contender.step()
+            ranks.synchronize()
+    backwards = timeline.backwards
+    lead = [each.compute_ended - each.buckets[0].launched for each in backwards]
     return {
-        "seconds": asdict(Spread.of(exposed)),
+        "seconds": asdict(Spread.of([each.exposed for each in backwards])),
         "first_launch_before_end": asdict(Spread.of(lead)),
-        "buckets": len(contender.wrapper.core.manager.current.buckets),
+        "buckets": len(backwards[0].buckets),
     }
 
 

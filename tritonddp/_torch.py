@@ -346,6 +346,15 @@ def traced_as(traced: Callable[..., Any]) -> Callable[[Any], Any]:
     return mark
 
 
+def comptime() -> Callable[[Callable[[Any], None]], None]:
+    """A function that, in code which dynamo traces, calls its argument while that is traced.
+
+    The argument gets a context whose ``graph()`` is the graph as far as it is traced.
+    """
+    function: Any = importlib.import_module("torch._dynamo.comptime").comptime
+    return function
+
+
 def keep_operator(operator: Any) -> None:
     """Make graphs keep ``operator``, although its result is not used."""
     torch.fx.node.has_side_effect(operator)

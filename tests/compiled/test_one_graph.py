@@ -144,12 +144,16 @@ def fresh_dynamo(**settings: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched() -> Iterator[list[tuple[int, int]]]:
-    """Context: of each backward, segments packed before autograd had their gradients; and all."""
+    """Context: of each backward, segments packed before autograd had their gradients; and all.
+
+    Without those of the last bucket, which always waits for the end.
+    """
     left: list[tuple[int, int]] = []
     ends = GraphGradients.on_compute_end
 
     def on_compute_end(self: Any, run: Any) -> None:
-        left.append((len(self._packed), len(run.filled)))
+        last = run.bucket_set.segments_of[-1]
+        left.append((len(self._packed), len(run.filled) - len(last)))
         ends(self, run)
 
     with mock.patch.object(GraphGradients, "on_compute_end", on_compute_end):
@@ -250,6 +254,15 @@ def test_inductor(name: str) -> None:
     # (Inductor makes gradients of convolutions in channels_last, which autograd copies.)
     if name not in ("unused", "conv"):
         assert all(gone == of for gone, of in left[1:]), left
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", NETS)
+@ranks(3, timeout=600)
+def test_fifty_steps_on_three_ranks(name: str, backend: str) -> None:
+    with fresh_dynamo():
+        train(name, Backend(backend), steps=50)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -406,25 +419,115 @@ def test_parameters_that_the_loss_uses_too_wait_for_the_end() -> None:
 
 
 @ranks(2, timeout=300)
-def test_a_penalty_that_comes_later_is_an_error_once() -> None:
+def test_a_penalty_that_comes_later_is_an_error_once_and_no_rank_takes_the_step() -> None:
     with fresh_dynamo():
         module = seeded(Layers)
         ddp = DistributedDataParallel(copy.deepcopy(module), **SMALL)
         compiled = torch.compile(ddp, backend="aot_eager", fullgraph=True)
+        rank = dist.get_rank()
         for number in range(8):
             ddp.zero_grad()
-            loss = loss_of(compiled(batch(dist.get_rank(), number)))
-            if number >= 4:
+            loss = loss_of(compiled(batch(rank, number)))
+            if number >= 4 and rank == 0:
                 loss = loss + ddp.module.layers[1].weight.square().sum()
             if number == 4:
-                with pytest.raises(RuntimeError, match=r"rank \d, step 5: .*'layers.1.weight'"):
+                error = pytest.raises(RuntimeError, match=r"rank 0, step 5: .*'layers.1.weight'")
+                with error if rank == 0 else contextlib.nullcontext():
                     loss.backward()
+                if rank == 1:
+                    last = ddp.core.manager.current.buckets[-1]
+                    assert all(param.grad.isnan().all() for param in last.params)
                 continue
             loss.backward()
             expected = means(module, number)
             if number > 4:
-                expected["layers.1.weight"] += 2 * module.layers[1].weight.detach()
+                weight = module.layers[1].weight.detach()
+                expected["layers.1.weight"] += 2 * weight / dist.get_world_size()
             torch.testing.assert_close(gradients(ddp), expected, rtol=1e-4, atol=1e-6)
+
+
+@ranks(2, timeout=300)
+def test_in_the_last_bucket_nothing_is_sent_too_early() -> None:
+    with fresh_dynamo():
+        module = seeded(Layers)
+        ddp = DistributedDataParallel(copy.deepcopy(module))
+        compiled = torch.compile(ddp, backend="aot_eager", fullgraph=True)
+        assert len(ddp.core.manager.current.buckets) == 1
+        for number in range(6):
+            ddp.zero_grad()
+            loss = loss_of(compiled(batch(dist.get_rank(), number)))
+            expected = means(module, number)
+            if number == 4:
+                loss = loss + ddp.module.layers[1].weight.square().sum()
+                expected["layers.1.weight"] += 2 * module.layers[1].weight.detach()
+            loss.backward()
+            torch.testing.assert_close(gradients(ddp), expected, rtol=1e-4, atol=1e-6)
+
+
+@ranks(2, timeout=300)
+def test_a_hook_that_looks_at_gradients_for_one_step_holds_up_that_step_only() -> None:
+    with fresh_dynamo():
+        module = seeded(Layers)
+        ddp = DistributedDataParallel(copy.deepcopy(module), **SMALL)
+        compiled = torch.compile(ddp, backend="aot_eager", fullgraph=True)
+        kept: list[Tensor] = []
+        with watched() as left:
+            for number in range(5):
+                ddp.zero_grad()
+                loss = loss_of(compiled(batch(dist.get_rank(), number)))
+                handles = [
+                    param.register_hook(kept.append) for param in ddp.parameters() if number == 2
+                ]
+                loss.backward()
+                for handle in handles:
+                    handle.remove()
+                kept.clear()
+                assert_means(ddp, module, number, rtol=1e-4, atol=1e-6)
+    (_, of), *_ = left
+    assert [gone for gone, _ in left] == [0, of, 0, of, of]
+
+
+@pytest.mark.parametrize("compiles", [True, False], ids=["one graph", "not compiled"])
+@ranks(2, timeout=300)
+def test_hooks_of_parameters_that_the_forward_does_not_use_are_not_called(compiles: bool) -> None:
+    with fresh_dynamo():
+        module = seeded(Branches)
+        # torch.compile calls those of a parameter that is detached, also without a wrapper.
+        module.unreached.requires_grad_(False)
+        ddp = DistributedDataParallel(module, **SMALL)
+        calls: list[str] = []
+        for name, param in module.named_parameters():
+            if not param.requires_grad:
+                continue
+            param.register_hook(lambda grad, name=name: calls.append(name))
+            param.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name))
+        step = torch.compile(ddp, backend="aot_eager", fullgraph=True) if compiles else ddp
+        used = {
+            f"{layer}.{of}"
+            for layer in ("first", f"own.{dist.get_rank()}")
+            for of in ("weight", "bias")
+        }
+        for number in range(3):
+            ddp.zero_grad()
+            loss_of(step(batch(dist.get_rank(), number))).backward()
+            assert sorted(calls) == sorted([*used, *used])
+            calls.clear()
+        # The mean of the branches of both ranks came all the same.
+        assert all(ddp.module.own[rank].weight.grad is not None for rank in range(2))
+        assert ddp.module.nobodys.weight.grad is None
+
+
+@ranks(2, timeout=300)
+def test_a_parameter_that_one_rank_has_frozen_is_named() -> None:
+    with fresh_dynamo():
+        ddp = DistributedDataParallel(seeded(Layers), **SMALL)
+        compiled = torch.compile(ddp, backend="aot_eager", fullgraph=True)
+        for number in range(3):
+            ddp.zero_grad()
+            loss_of(compiled(batch(dist.get_rank(), number))).backward()
+        ddp.module.layers[1].weight.requires_grad_(dist.get_rank() == 0)
+        with pytest.raises(RuntimeError, match=r"layers\.1\.weight"):
+            loss_of(compiled(batch(dist.get_rank(), 3))).backward()
 
 
 @ranks(2, timeout=300)

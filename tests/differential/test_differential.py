@@ -51,9 +51,10 @@ def test_random_programs_see_what_one_process_and_stock_see(world_size: int, see
 
 @pytest.mark.long
 @pytest.mark.sampled(6, 1)
-@pytest.mark.parametrize("seeds", [range(first, first + 5) for first in range(0, 60, 5)], ids=str)
-def test_random_programs_see_the_same_as_one_graph(seeds: range) -> None:
-    for difference in differences(seeds, 2, timeout=300, compiled=True):
+@pytest.mark.parametrize("seeds", [range(first, first + 5) for first in range(0, 30, 5)], ids=str)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_random_programs_see_the_same_as_one_graph(world_size: int, seeds: range) -> None:
+    for difference in differences(seeds, world_size, timeout=300, compiled=True):
         pytest.fail(str(difference), pytrace=False)
 
 

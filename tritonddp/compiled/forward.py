@@ -40,7 +40,21 @@ def in_one_graph(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
         for each in tree_leaves((inputs, kwargs)):
             if isinstance(each, Tensor) and each.requires_grad:
                 torch.ops.tritonddp.watch_gradient(each, started, "")
-    return ddp.module(*inputs, **kwargs)
+    outputs = ddp.module(*inputs, **kwargs)
+    ddp.traced.while_tracing(_watch_only_used)
+    return outputs
+
+
+def _watch_only_used(context: Any) -> None:
+    """Take ``watch_gradient`` of tensors that the module has not used out of the traced graph.
+
+    It would make them inputs of the graph. Then autograd calls the hooks of such parameters, with
+    ``None`` instead of a gradient.
+    """
+    graph = context.graph()
+    for node in list(graph.nodes):
+        if node.target is torch.ops.tritonddp.watch_gradient and len(node.args[0].users) == 1:
+            graph.erase_node(node)
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:

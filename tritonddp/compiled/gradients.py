@@ -11,12 +11,15 @@ This is possible only for gradients that autograd hands over unchanged. It may a
 ``.grad``, as after ``no_sync``; or those of a use of the parameter outside of the graph), and hooks
 of users may change a gradient. The first backward that announces a gradient checks that. Gradients
 that autograd changes wait for the end of each backward.
+
+The last bucket waits for the end, since its gradients are made last anyway. If a gradient turns out
+to have been sent too early, NaN is sent in that bucket, so that no rank takes the step.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -63,6 +66,7 @@ class GraphGradients(Extension):
         # State of this backward.
         self._is_single = False  # it is reduced, and belongs to one forward
         self._packs = False  # segments may be packed before its end
+        self._last: Sequence[int] = ()  # segments of the last bucket that is sent
         self._told: dict[str, _Told] = {}
         self._came: dict[int, list[Tensor | None]] = {}  # by segment
         self._packed: list[int] = []  # segments
@@ -92,6 +96,11 @@ class GraphGradients(Extension):
         self._is_single = pending == 1 and not run.is_local
         waits = run.is_provisional or run.is_alone or run.is_captured
         self._packs = self._is_single and not waits
+        sent = [each.index for each in run.buckets if each.index not in run.skipped]
+        self._packs = self._packs and len(sent) > 1
+        if self._packs:
+            self._last = run.bucket_set.segments_of[sent[-1]]
+            run.unfilled[sent[-1]] += 1  # until the end of the backward
         if run.bucket_set is not self._bucket_set():
             self._follow(run.bucket_set)
 
@@ -114,7 +123,7 @@ class GraphGradients(Extension):
             return
         self._told[name] = _Told(param, grad.data_ptr(), grad._version)
         segment = core.tracker.segment_of[number]
-        if not self._packs or segment not in self._early:
+        if not self._packs or segment not in self._early or segment in self._last:
             return
         numbers = run.bucket_set.ranges[segment]
         came = self._came.setdefault(segment, [None] * len(numbers))
@@ -142,29 +151,40 @@ class GraphGradients(Extension):
 
     def on_compute_end(self, run: ReductionRun) -> None:
         """Autograd has handed all gradients over."""
-        is_new = False
-        kept = {each for number in self._came for each in run.bucket_set.ranges[number]}
-        for name, told in self._told.items():
-            if self._number_of[name] in kept:  # referenced here, so autograd had to copy it
-                continue
-            was_whole, is_whole = self._is_whole.get(name), told.is_handed_over()
-            if was_whole is is_whole or was_whole is False:
-                continue
-            is_new, self._is_whole[name] = True, is_whole
-            number = self._number_of[name]
-            if any(number in run.bucket_set.ranges[each] for each in self._packed):
-                run.failure = LocalError(_too_early(run, name))
-        if is_new:
-            self._bucket_set = NoneType  # so that the next backward finds early segments again
+        core = self._reducer()
+        sent = {name for number in self._packed for name in self._names_in(run, number)}
+        self._learn(run, sent)
         for number in self._packed:
             bucket, segment = run.bucket_set.segments[number]
             bucket.take_up(segment)
-        core = self._reducer()
+        changed = next((name for name in sorted(sent) if not self._is_whole[name]), None)
+        if changed is not None and core is not None:
+            run.failure = LocalError(_too_early(run, changed))
+            with core.launching:
+                run.launch_nan()
         if run.is_provisional and core is not None:  # buckets will follow the order of this log
             first = {id(each.param): each.param for each in self._told.values()}
             log = core.tracker.log
             log[:] = [*first.values(), *(param for param in log if id(param) not in first)]
         self._forget()
+
+    def _learn(self, run: ReductionRun, sent: Collection[str]) -> None:
+        """Note of each announced gradient whether autograd has handed it over unchanged."""
+        # Those that are referenced here had to be copied.
+        kept = {name for number in self._came for name in self._names_in(run, number)}
+        for name, told in self._told.items():
+            was_whole, is_whole = self._is_whole.get(name), told.is_handed_over()
+            if name in kept or was_whole is is_whole or was_whole is False:
+                continue
+            # Each backward looks for hooks anyway, before it sends.
+            if not is_whole and name not in sent and _has_hooks(told.param):
+                continue
+            self._is_whole[name] = is_whole
+            self._bucket_set = NoneType  # so that the next backward finds early segments again
+
+    def _names_in(self, run: ReductionRun, segment: int) -> Sequence[str]:
+        numbers = run.bucket_set.ranges[segment]
+        return run.bucket_set.names[numbers.start : numbers.stop]
 
     def on_abort(self, run: ReductionRun) -> None:
         """Forget the gradients of the failed backward."""
@@ -190,13 +210,18 @@ def _is_free(param: Parameter, grad: Tensor) -> bool:
     """Whether autograd will hand ``grad`` over unchanged, as far as this can be known."""
     return (
         param.grad is None
-        and not backward_hooks_of(param)
-        and all(map(_is_ours, hooks_after_accumulation(param)))
+        and not _has_hooks(param)
         and grad.shape == param.shape
         and _lies_as(param, grad)
         and grad.dtype is param.dtype
         and grad.device == param.device
     )
+
+
+def _has_hooks(param: Parameter) -> bool:
+    """Whether a hook of a user gets the gradient of ``param``, as far as this can be known."""
+    after = hooks_after_accumulation(param)
+    return bool(backward_hooks_of(param)) or not all(map(_is_ours, after))
 
 
 def _lies_as(param: Parameter, grad: Tensor) -> bool:
@@ -223,7 +248,8 @@ def _too_early(run: ReductionRun, name: str) -> str:
         f"{run.where}: the gradient of {name!r} was sent when the compiled backward had made it, "
         "but then autograd gave the parameter another gradient, unlike in the steps before: the "
         "parameter is used outside of the compiled graph too, or in another forward of this "
-        "backward, or a hook has changed its gradient. From the next step on its bucket waits for "
-        "the end of the backward. .grad of this step is not the mean: skip the step on all ranks, "
-        "or repeat it"
+        "backward, or a hook has changed or kept its gradient, or create_graph=True was set. From "
+        "the next step on its bucket waits for the end of the backward. .grad of this step is not "
+        "the mean, and on all ranks that of the last bucket is NaN: skip the step on all ranks, or "
+        "repeat it"
     )

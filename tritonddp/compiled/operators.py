@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from tritonddp._torch import (
+    comptime,
     current_graph_task_id,
     is_traced,
     keep_dynamo_out,
@@ -62,11 +63,12 @@ class Traced:
             its graphs have begun. Each forward changes it, so that torch.compile neither merges nor
             reorders the forwards of one graph.
         gradients: takes the gradients that graphs announce, once a graph has run.
+        while_tracing: function that calls its argument while a forward is traced.
         obstacle: why its forward cannot be traced into one graph, and what to do; empty if it can.
     """
 
     def __init__(self, wrapper: Any, begin: Callable[..., Any]) -> None:
-        _prepare_tracing()
+        self.while_tracing = _prepare_tracing()
         self._wrapper: Callable[[], Any] = weakref.ref(wrapper)
         self._begin: Callable[[], Any] = weakref.WeakMethod(begin)
         self.obstacle = "" if wrapper.mixed_precision is None else _CASTS
@@ -191,8 +193,9 @@ _library.impl("watch_gradient", _watch_gradient, "Autograd")
 
 
 @functools.cache
-def _prepare_tracing() -> None:
-    """Make these operators traceable. (Imports torch's tracer.)"""
+def _prepare_tracing() -> Callable[[Callable[[Any], None]], None]:
+    """Make these operators traceable, and return :func:`comptime`. (Imports torch's tracer.)"""
     keep_dynamo_out(f"{__package__}.forward")
     for each in ("begin_forward", "gradient_ready", "watch_gradient"):
         keep_operator(getattr(torch.ops.tritonddp, each).default)
+    return comptime()
