@@ -26,7 +26,7 @@ from differential.mutations import MUTATIONS
 from differential.networks import Network
 from differential.paths import nothing_prepared
 from differential.player import Player
-from differential.scenario import Forward, Options, Scenario
+from differential.scenario import Forward, Options, Replace, Scenario
 from differential.trace import Trace
 from tritonddp import DistributedDataParallel
 from tritonddp.comm import all_reduce, peer_memory
@@ -135,7 +135,8 @@ def compiles(scenario: Scenario) -> bool:
     where a custom function in a checkpoint returns no gradient. Where torch splits a graph for a
     wrapper around it, a buffer that the forward changes and reads may be read too late.
     """
-    blocks = " ".join(scenario.network.blocks)
+    later = (action.kind for action in scenario.actions if isinstance(action, Replace))
+    blocks = " ".join([*scenario.network.blocks, *later])
     changes = any(each in blocks for each in ("convolution", "functional", "normed"))
     slots = {action.slot for action in scenario.actions if isinstance(action, Forward)}
     fails = "buffered" in blocks or ("withholding" in blocks and scenario.network.checkpoint)

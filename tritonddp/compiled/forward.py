@@ -24,7 +24,7 @@ def in_one_graph(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
     written = [ddp.traced.state]
     if ddp.forward_sync_buffers:
         written.extend(ddp.module.buffers())
-    started = torch.ops.tritonddp.begin_forward(written, has_grad)
+    started = torch.ops.tritonddp.begin_forward(written, has_grad, ddp.traced.version)
     if ddp.device_ids:
         device = torch.device(ddp.device_type, ddp.device_ids[0])
 

@@ -4,6 +4,7 @@
 a forward. ``gradient_ready`` is in the backward graph, once for each parameter, directly after the
 operator that makes its gradient. ``watch_gradient`` puts it there while the graph is traced. None
 of them computes anything: gradients are outputs of the graph, and autograd sets ``.grad`` as usual.
+``to_contiguous`` copies the gradient of a convolution's weight in front of that.
 
 A graph holds names of parameters. It does not depend on buckets, which may change, on ranks, or on
 the wrapper: it gets the number of the wrapper from ``begin_forward``.
@@ -12,6 +13,7 @@ the wrapper: it gets the number of the wrapper from ``begin_forward``.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count, pairwise
@@ -62,6 +64,7 @@ class Traced:
         state: int64 ``(2,)`` on the CPU: the number of the wrapper, and the number of forwards that
             its graphs have begun. Each forward changes it, so that torch.compile neither merges nor
             reorders the forwards of one graph.
+        version: of this package. torch keeps graphs on disk, also those of an older version.
         gradients: takes the gradients that graphs announce, once a graph has run.
         while_tracing: function that calls its argument while a forward is traced.
         obstacle: why its forward cannot be traced into one graph, and what to do; empty if it can.
@@ -69,6 +72,7 @@ class Traced:
 
     def __init__(self, wrapper: Any, begin: Callable[..., Any]) -> None:
         self.while_tracing = _prepare_tracing()
+        self.version = sys.modules[__package__.partition(".")[0]].__version__
         self._wrapper: Callable[[], Any] = weakref.ref(wrapper)
         self._begin: Callable[[], Any] = weakref.WeakMethod(begin)
         self.obstacle = "" if wrapper.mixed_precision is None else _CASTS
@@ -113,13 +117,14 @@ def _overlap(tensors: Iterable[Tensor]) -> bool:
     return any(first[1] > second[0] for first, second in pairwise(sorted(ranges)))
 
 
-def _begin_forward(written: list[Tensor], has_grad: bool) -> Tensor:
+def _begin_forward(written: list[Tensor], has_grad: bool, version: str) -> Tensor:
     """The wrapper's work before a forward, see :meth:`Traced.begin_forward`.
 
     Args:
         written: :attr:`Traced.state`, and the buffers of the module, which may be overwritten with
             those of another rank.
         has_grad: the forward is traced with gradients.
+        version: see :attr:`Traced.version`.
 
     Returns:
         The numbers of the wrapper and of this forward, int64 ``(2,)`` on the CPU.
@@ -144,10 +149,35 @@ def _watch_gradient(param: Tensor, forward: Tensor, name: str) -> None:
         param: a parameter of the module, or an input.
         forward, name: see :func:`_gradient_ready`.
     """
-    if is_traced(param) and param.requires_grad:
-        ready = torch.ops.tritonddp.gradient_ready
-        keep_order(ready.default)
-        param.register_hook(lambda grad: ready(grad, forward, name))
+    if not is_traced(param) or not param.requires_grad:
+        return
+    ready, copy = torch.ops.tritonddp.gradient_ready, torch.ops.tritonddp.to_contiguous
+    keep_order(ready.default)
+    is_copied = _may_come_in_channels_last(param)
+
+    def on_gradient(grad: Tensor) -> Tensor:
+        grad = copy(grad) if is_copied else grad
+        ready(grad, forward, name)
+        return grad
+
+    param.register_hook(on_gradient)
+
+
+def _may_come_in_channels_last(param: Tensor) -> bool:
+    """Whether Inductor may make the gradient of ``param`` in another memory order.
+
+    It computes convolutions in channels_last. Gradients in another order than their parameter's are
+    copied by autograd when the whole graph has run, so none of them could be sent before.
+    """
+    if param.dim() not in (4, 5):
+        return False
+    order = torch.channels_last if param.dim() == 4 else torch.channels_last_3d
+    return param.is_contiguous() and not param.is_contiguous(memory_format=order)
+
+
+def _to_contiguous(grad: Tensor) -> Tensor:
+    """A copy of ``grad`` in row-major order. (Of ``aten.clone`` Inductor chooses the order.)"""
+    return grad.clone(memory_format=torch.contiguous_format)
 
 
 def _gradient_ready(grad: Tensor, forward: Tensor, name: str) -> None:
@@ -166,27 +196,36 @@ def _gradient_ready(grad: Tensor, forward: Tensor, name: str) -> None:
         traced.gradients.ready(name, grad, number)
 
 
-# These operators run Python in each step, so they cannot be in a CUDA graph.
-_TAGS = (torch.Tag.cudagraph_unsafe,)
-for _schema, _function, _fake in (
+# Python that runs in each step cannot be in a CUDA graph.
+_UNSAFE = (torch.Tag.cudagraph_unsafe,)
+for _schema, _function, _fake, _tags in (
     (
-        "begin_forward(Tensor(a!)[] written, bool has_grad) -> Tensor",
+        "begin_forward(Tensor(a!)[] written, bool has_grad, str version) -> Tensor",
         _begin_forward,
         lambda *_: torch.empty(2, dtype=torch.int64),
+        _UNSAFE,
     ),
     (
         "gradient_ready(Tensor grad, Tensor forward, str name) -> ()",
         _gradient_ready,
         lambda *_: None,
+        _UNSAFE,
     ),
     (
         "watch_gradient(Tensor param, Tensor forward, str name) -> ()",
         lambda *_: None,
         lambda *_: None,
+        _UNSAFE,
+    ),
+    (
+        "to_contiguous(Tensor grad) -> Tensor",
+        _to_contiguous,
+        _to_contiguous,
+        (torch.Tag.flexible_layout,),
     ),
 ):
     _name = _schema.partition("(")[0]
-    _library.define(_schema, tags=_TAGS)
+    _library.define(_schema, tags=_tags)
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tritonddp::{_name}", _fake)
 _library.impl("watch_gradient", _watch_gradient, "Autograd")
