@@ -391,6 +391,13 @@ class Bucket:
         self.packed.fill_nan()
         self.packed.write_trailer([False] * len(self.params), header)
 
+    def overwrite_nan(self) -> None:
+        """Replace the packed gradients by NaN. Not for the first bucket, which has a header."""
+        if not any(self.used):  # no rank might see it
+            self.used[:] = [True] * len(self.used)
+        self.packed.fill_nan()
+        self.packed.write_trailer(self.used, b"")
+
     # Out of the buffer
 
     def unpack(self, factor: Tensor | None = None) -> None:

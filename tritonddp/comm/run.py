@@ -121,6 +121,7 @@ class ReductionRun:
         arrived: in a provisional run, numbers of parameters in the order of their gradients.
         factor: factor of the sums, once it is known.
         failure: error of user code on this rank, raised after all collectives.
+        spoiled: a bucket, not the first, in which NaN is sent, since another was sent wrong.
         is_finished: no collective is left to be made.
         awaits_finalize: its backward is over, and ``finalize_backward()`` will wait for buckets.
         transport_state: private to the transport.
@@ -153,6 +154,7 @@ class ReductionRun:
     done = 0
     factor: Tensor | None = None
     failure: BaseException | None = None
+    spoiled: Bucket | None = None
     awaits_finalize = False
     is_finished = False
     transport_state: Any = None
@@ -251,9 +253,11 @@ class ReductionRun:
                     self.pack(number)
             if len(bucket.segments) > 1:
                 bucket.finish_trailer(b"" if bucket.index else self.said)
+            if is_spoiled := bucket is self.spoiled:
+                bucket.overwrite_nan()
             for call in self.events.on_launch:
                 call(self, bucket)
-            self.transport.launch(self, bucket)
+            self.transport.launch(self, bucket, is_spoiled)
             for observe in self.events.on_launched:
                 observe(self, bucket, works[bucket.index])
 

@@ -51,10 +51,10 @@ def _watch_only_used(context: Any) -> None:
     It would make them inputs of the graph. Then autograd calls the hooks of such parameters, with
     ``None`` instead of a gradient.
     """
-    graph = context.graph()
-    for node in list(graph.nodes):
+    started = context.get_local("started").as_proxy().node
+    for node in list(started.users):
         if node.target is torch.ops.tritonddp.watch_gradient and len(node.args[0].users) == 1:
-            graph.erase_node(node)
+            node.graph.erase_node(node)
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:

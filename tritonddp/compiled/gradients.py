@@ -13,11 +13,12 @@ of users may change a gradient. The first backward that announces a gradient che
 that autograd changes wait for the end of each backward.
 
 The last bucket waits for the end, since its gradients are made last anyway. If a gradient turns out
-to have been sent too early, NaN is sent in that bucket, so that no rank takes the step.
+to have been sent too early, NaN is sent in that bucket, so that no rank takes the step unseen.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from types import NoneType
@@ -27,14 +28,17 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tritonddp._torch import backward_hooks_of, hooks_after_accumulation
+from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.bucket_set import BucketSet
-from tritonddp.comm.run import LocalError, ReductionRun
+from tritonddp.comm.run import ReductionRun
 from tritonddp.kernels.memory_order import dims_by_stride, gradient_strides
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.output_hooks import Forward
 from tritonddp.reducer.reducer import Reducer
 
-# Number of forwards that are remembered until their backward: no pipeline has more in flight.
+logger = logging.getLogger("tritonddp.in_step")
+
+# Number of forwards that are remembered for their backwards: no pipeline has more in flight.
 _FORWARDS = 1024
 
 
@@ -63,10 +67,12 @@ class GraphGradients(Extension):
         # By parameter name, whether autograd hands over the announced gradient unchanged.
         self._is_whole: dict[str, bool] = {}
         self._early: set[int] = set()  # segments in which that is so for all parameters
+        self._dense: list[int] = []  # indices of the buckets of announced, dense gradients
         # State of this backward.
         self._is_single = False  # it is reduced, and belongs to one forward
-        self._packs = False  # segments may be packed before its end
-        self._last: Sequence[int] = ()  # segments of the last bucket that is sent
+        self._packs: Collection[int] = ()  # segments that may be packed before its end
+        self._held: Bucket | None = None  # the bucket that waits for its end
+        self._failure = ""  # the error that it will raise
         self._told: dict[str, _Told] = {}
         self._came: dict[int, list[Tensor | None]] = {}  # by segment
         self._packed: list[int] = []  # segments
@@ -93,16 +99,24 @@ class GraphGradients(Extension):
         """
         pending, self._pending = self._pending, 0
         self._forget()
+        self._failure = ""
         self._is_single = pending == 1 and not run.is_local
-        waits = run.is_provisional or run.is_alone or run.is_captured
-        self._packs = self._is_single and not waits
-        sent = [each.index for each in run.buckets if each.index not in run.skipped]
-        self._packs = self._packs and len(sent) > 1
-        if self._packs:
-            self._last = run.bucket_set.segments_of[sent[-1]]
-            run.unfilled[sent[-1]] += 1  # until the end of the backward
         if run.bucket_set is not self._bucket_set():
             self._follow(run.bucket_set)
+        held = max((index for index in self._dense if index not in run.skipped), default=0)
+        if not self._is_single or not held:
+            return
+        if run.is_provisional or run.is_alone or run.is_captured:
+            return
+        self._held = run.buckets[held]
+        run.unfilled[held] += 1  # until the end of the backward
+        ranges, first_held = run.bucket_set.ranges, run.bucket_set.segments_of[held].start
+        self._packs = {
+            each
+            for each in self._early
+            # (A gradient that is kept for others, which do not come, is copied by autograd.)
+            if each < first_held and all(run.reached[ranges[each].start : ranges[each].stop])
+        }
 
     def ready(self, name: str, grad: Tensor, forward: int) -> None:
         """A compiled backward has made the gradient of parameter ``name``."""
@@ -123,7 +137,7 @@ class GraphGradients(Extension):
             return
         self._told[name] = _Told(param, grad.data_ptr(), grad._version)
         segment = core.tracker.segment_of[number]
-        if not self._packs or segment not in self._early or segment in self._last:
+        if segment not in self._packs:
             return
         numbers = run.bucket_set.ranges[segment]
         came = self._came.setdefault(segment, [None] * len(numbers))
@@ -158,26 +172,32 @@ class GraphGradients(Extension):
             bucket, segment = run.bucket_set.segments[number]
             bucket.take_up(segment)
         changed = next((name for name in sorted(sent) if not self._is_whole[name]), None)
-        if changed is not None and core is not None:
-            run.failure = LocalError(_too_early(run, changed))
-            with core.launching:
-                run.launch_nan()
+        if changed is not None and self._held is not None:
+            self._failure = _too_early(run, changed, self._held)
+            logger.error(self._failure)  # since check_finite, for example, may raise before
+            run.spoiled = self._held
         if run.is_provisional and core is not None:  # buckets will follow the order of this log
             first = {id(each.param): each.param for each in self._told.values()}
             log = core.tracker.log
             log[:] = [*first.values(), *(param for param in log if id(param) not in first)]
         self._forget()
 
+    def on_end(self, run: ReductionRun) -> None:
+        """Raise the error of this backward."""
+        if self._failure:
+            raise RuntimeError(self._failure)
+
     def _learn(self, run: ReductionRun, sent: Collection[str]) -> None:
         """Note of each announced gradient whether autograd has handed it over unchanged."""
         # Those that are referenced here had to be copied.
         kept = {name for number in self._came for name in self._names_in(run, number)}
         for name, told in self._told.items():
-            was_whole, is_whole = self._is_whole.get(name), told.is_handed_over()
-            if name in kept or was_whole is is_whole or was_whole is False:
-                continue
-            # Each backward looks for hooks anyway, before it sends.
-            if not is_whole and name not in sent and _has_hooks(told.param):
+            is_whole = told.is_handed_over()
+            # One that was changed once, may be again. Visible hooks are looked for in each
+            # backward, before it sends.
+            was_changed = self._is_whole.get(name) is False
+            is_known = not is_whole and name not in sent and _has_hooks(told.param)
+            if name in kept or was_changed or is_known or self._is_whole.get(name) is is_whole:
                 continue
             self._is_whole[name] = is_whole
             self._bucket_set = NoneType  # so that the next backward finds early segments again
@@ -194,6 +214,7 @@ class GraphGradients(Extension):
         self._told.clear()
         self._came.clear()
         self._packed.clear()
+        self._packs, self._held = (), None
 
     def _follow(self, bucket_set: BucketSet) -> None:
         self._bucket_set = weakref.ref(bucket_set)
@@ -204,6 +225,11 @@ class GraphGradients(Extension):
             for number, each in enumerate(bucket_set.ranges)
             if all(whole[each.start : each.stop])
         }
+        self._dense = [
+            bucket.index
+            for bucket in bucket_set.buckets
+            if not bucket.is_sparse and any(name in self._is_whole for name in bucket.names)
+        ]
 
 
 def _is_free(param: Parameter, grad: Tensor) -> bool:
@@ -243,13 +269,13 @@ def _is_ours(hook: Any) -> bool:
     return str(function.__module__).partition(".")[0] == __name__.partition(".")[0]
 
 
-def _too_early(run: ReductionRun, name: str) -> str:
+def _too_early(run: ReductionRun, name: str, spoiled: Bucket) -> str:
     return (
         f"{run.where}: the gradient of {name!r} was sent when the compiled backward had made it, "
         "but then autograd gave the parameter another gradient, unlike in the steps before: the "
         "parameter is used outside of the compiled graph too, or in another forward of this "
         "backward, or a hook has changed or kept its gradient, or create_graph=True was set. From "
         "the next step on its bucket waits for the end of the backward. .grad of this step is not "
-        "the mean, and on all ranks that of the last bucket is NaN: skip the step on all ranks, or "
+        f"the mean, and NaN in {spoiled.title}, on all ranks alike: skip the step on all ranks, or "
         "repeat it"
     )

@@ -153,7 +153,7 @@ def _watch_gradient(param: Tensor, forward: Tensor, name: str) -> None:
         return
     ready, copy = torch.ops.tritonddp.gradient_ready, torch.ops.tritonddp.to_contiguous
     keep_order(ready.default)
-    is_copied = _may_come_in_channels_last(param)
+    is_copied = bool(name) and _may_come_in_channels_last(param)
 
     def on_gradient(grad: Tensor) -> Tensor:
         grad = copy(grad) if is_copied else grad
