@@ -184,8 +184,9 @@ class GraphGradients(Extension):
 
     def on_end(self, run: ReductionRun) -> None:
         """Raise the error of this backward."""
-        if self._failure:
-            raise RuntimeError(self._failure)
+        failure, self._failure = self._failure, ""
+        if failure:
+            raise RuntimeError(failure)
 
     def _learn(self, run: ReductionRun, sent: Collection[str]) -> None:
         """Note of each announced gradient whether autograd has handed it over unchanged."""
@@ -207,8 +208,9 @@ class GraphGradients(Extension):
         return run.bucket_set.names[numbers.start : numbers.stop]
 
     def on_abort(self, run: ReductionRun) -> None:
-        """Forget the gradients of the failed backward."""
+        """Forget the gradients, and the error, of the failed backward."""
         self._forget()
+        self._failure = ""
 
     def _forget(self) -> None:
         self._told.clear()

@@ -15,7 +15,7 @@ from tritonddp.comm.run import ReductionRun
 from tritonddp.coordination.agreement import GradSource, Mismatch
 from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.coordination.verify import describe, verify_same
-from tritonddp.reducer import capture, recovery
+from tritonddp.reducer import capture, finalization, recovery
 
 if TYPE_CHECKING:
     from tritonddp.reducer.reducer import Reducer
@@ -186,6 +186,6 @@ def _prepare(reducer: Reducer, what: str = "reduced on request") -> None:
             f"{reducer.where()}: gradients cannot be {what} while a backward runs: wait for its end"
         )
     capture.refuse(reducer, f"gradients are not {what} in a replay: do it without a graph")
-    reducer.check_finalized()
+    finalization.check(reducer)
     recovery.recover(reducer.group)
     reducer.check_pending()

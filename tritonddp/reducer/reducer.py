@@ -48,7 +48,7 @@ from tritonddp.coordination.agreement import Agreement, GradSource, Mismatch
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
-from tritonddp.reducer import capture, recovery
+from tritonddp.reducer import capture, finalization, recovery
 from tritonddp.reducer.extension import Events, Extension, SyncState
 from tritonddp.reducer.output_hooks import Forward, Forwards, tell
 from tritonddp.reducer.participation import ReentrantGrads, accumulates, as_trainable
@@ -178,7 +178,7 @@ class Reducer:
             return
         has_grad = torch.is_grad_enabled()
         if has_grad and self.run is not None:
-            self.check_finalized()
+            finalization.check(self)
         if self.group.open_runs:
             recovery.recover(self.group)
         if self.agreement.pending:
@@ -199,7 +199,7 @@ class Reducer:
 
     def settle(self) -> None:
         """Make up for a last backward that failed, where no forward follows to do so."""
-        self.check_finalized()
+        finalization.check(self)
         self.wait_post_backward()
         recovery.recover(self.group)
         self.check_pending()
@@ -232,15 +232,6 @@ class Reducer:
             if self.is_on_gpu and is_capturing():
                 capture.refuse_mismatch(self, error)
             recovery.raise_mismatch(self, error, None)
-
-    def check_finalized(self) -> None:
-        """Raise a RuntimeError if a backward waits for :meth:`finalize_backward`."""
-        if self.run is not None and self.run.awaits_finalize:
-            raise RuntimeError(
-                f"{self.where()}: Expected to have finalized the prior backward pass before "
-                "starting a new one. Call finalize_backward() after backward() when "
-                "require_manual_backward_finalization is true."
-            )
 
     def wait_post_backward(self) -> None:
         """Wait for the futures that buffer hooks have returned."""
@@ -281,7 +272,7 @@ class Reducer:
             missing = {number for number, comes in enumerate(reached) if not comes}
             self.parameters.check_kinds(missing, self.where)
         if self.run is not None:
-            self.check_finalized()
+            finalization.check(self)
         if compiled_autograd_runs():
             raise RuntimeError(
                 f"{self.where()}: Compiled autograd is not compatible with tritonddp, whose "
@@ -704,51 +695,6 @@ class Reducer:
         self.accumulated = [False] * len(self.accumulated)
         self.has_accumulated = False
 
-    # When the caller says where a backward ends (torch 2.15)
-
-    def finalize_manually(self, required: bool) -> None:
-        """Whether backwards end in :meth:`finalize_backward`, not by themselves."""
-        # (A backward that failed is over: the next forward makes up for it.)
-        if self.backward_runs or (self.run is not None and self.run.awaits_finalize):
-            raise RuntimeError(
-                f"{self.where()}: set_manual_finalization_required cannot be called after forward "
-                "while a backward pass is expected or in progress. Set "
-                "require_manual_backward_finalization before forward or after backward finalization"
-            )
-        self.finalizes_manually = required
-
-    @torch.no_grad()
-    def finalize_backward(self) -> None:
-        """Wait for the buckets of a backward that is over, or has launched all of them."""
-        if not self.finalizes_manually:
-            raise RuntimeError(
-                "finalize_backward() called but manual backward finalization is not required. Set "
-                "require_manual_backward_finalization to true first."
-            )
-        run = self.run
-        if run is not None and run.awaits_finalize:
-            run.awaits_finalize = False  # if it fails, the next forward makes up for it
-            self.finish(run)
-            return
-        if run is not None and self.backward_runs and not run.is_local:
-            if len(run.works) < len(run.buckets):
-                raise RuntimeError(
-                    f"{self.where()}: finalize_backward() called before all DDP buckets were "
-                    f"ready. next_bucket_={len(run.works)}. Call finalize_backward() only after "
-                    "all DDP-managed parameters have computed gradients."
-                )
-            if any(run.works):
-                try:
-                    run.finish()  # _end does the rest
-                except Mismatch as error:
-                    recovery.raise_mismatch(self, error, run)
-                return
-        raise RuntimeError(
-            f"{self.where()}: finalize_backward() called but no gradient reduction requires "
-            "finalization. This can happen if no_sync() is active or finalize_backward() was "
-            "already called for this backward pass."
-        )
-
     # What users register
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
@@ -771,7 +717,7 @@ class Reducer:
                 f"{self.where()}: a communication hook cannot be registered during a backward, "
                 "or inside trace()"
             )
-        self.check_finalized()
+        finalization.check(self)
         recovery.recover(self.group)
         self.check_pending()
         self.comm_hook = state, hook
