@@ -1,4 +1,4 @@
-"""Backwards that end where the caller says, in ``finalize_backward()``, as stock's in torch 2.15."""
+"""Backwards that end where the caller says, in ``finalize_backward()`` (stock: from torch 2.15)."""
 
 from __future__ import annotations
 
