@@ -50,7 +50,7 @@ from tritonddp.features.metrics.metrics import log_metrics, metrics, suggested_s
 from tritonddp.features.mixed_precision import LowPrecision
 from tritonddp.features.optimizer_in_backward import step_in_backward
 from tritonddp.features.weighted_mean import AccumulationWindow, weight_of
-from tritonddp.reducer import checkpoint, finalization, in_context, on_demand, recovery
+from tritonddp.reducer import checkpoint, in_context, on_demand, recovery
 from tritonddp.reducer.extension import SyncState
 from tritonddp.reducer.output_hooks import tensors_in, watch
 
@@ -310,7 +310,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         )
         self._window: AccumulationWindow | None = None
         self.reducer = StockReducer(self.core)
-        finalization.require(self.core, self._require_manual_backward_finalization)
+        on_demand.finalize_manually(self.core, self._require_manual_backward_finalization)
         self.core.logger = self.logger = Logger(self)
         self._register_hooks_again()
         _alive.add(self)
@@ -675,7 +675,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     @require_manual_backward_finalization.setter
     def require_manual_backward_finalization(self, required: bool) -> None:
         check_flags({"require_manual_backward_finalization": required})
-        finalization.require(self.core, required)
+        on_demand.finalize_manually(self.core, required)
         self._require_manual_backward_finalization = required
 
     @property
@@ -697,7 +697,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             RuntimeError: :attr:`require_manual_backward_finalization` is off, buckets still wait
                 for gradients, or no reduction is under way, as under ``no_sync``.
         """
-        finalization.finalize(self.core)
+        on_demand.finalize_backward(self.core)
 
     # Uneven inputs
 

@@ -111,3 +111,26 @@ def test_a_group_may_be_destroyed_while_a_thread_lets_go_of_callbacks(tmp_path: 
     done = played(SLOW_THREAD, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "ended\n"
+
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist, tritonddp
+
+dist.init_process_group("gloo")
+ddp = tritonddp.DistributedDataParallel(torch.nn.Linear(2, 2))
+ddp(torch.ones(1, 2)).sum().backward()
+sys.setswitchinterval(60)  # this thread does not let others have the interpreter
+found = [torch.empty(4) for _ in range(2)]
+dist.all_gather(found, torch.ones(4))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+def test_a_script_that_keeps_its_wrapper_to_its_end_does_not_abort(tmp_path: Path) -> None:
+    """The wrapper, a global, keeps the group and its threads. One in two runs did abort."""
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    for _ in range(3):
+        done = launched.run(path, nproc=2, env={"PYTHONPATH": str(launched.ROOT)})
+        assert done.returncode == 0, done.stderr

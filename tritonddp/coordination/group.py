@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +39,18 @@ class _Shared:
 
 
 _shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
+
+
+@atexit.register
+def _let_threads_drop_tensors() -> None:
+    """If a process group outlives the program, let its threads take the interpreter once more.
+
+    A thread of gloo drops the tensors of a collective some time after the result is there. If it
+    has to wait for the interpreter for that, and that exits, the process aborts. A wrapper that is
+    a global of a script keeps its group, and the threads, although the group was destroyed.
+    """
+    if _shared:
+        time.sleep(0.01)
 
 
 class Group(FailureReport):

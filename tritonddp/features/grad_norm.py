@@ -28,7 +28,7 @@ from tritonddp.comm.run import ReductionRun
 from tritonddp.coordination.agreement import GradSource
 from tritonddp.coordination.counters import Counters
 from tritonddp.kernels.reference import norm_of, norms_of
-from tritonddp.reducer import finalization
+from tritonddp.reducer import on_demand
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.reducer import Reducer
 
@@ -245,7 +245,7 @@ def _total(parts: list[Tensor]) -> Tensor:
 def _refuse(model: Any, what: str) -> None:
     """Raise a RuntimeError if the gradients are not complete now."""
     core: Reducer = model.core
-    finalization.check(core)
+    on_demand.check_finalized(core)
     if core.backward_runs:
         raise RuntimeError(f"{core.where()}: {what} while a backward runs: wait for its end")
     if core.steps_optimizers:

@@ -48,7 +48,7 @@ from tritonddp.coordination.agreement import Agreement, GradSource, Mismatch
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
-from tritonddp.reducer import capture, finalization, recovery
+from tritonddp.reducer import capture, on_demand, recovery
 from tritonddp.reducer.extension import Events, Extension, SyncState
 from tritonddp.reducer.output_hooks import Forward, Forwards, tell
 from tritonddp.reducer.participation import ReentrantGrads, accumulates, as_trainable
@@ -178,7 +178,7 @@ class Reducer:
             return
         has_grad = torch.is_grad_enabled()
         if has_grad and self.run is not None:
-            finalization.check(self)
+            on_demand.check_finalized(self)
         if self.group.open_runs:
             recovery.recover(self.group)
         if self.agreement.pending:
@@ -199,7 +199,7 @@ class Reducer:
 
     def settle(self) -> None:
         """Make up for a last backward that failed, where no forward follows to do so."""
-        finalization.check(self)
+        on_demand.check_finalized(self)
         self.wait_post_backward()
         recovery.recover(self.group)
         self.check_pending()
@@ -272,7 +272,7 @@ class Reducer:
             missing = {number for number, comes in enumerate(reached) if not comes}
             self.parameters.check_kinds(missing, self.where)
         if self.run is not None:
-            finalization.check(self)
+            on_demand.check_finalized(self)
         if compiled_autograd_runs():
             raise RuntimeError(
                 f"{self.where()}: Compiled autograd is not compatible with tritonddp, whose "
@@ -717,7 +717,7 @@ class Reducer:
                 f"{self.where()}: a communication hook cannot be registered during a backward, "
                 "or inside trace()"
             )
-        finalization.check(self)
+        on_demand.check_finalized(self)
         recovery.recover(self.group)
         self.check_pending()
         self.comm_hook = state, hook
