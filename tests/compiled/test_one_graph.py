@@ -471,6 +471,64 @@ def test_a_penalty_that_comes_later_is_an_error_once_and_no_rank_takes_the_step(
             torch.testing.assert_close(gradients(ddp), expected, **tolerance)
 
 
+class Shorter(Layers):
+    """Leaves its first layer out, whose bucket is the last, if the input is small."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[1 if len(x) < 4 else 0 :]:
+            x = layer(x).relu()
+        return x
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@ranks(2, timeout=300)
+def test_a_rank_that_raises_and_uses_nothing_of_the_last_bucket_has_nan_too(view: bool) -> None:
+    with fresh_dynamo():
+        ddp = DistributedDataParallel(seeded(Shorter), gradient_as_bucket_view=view, **SMALL)
+        compiled = torch.compile(ddp, backend="aot_eager", fullgraph=True, dynamic=False)
+        rank = dist.get_rank()
+        for number in range(6):
+            ddp.zero_grad()
+            is_wrong = number == 4
+            loss = loss_of(compiled(batch(rank, number)[: 3 if is_wrong else 4]))
+            if is_wrong and rank == 0:
+                loss = loss + ddp.module.layers[1].weight.square().sum()
+            raises = pytest.raises(RuntimeError, match=r"layers\.1\.weight")
+            with raises if is_wrong and rank == 0 else contextlib.nullcontext():
+                loss.backward()
+            broken = sum(bool(grad.isnan().any()) for grad in gradients(ddp).values())
+            assert gather(broken) == ([2, 2] if is_wrong else [0, 0])
+
+
+@ranks(2, timeout=300)
+def test_the_error_comes_behind_the_ends_of_all_wrappers_in_a_backward() -> None:
+    """So a rank may tell the others of it by a collective."""
+    with fresh_dynamo():
+        ddps = [DistributedDataParallel(seeded(Layers), **SMALL) for _ in range(2)]
+        both = [torch.compile(ddp, backend="aot_eager", fullgraph=True) for ddp in ddps]
+        rank = dist.get_rank()
+        for number in range(6):
+            for ddp in ddps:
+                ddp.zero_grad()
+            loss = sum(loss_of(each(batch(rank, number))) for each in both)
+            if number == 4 and rank == 0:
+                loss = loss + sum(ddp.module.layers[1].weight.square().sum() for ddp in ddps)
+            failed = torch.zeros(1)
+            try:
+                loss.backward()
+            except RuntimeError:
+                failed += 1
+            dist.all_reduce(failed)
+            assert failed.item() == (number == 4)
+            broken = [
+                name
+                for ddp in ddps
+                for name, grad in gradients(ddp).items()
+                if number != 4 or grad.isnan().any()
+            ]
+            assert len(broken) == (4 if number == 4 else 16)
+
+
 @ranks(2, timeout=300)
 def test_in_the_last_bucket_nothing_is_sent_too_early() -> None:
     with fresh_dynamo():

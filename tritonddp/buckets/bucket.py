@@ -393,10 +393,9 @@ class Bucket:
 
     def overwrite_nan(self) -> None:
         """Replace the packed gradients by NaN. Not for the first bucket, which has a header."""
-        if not any(self.used):  # no rank might see it
-            self.used[:] = [True] * len(self.used)
+        used = self.used if any(self.used) else [True] * len(self.used)  # some rank has to see it
         self.packed.fill_nan()
-        self.packed.write_trailer(self.used, b"")
+        self.packed.write_trailer(used, b"")
 
     # Out of the buffer
 

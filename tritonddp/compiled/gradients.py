@@ -21,13 +21,18 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 from torch.nn import Parameter
 
-from tritonddp._torch import backward_hooks_of, hooks_after_accumulation
+from tritonddp._torch import (
+    backward_hooks_of,
+    hooks_after_accumulation,
+    queue_end_of_backward,
+)
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.run import ReductionRun
@@ -104,9 +109,13 @@ class GraphGradients(Extension):
         if run.bucket_set is not self._bucket_set():
             self._follow(run.bucket_set)
         held = max((index for index in self._dense if index not in run.skipped), default=0)
-        if not self._is_single or not held:
+        core = self._reducer()
+        if not self._is_single or not held or core is None:
             return
         if run.is_provisional or run.is_alone or run.is_captured:
+            return
+        # The first is called when all buckets are launched, and the second cannot be undone.
+        if core.finalizes_manually or core.steps_optimizers:
             return
         self._held = run.buckets[held]
         run.unfilled[held] += 1  # until the end of the backward
@@ -183,22 +192,22 @@ class GraphGradients(Extension):
         self._forget()
 
     def on_end(self, run: ReductionRun) -> None:
-        """Raise the error of this backward."""
+        """Raise the error of this backward, behind the ends of other wrappers in it."""
         failure, self._failure = self._failure, ""
         if failure:
-            raise RuntimeError(failure)
+            queue_end_of_backward(partial(_raise, failure))
 
     def _learn(self, run: ReductionRun, sent: Collection[str]) -> None:
         """Note of each announced gradient whether autograd has handed it over unchanged."""
         # Those that are referenced here had to be copied.
         kept = {name for number in self._came for name in self._names_in(run, number)}
         for name, told in self._told.items():
-            is_whole = told.is_handed_over()
-            # One that was changed once, may be again. Visible hooks are looked for in each
-            # backward, before it sends.
-            was_changed = self._is_whole.get(name) is False
-            is_known = not is_whole and name not in sent and _has_hooks(told.param)
-            if name in kept or was_changed or is_known or self._is_whole.get(name) is is_whole:
+            was_whole, is_whole = self._is_whole.get(name), told.is_handed_over()
+            # (One that was changed once, may be again.)
+            if name in kept or was_whole is is_whole or was_whole is False:
+                continue
+            # Visible hooks are looked for in each backward, before it sends.
+            if not is_whole and name not in sent and _has_hooks(told.param):
                 continue
             self._is_whole[name] = is_whole
             self._bucket_set = NoneType  # so that the next backward finds early segments again
@@ -269,6 +278,10 @@ def _is_ours(hook: Any) -> bool:
     if isinstance(getattr(function, "__self__", None), list):
         return True
     return str(function.__module__).partition(".")[0] == __name__.partition(".")[0]
+
+
+def _raise(message: str) -> NoReturn:
+    raise RuntimeError(message)
 
 
 def _too_early(run: ReductionRun, name: str, spoiled: Bucket) -> str:
