@@ -142,6 +142,7 @@ UNREACHED: dict[str, dict[str, str]] = {
     },
     "reducer/on_demand.py": {
         "_reduce_now: for call in reducer.events.on_abort:": "check_finite, of a refused request",
+        "finalize_backward: except Mismatch as error:": DISAGREE,
     },
     "reducer/participation.py": {
         'if getattr(node, "variable", None) is None:': GUARD,
@@ -162,7 +163,6 @@ UNREACHED: dict[str, dict[str, str]] = {
         "on_first_gradient: if not self.backward_runs:": GUARD,
         "on_segment_ready: if run is None or run.is_local or run.filled[number]:": GUARD,
         "on_unusual_order: if run is None or run.is_local:": GUARD,
-        "finalize_backward: except Mismatch as error:": DISAGREE,
     },
 }
 
