@@ -530,6 +530,44 @@ def test_the_error_comes_behind_the_ends_of_all_wrappers_in_a_backward() -> None
 
 
 @ranks(2, timeout=300)
+def test_with_optimizers_in_the_backward_nothing_is_sent_too_early() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    def trained(compiles: bool) -> list[Tensor]:
+        module = seeded(Layers)
+        _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+        ddp = DistributedDataParallel(module, **SMALL)
+        step = torch.compile(ddp, backend="aot_eager", fullgraph=True) if compiles else ddp
+        for number in range(6):
+            loss = loss_of(step(batch(dist.get_rank(), number)))
+            if number == 4 and dist.get_rank() == 0:
+                loss = loss + ddp.module.layers[1].weight.square().sum()
+            loss.backward()
+        return [param.detach() for param in ddp.parameters()]
+
+    with fresh_dynamo():
+        torch.testing.assert_close(trained(True), trained(False), rtol=1e-4, atol=1e-6)
+
+
+@ranks(2, timeout=300)
+def test_a_hook_behind_all_parameters_may_finalize_the_backward() -> None:
+    with fresh_dynamo():
+        module = seeded(Layers)
+        ddp = DistributedDataParallel(copy.deepcopy(module), **SMALL)
+        ddp.require_manual_backward_finalization = True
+        compiled = torch.compile(ddp, backend="aot_eager", fullgraph=True)
+        for number in range(5):
+            ddp.zero_grad()
+            inputs = batch(dist.get_rank(), number).requires_grad_()
+            if number:  # in the first backward only at its end
+                inputs.register_hook(lambda _: ddp.finalize_backward())
+            loss_of(compiled(inputs * 1)).backward()
+            if not number:
+                ddp.finalize_backward()
+            assert_means(ddp, module, number, rtol=1e-4, atol=1e-6)
+
+
+@ranks(2, timeout=300)
 def test_in_the_last_bucket_nothing_is_sent_too_early() -> None:
     with fresh_dynamo():
         module = seeded(Layers)

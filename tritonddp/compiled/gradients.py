@@ -114,7 +114,8 @@ class GraphGradients(Extension):
             return
         if run.is_provisional or run.is_alone or run.is_captured:
             return
-        # The first is called when all buckets are launched, and the second cannot be undone.
+        # finalize_backward() may be called in the backward, when all buckets have been launched.
+        # Steps of optimizers in the backward could not be undone.
         if core.finalizes_manually or core.steps_optimizers:
             return
         self._held = run.buckets[held]
