@@ -151,12 +151,11 @@ class DDPConfig:
         broadcast: StateBroadcast | None,
         figures: Figures | None,
         is_strict: bool,
-        reporters: Sequence[Extension] = (),
     ) -> Reducer:
         """Make the reducer of a wrapper, with the extensions for its options. No collective.
 
         ``figures``: measured for ``compression="auto"``. ``is_strict``: an unused parameter is an
-        error. ``reporters``: further extensions that send a report in each reduction.
+        error.
         """
         counters, device = Counters(), parameters.params[0][1].device
         core = Reducer(
@@ -165,7 +164,7 @@ class DDPConfig:
             lazy=self.lazy,
             check_finite=self.check_finite is not None,
             peer_memory=self._peer_memory(group, parameters),
-            reporters=[*self.reporters(parameters, group, device, counters), *reporters],
+            reporters=self.reporters(parameters, group, device, counters),
         )
         extensions: list[Extension] = []
         if is_strict:

@@ -36,14 +36,20 @@ from tritonddp.compat.stock_ddp import StockDDPNames, check_hook, warn_of_static
 from tritonddp.compat.stock_reducer import StockReducer
 from tritonddp.compiled.forward import in_one_graph
 from tritonddp.compiled.operators import Traced
-from tritonddp.config import DDPConfig, process_group_of, sendable, warn_of_deprecated
+from tritonddp.config import (
+    PROCESS_GROUP,
+    DDPConfig,
+    process_group_of,
+    sendable,
+    warn_of_deprecated,
+)
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import describe, tell_failure, verify_same
 from tritonddp.diagnostics.check_sync import check_sync
 from tritonddp.diagnostics.debug_log import enable_debug_logging
 from tritonddp.diagnostics.logging_data import Logger
 from tritonddp.features.auto_compression.planner import measured
-from tritonddp.features.buffer_sync import OFF, BufferSync
+from tritonddp.features.buffer_sync import BufferSync
 from tritonddp.features.grad_norm import clip_grad_norm_, grad_noise_scale, grad_norm
 from tritonddp.features.join import ShadowHook, UnevenInputs, announce_forward, refuse_inside
 from tritonddp.features.metrics.metrics import log_metrics, metrics, suggested_shares
@@ -145,10 +151,9 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             took: for :meth:`metrics`, :meth:`suggested_shares` and :meth:`log_metrics`.
         grad_norm: sum up squares while gradients are reduced: :meth:`grad_norm` and
             :meth:`clip_grad_norm_` then need no pass, and :meth:`grad_noise_scale` is available.
-        buffer_sync: ``"broadcast"``, the default: as ``forward_sync_buffers``, but without buffers
-            that no forward changes, and on the CPU ahead of the forward. (Changes outside of
-            forwards come one forward late, with a warning.) ``"mean"``: floating-point buffers that
-            forwards change get their mean. ``"off"``: as ``forward_sync_buffers=False``.
+        buffer_sync: ``"broadcast"``, the default: as ``forward_sync_buffers``. ``"mean"``: before
+            the same forwards floating-point buffers that have changed on a rank get their mean.
+            ``"off"``: as ``forward_sync_buffers=False``.
 
     Attributes:
         module: the wrapped module.
@@ -302,12 +307,12 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         # As in stock, with static_graph unused parameters are no error.
         is_strict = self.find_unused_parameters is False and not self.static_graph
         broadcast = self.state_broadcast if self._init_sync else None
-        mode = self.config.buffer_mode if self.forward_sync_buffers else OFF
-        self.buffer_sync = BufferSync(parameters, self.group, self.state_broadcast, self.sync, mode)
         self.core = self.config.build_reducer(
-            *(parameters, self.group, self.sync, broadcast, self._figures, is_strict),
-            [self.buffer_sync] if self.buffer_sync.report_nbytes else [],
+            parameters, self.group, self.sync, broadcast, self._figures, is_strict
         )
+        uses_memory = self.config.transport != PROCESS_GROUP
+        mode = self.config.buffer_mode
+        self.buffer_sync = BufferSync(self.core, self.state_broadcast, mode, uses_memory)
         self._window: AccumulationWindow | None = None
         self.reducer = StockReducer(self.core)
         on_demand.finalize_manually(self.core, self._require_manual_backward_finalization)
@@ -368,8 +373,6 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             self._sync_buffers()
             for call in self.core.events.on_buffers:
                 call()
-        elif self.buffer_sync.is_first:
-            self.buffer_sync.pass_by()
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             by_side_stream = self.use_side_stream_for_tensor_copies

@@ -1,18 +1,40 @@
-"""Initial state and module buffers: every rank gets those of one rank."""
+"""Initial state and module buffers: every rank gets those of one rank, the *source*.
+
+They travel in one message through the process group; buffers of ranks of one host through memory
+that they share (:class:`SharedBroadcast`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import ctypes
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from itertools import accumulate, chain, compress
 from operator import attrgetter
-from typing import Any
+from time import monotonic, sleep
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tritonddp._torch import foreach_copy_
+from tritonddp.comm.peer_memory import _HANDING, _MESSAGE, _PAUSE, Peer, Peers, Place
 from tritonddp.coordination.collectives import all_reduce, broadcast
+from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
+from tritonddp.coordination.interrupts import Uninterrupted
+from tritonddp.coordination.peers import LENT, MAPPED, SEEN, SHOWN, Memory
+from tritonddp.kernels.flat_buffer import round_up
+
+logger = logging.getLogger("tritonddp.buffers")
+
+# So many broadcasts through memory the source may be ahead of a receiver.
+_AHEAD = 32
+# Memory that is lent is a multiple of this, in bytes.
+_PAGE = 4096
 
 # Where the bytes of a dense tensor are, and in which layout. Messages hold views, so no other
 # tensor can get the same address meanwhile.
@@ -33,6 +55,10 @@ class StateBroadcast:
         self._source = source
         self.max_bytes = 250 * 1024 * 1024  # of one message
         self._messages = Messages()
+
+    def messages_of(self, tensors: Sequence[Tensor]) -> list[Message]:
+        """The messages for tensors that are sent repeatedly."""
+        return self._messages.of(tensors, self.max_bytes)
 
     def send(self, tensors: Sequence[Tensor], place: str, what: str, again: bool = False) -> None:
         """Overwrite ``tensors``; see :func:`broadcast_coalesced`.
@@ -104,14 +130,6 @@ class Message:
             if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous()
         ]
 
-    def write(self, content: Tensor, without: Collection[int] = ()) -> None:
-        """Overwrite the tensors with ``content``, except those whose id is in ``without``."""
-        pieces = content.split(self.sizes)
-        places = [i for i, tensor in enumerate(self.tensors) if id(tensor) not in without]
-        if places:
-            foreach_copy_([self.pieces[i] for i in places], [pieces[i] for i in places])
-        self.copy_back()
-
     def copy_back(self) -> None:
         """Write the copies, which were overwritten, back to their tensors."""
         for tensor, row in self.copies:
@@ -133,12 +151,16 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return _bytes_of_row(_row_of(tensor))
 
 
-def joined(messages: Sequence[Message]) -> list[Tensor]:
-    """A copy of what each message would send now."""
-    return [
-        torch.cat(each.pieces) if len(each.pieces) > 1 else each.pieces[0].clone()
-        for each in messages
-    ]
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors on the CPU, uint8 ``(n,)``, are equal: ten times ``torch.equal``."""
+    return not _memcmp()(one.data_ptr(), other.data_ptr(), one.numel())
+
+
+@cache
+def _memcmp() -> Callable[[int, int, int], int]:
+    function = ctypes.CDLL(None).memcmp
+    function.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+    return function
 
 
 def is_averaged(tensor: Tensor) -> bool:
@@ -146,67 +168,20 @@ def is_averaged(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-class Transfer:
-    """An asynchronous broadcast of some tensors, and a mean of others.
+def average_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrite ``tensors`` with their means over the ranks: the same bits on all.
 
-    Args:
-        group, source: the ranks, and the rank that sends.
-        contents: bytes to send from this rank; they are not changed.
-        averaged: tensors of which all ranks get the mean: summed in fp64 if one of them has 64
-            bits, else in fp32.
-
-    Attributes:
-        came: the bytes of the source, after :meth:`wait`.
+    They are summed in fp64 if one of them has 64 bits, else in fp32.
     """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        source: int,
-        contents: Sequence[Tensor],
-        averaged: Sequence[Tensor] = (),
-    ) -> None:
-        self._is_source = group.rank() == source
-        self.came = [each if self._is_source else torch.empty_like(each) for each in contents]
-        self._works = [broadcast(each, group, source) for each in self.came]
-        self._sums: list[Tensor] = []
-        wide = any(each.dtype in (torch.float64, torch.complex128) for each in averaged)
-        for same in _by_device(averaged):
+    wide = any(each.dtype in (torch.float64, torch.complex128) for each in tensors)
+    with torch.no_grad():
+        for same in _by_device(tensors):
             parts = [_real(each).reshape(-1) for each in same]
             total = torch.cat([part.to(torch.float64 if wide else torch.float32) for part in parts])
-            self._sums.append(total.div_(group.size()))
-            self._works.append(all_reduce(total, group))
-
-    @classmethod
-    def of_nothing(cls, contents: list[Tensor]) -> Transfer:
-        """A transfer that sends nothing, for one rank."""
-        self = cls.__new__(cls)
-        self._is_source, self.came = True, contents
-        self._sums, self._works = [], []
-        return self
-
-    def wait(self) -> None:
-        """Wait for the collectives in flight."""
-        for work in self._works:
-            work.wait()
-
-    def write(
-        self, messages: Sequence[Message], tensors: Sequence[Tensor], without: Collection[int] = ()
-    ) -> None:
-        """Overwrite the tensors of ``messages``, and those of ``tensors`` that are averaged.
-
-        Both are the same tensors as at the start, but their memory may have moved. Tensors whose
-        id is in ``without`` stay as they are.
-        """
-        if not self._is_source:
-            for message, content in zip(messages, self.came, strict=True):
-                message.write(content, without)
-        for total, same in zip(self._sums, _by_device(filter(is_averaged, tensors)), strict=False):
-            parts = total.split([_real(each).numel() for each in same])
-            for tensor, part in zip(same, parts, strict=True):
-                if id(tensor) not in without:
-                    real = part.view(_real(tensor).shape)
-                    tensor.copy_(torch.view_as_complex(real) if tensor.is_complex() else real)
+            all_reduce(total.div_(group.size()), group).wait()
+            for tensor, part in zip(same, total.split([*map(Tensor.numel, parts)]), strict=True):
+                real = part.view(_real(tensor).shape)
+                tensor.copy_(torch.view_as_complex(real) if tensor.is_complex() else real)
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -259,3 +234,197 @@ def _by_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     for tensor in tensors:
         found.setdefault(tensor.device, []).append(tensor)
     return list(found.values())
+
+
+class Part(NamedTuple):
+    """What is broadcast, as one rank holds it.
+
+    Attributes:
+        messages: of the tensors; the same list as before if they lie where they were.
+        layout: hash of names, shapes and dtypes, 1 or more, less than ``2**32``.
+        nbytes: bytes of the tensors.
+        named: the tensors with their names, for errors.
+        where: rank and step, for errors.
+    """
+
+    messages: list[Message]
+    layout: int
+    nbytes: int
+    named: Sequence[tuple[str, Tensor]]
+    where: str
+
+    def __str__(self) -> str:
+        names = listed([name for name, _ in self.named])
+        return f"{len(self.named)} buffers ({names}), {self.nbytes} bytes"
+
+
+class SharedBroadcast:
+    """Broadcasts of the buffers of one wrapper to the other ranks of this host.
+
+    The source keeps the bytes of its last broadcast in memory that the others have mapped. Contents
+    are compared, so unchanged buffers cost a message of a few bytes::
+
+        source      if a byte differs: wait until all have SEEN the former content, write; SHOWN
+        receivers   wait for SHOWN of the source alone; copy what differs; SEEN
+
+    If the source has no memory, or too little, it lends some (LENT). Receivers map it, and answer
+    (MAPPED) when they next wait for any message. Until all have, and for good if a rank cannot, the
+    message SHOWN says that the broadcast goes through the process group.
+
+    A broadcast has a number: the step, and how many of this step were before it. Only one that is
+    over counts, so that Ctrl-C in a wait leaves the ranks alike; else they are in the next step.
+
+    Args:
+        group, peers: the ranks, which are on one host.
+        number: of the wrapper, the same on all ranks.
+    """
+
+    def __init__(self, group: Group, peers: Peers, number: int) -> None:
+        self.number = number
+        self._group, self._peers = group, peers
+        self._point = Place(self, peers)
+        self._over = 0  # number of the last broadcast that is over
+        # Of the source.
+        self._memory: Memory | None = None
+        self._loans = 0  # how often memory was lent
+        self._is_mapped = self._is_refused = False  # by all ranks; by any rank
+        self._shown: deque[int] = deque(maxlen=_AHEAD)  # numbers of the last broadcasts
+        self._layout = 0  # of the last one; 0: through the process group
+        self._compared: Any = None, None, []
+
+    def send(self, part: Part, step: int, source: int, by_group: Callable[[], None]) -> None:
+        """Overwrite the tensors of ``part`` with those of rank ``source``.
+
+        All ranks call this, in the same step. ``by_group`` uses the process group.
+
+        Raises:
+            RuntimeError: a rank is missing, or has other tensors; the message names it.
+        """
+        number = max(self._over + 1, step << 32)
+        if self._group.rank == source:
+            self._show(part, number, by_group)
+        else:
+            peer = next(each for each in self._peers.others if each.rank == source)
+            self._take(part, number, peer, by_group)
+        if self._peers.sends is not self._peers.direct_sends:
+            self._peers.flush()
+
+    def _wait_for(self, kind: int, number: int, part: Part, source: Peer | None = None) -> None:
+        self._point.number = number
+        try:
+            self._point.wait_for(kind, source=source)
+        except RuntimeError as error:
+            raise self._group.explain(part.where, f"broadcast of {part}", error) from error
+
+    def _differing(self, part: Part, memory: Tensor) -> list[tuple[int, int, int]]:
+        """What differs: addresses in the tensors and in the memory, and number of bytes."""
+        if self._compared[0] is not part.messages or self._compared[1] is not memory:
+            pieces = list(chain.from_iterable(each.pieces for each in part.messages))
+            sizes = list(map(Tensor.numel, pieces))
+            starts = list(accumulate(sizes, initial=memory.data_ptr()))[:-1]
+            columns = [list(map(Tensor.data_ptr, pieces)), starts, sizes]
+            self._compared = part.messages, memory, columns
+        columns = self._compared[2]
+        return list(compress(zip(*columns, strict=True), map(_memcmp(), *columns)))
+
+    # The source
+
+    def _show(self, part: Part, number: int, by_group: Callable[[], None]) -> None:
+        peers = self._peers.others
+        if len(self._shown) == _AHEAD:
+            self._wait_for(SEEN, self._shown[0], part)
+        memory = self._memory_for(part)
+        layout = 0 if memory is None else part.layout
+        differing = [] if memory is None else self._differing(part, memory)
+        if differing or layout != self._layout:
+            self._wait_for(SEEN, self._over, part)
+        for address, start, nbytes in differing:
+            ctypes.memmove(start, address, nbytes)
+        with Uninterrupted():  # a content that was shown is written no more until it was seen
+            self._peers.say(peers, SHOWN, self.number, layout, number, part.nbytes)
+            self._shown.append(number)
+            self._over, self._layout = number, layout
+        if memory is None:
+            by_group()
+
+    def _memory_for(self, part: Part) -> Tensor | None:
+        """Memory that all ranks have mapped; ``None`` if there is none, or not yet."""
+        pieces = chain.from_iterable(each.pieces for each in part.messages)
+        if self._is_refused or not all(type(each) is Tensor and each.is_cpu for each in pieces):
+            return None
+        if self._memory is None or self._memory.tensor.numel() < part.nbytes:
+            self._lend(part)
+            return None
+        if not self._is_mapped:
+            self._point.wait_for(MAPPED, waits=False)
+            peers, answer = self._peers.others, (MAPPED, self.number)
+            came = [each for each in peers if each.counts[answer] == self._loans]
+            if refusing := [each.rank for each in came if each.last[answer][0]]:
+                self._refuse(part, f"rank {refusing[0]} cannot map it")
+                return None
+            self._is_mapped = len(came) == len(peers)
+        return self._memory.tensor if self._is_mapped else None
+
+    def _lend(self, part: Part) -> None:
+        """Hand new memory over to the other ranks, without waiting for them."""
+        self._wait_for(SEEN, self._over, part)  # the former memory
+        grows = 1 if self._memory is None else 2
+        self._memory, self._is_mapped = None, False
+        self._loans += 1
+        end = monotonic() + _HANDING
+        try:
+            memory = Memory.create(round_up(grows * max(part.nbytes, 1), _PAGE))
+            message = _MESSAGE.pack(LENT, self.number, 0, self._loans, memory.tensor.numel())
+            for peer in self._peers.others:
+                while not peer.hand_over(message, memory.descriptor):
+                    if monotonic() > end:
+                        raise TimeoutError("too many file descriptors are in flight")
+                    self._point.wait_for(LENT, waits=False)
+                    sleep(_PAUSE)
+            memory.close_descriptor()
+            self._memory = memory
+        except OSError as error:
+            self._refuse(part, str(error))
+
+    def _refuse(self, part: Part, why: str) -> None:
+        self._is_refused, self._memory = True, None
+        logger.warning(
+            "%s: no memory for buffers that the ranks of this host share: %s. They go through the "
+            "process group",
+            *(part.where, why),
+        )
+
+    # The other ranks
+
+    def _take(self, part: Part, number: int, source: Peer, by_group: Callable[[], None]) -> None:
+        line = SHOWN, self.number
+        if source.counts[line] < number:
+            self._point.wait_for(SHOWN, waits=False)
+        if source.counts[line] < number:
+            # If an earlier one was left out here, after Ctrl-C, the source may wait for this.
+            self._peers.say([source], SEEN, self.number, 0, number - 1, 0)
+            self._wait_for(SHOWN, number, part, source)
+        layout, nbytes = source.last[line]
+        if layout == 0:
+            by_group()
+        elif layout == part.layout:
+            memory = source.lent[self.number]
+            assert isinstance(memory, Memory)
+            if differing := self._differing(part, memory.tensor):
+                for address, start, size in differing:
+                    ctypes.memmove(address, start, size)
+                for message in part.messages:
+                    message.copy_back()
+        with Uninterrupted():
+            self._peers.say([source], SEEN, self.number, 0, number, 0)
+            self._over = number
+        if layout not in (0, part.layout):
+            raise RuntimeError(
+                f"{part.where}, broadcast of {part}: rank {source.rank} has other buffers, of "
+                f"{nbytes} bytes: names, shapes or dtypes differ. Add, replace and resize buffers "
+                "on all ranks before the same forward, or wrap with buffer_sync='off'"
+            )
+
+    def __del__(self) -> None:
+        for peer in self._peers.others:
+            peer.lent.pop(self.number, None)

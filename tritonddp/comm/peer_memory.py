@@ -23,13 +23,11 @@ message may come twice without harm, so work that Ctrl-C interrupted is simply r
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import select
 import socket
 import struct
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from ctypes import string_at
 from itertools import count
@@ -53,11 +51,15 @@ from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.coordination.peers import (
     HANDED,
+    LENT,
+    MAPPED,
     PACKED,
     READ,
+    SHOWN,
     SUMMED,
     Memory,
     Neighbours,
+    Peer,
     PeerError,
     Refusal,
     connect,
@@ -76,7 +78,8 @@ _PIECE = 512 * 1024
 # From so many ranks, and bytes of a bucket, on: two shots.
 _RANKS_OF_SHARES, _BYTES_OF_SHARES = 4, 256 * 1024
 
-# Kind of the message, module, bucket, number of the exchange, bytes of the bucket.
+# Kind of the message, module, bucket, number of the exchange, bytes of the bucket. (For buffers see
+# broadcast.py.)
 _MESSAGE = struct.Struct("<IIIQQ")
 # Instead of a module number: the bucket goes through the process group; or any module.
 _ANY = 0
@@ -91,76 +94,6 @@ _MISSING_TIMEOUT = 1800.0  # seconds, if the group has no timeout
 _HANDING, _PAUSE = 10.0, 1e-3
 # Alignment of buckets in shared memory, in bytes.
 _ALIGNMENT = 4096
-
-
-class Peer:
-    """The connection with one other rank of the host.
-
-    Attributes:
-        rank: rank of the peer in the group.
-        counts: number of the last exchange for which it has sent a message, by kind and module.
-        announced: module, bucket and bytes of the buckets it has packed, by number of the exchange.
-        is_open: messages may still come.
-        came: messages that are received, and not handled yet. Python handles signals between any
-            two instructions, so one call in C both receives a message and appends it here.
-        receive, send_now: methods of the connection, which do not block.
-        unsent: messages to the peer that did not fit into the socket buffer.
-    """
-
-    def __init__(self, rank: int, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        self.rank = rank
-        self.counts: defaultdict[tuple[int, int], int] = defaultdict(int)
-        self.announced: dict[int, tuple[int, int, int]] = {}
-        self.is_open = True
-        self.came: deque[Any] = deque()
-        self.receive, self.send_now = connection.recvmsg, connection.send
-        self.unsent: deque[bytes] = deque()
-        self.descriptor = connection.fileno()
-        self._connection = connection
-
-    def send(self, message: bytes) -> None:
-        """Send now, or later if the socket buffer is full, which takes hundreds of messages.
-
-        (If the peer is gone, waiting for its messages raises the error.)
-        """
-        self.unsent.append(message)
-        self.send_rest()
-
-    def send_rest(self) -> None:
-        """Send as many of the unsent messages as fit into the socket buffer now."""
-        while self.unsent:
-            try:
-                self.send_now(self.unsent[0])
-            except BlockingIOError:
-                return
-            except OSError:
-                pass
-            self.unsent.popleft()
-
-    def hand_over(self, message: bytes, descriptor: int) -> bool:
-        """Send a message with a file descriptor of memory; returns False if the buffer is full.
-
-        Raises:
-            OSError: it cannot be sent.
-        """
-        self.send_rest()
-        if self.unsent:
-            return False
-        try:
-            socket.send_fds(self._connection, [message], [descriptor])
-        except OSError as error:
-            # (The system limits the descriptors of a user that are in flight.)
-            if isinstance(error, BlockingIOError) or error.errno == errno.ETOOMANYREFS:
-                return False
-            raise
-        return True
-
-    def close(self) -> None:
-        """Close the connection."""
-        self.is_open = False
-        self._connection.close()
-        self.unsent.clear()
 
 
 class Peers:
@@ -212,6 +145,12 @@ class Peers:
             peer.send(message)
         self._note_unsent()
 
+    def say(self, to: Sequence[Peer], *message: int) -> None:
+        """Send a message to some peers; see :meth:`send`."""
+        for peer in to:
+            peer.send(_MESSAGE.pack(*message))
+        self._note_unsent()
+
     def send_rest(self) -> None:
         """Send as many of the unsent messages as fit into the socket buffers now."""
         for peer in self.others:
@@ -261,7 +200,10 @@ class Peers:
             except OSError as error:
                 memory = f"memory of rank {peer.rank} cannot be mapped: {error}"
             module = self._modules.get(number)
-            if module is not None:
+            if said == LENT:
+                peer.lent[number] = memory
+                self.say([peer], MAPPED, number, isinstance(memory, str), at, 0)
+            elif module is not None:
                 module.came[peer.rank] = memory
             peer.counts[said, number] = at
             peer.came.popleft()
@@ -333,14 +275,14 @@ class Place:
         number: counts the times; for an exchange, its number.
     """
 
-    def __init__(self, module: PeerMemory, peers: Peers) -> None:
+    def __init__(self, module: Any, peers: Peers) -> None:
         self.module, self.number = module, 0
         self.peers = peers
-        number = module.number
-        self._lines = (PACKED, _ANY), (SUMMED, number), (READ, number), (HANDED, number)
+        self._lines = [(kind, module.number) for kind in range(LENT + 1)]
+        self._lines[PACKED] = PACKED, _ANY
 
-    def wait_for(self, kind: int, waits: bool = True) -> None:
-        """Wait until all peers have sent the message ``kind`` with this ``number``.
+    def wait_for(self, kind: int, waits: bool = True, source: Peer | None = None) -> None:
+        """Wait until all peers, or the one given, have sent ``kind`` with this ``number``.
 
         With ``waits=False`` only receive the messages that have come, of all exchanges.
 
@@ -371,7 +313,7 @@ class Place:
                         peers.has_ended(peer)
                         break
                     content = came[0][0]
-                    if len(content) == 0 or content[0] == HANDED:  # the first byte is the kind
+                    if len(content) == 0 or content[0] >= HANDED:  # the first byte is the kind
                         peers.take_unusual(peer)
                         continue
                     said, module, bucket, at, nbytes = _MESSAGE.unpack(content)
@@ -379,9 +321,11 @@ class Place:
                     if counts[of] < at:  # not a message that came twice
                         if said == PACKED:
                             peer.announced[at] = module, bucket, nbytes
+                        elif said >= SHOWN:
+                            peer.last[of] = bucket, nbytes
                         counts[of] = at
                     came.popleft()
-                if waits and counts[line] < number:
+                if waits and counts[line] < number and (source is None or peer is source):
                     if not peer.is_open:
                         raise PeerError(f"rank {peer.rank} has closed its connection")
                     late = late or peer

@@ -417,7 +417,7 @@ class StockDDPNames:
     def _sync_buffers(self) -> None:
         """Give all ranks the same module buffers, if there are any."""
         if self._buffer_hook is None:
-            self.buffer_sync.synchronise(f"step {self.core.counters.reductions + 1}, forward")
+            self.buffer_sync.synchronise()
         elif named_buffers := dict(self.core.parameters.buffers()):
             with preserve_version_counters([*named_buffers.values()]), torch.no_grad():
                 self.core.post_backward.extend(self._buffer_hook(named_buffers) or ())
@@ -510,7 +510,6 @@ class StockDDPNames:
     def _remove_autograd_hooks(self) -> None:
         """Remove all hooks from the parameters: this wrapper reduces no gradients any more."""
         self.core.detach()
-        self.buffer_sync.reset()
 
     def _check_default_group(self) -> None:
         if not dist.is_initialized() or self.process_group != dist.group.WORLD:

@@ -8,6 +8,7 @@ there is no file in /dev/shm, and nothing stays when the processes have ended.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -16,9 +17,11 @@ import socket
 import struct
 import sys
 import time
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +31,13 @@ from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import all_gather_bytes
 
 # Messages of a rank about an exchange through memory: its part is packed; its share of the sum is
-# there; it has read what the others packed; a descriptor of its memory comes with this message.
-PACKED, SUMMED, READ, HANDED = range(4)
+# there; it has read what the others packed.
+PACKED, SUMMED, READ = range(3)
+# About a broadcast of buffers: the source has it ready; a receiver has read it, or has mapped the
+# memory that the source lends.
+SHOWN, SEEN, MAPPED = range(3, 6)
+# With a descriptor of memory: for buckets, of each rank; for buffers, of the source.
+HANDED, LENT = range(6, 8)
 
 # The first message of a connection: the sender's rank, and the secret of the receiver.
 _HELLO = struct.Struct("<I32s")
@@ -115,6 +123,80 @@ def _mapped(descriptor: int, nbytes: int) -> Tensor:
         return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
     except RuntimeError as error:
         raise OSError(str(error).partition("\n")[0]) from error
+
+
+class Peer:
+    """The connection with one other rank of the host.
+
+    Attributes:
+        rank: rank of the peer in the group.
+        counts: number of the last exchange for which it has sent a message, by kind and module.
+        announced: module, bucket and bytes of the buckets it has packed, by number of the exchange.
+        last: third and last field of its last message about buffers, by kind and wrapper.
+        lent: memory with its buffers, or why it could not be mapped, by wrapper.
+        is_open: messages may still come.
+        came: messages that are received, and not handled yet. Python handles signals between any
+            two instructions, so one call in C both receives a message and appends it here.
+        receive, send_now: methods of the connection, which do not block.
+        unsent: messages to the peer that did not fit into the socket buffer.
+    """
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.rank = rank
+        self.counts: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self.announced: dict[int, tuple[int, int, int]] = {}
+        self.last: dict[tuple[int, int], tuple[int, int]] = {}
+        self.lent: dict[int, Memory | str] = {}
+        self.is_open = True
+        self.came: deque[Any] = deque()
+        self.receive, self.send_now = connection.recvmsg, connection.send
+        self.unsent: deque[bytes] = deque()
+        self.descriptor = connection.fileno()
+        self._connection = connection
+
+    def send(self, message: bytes) -> None:
+        """Send now, or later if the socket buffer is full, which takes hundreds of messages.
+
+        (If the peer is gone, waiting for its messages raises the error.)
+        """
+        self.unsent.append(message)
+        self.send_rest()
+
+    def send_rest(self) -> None:
+        """Send as many of the unsent messages as fit into the socket buffer now."""
+        while self.unsent:
+            try:
+                self.send_now(self.unsent[0])
+            except BlockingIOError:
+                return
+            except OSError:
+                pass
+            self.unsent.popleft()
+
+    def hand_over(self, message: bytes, descriptor: int) -> bool:
+        """Send a message with a file descriptor of memory; returns False if the buffer is full.
+
+        Raises:
+            OSError: it cannot be sent.
+        """
+        self.send_rest()
+        if self.unsent:
+            return False
+        try:
+            socket.send_fds(self._connection, [message], [descriptor])
+        except OSError as error:
+            # (The system limits the descriptors of a user that are in flight.)
+            if isinstance(error, BlockingIOError) or error.errno == errno.ETOOMANYREFS:
+                return False
+            raise
+        return True
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.is_open = False
+        self._connection.close()
+        self.unsent.clear()
 
 
 @dataclass(frozen=True)
