@@ -1,29 +1,34 @@
-"""Steps of a net with BatchNorm over a line with latency: who waits for the buffers of rank 0?
+"""Steps of nets with buffers: what does it cost that all ranks get those of rank 0?
 
-    python benchmarks/buffers.py [--delay MS] [--rounds N] [--out FILE]
+    python benchmarks/buffers.py [--over host | line | delay] [--base REVISION] [--out FILE]
 
-Two hosts (namespaces.py) with one rank each over gloo, and between them a relay in user space that
-hands each packet on after ``--delay`` milliseconds. Stock DDP broadcasts buffers in each forward,
-which waits; so does ours until it knows what changes, after which the statistics travel while the
-optimizer runs. The rest of a step, all-reduces too, is the same; *off* has no buffers to send.
-Steps are timed in turns, and collectives are counted.
+Two nets: *batch norm*, whose forwards change their statistics, and *constants*, with 12 masks and a
+table of 4 MB that nothing changes. Stock broadcasts all buffers in each forward, and so does this
+package. *off* has none to send. With ``--base`` an earlier revision takes part (see revision.py).
+All are timed in turns, in the same processes.
+
+Two ranks over gloo: on this ``host``, where ours share memory; on two hosts (namespaces.py) with a
+``line`` of ``--rate`` bit/s; or with a relay in user space between the hosts that hands each packet
+on after ``--delay`` milliseconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import fcntl
 import heapq
 import json
 import os
 import select
+import socket
 import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +36,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-sys.path.append(str(Path(__file__).parents[1]))  # unless tritonddp is installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this tree, whatever is installed
 
 import machine
-from namespaces import network
+import revision
+from namespaces import INTERFACE, network
 
 from tritonddp import DistributedDataParallel
 from tritonddp.cli.kernel_timing.paired import Ratio, Spread, paired_ratio
 
 DEVICE = "delayed0"
 PORT = 29517
-STEPS = 25  # of a round
-LIMIT = 300.0  # seconds, of the ranks
+SECONDS = 0.3  # of a round, about
+LIMIT = 600.0  # seconds, of the ranks
 _CLONE_NEWNET, _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x40000000, 0x400454CA, 0x1, 0x1000
 
 
@@ -85,92 +91,181 @@ def relay(ends: Sequence[int], seconds: float, until: float) -> None:
             os.write(other, packet)
 
 
-class Training:
-    """Steps of a wrapped net with BatchNorm."""
+def batch_norm() -> nn.Module:
+    return nn.Sequential(
+        *(layer for _ in range(10) for layer in (nn.Linear(96, 96), nn.BatchNorm1d(96), nn.ReLU()))
+    )
 
-    def __init__(self, wrap: Any, **options: Any) -> None:
+
+class Constants(nn.Module):
+    """Masks and a table that no forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(96, 96) for _ in range(12))
+        for number in range(12):
+            self.register_buffer(f"mask{number}", torch.rand(64, 96) > 0.1)
+        self.register_buffer("table", torch.randn(1 << 20))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x).relu() * getattr(self, f"mask{number}")
+        return x + self.table[:96]
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {"batch norm": batch_norm, "constants": Constants}
+
+
+class Training:
+    """Steps of a wrapped net."""
+
+    def __init__(self, net: Callable[[], nn.Module], wrap: Any, **options: Any) -> None:
         torch.manual_seed(0)
-        layers = [
-            layer for _ in range(10) for layer in (nn.Linear(96, 96), nn.BatchNorm1d(96), nn.ReLU())
-        ]
-        self.model = wrap(nn.Sequential(*layers), **options)
+        self.model = wrap(net(), **options)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.inputs = torch.randn(64, 96)
 
-    def seconds(self, steps: int = STEPS) -> float:
+    def seconds(self, steps: int) -> float:
+        """Of a step: the median of this rank's."""
         dist.barrier()
-        begin = time.perf_counter()
+        found = []
         for _ in range(steps):
+            begin = time.perf_counter()
             self.model(self.inputs).square().mean().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-        return (time.perf_counter() - begin) / steps
+            found.append(time.perf_counter() - begin)
+        return sorted(found)[steps // 2]
 
 
-def rank_main(rank: int, rounds: int, out: Path) -> None:
+def rank_main(rank: int, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"tcp://{address(0)}:{PORT}", rank=rank, world_size=2
+        "gloo", init_method=f"tcp://{options.address}:{options.port}", rank=rank, world_size=2
     )
     stock = nn.parallel.DistributedDataParallel
-    ways = {
-        "stock": Training(stock, forward_sync_buffers=True),
-        "ours": Training(DistributedDataParallel),
-        "stock, off": Training(stock, forward_sync_buffers=False),
-        "ours, off": Training(DistributedDataParallel, buffer_sync="off"),
-    }
+    wrappers: dict[str, Any] = {"stock": stock, "ours": DistributedDataParallel}
+    result: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        if options.base:
+            base = revision.load(revision.resolve(options.base), Path(folder))
+            wrappers["base"] = base.DistributedDataParallel
+        for name, net in NETS.items():
+            ways = {way: Training(net, wrap) for way, wrap in wrappers.items()}
+            ways |= {
+                f"{way}, off": Training(net, wrap, forward_sync_buffers=False)
+                for way, wrap in wrappers.items()
+                if way != "base"
+            }
+            result[name] = measure(ways, options.rounds)
+    if rank == 0:
+        options.out.write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(ways: dict[str, Training], rounds: int) -> dict[str, Any]:
+    """Time them in turns: seconds of a step, and ratios with their uncertainty."""
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for each in ways.values():
-        each.seconds()  # the buckets are made anew, and what changes is learnt
+    steps = torch.zeros(1)
+    for each in ways.values():  # buckets are made anew, ranks connect; the base learns
+        each.seconds(40)
+        steps += max(5, SECONDS / each.seconds(11)) / len(ways)
+    dist.all_reduce(steps)
     for number in range(rounds):
         order = list(ways) if number % 2 else list(reversed(ways))
         for name in order:
-            times[name].append(ways[name].seconds())
-    if rank == 0:
-        ours = paired_ratio(times["ours"], times["stock"])
-        without = paired_ratio(times["ours, off"], times["stock, off"])
-        result = {"seconds": times, "ours / stock": vars(ours), "off": vars(without)}
-        out.write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+            times[name].append(ways[name].seconds(int(steps) // 2))
+    ratios = {"ours / stock": ("ours", "stock"), "off": ("ours, off", "stock, off")}
+    if "base" in ways:
+        ratios |= {"base / stock": ("base", "stock"), "ours / base": ("ours", "base")}
+    found = {name: vars(paired_ratio(times[a], times[b])) for name, (a, b) in ratios.items()}
+    return {"seconds": times, "ratios": found}
+
+
+Ranks = list[subprocess.Popen[bytes]]
+
+
+@contextlib.contextmanager
+def ranks_of(options: argparse.Namespace, out: Path) -> Iterator[tuple[Ranks, list[int]]]:
+    """Start both ranks; also the ends of the line that is to be delayed, if one is."""
+    command = [sys.executable, __file__, "--rounds", str(options.rounds), "--out", str(out)]
+    command += ["--base", options.base] if options.base else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if options.over == "host":
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command += ["--address", "127.0.0.1", "--port", str(port)]
+        ranks = [
+            subprocess.Popen([*command, "--rank", str(rank)], env=environment) for rank in range(2)
+        ]
+        try:
+            yield ranks, []
+        finally:
+            for each in ranks:
+                each.kill()
+                each.wait()
+        return
+    is_delayed = options.over == "delay"
+    with network(2, rate=None if is_delayed else options.rate) as hosts:
+        ends = [tunnel(host.namespace, rank) for rank, host in enumerate(hosts) if is_delayed]
+        command += ["--address", address(0) if is_delayed else hosts[0].address]
+        environment["GLOO_SOCKET_IFNAME"] = DEVICE if is_delayed else INTERFACE
+        yield (
+            [
+                host.start([*command, "--rank", str(rank)], env=environment)
+                for rank, host in enumerate(hosts)
+            ],
+            ends,
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--over", choices=["host", "line", "delay"], default="host")
+    parser.add_argument("--rate", type=float, default=1e9, help="of the line, bit/s (default 1e9)")
     parser.add_argument("--delay", type=float, default=1.0, help="of a packet, ms (default 1)")
+    parser.add_argument("--base", help="an earlier revision that takes part, HEAD~1 for example")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", type=Path, help="write JSON here")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.rank is not None:
-        rank_main(arguments.rank, arguments.rounds, arguments.out)
+    for name, kind in (("--rank", int), ("--address", str)):
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=PORT, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        rank_main(options.rank, options)
         return
     facts = machine.describe()
     print(machine.summary(facts))
-    with tempfile.TemporaryDirectory() as folder, network(2, rate=None) as hosts:
+    with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "result.json"
-        ends = [tunnel(host.namespace, rank) for rank, host in enumerate(hosts)]
-        command = [sys.executable, __file__, "--rounds", str(arguments.rounds), "--out", str(found)]
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": "1"}
-        ranks = [
-            host.start([*command, "--rank", str(rank)], env=environment)
-            for rank, host in enumerate(hosts)
-        ]
-        end = time.monotonic() + LIMIT
-        while any(rank.poll() is None for rank in ranks) and time.monotonic() < end:
-            relay(ends, arguments.delay / 1e3, min(end, time.monotonic() + 0.5))
-        if any(rank.poll() for rank in ranks):
-            sys.exit(f"the ranks ended with {[rank.poll() for rank in ranks]}")
+        with ranks_of(options, found) as (ranks, ends):
+            end = time.monotonic() + LIMIT
+            while any(rank.poll() is None for rank in ranks) and time.monotonic() < end:
+                if ends:
+                    relay(ends, options.delay / 1e3, min(end, time.monotonic() + 0.5))
+                else:
+                    time.sleep(0.2)
+            if any(rank.poll() for rank in ranks):
+                sys.exit(f"the ranks ended with {[rank.poll() for rank in ranks]}")
         result = json.loads(found.read_text())
-    print(f"\n2 hosts, {arguments.delay:g} ms for each packet; step, ms (quartiles)")
-    for name, seconds in result["seconds"].items():
-        spread = Spread.of([each * 1e3 for each in seconds])
-        print(f"  {name:12} {spread.median:7.2f} ({spread.q1:.2f} to {spread.q3:.2f})")
-    print(f"  ours / stock: {Ratio(**result['ours / stock'])}; off: {Ratio(**result['off'])}")
-    if arguments.out:
-        machine.write_json(arguments.out, {"machine": facts, "delay_ms": arguments.delay, **result})
+    told = {
+        "host": "one host",
+        "line": f"2 hosts, {options.rate:g} bit/s",
+        "delay": f"2 hosts, {options.delay:g} ms for each packet",
+    }[options.over]
+    for net, each in result.items():
+        print(f"\n{net}, 2 ranks, {told}; step, ms (quartiles)")
+        for name, seconds in each["seconds"].items():
+            spread = Spread.of([one * 1e3 for one in seconds])
+            print(f"  {name:12} {spread.median:7.3f} ({spread.q1:.3f} to {spread.q3:.3f})")
+        print("  " + "; ".join(f"{name}: {Ratio(**one)}" for name, one in each["ratios"].items()))
+    if options.out:
+        content = {"machine": facts, "over": told, "base": options.base, "nets": result}
+        machine.write_json(options.out, content)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ PACKAGE, BASE = "tritonddp", "tritonddp_base"
 # name. `import tritonddp.x` alone binds it in a way that cannot be renamed: it is refused below.
 _FROM = re.compile(rf"^([ \t]*from[ \t]+){PACKAGE}(?=[ \t.])", re.MULTILINE)
 _AS = re.compile(rf"^([ \t]*import[ \t]+){PACKAGE}(?=[\w.]*[ \t]+as[ \t])", re.MULTILINE)
+_LIBRARY = re.compile(rf"(torch\.library\.Library\(\"|torch\.ops\.){PACKAGE}(?=[\".])")
 _PLAIN = re.compile(rf"^([ \t]*import[ \t]+){PACKAGE}(?=[ \t]*(?:#.*)?$)", re.MULTILINE)
 
 
@@ -80,6 +81,7 @@ def renamed(source: str, where: str) -> str:
     """
     source = _FROM.sub(rf"\1{BASE}", source)
     source = _AS.sub(rf"\1{BASE}", source)
+    source = _LIBRARY.sub(rf"\1{BASE}", source)  # a process registers its operators once
     source = _PLAIN.sub(rf"\1{BASE} as {PACKAGE}", source)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

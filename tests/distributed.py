@@ -504,8 +504,8 @@ class Calls(list[tuple[str, torch.Tensor]]):
         return sequence_number() - self.started
 
 
-def sequence_number() -> int:
-    group: Any = dist.group.WORLD
+def sequence_number(group: Any = None) -> int:
+    group = group or dist.group.WORLD
     return group._get_sequence_number_for_group()
 
 

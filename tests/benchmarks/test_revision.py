@@ -27,6 +27,8 @@ needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
         ("import tritonddp.bucket as b", "import tritonddp_base.bucket as b"),
         ("from tritonddp_other import x", "from tritonddp_other import x"),
         ("import tritonddp_other", "import tritonddp_other"),
+        ('torch.library.Library("tritonddp", "D")', 'torch.library.Library("tritonddp_base", "D")'),
+        ("torch.ops.tritonddp.f(x)", "torch.ops.tritonddp_base.f(x)"),
         ('"""tritonddp."""  # from tritonddp', '"""tritonddp."""  # from tritonddp'),
     ],
 )

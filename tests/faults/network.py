@@ -20,7 +20,7 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(width, width, dtype=kind) for _ in range(_LAYERS))
         if loop == "sparse":
             self.rows = nn.Embedding(9, width, sparse=True, dtype=kind)
-        if loop in ("ahead", "buffers", "check"):
+        if loop in ("buffers", "check"):
             self.register_buffer("seen", torch.zeros(3, dtype=kind))
         self.first = 0  # layers before it are left out
         self.within: Callable[[], None] = lambda: None

@@ -37,6 +37,7 @@ RUN = "tritonddp.comm.run:ReductionRun"
 TRANSPORT = "tritonddp.comm.all_reduce:AllReduce|tritonddp.comm.peer_memory:PeerMemory"
 MEMORY = "tritonddp.comm.peer_memory"
 PEERS = "tritonddp.coordination.peers"
+SHARED = "tritonddp.comm.broadcast:SharedBroadcast"
 CROSS_HOST = "tritonddp.comm.cross_host:CrossHost"
 
 POINTS = {
@@ -47,8 +48,9 @@ POINTS = {
     "before the forward": Point("plain", "forward"),
     "inside the forward": Point("plain", "module forward"),
     "buffer broadcast": Point("buffers", "tritonddp.ddp:DistributedDataParallel._sync_buffers"),
-    "broadcast ahead": Point("ahead", "tritonddp.features.buffer_sync:BufferSync.on_all_ended"),
-    "wait for buffers": Point("ahead", "tritonddp.comm.broadcast:Transfer.wait"),
+    "buffers in memory": Point("buffers", f"{SHARED}._show", step=3),
+    "loan of memory": Point("buffers", f"{SHARED}._lend", step=1),
+    "wait for buffers": Point("buffers", f"{SHARED}._take", step=3),
     "loss": Point("plain", "loss"),
     "first gradient": Point("plain", "gradient of the last layer"),
     "between buckets": Point("plain", "gradient of a layer in the middle"),

@@ -24,7 +24,6 @@ from faults.table import Fault
 from tritonddp import DistributedDataParallel
 from tritonddp.comm import peer_memory
 from tritonddp.coordination import peers
-from tritonddp.features import buffer_sync
 
 STEPS = 5
 
@@ -143,8 +142,6 @@ class Program:
 
     def wrap(self) -> DistributedDataParallel:
         options = {"bucket_cap_mb": 3e-4, **dict(self.fault.options)}
-        if self.point.loop == "ahead":
-            buffer_sync.STEPS = 1
         make = self.make
         if self.differs:
             self._struck()

@@ -1,12 +1,12 @@
-"""Buffers travel when they change, and are at every forward what stock DDP makes of them."""
+"""At every forward buffers are what stock DDP makes of them, however and whenever they change."""
 
 from __future__ import annotations
 
 import copy
+import errno
 import gc
-import logging
 import pickle
-import re
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,16 +16,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_on_all_ranks, gather, ranks, sequence_number
-from logged import logged
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
 
 from tritonddp import DistributedDataParallel
-from tritonddp.features import buffer_sync
-from tritonddp.features.buffer_sync import STEPS
+from tritonddp.comm.peer_memory import Place
+from tritonddp.coordination.peers import SEEN, SHOWN, Memory, Peer
 
-AHEAD = STEPS + 2  # steps after which nothing travels by a forward
+STEPS = 12
 
 
 def batch_norms() -> nn.Module:
@@ -64,7 +63,6 @@ class Odd(nn.Module):
         self.register_buffer("on_rank_0", torch.tensor(0))
         self.register_buffer("on_last", torch.zeros(2, dtype=torch.float64))
         self.register_buffer("late", torch.zeros(5, dtype=torch.bfloat16))
-        self.register_buffer("later", torch.zeros(5))
         self.register_buffer("by_data", torch.zeros(3))
         self.register_buffer("assigned", torch.zeros(2))
         self.register_buffer("seldom", torch.zeros(2))
@@ -81,13 +79,11 @@ class Odd(nn.Module):
                 self.on_rank_0 += 1
             if rank == last:
                 self.on_last += 1
-            if self.forwards > STEPS + 10:
+            if self.forwards > 8:
                 self.late += 1 + rank
-            if self.forwards > 2 * STEPS + 12:  # known to be constant where forwards come in pairs
-                self.later += 1 + rank
             self.by_data.data.add_(rank + 1)
             self.assigned = self.assigned + rank + 1
-            if self.forwards % 11 == rank:
+            if self.forwards % 5 == rank:
                 self.seldom.fill_(self.forwards + rank)
         return self.layer(x) * self.constant[:4]
 
@@ -111,7 +107,7 @@ class InBackward(nn.Module):
     def note(self, grad: Tensor) -> None:
         self.backwards += 1
         self.seen += grad.sum(0)
-        if self.backwards % 11 == dist.get_rank():
+        if self.backwards % 5 == dist.get_rank():
             self.seldom += grad.sum(0)
 
 
@@ -122,15 +118,19 @@ def step(ddp: Any, x: Tensor, number: int) -> None:
     ddp(x).square().mean().backward()
 
 
+def evaluated(ddp: Any, x: Tensor) -> None:
+    ddp.eval()
+    with torch.no_grad():
+        for _ in range(2):
+            ddp(x)
+    ddp.train()
+
+
 def with_evaluation(ddp: Any, x: Tensor, number: int) -> None:
     step(ddp, x, number)
-    if number % 5 == 0:
-        ddp.eval()
-        with torch.no_grad():
-            for _ in range(3):
-                ddp(x)
-        ddp.train()
-    if number % 7 == 0:
+    if number % 3 == 0:
+        evaluated(ddp, x)
+    if number % 4 == 0:
         with torch.no_grad():
             ddp(x)
 
@@ -146,18 +146,14 @@ def two_forwards(ddp: Any, x: Tensor, number: int) -> None:
     (ddp(x).square().mean() + ddp(x + 1).mean()).backward()
 
 
-def two_at_times(ddp: Any, x: Tensor, number: int) -> None:
-    (two_forwards if number % 15 > 12 else step)(ddp, x, number)
-
-
 def without_backward(ddp: Any, x: Tensor, number: int) -> None:
-    if number % 13 == 12:
+    for _ in range(number % 3):
         ddp(x)
     step(ddp, x, number)
 
 
 def frozen_at_first(ddp: Any, x: Tensor, number: int) -> None:
-    ddp.train(number > STEPS + 6)
+    ddp.train(number > STEPS // 2)
     step(ddp, x, number)
 
 
@@ -168,59 +164,95 @@ def evaluated_before_backward(ddp: Any, x: Tensor, number: int) -> None:
     output.square().mean().backward()
 
 
-def twice(ddp: Any, x: Tensor, number: int) -> None:
-    """Two reduced backwards, of which stock reduces the first: here both are."""
-    output = ddp(x).square().mean()
-    output.backward(retain_graph=True)
-    ddp.require_backward_grad_sync = False
-    output.backward()
-    ddp.require_backward_grad_sync = True
-
-
-def loads_early(ddp: Any, x: Tensor, number: int) -> None:
-    """On all ranks, each its own, while all buffers travel by each forward."""
-    if number in (1, 4):
+def loads(ddp: Any, x: Tensor, number: int) -> None:
+    """On each rank its own state."""
+    if number in (1, 7):
         state = {name: each + dist.get_rank() for name, each in ddp.module.state_dict().items()}
         ddp.module.load_state_dict(state)
     step(ddp, x, number)
 
 
-def loads_the_same(ddp: Any, x: Tensor, number: int) -> None:
-    """All ranks load what rank 0 had."""
-    if number in (STEPS + 4, STEPS + 12):
-        ddp.module.load_state_dict(gather(copy.deepcopy(ddp.module.state_dict()))[0])
+def floats(ddp: Any) -> list[Tensor]:
+    return [each for each in ddp.module.buffers() if each.is_floating_point()]
+
+
+def written_by_data(ddp: Any, x: Tensor, number: int) -> None:
+    """From the 6th step on, on rank 0 alone, after each forward: a codebook (p12)."""
+    step(ddp, x, number)
+    if number > 5 and dist.get_rank() == 0:
+        for each in floats(ddp):
+            each.data.mul_(1.5)
+
+
+def swapped_for_an_evaluation(ddp: Any, x: Tensor, number: int) -> None:
+    """Averages of each rank, and back (p13)."""
+    step(ddp, x, number)
+    if number % 4 == 3:
+        kept = [each.clone() for each in floats(ddp)]
+        with torch.no_grad():
+            for each in floats(ddp):
+                each.lerp_(torch.ones_like(each), 0.5)
+        evaluated(ddp, x)
+        for each, value in zip(floats(ddp), kept, strict=True):
+            each.data = value
+
+
+def changed_by_rank_0_before_an_evaluation(ddp: Any, x: Tensor, number: int) -> None:
+    """Statistics computed anew, with the module (p14)."""
+    step(ddp, x, number)
+    if number % 4 == 3:
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                ddp.module(3 * x)
+        evaluated(ddp, x)
+
+
+def written_between_forwards(ddp: Any, x: Tensor, number: int) -> None:
+    """Statistics of observations (p15)."""
+    step(ddp, x, number)
+    for each in floats(ddp)[:1]:
+        each.add_(dist.get_rank() + x.mean())
+
+
+def drawn_by_each_rank(ddp: Any, x: Tensor, number: int) -> None:
+    """Masks for pruning (p16)."""
+    if number % 5 == 2:
+        for each in ddp.module.buffers():
+            each.copy_(torch.rand(each.shape) > 0.5)
     step(ddp, x, number)
 
 
 PROGRAMS: list[Callable[[Any, Tensor, int], None]] = [
-    *(step, with_evaluation, accumulated, two_forwards, two_at_times, without_backward),
-    *(frozen_at_first, evaluated_before_backward, twice, loads_early, loads_the_same),
+    *(step, with_evaluation, accumulated, two_forwards, without_backward, frozen_at_first),
+    *(evaluated_before_backward, loads, written_by_data, swapped_for_an_evaluation),
+    *(changed_by_rank_0_before_an_evaluation, written_between_forwards, drawn_by_each_rank),
 ]
-
-
-def two_forwards_in_turn(ddp: Any, x: Tensor, number: int) -> None:
-    for _ in range(2):
-        step(ddp, x, number)
-
-
-def trajectory(cls: Any, module: nn.Module, shape: Any, program: Any, steps: int) -> list[Any]:
-    """The buffers at the beginning of each forward of the module."""
-    ddp = cls(copy.deepcopy(module))
-    seen: list[Any] = []
-
-    def note(module: nn.Module, _: Any) -> None:
-        seen.append({name: each.detach().clone() for name, each in module.named_buffers()})
-
-    ddp.module.register_forward_pre_hook(note)
-    torch.manual_seed(dist.get_rank())
-    for number in range(steps):
-        program(ddp, batch(shape), number)
-        ddp.zero_grad()
-    return seen
 
 
 def batch(shape: Any = (5, 3)) -> Tensor:
     return torch.randn(*shape) * (1 + dist.get_rank()) + dist.get_rank()
+
+
+def trajectory(
+    cls: Any, module: nn.Module, shape: Any, program: Any, **options: Any
+) -> list[dict[str, Tensor]]:
+    """The buffers at the beginning of each forward of the wrapper."""
+    ddp = cls(copy.deepcopy(module), **options)
+    seen: list[Any] = []
+    run = ddp._run_ddp_forward
+
+    def noting(*inputs: Any) -> Any:
+        seen.append({name: each.detach().clone() for name, each in ddp.module.named_buffers()})
+        return run(*inputs)
+
+    ddp._run_ddp_forward = noting
+    torch.manual_seed(dist.get_rank())
+    for number in range(STEPS):
+        program(ddp, batch(shape), number)
+        ddp.zero_grad()
+    if cls is not Stock:
+        assert (ddp.buffer_sync._shared is not None) is (not options)
+    return seen
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -230,30 +262,36 @@ def same(one: Tensor, other: Tensor) -> bool:
     return len(kinds) == 1 and torch.equal(*bits)
 
 
-def assert_as_stock(net: Any, program: Any, steps: int = STEPS + 24) -> None:
+def assert_as_stock(program: Any, net: Any, **options: Any) -> None:
     torch.manual_seed(5)
     module, shape = net(), INPUTS[net]
-    ours = trajectory(DistributedDataParallel, module, shape, program, steps)
-    stock = trajectory(Stock, module, shape, program, steps)
-    assert len(ours) == len(stock) >= steps
+    ours = trajectory(DistributedDataParallel, module, shape, program, **options)
+    stock = trajectory(Stock, module, shape, program)
+    assert len(ours) == len(stock) >= STEPS
     for number, (mine, theirs) in enumerate(zip(ours, stock, strict=True)):
         for name, buffer in mine.items():
-            assert same(buffer, theirs[name]), f"{name} at forward {number}"
+            assert same(buffer, theirs[name]), f"{name} of {net.__name__} at forward {number}"
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda each: each.__name__)
-@pytest.mark.parametrize("net", INPUTS, ids=lambda each: each.__name__)
 @ranks(2)
-def test_at_every_forward_buffers_are_those_of_stock(net: Any, program: Any) -> None:
-    assert_as_stock(net, program)
+def test_at_every_forward_buffers_are_those_of_stock(program: Any) -> None:
+    for net in INPUTS:
+        assert_as_stock(program, net)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda each: each.__name__)
-@pytest.mark.parametrize("net", INPUTS, ids=lambda each: each.__name__)
-@ranks(3)
-def test_and_of_three_ranks(net: Any, program: Any) -> None:
-    assert_as_stock(net, program)
+@ranks(3, 4)
+def test_and_of_more_ranks(program: Any) -> None:
+    for net in INPUTS:
+        assert_as_stock(program, net)
+
+
+@ranks(2)
+def test_and_through_the_process_group() -> None:
+    for program, net in ((with_evaluation, Odd), (written_by_data, batch_norms)):
+        assert_as_stock(program, net, transport="process_group")
 
 
 def wrapped(net: Any = batch_norms, **options: Any) -> DistributedDataParallel:
@@ -261,199 +299,108 @@ def wrapped(net: Any = batch_norms, **options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(net(), **options)
 
 
-def trained(net: Any = batch_norms, steps: int = AHEAD, **options: Any) -> DistributedDataParallel:
-    """A wrapper after some steps."""
+def trained(net: Any = batch_norms, steps: int = 4, **options: Any) -> DistributedDataParallel:
+    """A wrapper whose buffers go through memory."""
     ddp = wrapped(net, **options)
     for number in range(steps):
-        step(ddp, batch(INPUTS[net]), number)
+        step(ddp, batch(INPUTS.get(net, (5, 3))), number)
     return ddp
 
 
-def counts(ddp: DistributedDataParallel, shape: Any) -> tuple[int, int]:
-    """Collectives of a step: by its forward, and by its backward beside the gradients."""
-    before = sequence_number()
-    loss = ddp(batch(shape)).square().mean()
-    by_forward = sequence_number() - before
-    before, reduced = sequence_number(), ddp.reducer.counters.collectives
-    loss.backward()
-    reduced = ddp.reducer.counters.collectives - reduced
-    return by_forward, sequence_number() - before - reduced
+def first_of(ddp: Any) -> Callable[[], dict[str, Tensor]]:
+    """The buffers at the beginning of the last forward."""
+    seen: dict[str, Tensor] = {}
+
+    def note(module: nn.Module, _: Any) -> None:
+        seen.clear()
+        seen.update((name, each.clone()) for name, each in module.named_buffers())
+
+    ddp.module.register_forward_pre_hook(note)
+    return lambda: seen
 
 
-# Of a step: by the forward, and at the end of its backward.
-@pytest.mark.parametrize(
-    ("net", "first", "later"), [(batch_norms, (1, 0), (0, 1)), (Rotary, (1, 0), (0, 0))]
-)
-@ranks(2)
-def test_what_is_sent_in_a_step(net: Any, first: Any, later: Any) -> None:
-    ddp = trained(net, 2, transport="process_group")
-    assert counts(ddp, INPUTS[net]) == first
-    ddp = trained(net, transport="process_group")
-    for _ in range(3):
-        assert counts(ddp, INPUTS[net]) == later
-
-
-@ranks(2)
-def test_bytes_of_what_is_sent_ahead() -> None:
-    """Nothing of what is constant."""
-    module = batch_norms()
-    module.register_buffer("table", torch.zeros(1000))
-    ddp = DistributedDataParallel(module)
-    for number in range(AHEAD):
-        step(ddp, batch(), number)
-    with mock.patch.object(buffer_sync, "Transfer", side_effect=buffer_sync.Transfer) as transfer:
-        step(ddp, batch(), 0)
-    (_, _, contents, _), _ = transfer.call_args
-    assert [each.nbytes for each in contents] == [2 * (4 + 4) * 4 + 2 * 8]
-
-
-@ranks(2)
-def test_nothing_travels_while_nothing_changes() -> None:
-    ddp = trained()
-    ddp.eval()
-    assert counts(ddp, (5, 3))[0] == 0
-    for _ in range(3):
-        assert counts(ddp, (5, 3))[0] == 0
-        assert not ddp.buffer_sync._pending or not ddp.buffer_sync._pending.transfer._works
-    ddp.train()
+def assert_forwards_have_those_of_rank_0(ddp: Any, what: str = "", shape: Any = (5, 3)) -> None:
+    """In some steps."""
     seen = first_of(ddp)
     for number in range(3):
-        step(ddp, batch(), number)
-        assert ddp.buffer_sync._pending.transfer._works
-        if number:
-            assert_same_on_all_ranks(list(seen().values()))
+        expected = gather(dict(copy.deepcopy(ddp.module).named_buffers()))[0]
+        step(ddp, batch(shape), number)
+        found = seen()
+        assert found.keys() == expected.keys()
+        for name, each in found.items():
+            assert same(each, expected[name]), f"{name} {what}"
+
+
+# What travels, and how
+
+
+def goes_through_memory(ddp: Any, shape: Any = (5, 3)) -> bool:
+    """Whether a forward makes no collective."""
+    before = sequence_number(ddp.process_group)
+    ddp(batch(shape))
+    return sequence_number(ddp.process_group) == before
 
 
 @ranks(2)
-def test_without_buffers_nothing_is_reported_and_nothing_called() -> None:
-    ddp = DistributedDataParallel(nn.Linear(3, 4))
-    assert ddp.core.events.reporters == ()
-    assert not wrapped(forward_sync_buffers=False).core.events.reporters
-    with mock.patch.object(type(ddp.buffer_sync), "pass_by") as pass_by:
-        for number in range(3):
-            step(ddp, batch(), number)
-    assert not pass_by.called
-
-
-# What changes buffers beside forwards
-
-
-@ranks(2)
-def test_buffers_loaded_alike_stay_and_each_forward_broadcasts_from_then_on() -> None:
-    ddp = trained()
-    loaded = {name: each + 1 for name, each in gather(ddp.module.state_dict())[0].items()}
-    ddp.module.load_state_dict(loaded)
-    seen = first_of(ddp)
-    with logged(logging.WARNING, "tritonddp.buffers") as said:
-        step(ddp, batch(), 0)
-        for name, buffer in seen().items():
-            assert same(buffer, loaded[name]), name
-        for _ in range(2):
-            assert counts(ddp, (5, 3))[0] == 1
-        for number in range(AHEAD):
-            step(ddp, batch(), number)
-        assert counts(ddp, (5, 3))[0] == 1
-    (message,) = said.lines()
-    assert re.search(
-        r"rank \d: buffers have changed between .*, on rank 0 and 1 \(.*'1.run", message
-    )
-
-
-@ranks(2)
-def test_buffers_that_only_rank_0_changes_are_one_forward_late() -> None:
-    """Where stock is not."""
-    ddp = trained()
-    if dist.get_rank() == 0:
-        ddp.module[1].reset_running_stats()
-    former = ddp.module[1].running_mean.clone()
-    seen = first_of(ddp)
-    with logged(logging.WARNING, "tritonddp.buffers") as said:
-        step(ddp, batch(), 0)
-        was = gather(seen()["1.running_mean"])
-        assert was[0].tolist() == [0.0] * 4
-        assert was[1].tolist() != [0.0] * 4
-        if dist.get_rank() == 1:
-            assert was[1].tolist() != former.tolist()
-        step(ddp, batch(), 0)
-    assert_same_on_all_ranks(list(seen().values()))
-    (message,) = said.lines()
-    assert "on rank 0" in message
-    assert ("1.running_mean" in message) is (dist.get_rank() == 0)
-
-
-class LaterInBackward(InBackward):
-    """Changes a buffer in its first forwards, and from some step on in backwards."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.add_(dist.get_rank() if self.backwards < 3 else 0)
-        return super().forward(x)
-
-    def note(self, grad: Tensor) -> None:
-        self.backwards += 1
-        if self.backwards > AHEAD + 4:
-            self.seen.data += grad.sum(0)
-
-
-@ranks(2)
-def test_what_backwards_begin_to_change_is_one_forward_late() -> None:
-    torch.manual_seed(5)
-    module = LaterInBackward()
-    ours, stock = (
-        trajectory(cls, module, (5, 3), step, AHEAD + 20)
-        for cls in (DistributedDataParallel, Stock)
-    )
-    pairs = enumerate(zip(ours, stock, strict=True))
-    others = [number for number, (one, other) in pairs if not same(one["seen"], other["seen"])]
-    assert others == ([AHEAD + 5] if dist.get_rank() else [])
-
-
-@ranks(2)
-def test_constants_that_are_loaded_with_other_values_are_warned_of() -> None:
-    ddp = trained(Rotary)
-    ddp.module.cos.fill_(0.5)
-    with logged(logging.WARNING, "tritonddp.buffers") as said:
-        step(ddp, batch((2, 6, 8)), 0)
-        assert counts(ddp, (2, 6, 8))[0] == 1
-    (message,) = said.lines()
-    assert "'cos'" in message
-
-
-@ranks(2)
-def test_constants_that_are_loaded_as_they_are_travel_no_more() -> None:
-    ddp = trained(Rotary, transport="process_group")
-    ddp.module.load_state_dict(ddp.module.state_dict())
-    ddp.module.sin = ddp.module.sin.clone()
-    with logged(logging.WARNING, "tritonddp.buffers") as said:
-        for _ in range(3):
-            assert counts(ddp, (2, 6, 8)) == (0, 0)
-    assert not said.lines()
-
-
-@ranks(2)
-def test_a_constant_written_behind_autograds_back_is_found() -> None:
-    """By ``.data``, which has a version of its own: soon, and on the rank that wrote."""
-    ddp = trained(Rotary)
-    if dist.get_rank() == 1:
-        ddp.module.cos.data[3, 2] += 1.0
+def test_one_collective_a_forward_through_the_process_group_and_none_through_memory() -> None:
+    ddp = wrapped(transport="process_group")
     for number in range(4):
+        assert not goes_through_memory(ddp)
+        step(ddp, batch(), number)
+    ddp = wrapped()
+    assert not goes_through_memory(ddp)
+    step(ddp, batch(), 0)
+    assert not goes_through_memory(ddp)  # the ranks are connected, and memory is lent
+    step(ddp, batch(), 1)
+    assert all(goes_through_memory(ddp) for _ in range(3))
+
+
+@ranks(3)
+def test_unchanged_buffers_cost_a_message_of_a_few_bytes() -> None:
+    ddp = trained(Rotary)
+    ddp.module.register_buffer("table", torch.rand(100_000))
+    for number in range(3):
         step(ddp, batch((2, 6, 8)), number)
-    seen = first_of(ddp)
-    step(ddp, batch((2, 6, 8)), 0)
-    assert_same_on_all_ranks(list(seen().values()))
+    sent: list[int] = []
+    send = Peer.send
+
+    def counted(peer: Peer, message: bytes) -> None:
+        sent.append(len(message))
+        send(peer, message)
+
+    with mock.patch.object(Peer, "send", counted), mock.patch("ctypes.memmove") as memmove:
+        for _ in range(5):
+            assert goes_through_memory(ddp, (2, 6, 8))
+    assert not memmove.called
+    assert sum(sent) <= 5 * 2 * 28  # a receiver that waits says so
+
+
+@ranks(3)
+def test_a_receiver_that_has_written_to_its_buffers_gets_them_back() -> None:
+    """Though those of the source are the same as before, and are not written again."""
+    ddp = trained(Rotary)
+    expected = ddp.module.cos.clone()
+    if dist.get_rank() == 2:
+        ddp.module.cos.data[3, 2] += 1.0
+    assert goes_through_memory(ddp, (2, 6, 8))
+    assert same(ddp.module.cos, expected)
 
 
 @ranks(2)
-def test_swapped_elements_of_a_constant_are_no_constant() -> None:
-    tensor = torch.arange(40_000)
-    sums = buffer_sync._sums(tensor)
-    assert len(sums) == 3
-    tensor[[5, 30_000]] = tensor[[30_000, 5]]
-    now = buffer_sync._sums(tensor)
-    assert [one == other for one, other in zip(sums, now, strict=True)] == [False, False, True]
+def test_without_buffers_nothing_is_called() -> None:
+    with mock.patch.object(DistributedDataParallel, "_sync_buffers") as synced:
+        trained(lambda: nn.Linear(3, 4))
+        trained(forward_sync_buffers=False)
+        trained(buffer_sync="off")
+    assert not synced.called
 
 
 def another(ddp: DistributedDataParallel) -> None:
     ddp.module.register_buffer("late", torch.full((3,), float(dist.get_rank())))
+
+
+def larger(ddp: DistributedDataParallel) -> None:
+    ddp.module.register_buffer("late", torch.full((3000,), float(dist.get_rank())))
 
 
 def of_another_dtype(ddp: DistributedDataParallel) -> None:
@@ -462,84 +409,156 @@ def of_another_dtype(ddp: DistributedDataParallel) -> None:
     norm.forward = lambda x: x
 
 
-@pytest.mark.parametrize("change", [another, of_another_dtype])
+def of_another_dtype_and_the_same_bytes(ddp: DistributedDataParallel) -> None:
+    norm = ddp.module[1]
+    norm.num_batches_tracked = norm.num_batches_tracked.view(torch.float64)
+    norm.forward = lambda x: x
+
+
+def fewer(ddp: DistributedDataParallel) -> None:
+    ddp.module[3] = nn.Identity()
+    del ddp.module[1].num_batches_tracked
+    ddp.module[1].num_batches_tracked = None
+
+
+CHANGES = [another, larger, of_another_dtype, of_another_dtype_and_the_same_bytes, fewer]
+
+
+@ranks(3)
+def test_buffers_that_all_ranks_add_replace_or_remove() -> None:
+    for change in CHANGES:
+        ddp = trained()
+        change(ddp)
+        assert_forwards_have_those_of_rank_0(ddp, change.__name__)
+        assert goes_through_memory(ddp)
+
+
+@ranks(3)
+def test_a_rank_with_other_buffers_is_an_error_that_names_them() -> None:
+    ddp = trained()
+    if dist.get_rank() == 1:
+        of_another_dtype_and_the_same_bytes(ddp)
+        with pytest.raises(
+            RuntimeError, match=r"rank 1, step 5, forward, .* 6 buffers \('1\.run.*"
+        ):
+            ddp(batch())
+        norm = ddp.module[1]
+        norm.num_batches_tracked = norm.num_batches_tracked.view(torch.int64)
+    else:
+        ddp(batch())
+    assert_forwards_have_those_of_rank_0(ddp)
+
+
 @ranks(2)
-def test_other_buffers_are_found_at_once(change: Callable[[Any], None]) -> None:
+def test_the_source_runs_ahead_of_a_slow_rank_but_not_without_end() -> None:
     ddp = trained()
     seen = first_of(ddp)
-    change(ddp)
-    for number in range(2):
-        step(ddp, batch(), number)
-        assert_same_on_all_ranks(list(seen().values()))
+    ahead = 0.0
+    for number in range(300):
+        if dist.get_rank() == 0:
+            ddp.module[1].running_mean.fill_(number // 100)
+        elif number % 50 == 0:
+            time.sleep(0.1)
+        begin = time.monotonic()
+        ddp(batch())
+        ahead += time.monotonic() - begin
+        assert seen()["1.running_mean"][0].item() == number // 100 or dist.get_rank() == 0
+        ddp.eval()
+    if dist.get_rank() == 0:
+        assert ahead > 0.3  # it has waited for the other one
 
 
-def first_of(ddp: Any) -> Callable[[], dict[str, Tensor]]:
-    """The buffers at the beginning of the last forward."""
-    seen: dict[str, Tensor] = {}
-
-    def note(module: nn.Module, _: Any) -> None:
-        seen.update((name, each.clone()) for name, each in module.named_buffers())
-
-    ddp.module.register_forward_pre_hook(note)
-    return lambda: seen
+# Where there is no memory
 
 
-# Means
+def refused(*args: Any) -> Memory:
+    raise OSError(errno.ENOMEM, "no memory today")
 
 
-@ranks(2, 3)
-def test_means_of_what_changes_and_nothing_else() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norms = batch_norms()
-            self.register_buffer("table", torch.rand(1000).double())
-            self.register_buffer("phase", torch.rand(3, dtype=torch.complex64))
-            self.register_buffer("wide", torch.rand(3, dtype=torch.float64).t())
-            self.register_buffer("short", torch.rand(3).half())
-
-        def forward(self, x: Tensor) -> Tensor:
-            for each in (self.phase, self.wide, self.short):
-                each.add_(dist.get_rank() + 1)
-            return self.norms(x)
-
-    torch.manual_seed(5)
-    ddp = DistributedDataParallel(Net(), buffer_sync="mean")
-    ddp.module.table[0] = 5e-324  # half of it is none
-    table, ends = ddp.module.table.clone(), []
-    seen = first_of(ddp)
-    for number in range(AHEAD + 4):
-        step(ddp, batch(), number)
-        now = {name: each.clone() for name, each in seen().items()}
-        assert_same_on_all_ranks(list(now.values()))
-        assert same(now["table"], table)
-        if number > 1:
-            for name, buffer in now.items():
-                values = [each[name] for each in ends[-1]]
-                if buffer.is_floating_point() or buffer.is_complex():
-                    torch.testing.assert_close(buffer, torch.stack(values).mean(0))
-                else:
-                    assert same(buffer, values[0])
-        ends.append(gather(dict(ddp.module.named_buffers())))
-    assert ddp.buffer_sync._pending is not None
+@pytest.mark.parametrize(("who", "function"), [(0, "create"), (1, "received"), (2, "received")])
+@ranks(3)
+def test_where_memory_cannot_be_had_all_ranks_take_the_process_group(
+    who: int, function: str
+) -> None:
+    ddp = wrapped()
+    step(ddp, batch(), 0)
+    with mock.patch.object(
+        Memory, function, refused if dist.get_rank() == who else getattr(Memory, function)
+    ):
+        assert_forwards_have_those_of_rank_0(ddp)
+    assert_forwards_have_those_of_rank_0(ddp)
+    assert not goes_through_memory(ddp)
 
 
 @ranks(2)
-def test_means_with_evaluation_and_two_forwards() -> None:
-    ddp = wrapped(buffer_sync="mean")
-    seen = first_of(ddp)
-    for number in range(40):
-        (two_forwards if number % 9 == 8 else with_evaluation)(ddp, batch(), number)
-        step(ddp, batch(), number)  # whose forward may follow one without gradients
-        step(ddp, batch(), number)
-        assert_same_on_all_ranks(list(seen().values()), f"step {number}")
+def test_a_copy_on_one_rank_alone_changes_nothing_for_the_others() -> None:
+    """It has no number before its first reduction."""
+    ddp = trained()
+    if dist.get_rank() == 1:
+        twin = copy.deepcopy(ddp)
+        assert twin.buffer_sync._through_memory() is None
+    assert_forwards_have_those_of_rank_0(ddp)
+    assert_forwards_have_those_of_rank_0(wrapped())
+
+
+# Ctrl-C, and ranks that are gone
+
+
+class Interrupted:
+    """``Place.wait_for``, with Ctrl-C in the first wait for messages of this kind."""
+
+    def __init__(self, kind: int) -> None:
+        self.kind, self.came = kind, False
+        self.function = Place.wait_for
+
+    def of(self, point: Place, kind: int, waits: bool = True, source: Any = None) -> None:
+        if kind == self.kind and waits and not self.came:
+            self.came = True
+            raise KeyboardInterrupt
+        self.function(point, kind, waits, source)
+
+
+@pytest.mark.parametrize(
+    ("kind", "who"), [(SHOWN, [1]), (SHOWN, [0, 1, 2]), (SEEN, [0])], ids=["one", "all", "source"]
+)
+@ranks(3)
+def test_after_ctrl_c_in_a_wait_for_buffers_the_forward_may_be_repeated(
+    kind: int, who: list[int]
+) -> None:
+    ddp = trained()
+    interrupted = Interrupted(kind)
+    is_due = dist.get_rank() in who
+    wait_for = (lambda *args, **options: interrupted.of(*args, **options)) if is_due else None
+    with mock.patch.object(Place, "wait_for", wait_for or Place.wait_for):
+        if dist.get_rank() == 0:
+            time.sleep(0.1)  # so that the others wait
+        for _ in range(2):
+            try:
+                step(ddp, batch(), 0)
+                break
+            except KeyboardInterrupt:
+                pass
+    waits = dist.get_rank() > 0 if kind == SHOWN else True
+    assert interrupted.came is (is_due and waits)
+    assert_forwards_have_those_of_rank_0(ddp)
+    assert goes_through_memory(ddp)
+
+
+@ranks(3)
+def test_a_forward_that_only_one_rank_repeats_costs_one_step() -> None:
+    """After Ctrl-C in its module: the source has one broadcast more, until the next step."""
+    ddp = trained()
+    if dist.get_rank() == 0:
+        ddp(batch())
+    step(ddp, batch(), 0)
+    assert_forwards_have_those_of_rank_0(ddp)
 
 
 # Beside what else there is
 
 
 @ranks(2)
-def test_a_buffer_hook_takes_the_place_of_what_was_sent_ahead() -> None:
+def test_a_buffer_hook_takes_the_place_of_the_broadcast() -> None:
     ddp = trained()
     calls = []
     ddp._register_buffer_comm_hook(
@@ -548,12 +567,11 @@ def test_a_buffer_hook_takes_the_place_of_what_was_sent_ahead() -> None:
     for number in range(3):
         step(ddp, batch(), number)
     assert len(calls) == 3
-    assert ddp.buffer_sync._pending is None
 
 
-@pytest.mark.parametrize(("entered_after", "inputs"), [(3, 3), (AHEAD, 3), (AHEAD, 0)])
+@pytest.mark.parametrize(("before", "inputs"), [(3, 3), (4, 0)])
 @ranks(3)
-def test_inside_join_buffers_come_from_a_rank_with_inputs(entered_after: int, inputs: int) -> None:
+def test_inside_join_buffers_come_from_a_rank_with_inputs(before: int, inputs: int) -> None:
     """(After it, in stock, they still come from the highest rank.)"""
 
     def run(cls: Any) -> list[Any]:
@@ -562,18 +580,15 @@ def test_inside_join_buffers_come_from_a_rank_with_inputs(entered_after: int, in
         seen = first_of(ddp)
         found = []
         torch.manual_seed(dist.get_rank())
-        for number in range(entered_after):
+        for number in range(before):
             step(ddp, batch(), number)
         with ddp.join():
             for number in range(inputs * (1 + dist.get_rank())):
                 step(ddp, batch(), number)
                 found.append(dict(seen()))
         if cls is not Stock:
-            with logged(logging.WARNING, "tritonddp.buffers") as said:
-                for number in range(AHEAD + 2):
-                    step(ddp, batch(), number)
-                    assert_same_on_all_ranks(list(seen().values()))
-            assert not said.lines()
+            assert_forwards_have_those_of_rank_0(ddp)
+            assert goes_through_memory(ddp)
         return found
 
     for number, (mine, theirs) in enumerate(
@@ -588,72 +603,48 @@ def test_inside_join_buffers_come_from_a_rank_with_inputs(entered_after: int, in
 def test_after_a_backward_that_broke_off_buffers_are_those_of_rank_0(late: bool) -> None:
     ddp = wrapped(bucket_cap_mb=1e-5)
     layers = ddp.module
-    fails, breaks = {"now": False}, (AHEAD + 2, 2 * AHEAD + 5)
+    fails = {"now": False}
 
     def fail(grad: Tensor) -> None:
         if fails["now"]:
             raise ValueError("broken")
 
     (layers[0] if late else layers[3]).weight.register_hook(fail)
-    seen = first_of(ddp)
-    for number in range(2 * AHEAD + 10):
-        fails["now"] = number in breaks and dist.get_rank() == number % 2
+    for breaks in (1, 0, 1, 0):
+        fails["now"] = dist.get_rank() == breaks
         if fails["now"]:
             with pytest.raises(ValueError, match="broken"):
-                step(ddp, batch(), number)
-        else:
-            step(ddp, batch(), number)
-        if number not in breaks:  # or one rank owes collectives
-            assert_same_on_all_ranks(list(seen().values()), f"step {number}")
-        ddp.zero_grad()
-    before = gather({name: each.clone() for name, each in ddp.module.named_buffers()})
-    ddp(batch())
-    for name, buffer in seen().items():
-        assert same(buffer, before[0][name]), name
-
-
-@pytest.mark.parametrize("place", ["BufferSync.on_all_ended", "Transfer.wait"])
-@ranks(2)
-def test_after_ctrl_c_ranks_are_in_step(place: str) -> None:
-    """Between a reduction and its broadcast, and in the forward that waits, on one rank."""
-    due = {"now": False}
-    owner, name = place.split(".")
-    function = getattr(getattr(buffer_sync, owner), name)
-
-    def interrupted(self: Any, *args: Any) -> Any:
-        if due.pop("now", False):
-            raise KeyboardInterrupt
-        return function(self, *args)
-
-    with mock.patch.object(getattr(buffer_sync, owner), name, interrupted):
-        ddp = trained()
-        seen = first_of(ddp)
-        due["now"] = dist.get_rank() == 1
-        try:
-            step(ddp, batch(), 0)
-        except KeyboardInterrupt:
-            if name == "wait":
                 step(ddp, batch(), 0)
-        assert not due.get("now")
-        for number in range(AHEAD + 3):
-            step(ddp, batch(), number)
-            assert_same_on_all_ranks(list(seen().values()), f"step {number}")
-    assert ddp.buffer_sync._pending is not None
+        else:
+            step(ddp, batch(), 0)
+        fails["now"] = False
+        step(ddp, batch(), 0)
+        assert_forwards_have_those_of_rank_0(ddp)
+        ddp.zero_grad()
 
 
 @ranks(2)
-def test_two_wrappers_in_turn() -> None:
+def test_two_wrappers_in_turn_and_in_two_groups() -> None:
+    others = dist.new_group([0, 1])
     generator, critic = wrapped(), wrapped()
+    again = DistributedDataParallel(generator.module, process_group=others)
     seen = first_of(generator), first_of(critic)
-    for _ in range(AHEAD + 5):
-        for ddp in (generator, critic):
-            (
-                generator(batch()).sum() + critic(batch()).sum()
-            ).backward() if ddp is critic else step(ddp, batch(), 0)
-    generator(batch())
-    critic(batch())
-    for each in seen:
-        assert_same_on_all_ranks(list(each().values()))
+    for number in range(6):
+        step(generator, batch(), number)
+        (generator(batch()).sum() + critic(batch()).sum()).backward()
+        step(again, batch(), number)
+        for each in seen:
+            assert_same_on_all_ranks(list(each().values()))
+
+
+@pytest.mark.parametrize("options", [{"compression": "int8"}, {"lazy_bucket_allocation": True}])
+@ranks(2)
+def test_wrappers_whose_gradients_do_not_go_through_memory(options: dict[str, Any]) -> None:
+    """Their buffers do, once another wrapper has connected the ranks."""
+    ddp = trained(**options)
+    trained()
+    assert_forwards_have_those_of_rank_0(ddp)
+    assert goes_through_memory(ddp)
 
 
 @ranks(2)
@@ -661,40 +652,38 @@ def test_when_the_caller_says_where_a_backward_ends() -> None:
     ddp = wrapped()
     ddp.require_manual_backward_finalization = True
     seen = first_of(ddp)
-    for number in range(AHEAD + 3):
+    for number in range(5):
         before = gather({name: each.clone() for name, each in ddp.module.named_buffers()})
         step(ddp, batch(), number)
         ddp.finalize_backward()
         for name, buffer in seen().items():
             assert same(buffer, before[0][name]), name
-    assert ddp.buffer_sync._pending is not None
 
 
 @ranks(2)
 def test_copies_and_other_groups_begin_anew() -> None:
     ddp = trained()
     twin = pickle.loads(pickle.dumps(ddp))
-    assert twin.buffer_sync is not ddp.buffer_sync
-    assert twin.buffer_sync._pending is None
+    assert not goes_through_memory(twin)
     for each in (ddp, twin):
-        for number in range(3):
-            step(each, batch(), number)
+        assert_forwards_have_those_of_rank_0(each)
+        assert goes_through_memory(each)
     ddp._update_process_group(dist.new_group([0, 1]))
-    seen = first_of(ddp)
-    for number in range(AHEAD + 2):
-        step(ddp, batch(), number)
-        assert_same_on_all_ranks(list(seen().values()))
+    assert not goes_through_memory(ddp)
+    assert_forwards_have_those_of_rank_0(ddp)
+    assert goes_through_memory(ddp)
 
 
 @ranks(2)
-def test_a_wrapper_is_freed_with_what_was_sent_ahead() -> None:
+def test_a_wrapper_is_freed_and_with_it_the_memory() -> None:
     ddp = trained()
-    assert ddp.buffer_sync._pending is not None
-    reference, state = weakref.ref(ddp), weakref.ref(ddp.buffer_sync)
-    del ddp
+    peers = ddp.buffer_sync._shared._peers
+    lent = [each for peer in peers.others for each in peer.lent.values()]
+    assert len(lent) == dist.get_rank()
+    state = [weakref.ref(each) for each in (ddp, ddp.buffer_sync, ddp.buffer_sync._shared, *lent)]
+    del ddp, lent
     gc.collect()
-    assert reference() is None
-    assert state() is None
+    assert not any(each() for each in state)
 
 
 class Scaled(nn.Module):
@@ -713,17 +702,78 @@ class Scaled(nn.Module):
 
 @ranks(2)
 def test_a_graph_that_saved_the_buffers_stays_intact() -> None:
-    """What was sent ahead is written while the graph of an earlier forward waits."""
-    ddp = wrapped(Scaled)
-    for number in range(AHEAD):
-        step(ddp, batch(), number)
+    """Another forward gets those of rank 0 while it waits for its backward."""
+    ddp = trained(Scaled)
     with ddp.no_sync():
         waits = ddp(batch()).sum()
     step(ddp, batch(), 0)
-    assert ddp.buffer_sync._pending is not None
     ddp(batch())
     with ddp.no_sync():
         waits.backward()
+
+
+# Means
+
+
+@ranks(3)
+def test_means_of_what_changes_and_nothing_else() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = batch_norms()
+            self.register_buffer("table", torch.rand(1000).double())
+            self.register_buffer("phase", torch.rand(3, dtype=torch.complex64))
+            self.register_buffer("wide", torch.rand(3, dtype=torch.float64).t())
+            self.register_buffer("turned", torch.rand(3, 2).t())
+            self.register_buffer("short", torch.rand(3).half())
+
+        def forward(self, x: Tensor) -> Tensor:
+            for each in (self.phase, self.wide, self.turned, self.short):
+                each.data.add_(dist.get_rank() + 1)  # without a new version
+            return self.norms(x)
+
+    torch.manual_seed(5)
+    ddp = DistributedDataParallel(Net(), buffer_sync="mean")
+    ddp.module.table[0] = 5e-324  # half of it is none
+    table, ends = ddp.module.table.clone(), []
+    seen = first_of(ddp)
+    for number in range(6):
+        step(ddp, batch(), number)
+        now = {name: each.clone() for name, each in seen().items()}
+        assert_same_on_all_ranks(list(now.values()))
+        assert same(now["table"], table)
+        if number > 0:
+            for name, buffer in now.items():
+                values = [each[name] for each in ends[-1]]
+                if buffer.is_floating_point() or buffer.is_complex():
+                    torch.testing.assert_close(buffer, torch.stack(values).mean(0))
+                else:
+                    assert same(buffer, values[0])
+        ends.append(gather(dict(ddp.module.named_buffers())))
+
+
+@ranks(2)
+def test_means_with_evaluation_and_two_forwards() -> None:
+    ddp = wrapped(buffer_sync="mean")
+    seen = first_of(ddp)
+    for number in range(12):
+        (two_forwards if number % 4 == 3 else with_evaluation)(ddp, batch(), number)
+        step(ddp, batch(), number)  # whose forward may come after one without gradients
+        step(ddp, batch(), number)
+        assert_same_on_all_ranks(list(seen().values()), f"step {number}")
+
+
+@ranks(3)
+def test_means_of_buffers_that_one_rank_alone_has_changed() -> None:
+    ddp = wrapped(Rotary, buffer_sync="mean")
+    seen = first_of(ddp)
+    step(ddp, batch((2, 6, 8)), 0)
+    cos, sin = ddp.module.cos.clone(), ddp.module.sin.clone()
+    if dist.get_rank() == 2:
+        ddp.module.cos.data += 3.0
+    step(ddp, batch((2, 6, 8)), 1)
+    torch.testing.assert_close(seen()["cos"], cos + 1.0)
+    assert same(seen()["sin"], sin)
 
 
 # Options

@@ -2,8 +2,8 @@
 
 That is rank 0, inside ``join()`` the highest rank that has inputs. Buffers of all dtypes travel in
 one message. On one host, once the ranks are connected, they go through memory that the ranks share
-(:class:`~tritonddp.comm.broadcast.SharedBroadcast`), where unchanged ones cost a comparison. Whether
-a buffer has changed is decided by its bytes alone: versions do not count writes through ``.data``.
+(:class:`~tritonddp.comm.broadcast.SharedBroadcast`), where unchanged ones cost a comparison. Bytes
+alone decide whether a buffer has changed: versions do not count what is written through ``.data``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,11 @@ class BufferSync:
         self._averages = mode == MEAN and core.group.size > 1
         self._uses_memory = uses_memory and all(each.is_cpu for _, each in core.parameters.params)
         self._shared: SharedBroadcast | None = None
-        self._last: tuple[_Named, list[Message], int, int] = [], [], 1, 0
+        # Of the last broadcast: the buffers, their messages, names and kinds; and what follows.
+        self._named: _Named = []
+        self._messages: list[Message] = []
+        self._kinds: list[tuple[str, torch.Size, torch.dtype]] = []
+        self._layout, self._nbytes = 1, 0
         # For the mean: names, and the bytes of the buffers after the last synchronisation.
         self._after: tuple[list[str], list[Tensor]] = [], []
 
@@ -110,15 +114,16 @@ class BufferSync:
 
     def _part(self, named: _Named, buffers: Sequence[Tensor]) -> Part:
         messages = self._broadcast.messages_of(buffers)
-        if self._last[0] is not named or self._last[1] is not messages:
-            kinds = [(name, tuple(each.shape), str(each.dtype)) for name, each in named]
-            digest = hashlib.sha256(repr(kinds).encode()).digest()
-            layout = int.from_bytes(digest[:4], "little") or 1
-            self._last = named, messages, layout, sum(each.nbytes for each in buffers)
-        _, _, layout, nbytes = self._last
+        if self._named is not named or self._messages is not messages:
+            self._named, self._messages = named, messages
+            kinds = [(name, each.shape, each.dtype) for name, each in named]
+            if kinds != self._kinds:
+                digest = hashlib.sha256(repr(kinds).encode()).digest()
+                self._kinds, self._layout = kinds, int.from_bytes(digest[:4], "little") or 1
+                self._nbytes = sum(each.nbytes for each in buffers)
         step = self._core.counters.reductions + 1
         where = f"rank {self._core.group.rank}, step {step}, forward"
-        return Part(messages, layout, nbytes, named, where)
+        return Part(messages, self._layout, self._nbytes, named, where)
 
     # The mean
 
