@@ -36,13 +36,7 @@ from tritonddp.compat.stock_ddp import StockDDPNames, check_hook, warn_of_static
 from tritonddp.compat.stock_reducer import StockReducer
 from tritonddp.compiled.forward import in_one_graph
 from tritonddp.compiled.operators import Traced
-from tritonddp.config import (
-    PROCESS_GROUP,
-    DDPConfig,
-    process_group_of,
-    sendable,
-    warn_of_deprecated,
-)
+from tritonddp.config import DDPConfig, process_group_of, sendable, warn_of_deprecated
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import describe, tell_failure, verify_same
 from tritonddp.diagnostics.check_sync import check_sync
@@ -310,9 +304,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         self.core = self.config.build_reducer(
             parameters, self.group, self.sync, broadcast, self._figures, is_strict
         )
-        uses_memory = self.config.transport != PROCESS_GROUP
-        mode = self.config.buffer_mode
-        self.buffer_sync = BufferSync(self.core, self.state_broadcast, mode, uses_memory)
+        mode, transport = self.config.buffer_mode, self.config.transport
+        self.buffer_sync = BufferSync(self.core, self.state_broadcast, mode, transport)
         self._window: AccumulationWindow | None = None
         self.reducer = StockReducer(self.core)
         on_demand.finalize_manually(self.core, self._require_manual_backward_finalization)

@@ -141,14 +141,20 @@ def test_copies_on_one_rank_only_do_not_disturb_the_others() -> None:
     assert_averages(copy.deepcopy(net), 3)
 
 
+@pytest.mark.parametrize("steps", [0, 1, 3], ids=["no buffers", "process group", "memory"])
 @ranks(2)
-def test_copies_that_ranks_use_in_different_order_are_an_error_on_all() -> None:
-    net = DistributedDataParallel(layers())
+def test_copies_that_ranks_use_in_different_order_are_an_error_on_all(steps: int) -> None:
+    """At the first forward that broadcasts buffers, else in the reduction."""
+    net = DistributedDataParallel(layers(), forward_sync_buffers=steps > 0)
     copies = [copy.deepcopy(net), copy.deepcopy(net)]
-    for each in copies:
-        step(each, 0)
-    with pytest.raises(RuntimeError, match="number 1 in its process group"):
-        step(copies[dist.get_rank()], 1)
+    for number in range(max(1, steps)):
+        for each in copies:
+            step(each, number)
+    said = "number 1 in its process group", "rank 0 reduces gradients already"
+    rank = dist.get_rank()
+    wanted = said[steps == 3] if rank or not steps else "rank 1 failed"
+    with pytest.raises(RuntimeError, match=wanted):
+        step(copies[rank], 9)
 
 
 @ranks(2)

@@ -14,6 +14,7 @@ from functools import cache
 from itertools import accumulate, chain, compress
 from operator import attrgetter
 from time import monotonic, sleep
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from tritonddp.coordination.collectives import all_reduce, broadcast
 from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
-from tritonddp.coordination.peers import LENT, MAPPED, SEEN, SHOWN, Memory
+from tritonddp.coordination.peers import LENT, MAPPED, PACKED, SEEN, SHOWN, Memory, PeerError
 from tritonddp.kernels.flat_buffer import round_up
 
 logger = logging.getLogger("tritonddp.buffers")
@@ -258,6 +259,27 @@ class Part(NamedTuple):
         return f"{len(self.named)} buffers ({names}), {self.nbytes} bytes"
 
 
+class _Point(Place):
+    """Where ranks wait for a broadcast of buffers."""
+
+    def check(self, late: Peer) -> None:
+        """See :meth:`Place.check`."""
+        own = self.module.number
+        for (kind, wrapper), (layout, _) in late.last.items():
+            is_new = late.counts[kind, wrapper] > late.seen[wrapper]
+            if kind == SHOWN and wrapper != own and layout == 0 and is_new:
+                raise PeerError(
+                    f"rank {late.rank} broadcasts the buffers of wrapper number {wrapper} in its "
+                    f"process group, and this rank those of number {own} in its process group: "
+                    "call wrapped modules in the same order on all ranks"
+                )
+        if late.counts[PACKED, 0] > self.peers.launched:
+            raise PeerError(
+                f"rank {late.rank} reduces gradients already and has made no such broadcast: make "
+                "the same forwards of the same wrapped modules on all ranks"
+            )
+
+
 class SharedBroadcast:
     """Broadcasts of the buffers of one wrapper to the other ranks of this host.
 
@@ -282,7 +304,7 @@ class SharedBroadcast:
     def __init__(self, group: Group, peers: Peers, number: int) -> None:
         self.number = number
         self._group, self._peers = group, peers
-        self._point = Place(self, peers)
+        self._point = _Point(SimpleNamespace(number=number), peers)
         self._over = 0  # number of the last broadcast that is over
         # Of the source.
         self._memory: Memory | None = None
@@ -306,8 +328,6 @@ class SharedBroadcast:
         else:
             peer = next(each for each in self._peers.others if each.rank == source)
             self._take(part, number, peer, by_group)
-        if self._peers.sends is not self._peers.direct_sends:
-            self._peers.flush()
 
     def _wait_for(self, kind: int, number: int, part: Part, source: Peer | None = None) -> None:
         self._point.number = number
@@ -315,6 +335,10 @@ class SharedBroadcast:
             self._point.wait_for(kind, source=source)
         except RuntimeError as error:
             raise self._group.explain(part.where, f"broadcast of {part}", error) from error
+
+    def _flush(self) -> None:
+        if self._peers.sends is not self._peers.direct_sends:
+            self._peers.flush()
 
     def _differing(self, part: Part, memory: Tensor) -> list[tuple[int, int, int]]:
         """What differs: addresses in the tensors and in the memory, and number of bytes."""
@@ -344,13 +368,17 @@ class SharedBroadcast:
             self._peers.say(peers, SHOWN, self.number, layout, number, part.nbytes)
             self._shown.append(number)
             self._over, self._layout = number, layout
+        self._flush()
         if memory is None:
             by_group()
 
     def _memory_for(self, part: Part) -> Tensor | None:
         """Memory that all ranks have mapped; ``None`` if there is none, or not yet."""
-        pieces = chain.from_iterable(each.pieces for each in part.messages)
-        if self._is_refused or not all(type(each) is Tensor and each.is_cpu for each in pieces):
+        if self._compared[0] is not part.messages:
+            pieces = chain.from_iterable(each.pieces for each in part.messages)
+            if not all(type(each) is Tensor and each.is_cpu for each in pieces):
+                return None
+        if self._is_refused:
             return None
         if self._memory is None or self._memory.tensor.numel() < part.nbytes:
             self._lend(part)
@@ -405,9 +433,10 @@ class SharedBroadcast:
             self._peers.say([source], SEEN, self.number, 0, number - 1, 0)
             self._wait_for(SHOWN, number, part, source)
         layout, nbytes = source.last[line]
+        is_alike = layout == 0 or (layout, nbytes) == (part.layout, part.nbytes)
         if layout == 0:
             by_group()
-        elif layout == part.layout:
+        elif is_alike:
             memory = source.lent[self.number]
             assert isinstance(memory, Memory)
             if differing := self._differing(part, memory.tensor):
@@ -417,8 +446,9 @@ class SharedBroadcast:
                     message.copy_back()
         with Uninterrupted():
             self._peers.say([source], SEEN, self.number, 0, number, 0)
-            self._over = number
-        if layout not in (0, part.layout):
+            self._over = source.seen[self.number] = number
+        self._flush()
+        if not is_alike:
             raise RuntimeError(
                 f"{part.where}, broadcast of {part}: rank {source.rank} has other buffers, of "
                 f"{nbytes} bytes: names, shapes or dtypes differ. Add, replace and resize buffers "

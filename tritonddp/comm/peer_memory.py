@@ -335,9 +335,14 @@ class Place:
             since = since or now
             if peers.has_shares or peers.sends is not peers.direct_sends or now - since > _PATIENCE:
                 peers.attend(late, now - since)
+                if now - since > _PATIENCE:
+                    self.check(late)
             peers.poll(peers.pause)
         if kind == READ:
             self.module.free = self.module.read  # the last exchange of that reduction
+
+    def check(self, late: Peer) -> None:
+        """This rank has waited for ``late`` for long: raise a PeerError if that is in vain."""
 
 
 class Exchange(Place):

@@ -133,6 +133,7 @@ class Peer:
         counts: number of the last exchange for which it has sent a message, by kind and module.
         announced: module, bucket and bytes of the buckets it has packed, by number of the exchange.
         last: third and last field of its last message about buffers, by kind and wrapper.
+        seen: number of its last broadcast of buffers that this rank has read, by wrapper.
         lent: memory with its buffers, or why it could not be mapped, by wrapper.
         is_open: messages may still come.
         came: messages that are received, and not handled yet. Python handles signals between any
@@ -147,6 +148,7 @@ class Peer:
         self.counts: defaultdict[tuple[int, int], int] = defaultdict(int)
         self.announced: dict[int, tuple[int, int, int]] = {}
         self.last: dict[tuple[int, int], tuple[int, int]] = {}
+        self.seen: defaultdict[int, int] = defaultdict(int)
         self.lent: dict[int, Memory | str] = {}
         self.is_open = True
         self.came: deque[Any] = deque()

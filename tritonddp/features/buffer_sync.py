@@ -48,16 +48,15 @@ class BufferSync:
         core: the reducer of the wrapper.
         broadcast: sends buffers through the process group.
         mode: one of ``MODES``.
-        uses_memory: ranks of one host may share memory.
+        transport: of gradients; with ``"process_group"`` ranks share no memory for buffers either.
     """
 
-    def __init__(
-        self, core: Reducer, broadcast: StateBroadcast, mode: str, uses_memory: bool
-    ) -> None:
+    def __init__(self, core: Reducer, broadcast: StateBroadcast, mode: str, transport: str) -> None:
         self._core = core
         self._broadcast = broadcast
         self._averages = mode == MEAN and core.group.size > 1
-        self._uses_memory = uses_memory and all(each.is_cpu for _, each in core.parameters.params)
+        is_on_cpu = all(each.is_cpu for _, each in core.parameters.params)
+        self._uses_memory = is_on_cpu and transport != "process_group"
         self._shared: SharedBroadcast | None = None
         # Of the last broadcast: the buffers, their messages, names and kinds; and what follows.
         self._named: _Named = []

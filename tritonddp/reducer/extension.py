@@ -82,9 +82,6 @@ class Extension:
     def on_reduced_all(self, run: ReductionRun) -> None:
         """All buckets of ``run`` are reduced, and have not been rebuilt yet."""
 
-    def on_all_ended(self, run: ReductionRun) -> None:
-        """The end of a run, on all ranks, also where the backward failed: may make collectives."""
-
     def on_close(self, run: ReductionRun) -> None:
         """The run is over, with or without an error."""
 
@@ -105,14 +102,12 @@ class Events(RunEvents):
     on_buffers: Sequence[Callable[[], None]] = ()
     on_begin: Sequence[Callable[[ReductionRun], None]] = ()
     on_compute_end: Sequence[Callable[[ReductionRun], None]] = ()
-    on_all_ended: Sequence[Callable[[ReductionRun], None]] = ()
     on_close: Sequence[Callable[[ReductionRun], None]] = ()
     on_end: Sequence[Callable[[ReductionRun], None]] = ()
     on_abort: Sequence[Callable[[ReductionRun], None]] = ()
 
     extensions: tuple[Extension, ...] = ()
     has_of_runs = False  # an extension overrides an event of the buckets of a run
-    has_of_ends = False  # or of its end
 
     def __init__(self, reporters: Sequence[Extension] = ()) -> None:
         self.reporters = tuple(reporters)  # fixed: the length of a header depends on them
@@ -154,7 +149,6 @@ class Events(RunEvents):
                 if getattr(type(each), event) is not nothing
             )
             setattr(self, event, tuple(methods))
-        self.has_of_ends = bool(self.on_reduced_all or self.on_all_ended)
         self.has_of_runs = any(getattr(self, event) for event in RunEvents.__annotations__)
 
 

@@ -584,7 +584,7 @@ class Reducer:
                 or manager.since_change + 1 == REBUILD_AFTER
                 or self.parameters.is_uncommitted
                 or self.reentrant.suspected
-                or self.events.has_of_ends
+                or self.events.on_reduced_all
             ):
                 with Uninterrupted():
                     for call in self.events.on_reduced_all:
@@ -637,8 +637,6 @@ class Reducer:
         memory = self.peer_memory
         if memory is not None and memory.followed() is not self.manager.current:
             self.follow_memory(memory)
-        for call in self.events.on_all_ended:
-            call(run)
         if failure is not None:
             raise failure
 
