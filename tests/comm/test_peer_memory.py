@@ -151,6 +151,24 @@ def test_modules_that_end_in_another_order_on_ranks_of_a_host() -> None:
     assert all(is_shared(nets[0]))
 
 
+@ranks(4)
+def test_ranks_that_wait_for_groups_in_another_order_sum_shares_of_both() -> None:
+    """The share that a rank waits for belongs to a rank that waits in the other group."""
+    nets = [net(process_group=dist.new_group()) for _ in range(2)]
+    for number in range(4):
+        for each in nets:
+            each.require_manual_backward_finalization = True
+            each.zero_grad()
+        torch.manual_seed(10 * number + dist.get_rank())
+        sum(each(torch.randn(4, 20)) for each in nets).backward()
+        # (The first reductions end with the order of gradients.)
+        for each in nets[:: -1 if dist.get_rank() % 2 and number > 1 else 1]:
+            each.finalize_backward()
+        for each in nets:
+            assert_same_on_all_ranks([p.grad for p in each.parameters()], f"step {number}")
+    assert all(is_shared(nets[0]) + is_shared(nets[1]))
+
+
 def on_hosts(size: int) -> Any:
     """Context: ranks are on hosts of so many ranks each, for a group that is made inside."""
     return mock.patch.object(peers, "_host", return_value=f"host {dist.get_rank() // size}")

@@ -36,7 +36,7 @@ from itertools import count
 from time import monotonic, sleep
 from types import NoneType
 from typing import Any, NoReturn
-from weakref import WeakValueDictionary, ref
+from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -280,8 +280,11 @@ class Peers:
             PeerError: ``late`` did not reach this exchange within the group's timeout.
         """
         self.send_rest()
-        if self.has_shares:
-            self.sum_shares()
+        # Of all groups: ``late`` may wait for our share in another one.
+        for peers in list(_with_shares):
+            if unfinished := [each for each in peers.with_shares() if each.summed < each.number]:
+                unfinished[0].go_on()
+                self.pause = self.pause if peers is self else 1.0
         if waited < _PATIENCE:
             return
         process_group = self._process_group()
@@ -323,6 +326,9 @@ class Peers:
 
     def __del__(self) -> None:
         self.close()
+
+
+_with_shares: WeakSet[Peers] = WeakSet()
 
 
 class Place:
@@ -389,7 +395,7 @@ class Place:
                 break
             now = monotonic()
             since = since or now
-            if peers.has_shares or peers.sends is not peers.direct_sends or now - since > _PATIENCE:
+            if _with_shares or peers.sends is not peers.direct_sends or now - since > _PATIENCE:
                 peers.attend(late, now - since)
             peers.poll(peers.pause)
         if kind == READ:
@@ -424,7 +430,9 @@ class Exchange(Place):
         is_large = bucket.nbytes >= _BYTES_OF_SHARES
         is_shared = is_large and len(packed) >= _RANKS_OF_SHARES
         self.has_shares = is_shared or len(peers.hosts) > 1
-        peers.has_shares = peers.has_shares or self.has_shares
+        if self.has_shares:
+            peers.has_shares = True
+            _with_shares.add(peers)
         self.future: torch.futures.Future[None] | None = None
         self._cross_host: CrossHost | None = None
         self.sent_bytes = 0
