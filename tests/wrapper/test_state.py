@@ -119,6 +119,7 @@ def test_a_copy_has_the_options_of_its_original(make_copy: Callable[[Any], Any])
     assert len(memory) == len(other.reducer.buckets) + 1, "views of the buckets"
     assert len(set(map(tuple, gather(other.module[2].weight.grad.flatten().tolist())))) == 1
     other.module[2].bias.grad.fill_(dist.get_rank())
+    other(batch(1))
     other.module[0](batch(1)).sum().backward()
     assert other.module[2].bias.grad.eq(dist.get_rank()).all(), "ignored"
     with pytest.raises(RuntimeError, match="finished reduction"):
