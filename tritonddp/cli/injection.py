@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import tritonddp
+from tritonddp.state import DDPState
 
 FOLDER = Path(__file__).parent / "injected"
 VARIABLE = "TRITONDDP_SESSION"
@@ -61,6 +62,6 @@ def _note_wrapped(folder: Path) -> None:
         construct(self, *args, **kwargs)
         # The launcher may be gone, or its disk full: nothing that the script should hear of.
         with suppress(OSError):
-            (folder / str(os.getpid())).write_text(str(kind.wrapped_modules))
+            (folder / str(os.getpid())).write_text(str(DDPState.wrapped))
 
     kind.__init__ = construct_and_note
