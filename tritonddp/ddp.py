@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import weakref
@@ -32,7 +33,7 @@ from tritonddp.buckets.assignment import MIB
 from tritonddp.buckets.formats import AUTO
 from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.broadcast import StateBroadcast
-from tritonddp.compat.stock_ddp import StockDDPNames, check_hook, warn_of_static_graph
+from tritonddp.compat.stock_ddp import ARGUMENTS, StockDDPNames, check_hook, warn_of_static_graph
 from tritonddp.compat.stock_reducer import StockReducer
 from tritonddp.compiled.forward import in_one_graph
 from tritonddp.compiled.operators import Traced
@@ -237,13 +238,9 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         self._divide_by_initial_world_size, self._authoritative_rank = True, 0
         self.device_ids, self.output_device = config.device_ids, config.output_device
         self.is_multi_device_module = len({param.device for _, param in params}) > 1
-        self.dim, self.module = dim, module
-        self.find_unused_parameters = find_unused_parameters
-        self.static_graph, self.gradient_as_bucket_view = static_graph, gradient_as_bucket_view
-        self.batched_grad_copy = batched_grad_copy
-        self.lazy_bucket_allocation = lazy_bucket_allocation
-        self.mixed_precision = mixed_precision
-        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.module = module
+        for name in ARGUMENTS:
+            setattr(self, name, arguments[name])
         self.forward_sync_buffers = config.syncs_buffers
         warn_of_deprecated(arguments, stacklevel=2)
         if static_graph:
@@ -775,6 +772,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         """
         self._check_default_group()
         state = {name: each for name, each in self.__dict__.items() if name not in _OF_THE_GROUP}
+        state["_ddp_state"] = copy.copy(self._ddp_state)  # for shallow copies
         return state | {"require_backward_grad_sync": self._ddp_state.sync.enabled}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

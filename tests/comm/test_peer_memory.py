@@ -347,7 +347,7 @@ def test_a_connection_of_another_user_is_refused() -> None:
     with one, other:
         peers._check_user(one)
         with (
-            mock.patch.object(os, "getuid", return_value=os.getuid() + 1),
+            mock.patch.object(os, "geteuid", return_value=os.geteuid() + 1),
             pytest.raises(PermissionError, match=r"a process of user \d+ has the socket"),
         ):
             peers._check_user(one)

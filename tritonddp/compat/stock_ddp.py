@@ -37,6 +37,13 @@ from tritonddp.compiled.operators import BUFFERS_AFTER
 from tritonddp.coordination.group import Group
 from tritonddp.features.join import JoinProtocol
 
+# Arguments that stock keeps as attributes, as they were given.
+ARGUMENTS = (
+    *("dim", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"),
+    *("batched_grad_copy", "lazy_bucket_allocation", "mixed_precision"),
+    "skip_all_reduce_unused_params",
+)
+
 
 class StockDDPNames:
     """A base of :class:`tritonddp.DistributedDataParallel`, which has the state used here."""

@@ -140,7 +140,7 @@ def _begin_forward(written: list[Tensor], has_grad: bool, version: str) -> Tenso
     for copy, buffer in zip(buffers, traced.buffers(), strict=True):
         if copy.data_ptr() != buffer.data_ptr():
             copy.copy_(buffer)
-    return torch.tensor([wrapper, number])
+    return torch.tensor([wrapper, number], device="cpu")
 
 
 def _watch_gradient(param: Tensor, forward: Tensor, name: str) -> None:
@@ -203,7 +203,7 @@ for _schema, _function, _fake, _tags in (
     (
         "begin_forward(Tensor(a!)[] written, bool has_grad, str version) -> Tensor",
         _begin_forward,
-        lambda *_: torch.empty(2, dtype=torch.int64),
+        lambda *_: torch.empty(2, dtype=torch.int64, device="cpu"),
         _UNSAFE,
     ),
     (

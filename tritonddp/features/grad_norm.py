@@ -289,7 +289,7 @@ class _Measured:
             parts += [torch.stack(alike).double().square() for alike in by_kind.values()]
         dtypes = {each.params[0].dtype for each in self.reduced} | {g.dtype for g in self.others}
         dtype = torch.float32 if dtypes.isdisjoint(_DOUBLE) else torch.float64
-        self.total = _total(parts).sqrt().to(dtype) if parts else torch.zeros(())
+        self.total = _total(parts).sqrt().to(dtype) if parts else torch.zeros((), device="cpu")
 
     def scale(self, factor: Tensor) -> None:
         """Multiply all gradients by ``factor``, which has no dimensions."""

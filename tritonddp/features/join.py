@@ -97,7 +97,7 @@ class JoinProtocol:
         self, where: str, mine: int, schema: bytes, what: str = "announcement of a forward"
     ) -> bool:
         rank = self._group.rank
-        message = torch.zeros(self._group.size, 2, dtype=torch.int32)
+        message = torch.zeros(self._group.size, 2, dtype=torch.int32, device="cpu")
         message[rank, 0], message[rank, 1] = mine, int.from_bytes(schema, "little")
         message = message.to(self._device)
         self._group.all_reduce(message, where, f"{what} inside join()")
