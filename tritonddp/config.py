@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -328,18 +329,28 @@ def check_module(
             )
     # If two wrappers share a parameter, its gradient must not be a bucket view. (Two wrappers of
     # the same module are not both in use.)
-    for other in wrappers:
-        if other.module is module or not (views or other.gradient_as_bucket_view):
-            continue
-        theirs = set(other.module.parameters())
-        shared = [name for name, param in params if param in theirs]
-        if shared:
+    if _shares_views(module, params, views, wrappers):
+        gc.collect()  # a former wrapper may be gone but for a reference cycle
+        if found := _shares_views(module, params, views, wrappers):
+            other, shared = found
             raise ValueError(
-                f"another wrapped module, a {type(other.module).__name__}, holds these parameters "
+                f"another wrapped module, a {other}, holds these parameters "
                 f"too: {', '.join(shared[:10])}{', ...' if len(shared) > 10 else ''}. Neither of "
                 "the wrappers can have gradient_as_bucket_view=True, as .grad would have to be a "
                 "view of the buckets of both. Leave it off in both"
             )
+
+
+def _shares_views(
+    module: nn.Module, params: Sequence[tuple[str, Tensor]], views: bool, wrappers: Iterable[Any]
+) -> tuple[str, list[str]] | None:
+    """The type of another wrapped module, and names of parameters that cannot be views in both."""
+    for other in wrappers:
+        if other.module is not module and (views or other.gradient_as_bucket_view):
+            theirs = set(other.module.parameters())
+            if shared := [name for name, param in params if param in theirs]:
+                return type(other.module).__name__, shared
+    return None
 
 
 def device_ids_of(

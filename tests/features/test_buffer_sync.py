@@ -314,12 +314,13 @@ def test_nothing_travels_while_nothing_changes() -> None:
     assert counts(ddp, (5, 3))[0] == 0
     for _ in range(3):
         assert counts(ddp, (5, 3))[0] == 0
-        assert not ddp.buffer_sync._pending or not ddp.buffer_sync._pending.transfer._works
+        pending = ddp._ddp_state.buffer_sync._pending
+        assert not pending or not pending.transfer._works
     ddp.train()
     seen = first_of(ddp)
     for number in range(3):
         step(ddp, batch(), number)
-        assert ddp.buffer_sync._pending.transfer._works
+        assert ddp._ddp_state.buffer_sync._pending.transfer._works
         if number:
             assert_same_on_all_ranks(list(seen().values()))
 
@@ -327,9 +328,9 @@ def test_nothing_travels_while_nothing_changes() -> None:
 @ranks(2)
 def test_without_buffers_nothing_is_reported_and_nothing_called() -> None:
     ddp = DistributedDataParallel(nn.Linear(3, 4))
-    assert ddp.core.events.reporters == ()
-    assert not wrapped(forward_sync_buffers=False).core.events.reporters
-    with mock.patch.object(type(ddp.buffer_sync), "pass_by") as pass_by:
+    assert ddp._ddp_state.core.events.reporters == ()
+    assert not wrapped(forward_sync_buffers=False)._ddp_state.core.events.reporters
+    with mock.patch.object(type(ddp._ddp_state.buffer_sync), "pass_by") as pass_by:
         for number in range(3):
             step(ddp, batch(), number)
     assert not pass_by.called
@@ -521,7 +522,7 @@ def test_means_of_what_changes_and_nothing_else() -> None:
                 else:
                     assert same(buffer, values[0])
         ends.append(gather(dict(ddp.module.named_buffers())))
-    assert ddp.buffer_sync._pending is not None
+    assert ddp._ddp_state.buffer_sync._pending is not None
 
 
 @ranks(2)
@@ -548,7 +549,7 @@ def test_a_buffer_hook_takes_the_place_of_what_was_sent_ahead() -> None:
     for number in range(3):
         step(ddp, batch(), number)
     assert len(calls) == 3
-    assert ddp.buffer_sync._pending is None
+    assert ddp._ddp_state.buffer_sync._pending is None
 
 
 @pytest.mark.parametrize(("entered_after", "inputs"), [(3, 3), (AHEAD, 3), (AHEAD, 0)])
@@ -638,7 +639,7 @@ def test_after_ctrl_c_ranks_are_in_step(place: str) -> None:
         for number in range(AHEAD + 3):
             step(ddp, batch(), number)
             assert_same_on_all_ranks(list(seen().values()), f"step {number}")
-    assert ddp.buffer_sync._pending is not None
+    assert ddp._ddp_state.buffer_sync._pending is not None
 
 
 @ranks(2)
@@ -667,15 +668,15 @@ def test_when_the_caller_says_where_a_backward_ends() -> None:
         ddp.finalize_backward()
         for name, buffer in seen().items():
             assert same(buffer, before[0][name]), name
-    assert ddp.buffer_sync._pending is not None
+    assert ddp._ddp_state.buffer_sync._pending is not None
 
 
 @ranks(2)
 def test_copies_and_other_groups_begin_anew() -> None:
     ddp = trained()
     twin = pickle.loads(pickle.dumps(ddp))
-    assert twin.buffer_sync is not ddp.buffer_sync
-    assert twin.buffer_sync._pending is None
+    assert twin._ddp_state.buffer_sync is not ddp._ddp_state.buffer_sync
+    assert twin._ddp_state.buffer_sync._pending is None
     for each in (ddp, twin):
         for number in range(3):
             step(each, batch(), number)
@@ -689,8 +690,8 @@ def test_copies_and_other_groups_begin_anew() -> None:
 @ranks(2)
 def test_a_wrapper_is_freed_with_what_was_sent_ahead() -> None:
     ddp = trained()
-    assert ddp.buffer_sync._pending is not None
-    reference, state = weakref.ref(ddp), weakref.ref(ddp.buffer_sync)
+    assert ddp._ddp_state.buffer_sync._pending is not None
+    reference, state = weakref.ref(ddp), weakref.ref(ddp._ddp_state.buffer_sync)
     del ddp
     gc.collect()
     assert reference() is None
@@ -720,7 +721,7 @@ def test_a_graph_that_saved_the_buffers_stays_intact() -> None:
     with ddp.no_sync():
         waits = ddp(batch()).sum()
     step(ddp, batch(), 0)
-    assert ddp.buffer_sync._pending is not None
+    assert ddp._ddp_state.buffer_sync._pending is not None
     ddp(batch())
     with ddp.no_sync():
         waits.backward()

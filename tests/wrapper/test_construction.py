@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import os
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -541,6 +543,22 @@ def test_wrappers_that_share_a_parameter_cannot_both_own_its_gradient() -> None:
         sum(each(torch.ones(1, 2)).sum() for each in both).backward()
         torch.testing.assert_close(first.weight.grad, torch.full((2, 2), 2.0))
         first.zero_grad()
+
+
+@ranks(1)
+def test_a_former_wrapper_in_a_reference_cycle_does_not_own_gradients() -> None:
+    shared = nn.Linear(2, 2)
+    gc.disable()
+    try:
+        for _ in range(2):
+            former = DistributedDataParallel(nn.Sequential(shared), gradient_as_bucket_view=True)
+            former.trainer = SimpleNamespace(model=former)
+            del former
+        after = DistributedDataParallel(nn.Sequential(shared), gradient_as_bucket_view=True)
+    finally:
+        gc.enable()
+    after(torch.ones(1, 2)).sum().backward()
+    assert shared.weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
 
 
 @ranks(2)

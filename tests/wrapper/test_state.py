@@ -219,7 +219,7 @@ def test_delayed_parameters_and_joining_belong_to_each_copy(
         assert_averages(net, 0)
         other = make_copy(net)
     assert not other._join_config.enable, "its forwards would tell the ranks of another wrapper"
-    assert other.config.delay.until is other.module[0].bias
+    assert other._ddp_state.config.delay.until is other.module[0].bias
     for seed in range(1, 4):
         assert_averages(other, seed)
     with other.join():

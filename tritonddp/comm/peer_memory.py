@@ -749,7 +749,7 @@ class PeerMemory:
         starts = [0]
         for bucket in found:
             starts.append(starts[-1] + round_up(bucket.nbytes, _ALIGNMENT))
-        memory, failure = Memory(torch.empty(0, dtype=torch.uint8)), ""
+        memory, failure = Memory(torch.empty(0, dtype=torch.uint8, device="cpu")), ""
         try:
             if found:
                 memory = Memory.create(starts[-1])

@@ -279,8 +279,8 @@ class BufferSync(Extension):
         changing: list[int] = []
         if self._is_due or self._averages:
             local = self._changed_here(named)
-            found = torch.tensor([i in local for i in range(len(named))], dtype=torch.uint8)
-            found = found.to(named[0][1].device)
+            flags = [i in local for i in range(len(named))]
+            found = torch.tensor(flags, dtype=torch.uint8, device=named[0][1].device)
             where = f"rank {self._group.rank}, {place}"
             what = "agreement on which buffers change"
             self._group.all_reduce(found, where, what, dist.ReduceOp.MAX)
@@ -521,8 +521,9 @@ def _differing(messages: Sequence[Message], former: Sequence[Tensor]) -> set[int
 @cache
 def _factors() -> Tensor:
     """Odd random factors: a sum of words times these shows one changed word, and most swaps."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(-(2**62), 2**62, (_WORDS,), generator=generator).bitwise_or_(1)
+    generator = torch.Generator("cpu").manual_seed(0)
+    factors = torch.randint(-(2**62), 2**62, (_WORDS,), generator=generator, device="cpu")
+    return factors.bitwise_or_(1)
 
 
 def _sums(tensor: Tensor) -> list[int]:
