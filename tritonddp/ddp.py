@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -226,7 +225,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         device = params[0][1].device if params else torch.device("cpu")
         self.device, self.device_type = device, device.type
         try:
-            config = DDPConfig.of(arguments, module, params, self.process_group, _alive)
+            config = DDPConfig.of(arguments, module, params, self.process_group)
         except Exception as error:
             # The other ranks must not wait for this one.
             if isinstance(init_sync, int) and init_sync:
@@ -306,7 +305,6 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         on_demand.finalize_manually(core, state.finalizes_manually)
         core.logger = state.logger = self.logger = Logger(self)
         self._register_hooks_again()
-        _alive.add(self)
 
     # One forward
 
@@ -790,8 +788,6 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
 # Attributes that are made again for a new process group, and the group itself. (DDPState has more.)
 _OF_THE_GROUP = {"process_group", "reducer", "logger", "_compiled_call_impl"}
-
-_alive: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 # Make isinstance(ddp, torch's class) true, so that checkpointing, Lightning, Accelerate and dynamo
 # treat this class like torch's. (The metaclass of torch's class is ABCMeta.)

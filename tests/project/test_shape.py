@@ -38,7 +38,6 @@ OF_WRAPPERS = {"_ddp_state", "_comm_hooks"}
 REGISTRIES = {
     "coordination/group.py: _shared",
     "comm/quantized.py: _threads",
-    "ddp.py: _alive",
 }
 
 # The classes whose attributes each step reads.

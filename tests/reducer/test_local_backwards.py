@@ -185,6 +185,30 @@ def test_local_gradients_are_named_when_the_next_reduced_backward_finds_them() -
     assert "a reduced backward" in lines[0]
 
 
+@ranks(2)
+def test_a_backward_inside_no_sync_alone_is_named_when_an_optimizer_finds_its_gradients() -> None:
+    """Stock reduces it, as its forward ran outside. Followed by a reduced one it is right here."""
+    ddp = DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with said() as lines:
+        for _ in range(2):
+            loss = ddp(batch()).sum()
+            with ddp.no_sync():
+                loss.backward()
+            ddp(batch()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not lines
+    with said() as lines:
+        for _ in range(2):
+            loss = ddp(batch()).sum()
+            with ddp.no_sync():
+                loss.backward()
+            optimizer.step()
+    assert len(lines) == 1
+    assert "inside no_sync()" in lines[0]
+
+
 @pytest.mark.parametrize("to_none", [True, False])
 @ranks(2)
 def test_nothing_is_said_of_gradients_that_are_dropped_reduced_or_returned(to_none: bool) -> None:

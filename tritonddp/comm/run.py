@@ -100,7 +100,7 @@ class ReductionRun:
         is_local: a backward that only accumulates (``no_sync``): there is nothing to launch.
         may_be_reduced: it is local because it has gone through no output of a forward outside
             ``no_sync`` so far.
-        went_around: and through no forward at all, nor does it belong to one under ``no_sync``.
+        is_doubted: it is local, and its gradients should be dropped, or reduced later.
         is_ended: its backward is over, and all buckets are launched.
         is_provisional: the order of gradients is observed, and buckets are launched at the end.
         of_backwards: its gradients come from backwards, not from the user.
@@ -143,7 +143,7 @@ class ReductionRun:
 
     # Defaults that most runs keep. On the class, so that a run does not have to set them.
     where = ""
-    is_local = may_be_reduced = went_around = False
+    is_local = may_be_reduced = is_doubted = False
     is_ended = False
     is_provisional = False
     is_alone = False

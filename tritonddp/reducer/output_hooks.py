@@ -100,49 +100,72 @@ class Forwards:
         self.was_local, self._prepared, self._is_armed = False, 0, False
 
 
-class UnreducedGradients:
-    """Gradients left by backwards that went through no forward of the wrapper.
+_AROUND = (
+    "a backward that went through no forward of the wrapped module (a call of .module, of a method "
+    "or of a submodule is none), which stays on its rank, as in stock DDP. If that was not meant, "
+    "call the wrapper itself, or reduce_gradients() after the backward. If it was, drop the "
+    "gradients by zero_grad() before others use them, or let this be"
+)
+_INSIDE = (
+    "a backward that started inside no_sync(), and none was reduced after it. (Stock DDP reduces "
+    "it, if its forward ran outside.) Run the last backward before a step outside no_sync()"
+)
 
-    Stock DDP leaves such gradients to their rank without a word, and so do we. But whoever trains
-    through ``.module`` by mistake then trains each rank by itself. So it is said once, when an
-    optimizer, or the next reduced backward, finds such a gradient. Nothing is said of gradients
-    that were dropped or zeroed before.
+
+class UnreducedGradients:
+    """Gradients left by backwards that stayed on their rank, though perhaps they should not.
+
+    That are backwards that went through no forward of the wrapper: stock DDP leaves them alone
+    without a word, and whoever trains through ``.module`` by mistake trains each rank by itself.
+    And backwards inside ``no_sync`` of a forward outside, which stock reduces. So it is said once,
+    when an optimizer, or for the former the next reduced backward, finds such a gradient. Nothing
+    is said of gradients that were dropped or zeroed before.
 
     Attributes:
-        found: for each parameter, its name and a weak reference to the gradient that was left.
+        found: for each parameter, its name, a weak reference to the gradient that was left, and
+            where it comes from.
     """
 
     def __init__(self) -> None:
-        self.found: dict[Tensor, tuple[str, weakref.ref[Tensor]]] = {}
+        self.found: dict[Tensor, tuple[str, weakref.ref[Tensor], str]] = {}
         self._hook: Any = None  # in all optimizers, while a gradient is noted
         self._is_over = False  # it was said
         self._where = ""
 
-    def note(self, named_params: Iterable[tuple[str, Tensor]], where: str) -> None:
-        """A backward has left gradients in these parameters. ``where`` is this rank and step."""
+    def note(self, named_params: Iterable[tuple[str, Tensor]], where: str, is_inside: bool) -> None:
+        """A backward has left gradients in these parameters.
+
+        Args:
+            where: this rank and step.
+            is_inside: it started inside ``no_sync``.
+        """
         if self._is_over:
             return
         for name, param in named_params:
             if param.grad is not None:
-                self.found[param] = name, weakref.ref(param.grad)
+                origin = _INSIDE if is_inside else _AROUND
+                self.found[param] = name, weakref.ref(param.grad), origin
         self._where = where
         if self.found and self._hook is None:
             look = partial(_before_step, weakref.ref(self))
             self._hook = register_optimizer_step_pre_hook(look)
 
+    def before_reduction(self) -> None:
+        """A reduced backward begins, and uses all gradients."""
+        around = [param for param, (*_, origin) in self.found.items() if origin is _AROUND]
+        self.look(around, "a reduced backward")
+        self.forget()
+
     def look(self, params: Iterable[Tensor], who: str) -> None:
         """``who`` uses the gradients of ``params`` now: say it if one of them was noted."""
-        names = [self.found[param][0] for param in params if self._is_left(param)]
-        if names:
+        left = [param for param in params if self._is_left(param)]
+        if left:
             self._is_over = True
             logger.warning(
-                "%s: %s finds gradients that are not averaged over the ranks, those of %s: they "
-                "come from a backward that went through no forward of the wrapped module, which "
-                "stays on its rank, as in stock DDP. (A call of .module, of a method or of a "
-                "submodule is no forward of the wrapper.) If that was not meant: call the wrapper "
-                "itself, or reduce_gradients() after the backward. If it was: drop the gradients "
-                "by zero_grad() before others use them, or let this be. It is said once",
-                *(self._where, who, listed(names)),
+                "%s: %s finds gradients that are not averaged over the ranks, those of %s. They "
+                "come from %s. It is said once",
+                *(self._where, who, listed([self.found[param][0] for param in left])),
+                self.found[left[0]][2],
             )
         if self._is_over or not any(map(self._is_left, self.found)):
             self.forget()
@@ -185,13 +208,14 @@ class EndsOfBackward:
 
     Attributes:
         reducers: their backward is over, and their reductions are launched.
-        went_around: of local backwards that no forward has asked for: the reducer, the parameters
-            that have gradients, with their names, and its rank and step.
+        local: of local backwards whose gradients :class:`UnreducedGradients` notes: the reducer,
+            the parameters that have some, with their names, its rank and step, and whether it
+            started inside ``no_sync``.
     """
 
     def __init__(self) -> None:
         self.reducers: list[Reducer] = []
-        self.went_around: list[tuple[Reducer, list[tuple[str, Parameter]], str]] = []
+        self.local: list[tuple[Reducer, list[tuple[str, Parameter]], str, bool]] = []
 
     @classmethod
     def of(cls, graph_task: int) -> EndsOfBackward:
@@ -210,7 +234,7 @@ class EndsOfBackward:
         reducers, self.reducers = self.reducers, []
         if len(reducers) > 1:
             reducers.sort(key=attrgetter("number"))
-        if self.went_around:
+        if self.local:
             self._note_unreduced(reducers)
         failure: Exception | None = None
         for reducer in reducers:
@@ -219,16 +243,47 @@ class EndsOfBackward:
                     reducer.finish(reducer.run)
             except Exception as error:
                 failure = failure or error
+        if len(reducers) > 1 and failure is None:
+            _refuse_shared_views(reducers)
         if failure is not None:
             raise failure
 
     def _note_unreduced(self, reducers: Sequence[Reducer]) -> None:
         """Note gradients that no wrapper reduces."""
         reduced = {param for each in reducers for param in each.manager.current.params}
-        for reducer, left, where in self.went_around:
-            reducer.unreduced.note([each for each in left if each[1] not in reduced], where)
-        self.went_around = []
+        for reducer, left, where, is_inside in self.local:
+            named = [each for each in left if each[1] not in reduced]
+            reducer.unreduced.note(named, where, is_inside)
+        self.local = []
 
+
+def _refuse_shared_views(reducers: Sequence[Reducer]) -> None:
+    """Raise a RuntimeError if a gradient would have to be a view of the buckets of two wrappers.
+
+    The second one would take the gradient, divided already, from the bucket of the first. (In
+    backwards of their own such wrappers are right.)
+    """
+    of_these = tuple((each.number, len(each.manager.current.names)) for each in reducers)
+    if of_these in _without_shared_views:
+        return
+    names: dict[Tensor, str] = {}
+    sets = [each.manager.current for each in reducers]
+    if any(bucket.has_views for each in sets for bucket in each.buckets):
+        for each in sets:
+            for name, param in zip(each.names, each.params, strict=True):
+                if param in names:
+                    raise RuntimeError(
+                        f"{reducers[0].where()}: this backward is reduced by two wrapped modules "
+                        f"that hold {names[param]!r} both, one of them with "
+                        "gradient_as_bucket_view=True: .grad is not the mean, as it would have to "
+                        "be a view of the buckets of both. Leave the option off, or make two "
+                        "backwards"
+                    )
+                names[param] = name
+    _without_shared_views.add(of_these)
+
+
+_without_shared_views: set[tuple[tuple[int, int], ...]] = set()
 
 # Of backwards that have ended, by id.
 _ends: weakref.WeakValueDictionary[int, EndsOfBackward] = weakref.WeakValueDictionary()

@@ -295,11 +295,11 @@ class Reducer:
             )
         if self.agreement.pending:
             self.check_pending()
-        goes_around = forward is None and not self.forwards.was_local and self.group.size > 1
+        is_around = forward is None and not self.forwards.was_local
         if self.forwards.decide(forward, self.sync, self.where):
             self._open(forward, reached, missing)
         else:
-            self._open_local(forward, reached, goes_around)
+            self._open_local(forward, reached, is_around)
 
     def _reduce_after_all(self, local: ReductionRun, forward: Forward) -> None:
         """A backward that was local so far goes through an output of a synchronised forward."""
@@ -327,8 +327,7 @@ class Reducer:
         if is_captured:
             capture.begin(self, missing, is_reduced=True)
         if self.unreduced.found:
-            self.unreduced.look(list(self.unreduced.found), "a reduced backward")
-            self.unreduced.forget()
+            self.unreduced.before_reduction()
         manager, tracker, events = self.manager, self.tracker, self.events
         if self.parameters.number < 0:
             self.parameters.register()
@@ -397,7 +396,7 @@ class Reducer:
             and not current.needs_reduction
         )
 
-    def _open_local(self, forward: Forward | None, reached: list[bool], goes_around: bool) -> None:
+    def _open_local(self, forward: Forward | None, reached: list[bool], is_around: bool) -> None:
         """A backward begins that only accumulates."""
         if self.is_on_gpu and is_capturing():
             capture.begin(self, (), is_reduced=False)
@@ -407,7 +406,9 @@ class Reducer:
         )
         run.is_local = True
         run.may_be_reduced = self.sync.enabled and self.sync.join is None
-        run.went_around = goes_around and run.may_be_reduced
+        if self.group.size > 1 and self.sync.join is None:
+            is_inside = forward is not None and forward.syncs
+            run.is_doubted = is_inside or (is_around and run.may_be_reduced)
         run.is_late, run.reached = forward is None, reached
         run.where = self.where()
         run.end = _opening
@@ -574,11 +575,12 @@ class Reducer:
             for number, _ in self.tracker.unannounced():
                 self.reentrant.came(number)
             self.tracker.learn()
-        if run.went_around:
+        if run.is_doubted:
             current = self.manager.current
             named = zip(current.names, current.params, run.reached, strict=True)
             left = [(name, param) for name, param, comes in named if comes]
-            EndsOfBackward.of(run.graph_task).went_around.append((self, left, run.where))
+            ends = EndsOfBackward.of(run.graph_task)
+            ends.local.append((self, left, run.where, not run.may_be_reduced))
         self.close(run)
 
     def _look_back(self, run: ReductionRun) -> None:
