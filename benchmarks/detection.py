@@ -84,7 +84,7 @@ class Side(nn.Module):
     @property
     def tracker(self) -> Any:
         """What the reducer asks: the one thing of its insides that is known here."""
-        return self.wrapped.core.tracker
+        return self.wrapped._ddp_state.core.tracker
 
 
 def _ask(tracker: Any) -> list[bool] | None:

@@ -75,7 +75,7 @@ def measure(nbytes: int) -> dict[str, float]:
     ddp = DistributedDataParallel(module, transport="peer_memory")
     for _ in range(2):
         ddp().backward()
-    transport, (bucket,) = ddp.core.transport, ddp.core.manager.current.buckets
+    transport, (bucket,) = ddp._ddp_state.core.transport, ddp.reducer.buckets
     exchange, packed = bucket.exchange, bucket.packed.data[: len(values)]
     # What a reduction asks of its run, but for the trailer.
     run: Any = SimpleNamespace(

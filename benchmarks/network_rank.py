@@ -178,9 +178,9 @@ class Contenders:
             raise RuntimeError(
                 f"{self._case.name}: its wrappers send gradients in different orders"
             )
-        exact, planner = model.config.wire.exact, model.core.manager.planner
+        exact, planner = model._ddp_state.config.wire.exact, model._ddp_state.core.manager.planner
         return {
-            "figures": asdict(model._figures),
+            "figures": asdict(model._ddp_state.figures),
             "gradient_exact": exact.find([named[param] for param in params], params),
             "wire_counts": {
                 name: [len(bucket.params) for bucket in each.reducer.buckets]

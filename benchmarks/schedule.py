@@ -112,10 +112,10 @@ def strip(case: Case, name: str, compiler: str, ranks: Ranks) -> Strip:
     ddp.zero_grad()
     value = loss(model, batch)
     launches = _Launches()
-    ddp.core.events.install(launches)
+    ddp._ddp_state.core.events.install(launches)
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         value.backward()
-    ddp.core.events.remove(launches)
+    ddp._ddp_state.core.events.remove(launches)
     cells: list[Cell] = []
     inside: set[int] = set()
     every = {n for event in recorded.events() for n in _launched(event)}

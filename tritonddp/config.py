@@ -83,11 +83,10 @@ class DDPConfig:
         module: nn.Module,
         params: Sequence[tuple[str, Tensor]],
         group: dist.ProcessGroup,
-        wrappers: Iterable[Any],
     ) -> DDPConfig:
         """Check the arguments; for the errors see :class:`tritonddp.DistributedDataParallel`.
 
-        ``params`` are the parameters to be synchronised, ``wrappers`` all wrappers alive.
+        ``params`` are the parameters to be synchronised.
         """
         given = SimpleNamespace(**arguments)
         devices = {param.device for _, param in params}
@@ -105,7 +104,7 @@ class DDPConfig:
         )
         wire.check(group, devices)
         wire_options = wire.description(params)  # calls the user's function, if exact is one
-        check_module(module, params, given.gradient_as_bucket_view, wrappers)
+        check_module(module, params, given.gradient_as_bucket_view)
         device_ids, output_device = device_ids_of(given.device_ids, given.output_device, devices)
         delay = Delay.of(
             given.delay_all_reduce_named_params, given.param_to_hook_all_reduce, params
@@ -280,9 +279,7 @@ def process_group_of(
     return group
 
 
-def check_module(
-    module: nn.Module, params: Sequence[tuple[str, Tensor]], views: bool, wrappers: Iterable[Any]
-) -> None:
+def check_module(module: nn.Module, params: Sequence[tuple[str, Tensor]], views: bool) -> None:
     """Raise if this module cannot be wrapped; errors name the parameters.
 
     For the arguments see :meth:`DDPConfig.of`.
@@ -324,20 +321,6 @@ def check_module(
             raise ValueError(
                 f"SyncBatchNorm layers only work with GPU modules, and {name or 'the module'!r} "
                 "is on the CPU"
-            )
-    # If two wrappers share a parameter, its gradient must not be a bucket view. (Two wrappers of
-    # the same module are not both in use.)
-    for other in wrappers:
-        if other.module is module or not (views or other.gradient_as_bucket_view):
-            continue
-        theirs = set(other.module.parameters())
-        shared = [name for name, param in params if param in theirs]
-        if shared:
-            raise ValueError(
-                f"another wrapped module, a {type(other.module).__name__}, holds these parameters "
-                f"too: {', '.join(shared[:10])}{', ...' if len(shared) > 10 else ''}. Neither of "
-                "the wrappers can have gradient_as_bucket_view=True, as .grad would have to be a "
-                "view of the buckets of both. Leave it off in both"
             )
 
 

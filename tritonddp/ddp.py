@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -32,7 +32,7 @@ from tritonddp.buckets.assignment import MIB
 from tritonddp.buckets.formats import AUTO
 from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.broadcast import StateBroadcast
-from tritonddp.compat.stock_ddp import StockDDPNames, check_hook, warn_of_static_graph
+from tritonddp.compat.stock_ddp import ARGUMENTS, StockDDPNames, check_hook, warn_of_static_graph
 from tritonddp.compat.stock_reducer import StockReducer
 from tritonddp.compiled.forward import in_one_graph
 from tritonddp.compiled.operators import Traced
@@ -53,6 +53,7 @@ from tritonddp.features.weighted_mean import AccumulationWindow, weight_of
 from tritonddp.reducer import checkpoint, in_context, on_demand, recovery
 from tritonddp.reducer.extension import SyncState
 from tritonddp.reducer.output_hooks import tensors_in, watch
+from tritonddp.state import DDPState
 
 # Optimizers can step in the backward only if this module is imported.
 _OPTIMIZERS_IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
@@ -154,7 +155,6 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         require_backward_grad_sync: whether the next backward is reduced. :meth:`no_sync` sets it;
             it may also be set directly.
         reducer: ``reducer.counters`` count what was sent; it also has the names of stock's reducer.
-        core: the :class:`tritonddp.reducer.reducer.Reducer` itself.
 
     Raises:
         NotImplementedError: a dtype or kind of parameter that is not supported.
@@ -169,8 +169,6 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         loss_function(model(inputs), targets).backward()  # .grad holds the means over the ranks
         optimizer.step()
     """
-
-    wrapped_modules = 0  # number of modules wrapped in this process
 
     def __init__(
         self,
@@ -211,107 +209,97 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         nn.Module.__init__(self)
-        self.sync = SyncState()
-        Joinable.__init__(self)
-        self._divide_by_initial_world_size = True
-        self._authoritative_rank = 0
         self._adopt_patches()
         self.process_group = process_group_of(process_group, device_mesh)
-        self.group = Group(self.process_group)
-        self.group.enter()  # before the first collective
-        recovery.recover(self.group)
+        group = Group(self.process_group)
+        group.enter()  # before the first collective
+        recovery.recover(group)
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        self._is_sliced = device_mesh is not None and localize_if_sliced(module, device_mesh)
+        is_sliced = device_mesh is not None and localize_if_sliced(module, device_mesh)
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         self.parameters_to_ignore = plain_names(ignored)
         named = module.named_parameters()
         params = [each for each in named if each[0] not in self.parameters_to_ignore]
-        self.device = params[0][1].device if params else torch.device("cpu")
-        self.device_type = self.device.type
+        device = params[0][1].device if params else torch.device("cpu")
+        self.device, self.device_type = device, device.type
         try:
-            config = DDPConfig.of(arguments, module, params, self.process_group, _alive)
+            config = DDPConfig.of(arguments, module, params, self.process_group)
         except Exception as error:
             # The other ranks must not wait for this one.
             if isinstance(init_sync, int) and init_sync:
-                tell_failure(error, self.group, sendable(self.group, self.device, device_ids))
+                tell_failure(error, group, sendable(group, device, device_ids))
             raise
-        self.config, self.caps = config, config.caps
+        state = DDPState(config, device, group, SyncState(), is_sliced, init_sync)
+        self._ddp_state = state
+        Joinable.__init__(self)
+        self._divide_by_initial_world_size, self._authoritative_rank = True, 0
         self.device_ids, self.output_device = config.device_ids, config.output_device
         self.is_multi_device_module = len({param.device for _, param in params}) > 1
-        self.dim, self.module = dim, module
-        self.find_unused_parameters = find_unused_parameters
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.static_graph = static_graph
-        self.batched_grad_copy = batched_grad_copy
-        self.lazy_bucket_allocation = lazy_bucket_allocation
-        self.check_finite = check_finite
-        self.mixed_precision = mixed_precision
-        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.module = module
+        for name in ARGUMENTS:
+            setattr(self, name, arguments[name])
         self.forward_sync_buffers = config.syncs_buffers
         warn_of_deprecated(arguments, stacklevel=2)
         if static_graph:
             warn_of_static_graph(find_unused_parameters, stacklevel=2)
         self.require_forward_param_sync = True
-        self._init_sync = init_sync
         # Read by stock DDP too; the side stream overlaps input copies with compute.
-        by_side_stream = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
-        self.use_side_stream_for_tensor_copies = by_side_stream
+        variable = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1")
+        self.use_side_stream_for_tensor_copies = variable == "1"
         self._delay_all_reduce_params = list(config.delay.params) if config.delay else []
-        self._require_manual_backward_finalization = False
         self._comm_hooks: list[tuple[Callable[..., Any], Any]] = []
         parameters = self._enter_group()
         if init_sync:
             self._begin_alike(parameters, params, config.syncs_initial_buffers)
-        self._low: LowPrecision | None = None
         if mixed_precision is not None:
-            self._low = LowPrecision(module, mixed_precision, self.parameters_to_ignore)
-            self._low.remove_hooks_with(self)
-        self._figures = None
-        if compression == AUTO and self.group.size > 1:
+            low = LowPrecision(module, mixed_precision, self.parameters_to_ignore)
+            low.remove_hooks_with(self)
+            state.low_precision = low
+        if compression == AUTO and group.size > 1:
             dtypes = dict.fromkeys(param.dtype for _, param in params)
-            self._figures = measured(config.wire, self.group, self.device, dtypes)
+            state.figures = measured(config.wire, group, device, dtypes)
         self._build_reducer(parameters)
         parameters.register()  # all ranks hold the same module
-        DistributedDataParallel.wrapped_modules += 1
+        DDPState.wrapped += 1
 
     def _begin_alike(
         self, parameters: ModuleParameters, params: Sequence[tuple[str, Tensor]], with_buffers: bool
     ) -> None:
         """Verify that all ranks wrap the same module, and give all the values of rank 0."""
+        state = self._ddp_state
         buffers = parameters.buffers() if with_buffers else []
-        options = dict(self.config.options)
+        options = dict(state.config.options)
         if sparse := parameters.names_of_sparse():
             options["sparse gradients"] = sparse
-        verify_same(describe(params, buffers, options), self.group, self.device)
-        self.group.remember_processes()
+        verify_same(describe(params, buffers, options), state.group, state.device)
+        state.group.remember_processes()
         tensors = [tensor.detach() for _, tensor in [*params, *buffers]]
-        self.state_broadcast.send(tensors, "wrapping", "parameters and buffers")
+        state.state_broadcast.send(tensors, "wrapping", "parameters and buffers")
 
     def _enter_group(self) -> ModuleParameters:
         """Make the objects for the process group and the module's parameters. No collective."""
+        state = self._ddp_state
         enable_debug_logging()
-        self.group.enter()
-        self.state_broadcast = StateBroadcast(self.group, self.sync)
-        return ModuleParameters(self, self.parameters_to_ignore, self.group, self._is_sliced)
+        state.group.enter()
+        state.state_broadcast = StateBroadcast(state.group, state.sync)
+        return ModuleParameters(self, self.parameters_to_ignore, state.group, state.is_sliced)
 
     def _build_reducer(self, parameters: ModuleParameters) -> None:
         """Make the reducer, from the options. No collective."""
-        self.traced = Traced(self, self._pre_forward)
+        state = self._ddp_state
+        config, group, sync = state.config, state.group, state.sync
+        state.traced = Traced(self, self._pre_forward)
         # As in stock, with static_graph unused parameters are no error.
         is_strict = self.find_unused_parameters is False and not self.static_graph
-        broadcast = self.state_broadcast if self._init_sync else None
-        self.core = self.config.build_reducer(
-            parameters, self.group, self.sync, broadcast, self._figures, is_strict
-        )
-        mode, transport = self.config.buffer_mode, self.config.transport
-        self.buffer_sync = BufferSync(self.core, self.state_broadcast, mode, transport)
-        self._window: AccumulationWindow | None = None
-        self.reducer = StockReducer(self.core)
-        on_demand.finalize_manually(self.core, self._require_manual_backward_finalization)
-        self.core.logger = self.logger = Logger(self)
+        broadcast = state.state_broadcast if state.init_sync else None
+        core = config.build_reducer(parameters, group, sync, broadcast, state.figures, is_strict)
+        buffers = BufferSync(core, state.state_broadcast, config.buffer_mode, config.transport)
+        state.core, state.buffer_sync, state.window = core, buffers, None
+        self.reducer = StockReducer(core)
+        on_demand.finalize_manually(core, state.finalizes_manually)
+        core.logger = state.logger = self.logger = Logger(self)
         self._register_hooks_again()
-        _alive.add(self)
 
     # One forward
 
@@ -332,60 +320,64 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module alone. Subclasses may override this to call another method of it."""
+        state = self._ddp_state
         # dynamo splits the graphs that it compiles in here at the buckets, if these are large.
-        outer = set_active_wrapper(self if max(self.caps.limits) >= MIB else None)
+        outer = set_active_wrapper(self if max(state.config.caps.limits) >= MIB else None)
         try:
-            if self._low is None:
+            if state.low_precision is None:
                 return self.module(*inputs, **kwargs)
-            return self._low.run(self.module, inputs, kwargs)
+            return state.low_precision.run(self.module, inputs, kwargs)
         finally:
             set_active_wrapper(outer)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Everything before the module runs; returns the inputs on its device."""
-        if self.sync.enabled and torch.is_grad_enabled():
-            sampler = self.logger.sampler
+        state = self._ddp_state
+        core, sync = state.core, state.sync
+        if sync.enabled and torch.is_grad_enabled():
+            sampler = state.logger.sampler
             sampler.iteration += 1
             if sampler.moments is not None or sampler.iteration >= sampler.next_sample:
                 sampler.forward_begins()
         try:
             if _OPTIMIZERS_IN_BACKWARD in sys.modules:
-                step_in_backward(self.core)
-            self.core.before_forward()
+                step_in_backward(core)
+            core.before_forward()
         except Exception as error:
-            self.logger.set_error_and_log(str(error))
+            state.logger.set_error_and_log(str(error))
             raise
-        if self.sync.join is not None:
+        if sync.join is not None:
             announce_forward(self)
         if (
             self.forward_sync_buffers
             and self.require_forward_param_sync
-            and any(self.core.parameters.buffer_tables)
+            and any(core.parameters.buffer_tables)
             and self._check_sync_bufs_pre_fwd()
         ):
             self._sync_buffers()
-            for call in self.core.events.on_buffers:
+            for call in core.events.on_buffers:
                 call()
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
-            by_side_stream = self.use_side_stream_for_tensor_copies
-            inputs, kwargs = move_inputs(inputs, kwargs, device, by_side_stream)
+            on_the_side = self.use_side_stream_for_tensor_copies
+            inputs, kwargs = move_inputs(inputs, kwargs, device, on_the_side)
         return inputs, kwargs
 
     def _post_forward(self, output: Any) -> Any:
         """Everything after the module has run; returns its output."""
-        if self.logger.sampler.moments is not None:
-            self.logger.sampler.forward_ended()
-        if self._buffer_hook is not None and self._check_sync_bufs_post_fwd():
+        state = self._ddp_state
+        if state.logger.sampler.moments is not None:
+            state.logger.sampler.forward_ended()
+        if state.buffer_hook is not None and self._check_sync_bufs_post_fwd():
             self._sync_buffers()
-        syncs, has_grad = self.sync.enabled, torch.is_grad_enabled()
+        syncs, has_grad = state.sync.enabled, torch.is_grad_enabled()
         if has_grad:
             context = distributed_context() if rpc_runs() else None
             if context is None:
                 is_one = type(output) is Tensor
-                watch(self.core, (output,) if is_one else tensors_in(output), syncs)
+                watch(state.core, (output,) if is_one else tensors_in(output), syncs)
             else:
-                in_context.watch(self.core, output, context, syncs)
+                in_context.watch(state.core, output, context, syncs)
         # As in stock: the next forward need not synchronise buffers if nothing made ranks differ.
         self.require_forward_param_sync = has_grad and syncs
         return output
@@ -409,12 +401,12 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             inputs, targets = batches[-1]
             loss_function(model(inputs), targets).backward()  # reduces what all have accumulated
         """
-        before = self.sync.enabled
-        self.sync.enabled = False
+        sync = self._ddp_state.sync
+        before, sync.enabled = sync.enabled, False
         try:
             yield
         finally:
-            self.sync.enabled = before
+            sync.enabled = before
 
     @contextmanager
     def weighted(self, n: float | Tensor, reduction: str = "mean") -> Iterator[None]:
@@ -455,14 +447,16 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
                 loss_function(model(inputs[:n]), targets[:n]).backward()
         """
         weight = weight_of(n, reduction)
-        if self._window is None:
-            self._window = AccumulationWindow(self.core.parameters, self.sync, self.core.manager)
-            self.core.events.install(self._window)
-        before, self.sync.weight = self.sync.weight, weight
+        state = self._ddp_state
+        core, sync = state.core, state.sync
+        if state.window is None:
+            state.window = AccumulationWindow(core.parameters, sync, core.manager)
+            core.events.install(state.window)
+        before, sync.weight = sync.weight, weight
         try:
             yield
         finally:
-            self.sync.weight = before
+            sync.weight = before
 
     def reduce_gradients(
         self,
@@ -504,10 +498,10 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         refuse_inside(self, "reduce_gradients()")
         if gradients is not None:
             named: list[tuple[str, Tensor]] = self._trainable()
-            return on_demand.reduce_given(self.core, gradients, params, named)
+            return on_demand.reduce_given(self._ddp_state.core, gradients, params, named)
         if params is not None:
             raise ValueError("params without gradients: give the gradients too")
-        on_demand.reduce_accumulated(self.core)
+        on_demand.reduce_accumulated(self._ddp_state.core)
         return None
 
     # Reports, and what goes into checkpoints
@@ -541,7 +535,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             model.check_sync()  # once in some thousand steps
         """
         refuse_inside(self, "check_sync()")
-        check_sync(self.module, self.core, self.parameters_to_ignore, buffers, gradients)
+        check_sync(self.module, self._ddp_state.core, self.parameters_to_ignore, buffers, gradients)
 
     metrics, suggested_shares, log_metrics = metrics, suggested_shares, log_metrics
     grad_norm, clip_grad_norm_ = grad_norm, clip_grad_norm_
@@ -560,7 +554,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             model = tritonddp.DistributedDataParallel(module, compression="auto")
             print(model.wire_report())
         """
-        planner = self.core.manager.planner
+        planner = self._ddp_state.core.manager.planner
         if planner is not None:
             return planner.report
         return (
@@ -591,7 +585,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             module.load_state_dict(saved["model"])  # in the next run, on each rank its own
             model.load_comm_state_dict(saved["comm"])
         """
-        return checkpoint.comm_state(self.core)
+        return checkpoint.comm_state(self._ddp_state.core)
 
     def load_comm_state_dict(self, *states: dict[str, Any]) -> None:
         """Continue a saved run: the next step has the same bits as the next step of that run.
@@ -613,7 +607,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             ValueError: an entry is missing or out of range; or a parameter had another shape, and
                 its gradients have quantisation errors.
         """
-        checkpoint.load_comm_state(self.core, states)
+        checkpoint.load_comm_state(self._ddp_state.core, states)
 
     # Communication hooks
 
@@ -644,7 +638,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             model.register_comm_hook(None, default_hooks.fp16_compress_hook)
         """
         self._noting(check_hook, hook)
-        self.core.register_comm_hook(state, hook)
+        self._ddp_state.core.register_comm_hook(state, hook)
         self._comm_hooks.append((hook, state))
 
     # When the caller says where a backward ends
@@ -666,13 +660,13 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             loss_function(model(inputs), targets).backward()  # the all-reduces go on
             model.finalize_backward()  # now .grad holds the means
         """
-        return self._require_manual_backward_finalization
+        return self._ddp_state.finalizes_manually
 
     @require_manual_backward_finalization.setter
     def require_manual_backward_finalization(self, required: bool) -> None:
         check_flags({"require_manual_backward_finalization": required})
-        on_demand.finalize_manually(self.core, required)
-        self._require_manual_backward_finalization = required
+        on_demand.finalize_manually(self._ddp_state.core, required)
+        self._ddp_state.finalizes_manually = required
 
     @property
     def should_finalize_after_backward(self) -> bool:
@@ -681,7 +675,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         True for the first reduced backward, in which the bucket order is not known yet. In later
         ones it may also be called from a hook. Always false if finalisation is not manual.
         """
-        return self._require_manual_backward_finalization and self.core.manager.is_provisional
+        state = self._ddp_state
+        return state.finalizes_manually and state.core.manager.is_provisional
 
     def finalize_backward(self) -> None:
         """Wait for the reductions of the last backward, and write their results to ``.grad``.
@@ -693,7 +688,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             RuntimeError: :attr:`require_manual_backward_finalization` is off, buckets still wait
                 for gradients, or no reduction is under way, as under ``no_sync``.
         """
-        on_demand.finalize_backward(self.core)
+        on_demand.finalize_backward(self._ddp_state.core)
 
     # Uneven inputs
 
@@ -753,8 +748,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         """
         divides = kwargs.get("divide_by_initial_world_size", True)
         check_flags({"divide_by_initial_world_size": divides})
-        self.group.refuse_if_forked()
-        self.logger.joins = True
+        self._ddp_state.group.refuse_if_forked()
+        self._ddp_state.logger.joins = True
         return ShadowHook(self, divides)
 
     # Copies, and other process groups
@@ -768,28 +763,24 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         """
         self._check_default_group()
         state = {name: each for name, each in self.__dict__.items() if name not in _OF_THE_GROUP}
-        return state | {"require_backward_grad_sync": self.sync.enabled}
+        state["_ddp_state"] = copy.copy(self._ddp_state)  # for shallow copies
+        return state | {"require_backward_grad_sync": self._ddp_state.sync.enabled}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        is_enabled = state.pop("require_backward_grad_sync")
+        sync = SyncState()
+        sync.enabled = state.pop("require_backward_grad_sync")
         super().__setstate__(state)
-        self.sync = SyncState()
-        self.sync.enabled = is_enabled
-        leave_join(self)
         self.process_group = process_group_of(None, None)
-        self.group = Group(self.process_group)
+        own = self._ddp_state
+        own.sync, own.group = sync, Group(self.process_group)
+        leave_join(self)
         self._build_reducer(self._enter_group())
-        if self._low is not None:
-            self._low.remove_hooks_with(self)
+        if own.low_precision is not None:
+            own.low_precision.remove_hooks_with(self)
 
 
-# Attributes that are made again for a new process group, and the group itself.
-_OF_THE_GROUP = {
-    *("process_group", "group", "sync", "core", "reducer", "logger", "state_broadcast", "traced"),
-    *("_window", "buffer_sync", "_compiled_call_impl"),
-}
-
-_alive: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+# Attributes that are made again for a new process group, and the group itself. (DDPState has more.)
+_OF_THE_GROUP = {"process_group", "reducer", "logger", "_compiled_call_impl"}
 
 # Make isinstance(ddp, torch's class) true, so that checkpointing, Lightning, Accelerate and dynamo
 # treat this class like torch's. (The metaclass of torch's class is ABCMeta.)

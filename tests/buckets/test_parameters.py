@@ -435,7 +435,7 @@ def test_buffers_that_go_in_a_step_that_breaks_off_go_on_all_ranks(view: bool) -
 def test_buffers_that_hold_a_graph_are_not_held() -> None:
     """As ``torch.func.functional_call`` puts them in the place of others, for one forward."""
     module = nn.BatchNorm1d(3)
-    parameters = DistributedDataParallel(module).core.parameters
+    parameters = DistributedDataParallel(module)._ddp_state.core.parameters
     for _ in range(2):
         module.running_mean = torch.ones(3, requires_grad=True) * 2
         assert parameters.buffers()[0][1] is module.running_mean

@@ -162,9 +162,13 @@ def accelerate_accumulates(net: Net, rank: int, step: int) -> None:
             net(batch(), "ab" if rank else "bc").sum().backward()
 
 
-class TrainsInside(Branches):
+class PreparesInside(Branches):
     """Runs its own backward, as a LightningModule with manual optimization: Lightning makes the
-    wrapper's ``forward`` run ``training_step``, and that calls ``manual_backward``."""
+    wrapper's ``forward`` run ``training_step``, and that calls ``manual_backward``. Before it
+    Lightning calls the reducer of the wrapper, and after ``training_step`` it sees that the end of
+    the wrapper's forward does not."""
+
+    wrapper: list[Net]
 
     def forward(self, x: Tensor, names: str, backward: bool = True) -> Any:
         loss = super().forward(x, names).sum()
@@ -172,34 +176,6 @@ class TrainsInside(Branches):
             self.manual_backward(loss)
             return None
         return loss
-
-    def manual_backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-    @staticmethod
-    def microbatch(net: Net, rank: int) -> Tensor:
-        return net(batch(), "ace" if rank else "bd", backward=False)
-
-
-@case(model=TrainsInside)
-def lightning_runs_the_backward_inside_forward(net: Net, rank: int, step: int) -> None:
-    net(batch(), "ab" if rank else "bc")
-    net.require_backward_grad_sync = True  # as its strategy does after each training_step
-
-
-@case(model=TrainsInside)
-def lightning_blocks_the_synchronisation(net: Net, rank: int, step: int) -> None:
-    """``block_backward_sync()`` of the strategy, around a whole training_step."""
-    with net.no_sync():
-        net(batch(), "ab" if rank else "bc")
-    net(batch(), "cd" if rank else "b")
-
-
-class PreparesInside(TrainsInside):
-    """As above; before each ``manual_backward`` Lightning calls the reducer of the wrapper, and
-    after ``training_step`` it sees that the end of the wrapper's forward does not."""
-
-    wrapper: list[Net]
 
     def manual_backward(self, loss: Tensor) -> None:
         net: Any = self.wrapper[0]
@@ -211,10 +187,25 @@ class PreparesInside(TrainsInside):
         loss.backward()
         net.require_backward_grad_sync = False
 
+    @staticmethod
+    def microbatch(net: Net, rank: int) -> Tensor:
+        return net(batch(), "ace" if rank else "bd", backward=False)
+
 
 @case(model=PreparesInside)
 def lightning_prepares_the_reducer(net: Net, rank: int, step: int) -> None:
     net.module.wrapper = [net]  # in a list: it is no submodule
+    net(batch(), "abcdef")
+    net.require_backward_grad_sync = True
+
+
+@case(model=PreparesInside)
+def lightning_blocks_the_synchronisation(net: Net, rank: int, step: int) -> None:
+    """``block_backward_sync()`` of the strategy, around a whole training_step."""
+    net.module.wrapper = [net]
+    with net.no_sync():
+        net(batch(), "ab" if rank else "bc")
+    net.require_backward_grad_sync = True
     net(batch(), "abcdef")
     net.require_backward_grad_sync = True
 

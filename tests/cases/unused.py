@@ -144,11 +144,6 @@ def used_outside_forward_only(net: Net, rank: int, step: int) -> None:
 
 
 @case()
-def loss_without_any_forward(net: Net, rank: int, step: int) -> None:
-    branch(net, "c")(batch()).sum().backward()
-
-
-@case()
 def penalty_on_all_weights(net: Net, rank: int, step: int) -> None:
     penalty = sum(param.pow(2).sum() for param in net.parameters())
     (net(batch(), "ab").pow(2).mean() + 0.1 * penalty).backward()

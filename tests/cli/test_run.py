@@ -167,6 +167,21 @@ def test_models_are_told_by_process() -> None:
     assert run.told([2, 1]) == "tritonddp wrapped 1 model in 1 process, 2 models in 1 process"
 
 
+@pytest.mark.parametrize(("before", "is_known"), [("import torch", True), ("", False)])
+def test_a_script_that_fails_before_it_wraps_is_told_its_own_error(
+    before: str, is_known: bool, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"{before}\nraise ValueError('no data here')")
+    words = ("-m", "tritonddp", "run", script)
+    done = launched.run(*words, nproc=None, env={"PYTHONPATH": str(launched.ROOT)})
+    assert done.returncode == 1
+    (line,) = [each for each in done.stderr.splitlines() if each.startswith("tritonddp run:")]
+    assert "failed" in line
+    assert ("before it wrapped a model: rank 0: ValueError: no data here" in line) is is_known
+    assert "does the script wrap one" not in line.lower()
+
+
 @pytest.mark.thorough
 def test_the_exit_code_is_torchruns() -> None:
     script = launched.ROOT / "tests" / "cli" / "programs" / "planted.py"

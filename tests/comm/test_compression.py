@@ -165,7 +165,7 @@ def test_nothing_is_lost_of_unused_parameters_windows_and_when_buckets_change(
         ledger.step(ddp, mean_over_ranks(alone))
         assert_same_on_all_ranks([param.grad for param in ddp.parameters()], f"step {step}")
         held.append([param.grad for param in ddp.parameters()])  # a user may keep gradients
-    assert ddp.core.manager.has_moved
+    assert ddp._ddp_state.core.manager.has_moved
     ledger.check(ddp, at_least=1e-5)
     assert ddp.module.never.weight.grad is None or options == "keeps gradients"
 
@@ -745,7 +745,7 @@ ddp = DistributedDataParallel(torch.nn.Linear(64, 64), compression="int8")
 ddp(torch.randn(4, 64)).sum().backward()
 if sys.argv[1] != "idle":
     if sys.argv[1] == "in vain" and dist.get_rank() == 0:
-        ddp.group.next_exchange()  # as if it had made one more
+        ddp._ddp_state.group.next_exchange()  # as if it had made one more
     ddp.require_manual_backward_finalization = True
     ddp(torch.randn(4, 64)).sum().backward()  # nobody waits for it
 print("ended", flush=True)

@@ -67,7 +67,7 @@ def step(ddp: Any, number: int, **arguments: Any) -> list[Tensor | None]:
 
 def is_shared(ddp: DistributedDataParallel) -> list[bool]:
     """For each bucket, whether it goes through memory."""
-    return [bucket.exchange is not None for bucket in ddp.core.manager.current.buckets]
+    return [bucket.exchange is not None for bucket in ddp._ddp_state.core.manager.current.buckets]
 
 
 def in_two_shots() -> Any:
@@ -151,6 +151,24 @@ def test_modules_that_end_in_another_order_on_ranks_of_a_host() -> None:
     assert all(is_shared(nets[0]))
 
 
+@ranks(4)
+def test_ranks_that_wait_for_groups_in_another_order_sum_shares_of_both() -> None:
+    """The share that a rank waits for belongs to a rank that waits in the other group."""
+    nets = [net(process_group=dist.new_group()) for _ in range(2)]
+    for number in range(4):
+        for each in nets:
+            each.require_manual_backward_finalization = True
+            each.zero_grad()
+        torch.manual_seed(10 * number + dist.get_rank())
+        sum(each(torch.randn(4, 20)) for each in nets).backward()
+        # (The first reductions end with the order of gradients.)
+        for each in nets[:: -1 if dist.get_rank() % 2 and number > 1 else 1]:
+            each.finalize_backward()
+        for each in nets:
+            assert_same_on_all_ranks([p.grad for p in each.parameters()], f"step {number}")
+    assert all(is_shared(nets[0]) + is_shared(nets[1]))
+
+
 def on_hosts(size: int) -> Any:
     """Context: ranks are on hosts of so many ranks each, for a group that is made inside."""
     return mock.patch.object(peers, "_host", return_value=f"host {dist.get_rank() // size}")
@@ -165,9 +183,9 @@ def test_the_sums_of_several_hosts_are_those_of_the_process_group(options: str) 
         plain = net(transport="process_group", **OPTIONS[options])
         for number in range(5):
             leaves_out = number == 2 or (number > 2 and dist.get_rank() > 0)
-            before = shared.core.counters.sent_bytes
+            before = shared._ddp_state.core.counters.sent_bytes
             mine = step(shared, number, leaves_out=leaves_out)
-            sent = shared.core.counters.sent_bytes - before
+            sent = shared._ddp_state.core.counters.sent_bytes - before
             theirs = step(plain, number, leaves_out=leaves_out)
             assert_same_on_all_ranks(mine, f"step {number}")
             scale = 2e-2 if options == "bf16" else 1e-5
@@ -176,7 +194,7 @@ def test_the_sums_of_several_hosts_are_those_of_the_process_group(options: str) 
                 if one is not None:
                     torch.testing.assert_close(one, other, rtol=scale, atol=scale)
     assert all(is_shared(shared))
-    of_buckets = sum(bucket.nbytes for bucket in shared.core.manager.current.buckets)
+    of_buckets = sum(bucket.nbytes for bucket in shared._ddp_state.core.manager.current.buckets)
     assert abs(sent - of_buckets / 2) <= 8 * len(is_shared(shared))  # what is left of a half
 
 
@@ -192,8 +210,8 @@ def test_three_hosts_own_a_part_of_each_share() -> None:
             for one, other in zip(mine, step(plain, number), strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     assert all(is_shared(shared))
-    counters = shared.core.counters
-    assert counters.sent_bytes < 0.8 * plain.core.counters.sent_bytes
+    counters = shared._ddp_state.core.counters
+    assert counters.sent_bytes < 0.8 * plain._ddp_state.core.counters.sent_bytes
 
 
 @ranks(2)
@@ -347,7 +365,7 @@ def test_a_connection_of_another_user_is_refused() -> None:
     with one, other:
         peers._check_user(one)
         with (
-            mock.patch.object(os, "getuid", return_value=os.getuid() + 1),
+            mock.patch.object(os, "geteuid", return_value=os.geteuid() + 1),
             pytest.raises(PermissionError, match=r"a process of user \d+ has the socket"),
         ):
             peers._check_user(one)
@@ -359,7 +377,7 @@ def test_ranks_that_do_not_exchange_the_same_are_told() -> None:
     ddp = net()
     step(ddp, 0)
     step(ddp, 1)
-    bucket = ddp.core.manager.current.buckets[0]
+    bucket = ddp._ddp_state.core.manager.current.buckets[0]
     if dist.get_rank() == 1:
         bucket.nbytes += 4
         bucket.exchange.content = *bucket.exchange.content[:2], bucket.nbytes
@@ -415,7 +433,8 @@ def test_more_messages_than_a_connection_holds() -> None:
         assert ddp.module.layers[0].grad.tolist() == [1.5, 1.5]
     assert len(ddp.reducer.buckets) == 500
     # What the other waits for has gone; it has read this when it packs again.
-    unsent = {message[0] for peer in ddp.core.group.peers.others for message in peer.unsent}
+    others = ddp._ddp_state.group.peers.others
+    unsent = {message[0] for peer in others for message in peer.unsent}
     assert unsent <= {peers.READ}
 
 

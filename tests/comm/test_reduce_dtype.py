@@ -151,7 +151,7 @@ def test_half_the_bytes_at_one_launch_each_way_a_bucket(view: bool) -> None:
     assert counters.unflattens - before.unflattens == 1
     assert counters.collectives - before.collectives == 1
     assert counters.wire_bytes - before.wire_bytes == nbytes
-    assert ddp.caps.limits[:3] == (2**20, 2**20, 2**21)
+    assert ddp._ddp_state.config.caps.limits[:3] == (2**20, 2**20, 2**21)
     assert counters.sent_bytes - before.sent_bytes == -(-2 * 2 * nbytes // 3)
 
 

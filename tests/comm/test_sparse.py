@@ -262,17 +262,17 @@ def test_dense_buckets_go_while_the_sparse_one_waits_for_nobody(view: bool) -> N
         ddp.zero_grad()
         plain(ddp, dist.get_rank(), step)
     waits: list[str] = []
-    end = ddp.core.finish
+    end = ddp._ddp_state.core.finish
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     gather = getattr(dist, name)
     try:
         setattr(dist, name, lambda *a, **k: (waits.append("gather"), gather(*a, **k))[1])
-        ddp.core.finish = lambda run: (waits.append("end"), end(run))[1]
+        ddp._ddp_state.core.finish = lambda run: (waits.append("end"), end(run))[1]
         ddp.zero_grad()
         plain(ddp, dist.get_rank(), 2)
     finally:
         setattr(dist, name, gather)
-        del ddp.core.finish
+        del ddp._ddp_state.core.finish
     assert waits == ["end", "gather", "gather"]
 
 

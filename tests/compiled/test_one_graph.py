@@ -573,7 +573,7 @@ def test_in_the_last_bucket_nothing_is_sent_too_early() -> None:
         module = seeded(Layers)
         ddp = DistributedDataParallel(copy.deepcopy(module))
         compiled = torch.compile(ddp, backend="aot_eager", fullgraph=True)
-        assert len(ddp.core.manager.current.buckets) == 1
+        assert len(ddp._ddp_state.core.manager.current.buckets) == 1
         for number in range(6):
             ddp.zero_grad()
             loss = loss_of(compiled(batch(dist.get_rank(), number)))
@@ -995,7 +995,7 @@ def test_a_module_with_a_break_is_compiled_in_parts() -> None:
             if number == 0:
                 first = len(backend.graphs)
         assert len(backend.graphs) == first >= 2
-    assert ddp.traced.gradients is None  # as without: no graph holds an operator
+    assert ddp._ddp_state.traced.gradients is None  # as without: no graph holds an operator
 
 
 @ranks(2, timeout=300)
@@ -1009,7 +1009,7 @@ def test_two_wrappers_of_a_module_and_a_copy() -> None:
                 ddp.zero_grad()
                 loss_of(compiled(batch(dist.get_rank(), number))).backward()
                 assert_means(ddp, module, number, rtol=1e-4, atol=1e-6)
-        assert int(first.traced.state[0]) != int(ddp.traced.state[0])
+        assert int(first._ddp_state.traced.state[0]) != int(ddp._ddp_state.traced.state[0])
 
 
 @ranks(2, timeout=300)
@@ -1043,7 +1043,7 @@ def test_a_wrapper_is_freed_and_its_graph_may_outlive_it() -> None:
     with fresh_dynamo():
         ddp = DistributedDataParallel(seeded(Layers), **SMALL)
         loss = loss_of(torch.compile(ddp, backend="aot_eager")(batch(0, 0)))
-        core = weakref.ref(ddp.core)
+        core = weakref.ref(ddp._ddp_state.core)
         torch._dynamo.reset()
         del ddp
         gc.collect()

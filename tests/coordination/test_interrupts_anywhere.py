@@ -135,9 +135,10 @@ class Steps:
             assert came == (interrupt.where is not None), interrupt.where
             handler = signal.getsignal(signal.SIGINT)
             assert handler is signal.default_int_handler, interrupt.where
-        if self.ddp.core.run is not None and self.ddp.core.run.awaits_finalize:
+        run = self.ddp._ddp_state.core.run
+        if run is not None and run.awaits_finalize:
             self.ddp.finalize_backward()
-        recover(self.ddp.group)
+        recover(self.ddp._ddp_state.group)
         if reducer.counters.reductions == before and self.how != "requested":
             self.ddp.zero_grad()
             self.step(2)

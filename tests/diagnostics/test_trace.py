@@ -200,7 +200,7 @@ def test_off_it_costs_nothing_and_nothing_of_it_stays(view: bool) -> None:
     ddp = wrap(Chain(), view, transport="process_group")
     step(ddp)
     step(ddp)
-    events = ddp.core.events
+    events = ddp._ddp_state.core.events
     for _ in range(10):
         step(ddp)  # the first ones are measured for the logging data
     before = python_calls(lambda: step(ddp))
@@ -338,13 +338,14 @@ def test_a_backward_that_breaks_is_marked_and_the_others_are_whole(view: bool, l
 @ranks(2)
 def test_an_exception_passes_through_and_all_is_restored() -> None:
     ddp = wrap(Chain())
-    extensions = ddp.core.events.extensions
+    events = ddp._ddp_state.core.events
+    extensions = events.extensions
     step(ddp)
     handle = ddp.module.layers["a"].weight.register_hook(fail)
     with pytest.raises(Broken), tritonddp.trace(ddp) as timeline:
         step(ddp)
     assert [backward.broken for backward in timeline.backwards] == [True]
-    assert len(ddp.core.events.extensions) == len(extensions) + 1, "that which samples steps"
+    assert len(events.extensions) == len(extensions) + 1, "that which samples steps"
     handle.remove()
     with tritonddp.trace(ddp) as timeline:
         step(ddp)

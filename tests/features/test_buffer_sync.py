@@ -251,7 +251,7 @@ def trajectory(
         program(ddp, batch(shape), number)
         ddp.zero_grad()
     if cls is not Stock:
-        assert (ddp.buffer_sync._shared is not None) is (not options)
+        assert (ddp._ddp_state.buffer_sync._shared is not None) is (not options)
     return seen
 
 
@@ -496,7 +496,7 @@ def test_a_copy_on_one_rank_alone_changes_nothing_for_the_others() -> None:
     ddp = trained()
     if dist.get_rank() == 1:
         twin = copy.deepcopy(ddp)
-        assert twin.buffer_sync._through_memory() is None
+        assert twin._ddp_state.buffer_sync._through_memory() is None
     assert_forwards_have_those_of_rank_0(ddp)
     assert_forwards_have_those_of_rank_0(wrapped())
 
@@ -677,10 +677,13 @@ def test_copies_and_other_groups_begin_anew() -> None:
 @ranks(2)
 def test_a_wrapper_is_freed_and_with_it_the_memory() -> None:
     ddp = trained()
-    peers = ddp.buffer_sync._shared._peers
+    peers = ddp._ddp_state.buffer_sync._shared._peers
     lent = [each for peer in peers.others for each in peer.lent.values()]
     assert len(lent) == dist.get_rank()
-    state = [weakref.ref(each) for each in (ddp, ddp.buffer_sync, ddp.buffer_sync._shared, *lent)]
+    state = [
+        weakref.ref(each)
+        for each in (ddp, ddp._ddp_state.buffer_sync, ddp._ddp_state.buffer_sync._shared, *lent)
+    ]
     del ddp, lent
     gc.collect()
     assert not any(each() for each in state)

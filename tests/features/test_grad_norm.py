@@ -396,7 +396,7 @@ def test_norms_by_parameter() -> None:
 @ranks(1)
 def test_a_world_of_one_and_no_option_take_a_pass(way: str) -> None:
     ddp = wrapped(**WAYS[way])
-    assert ddp.core.events.of(GradNorm) is None
+    assert ddp._ddp_state.core.events.of(GradNorm) is None
     assert ddp.grad_norm().item() == 0
     assert ddp.clip_grad_norm_(1.0).item() == 0
     train(ddp)
@@ -436,7 +436,7 @@ def test_a_pass_is_no_more_operations_for_more_parameters() -> None:
 @ranks(2)
 def test_without_the_option_norms_take_a_pass_and_the_noise_scale_names_it() -> None:
     ddp = wrapped(grad_norm=False)
-    assert ddp.core.events.of(GradNorm) is None
+    assert ddp._ddp_state.core.events.of(GradNorm) is None
     train(ddp)
     is_right(ddp)
     clips_as_torch(ddp, 0.5)
@@ -528,7 +528,7 @@ def test_no_gradient_is_kept_alive_nor_the_wrapper() -> None:
 def test_local_squares_are_those_of_this_rank_and_the_noise_scale_theirs(way: str) -> None:
     ddp = wrapped(**WAYS[way])
     alone = copy.deepcopy(ddp.module)
-    extension = ddp.core.events.of(GradNorm)
+    extension = ddp._ddp_state.core.events.of(GradNorm)
     assert isinstance(extension, GradNorm)
     noise = signal = 0.0
     for number in range(4):
@@ -573,7 +573,7 @@ def test_a_reduction_that_tells_nothing_leaves_the_noise_scale_as_it_is() -> Non
 def tells_nothing(ddp: DistributedDataParallel) -> None:
     train(ddp, 4)
     found, rank = ddp.grad_noise_scale(), dist.get_rank()
-    extension = ddp.core.events.of(GradNorm)
+    extension = ddp._ddp_state.core.events.of(GradNorm)
     assert extension is not None
     with ddp.weighted(1 + rank):
         step(ddp)
@@ -593,7 +593,7 @@ def tells_nothing(ddp: DistributedDataParallel) -> None:
 @ranks(2)
 def test_on_the_cpu_one_reduction_in_eight_is_measured() -> None:
     ddp = wrapped()
-    extension = ddp.core.events.of(GradNorm)
+    extension = ddp._ddp_state.core.events.of(GradNorm)
     assert extension is not None
     measured = []
     for number in range(18):

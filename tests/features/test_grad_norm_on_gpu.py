@@ -75,7 +75,7 @@ def is_right(ddp: DistributedDataParallel) -> None:
 @ranks(2)
 def test_sums_of_the_kernels_are_the_norm(way: str, dtype: torch.dtype) -> None:
     ddp, rank = wrapped(dtype, **WAYS[way]), dist.get_rank()
-    extension = ddp.core.events.of(GradNorm)
+    extension = ddp._ddp_state.core.events.of(GradNorm)
     assert isinstance(extension, GradNorm)
     for number in range(3):
         ddp.zero_grad(set_to_none=number == 1)

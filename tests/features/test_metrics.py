@@ -255,7 +255,7 @@ def test_the_slow_rank_is_named_on_all_ranks(part: str) -> None:
 def test_of_short_steps_one_in_so_many_is_measured() -> None:
     rank = dist.get_rank()
     ddp = DistributedDataParallel(net(), metrics=True)
-    agreement = ddp.core.agreement
+    agreement = ddp._ddp_state.core.agreement
     read = mock.Mock(wraps=agreement.read)
     with time_of_test() as time, mock.patch.object(agreement, "read", read):
         train(ddp, 40, lambda _: time.sleep(0.001))

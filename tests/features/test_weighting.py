@@ -263,6 +263,7 @@ def test_a_backward_beside_the_outputs_is_weighted_alone_but_not_accumulated(vie
     ddp = DistributedDataParallel(Net(), gradient_as_bucket_view=view)
     rank = dist.get_rank()
     weight = ddp.module.first.weight
+    ddp(torch.zeros(1, 3, dtype=torch.float64), extra=False)  # arms the reduction
     with ddp.weighted(1 + 2 * rank):
         (weight.sum() * rank).backward()
     torch.testing.assert_close(weight.grad, torch.full_like(weight, 0.75))

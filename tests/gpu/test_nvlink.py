@@ -63,7 +63,7 @@ def _compare(
         assert_same_bits(*found, f"step {number}")
         assert_same_on_all_ranks(found[1], f"step {number}")
     plain, over_nvlink = nets
-    shared = [bucket.exchange is not None for bucket in over_nvlink.core.manager.current.buckets]
+    shared = [bucket.exchange is not None for bucket in over_nvlink.reducer.buckets]
     assert any(shared)
     assert all(shared) == are_small
-    assert not any(bucket.exchange for bucket in plain.core.manager.current.buckets)
+    assert not any(bucket.exchange for bucket in plain.reducer.buckets)

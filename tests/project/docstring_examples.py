@@ -95,13 +95,13 @@ if __name__ == "__main__":
     import torch
     import torch.distributed as dist
 
-    from tritonddp import DistributedDataParallel
+    from tritonddp.state import DDPState
 
     torch.set_num_threads(1)
     name = sys.argv[1]
     dist.init_process_group("gloo")
     for code in examples(name):
-        names, before = _for_trainers(name), DistributedDataParallel.wrapped_modules
+        names, before = _for_trainers(name), DDPState.wrapped
         play(name, code, **names)
         if os.environ["RANK"] == "0":  # less the wrapper that the page's first lines make
-            print(name, DistributedDataParallel.wrapped_modules - before - 1)
+            print(name, DDPState.wrapped - before - 1)

@@ -30,12 +30,14 @@ OF_TORCHS_OBJECTS = {
     *("_ddp_params_and_buffers_to_ignore", "_ddp_ignored", "_fp_param", "_mp_param"),
 }
 
+# Private attributes of a wrapper that rooms below it read.
+OF_WRAPPERS = {"_ddp_state", "_comm_hooks"}
+
 # WeakKeyDictionary and WeakSet at the level of a module: what ranks share, by process group; the
 # threads of an exchange, which have to end before the interpreter; and all wrappers.
 REGISTRIES = {
     "coordination/group.py: _shared",
     "comm/quantized.py: _threads",
-    "ddp.py: _alive",
 }
 
 # The classes whose attributes each step reads.
@@ -107,7 +109,7 @@ def reaches() -> set[str]:
                     name != TORCH
                     and owner not in ("self", "cls", "super()")
                     and re.match(r"_[^_]", node.attr)
-                    and node.attr not in OF_TORCHS_OBJECTS
+                    and node.attr not in OF_TORCHS_OBJECTS | OF_WRAPPERS
                 ):
                     used.append((name, owner, node.attr))
     return {

@@ -82,8 +82,8 @@ def test_buckets_outlive_a_graph_that_reduces_them() -> None:
         run.module.third.requires_grad_(False)
         for _ in range(12):  # buckets are made anew
             run.step()
-        assert len(run.net.core.captured) == 2
-        assert set(run.net.core.captured).isdisjoint(run.net.reducer.buckets)
+        assert len(run.net._ddp_state.core.captured) == 2
+        assert set(run.net._ddp_state.core.captured).isdisjoint(run.net.reducer.buckets)
 
 
 def _add(net: Any, x: Tensor) -> None:
@@ -161,9 +161,9 @@ def test_a_module_that_is_wrapped_on_the_default_stream_is_refused(
         mock.patch.object(capture, "moves_nodes_into_captures", return_value=moves),
     ):
         run = Run(PROGRAMS["copies"], recorder, module=module and module())
-        tracker = run.net.core.tracker
+        tracker = run.net._ddp_state.core.tracker
         run.step()
-        assert (run.net.core.tracker is tracker) == (module is None)
+        assert (run.net._ddp_state.core.tracker is tracker) == (module is None)
         said = "wrap it on a side stream"
         refused = contextlib.nullcontext() if moves else pytest.raises(RuntimeError, match=said)
         with refused, recorder.graph():
@@ -212,7 +212,7 @@ def test_a_replay_right_behind_a_step_is_in_order_with_it() -> None:
         with run.recorder.graph():
             run.step()
         run.step()
-        for bucket in run.net.core.manager.current.buckets:
+        for bucket in run.net._ddp_state.core.manager.current.buckets:
             bucket.flat.data.fill_(0)  # as the first kernel of a replay
 
 
@@ -254,7 +254,7 @@ def test_a_backward_that_broke_off_is_made_up_for_before() -> None:
 def test_ranks_that_reduce_other_parameters_are_told_without_a_collective() -> None:
     with running(PROGRAMS["copies"]) as run:
         run.step()
-        run.net.core.agreement.pending = True
+        run.net._ddp_state.core.agreement.pending = True
         with mock.patch.object(Agreement, "_check", side_effect=SchemaMismatch):
             said = "the ranks reduce different parameters. Run one step without a graph"
             with pytest.raises(RuntimeError, match=said), run.recorder.graph():

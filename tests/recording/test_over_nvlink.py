@@ -47,7 +47,7 @@ def step(ddp: Any, scale: float = 1.0) -> None:
 
 
 def is_shared(ddp: Any) -> list[bool]:
-    return [bucket.exchange is not None for bucket in ddp.core.manager.current.buckets]
+    return [bucket.exchange is not None for bucket in ddp._ddp_state.core.manager.current.buckets]
 
 
 @pytest.mark.long
@@ -265,7 +265,7 @@ def test_auto_is_the_process_group_and_another_group_than_nccl_is_an_error() -> 
     with recording():
         ddp = net("auto")
         step(ddp)
-        assert ddp.core.peer_memory is None
+        assert ddp._ddp_state.core.peer_memory is None
         torch.cuda.synchronize()
         with (
             mock.patch("tritonddp.config.backend_name", return_value="gloo"),

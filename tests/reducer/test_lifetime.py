@@ -64,7 +64,7 @@ def test_dropping_the_wrapper_frees_it_its_reducer_and_its_buckets(steps: int, v
     output = None
     for seed in range(steps):
         output = step(ddp, seed)
-    things = [ddp, ddp.core, ddp.reducer, *ddp.reducer.buckets]
+    things = [ddp, ddp._ddp_state.core, ddp.reducer, *ddp.reducer.buckets]
     references = [weakref.ref(thing) for thing in things]
     storages = [weakref.ref(bucket.flat) for bucket in ddp.reducer.buckets]
     model.zero_grad()
@@ -177,8 +177,8 @@ def test_a_dropped_wrapper_leaves_no_hook_on_the_parameters(view: bool) -> None:
     ddp = wrap(model, view)
     for seed in range(3):
         step(ddp, seed)
-    reducer = weakref.proxy(ddp.core)
-    hooks = [weakref.ref(handle) for handle in ddp.core.tracker._handles]
+    reducer = weakref.proxy(ddp._ddp_state.core)
+    hooks = [weakref.ref(handle) for handle in ddp._ddp_state.core.tracker._handles]
     assert len(hooks) == len(nodes)
     del ddp
     gc.collect()
@@ -322,7 +322,7 @@ def test_a_new_wrapper_after_a_backward_that_broke_off_on_one_rank(keeps: bool) 
                 step(ddp, 1)
         else:
             step(ddp, 1)
-        return [ddp] if keeps else [weakref.ref(ddp.core)]
+        return [ddp] if keeps else [weakref.ref(ddp._ddp_state.core)]
 
     kept = broken_off()
     module = layers()
@@ -456,7 +456,7 @@ def test_an_interrupt_at_the_end_of_a_backward_leaves_nothing_on_its_way(view: b
         return wait(run, bucket)
 
     for seed in (0, 10):  # the first reduction ends with the order of gradients
-        transport: Any = ddp.core.transport
+        transport: Any = ddp._ddp_state.core.transport
         wait = transport.wait
         if dist.get_rank() == 0:
             transport.wait = interrupted

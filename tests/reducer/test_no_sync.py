@@ -179,8 +179,7 @@ def test_ranks_that_use_different_parameters_reduce_the_same_backwards() -> None
 
 
 @ranks(2)
-def test_a_backward_through_no_output_is_taken_for_that_of_the_last_forward() -> None:
-    """By the moment when it starts, where no forward waits for its backward."""
+def test_a_backward_through_no_output_is_reduced_only_if_a_forward_has_armed_it() -> None:
     ddp = DistributedDataParallel(nn.Linear(2, 1))
 
     def penalty() -> None:
@@ -190,10 +189,16 @@ def test_a_backward_through_no_output_is_taken_for_that_of_the_last_forward() ->
     with ddp.no_sync():
         ddp(torch.ones(1, 2))
     penalty()
-    assert ddp.reducer.counters.reductions == 1
-    penalty()
+    assert ddp.reducer.counters.reductions == 0
+    ddp(torch.ones(1, 2))
     with ddp.no_sync():
         penalty()
+    assert ddp.reducer.counters.reductions == 0
+    penalty()
+    penalty()
+    assert ddp.reducer.counters.reductions == 1
+    ddp.reducer.prepare_for_backward([])
+    penalty()
     assert ddp.reducer.counters.reductions == 2
 
 

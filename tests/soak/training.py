@@ -111,7 +111,7 @@ class Training:
 
     def forget_views(self) -> None:
         """Those that ``check_drift`` makes again, one slice a step: they would pass for a leak."""
-        check = self._ddp.core.events.of(DriftCheck)
+        check = self._ddp._ddp_state.core.events.of(DriftCheck)
         if check is not None:
             check._lay_out()
 

@@ -526,16 +526,34 @@ def test_a_wrapper_within_a_wrapper_cannot_share_gradients_by_view() -> None:
     DistributedDataParallel(nn.Sequential(inner))
 
 
+@pytest.mark.parametrize("view", [False, True])
+@ranks(2)
+def test_wrappers_that_share_a_parameter_own_its_gradient_in_turns(view: bool) -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+    nets = [
+        DistributedDataParallel(first, gradient_as_bucket_view=True),
+        DistributedDataParallel(second, gradient_as_bucket_view=view),
+    ]
+    for _ in range(3):
+        for times, each in enumerate(nets, start=1):
+            for accumulated in (1, 2):
+                each(torch.full((1, 2), 2.0 * times * dist.get_rank())).sum().backward()
+                expected = torch.full((2, 2), float(times * accumulated))
+                torch.testing.assert_close(first.weight.grad, expected)
+            first.zero_grad()
+
+
 @ranks(2)
 def test_wrappers_that_share_a_parameter_cannot_both_own_its_gradient() -> None:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.weight = first.weight
-    wrapped = DistributedDataParallel(first, gradient_as_bucket_view=True)
-    for view in (False, True):
-        with pytest.raises(ValueError, match=r"a Linear, .* too: weight\."):
-            DistributedDataParallel(second, gradient_as_bucket_view=view)
-    wrapped = DistributedDataParallel(first, gradient_as_bucket_view=True)  # anew
-    del wrapped
+    both = [DistributedDataParallel(first, gradient_as_bucket_view=True)]
+    both += [DistributedDataParallel(second)]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"step \d+: .* hold 'weight' both"):
+            sum(each(torch.ones(1, 2)).sum() for each in both).backward()
+        first.zero_grad()
     both = [DistributedDataParallel(each) for each in (first, second)]
     for _ in range(3):
         sum(each(torch.ones(1, 2)).sum() for each in both).backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +93,13 @@ def transformer() -> tuple[nn.Module, tuple[int, ...]]:
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), (2, 5, 16)
 
 
+def scripted() -> nn.Module:
+    """Its tables of parameters, buffers and submodules are no dictionaries."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)))
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[int, ...]]]] = {
     "mlp": mlp,
     "conv-channels-last": conv,
@@ -100,6 +108,8 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[int, ...]]]] = {
     "tied": lambda: (Tied(), (4, 8)),
     "odd-shapes": lambda: (OddShapes(), (4, 8)),
     "expanded": lambda: (Expanded(), (4, 8)),
+    "scripted": lambda: (scripted(), (4, 8)),
+    "a scripted part": lambda: (nn.Sequential(nn.Linear(8, 8), scripted()), (4, 8)),
 }
 MODEL = pytest.mark.parametrize("model", list(MODELS))
 
@@ -108,10 +118,13 @@ def compare_with_stock(
     name: str, view: bool, set_to_none: bool = True, same_bits: bool = True, **options: Any
 ) -> DistributedDataParallel:
     """Train with stock DDP and with tritonddp beside each other; all that matters is compared."""
-    torch.manual_seed(17 + dist.get_rank())  # ranks start differently: rank 0's weights must win
-    model, shape = MODELS[name]()
-    stock = Stock(copy.deepcopy(model), gradient_as_bucket_view=view, **options)
-    ours = DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=view, **options)
+    models = []
+    for _ in range(2):  # (A copy of a scripted module has no leaves.)
+        torch.manual_seed(17 + dist.get_rank())  # ranks differ: rank 0's weights must win
+        model, shape = MODELS[name]()
+        models.append(model)
+    stock = Stock(models[0], gradient_as_bucket_view=view, **options)
+    ours = DistributedDataParallel(models[1], gradient_as_bucket_view=view, **options)
     optimizers = [torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9) for ddp in (stock, ours)]
     names = [name for name, _ in model.named_parameters()]
     for step in range(4):
@@ -298,3 +311,41 @@ def test_profiles_show_the_forward_as_stock_ddp_does() -> None:
             if each.name.startswith("DistributedDataParallel")
         ]
     assert spans == 2 * [("DistributedDataParallel.forward", True)]
+
+
+OPTIONS_OF_THE_HOST: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "process group": {"transport": "process_group"},
+    "checked": {"check_finite": "raise", "check_drift": "raise", "grad_norm": True},
+    "int8": {"compression": "int8", "metrics": True},
+    "int8, in the process group": {"compression": "int8", "transport": "process_group"},
+    "mean": {"buffer_sync": "mean"},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS_OF_THE_HOST)
+@ranks(2)
+def test_a_default_device_is_not_that_of_the_wrappers_own_tensors(options: str) -> None:
+    """(Inside a backward torch leaves the default device off.)
+
+    As of scripts that say ``torch.set_default_device("cuda")``. "meta" has no values.
+    """
+    ddp = DistributedDataParallel(
+        nn.Sequential(nn.Linear(40, 40), nn.BatchNorm1d(40)), **OPTIONS_OF_THE_HOST[options]
+    )
+    batches = [torch.randn(8, 40) for _ in range(3)]
+    with torch.device("meta"):
+        ddp.reduce_gradients([torch.ones_like(param) for param in ddp.parameters()])
+        for batch in batches:
+            ddp.zero_grad()
+            with ddp.weighted(1):
+                ddp(batch).pow(2).mean().backward()
+            assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+        for batch in batches:
+            ddp.zero_grad()
+            ddp(batch).pow(2).mean().backward()
+            assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+        ddp.load_comm_state_dict(ddp.comm_state_dict())
+        with ddp.join():
+            ddp(batches[0]).sum().backward()
+        ddp.check_sync()

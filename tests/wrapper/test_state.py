@@ -119,6 +119,7 @@ def test_a_copy_has_the_options_of_its_original(make_copy: Callable[[Any], Any])
     assert len(memory) == len(other.reducer.buckets) + 1, "views of the buckets"
     assert len(set(map(tuple, gather(other.module[2].weight.grad.flatten().tolist())))) == 1
     other.module[2].bias.grad.fill_(dist.get_rank())
+    other(batch(1))
     other.module[0](batch(1)).sum().backward()
     assert other.module[2].bias.grad.eq(dist.get_rank()).all(), "ignored"
     with pytest.raises(RuntimeError, match="finished reduction"):
@@ -224,7 +225,7 @@ def test_delayed_parameters_and_joining_belong_to_each_copy(
         assert_averages(net, 0)
         other = make_copy(net)
     assert not other._join_config.enable, "its forwards would tell the ranks of another wrapper"
-    assert other.config.delay.until is other.module[0].bias
+    assert other._ddp_state.config.delay.until is other.module[0].bias
     for seed in range(1, 4):
         assert_averages(other, seed)
     with other.join():

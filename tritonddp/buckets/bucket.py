@@ -246,7 +246,9 @@ class Bucket:
         """After a reduction: for each parameter, the number of ranks that used it."""
         if self.flat is not None:
             return self.flat.flags
-        return torch.zeros(len(self.params)) if self._counts is None else self._counts
+        if self._counts is None:
+            return torch.zeros(len(self.params), device="cpu")
+        return self._counts
 
     # Before a backward
 
@@ -482,13 +484,13 @@ class Bucket:
         for slot in slots:
             grads[slot] = None
         flat, layout = self.flat, self.flat.layout
-        storage, dtype = flat.data.untyped_storage(), flat.data.dtype
+        storage, dtype, device = flat.data.untyped_storage(), flat.data.dtype, flat.data.device
         for slot, param, index, is_private in zip(
             slots, params, range(len(slots)), sole_owners(params, candidates), strict=True
         ):
             if is_private:
                 # See FlatBuffer.tensor_at. (Not by a call of it for each gradient.)
-                tensor = torch.empty(0, dtype=dtype)
+                tensor = torch.empty(0, dtype=dtype, device=device)
                 param.grad = tensor.set_(
                     storage, layout.offsets[slot], layout.shapes[slot], layout.strides[slot]
                 )

@@ -40,7 +40,7 @@ def _holders(grads: Sequence[Tensor]) -> list[tuple[int, int, int]]:
 @cache
 def _of_sole_owner() -> tuple[int, int, int]:
     """What :func:`_holders` returns for a gradient without other owners; measured, not assumed."""
-    param = Parameter(torch.ones(2))
+    param = Parameter(torch.ones(2, device="cpu"))
     with torch.enable_grad():
         (param * 2).sum().backward()
     assert param.grad is not None

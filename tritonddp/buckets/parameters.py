@@ -5,9 +5,9 @@ Training loops freeze, unfreeze, replace and add parameters after a model was wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +22,7 @@ from tritonddp.kernels.dispatch import GRADIENT_DTYPES, select
 
 _requires_grad = attrgetter("requires_grad")
 _dtype = attrgetter("dtype")
+_values = methodcaller("values")
 
 
 class ModuleParameters:
@@ -52,7 +53,7 @@ class ModuleParameters:
         # Not the wrapper itself, which would be a cycle: it holds the reducer, which holds this.
         self._children = wrapper._modules
         self._ignored = ignored
-        self._buffers_since_update: list[tuple[str, dict[str, Tensor | None]]] = []
+        self._buffers_since_update: list[tuple[str, Mapping[str, Tensor | None]]] = []
         self._held: list[Any] = []
         # From the last check: keys and numbers of keys, tensors, and the result of buffers().
         self._buffer_places: list[int | str] = []
@@ -163,16 +164,16 @@ class ModuleParameters:
         announced = sparse_parameters(module.modules())
         sparse_names = {name for name, param in found if param in announced}
         self.sparse = {param for name, param in self.params if name in sparse_names}
-        self._buffers_since_update = [(name, each._buffers) for name, each in modules]
-        self.buffer_tables = [each._buffers for _, each in modules]
+        self._buffers_since_update = [(name, _table(each._buffers)) for name, each in modules]
+        self.buffer_tables = [table for _, table in self._buffers_since_update]
         # Modules keep their parameters and submodules in such dictionaries. Comparing the contents
         # takes 0.06 us per entry, without a walk over the modules.
-        tables: list[dict[str, Any]] = [self._children]
+        tables: list[Mapping[str, Any]] = [self._children]
         for _, each in modules:
-            tables += (each._parameters, each._modules)
-        self._tables = list(filter(None, tables))
+            tables += (_table(each._parameters), _table(each._modules))
+        self._contents = list(map(_values, filter(None, tables)))
         self._empty_tables = [table for table in tables if not table]
-        self._held = list(chain.from_iterable(map(dict.values, self._tables if all_leaves else ())))
+        self._held = list(chain.from_iterable(self._contents)) if all_leaves else []
         self._sort()
 
     def commit(self) -> None:
@@ -209,14 +210,14 @@ class ModuleParameters:
             return False
         if list(map(_requires_grad, self._looked_at)) != self._required or any(self._empty_tables):
             return True
-        held = list(chain.from_iterable(map(dict.values, self._tables)))
+        held = list(chain.from_iterable(self._contents))
         return len(held) != len(self._held) or not all(map(is_, held, self._held))
 
     def buffers(self) -> list[tuple[str, Tensor]]:
         """The buffers that all ranks hold, each once. Modules may reassign them at any time."""
         tables = [table for _, table in self._buffers]
         # As for parameters: comparing all buffers is faster than collecting their names again.
-        held = list(chain.from_iterable(map(dict.values, tables)))
+        held = list(chain.from_iterable(map(_values, tables)))
         places: list[int | str] = [*map(len, tables), *chain.from_iterable(tables)]
         if places != self._buffer_places or not all(map(is_, held, self._held_buffers)):
             found: dict[Tensor, str] = {}
@@ -261,3 +262,23 @@ def schema_of(named_params: Sequence[tuple[str, Tensor]], *more: str) -> bytes:
     """Hash of the parameters and whatever else should be alike on all ranks."""
     parts = [f"{name} {tuple(param.shape)} {param.dtype}" for name, param in named_params]
     return schema_hash([*parts, *more])
+
+
+class _ScriptedTable(Mapping[str, Any]):
+    """Parameters, buffers or submodules of a TorchScript module, which has no dictionaries."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def __getitem__(self, name: str) -> Any:
+        return self._table[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table.keys())
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+
+def _table(table: Any) -> Mapping[str, Any]:
+    return table if isinstance(table, dict) else _ScriptedTable(table)

@@ -6,20 +6,25 @@ which they bring into every Python process below, calls ``act`` as soon as torch
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
 import sys
+import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import tritonddp
+from tritonddp.state import DDPState
 
 FOLDER = Path(__file__).parent / "injected"
 VARIABLE = "TRITONDDP_SESSION"
 RUN, COMPARE = "run", "compare"
+# Of the error of a script, so many characters are repeated.
+_LONGEST = 500
 
 
 def environment(command: str, **session: Any) -> dict[str, str]:
@@ -40,6 +45,7 @@ def act(session: Mapping[str, Any]) -> None:
     if session["command"] == RUN:
         tritonddp.replace_stock()
         _note_wrapped(Path(session["folder"]))
+        atexit.register(_note_error, Path(session["folder"]))
     elif "RANK" in os.environ:  # not in the launcher, which imports torch as well
         from tritonddp.cli.comparison.recorder import Recorder
 
@@ -48,7 +54,12 @@ def act(session: Mapping[str, Any]) -> None:
 
 def wrapped_models(folder: Path) -> list[int]:
     """How many models each process has wrapped that has wrapped any."""
-    return [int(path.read_text() or 0) for path in folder.iterdir()]
+    return [int(path.read_text() or 0) for path in folder.iterdir() if not path.suffix]
+
+
+def errors(folder: Path) -> list[str]:
+    """The error of each process that ended with one that nothing has caught."""
+    return [path.read_text() for path in sorted(folder.glob("*.error"))]
 
 
 def _note_wrapped(folder: Path) -> None:
@@ -61,6 +72,17 @@ def _note_wrapped(folder: Path) -> None:
         construct(self, *args, **kwargs)
         # The launcher may be gone, or its disk full: nothing that the script should hear of.
         with suppress(OSError):
-            (folder / str(os.getpid())).write_text(str(kind.wrapped_modules))
+            (folder / str(os.getpid())).write_text(str(DDPState.wrapped))
 
     kind.__init__ = construct_and_note
+
+
+def _note_error(folder: Path) -> None:
+    """At exit: write down the exception, if Python has printed one and ends because of it."""
+    error = getattr(sys, "last_value", None)
+    if error is not None:
+        text = traceback.format_exception_only(type(error), error)[-1].strip()
+        rank = os.environ.get("RANK")
+        with suppress(OSError):
+            where = "" if rank is None else f"rank {rank}: "
+            (folder / f"{os.getpid()}.error").write_text(f"{where}{text[:_LONGEST]}")

@@ -12,12 +12,13 @@ import os
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from tritonddp.cli.injection import RUN, environment, wrapped_models
+from tritonddp.cli.injection import RUN, environment, errors, wrapped_models
 
 
 def parents() -> list[argparse.ArgumentParser]:
@@ -35,10 +36,13 @@ def main(arguments: argparse.Namespace) -> int:
         arguments.standalone = True
     with tempfile.TemporaryDirectory(prefix="tritonddp-run-") as folder:
         os.environ.update(environment(RUN, folder=folder))
+        has_failed = True
         try:
             record(torch.distributed.run.run)(arguments)
+            has_failed = False
         finally:
-            print(f"tritonddp run: {told(wrapped_models(Path(folder)))}", file=sys.stderr)
+            report = told(wrapped_models(Path(folder)), has_failed, errors(Path(folder)))
+            print(f"tritonddp run: {report}", file=sys.stderr)
     return 0
 
 
@@ -53,9 +57,16 @@ def says_where_to_meet(arguments: argparse.Namespace) -> bool:
     )
 
 
-def told(counts: list[int]) -> str:
-    """What is said of the models that each process has wrapped."""
+def told(counts: list[int], has_failed: bool = False, errors: Sequence[str] = ()) -> str:
+    """What is said of the models that each process has wrapped, and of errors of the script."""
     if not any(counts):
+        if errors:
+            return f"the script failed before it wrapped a model: {errors[0]}"
+        if has_failed:
+            return (
+                "the script failed, or was stopped, before it wrapped a model: its own error is "
+                "above"
+            )
         return (
             "WARNING: no model was wrapped by tritonddp. Does the script wrap one with torch's "
             "DistributedDataParallel? (Python started with -I, -E or -S keeps torch's class.)"

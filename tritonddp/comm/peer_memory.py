@@ -34,7 +34,7 @@ from itertools import count
 from time import monotonic, sleep
 from types import NoneType
 from typing import Any, NoReturn
-from weakref import WeakValueDictionary, ref
+from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -222,8 +222,11 @@ class Peers:
             PeerError: ``late`` did not reach this exchange within the group's timeout.
         """
         self.send_rest()
-        if self.has_shares:
-            self.sum_shares()
+        # Of all groups: ``late`` may wait for our share in another one.
+        for peers in list(_with_shares):
+            if unfinished := [each for each in peers.with_shares() if each.summed < each.number]:
+                unfinished[0].go_on()
+                self.pause = self.pause if peers is self else 1.0
         if waited < _PATIENCE:
             return
         process_group = self._process_group()
@@ -265,6 +268,9 @@ class Peers:
 
     def __del__(self) -> None:
         self.close()
+
+
+_with_shares: WeakSet[Peers] = WeakSet()
 
 
 class Place:
@@ -333,7 +339,7 @@ class Place:
                 break
             now = monotonic()
             since = since or now
-            if peers.has_shares or peers.sends is not peers.direct_sends or now - since > _PATIENCE:
+            if _with_shares or peers.sends is not peers.direct_sends or now - since > _PATIENCE:
                 peers.attend(late, now - since)
                 if now - since > _PATIENCE:
                     self.check(late)
@@ -373,7 +379,9 @@ class Exchange(Place):
         is_large = bucket.nbytes >= _BYTES_OF_SHARES
         is_shared = is_large and len(packed) >= _RANKS_OF_SHARES
         self.has_shares = is_shared or len(peers.hosts) > 1
-        peers.has_shares = peers.has_shares or self.has_shares
+        if self.has_shares:
+            peers.has_shares = True
+            _with_shares.add(peers)
         self.future: torch.futures.Future[None] | None = None
         self._cross_host: CrossHost | None = None
         self.sent_bytes = 0
@@ -690,7 +698,7 @@ class PeerMemory:
         starts = [0]
         for bucket in found:
             starts.append(starts[-1] + round_up(bucket.nbytes, _ALIGNMENT))
-        memory, failure = Memory(torch.empty(0, dtype=torch.uint8)), ""
+        memory, failure = Memory(torch.empty(0, dtype=torch.uint8, device="cpu")), ""
         try:
             if found:
                 memory = Memory.create(starts[-1])

@@ -98,6 +98,10 @@ class ReductionRun:
         buckets: in launch order.
         where: this rank and its step, for messages.
         is_local: a backward that only accumulates (``no_sync``): there is nothing to launch.
+        may_be_reduced: it is local because it has gone through no output of a forward outside
+            ``no_sync`` so far.
+        is_doubted: it is local, and its gradients should be dropped, or reduced later.
+        is_ended: its backward is over, and all buckets are launched.
         is_provisional: the order of gradients is observed, and buckets are launched at the end.
         of_backwards: its gradients come from backwards, not from the user.
         earlier: for each parameter, whether an earlier backward that was not reduced has used it.
@@ -139,7 +143,8 @@ class ReductionRun:
 
     # Defaults that most runs keep. On the class, so that a run does not have to set them.
     where = ""
-    is_local = False
+    is_local = may_be_reduced = is_doubted = False
+    is_ended = False
     is_provisional = False
     is_alone = False
     of_backwards = True

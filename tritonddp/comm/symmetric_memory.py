@@ -269,7 +269,7 @@ class SymmetricMemory:
         *offsets, size = accumulate(
             (round_up(bucket.nbytes, _ALIGNMENT) for bucket in found), initial=0
         )
-        failure, memory, handle = "", torch.empty(0), None
+        failure, memory, handle = "", torch.empty(0, device="cpu"), None
         try:
             memory = symmetric_empty(size, device).zero_()
         except RuntimeError as error:

@@ -37,13 +37,20 @@ from tritonddp.compiled.operators import BUFFERS_AFTER
 from tritonddp.coordination.group import Group
 from tritonddp.features.join import JoinProtocol
 
+# Arguments that stock keeps as attributes, as they were given.
+ARGUMENTS = (
+    *("dim", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"),
+    *("batched_grad_copy", "lazy_bucket_allocation", "mixed_precision"),
+    "skip_all_reduce_unused_params",
+)
+
 
 class StockDDPNames:
     """A base of :class:`tritonddp.DistributedDataParallel`, which has the state used here."""
 
     if TYPE_CHECKING:
         static_graph: bool
-        _figures: Any
+        _ddp_state: Any
 
         def __getattr__(self, name: str) -> Any:
             """Attributes that the derived class sets."""
@@ -52,11 +59,6 @@ class StockDDPNames:
     _ddp_sink_clone = True
 
     _compiled_call_impl: Callable[..., Any] | None = None  # as in every nn.Module
-
-    # Hooks that users register.
-    _buffer_hook: Callable[[dict[str, Tensor]], Any] | None = None
-    _buffer_hook_is_after = False  # it runs after the module's forward, not before
-    _builtin_hook: dist.BuiltinCommHookType | None = None
 
     # Stock's forward, or that of a subclass written like it, branches on these.
     _use_python_reducer = False
@@ -153,39 +155,41 @@ class StockDDPNames:
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
-        return dict(self.core.parameters.buffers())
+        return dict(self._ddp_state.core.parameters.buffers())
 
     # Buckets
 
     @property
     def bucket_bytes_cap(self) -> int:
         """dynamo splits the graph of a compiled module by this number of bytes."""
-        return max(self.caps.limits)
+        return max(self._ddp_state.config.caps.limits)
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
-        return list(self.caps.limits) if self.caps.is_list else []
+        caps = self._ddp_state.config.caps
+        return list(caps.limits) if caps.is_list else []
 
     @property
     def bucket_bytes_cap_default(self) -> bool:
         """Whether the first bucket is smaller because no size was given."""
-        return len(self.caps.limits) > 1 and not self.caps.is_list
+        caps = self._ddp_state.config.caps
+        return len(caps.limits) > 1 and not caps.is_list
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
         """Whether buckets follow the order in which gradients became ready. ZeRO waits for it."""
-        return not self.core.manager.is_provisional
+        return not self._ddp_state.core.manager.is_provisional
 
     # Forward
 
     @property
     def broadcast_bucket_size(self) -> int:
         """Most bytes of one message of parameters or buffers."""
-        return self.state_broadcast.max_bytes
+        return self._ddp_state.state_broadcast.max_bytes
 
     @broadcast_bucket_size.setter
     def broadcast_bucket_size(self, value: int) -> None:
-        self.state_broadcast.max_bytes = value
+        self._ddp_state.state_broadcast.max_bytes = value
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -210,7 +214,7 @@ class StockDDPNames:
     @property
     def _lazy_init_ran(self) -> bool:
         """Whether a forward has begun. Stock puts off some of its setup until then."""
-        return self.core.forwards_begun > 0
+        return self._ddp_state.core.forwards_begun > 0
 
     def _do_nothing(self, *_: Any, **__: Any) -> None:
         """Stock sets up its reducer by these calls. Here nothing needs to be done."""
@@ -248,11 +252,11 @@ class StockDDPNames:
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether the next backward is reduced. :meth:`no_sync` sets it."""
-        return self.sync.enabled
+        return self._ddp_state.sync.enabled
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        self.sync.enabled = value
+        self._ddp_state.sync.enabled = value
 
     def _update_process_group(self, new_process_group: Any) -> None:
         """Average over other ranks from now on, for training in which ranks join and leave.
@@ -267,12 +271,13 @@ class StockDDPNames:
                 what ``torch.distributed.new_group`` returned there, and starts again in its old
                 group.
         """
-        self.core.detach()
+        state = self._ddp_state
+        state.core.detach()
         if isinstance(new_process_group, dist.ProcessGroup):
             self.process_group = new_process_group
-            self.group = Group(new_process_group)
+            state.group = Group(new_process_group)
         # The ranks of the new group may have different figures, and would choose differently.
-        self._figures = None
+        state.figures = None
         self._build_reducer(self._enter_group())
 
     def _set_static_graph(self) -> None:
@@ -305,7 +310,7 @@ class StockDDPNames:
         no times are taken. The order in which gradients became ready is that of the first reduced
         backward.
         """
-        data = self.logger._get_ddp_logging_data()
+        data = self._ddp_state.logger._get_ddp_logging_data()
         return {**data.strs_map, **data.ints_map}
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
@@ -320,30 +325,22 @@ class StockDDPNames:
             self._log_and_throw(TypeError, f"{message} an integer, got {sample_rate!r}")
         if sample_rate < 1:
             self._log_and_throw(ValueError, f"{message} equal or greater than 1, got {sample_rate}")
-        self.logger.sampler.rate = sample_rate
-        self.logger.sampler.next_sample = 0
+        sampler = self._ddp_state.logger.sampler
+        sampler.rate, sampler.next_sample = sample_rate, 0
 
     def _noting(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call ``function``; if it raises, put the error into the logging data."""
         try:
             return function(*args)
         except Exception as error:
-            self.logger.set_error_and_log(str(error))
+            self._ddp_state.logger.set_error_and_log(str(error))
             raise
 
     def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
-        self.logger.set_error_and_log(f"{err_type}: {err_msg}")
+        self._ddp_state.logger.set_error_and_log(f"{err_type}: {err_msg}")
         raise err_type(err_msg)
 
     # Communication hooks
-
-    @property
-    def comm_hook_name(self) -> str:
-        """Name of the communication hook, empty without one. For stock's logging data."""
-        if self._builtin_hook is not None:
-            return str(self._builtin_hook)
-        names = (getattr(hook, "__qualname__", repr(hook)) for hook, _ in self._comm_hooks)
-        return ", ".join(names)
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         """Register ``ALLREDUCE`` or ``FP16_COMPRESS``; see :meth:`register_comm_hook`.
@@ -352,8 +349,10 @@ class StockDDPNames:
             RuntimeError: as :meth:`register_comm_hook`.
             TypeError: ``comm_hook_type`` is neither of the two.
         """
-        self.core.register_comm_hook(self.process_group, _hook_in_python(comm_hook_type))
-        self._builtin_hook = comm_hook_type
+        state = self._ddp_state
+        process_group = state.group.process_group
+        state.core.register_comm_hook(process_group, _hook_in_python(comm_hook_type))
+        state.builtin_hook = comm_hook_type
 
     def _register_fused_optim(
         self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any
@@ -390,17 +389,19 @@ class StockDDPNames:
 
         As in stock, a process group in the state of a hook is not replaced.
         """
+        own = self._ddp_state
         for hook, state in self._comm_hooks:
-            self.core.register_comm_hook(state, hook)
-        if self._builtin_hook is not None:
-            self.core.register_comm_hook(self.process_group, _hook_in_python(self._builtin_hook))
+            own.core.register_comm_hook(state, hook)
+        if own.builtin_hook is not None:
+            hook = _hook_in_python(own.builtin_hook)
+            own.core.register_comm_hook(own.group.process_group, hook)
 
     # Module buffers
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward begins with a broadcast of module buffers."""
         wanted = self.forward_sync_buffers and self.require_forward_param_sync
-        return wanted and len(self.core.parameters.buffers()) > 0
+        return wanted and len(self._ddp_state.core.parameters.buffers()) > 0
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As ``nn.Module.compile``: the forward is traced as a whole."""
@@ -412,15 +413,17 @@ class StockDDPNames:
 
     def _check_sync_bufs_post_fwd(self) -> bool:
         """Whether the next forward ends with it, as a buffer hook may ask for."""
-        return self._buffer_hook_is_after and self.will_sync_module_buffers()
+        return self._ddp_state.buffer_hook_is_after and self.will_sync_module_buffers()
 
     def _sync_buffers(self) -> None:
         """Give all ranks the same module buffers, if there are any."""
-        if self._buffer_hook is None:
-            self.buffer_sync.synchronise()
-        elif named_buffers := dict(self.core.parameters.buffers()):
+        state = self._ddp_state
+        core, hook = state.core, state.buffer_hook
+        if hook is None:
+            state.buffer_sync.synchronise()
+        elif named_buffers := dict(core.parameters.buffers()):
             with preserve_version_counters([*named_buffers.values()]), torch.no_grad():
-                self.core.post_backward.extend(self._buffer_hook(named_buffers) or ())
+                core.post_backward.extend(hook(named_buffers) or ())
 
     def _register_buffer_comm_hook(
         self,
@@ -445,10 +448,11 @@ class StockDDPNames:
         """
         if not callable(hook):
             raise TypeError(f"hook must be callable, got {type(hook).__name__}")
-        self._buffer_hook_is_after = comm_hook_location == BufferCommHookLocation.POST_FORWARD
-        self._buffer_hook = partial(hook, state)
-        if self._buffer_hook_is_after:
-            self.traced.obstacle = BUFFERS_AFTER
+        own = self._ddp_state
+        own.buffer_hook = partial(hook, state)
+        own.buffer_hook_is_after = comm_hook_location == BufferCommHookLocation.POST_FORWARD
+        if own.buffer_hook_is_after:
+            own.traced.obstacle = BUFFERS_AFTER
 
     def _default_broadcast_coalesced(
         self,
@@ -471,7 +475,8 @@ class StockDDPNames:
         if not isinstance(bufs, Sequence) or not all(isinstance(each, Tensor) for each in bufs):
             raise TypeError(f"bufs should be a list of tensors, got {bufs!r}")
         most = bucket_size or self.broadcast_bucket_size
-        broadcast_coalesced(bufs, self.process_group, authoritative_rank, most)
+        process_group = self._ddp_state.group.process_group
+        broadcast_coalesced(bufs, process_group, authoritative_rank, most)
 
     # What torch's Join reads
 
@@ -493,9 +498,10 @@ class StockDDPNames:
     @_join_config.setter
     def _join_config(self, config: Any) -> None:
         self.__dict__["_join_config"] = config
-        self.sync.join = JoinProtocol(self.group, self.device) if config.enable else None
+        state = self._ddp_state
+        state.sync.join = JoinProtocol(state.group, state.device) if config.enable else None
         if config.enable:
-            self.buffer_sync.reset()  # inside join() the source of the buffers may change
+            state.buffer_sync.reset()  # inside join() the source of the buffers may change
 
     # The reducer
 
@@ -509,7 +515,7 @@ class StockDDPNames:
 
     def _remove_autograd_hooks(self) -> None:
         """Remove all hooks from the parameters: this wrapper reduces no gradients any more."""
-        self.core.detach()
+        self._ddp_state.core.detach()
 
     def _check_default_group(self) -> None:
         if not dist.is_initialized() or self.process_group != dist.group.WORLD:

@@ -18,13 +18,14 @@ def in_one_graph(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
     Raises:
         NotImplementedError: the forward of ``ddp`` cannot be traced into one graph.
     """
-    if ddp.traced.obstacle:
-        raise NotImplementedError(ddp.traced.obstacle)
+    traced = ddp._ddp_state.traced
+    if traced.obstacle:
+        raise NotImplementedError(traced.obstacle)
     has_grad = torch.is_grad_enabled()
-    written = [ddp.traced.state]
+    written = [traced.state]
     if ddp.forward_sync_buffers:
         written.extend(ddp.module.buffers())
-    started = torch.ops.tritonddp.begin_forward(written, has_grad, ddp.traced.version)
+    started = torch.ops.tritonddp.begin_forward(written, has_grad, traced.version)
     if ddp.device_ids:
         device = torch.device(ddp.device_type, ddp.device_ids[0])
 
@@ -41,7 +42,7 @@ def in_one_graph(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
             if isinstance(each, Tensor) and each.requires_grad:
                 torch.ops.tritonddp.watch_gradient(each, started, "")
     outputs = ddp.module(*inputs, **kwargs)
-    ddp.traced.while_tracing(_watch_only_used)
+    traced.while_tracing(_watch_only_used)
     return outputs
 
 

@@ -75,7 +75,7 @@ class Traced:
         self.version = sys.modules[__package__.partition(".")[0]].__version__
         self._wrapper: Callable[[], Any] = weakref.ref(wrapper)
         self._begin: Callable[[], Any] = weakref.WeakMethod(begin)
-        self.obstacle = "" if wrapper.mixed_precision is None else _CASTS
+        self.obstacle = "" if wrapper._ddp_state.low_precision is None else _CASTS
         if wrapper.forward_sync_buffers and _overlap(wrapper.module.buffers()):
             self.obstacle = _VIEWS
         for name in _STEPS:
@@ -94,12 +94,13 @@ class Traced:
     def begin_forward(self) -> int:
         """All that the wrapper does before a forward; returns its number, -1 without gradients."""
         ddp = self._wrapper()
-        core, has_grad, syncs = ddp.core, torch.is_grad_enabled(), ddp.sync.enabled
+        state = ddp._ddp_state
+        core, has_grad, syncs = state.core, torch.is_grad_enabled(), state.sync.enabled
         if self.gradients is None:
             self.gradients = GraphGradients(core)
             core.events.install(self.gradients)
         self._begin()()
-        if (sampler := ddp.logger.sampler).moments is not None:
+        if (sampler := state.logger.sampler).moments is not None:
             sampler.forward_ended()
         ddp.require_forward_param_sync = has_grad and syncs
         if not has_grad:
@@ -139,7 +140,7 @@ def _begin_forward(written: list[Tensor], has_grad: bool, version: str) -> Tenso
     for copy, buffer in zip(buffers, traced.buffers(), strict=True):
         if copy.data_ptr() != buffer.data_ptr():
             copy.copy_(buffer)
-    return torch.tensor([wrapper, number])
+    return torch.tensor([wrapper, number], device="cpu")
 
 
 def _watch_gradient(param: Tensor, forward: Tensor, name: str) -> None:
@@ -202,7 +203,7 @@ for _schema, _function, _fake, _tags in (
     (
         "begin_forward(Tensor(a!)[] written, bool has_grad, str version) -> Tensor",
         _begin_forward,
-        lambda *_: torch.empty(2, dtype=torch.int64),
+        lambda *_: torch.empty(2, dtype=torch.int64, device="cpu"),
         _UNSAFE,
     ),
     (

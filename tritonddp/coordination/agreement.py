@@ -237,7 +237,7 @@ class Agreement:
         self._where = ""
         self._header = RankHeader(bytes(3), GradSource.BROKEN)  # in the last reduction
         self._over_present = False
-        self._all_alike = torch.empty(0)
+        self._all_alike = torch.empty(0, device="cpu")
         self._mine: set[bytes] = set()
         self._readback = Readback()
         self._is_alone = False  # the group exchanges nothing; this was logged
@@ -272,7 +272,8 @@ class Agreement:
         self.encoded = self._header.encode(rank, size, self.nbytes - BYTES)
         mine = self.encoded[rank * self.nbytes :][:BYTES]
         self._mine = {mine}
-        self._all_alike = torch.tensor([*mine] * self.group.size, dtype=torch.float32)
+        alike = [*mine] * size
+        self._all_alike = torch.tensor(alike, dtype=torch.float32, device="cpu")
         self.is_unanimous = False
         self.key = schema, source, weight, skipped, over_present, averages
 

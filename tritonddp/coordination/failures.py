@@ -283,7 +283,9 @@ def close_connections(group: dist.ProcessGroup) -> None:
     for rank in range(group.size()):
         if rank != group.rank():
             with contextlib.suppress(RuntimeError):  # it is meant to time out
-                group.recv([torch.empty(1)], rank, _TAG).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1, device="cpu")], rank, _TAG).wait(
+                    timedelta(milliseconds=1)
+                )
 
 
 @dataclasses.dataclass

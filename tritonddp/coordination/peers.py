@@ -281,7 +281,7 @@ def first_failure(failure: str, group: Group, device: torch.device = _CPU) -> st
 def _host() -> str:
     """Kernel, network and user: equal on two ranks if one can connect to the other's socket."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/net')} {os.getuid()}"
+    return f"{boot} {os.readlink('/proc/self/ns/net')} {os.geteuid()}"
 
 
 def _listener() -> socket.socket:
@@ -352,5 +352,5 @@ def _check_user(connection: socket.socket) -> None:
     size = struct.calcsize("3i")
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     _, uid, _ = struct.unpack("3i", credentials)
-    if uid != os.getuid():
+    if uid != os.geteuid():
         raise PermissionError(f"a process of user {uid} has the socket of a rank")

@@ -68,8 +68,9 @@ class Logger:
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = weakref.ref(wrapper)
-        device = None if wrapper.is_multi_device_module else wrapper.device
-        self.sampler = Sampler(wrapper.core, device)
+        state = wrapper._ddp_state
+        device = None if wrapper.is_multi_device_module else state.device
+        self.sampler = Sampler(state.core, device)
         self._noted = {"bucket_sizes": _join(map(_nbytes, _buckets(wrapper)))}
         self.joins = False  # join() was entered
         self._has_error = False
@@ -88,7 +89,7 @@ class Logger:
         """All fields as they are now: ``strs_map`` has texts, ``ints_map`` whole numbers."""
         wrapper = self._wrapper()
         assert wrapper is not None, "the wrapper is gone"
-        reducer = wrapper.core
+        reducer = wrapper._ddp_state.core
         trainable, current = reducer.parameters.trainable, reducer.manager.current
         params = [param for _, param in trainable]
         backend = group_backend(wrapper.process_group)
@@ -119,7 +120,7 @@ class Logger:
             "device_ids": _join(wrapper.device_ids or ()),
             "dtypes": _join(sorted({_DTYPES.get(p.dtype, str(p.dtype)) for p in params})),
             "backend_name": backend,
-            "comm_hook": wrapper.comm_hook_name,
+            "comm_hook": _comm_hook(wrapper),
             **self._noted,
         }
         for name in (*_ENVIRONMENT, *_ENVIRONMENT_OF.get(backend, ())):
@@ -230,7 +231,7 @@ class Sampler(Extension):
 
 
 def _buckets(wrapper: Any) -> list[Sequence[Tensor]]:
-    return [bucket.params for bucket in wrapper.core.manager.current.buckets]
+    return [bucket.params for bucket in wrapper._ddp_state.core.manager.current.buckets]
 
 
 def _has_rebuilt(wrapper: Any) -> bool:
@@ -238,10 +239,17 @@ def _has_rebuilt(wrapper: Any) -> bool:
 
     With ``find_unused_parameters=True``, where stock never rebuilds, only if a parameter moved.
     """
-    manager = wrapper.core.manager
+    manager = wrapper._ddp_state.core.manager
     if wrapper.find_unused_parameters and not wrapper.static_graph:
         return manager.has_moved
     return not manager.is_provisional
+
+
+def _comm_hook(wrapper: Any) -> str:
+    """Name of the communication hook, empty without one."""
+    if wrapper._ddp_state.builtin_hook is not None:
+        return str(wrapper._ddp_state.builtin_hook)
+    return _join(getattr(hook, "__qualname__", repr(hook)) for hook, _ in wrapper._comm_hooks)
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

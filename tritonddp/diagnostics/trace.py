@@ -52,7 +52,7 @@ def trace(module: nn.Module) -> Iterator[Timeline]:
         everybody = timeline.gather()  # on all ranks
         timeline.save_chrome_trace("ranks.trace.json", everybody)
     """
-    reducer = getattr(module, "core", None)
+    reducer = getattr(getattr(module, "_ddp_state", None), "core", None)
     if not isinstance(reducer, Reducer):
         raise TypeError(
             "trace() takes the module that tritonddp.DistributedDataParallel(...) made, got "

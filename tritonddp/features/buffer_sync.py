@@ -167,7 +167,8 @@ class BufferSync:
 def _change(now: Tensor, former: Tensor | None) -> Tensor:
     """How the bytes of a buffer have changed: uint8, of no dimension."""
     if former is None or former.shape != now.shape or former.device != now.device:
-        return torch.tensor(_UNKNOWN, dtype=torch.uint8)
+        return torch.tensor(_UNKNOWN, dtype=torch.uint8, device="cpu")
     if now.is_cpu:
-        return torch.tensor(_SAME if same_bytes(now, former) else _CHANGED, dtype=torch.uint8)
+        change = _SAME if same_bytes(now, former) else _CHANGED
+        return torch.tensor(change, dtype=torch.uint8, device="cpu")
     return (now != former).any().to(torch.uint8)

@@ -244,7 +244,7 @@ def _total(parts: list[Tensor]) -> Tensor:
 
 def _refuse(model: Any, what: str) -> None:
     """Raise a RuntimeError if the gradients are not complete now."""
-    core: Reducer = model.core
+    core: Reducer = model._ddp_state.core
     on_demand.check_finalized(core)
     if core.backward_runs:
         raise RuntimeError(f"{core.where()}: {what} while a backward runs: wait for its end")
@@ -266,7 +266,7 @@ class _Measured:
 
     def __init__(self, model: Any, what: str) -> None:
         _refuse(model, what)
-        extension = model.core.events.of(GradNorm)
+        extension = model._ddp_state.core.events.of(GradNorm)
         params = list(model.module.parameters())
         # Usually all gradients are in buckets. Sets of ids find that out without a Python loop.
         others = set(map(id, params))
@@ -289,7 +289,7 @@ class _Measured:
             parts += [torch.stack(alike).double().square() for alike in by_kind.values()]
         dtypes = {each.params[0].dtype for each in self.reduced} | {g.dtype for g in self.others}
         dtype = torch.float32 if dtypes.isdisjoint(_DOUBLE) else torch.float64
-        self.total = _total(parts).sqrt().to(dtype) if parts else torch.zeros(())
+        self.total = _total(parts).sqrt().to(dtype) if parts else torch.zeros((), device="cpu")
 
     def scale(self, factor: Tensor) -> None:
         """Multiply all gradients by ``factor``, which has no dimensions."""
@@ -370,9 +370,9 @@ def clip_grad_norm_(model: Any, max_norm: float, error_if_nonfinite: bool = Fals
     total = measured.total
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
-            f"{model.core.where()}: the total norm of order 2 for gradients is non-finite, so it "
-            "cannot be clipped. To disable this error and scale the gradients by the non-finite "
-            "norm anyway, set `error_if_nonfinite=False`"
+            f"{model._ddp_state.core.where()}: the total norm of order 2 for gradients is "
+            "non-finite, so it cannot be clipped. To disable this error and scale the gradients "
+            "by the non-finite norm anyway, set `error_if_nonfinite=False`"
         )
     factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
     # On a GPU the host would have to wait for the factor, so gradients are multiplied in any case.
@@ -403,15 +403,16 @@ def grad_noise_scale(model: Any) -> float:
             loss_function(model(inputs), targets).backward()
         print(f"about {model.grad_noise_scale():.1f} batches of one rank")
     """
-    extension = model.core.events.of(GradNorm)
+    state = model._ddp_state
+    extension = state.core.events.of(GradNorm)
     if extension is None:
         raise RuntimeError(
-            f"rank {model.group.rank}: grad_noise_scale() needs grad_norm=True when the module is "
+            f"rank {state.group.rank}: grad_noise_scale() needs grad_norm=True when the module is "
             "wrapped, and a process group of two ranks or more"
         )
     if extension.scale is None:
         raise RuntimeError(
-            f"{model.core.where()}: the gradient noise scale is not known yet. It takes two "
+            f"{state.core.where()}: the gradient noise scale is not known yet. It takes two "
             "reduced backwards. Not counted are backwards that are weighted, are quantised, use a "
             "communication hook, leave out buckets, have sparse gradients, were captured in a CUDA "
             "graph, or run inside join() when some ranks have no inputs left"

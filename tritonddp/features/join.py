@@ -97,7 +97,7 @@ class JoinProtocol:
         self, where: str, mine: int, schema: bytes, what: str = "announcement of a forward"
     ) -> bool:
         rank = self._group.rank
-        message = torch.zeros(self._group.size, 2, dtype=torch.int32)
+        message = torch.zeros(self._group.size, 2, dtype=torch.int32, device="cpu")
         message[rank, 0], message[rank, 1] = mine, int.from_bytes(schema, "little")
         message = message.to(self._device)
         self._group.all_reduce(message, where, f"{what} inside join()")
@@ -128,14 +128,20 @@ def _in_words(said: list[int]) -> str:
     )
 
 
-class Wrapper(Protocol):
-    """The attributes of a wrapped module that this file needs, beside those of ``Joinable``."""
+class State(Protocol):
+    """The part of a wrapper's state that this file needs."""
 
     group: Group
     sync: SyncState
     device: torch.device
     core: Reducer
     state_broadcast: StateBroadcast
+
+
+class Wrapper(Protocol):
+    """The attributes of a wrapped module that this file needs, beside those of ``Joinable``."""
+
+    _ddp_state: State
     forward_sync_buffers: bool
     require_forward_param_sync: bool
     _divide_by_initial_world_size: bool
@@ -166,9 +172,10 @@ class UnevenInputs(CountingJoin):
         traceback: TracebackType | None,
     ) -> None:
         ddp = self._ddp
+        state = ddp._ddp_state
         try:
-            if type is None and ddp.sync.join is not None:
-                ddp.core.settle_and_refresh()
+            if type is None and state.sync.join is not None:
+                state.core.settle_and_refresh()
                 _make_up(ddp)
             super().__exit__(type, value, traceback)
         finally:
@@ -193,13 +200,15 @@ class ShadowHook(JoinHook):
     def main_hook(self) -> None:
         """Make the collectives of one forward and, if it is reduced, of its backward."""
         ddp = self._ddp
-        ddp.core.settle_and_refresh()
-        join: JoinProtocol = ddp.sync.join
+        state = ddp._ddp_state
+        state.core.settle_and_refresh()
+        join: JoinProtocol = state.sync.join
         join.mean_over_present = not ddp._divide_by_initial_world_size
-        reduces = join.receive(_coming(ddp), ddp.core.parameters.schema)
+        reduces = join.receive(_coming(ddp), state.core.parameters.schema)
         if join.differs:
             _train_the_same(ddp, is_present=False)
-        for param in [*ddp.core.manager.current.params, *(p for _, p in ddp.core.parameters.added)]:
+        added = [param for _, param in state.core.parameters.added]
+        for param in [*state.core.manager.current.params, *added]:
             if param not in self._own:
                 # A copy, since a gradient in a bucket's memory is about to be overwritten.
                 grad = param.grad
@@ -209,24 +218,25 @@ class ShadowHook(JoinHook):
             ddp._sync_buffers()
         ddp.require_forward_param_sync = reduces  # as on the ranks whose forward this is
         if reduces:
-            shadow_backward(ddp.core, GradSource.JOINED)
+            shadow_backward(state.core, GradSource.JOINED)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take over the model of the rank that left last; the highest one if there are several."""
         ddp = self._ddp
-        ddp.core.settle_and_refresh()
+        state = ddp._ddp_state
+        state.core.settle_and_refresh()
         for param, grad in self._own.items():
             param.grad = grad
-            ddp.core.own_gradients_at = ddp.core.counters.reductions
-        where = f"{ddp.core.where()}, end of join()"
-        ddp.sync.join.agree_on_last(where, is_last_joiner)
-        ddp._authoritative_rank = ddp.sync.source_rank
-        buffers = ddp.core.parameters.buffers() if ddp.forward_sync_buffers else []
-        held = [*ddp.core.parameters.params, *buffers]
+            state.core.own_gradients_at = state.core.counters.reductions
+        where = f"{state.core.where()}, end of join()"
+        state.sync.join.agree_on_last(where, is_last_joiner)
+        ddp._authoritative_rank = state.sync.source_rank
+        buffers = state.core.parameters.buffers() if ddp.forward_sync_buffers else []
+        held = [*state.core.parameters.params, *buffers]
         _verify_held(ddp, held, where)
-        ddp.state_broadcast.send(
+        state.state_broadcast.send(
             [tensor.detach() for _, tensor in held],
-            f"step {ddp.core.counters.reductions}, end of join()",
+            f"step {state.core.counters.reductions}, end of join()",
             "parameters and buffers",
         )
         _leave(ddp)
@@ -234,17 +244,18 @@ class ShadowHook(JoinHook):
 
 def announce_forward(ddp: Wrapper) -> None:
     """A forward begins: tell the ranks without inputs which collectives it will make."""
-    capture.refuse(ddp.core, "inside join() each forward asks the other ranks: leave it first")
+    state = ddp._ddp_state
+    capture.refuse(state.core, "inside join() each forward asks the other ranks: leave it first")
     _make_up(ddp)
-    protocol: JoinProtocol = ddp.sync.join
+    protocol: JoinProtocol = state.sync.join
     # With throw_on_early_termination a rank without inputs makes this raise: keep that error as is.
     with nullcontext() if throws_on_early_termination(ddp) else _counting(ddp):
         notified = Join.notify_join_context(cast(Joinable, ddp))
     protocol.mean_over_present = not ddp._divide_by_initial_world_size
     protocol.announce(
         _coming(ddp),
-        ddp.core.parameters.schema,
-        reduces=torch.is_grad_enabled() and ddp.sync.enabled,
+        state.core.parameters.schema,
+        reduces=torch.is_grad_enabled() and state.sync.enabled,
         syncs_buffers=ddp.will_sync_module_buffers(),
     )
     if notified is not None:
@@ -252,15 +263,16 @@ def announce_forward(ddp: Wrapper) -> None:
             notified.wait()
     if protocol.differs:
         _train_the_same(ddp, is_present=True)
-    if ddp.forward_sync_buffers and ddp.core.parameters.buffers():
+    if ddp.forward_sync_buffers and state.core.parameters.buffers():
         ddp.require_forward_param_sync = protocol.syncs_buffers
 
 
 def refuse_inside(ddp: Wrapper, what: str) -> None:
     """Raise a RuntimeError inside ``join``: ranks without inputs could not follow."""
-    if ddp.sync.join is not None and not throws_on_early_termination(ddp):
+    state = ddp._ddp_state
+    if state.sync.join is not None and not throws_on_early_termination(ddp):
         raise RuntimeError(
-            f"{ddp.core.where()}: {what} inside join(): a rank that has no inputs left would not "
+            f"{state.core.where()}: {what} inside join(): a rank that has no inputs left would not "
             "take part. Call it after join()"
         )
 
@@ -270,8 +282,9 @@ def _make_up(ddp: Wrapper) -> None:
 
     Ranks without inputs wait for it.
     """
-    if ddp.sync.join.is_due:
-        shadow_backward(ddp.core, GradSource.SKIPPED)
+    state = ddp._ddp_state
+    if state.sync.join.is_due:
+        shadow_backward(state.core, GradSource.SKIPPED)
 
 
 def _train_the_same(ddp: Wrapper, is_present: bool) -> None:
@@ -279,36 +292,39 @@ def _train_the_same(ddp: Wrapper, is_present: bool) -> None:
 
     The loops of the other ranks may freeze and unfreeze parameters.
     """
-    params = ddp.core.parameters.params
+    state = ddp._ddp_state
+    params = state.core.parameters.params
     _verify_held(ddp, params, _coming(ddp))
-    required = torch.tensor(
-        [param.requires_grad for _, param in params], dtype=torch.uint8, device=ddp.device
-    )
-    source_rank = ddp.sync.source_rank
-    ddp.group.broadcast(required, source_rank, _coming(ddp), "broadcast of what is frozen")
+    trains = [param.requires_grad for _, param in params]
+    required = torch.tensor(trains, dtype=torch.uint8, device=state.device)
+    source_rank = state.sync.source_rank
+    state.group.broadcast(required, source_rank, _coming(ddp), "broadcast of what is frozen")
     if not is_present:
-        for (_, param), trains in zip(params, required.tolist(), strict=True):
-            param.requires_grad_(bool(trains))
-        ddp.core.settle_and_refresh()
+        for (_, param), is_trained in zip(params, required.tolist(), strict=True):
+            param.requires_grad_(bool(is_trained))
+        state.core.settle_and_refresh()
 
 
 def _verify_held(ddp: Wrapper, named_tensors: Iterable[tuple[str, Tensor]], where: str) -> None:
     """Verify that all ranks hold the same tensors, trainable or not."""
+    state = ddp._ddp_state
     held = [(name, tensor.detach()) for name, tensor in named_tensors]
-    verify_same(describe(held, [], {}), ddp.group, ddp.device, where)
+    verify_same(describe(held, [], {}), state.group, state.device, where)
 
 
 def _leave(ddp: Wrapper) -> None:
     # After a forward without a backward, only the ranks that had inputs expect to reduce the next
     # backward: clear that.
-    ddp.core.forwards.reduction_begins()
+    ddp._ddp_state.core.forwards.reduction_begins()
     leave_join(ddp)
 
 
 def _counting(ddp: Wrapper) -> AbstractContextManager[None]:
-    return ddp.group.guard(_coming(ddp), "count of the ranks that have inputs, inside join()")
+    what = "count of the ranks that have inputs, inside join()"
+    return ddp._ddp_state.group.guard(_coming(ddp), what)
 
 
 def _coming(ddp: Wrapper) -> str:
     """This rank's place before the collectives of a forward; the same without inputs."""
-    return f"rank {ddp.group.rank}, step {ddp.core.counters.reductions + 1}, forward"
+    state = ddp._ddp_state
+    return f"rank {state.group.rank}, step {state.core.counters.reductions + 1}, forward"

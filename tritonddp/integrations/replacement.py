@@ -19,6 +19,7 @@ import torch.nn.parallel.distributed
 
 from tritonddp._torch import STOCK
 from tritonddp.ddp import DistributedDataParallel
+from tritonddp.state import DDPState
 
 _OFFERED = "_offered_instead"
 _is_for_good = False
@@ -82,10 +83,10 @@ def instead_of_stock() -> Iterator[None]:
         with tritonddp.instead_of_stock():
             model = torch.nn.parallel.DistributedDataParallel(module)  # by a library, say
     """
-    wrapped = DistributedDataParallel.wrapped_modules
+    wrapped = DDPState.wrapped
     with stock_replaced():
         yield
-    if DistributedDataParallel.wrapped_modules == wrapped:
+    if DDPState.wrapped == wrapped:
         advice = "Enter it before the model is wrapped, and leave it after that."
         if bound := _bound():
             advice = (

@@ -221,7 +221,7 @@ def _squares(grads: Sequence[Tensor | None]) -> Tensor:
     """Sums of squares of the gradients that are not ``None``, fp64, one for each."""
     there = [grad for grad in grads if grad is not None]
     if not there:
-        return torch.zeros(1, dtype=torch.float64)
+        return torch.zeros(1, dtype=torch.float64, device="cpu")
     return torch.stack(norms_of(there)).double().square()
 
 
@@ -433,7 +433,7 @@ class _Batched:
         """Make the factor for this scale."""
         self.scale = math.nan  # not valid if an interrupt comes before the end
         # Via fp64, as torch does with a number: it may be too large for fp32.
-        self.factor = torch.tensor(scale, dtype=torch.float64).to(self._dtype)
+        self.factor = torch.tensor(scale, dtype=torch.float64, device="cpu").to(self._dtype)
         self.scale = scale
 
 

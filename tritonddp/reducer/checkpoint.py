@@ -103,11 +103,11 @@ def _agree(
     # Two rows of rank 0's numbers, -1 where there is none, and a row of ranks that have failed.
     # Small integers and powers of two are exact in fp64.
     group, params = reducer.group, reducer.parameters.params
-    message = torch.zeros(3, max(1 + len(params), group.size), dtype=torch.float64)
+    message = torch.zeros(3, max(1 + len(params), group.size), dtype=torch.float64, device="cpu")
     if group.rank == 0:
         message[:2] = -1
         for row, numbers in zip(message, (order, rest), strict=False):
-            row[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+            row[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     message[2, group.rank] = has_failed
     message = message.to(params[0][1].device)
     group.all_reduce(message, reducer.where(), "all-reduce of the state of communication")

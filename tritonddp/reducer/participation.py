@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.nn import Parameter
 
-from tritonddp._torch import gradient_node, will_engine_execute
+from tritonddp._torch import current_autograd_node, gradient_node, will_engine_execute
 
 
 def gradient_nodes(params: Sequence[Parameter]) -> list[Any]:
@@ -37,12 +37,25 @@ def as_trainable(params: Iterable[Parameter]) -> Iterator[None]:
             param.requires_grad_(False)
 
 
-def accumulates(node: Any) -> bool:
+def is_of_others(params: Sequence[Parameter], nodes: Sequence[Any]) -> bool:
+    """Whether the backward that runs, and reaches none of ``params``, is none of the wrapper's.
+
+    It is so for ``torch.autograd.grad``, and for ``backward(inputs=...)``, with respect to other
+    tensors: the graph then has parameters that are not reached. Otherwise it is a backward that
+    uses no parameter on this rank, and ranks that use some wait for it. ``nodes`` are the
+    AccumulateGrad nodes of the parameters.
+    """
+    node = current_autograd_node()
+    if not _accumulates(node):
+        return True
+    return any(param.requires_grad for param in params) and _leads_to(node, nodes)
+
+
+def _accumulates(node: Any) -> bool:
     """Whether the backward that runs through ``node`` accumulates into leaves.
 
     True for ``backward()``, False for ``torch.autograd.grad``: that one runs no AccumulateGrad
-    node. Needed only to tell the two apart when no parameter is reached; follows one path of the
-    graph from ``node`` to its first leaf.
+    node. Follows one path of the graph from ``node`` to its first leaf.
     """
     while True:
         parents = [parent for parent, _ in node.next_functions if parent is not None]
@@ -52,6 +65,19 @@ def accumulates(node: Any) -> bool:
         if leaves:
             return any(will_engine_execute(leaves) or ())
         node = parents[0]
+
+
+def _leads_to(node: Any, ends: Sequence[Any]) -> bool:
+    """Whether the graph behind ``node`` has one of these nodes. Walks through it until it does."""
+    wanted, seen, stack = set(ends), {node}, [node]
+    while stack:
+        for parent, _ in stack.pop().next_functions:
+            if parent in wanted:
+                return True
+            if parent is not None and parent not in seen:
+                seen.add(parent)
+                stack.append(parent)
+    return False
 
 
 class ReentrantGrads:

@@ -24,6 +24,7 @@ from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.reducer import capture, in_context
+from tritonddp.reducer.output_hooks import EndsOfBackward
 
 if TYPE_CHECKING:
     from tritonddp.reducer.reducer import Reducer
@@ -34,12 +35,25 @@ logger = logging.getLogger("tritonddp.in_step")
 _TRIES, _PAUSE = 200, 1e-4
 
 
+def finish_ended(group: Group) -> None:
+    """Finish backwards of ``group`` that have ended, if the engine has not yet called for it.
+
+    That is so if a callback of a user, at the end of a backward, runs another forward.
+    """
+    for reducer in [reference() for reference in list(group.open_runs)]:
+        if reducer is not None and reducer.run is not None and reducer.run.is_ended:
+            ends = reducer.run.end()
+            if isinstance(ends, EndsOfBackward):
+                ends.finish()
+
+
 def recover(group: Group) -> None:
     """Make the collectives of failed backwards, in all wrappers of ``group``.
 
     Collectives match by order, so each wrapper has to do this before any other collective.
     """
     group.refuse_if_forked()
+    finish_ended(group)
     reducers: list[Reducer] = [
         each for each in (reference() for reference in list(group.open_runs)) if each is not None
     ]

@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import count
 from operator import attrgetter, or_
 from types import NoneType
 from typing import Any, NoReturn
@@ -27,7 +28,6 @@ from torch.nn import Parameter
 from tritonddp._device import is_capturing
 from tritonddp._torch import (
     compiled_autograd_runs,
-    current_autograd_node,
     current_graph_task_id,
     queue_end_of_backward,
     register_post_accumulate_grad_hook,
@@ -50,12 +50,19 @@ from tritonddp.coordination.group import Group
 from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.reducer import capture, on_demand, recovery
 from tritonddp.reducer.extension import Events, Extension, SyncState
-from tritonddp.reducer.output_hooks import Forward, Forwards, tell
-from tritonddp.reducer.participation import ReentrantGrads, accumulates, as_trainable
+from tritonddp.reducer.output_hooks import (
+    EndsOfBackward,
+    Forward,
+    Forwards,
+    UnreducedGradients,
+    tell,
+)
+from tritonddp.reducer.participation import ReentrantGrads, as_trainable, is_of_others
 from tritonddp.reducer.readiness import ReadyTracker
 
 _grad_of = attrgetter("grad")
 _NONE: frozenset[int] = frozenset()
+_numbers = count()
 
 
 def _over() -> None:
@@ -131,6 +138,7 @@ class Reducer:
         self.has_accumulated = False
         self.reentrant = ReentrantGrads()
         self.forwards = Forwards()
+        self.unreduced = UnreducedGradients()
         self.forwards_begun = 0  # with gradients
         # Numbers of the parameters that the last reduced backward has not reached.
         self.missing: Collection[int] | None = None
@@ -158,6 +166,7 @@ class Reducer:
         hash(self.reference)  # cached now: it cannot be computed after this object is freed
         self._broke_off = partial(_broke_off, self.reference)
         self._added_hooks: list[Any] = []
+        self.number = next(_numbers)  # in this process: later wrappers have higher ones
         group.join_forks(self)
         self._follow_buckets()
 
@@ -253,22 +262,26 @@ class Reducer:
             forward: the forward whose output it goes through; ``None`` if not known.
         """
         run = self.run
-        if run is not None and run.end() is not None:
-            if forward is not None and not run.is_local:
-                forward.reached = True
+        if run is not None and run.end() is not None and not run.is_ended:
+            if forward is not None:
+                if not run.is_local:
+                    forward.reached = True
+                elif run.may_be_reduced and forward.syncs:
+                    self._reduce_after_all(run, forward)
             return
         if self.is_detached:
             self.group.refuse_if_forked()
             return
         if self.group.open_runs:
             recovery.recover(self.group)
-        reached = self.tracker.query()
+        tracker = self.tracker
+        reached = tracker.query()
         if reached is None:
             return  # torch.autograd.grad: it returns gradients
         missing: Collection[int] = _NONE
         if not all(reached):
-            if not any(reached) and not accumulates(current_autograd_node()):
-                return  # torch.autograd.grad with respect to other tensors
+            if not any(reached) and is_of_others(self.manager.current.params, tracker.nodes):
+                return
             missing = {number for number, comes in enumerate(reached) if not comes}
             self.parameters.check_kinds(missing, self.where)
         if self.run is not None:
@@ -282,23 +295,39 @@ class Reducer:
             )
         if self.agreement.pending:
             self.check_pending()
-        is_reduced = self.forwards.decide(forward, self.sync, self.where)
-        is_captured = self.is_on_gpu and is_capturing()
-        if is_captured:
-            capture.begin(self, missing, is_reduced)
-        if is_reduced:
-            self._open(forward, reached, missing, is_captured)
+        is_around = forward is None and not self.forwards.was_local
+        if self.forwards.decide(forward, self.sync, self.where):
+            self._open(forward, reached, missing)
         else:
-            self._open_local(forward, reached)
+            self._open_local(forward, reached, is_around)
+
+    def _reduce_after_all(self, local: ReductionRun, forward: Forward) -> None:
+        """A backward that was local so far goes through an output of a synchronised forward."""
+        if not self.forwards.decide(forward, self.sync, self.where):
+            local.may_be_reduced = False
+            return
+        came = list(self.tracker.log)
+        reached = list(local.reached)
+        missing = {number for number, comes in enumerate(reached) if not comes}
+        for call in self.events.on_abort:
+            call(local)
+        self._open(forward, reached, missing, local)
+        for param in came:
+            self._note_early(param)
 
     def _open(
         self,
         forward: Forward | None,
         reached: list[bool],
         missing: Collection[int],
-        is_captured: bool,
+        local: ReductionRun | None = None,
     ) -> None:
-        """A backward begins that is reduced."""
+        """A backward begins that is reduced; or ``local``, which has begun, is reduced too."""
+        is_captured = self.is_on_gpu and is_capturing()
+        if is_captured:
+            capture.begin(self, missing, is_reduced=True)
+        if self.unreduced.found:
+            self.unreduced.before_reduction()
         manager, tracker, events = self.manager, self.tracker, self.events
         if self.parameters.number < 0:
             self.parameters.register()
@@ -309,7 +338,7 @@ class Reducer:
         used = list(map(or_, reached, self.accumulated)) if self.has_accumulated else list(reached)
         run = ReductionRun(manager.current, self.transport, self.agreement, events, used, source)
         run.is_provisional = manager.is_provisional
-        run.is_late, run.reached = forward is None, reached
+        run.is_late, run.reached = forward is None or local is not None, reached
         run.earlier, run.came = self.accumulated, tracker.log
         run.has_missing = bool(missing)
         if is_captured:
@@ -333,7 +362,7 @@ class Reducer:
             if manager.former_counts or manager.schema is not self.parameters.schema:
                 manager.reduction_begins()
             if run.is_alone:
-                self._queue_end(run)
+                self._queue_end(run, local)
                 return
             self.announce(run)
             for bucket in manager.current.to_prepare:
@@ -345,7 +374,7 @@ class Reducer:
             for index in run.skipped:
                 for number in manager.current.segments_of[index]:
                     run.filled[number] = True  # these segments are never packed
-            self._queue_end(run)
+            self._queue_end(run, local)
         except BaseException:
             run.end = _over
             tracker.stop()
@@ -367,13 +396,19 @@ class Reducer:
             and not current.needs_reduction
         )
 
-    def _open_local(self, forward: Forward | None, reached: list[bool]) -> None:
+    def _open_local(self, forward: Forward | None, reached: list[bool], is_around: bool) -> None:
         """A backward begins that only accumulates."""
+        if self.is_on_gpu and is_capturing():
+            capture.begin(self, (), is_reduced=False)
         run = ReductionRun(
             *(self.manager.current, self.transport, self.agreement, self.events),
             *(self.accumulated, GradSource.ELSEWHERE),
         )
         run.is_local = True
+        run.may_be_reduced = self.sync.enabled and self.sync.join is None
+        if self.group.size > 1 and self.sync.join is None:
+            is_inside = forward is not None and forward.syncs
+            run.is_doubted = is_inside or (is_around and run.may_be_reduced)
         run.is_late, run.reached = forward is None, reached
         run.where = self.where()
         run.end = _opening
@@ -434,16 +469,19 @@ class Reducer:
         if begin_logger.isEnabledFor(logging.DEBUG):
             run.log_begin(schema)
 
-    def _queue_end(self, run: ReductionRun) -> None:
-        """Have :meth:`_end` called when this backward is over.
+    def _queue_end(self, run: ReductionRun, local: ReductionRun | None = None) -> None:
+        """Have :meth:`_end` called when this backward is over; it will be if ``local`` is given.
 
         A backward that fails drops its callbacks. So a weak reference to a callback that only the
         engine holds tells whether the backward of ``run`` still runs. If it does not, no further
         gradient is expected, and the next backward finds that out.
         """
-        run.graph_task = current_graph_task_id()
         run.creates_graph = torch.is_grad_enabled()
-        end = partial(self._end, run)
+        if local is not None:  # (This may be an inner backward, of a reentrant checkpoint.)
+            run.graph_task, run.end = local.graph_task, local.end
+            return
+        run.graph_task = current_graph_task_id()
+        end = partial(self._end)
         run.end = weakref.ref(end, self._broke_off)
         queue_end_of_backward(end)
 
@@ -452,8 +490,11 @@ class Reducer:
     def on_first_gradient(self, param: Tensor) -> None:
         """The first gradient of a backward that has not begun at an output of the module."""
         self.on_backward()
-        if not self.backward_runs:
-            return
+        if self.backward_runs:
+            self._note_early(param)
+
+    def _note_early(self, param: Tensor) -> None:
+        """A gradient had come before the reduction was opened."""
         number = self.tracker.number_of(param)
         if self.run is not None and not self.run.is_local:
             bucket, _ = self.manager.current.segments[self.tracker.segment_of[number]]
@@ -489,23 +530,24 @@ class Reducer:
 
     # End of backward
 
-    def _end(self, run: ReductionRun) -> None:
-        """The backward is over: launch the remaining buckets, wait, and write ``.grad``."""
+    def _end(self) -> None:
+        """The backward is over: launch the remaining buckets; :class:`EndsOfBackward` waits."""
+        run = self.run
+        if run is None:  # detached
+            return
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self._end(run)
+                return self._end()
         run.end = _over
         self.tracker.stop()
         for call in self.events.on_compute_end:
             call(run)
-        if self.is_detached:
-            return
         is_usual = run.is_alone or self.tracker.is_usual()
         if run.is_local:
             self._accumulate(run, is_usual)
-        elif run.is_alone:
-            self.finish(run)
-        else:
+            self.wait_post_backward()
+            return
+        if not run.is_alone:
             if not is_usual or self.manager.is_provisional:
                 self._look_back(run)
                 if self.tracker.streams:
@@ -515,10 +557,12 @@ class Reducer:
                     run.launch_ready(rest=True)
             if self.finalizes_manually and any(run.works):
                 run.awaits_finalize = True
-            else:
-                self.finish(run)
-        if self.post_backward:
-            self.wait_post_backward()
+                self.wait_post_backward()
+                return
+        run.is_ended = True
+        ends = EndsOfBackward.of(run.graph_task)
+        ends.reducers.append(self)
+        run.end = weakref.ref(ends, self._broke_off)
 
     def _accumulate(self, run: ReductionRun, is_usual: bool) -> None:
         """Note which parameters this local backward has used: they are reduced later."""
@@ -531,6 +575,12 @@ class Reducer:
             for number, _ in self.tracker.unannounced():
                 self.reentrant.came(number)
             self.tracker.learn()
+        if run.is_doubted:
+            current = self.manager.current
+            named = zip(current.names, current.params, run.reached, strict=True)
+            left = [(name, param) for name, param, comes in named if comes]
+            ends = EndsOfBackward.of(run.graph_task)
+            ends.local.append((self, left, run.where, not run.may_be_reduced))
         self.close(run)
 
     def _look_back(self, run: ReductionRun) -> None:
@@ -572,7 +622,7 @@ class Reducer:
 
     def finish(self, run: ReductionRun) -> None:
         """All buckets have been launched: wait for them, and end the run."""
-        manager = self.manager
+        manager, run.end = self.manager, _over
         try:
             if run.is_alone:
                 run.bucket_set.make_views()
@@ -601,6 +651,8 @@ class Reducer:
         self.close(run)
         for call in self.events.on_end:
             call(run)
+        if self.post_backward:
+            self.wait_post_backward()
 
     def _fail(self, run: ReductionRun, error: Exception) -> NoReturn:
         """``run`` has ended with this error: raise it, with a message."""
@@ -690,6 +742,7 @@ class Reducer:
 
     def forget_accumulated(self) -> None:
         """Clear the accumulated flags: those gradients have been reduced."""
+        self.unreduced.forget()
         self.accumulated = [False] * len(self.accumulated)
         self.has_accumulated = False
 

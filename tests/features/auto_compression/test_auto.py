@@ -315,7 +315,7 @@ def test_what_is_measured_decides() -> None:
         step(ddp)
     report = ddp.wire_report()
     assert gather(report) == [report] * 2
-    assert set(ddp.core.manager.planner._wires) <= {OWN, "bfloat16", "int8"}
+    assert set(ddp._ddp_state.core.manager.planner._wires) <= {OWN, "bfloat16", "int8"}
     assert all(isinstance(bucket, Bucket) for bucket in ddp.reducer.buckets)
 
 

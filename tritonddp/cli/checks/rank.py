@@ -194,7 +194,7 @@ def _transport(group: Group, device: torch.device) -> dict[str, Any]:
     wrapped = DistributedDataParallel(module)
     for _ in range(2):
         wrapped(torch.ones(1, 64, device=device)).sum().backward()
-    core = wrapped.core
+    core = wrapped._ddp_state.core
     memory = core.peer_memory
     found = {"taken": "process_group", "why": "", "is_failure": False, "hosts": 1}
     if isinstance(memory, PeerMemory):

@@ -104,5 +104,5 @@ class Traffic:
         return {"traffic": traffic}
 
     def _through_memory(self, model: Any) -> tuple[int, int]:
-        counters = model.core.counters
+        counters = model.reducer.counters
         return counters.memory_bytes, counters.memory_exchanges

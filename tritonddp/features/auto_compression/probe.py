@@ -289,9 +289,8 @@ def _cores(group: dist.ProcessGroup, device: torch.device) -> float:
         return float("inf")
     boot = Path("/proc/sys/kernel/random/boot_id")
     identity = f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}"
-    mine = torch.tensor(
-        [int.from_bytes(blake2b(identity.encode(), digest_size=7).digest(), "little")]
-    )
+    number = int.from_bytes(blake2b(identity.encode(), digest_size=7).digest(), "little")
+    mine = torch.tensor([number], device="cpu")
     hosts = all_gather(mine, group)
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return (usable or 1) / sum(map(mine.equal, hosts)) / torch.get_num_threads()

@@ -330,9 +330,10 @@ def log_metrics(model: Any, every: int = 100, write: Callable[[str], None] | Non
 
 
 def _of(model: Any, method: str) -> Metrics:
-    found: Metrics | None = model.core.events.of(Metrics)
+    state = model._ddp_state
+    found: Metrics | None = state.core.events.of(Metrics)
     if found is None:
         raise RuntimeError(
-            f"rank {model.group.rank}: {method} needs metrics=True when the module is wrapped"
+            f"rank {state.group.rank}: {method} needs metrics=True when the module is wrapped"
         )
     return found

@@ -169,7 +169,7 @@ class QuantizedTables(DeviceTables):
             rows = quantized if layout.quantized[slot] else exact
             rows.append((slot - first, start, part, place, numel))
         self.quantized_chunks = len(quantized)
-        return torch.tensor(quantized + exact, dtype=torch.int64).view(-1, 5)
+        return torch.tensor(quantized + exact, dtype=torch.int64, device="cpu").view(-1, 5)
 
 
 def quantize(

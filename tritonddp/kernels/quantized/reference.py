@@ -243,7 +243,7 @@ def _quantize_chunk(
     residuals = () if unused else chunk.residuals
     is_added = _gather(line, fragments, chunk.pieces, sources, scale, residuals)
     if unused and residual is not None:
-        kept = torch.zeros(len(values), dtype=torch.bool)
+        kept = torch.zeros(len(values), dtype=torch.bool, device="cpu")
         for piece in unused:
             kept[chunk.rows_of(piece)] = True
         values.add_(residual.masked_fill(kept[:, None], 0))
@@ -397,6 +397,6 @@ def _scratch(blocks: int) -> tuple[Tensor, Tensor, Tensor]:
     try:
         memory = _thread.memory
     except AttributeError:
-        memory = _thread.memory = torch.empty(2, _BLOCKS, BLOCK, dtype=torch.float32)
+        memory = _thread.memory = torch.empty(2, _BLOCKS, BLOCK, dtype=torch.float32, device="cpu")
     values, other = memory[:, :blocks]
     return values, other, values.view(-1)
