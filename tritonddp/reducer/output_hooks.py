@@ -184,8 +184,7 @@ class UnreducedGradients:
             return False
         if grad.is_cuda and is_capturing():
             return False
-        values = grad.detach()
-        return bool((values._values() if values.is_sparse else values).any())
+        return grad.is_sparse or bool(grad.any())
 
     __del__ = forget
 
