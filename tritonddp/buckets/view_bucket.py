@@ -23,7 +23,6 @@ class ViewBucket(Bucket):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._donates = False  # the bucket keeps its buffer
         # Gradients of earlier backwards, by slot.
         self._stashed: dict[int, Tensor] = {}
 
