@@ -206,6 +206,15 @@ class Bucket:
             getattr(packed, "real", packed).tables = tables
         self._pack_into(packed)
 
+    def leave_payload(self) -> None:
+        """The payload will not be written: a buffer without pages for it takes the place of this.
+
+        Only the trailer stays.
+        """
+        trailer = self.flat.data[self._layout.flags_offset :]
+        self.allocate()
+        self.flat.data[self._layout.flags_offset :] = trailer
+
     def unshare(self) -> None:
         """Undo :meth:`share`: flatten into the buffer that the collective sends."""
         if self.exchange is not None:

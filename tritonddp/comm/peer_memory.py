@@ -753,6 +753,8 @@ class PeerMemory:
             of_ranks = [came[rank].tensor for rank in self._peers.hosts[self._peers.host]]
             for bucket, start in zip(found, starts, strict=False):
                 packed = [each[start:][: bucket.nbytes] for each in of_ranks]
+                if bucket.is_large:
+                    bucket.leave_payload()
                 exchange = Exchange(self, self._peers, packed, bucket)
                 self.exchanges[bucket.index] = exchange
                 bucket.share(exchange, memory.tensor[start:][: bucket.nbytes])
