@@ -150,13 +150,14 @@ class DDPConfig:
         sync: SyncState,
         broadcast: StateBroadcast | None,
         figures: Figures | None,
-        is_strict: bool,
+        finds_unused: bool | None,
         reporters: Sequence[Extension] = (),
     ) -> Reducer:
         """Make the reducer of a wrapper, with the extensions for its options. No collective.
 
-        ``figures``: measured for ``compression="auto"``. ``is_strict``: an unused parameter is an
-        error. ``reporters``: further extensions that send a report in each reduction.
+        ``figures``: measured for ``compression="auto"``. ``finds_unused``: if ``False``, an
+        unused parameter is an error; if ``True``, one whose gradient a hook has dropped counts as
+        unused. ``reporters``: further extensions that send a report in each reduction.
         """
         counters, device = Counters(), parameters.params[0][1].device
         core = Reducer(
@@ -168,7 +169,8 @@ class DDPConfig:
             reporters=[*self.reporters(parameters, group, device, counters), *reporters],
         )
         extensions: list[Extension] = []
-        if is_strict:
+        core.counts_dropped = not finds_unused
+        if finds_unused is False:
             extensions.append(StrictUnused(parameters, group.rank, core))
         if self.skip_unused:
             extensions.append(SkipUnused(sync))

@@ -300,12 +300,12 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         """Make the reducer, from the options. No collective."""
         self.traced = Traced(self, self._pre_forward)
         # As in stock, with static_graph unused parameters are no error.
-        is_strict = self.find_unused_parameters is False and not self.static_graph
+        finds_unused = True if self.static_graph else self.find_unused_parameters
         broadcast = self.state_broadcast if self._init_sync else None
         mode = self.config.buffer_mode if self.forward_sync_buffers else OFF
         self.buffer_sync = BufferSync(parameters, self.group, self.state_broadcast, self.sync, mode)
         self.core = self.config.build_reducer(
-            *(parameters, self.group, self.sync, broadcast, self._figures, is_strict),
+            *(parameters, self.group, self.sync, broadcast, self._figures, finds_unused),
             [self.buffer_sync] if self.buffer_sync.report_nbytes else [],
         )
         self._window: AccumulationWindow | None = None

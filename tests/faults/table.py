@@ -173,6 +173,7 @@ FAULTS = {
             ("message through memory", 3, 2, VIEWS),
             ("wait for a message", 2, 1),
             ("sum in memory", 3, 0),
+            ("sum in gradients", 2, 1),
             ("share of a sum", 4, 2),
             ("word of a share", 3, 1),
             ("line between hosts", 4, 3),
@@ -210,6 +211,7 @@ FAULTS = {
             ("message through memory", 2, 0, VIEWS),
             ("wait for a message", 4, 3),
             ("sum in memory", 3, 2),
+            ("sum in gradients", 3, 0),
             ("share of a sum", 3, 0),
             ("line between hosts", 4, 1),
             ("sum over hosts", 4, 2),
@@ -338,6 +340,7 @@ FAULTS = {
             ("between buckets", 2, 0),
             ("launch", 3, 2),
             ("message through memory", 3, 1),
+            ("sum in gradients", 3, 1),
             ("share of a sum", 3, 0),
         ),
         *_caught(

@@ -7,7 +7,7 @@ between the classes of buckets: :class:`Bucket` copies them in and out,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import attrgetter, is_
 from types import NoneType
 from typing import Any
@@ -207,13 +207,15 @@ class Bucket:
         self._pack_into(packed)
 
     def leave_payload(self) -> None:
-        """The payload will not be written: a buffer without pages for it takes the place of this.
+        """No gradient will be written to the buffer: the system need not give it that memory.
 
-        Only the trailer stays.
+        (It gives memory to a page when that is written first. The buffer keeps its trailer.)
         """
-        trailer = self.flat.data[self._layout.flags_offset :]
-        self.allocate()
-        self.flat.data[self._layout.flags_offset :] = trailer
+        first, data = self._layout.flags_offset, self.flat.data
+        memory = torch.empty(data.nbytes, dtype=torch.uint8)
+        self.flat = self._kernels.buffer(self._layout, self._wire_dtype, data.device, memory)
+        self.flat.data[first:] = data[first:]
+        self.flat.squares = self.squares
 
     def unshare(self) -> None:
         """Undo :meth:`share`: flatten into the buffer that the collective sends."""
@@ -300,10 +302,12 @@ class Bucket:
         scale: float,
         header: bytes = b"",
         earlier: bool = True,
+        came: Collection[Tensor] = (),
     ) -> None:
         """Write ``scale * .grad`` of the segment's parameters, and ``used``, into the buffer.
 
-        One launch. A parameter without a gradient counts as zero. A parameter that is not ``used``,
+        One launch. A parameter without a gradient counts as zero, and as used only if it is in
+        ``came``: a hook has dropped the gradient that was there. A parameter that is not ``used``,
         but has a gradient of an earlier backward, contributes that gradient, as it would on this
         rank alone; not with ``earlier=False``. A ``scale`` of zero writes zeros, even for NaN.
 
@@ -320,8 +324,13 @@ class Bucket:
         grads: list[Any] = list(map(_grad_of, segment.params))
         if NoneType in map(type, grads):
             self.wants_flags = True
-            # A parameter may have been used under no_sync, and its gradient dropped since.
-            used = [flag and grad is not None for flag, grad in zip(used, grads, strict=True)]
+            # A parameter may have been used under no_sync, and its gradient dropped since; or a
+            # custom function has returned no gradient for it.
+            known, params = set(map(id, came)), segment.params
+            used = [
+                flag and (grad is not None or id(param) in known)
+                for flag, grad, param in zip(used, grads, params, strict=True)
+            ]
         self.used[first:last] = used
         self._counters.flattens += 1
         if not all(used):

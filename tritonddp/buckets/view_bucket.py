@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -33,9 +33,10 @@ class ViewBucket(Bucket):
         scale: float,
         header: bytes = b"",
         earlier: bool = True,
+        came: Collection[Tensor] = (),
     ) -> None:
         """See :meth:`Bucket.pack`. Used gradients become views, which frees their memory."""
-        super().pack(segment, used, scale, header, earlier)
+        super().pack(segment, used, scale, header, earlier, came)
         first, last = segment.first, segment.last
         views = self.flat.views[first:last]
         flags = self.used[first:last]

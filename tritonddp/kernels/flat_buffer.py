@@ -233,15 +233,11 @@ class FlatBuffer:
         """Allocate the buffer, or use ``memory``, uint8 zeros ``(nbytes,)``."""
         self.layout = layout
         self.dtype = dtype
-        if memory is not None:
-            self.data = memory.view(dtype)
-        elif device.type == "cpu" and layout.gapless == (0, layout.flags_offset):
-            # Each gradient is written before it is read. If none ever is, as where a sum goes
-            # straight into .grad, the system never gives these pages memory.
-            self.data = torch.empty(layout.numel, dtype=dtype)
-            self.data[layout.flags_offset :].zero_()
-        else:
-            self.data = torch.zeros(layout.numel, dtype=dtype, device=device)
+        self.data = (
+            torch.zeros(layout.numel, dtype=dtype, device=device)
+            if memory is None
+            else memory.view(dtype)
+        )
         self.payload = self.data[: layout.flags_offset]
         self.trailer = self.data[layout.flags_offset : layout.marks_offset]
         self.flags = self.trailer[: len(layout.numels)]
