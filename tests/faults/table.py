@@ -340,7 +340,6 @@ FAULTS = {
             ("between buckets", 2, 0),
             ("launch", 3, 2),
             ("message through memory", 3, 1),
-            ("sum in gradients", 3, 1),
             ("share of a sum", 3, 0),
         ),
         *_caught(
