@@ -240,12 +240,6 @@ def cuda_sleep(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
-# Number of owners of a storage in C++, mostly tensors, by the address of the storage. To compare
-# with an earlier count. torch's CUDA graph trees check in the same way whether an output is alive.
-storage_use_count = torch._C._storage_Use_Count
-storage_address = attrgetter("_cdata")
-
-
 def will_engine_execute(nodes: Iterable[Any]) -> list[bool] | None:
     """For each autograd node, whether the running backward will execute it; 0.1 to 0.2 us a node.
 

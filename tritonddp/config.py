@@ -149,12 +149,13 @@ class DDPConfig:
         sync: SyncState,
         broadcast: StateBroadcast | None,
         figures: Figures | None,
-        is_strict: bool,
+        finds_unused: bool | None,
     ) -> Reducer:
         """Make the reducer of a wrapper, with the extensions for its options. No collective.
 
-        ``figures``: measured for ``compression="auto"``. ``is_strict``: an unused parameter is an
-        error.
+        ``figures``: measured for ``compression="auto"``. ``finds_unused``: if ``False``, an
+        unused parameter is an error; if ``True``, one whose gradient a hook has dropped counts as
+        unused.
         """
         counters, device = Counters(), parameters.params[0][1].device
         core = Reducer(
@@ -166,7 +167,8 @@ class DDPConfig:
             reporters=self.reporters(parameters, group, device, counters),
         )
         extensions: list[Extension] = []
-        if is_strict:
+        core.counts_dropped = not finds_unused
+        if finds_unused is False:
             extensions.append(StrictUnused(parameters, group.rank, core))
         if self.skip_unused:
             extensions.append(SkipUnused(sync))

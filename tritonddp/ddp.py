@@ -291,9 +291,11 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         config, group, sync = state.config, state.group, state.sync
         state.traced = Traced(self, self._pre_forward)
         # As in stock, with static_graph unused parameters are no error.
-        is_strict = self.find_unused_parameters is False and not self.static_graph
+        finds_unused = True if self.static_graph else self.find_unused_parameters
         broadcast = state.state_broadcast if state.init_sync else None
-        core = config.build_reducer(parameters, group, sync, broadcast, state.figures, is_strict)
+        core = config.build_reducer(
+            *(parameters, group, sync, broadcast, state.figures, finds_unused)
+        )
         buffers = BufferSync(core, state.state_broadcast, config.buffer_mode, config.transport)
         state.core, state.buffer_sync, state.window = core, buffers, None
         self.reducer = StockReducer(core)

@@ -34,7 +34,7 @@ def train(lazy: bool, width: int, **options: Any) -> list[Tensor | None]:
 
 
 @VIEW
-@pytest.mark.parametrize("width", [4, 100], ids=["copied", "donated"])
+@pytest.mark.parametrize("width", [4, 100], ids=["small", "large"])
 @pytest.mark.parametrize(
     "options",
     [{}, {"bucket_cap_mb": 1e-4}, {"mixed_precision": _MixedPrecision(None, torch.bfloat16)}],

@@ -201,7 +201,7 @@ def test_collectives_and_two_launches_a_bucket_and_the_bytes_of_the_docstring() 
     for _ in range(3):
         ddp(torch.randn(4, 64)).sum().backward()
         before = copy.copy(ddp.reducer.counters)
-        ddp.zero_grad(set_to_none=False)  # so that nothing is donated
+        ddp.zero_grad(set_to_none=False)
     ddp(torch.randn(4, 64)).sum().backward()
     counters, buckets = ddp.reducer.counters, ddp.reducer.buckets
     assert len(buckets) == 3
@@ -456,7 +456,7 @@ def test_what_was_left_out_of_frozen_parameters_takes_no_memory_when_they_have_g
 def test_the_default_dtype_makes_no_difference(default: torch.dtype) -> None:
     def trained() -> list[Tensor]:
         torch.manual_seed(0)
-        module = nn.Linear(100, 100, dtype=torch.float32)  # large enough to be donated
+        module = nn.Linear(100, 100, dtype=torch.float32)  # a large gradient
         torch.set_default_dtype(default if tells else torch.float32)
         ddp = DistributedDataParallel(module, compression="int8")
         for step in range(3):

@@ -23,6 +23,7 @@ from logged import logged
 from torch import Tensor, nn
 
 from tritonddp import DistributedDataParallel
+from tritonddp.buckets import rank_buffers
 from tritonddp.comm import peer_memory
 from tritonddp.coordination import peers
 
@@ -70,9 +71,14 @@ def is_shared(ddp: DistributedDataParallel) -> list[bool]:
     return [bucket.exchange is not None for bucket in ddp._ddp_state.core.manager.current.buckets]
 
 
-def in_two_shots() -> Any:
+@contextlib.contextmanager
+def in_two_shots() -> Iterator[None]:
     """Context: all buckets, whatever the number of ranks."""
-    return mock.patch.multiple(peer_memory, _RANKS_OF_SHARES=2, _BYTES_OF_SHARES=0, _PIECE=4096)
+    with (
+        mock.patch.multiple(peer_memory, _RANKS_OF_SHARES=2, _BYTES_OF_SHARES=0),
+        mock.patch.object(rank_buffers, "_PIECE", 4096),
+    ):
+        yield
 
 
 @pytest.mark.parametrize("shots", [1, 2])

@@ -29,6 +29,7 @@ from differential.player import Player
 from differential.scenario import Forward, Options, Replace, Scenario
 from differential.trace import Trace
 from tritonddp import DistributedDataParallel
+from tritonddp.buckets import rank_buffers
 from tritonddp.comm import all_reduce, peer_memory
 from tritonddp.features import drift
 from tritonddp.kernels import reference
@@ -250,8 +251,9 @@ def _directly(seed: int) -> contextlib.AbstractContextManager[Any]:
     stack = contextlib.ExitStack()
     stack.enter_context(patch.object(all_reduce, "_DIRECT", (0, 400, 2**20)[seed % 3]))
     if seed % 4 < 2:
-        shares = {"_RANKS_OF_SHARES": 2, "_BYTES_OF_SHARES": 200, "_PIECE": 64}
+        shares = {"_RANKS_OF_SHARES": 2, "_BYTES_OF_SHARES": 200}
         stack.enter_context(patch.multiple(peer_memory, **shares))
+        stack.enter_context(patch.object(rank_buffers, "_PIECE", 64))
     return stack
 
 

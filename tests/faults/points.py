@@ -91,6 +91,9 @@ POINTS = {
     "message through memory": Point("plain", f"{MEMORY}:PeerMemory.launch", call=2),
     "wait for a message": Point("plain", f"{MEMORY}:Exchange.wait_for", call=2),
     "sum in memory": Point("plain", f"{MEMORY}:Exchange.sum", call=1),
+    "sum in gradients": Point(
+        "large", "tritonddp.buckets.rank_buffers:RankBuffers.sum_into", call=1
+    ),
     "share of a sum": Point("shares", f"{MEMORY}:Exchange.sum_share", call=1),
     "word of a share": Point("shares", f"{MEMORY}:Exchange._say_summed", call=1),
     "line between hosts": Point("hosts", f"{CROSS_HOST}.start", call=1),

@@ -24,6 +24,7 @@ from faults.table import Fault
 from tritonddp import DistributedDataParallel
 from tritonddp.comm import peer_memory
 from tritonddp.coordination import peers
+from tritonddp.kernels import reference
 
 STEPS = 5
 
@@ -80,6 +81,8 @@ class Program:
         self._calls = 0
         if self.point.loop == "shares":
             peer_memory._RANKS_OF_SHARES, peer_memory._BYTES_OF_SHARES = 2, 0
+        if self.point.loop == "large":
+            reference._SMALL = 1
         if self.point.loop == "hosts":
             peers._host = lambda: f"host {rank // 2}"
         if ":" in self.point.before:

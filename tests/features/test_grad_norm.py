@@ -120,7 +120,8 @@ def clips_as_torch(ddp: DistributedDataParallel, share: float, rel: float = 2e-6
     ours, theirs = ddp.clip_grad_norm_(max_norm), clip_grad_norm_(twins, max_norm)
     assert ours.item() == pytest.approx(theirs.item(), rel=max(rel, 1e-5))
     for twin, param in zip(twins, params, strict=True):
-        torch.testing.assert_close(param.grad, twin.grad, rtol=max(rel, 1e-5), atol=0)
+        unit = torch.finfo(param.dtype).tiny * torch.finfo(param.dtype).eps  # the least number
+        torch.testing.assert_close(param.grad, twin.grad, rtol=max(rel, 1e-5), atol=unit)
     is_right(ddp)
     assert_same_on_all_ranks([param.grad for param in params])
 
@@ -514,9 +515,9 @@ def test_no_gradient_is_kept_alive_nor_the_wrapper() -> None:
     ddp.grad_norm()
     ddp.zero_grad()
     assert not any(grad() for grad in grads)
-    donated = [bucket.flat.data.data_ptr() for bucket in ddp.reducer.buckets]
+    buffers = [bucket.flat.data.data_ptr() for bucket in ddp.reducer.buckets]
     step(ddp)
-    assert [bucket.flat.data.data_ptr() for bucket in ddp.reducer.buckets] == donated
+    assert [bucket.flat.data.data_ptr() for bucket in ddp.reducer.buckets] == buffers
     gone = weakref.ref(ddp)
     del ddp
     gc.collect()

@@ -318,20 +318,6 @@ def test_what_torch_has_refused_it_is_not_asked_again_for_as_long_as_it_comes(mo
             assert len(asked) == times
 
 
-def test_large_gradients_get_no_more_views_of_their_memory():
-    # Whoever donates them counts: see Bucket.prepare.
-    from tritonddp._torch import storage_address, storage_use_count
-
-    slots = [dense([10_000]), dense([9_000])]
-    flat = flat_of(slots)
-    address = storage_address(flat.data.untyped_storage())
-    before = storage_use_count(address)
-    for _ in range(2):
-        reference.flatten(flat, [torch.ones(10_000), torch.ones(9_000)], [True] * 2, 0.5, HEADERS)
-        flat.write_trailer([True] * 2, HEADERS)
-    assert storage_use_count(address) == before
-
-
 # The kernels of a GPU.
 
 

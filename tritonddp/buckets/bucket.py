@@ -7,10 +7,8 @@ between the classes of buckets: :class:`Bucket` copies them in and out,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import compress
+from collections.abc import Collection, Sequence
 from operator import attrgetter, is_
-from sys import getrefcount
 from types import NoneType
 from typing import Any
 
@@ -19,8 +17,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tritonddp._device import let_go
-from tritonddp._torch import storage_address, storage_use_count
-from tritonddp.buckets.donation import sole_owners
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
 from tritonddp.coordination.peers import READ
@@ -92,6 +88,8 @@ class Bucket:
             ranks read.
         exchange: sums shared memory over ranks, see :mod:`tritonddp.comm.peer_memory`; ``None`` if
             the bucket goes through the process group.
+        into_grads: the exchange leaves the sum of gradients to :meth:`unpack`, which makes it in
+            ``.grad``: the buffer gets that of the trailer only.
         segments: the parts of the bucket that are flattened at once.
         nbytes: bytes sent: payload and trailer (used flags and headers).
         direct_nbytes: bytes that decide about a direct exchange: of this bucket and all later ones;
@@ -105,6 +103,8 @@ class Bucket:
         last_trailer: from the last reduction: the header of this rank, the reduced trailer, and the
             used flags, empty if all are set. In most steps it is the same again.
         is_lazy: see above.
+        is_large: its gradients are so large, on the CPU, that each is worth a call, and they are
+            sent in their own dtype and are no views: an exchange may sum them in their memory.
         has_to_prepare: :meth:`prepare` has to be called before each backward.
         squares: receives sums of squares from the kernels, see :meth:`sum_squares`; else ``None``.
         wants_flags: a gradient is missing: the host has to read whether another rank has used it.
@@ -117,6 +117,7 @@ class Bucket:
     is_sparse = False
     has_views = False
     exchange: Any = None
+    into_grads = False
     squares: Squares | None = None
 
     def __init__(
@@ -147,7 +148,7 @@ class Bucket:
         self._layout = self._make_layout(headers)
         self.segments = [Segment(*cut, self.params) for cut in kernels.segments(self._layout)]
         self._casts = self._wire_dtype not in self._dtypes
-        self._donates = kernels.donates(self._layout) and not self._casts
+        self.is_large = kernels.are_large(self._layout) and not self._casts and not self.has_views
         self.flat: Any = None
         # See the class.
         self.last_trailer: tuple[bytes, bytes, Sequence[float]] | None = None
@@ -162,7 +163,7 @@ class Bucket:
     @property
     def has_to_prepare(self) -> bool:
         """See the class."""
-        return self._donates or self.is_lazy
+        return self.is_lazy
 
     def _make_layout(self, headers: int) -> Layout:
         return Layout.of(
@@ -185,7 +186,6 @@ class Bucket:
         getattr(flat, "real", flat).squares = self.squares
         if self.exchange is None:
             self._pack_into(flat)
-        self._unshared = self._memory()
 
     def _pack_into(self, flat: Any) -> None:
         self.packed = flat
@@ -199,24 +199,35 @@ class Bucket:
 
         Not for a bucket that is lazy, sparse or quantised.
         """
-        self.exchange = exchange
+        self.exchange, self.into_grads = exchange, exchange.into_grads
         packed = self._kernels.buffer(self._layout, self._wire_dtype, memory.device, memory)
         if (tables := self._kernels.tables(self.flat)) is not None:  # one copy of addresses serves
             tables.forget_launches()
             getattr(packed, "real", packed).tables = tables
         self._pack_into(packed)
 
+    def leave_payload(self) -> None:
+        """No gradient will be written to the buffer: the system need not give it that memory.
+
+        (It gives memory to a page when that is written first. The buffer keeps its trailer.)
+        """
+        first, data = self._layout.flags_offset, self.flat.data
+        memory = torch.empty(data.nbytes, dtype=torch.uint8)
+        self.flat = self._kernels.buffer(self._layout, self._wire_dtype, data.device, memory)
+        self.flat.data[first:] = data[first:]
+        self.flat.squares = self.squares
+
     def unshare(self) -> None:
         """Undo :meth:`share`: flatten into the buffer that the collective sends."""
         if self.exchange is not None:
             if (tables := self._kernels.tables(self.flat)) is not None:
                 tables.forget_launches()  # they flatten into the shared memory
-            self.exchange = None
+            self.exchange, self.into_grads = None, False
             self._pack_into(self.flat)
 
     def sum_squares(self) -> None:
         """From now on kernels write sums of squares of the gradients to :attr:`squares`."""
-        # If gradients are not copied out, or some are donated, no kernel reads all of them.
+        # On the CPU a pass over the buffer, which holds all means, is faster than one a gradient.
         self.squares = Squares(of_unflattened=self._kernels.by_address or self._casts)
         if self.flat is not None:
             getattr(self.flat, "real", self.flat).squares = self.squares
@@ -225,12 +236,6 @@ class Bucket:
             self._pack_into(self.packed)
         elif self._tables is not None:
             self._tables.forget_launches()
-
-    def _memory(self) -> tuple[Any, ...]:
-        """State of the buffer's memory: changes if it gets another owner, moves or is resized."""
-        storage = self.flat.data.untyped_storage()
-        place = storage.data_ptr(), storage.nbytes()
-        return *place, storage_use_count(storage_address(storage)), getrefcount(storage)
 
     @property
     def wire_dtype(self) -> torch.dtype:
@@ -253,17 +258,8 @@ class Bucket:
     # Before a backward
 
     def prepare(self) -> None:
-        """Take a new buffer if the old one is still in use.
-
-        That is so if a gradient whose memory was donated (see :meth:`unpack`) still exists: because
-        ``zero_grad`` keeps gradients, or because a user does. Then the old buffer is left to it,
-        and this bucket donates no more memory.
-        """
-        if self.is_lazy:
-            self.release()
-        elif self._donates and self._memory() != self._unshared:
-            self._donates = False
-            self.allocate()
+        """A lazy bucket gives its memory back, if the last backward has left it some."""
+        self.release()
 
     def note_before(self, grads: Sequence[Tensor | None]) -> None:
         """Note the gradients from before the backward, one per slot."""
@@ -308,10 +304,12 @@ class Bucket:
         scale: float,
         header: bytes = b"",
         earlier: bool = True,
+        came: Collection[Tensor] = (),
     ) -> None:
         """Write ``scale * .grad`` of the segment's parameters, and ``used``, into the buffer.
 
-        One launch. A parameter without a gradient counts as zero. A parameter that is not ``used``,
+        One launch. A parameter without a gradient counts as zero, and as used only if it is in
+        ``came``: a hook has dropped the gradient that was there. A parameter that is not ``used``,
         but has a gradient of an earlier backward, contributes that gradient, as it would on this
         rank alone; not with ``earlier=False``. A ``scale`` of zero writes zeros, even for NaN.
 
@@ -328,8 +326,13 @@ class Bucket:
         grads: list[Any] = list(map(_grad_of, segment.params))
         if NoneType in map(type, grads):
             self.wants_flags = True
-            # A parameter may have been used under no_sync, and its gradient dropped since.
-            used = [flag and grad is not None for flag, grad in zip(used, grads, strict=True)]
+            # A parameter may have been used under no_sync, and its gradient dropped since; or a
+            # custom function has returned no gradient for it.
+            known, params = set(map(id, came)), segment.params
+            used = [
+                flag and (grad is not None or id(param) in known)
+                for flag, grad, param in zip(used, grads, params, strict=True)
+            ]
         self.used[first:last] = used
         self._counters.flattens += 1
         if not all(used):
@@ -408,15 +411,12 @@ class Bucket:
         rank used stays as it is.
 
         One launch. If another rank used a parameter that has no ``.grad`` here, ``.grad`` is made.
-        Only then the host has to read the flags. On the CPU large gradients are not copied: their
-        place in the buffer is *donated* to ``.grad``, see :mod:`tritonddp.buckets.donation`.
+        Only then the host has to read the flags.
         """
-        grads, self._grads = self._grads, [None] * len(self._grads)
-        before, self.before = self.before, {}  # a reference here would outlive zero_grad
-        has_missing, self.wants_flags = self.wants_flags, False
-        in_kernel = self._kernels.by_address or self._casts
-        if factor is not None and not in_kernel:
-            # A pass of its own: donated gradients are not copied below, but need the factor too.
+        grads, has_missing = self._grads, self.wants_flags
+        made: dict[int, Tensor] = {}
+        in_kernel = self._kernels.by_address or self._casts or self.into_grads
+        if factor is not None and not in_kernel:  # one call is less than one for each gradient
             if factor.item() != 1:
                 self.flat.payload.mul_(factor.item())
             factor = None
@@ -424,15 +424,20 @@ class Bucket:
             for slot, flag in enumerate(self._take_flags()):
                 if flag and grads[slot] is None:
                     if in_kernel:
-                        grads[slot] = self.params[slot].grad = self._empty_gradient(slot)
+                        grads[slot] = made[slot] = self._empty_gradient(slot)
                     else:  # on the CPU a copy here costs no more
                         self.params[slot].grad = self.flat.views[slot].clone()
-        if self._donates:
-            self._donate(grads, before)
-        if not (has_missing or self._donates) or set(map(type, grads)) != {NoneType}:
+        if self.into_grads:
+            self._counters.unflattens += 1
+            self.exchange.sum_into(grads, factor)
+        elif not has_missing or set(map(type, grads)) != {NoneType}:
             self._counters.unflattens += 1
             self._kernels.unflatten(self.flat, grads, factor)
+        for slot, grad in made.items():
+            self.params[slot].grad = grad
         self.flat.known_flags = None  # they were those of this reduction
+        # References here would outlive zero_grad. (Until now: what Ctrl-C cuts short is repeated.)
+        self._grads, self.before, self.wants_flags = [None] * len(grads), {}, False
 
     def _take_flags(self) -> Sequence[float]:
         """The reduced flags, on the host."""
@@ -442,6 +447,8 @@ class Bucket:
 
     def discard(self) -> None:
         """Leave ``.grad`` as it is."""
+        if self.into_grads:
+            self.exchange.confirm()
         if self.flat is not None:
             self.flat.known_flags = None
         self._grads = [None] * len(self._grads)
@@ -472,30 +479,6 @@ class Bucket:
             let_go(*self.flat.memory)
             if (tables := self._kernels.tables(self.flat)) is not None:
                 let_go(*tables.memory)
-
-    def _donate(self, grads: list[Tensor | None], before: dict[int, tuple[Tensor, int]]) -> None:
-        """Make ``.grad`` of donated slots a part of the buffer; their ``grads`` become ``None``."""
-        is_candidate = list(self.used)
-        for slot in before:
-            is_candidate[slot] = False
-        slots = list(compress(range(len(grads)), is_candidate))
-        params = list(compress(self.params, is_candidate))
-        candidates: list[Any] = list(compress(grads, is_candidate))
-        for slot in slots:
-            grads[slot] = None
-        flat, layout = self.flat, self.flat.layout
-        storage, dtype, device = flat.data.untyped_storage(), flat.data.dtype, flat.data.device
-        for slot, param, index, is_private in zip(
-            slots, params, range(len(slots)), sole_owners(params, candidates), strict=True
-        ):
-            if is_private:
-                # See FlatBuffer.tensor_at. (Not by a call of it for each gradient.)
-                tensor = torch.empty(0, dtype=dtype, device=device)
-                param.grad = tensor.set_(
-                    storage, layout.offsets[slot], layout.shapes[slot], layout.strides[slot]
-                )
-            else:
-                grads[slot] = candidates[index]
 
     # Gradients that do not have the memory order of their slot
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ class ViewBucket(Bucket):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._donates = False  # the bucket keeps its buffer
         # Gradients of earlier backwards, by slot.
         self._stashed: dict[int, Tensor] = {}
 
@@ -34,9 +33,10 @@ class ViewBucket(Bucket):
         scale: float,
         header: bytes = b"",
         earlier: bool = True,
+        came: Collection[Tensor] = (),
     ) -> None:
         """See :meth:`Bucket.pack`. Used gradients become views, which frees their memory."""
-        super().pack(segment, used, scale, header, earlier)
+        super().pack(segment, used, scale, header, earlier, came)
         first, last = segment.first, segment.last
         views = self.flat.views[first:last]
         flags = self.used[first:last]

@@ -42,6 +42,7 @@ from torch import Tensor
 from tritonddp._torch import timeout_of
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.bucket_set import BucketSet
+from tritonddp.buckets.rank_buffers import RankBuffers
 from tritonddp.comm.all_reduce import AllReduce
 from tritonddp.comm.cross_host import CrossHost
 from tritonddp.comm.run import ReductionRun
@@ -72,9 +73,6 @@ logger = logging.getLogger("tritonddp.comm.peer_memory")
 # An environment variable: 0 disables this transport.
 _VARIABLE = "TRITONDDP_PEER_MEMORY"
 
-# With more than two ranks, so many bytes are added at a time: they stay in the cache between two
-# additions.
-_PIECE = 512 * 1024
 # From so many ranks, and bytes of a bucket, on: two shots.
 _RANKS_OF_SHARES, _BYTES_OF_SHARES = 4, 256 * 1024
 
@@ -356,54 +354,61 @@ class Exchange(Place):
 
     Args:
         module, peers: see :class:`Place`.
-        packed: memory in which each rank of the host packs the bucket, in the order of ranks.
+        memory: in which each rank of the host packs the bucket, in the order of ranks.
         bucket: the bucket.
 
     Attributes:
         taken: number of the last exchange whose sum is in the bucket.
         started: number of the last exchange whose share of this rank is summed over this host.
         summed: number of the last exchange whose share of this rank is complete.
-        packed: see above.
+        buffers: what the ranks have packed, and its sum.
+        into_grads: the sum of large gradients is left to :meth:`sum_into`.
         has_shares: it has two shots.
         sent_bytes: bytes that this rank sends through the process group in one exchange.
         content: module, bucket and bytes; the same on all ranks.
     """
 
     def __init__(
-        self, module: PeerMemory, peers: Peers, packed: Sequence[Tensor], bucket: Bucket
+        self, module: PeerMemory, peers: Peers, memory: Sequence[Tensor], bucket: Bucket
     ) -> None:
         super().__init__(module, peers)
         self.taken = self.started = self.summed = 0
-        self.packed = [each.view(bucket.flat.data.dtype) for each in packed]
         self.content = module.number, bucket.index, bucket.nbytes
         is_large = bucket.nbytes >= _BYTES_OF_SHARES
-        is_shared = is_large and len(packed) >= _RANKS_OF_SHARES
+        is_shared = is_large and len(memory) >= _RANKS_OF_SHARES
         self.has_shares = is_shared or len(peers.hosts) > 1
         if self.has_shares:
             peers.has_shares = True
             _with_shares.add(peers)
+        self.buffers = RankBuffers(bucket, memory, self.has_shares)
+        self.into_grads = self.buffers.into_grads
         self.future: torch.futures.Future[None] | None = None
         self._cross_host: CrossHost | None = None
         self.sent_bytes = 0
         if len(peers.hosts) > 1:
             partners = [ranks[peers.place] for ranks in peers.hosts]
-            share = self._shares(self.packed[peers.place])[peers.place]
+            share = self.buffers.shares(self.buffers.packed[peers.place])[peers.place]
             self._cross_host = CrossHost(module.process_group, partners, peers.host, share)
             self.sent_bytes = self._cross_host.sent_bytes
 
-    def _shares(self, whole: Tensor) -> Sequence[Tensor]:
-        """Cut ``whole`` into one share for each rank of the host."""
-        return whole.tensor_split(len(self.packed))
+    def sum(self) -> None:
+        """Write the sum into the bucket, or its trailer, after all have packed."""
+        if self.has_shares:
+            self.peers.finish_shares(self.number)
+            self.wait_for(SUMMED)
+        self.buffers.sum()
 
-    def sum(self, result: Tensor) -> None:
-        """Write the sum into ``result``, after all have packed."""
-        if not self.has_shares:
-            _add(self.packed, result)
-            return
-        self.peers.finish_shares(self.number)
-        self.wait_for(SUMMED)
-        for rank, share in enumerate(self._shares(result)):
-            share.copy_(self._shares(self.packed[rank])[rank])
+    def sum_into(self, grads: Sequence[Tensor | None], factor: Tensor | None) -> None:
+        """See :meth:`RankBuffers.sum_into`; afterwards the others may pack again."""
+        self.buffers.sum_into(grads, factor)
+        self.confirm()
+
+    def confirm(self) -> None:
+        """This rank needs no more of this sum. After that of the last bucket send READ."""
+        if self.number == self.module.last != self.module.read:
+            self.module.confirm()
+            if self.peers.sends is not self.peers.direct_sends:
+                self.peers.flush()
 
     def finish_share(self) -> None:
         """Wait for the sum of the share over hosts, and tell the others."""
@@ -421,9 +426,8 @@ class Exchange(Place):
         others, place = self.peers.others, self.peers.place
         if any(peer.announced.get(self.number) != self.content for peer in others):
             return  # not packed yet; or another bucket, for which PeerMemory.wait() raises
-        mine = [self._shares(each)[place] for each in self.packed]
         with Uninterrupted():  # it adds in place, so it must not run twice
-            _add(mine, mine[place])
+            self.buffers.sum_share(place)
             self.started = self.number
             if self._cross_host is None:
                 self._say_summed()
@@ -466,21 +470,6 @@ def _told(module: int, bucket: int, nbytes: int) -> str:
     if module == _ANY:
         return f"{nbytes} bytes through the process group (a first backward, or on request)"
     return f"bucket {bucket} of {nbytes} bytes of module {module}"
-
-
-def _add(parts: Sequence[Tensor], result: Tensor) -> None:
-    """Write the sum of ``parts``, in order, into ``result``, which may be one of them."""
-    size = _PIECE // result.element_size()
-    *cuts, targets = (each.split(size) for each in (*parts, result))
-    for first, second, *others, target in zip(*cuts, targets, strict=True):
-        if not others:
-            torch.add(first, second, out=target)
-            continue
-        *others, last = others
-        total = torch.add(first, second)
-        for other in others:
-            total.add_(other)
-        torch.add(total, last, out=target)
 
 
 class PeerMemory:
@@ -569,16 +558,16 @@ class PeerMemory:
                 for peer in peers.others:
                     if peer.announced.get(exchange.number) != exchange.content:
                         exchange.refuse(peer)
-                if len(exchange.packed) == 2 and not exchange.has_shares:
-                    torch.add(*exchange.packed, out=flat.data)
+                if (pair := exchange.buffers.pair) is not None:
+                    torch.add(*pair, out=exchange.buffers.result)
                 else:
-                    exchange.sum(flat.data)
+                    exchange.sum()
                 exchange.taken = exchange.number
                 for peer in peers.others:
                     peer.announced.pop(exchange.number, None)
         except RuntimeError as error:
             raise run.explain(bucket, error) from error
-        if exchange.number == self.last != self.read:
+        if exchange.number == self.last != self.read and not bucket.into_grads:
             message = _MESSAGE.pack(READ, self.number, 0, self.last, 0)
             try:
                 for send in peers.sends:
@@ -604,6 +593,12 @@ class PeerMemory:
             return None
         return run.read_trailer(bucket)
 
+    def confirm(self) -> None:
+        """Send READ: this rank needs nothing more of what the others have packed."""
+        assert self._peers is not None
+        self._peers.send(_MESSAGE.pack(READ, self.number, 0, self.last, 0))
+        self.read = self.last
+
     def give_up(self) -> None:
         """The last reduction has failed on this rank: confirm it with READ, without its sums."""
         assert self._peers is not None
@@ -612,8 +607,7 @@ class PeerMemory:
                 exchange.wait_for(PACKED)
                 self._peers.finish_shares(exchange.number)  # the others wait for these
         self._forget()
-        self._peers.send(_MESSAGE.pack(READ, self.number, 0, self.last, 0))
-        self.read = self.last
+        self.confirm()
 
     def end(self) -> None:
         """The last reduction has failed on all ranks, and all of them are past it."""
@@ -716,6 +710,8 @@ class PeerMemory:
             of_ranks = [came[rank].tensor for rank in self._peers.hosts[self._peers.host]]
             for bucket, start in zip(found, starts, strict=False):
                 packed = [each[start:][: bucket.nbytes] for each in of_ranks]
+                if bucket.is_large:
+                    bucket.leave_payload()
                 exchange = Exchange(self, self._peers, packed, bucket)
                 self.exchanges[bucket.index] = exchange
                 bucket.share(exchange, memory.tensor[start:][: bucket.nbytes])

@@ -116,6 +116,8 @@ class ReductionRun:
         filled: for each segment, whether it is packed.
         packed_at: for packed segments, how many gradients had come then.
         came: the parameters in the order of their gradients, as far as they have come.
+        counts_dropped: a gradient that came, and that a hook has dropped, counts as zero; else the
+            parameter counts as unused.
         has_missing: the engine has not announced the gradients of all parameters.
         exchanged: indices of sparse buckets whose rows have been exchanged.
         unfilled: for each bucket, the number of segments, or of other events, that it waits for.
@@ -166,6 +168,7 @@ class ReductionRun:
     from_ranks: dict[int, Tensor] | None = None
     is_logged = False
     came: Sequence[Tensor] = ()
+    counts_dropped = True
     has_missing = False
     exchanged: Collection[int] = ()
     graph_task = -1
@@ -225,6 +228,7 @@ class ReductionRun:
                 self.scale,
                 b"" if bucket.index else self.said,
                 counts_earlier,
+                self.came if self.counts_dropped else (),
             )
         except GradientError as error:
             raise GradientError(f"{self.where}: {error}") from None

@@ -103,7 +103,10 @@ class SymmetricExchange:
         module: the memory in which the bucket is packed.
         number: more than ``module.free`` if other ranks may still read the packed bucket. The
             stream that packs it next has to wait then; the host does not.
+        into_grads: see :class:`Bucket`.
     """
+
+    into_grads = False
 
     def __init__(self, block: Block, bucket: Bucket, offset: int) -> None:
         self.module, self.number = block, block.free

@@ -39,8 +39,8 @@ class Kernels:
     by_address: bool  # they read gradients by address, so the memory order has to be the slot's
     # Cuts a layout into ranges of slots [first, last), each flattened by one launch.
     segments: Callable[[Layout], list[tuple[int, int]]]
-    # Whether donating memory of the buffer to gradients is faster than copying them out of it.
-    donates: Callable[[Layout], bool]
+    # Whether gradients are so large that each is worth a call of its own.
+    are_large: Callable[[Layout], bool]
     buffer: Callable[..., FlatBuffer] = FlatBuffer  # (layout, dtype, device, memory=None)
     marks: Marks | None = None  # of gradients that are not finite; None: flatten does not check
     # Makes the tables of a buffer. That is not possible while a CUDA graph is captured.
@@ -165,7 +165,7 @@ def _for_complex(kernels: Kernels) -> Kernels:
         reduce_unflatten=on_real_parts(kernels.reduce_unflatten, before=2),
         reduce_share=partial(_of_real_parts, kernels.reduce_share),
         by_address=True,  # a tensor with the conjugate bit has no real view to write to
-        donates=_never,
+        are_large=_never,
         tables=partial(_of_real_parts, kernels.tables),
         buffer=ComplexBuffer,
     )
@@ -184,7 +184,7 @@ def _for_device_type(device_type: str) -> Kernels:
             alignment=reference.ALIGNMENT,
             by_address=False,
             segments=reference.segments,
-            donates=reference.donates,
+            are_large=reference.are_large,
         )
     if device_type != "cuda":
         raise RuntimeError(
@@ -220,7 +220,7 @@ def in_triton() -> Kernels:
         alignment=device_tables.ALIGNMENT,
         by_address=True,
         segments=_whole,
-        donates=_never,
+        are_large=_never,
         tables=device_tables.DeviceTables.of,
     )
 
@@ -231,5 +231,5 @@ def _whole(layout: Layout) -> list[tuple[int, int]]:
 
 
 def _never(layout: Layout) -> bool:
-    """No donation: on a GPU one launch copies all gradients out; on the CPU, for complex ones."""
+    """On a GPU one launch serves all gradients; complex ones are summed as real ones."""
     return False

@@ -239,7 +239,6 @@ class FlatBuffer:
             else memory.view(dtype)
         )
         self.payload = self.data[: layout.flags_offset]
-        # Made now: a later view would look like a reference from other code (see Bucket.prepare).
         self.trailer = self.data[layout.flags_offset : layout.marks_offset]
         self.flags = self.trailer[: len(layout.numels)]
         self.headers = self.trailer[len(layout.numels) :]

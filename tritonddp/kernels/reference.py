@@ -355,8 +355,8 @@ def segments(layout: Layout) -> list[tuple[int, int]]:
     return cuts
 
 
-def donates(layout: Layout) -> bool:
-    """Whether donating is faster than copying out: so from some KiB per gradient on."""
+def are_large(layout: Layout) -> bool:
+    """Whether a call for each gradient costs less than a copy: so from some KiB each on."""
     return layout.mean_numel >= _SMALL
 
 
@@ -398,9 +398,7 @@ def _scale_and_cast(view: Tensor, grad: Tensor, scale: float) -> None:
 class _Batched:
     """State that all flattens of one buffer share; made at the first of them.
 
-    Small gradients without gaps in the buffer are copied together, and then scaled together. For
-    large gradients, whose memory may be donated, this holds no views: they would look like a
-    reference from other code.
+    Small gradients without gaps in the buffer are copied together, and then scaled together.
     """
 
     is_small: bool  # the gradients are small, and without gaps: copied together if not cast

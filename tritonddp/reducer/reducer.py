@@ -154,6 +154,7 @@ class Reducer:
         self.finalizes_manually = False  # backwards end in finalize_backward()
         self.is_detached = False  # hooks were removed: no backward is noticed any more
         self.steps_optimizers = False  # in the backward
+        self.counts_dropped = True  # gradients that hooks drop count as zero: see ReductionRun
         # Buckets that CUDA graphs reduce. The graphs use the buckets' memory as long as they live.
         self.captured: list[Bucket] = []
         # Of torch.distributed.autograd: the backward that is reduced, or has failed, and the id of
@@ -340,7 +341,7 @@ class Reducer:
         run.is_provisional = manager.is_provisional
         run.is_late, run.reached = forward is None or local is not None, reached
         run.earlier, run.came = self.accumulated, tracker.log
-        run.has_missing = bool(missing)
+        run.has_missing, run.counts_dropped = bool(missing), self.counts_dropped
         if is_captured:
             run.is_captured = True
         doubtful: Collection[int] = _NONE

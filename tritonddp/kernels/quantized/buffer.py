@@ -193,8 +193,7 @@ class QuantizedBuffer(FlatBuffer):
 
     Memory: on a GPU twice the message, about two bytes per element. On the CPU three times the
     message; in a direct exchange, where ``message`` is this rank's row of ``received``, twice. And
-    ``data``, in which the mean is computed, and whose memory is donated to large gradients
-    (:class:`Bucket`).
+    ``data``, in which the mean is computed.
 
     The quantisation is that of its bucket; its numbers, rank and residuals are attributes, too. The
     offsets of the layout are computed anew.
