@@ -8,8 +8,25 @@ import pytest
 
 from hostile.beside import PROGRAMS, differences
 
-# Played by `make test`: some of every root, quick ones.
-QUICK: set[str] = set()
+# Played by `make test`: some of every root, each in half a second.
+QUICK = {
+    "backwards.fisher_information_uneven",
+    "backwards.local_and_global_wrappers",
+    "backwards.old_wrapper_on_one_rank",
+    "backwards.saliency_on_one_rank",
+    "buffers.codebook_through_data",
+    "buffers.recalibrated_on_one_rank",
+    "buffers.statistic_of_gradients",
+    "gradients.aligned_gradients",
+    "gradients.freed_gradients",
+    "gradients.marked_gradients",
+    "gradients.own_end_of_backward",
+    "names.forwarding_subclass",
+    "names.scripted_module",
+    "order.two_groups",
+    "strictness.adversarial_inputs",
+    "strictness.shared_encoder",
+}
 
 
 @pytest.mark.parametrize(
