@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 # In front of the folder of this file, whose modules are those of a package; the package that is
@@ -29,7 +29,7 @@ import torch
 from differential.comparison import differences
 from differential.generator import scenario_of
 from differential.hostile.comparison import Difference, hostile_differences
-from differential.hostile.generator import program_of
+from differential.hostile.generator import ROOTS, program_of
 from differential.hostile.in_ranks import OURS, WRAPPERS
 from differential.mutations import MUTATIONS
 
@@ -49,6 +49,9 @@ def main() -> int:
         help="hostile: programs that are hard on a clever wrapper, beside stock alone",
     )
     parser.add_argument("--timeout", type=float, default=20, help="of hostile ones, in seconds")
+    parser.add_argument(
+        "--root", action="append", choices=ROOTS, help="only hostile ones of this (or these) alone"
+    )
     parser.add_argument(
         "--wrapper",
         choices=sorted(WRAPPERS),
@@ -73,7 +76,9 @@ def main() -> int:
             break
         batch = _BATCH[arguments.kind]
         size = batch if count is None else min(batch, count - played)
-        seeds = range(seed + played, seed + played + size)
+        seeds: Sequence[int] = range(seed + played, seed + played + size)
+        if arguments.root:
+            seeds = [each for each in seeds if _is_of(each, arguments)]
         if arguments.v:
             make = program_of if arguments.kind == "hostile" else scenario_of
             for each in seeds:
@@ -96,7 +101,11 @@ def main() -> int:
     return 1 if found else 0
 
 
-def _differences(seeds: range, arguments: argparse.Namespace) -> Iterator[object]:
+def _is_of(seed: int, arguments: argparse.Namespace) -> bool:
+    return {*program_of(seed, arguments.world).roots} <= {*arguments.root}
+
+
+def _differences(seeds: Sequence[int], arguments: argparse.Namespace) -> Iterator[object]:
     if arguments.kind == "hostile":
         return hostile_differences(seeds, arguments.world, arguments.timeout, arguments.wrapper)
     timeout = 60 * (1 + 5 * arguments.compiled)

@@ -94,12 +94,14 @@ def differences(name: str) -> Iterator[str]:
 
 
 def _on_a_rank(name: str, title: str, timeout: float) -> list[Row]:
+    module = _module(name)
     assert dist.group.WORLD is not None
+    dist.barrier()  # one rank may have taken seconds to import all this
     give_up_after(timeout, dist.group.WORLD)
     record = Record()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*find_unused_parameters=True was specified")
-        _module(name).program(_CLASSES[title], record)
+        module.program(_CLASSES[title], record)
     return list(record)
 
 

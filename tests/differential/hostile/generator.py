@@ -25,7 +25,7 @@ from differential.hostile.gradients import (
     Multiply,
     ReadAsWords,
 )
-from differential.hostile.groups import TITLES, ForwardsInAnyOrder
+from differential.hostile.groups import ForwardsInAnyOrder
 from differential.hostile.names import DeleteName, ReadNames, SetName
 from differential.hostile.networks import BUFFERS, UNSEEN, WAYS
 from differential.hostile.program import Action, NetworkSpec, Program
@@ -44,7 +44,9 @@ from differential.hostile.wrappers import Average, CopyWrapper, LetGo, WrapAgain
 _T = TypeVar("_T")
 
 ROOTS = ("backwards", "buffers", "gradients", "wrappers", "groups", "names")
-KINDS = ("one network", "local and global", "two groups", "shared encoder")
+KINDS = ("one network", "local and global", "two groups", "ring of pairs", "shared encoder")
+# Those whose wrappers have a group each, which ranks take in any order.
+OF_GROUPS = ("two groups", "ring of pairs")
 
 
 def program_of(seed: int, world_size: int) -> Program:
@@ -67,7 +69,7 @@ class _Generator:
         self._roots = tuple(sorted(self._random.sample(ROOTS, 2 if self._chance(0.4) else 1)))
         self._kind = self._draw_kind()
         self._network = self._draw_network()
-        self._title = {"two groups": TITLES[0], "shared encoder": "actor"}.get(self._kind, "main")
+        self._title = {"two groups": "first", "shared encoder": "actor"}.get(self._kind, "main")
         self._views = not {"gradients", "groups"} & {*self._roots} and self._chance(0.15)
         self._is_kept = False  # has the user kept gradients?
         self._forwards_names = "names" in self._roots and self._chance(0.5)
@@ -79,8 +81,8 @@ class _Generator:
         actions: list[Action] = []
         if self._kind == "local and global":
             actions.append(WrapAgain((), "alone", alone=True))
-        elif self._kind == "one network" and self._chance(0.3):
-            actions.append(QuietSteps(self._one_of([2, 5, 12]), self._title))
+        elif self._kind == "one network":
+            actions += self._draw_quiet_steps()
         for number in range(steps):
             actions += self._draw_step(number)
         return Program(
@@ -100,7 +102,10 @@ class _Generator:
 
     def _draw_kind(self) -> str:
         if "groups" in self._roots:
-            return self._one_of(["two groups", "two groups", "shared encoder"])
+            kinds = ["two groups", "two groups", "shared encoder"]
+            if self._world_size == 3 and "names" not in self._roots:
+                kinds.append("ring of pairs")
+            return self._one_of(kinds)
         if "wrappers" in self._roots:
             return self._one_of(["one network", "local and global"])
         return "one network"
@@ -111,7 +116,7 @@ class _Generator:
         )
         is_about_buffers = "buffers" in self._roots
         # (Where ranks differ in the order of their forwards, buffers may not be broadcast.)
-        if self._kind == "two groups" or not (is_about_buffers or self._chance(0.4)):
+        if self._kind in OF_GROUPS or not (is_about_buffers or self._chance(0.4)):
             return spec
         kinds = self._random.sample(list(BUFFERS), self._random.randint(1, 4))
         spec = replace(spec, buffers=tuple(kinds), has_norm=self._chance(0.4))
@@ -121,7 +126,7 @@ class _Generator:
             spec,
             written_in_forward=self._one_of(list(WAYS)) if self._chance(0.3) else "",
             written_in_backward=self._one_of(list(WAYS)) if self._chance(0.3) else "",
-            quiet=self._one_of([0, 0, 2, 6, 14]),
+            quiet=self._one_of([0, 0, 6, 17, 22]),
         )
 
     def _draw_options(self) -> tuple[tuple[str, Any], ...]:
@@ -149,10 +154,16 @@ class _Generator:
 
     # What is done with it.
 
+    def _draw_quiet_steps(self) -> list[Action]:
+        """For a wrapper that would go by what has been usual."""
+        if "buffers" in self._roots and self._chance(0.6):
+            return [QuietSteps(self._one_of([17, 20, 25]), self._title)]
+        return [QuietSteps(self._one_of([2, 5, 12]), self._title)] if self._chance(0.3) else []
+
     def _draw_step(self, number: int) -> list[Action]:
         """One iteration of a training loop."""
         match self._kind:
-            case "two groups":
+            case "two groups" | "ring of pairs":
                 return self._draw_step_of_groups(number)
             case "shared encoder":
                 return [
@@ -186,7 +197,7 @@ class _Generator:
                 actions += [Forward(0, title), Drop(0)]
             actions.append(Forward(0, title))
             actions += self._interludes("between", number)
-            actions.append(Backward((0,), title))
+            actions.append(Backward())
         actions += self._interludes("after", number)
         actions.append(Step())
         if self._chance(0.15):
@@ -201,7 +212,7 @@ class _Generator:
         orders = [(0, 1) if number == 1 or self._chance(0.5) else (1, 0) for _ in self._ranks]
         actions.append(ForwardsInAnyOrder(tuple(orders)))
         actions += self._interludes("between", number)
-        actions.append(Backward((0, 1), TITLES[0]))
+        actions.append(Backward((0, 1)))
         actions += self._interludes("after", number)
         actions.append(Step())
         return actions

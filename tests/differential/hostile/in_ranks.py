@@ -65,6 +65,7 @@ def play_all(seeds: Sequence[int], folder: str, timeout: float, wrapper: str = O
         RuntimeError: something was raised; the message says in which program, and where.
     """
     assert dist.group.WORLD is not None
+    dist.barrier()  # one rank may have taken seconds to import all this
     give_up_after(timeout, dist.group.WORLD)
     logging.getLogger("tritonddp").setLevel(logging.ERROR)
     rank = dist.get_rank()

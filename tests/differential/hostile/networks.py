@@ -165,8 +165,8 @@ def build(spec: NetworkSpec, kind: str, dtype: torch.dtype) -> list[Network]:
     """The networks of a program of this kind."""
     first = Network(spec)
     networks = [first]
-    if kind == "two groups":
-        networks.append(Network(spec))
+    if kind in ("two groups", "ring of pairs"):
+        networks += [Network(spec) for _ in range(1 if kind == "two groups" else 2)]
     elif kind == "shared encoder":
         networks.append(Network(spec, encoder=first.encoder))
     for network in networks:

@@ -17,6 +17,7 @@ from differential.hostile.program import Program
 from differential.trace import Snapshot
 
 RATE = 0.05
+PAIRS = ((0, 1), (1, 2), (0, 2))  # of three ranks in a ring
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Player:
         cls: the class to wrap with.
         timeout: of the process groups that it makes, in seconds.
         networks: before they were wrapped.
-        wrapped: the wrappers in use, by title; ``"main"`` is the first one's.
+        wrapped: the wrappers in use, by title; ``"main"`` is the first one's. In a ring of pairs
+            a rank has two of three.
         outputs: of forwards that have had no backward, by number.
         names: what the user has set on each wrapper, by its title and by name.
         kept: what the user keeps: old wrappers, states.
@@ -103,11 +105,21 @@ class Player:
         self.see_model()
 
     def wrap(self) -> None:
-        """Each network, with groups of their own for two of them."""
-        titles = {"two groups": ["first", "second"], "shared encoder": ["actor", "critic"]}
-        for number, title in enumerate(titles.get(self.program.kind, ["main"])):
-            group = self.group(number) if self.program.kind == "two groups" else None
-            self.wrapped[title] = self.wrap_network(self.networks[number], group)
+        """Each network; with groups of their own for two of them, or for each pair of ranks."""
+        match self.program.kind:
+            case "two groups":
+                groups = [self.group(number) for number in range(2)]
+                titles = ["first", "second"]
+            case "ring of pairs":
+                groups = [self.group(0, pair) for pair in PAIRS]
+                titles = [f"pair {number}" for number in range(len(PAIRS))]
+            case "shared encoder":
+                groups, titles = [None, None], ["actor", "critic"]
+            case _:
+                groups, titles = [None], ["main"]
+        for network, group, title in zip(self.networks, groups, titles, strict=True):
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                self.wrapped[title] = self.wrap_network(network, group)
 
     def wrap_network(self, network: nn.Module, group: Any = None) -> nn.Module:
         options = dict(self.program.options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -18,50 +17,41 @@ class Forward(Action):
     Attributes:
         slot: of the output.
         wrapper: its title.
-        local: whether it runs under ``no_sync``.
     """
 
     slot: int = 0
     wrapper: str = "main"
-    local: bool = False
 
     def perform(self, player: Player) -> None:
-        wrapper = player.wrapped[self.wrapper]
         x = player.batch().requires_grad_()
-        with wrapper.no_sync() if self.local else contextlib.nullcontext():
-            out = wrapper(x)
+        out = player.wrapped[self.wrapper](x)
         player.outputs[self.slot] = Output(x, out)
         player.see(f"output {self.slot}", out)
         player.see_buffers()
 
     def __str__(self) -> str:
-        return f"forward {self.slot} of {self.wrapper}" + ", under no_sync" * self.local
+        return f"forward {self.slot} of {self.wrapper}"
 
 
 @dataclass(frozen=True)
 class Backward(Action):
-    """The backward of outputs, each on its own or of their product.
+    """The backward of an output, or of the product of two.
 
     Attributes:
         slots: of the outputs.
-        wrapper: whose ``no_sync``.
-        local: whether it runs under ``no_sync``.
     """
 
     slots: tuple[int, ...] = (0,)
-    wrapper: str = "main"
-    local: bool = False
 
     def perform(self, player: Player) -> None:
         outputs = [player.outputs.pop(slot).out for slot in sorted(self.slots)]
         loss = torch.stack(outputs).prod(0).pow(2).mean()
-        with player.wrapped[self.wrapper].no_sync() if self.local else contextlib.nullcontext():
-            loss.backward()
+        loss.backward()
         player.see("loss", loss)
         player.see_gradients()
 
     def __str__(self) -> str:
-        return f"backward of {' x '.join(map(str, self.slots))}" + ", under no_sync" * self.local
+        return f"backward of {' x '.join(map(str, self.slots))}"
 
 
 @dataclass(frozen=True)
