@@ -18,7 +18,12 @@ PROGRAMS = {2: 300, 3: 150}
 ENOUGH = 90
 
 BATCHES = [
-    pytest.param(world_size, range(first, first + BATCH), id=f"{world_size}-ranks-from-{first}")
+    pytest.param(
+        world_size,
+        range(first, first + BATCH),
+        id=f"{world_size}-ranks-from-{first}",
+        marks=[] if first else [pytest.mark.quick],
+    )
     for world_size, count in PROGRAMS.items()
     for first in range(0, count, BATCH)
 ]

@@ -69,7 +69,7 @@ def hostile_differences(
             if failure and left:
                 seed = left.pop(0)
                 yield Difference(
-                    program_of(seed, world_size), failure, f": {STOCK} raised" in failure
+                    program_of(seed, world_size), failure, f"seed {seed}: {STOCK} raised" in failure
                 )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import hashlib
 import logging
@@ -13,20 +12,19 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from distributed import give_up_after
 from torch.nn.parallel import DistributedDataParallel as Stock
 
+from differential import in_ranks as usual
 from differential.hostile.faults import FAULTS
 from differential.hostile.generator import program_of
 from differential.hostile.player import Player, Seen
 from differential.hostile.program import Program
 from differential.trace import Snapshot
 from tritonddp import DistributedDataParallel
-from tritonddp.comm import all_reduce, peer_memory
 
 OURS, STOCK = "tritonddp", "stock"
 # What stock is compared with. With itself only the generator can be wrong, with a fault it has to
@@ -79,7 +77,7 @@ def play_all(seeds: Sequence[int], folder: str, timeout: float, wrapper: str = O
             # In the log of this process, which is shown where it hangs.
             print(f"seed {seed}", flush=True)
             stock = _play(program, STOCK, Stock, groups, timeout)
-            with _directly(seed):
+            with usual._directly(seed):
                 ours = _play(program, wrapper, WRAPPERS[wrapper], groups, timeout)
             played = _compared(program, stock, ours)
             path = os.path.join(folder, f"{seed}.{rank}")
@@ -169,13 +167,3 @@ def _shown(value: Snapshot | str) -> str:
         f"{each:.9g}" if isinstance(each, float) else str(each) for each in flat[:4].tolist()
     )
     return f"{value.dtype} {value.shape} [{elements}{more}]"
-
-
-def _directly(seed: int) -> contextlib.AbstractContextManager[Any]:
-    """Context: no bucket is exchanged directly, or the smallest, or all; some in shares."""
-    shares = {"_RANKS_OF_SHARES": 2, "_BYTES_OF_SHARES": 200, "_PIECE": 64} if seed % 4 == 0 else {}
-    stack = contextlib.ExitStack()
-    stack.enter_context(patch.object(all_reduce, "_DIRECT", (0, 400, 2**20)[seed % 3]))
-    if shares:
-        stack.enter_context(patch.multiple(peer_memory, **shares))
-    return stack
