@@ -30,6 +30,7 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of the cases of a test one is quick, chosen by the test's name, and the others ``long``.
 
+    Or those that are marked ``quick``, if there are any.
     Of a test that is marked ``sampled(n, k)`` all but the first ``k`` of each ``n`` cases are
     ``thorough``.
     """
@@ -53,8 +54,11 @@ def _mark_long(name: str, cases: list[pytest.Item]) -> None:
         if place % every >= long:
             item.add_marker(pytest.mark.thorough)
     quick = [each for each in cases if not any(map(each.get_closest_marker, ELSEWHERE))]
-    for place, item in enumerate(quick):
-        if place != zlib.crc32(name.encode()) % len(quick):
+    chosen = [each for each in quick if each.get_closest_marker("quick")]
+    if quick and not chosen:
+        chosen = [quick[zlib.crc32(name.encode()) % len(quick)]]
+    for item in quick:
+        if item not in chosen:
             item.add_marker(pytest.mark.long)
 
 

@@ -10,4 +10,5 @@ oracle.py      what all ranks must see, computed in one process without communic
 comparison.py  a scenario judged: the oracle, stock DDP, the ranks among each other
 mutations.py   planted faults, which the comparison must find
 run.py         the command
+hostile        programs that are hard on a clever wrapper, beside stock alone
 """

@@ -3,24 +3,37 @@
 python tests/differential/run.py --seed 123 --world 2 -v     one, told in words
 python tests/differential/run.py --seconds 600 --world 3     many
 python tests/differential/run.py --mutation no_average       with a planted fault
+python tests/differential/run.py --kind hostile --count 3000 hard on a clever wrapper
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-# In front of the folder of this file, whose modules are those of a package.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+# In front of the folder of this file, whose modules are those of a package; the package that is
+# played behind PYTHONPATH, which may name that of another tree.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(
+    2 + len(os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+    str(Path(__file__).resolve().parents[2]),
+)
 
 import torch
 
 from differential.comparison import differences
 from differential.generator import scenario_of
+from differential.hostile.comparison import Difference, hostile_differences
+from differential.hostile.generator import ROOTS, program_of
+from differential.hostile.in_ranks import OURS, WRAPPERS
 from differential.mutations import MUTATIONS
+
+_BATCH = {"usual": 10, "hostile": 50}  # played by the same processes, one after the other
 
 
 def main() -> int:
@@ -29,6 +42,22 @@ def main() -> int:
     parser.add_argument("--count", type=int, help="how many, by default 1 with a --seed")
     parser.add_argument("--seconds", type=float, help="play until they are over")
     parser.add_argument("--world", type=int, choices=[2, 3, 4], default=2, help="number of ranks")
+    parser.add_argument(
+        "--kind",
+        choices=["usual", "hostile"],
+        default="usual",
+        help="hostile: programs that are hard on a clever wrapper, beside stock alone",
+    )
+    parser.add_argument("--timeout", type=float, default=20, help="of hostile ones, in seconds")
+    parser.add_argument(
+        "--root", action="append", choices=ROOTS, help="only hostile ones of this (or these) alone"
+    )
+    parser.add_argument(
+        "--wrapper",
+        choices=sorted(WRAPPERS),
+        default=OURS,
+        help="whose hostile programs are compared: stock's own show a fault of the generator",
+    )
     parser.add_argument("--mutation", choices=sorted(MUTATIONS), help="plant this fault")
     parser.add_argument("--compiled", action="store_true", help="ours by torch.compile")
     parser.add_argument("--keep-going", action="store_true", help="after a difference too")
@@ -41,18 +70,22 @@ def main() -> int:
         count = 1 if arguments.seed is not None else 100
     start, played, found = time.monotonic(), 0, 0
     told = start
+    by_root: Counter[str] = Counter()
     while count is None or played < count:
         if arguments.seconds is not None and time.monotonic() - start > arguments.seconds:
             break
-        size = 10 if count is None else min(10, count - played)
-        seeds = range(seed + played, seed + played + size)
+        batch = _BATCH[arguments.kind]
+        size = batch if count is None else min(batch, count - played)
+        seeds: Sequence[int] = range(seed + played, seed + played + size)
+        if arguments.root:
+            seeds = [each for each in seeds if _is_of(each, arguments)]
         if arguments.v:
+            make = program_of if arguments.kind == "hostile" else scenario_of
             for each in seeds:
-                print(scenario_of(each, arguments.world), flush=True)
-        timeout = 60 * (1 + 5 * arguments.compiled)
-        for difference in differences(
-            seeds, arguments.world, arguments.mutation, timeout, arguments.compiled
-        ):
+                print(make(each, arguments.world), flush=True)
+        for difference in _differences(seeds, arguments):
+            if isinstance(difference, Difference):
+                by_root[" and ".join(difference.program.roots)] += 1
             found += 1
             print(f"\n{difference}\n", flush=True)
         played += size
@@ -61,9 +94,22 @@ def main() -> int:
             print(f"{played} scenarios, {found} differ, next is seed {seed + played}", flush=True)
         if found and not arguments.keep_going:
             break
+    for roots, number in by_root.most_common():
+        print(f"{roots}: {number}")
     taken = time.monotonic() - start
     print(f"{played} scenarios on {arguments.world} ranks in {taken:.0f} s: {found} differ")
     return 1 if found else 0
+
+
+def _is_of(seed: int, arguments: argparse.Namespace) -> bool:
+    return {*program_of(seed, arguments.world).roots} <= {*arguments.root}
+
+
+def _differences(seeds: Sequence[int], arguments: argparse.Namespace) -> Iterator[object]:
+    if arguments.kind == "hostile":
+        return hostile_differences(seeds, arguments.world, arguments.timeout, arguments.wrapper)
+    timeout = 60 * (1 + 5 * arguments.compiled)
+    return differences(seeds, arguments.world, arguments.mutation, timeout, arguments.compiled)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,148 @@
+"""Backwards that no wrapper has to do with: through the module, by one rank, by a few on each."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from differential.hostile.player import Player
+from differential.hostile.program import Action, ranks_in_words
+
+# What a probe is made of, and what becomes of its gradients.
+WAYS: dict[str, Callable[[Player], Tensor]] = {
+    "the module": lambda player: player.network(player.batch()).pow(2).mean(),
+    "a submodule": lambda player: player.network.encoder(player.batch()).pow(2).mean(),
+    "a method": lambda player: player.network.submodule(player.batch()).pow(2).mean(),
+    "the parameters": lambda player: player.network.penalty() * 0.1,
+    "functional_call": lambda player: (
+        torch.func.functional_call(
+            player.network, dict(player.network.named_parameters()), (player.batch(),)
+        )
+        .pow(2)
+        .mean()
+    ),
+}
+# "left": added to the gradients of the next backward that is reduced.
+ENDS = ("dropped", "squared and dropped", "left", "put aside", "stepped with and taken back")
+
+
+@dataclass(frozen=True)
+class Probe(Action):
+    """Backwards past the wrapper, of these ranks' own.
+
+    Attributes:
+        counts: of backwards, for each rank.
+        way: one of :data:`WAYS`.
+        end: one of :data:`ENDS`.
+        evaluates: whether the network is in evaluation mode.
+    """
+
+    counts: tuple[int, ...]
+    way: str = "the module"
+    end: str = "dropped"
+    evaluates: bool = False
+
+    def perform(self, player: Player) -> None:
+        network, count = player.network, self.counts[player.rank]
+        aside = [param.grad for param in player.params]
+        backup = copy.deepcopy(network.state_dict()) if self.end.startswith("stepped") else None
+        fisher = [torch.zeros_like(param) for param in player.params]
+        if self.end != "left" and count:
+            player.optimizer.zero_grad()
+        network.train(not self.evaluates)
+        for _ in range(count):
+            WAYS[self.way](player).backward()
+            if self.end == "squared and dropped":
+                for total, param in zip(fisher, player.params, strict=True):
+                    if param.grad is not None:
+                        total += param.grad.detach() ** 2
+                player.optimizer.zero_grad()
+        network.train()
+        player.see_gradients()
+        player.see("squares", torch.cat([total.flatten() for total in fisher]))
+        if backup is not None:
+            with torch.no_grad():
+                for param in player.params:
+                    if param.grad is not None and count:
+                        param.sub_(param.grad, alpha=0.05)
+            player.see_model()
+            network.load_state_dict(backup)
+        if self.end == "put aside":
+            for param, gradient in zip(player.params, aside, strict=True):
+                param.grad = gradient
+        elif self.end != "left" and count:
+            player.optimizer.zero_grad()
+
+    def __str__(self) -> str:
+        counts = "/".join(map(str, self.counts))
+        mode = ", in evaluation mode" * self.evaluates
+        return f"{counts} backwards through {self.way}{mode}, gradients {self.end}"
+
+
+@dataclass(frozen=True)
+class InputGradient(Action):
+    """The gradient of an output for its batch, on these ranks, retaining the graph.
+
+    Attributes:
+        ranks: that want it.
+        by_backward: by ``backward(inputs=[x])``, else by ``torch.autograd.grad``.
+        slot: of the output.
+    """
+
+    ranks: tuple[int, ...]
+    by_backward: bool
+    slot: int = 0
+
+    def perform(self, player: Player) -> None:
+        if player.rank not in self.ranks:
+            return
+        output = player.outputs[self.slot]
+        loss = output.out.sum()
+        if self.by_backward:
+            loss.backward(inputs=[output.x], retain_graph=True)
+            player.see("gradient of the batch", output.x.grad)
+        else:
+            (gradient,) = torch.autograd.grad(loss, output.x, retain_graph=True)
+            player.see("gradient of the batch", gradient)
+
+    def __str__(self) -> str:
+        how = "backward(inputs=[x])" if self.by_backward else "autograd.grad"
+        return f"{how} for the batch of {self.slot}, {ranks_in_words(self.ranks)}"
+
+
+@dataclass(frozen=True)
+class ParameterGradient(Action):
+    """``torch.autograd.grad`` for the parameters through the module, on these ranks."""
+
+    ranks: tuple[int, ...]
+
+    def perform(self, player: Player) -> None:
+        if player.rank in self.ranks:
+            loss = player.network(player.batch()).pow(2).mean()
+            params = list(player.network.parameters())
+            for number, gradient in enumerate(torch.autograd.grad(loss, params)):
+                player.see(f"gradient {number} of autograd.grad", gradient)
+
+    def __str__(self) -> str:
+        return f"autograd.grad for the parameters through the module, {ranks_in_words(self.ranks)}"
+
+
+@dataclass(frozen=True)
+class BackwardOfTheArmed(Action):
+    """All ranks go backward through the module once, after a forward whose output was dropped.
+
+    The forward has armed the reduction, so this backward is the one that is reduced.
+    """
+
+    way: str = "the module"
+
+    def perform(self, player: Player) -> None:
+        WAYS[self.way](player).backward()
+        player.see_gradients()
+
+    def __str__(self) -> str:
+        return f"a backward through {self.way} of all, which a forward has armed"

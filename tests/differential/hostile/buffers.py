@@ -1,0 +1,114 @@
+"""Buffers written in any way, at any moment, by any rank."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+
+from differential.hostile.networks import WAYS, another_value
+from differential.hostile.player import Player
+from differential.hostile.program import Action, ranks_in_words
+
+
+@dataclass(frozen=True)
+class Write(Action):
+    """Buffers get other values on these ranks, which each draws for itself.
+
+    Attributes:
+        ranks: that write.
+        way: one of :data:`differential.hostile.networks.WAYS`.
+        which: numbers of the buffers, modulo how many there are; BatchNorm's come last.
+        alike: whether the ranks draw the same values.
+    """
+
+    ranks: tuple[int, ...]
+    way: str
+    which: tuple[int, ...]
+    alike: bool = False
+
+    def perform(self, player: Player) -> None:
+        if player.rank not in self.ranks:
+            return
+        if self.alike:
+            torch.default_generator.manual_seed(player.program.seed)
+        owned = sorted(player.network.owned_buffers(), key=lambda each: each[1] in _OF_NORM)
+        for number in self.which:
+            owner, name = owned[number % len(owned)]
+            buffer = getattr(owner, name)
+            if self.way != "by load_state_dict" or name != "low":  # (which is in no state)
+                WAYS[self.way](owner, name, another_value(buffer))
+
+    def __str__(self) -> str:
+        which = ", ".join(map(str, self.which))
+        alike = ", alike" * self.alike
+        return f"write buffers {which} {self.way}{alike}, {ranks_in_words(self.ranks)}"
+
+
+_OF_NORM = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclass(frozen=True)
+class Recalibrate(Action):
+    """Forwards of the module itself in training mode, on these ranks, without gradients."""
+
+    ranks: tuple[int, ...]
+    count: int = 2
+
+    def perform(self, player: Player) -> None:
+        if player.rank in self.ranks:
+            with torch.no_grad():
+                for _ in range(self.count):
+                    player.network(player.batch() * 3)
+        player.see_buffers()
+
+    def __str__(self) -> str:
+        return f"{self.count} forwards of the module itself, {ranks_in_words(self.ranks)}"
+
+
+@dataclass(frozen=True)
+class KeepState(Action):
+    """Each rank keeps its state, with an average of the one before."""
+
+    def perform(self, player: Player) -> None:
+        state = copy.deepcopy(player.network.state_dict())
+        before = player.kept.get("average", state)
+        for name, value in state.items():
+            if value.is_floating_point():
+                value.mul_(0.5).add_(before[name], alpha=0.5)
+        player.kept["average"] = state
+
+    def __str__(self) -> str:
+        return "each rank averages its states"
+
+
+@dataclass(frozen=True)
+class SwapIn(Action):
+    """The average is swapped in on these ranks, or what was there before it is put back.
+
+    Attributes:
+        ranks: that do it.
+        by: ``"load_state_dict"``, or ``"data"``: tensor by tensor.
+        back: whether it is put back.
+    """
+
+    ranks: tuple[int, ...]
+    by: str
+    back: bool = False
+
+    def perform(self, player: Player) -> None:
+        if player.rank not in self.ranks:
+            return
+        if not self.back:
+            player.kept["backup"] = copy.deepcopy(player.network.state_dict())
+        state = player.kept["backup" if self.back else "average"]
+        if self.by == "load_state_dict":
+            player.network.load_state_dict(state)
+        else:
+            for name, tensor in player.network.state_dict().items():
+                tensor.data.copy_(state[name])
+
+    def __str__(self) -> str:
+        what = "put the state back" if self.back else "swap the average in"
+        return f"{what} by {self.by}, {ranks_in_words(self.ranks)}"

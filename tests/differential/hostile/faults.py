@@ -1,0 +1,70 @@
+"""Stock DDP with a fault: what the programs have to find, whatever the package does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as Stock
+
+
+class BuffersStayAtHome(Stock):
+    """No forward broadcasts buffers."""
+
+    def _sync_buffers(self) -> None:
+        pass
+
+
+class BuffersOfVersions(Stock):
+    """Buffers that autograd has not seen written are not broadcast."""
+
+    def _sync_buffers(self) -> None:
+        versions = [buffer._version for buffer in self.module.buffers()]
+        if versions != getattr(self, "_versions", None):
+            super()._sync_buffers()
+        self._versions = [buffer._version for buffer in self.module.buffers()]
+
+
+class GradientsInBuckets(Stock):
+    """Gradients are a bucket's memory."""
+
+    def __init__(self, module: Any, **options: Any) -> None:
+        super().__init__(module, **options | {"gradient_as_bucket_view": True})
+
+
+class GradientsAreOthers(Stock):
+    """``.grad`` is another tensor than autograd has made."""
+
+    def __init__(self, module: Any, **options: Any) -> None:
+        super().__init__(module, **options)
+
+        def replace(param: Tensor) -> None:
+            if param.grad is not None:
+                param.grad = param.grad.clone()
+
+        for param in module.parameters():
+            param.register_post_accumulate_grad_hook(replace)
+
+
+class UsesAName(Stock):
+    """An attribute that users may set."""
+
+    def __init__(self, module: Any, **options: Any) -> None:
+        super().__init__(module, **options)
+        self.sync = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.sync is True
+        return super().forward(*args, **kwargs)
+
+
+FAULTS = {
+    cls.__name__: cls
+    for cls in (
+        BuffersStayAtHome,
+        BuffersOfVersions,
+        GradientsInBuckets,
+        GradientsAreOthers,
+        UsesAName,
+    )
+}

@@ -1,0 +1,366 @@
+"""A program for each seed: only such as stock DDP runs, as its documentation has it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from differential.hostile import backwards, gradients, names
+from differential.hostile.backwards import (
+    BackwardOfTheArmed,
+    InputGradient,
+    ParameterGradient,
+    Probe,
+)
+from differential.hostile.buffers import KeepState, Recalibrate, SwapIn, Write
+from differential.hostile.gradients import (
+    ChangeGradients,
+    ChangeKept,
+    CopyGradients,
+    FreeKept,
+    KeepGradients,
+    LookAtMemory,
+    Multiply,
+    ReadAsWords,
+)
+from differential.hostile.groups import ForwardsInAnyOrder
+from differential.hostile.names import DeleteName, ReadNames, SetName
+from differential.hostile.networks import BUFFERS, UNSEEN, WAYS
+from differential.hostile.program import Action, NetworkSpec, Program
+from differential.hostile.training import (
+    Backward,
+    Drop,
+    Evaluate,
+    Forward,
+    Microbatches,
+    QuietSteps,
+    Step,
+    ZeroGrad,
+)
+from differential.hostile.wrappers import Average, CopyWrapper, LetGo, WrapAgain
+
+_T = TypeVar("_T")
+
+ROOTS = ("backwards", "buffers", "gradients", "wrappers", "groups", "names")
+KINDS = ("one network", "local and global", "two groups", "ring of pairs", "shared encoder")
+# Those whose wrappers have a group each, which ranks take in any order.
+OF_GROUPS = ("two groups", "ring of pairs")
+
+
+def program_of(seed: int, world_size: int) -> Program:
+    """The program of ``seed``: always the same one, on every rank."""
+    return _Generator(seed, world_size).program()
+
+
+class _Generator:
+    """Draws a program: the steps of a training, and between them what one or two roots add.
+
+    What is ruled out is what stock does not define. A backward past the wrapper by some ranks may
+    not come where a forward has armed the reduction, the second forwards of two groups have one
+    order on all ranks, and what the backward needs is not written to.
+    """
+
+    def __init__(self, seed: int, world_size: int) -> None:
+        self._seed = seed
+        self._world_size = world_size
+        self._random = random.Random(f"hostile {seed} {world_size}")
+        self._roots = tuple(sorted(self._random.sample(ROOTS, 2 if self._chance(0.4) else 1)))
+        self._kind = self._draw_kind()
+        self._network = self._draw_network()
+        self._title = {"two groups": "first", "shared encoder": "actor"}.get(self._kind, "main")
+        self._views = not {"gradients", "groups"} & {*self._roots} and self._chance(0.15)
+        self._is_kept = False  # has the user kept gradients?
+        self._forwards_names = "names" in self._roots and self._chance(0.5)
+        self._names_set: list[str] = []
+        self._is_averaged = False  # is there an average to swap in?
+
+    def program(self) -> Program:
+        steps = self._random.randint(3, 5)
+        actions: list[Action] = []
+        if self._kind == "local and global":
+            actions.append(WrapAgain((), "alone", alone=True))
+        elif self._kind == "one network":
+            actions += self._draw_quiet_steps()
+        for number in range(steps):
+            actions += self._draw_step(number)
+        return Program(
+            self._seed,
+            self._world_size,
+            self._kind,
+            self._roots,
+            self._network,
+            self._draw_options(),
+            self._forwards_names,
+            self._draw_hooks(),
+            self._one_of([0.0, 0.0, 0.9]),
+            tuple(actions),
+        )
+
+    # What is wrapped, and how.
+
+    def _draw_kind(self) -> str:
+        if "groups" in self._roots:
+            kinds = ["two groups", "two groups", "shared encoder"]
+            if self._world_size == 3 and "names" not in self._roots:
+                kinds.append("ring of pairs")
+            return self._one_of(kinds)
+        if "wrappers" in self._roots:
+            return self._one_of(["one network", "local and global"])
+        return "one network"
+
+    def _draw_network(self) -> NetworkSpec:
+        spec = NetworkSpec(
+            layers=self._random.randint(1, 4), width=self._one_of([3, 8, 8, 16, 65, 130])
+        )
+        is_about_buffers = "buffers" in self._roots
+        # (Where ranks differ in the order of their forwards, buffers may not be broadcast.)
+        if self._kind in OF_GROUPS or not (is_about_buffers or self._chance(0.4)):
+            return spec
+        kinds = self._random.sample(list(BUFFERS), self._random.randint(1, 4))
+        spec = replace(spec, buffers=tuple(kinds), has_norm=self._chance(0.4))
+        if not is_about_buffers:
+            return spec
+        return replace(
+            spec,
+            written_in_forward=self._one_of(list(WAYS)) if self._chance(0.3) else "",
+            written_in_backward=self._one_of(list(WAYS)) if self._chance(0.3) else "",
+            quiet=self._one_of([0, 0, 6, 17, 22]),
+        )
+
+    def _draw_options(self) -> tuple[tuple[str, Any], ...]:
+        options: dict[str, Any] = {}
+        if self._chance(0.4):
+            options["find_unused_parameters"] = False
+        if self._views:
+            options["gradient_as_bucket_view"] = True
+        if self._chance(0.5):
+            options["bucket_cap_mb"] = self._one_of([1e-4, 1e-3, 0.02])
+        if self._network.has_buffers and self._chance(0.08):
+            options["broadcast_buffers"] = False
+        return tuple(options.items())
+
+    def _draw_hooks(self) -> tuple[tuple[str, bool], ...]:
+        if "gradients" not in self._roots:
+            return ()
+        count = self._one_of([0, 1, 1, 2])
+        # One that drops the gradient leaves nothing to look at for those after it.
+        drawn = self._random.sample(list(gradients.HOOKS), count)
+        drawn.sort(key=lambda each: each.startswith("drops"))
+        if any(each.startswith("drops") for each in drawn):
+            drawn = drawn[-1:]
+        return tuple((hook, self._chance(0.5)) for hook in drawn)
+
+    # What is done with it.
+
+    def _draw_quiet_steps(self) -> list[Action]:
+        """For a wrapper that would go by what has been usual."""
+        if "buffers" in self._roots and self._chance(0.6):
+            return [QuietSteps(self._one_of([17, 20, 25]), self._title)]
+        return [QuietSteps(self._one_of([2, 5, 12]), self._title)] if self._chance(0.3) else []
+
+    def _draw_step(self, number: int) -> list[Action]:
+        """One iteration of a training loop."""
+        match self._kind:
+            case "two groups" | "ring of pairs":
+                return self._draw_step_of_groups(number)
+            case "shared encoder":
+                return [
+                    each
+                    for title in ("actor", "critic")
+                    for each in self._draw_step_of(title, number)
+                ]
+            case "local and global":
+                if self._chance(0.6):
+                    return self._draw_step_of("alone", number)
+                return [*self._draw_step_of("main", number), Average()]
+            case _:
+                return self._draw_step_of("main", number)
+
+    def _draw_step_of(self, title: str, number: int) -> list[Action]:
+        actions = self._interludes("before", number)
+        actions.append(ZeroGrad(self._chance(0.7)) if self._chance(0.8) else ZeroGrad())
+        actions += self._interludes("zeroed", number)
+        if self._chance(0.2):
+            uneven = self._chance(0.6) and title != "alone"
+            count = self._random.randint(1, 3)
+            counts = [self._random.randint(1, 3) if uneven else count for _ in self._ranks]
+            actions.append(Microbatches(tuple(counts), title))
+        if "backwards" in self._roots and title == self._title and self._chance(0.25):
+            ways = ["the module", "functional_call"]
+            if self._kind != "shared encoder":
+                ways.append("the parameters")
+            actions += [Forward(0, title), Drop(0), BackwardOfTheArmed(self._one_of(ways))]
+        else:
+            if self._chance(0.1):
+                actions += [Forward(0, title), Drop(0)]
+            actions.append(Forward(0, title))
+            actions += self._interludes("between", number)
+            actions.append(Backward())
+        actions += self._interludes("after", number)
+        actions.append(Step())
+        if self._chance(0.15):
+            actions.append(Evaluate(self._random.randint(1, 3), title))
+        return actions
+
+    def _draw_step_of_groups(self, number: int) -> list[Action]:
+        actions = self._interludes("before", number)
+        actions.append(ZeroGrad())
+        actions += self._interludes("zeroed", number)
+        # In the second forward stock's wrappers agree on their buckets.
+        orders = [(0, 1) if number == 1 or self._chance(0.5) else (1, 0) for _ in self._ranks]
+        actions.append(ForwardsInAnyOrder(tuple(orders)))
+        actions += self._interludes("between", number)
+        actions.append(Backward((0, 1)))
+        actions += self._interludes("after", number)
+        actions.append(Step())
+        return actions
+
+    def _interludes(self, moment: str, number: int) -> list[Action]:
+        """What the roots add.
+
+        ``"before"`` a step, where gradients are ``"zeroed"``, ``"between"`` a forward and its
+        backward, or ``"after"`` that.
+        """
+        draw = {
+            "backwards": self._draw_backwards,
+            "buffers": self._draw_buffers,
+            "gradients": self._draw_gradients,
+            "wrappers": self._draw_wrappers,
+            "names": self._draw_names,
+        }
+        actions: list[Action] = []
+        for root in self._roots:
+            if root in draw and self._chance(0.5):
+                actions += draw[root](moment, number)
+        return actions
+
+    # The roots.
+
+    def _draw_backwards(self, moment: str, number: int) -> list[Action]:
+        if moment == "between":
+            ranks = self._some_ranks()
+            if self._network.has_norm or self._chance(0.7):
+                return [InputGradient(ranks, self._chance(0.5))]
+            return [ParameterGradient(ranks)]
+        if self._chance(0.15):
+            return [ParameterGradient(self._some_ranks())]
+        ends = list(backwards.ENDS)
+        if moment == "before":
+            ends.remove("left")  # it would be dropped anyway
+        elif moment == "after":
+            ends = ["left", "put aside"]
+        counts = self._one_of(
+            [
+                tuple(int(rank == 0) for rank in self._ranks),
+                tuple(self._random.randint(0, 3) for _ in self._ranks),
+                (self._random.randint(1, 2),) * self._world_size,
+                tuple(2 * int(rank == self._world_size - 1) for rank in self._ranks),
+            ]
+        )
+        way = self._one_of(list(backwards.WAYS))
+        return [Probe(counts, way, self._one_of(ends), self._chance(0.3))]
+
+    def _draw_buffers(self, moment: str, number: int) -> list[Action]:
+        spec = self._network
+        if not spec.has_buffers:
+            return []
+        if moment == "between":
+            # What BatchNorm's backward needs is not written to.
+            count = len(spec.buffers)
+            if not count:
+                return []
+            ways = list(UNSEEN) if spec.has_norm else list(WAYS)
+            return [self._draw_write(ways, count)]
+        match self._random.randrange(8):
+            case 0:
+                return [Recalibrate(self._some_ranks(), self._random.randint(1, 3))]
+            case 1:
+                return [Evaluate(self._random.randint(1, 3), self._title)]
+            case 2:
+                return [self._draw_write(list(WAYS)), Evaluate(2, self._title)]
+            case 3:
+                self._is_averaged = True
+                return [KeepState()]
+            case 4 if self._is_averaged:
+                by = self._one_of(["load_state_dict", "data"])
+                ranks = self._some_ranks()
+                return [
+                    SwapIn(ranks, by),
+                    Evaluate(self._random.randint(1, 3), self._title),
+                    SwapIn(ranks, by, back=True),
+                ]
+            case _:
+                return [self._draw_write(list(WAYS))]
+
+    def _draw_write(self, ways: list[str], count: int = 20) -> Write:
+        which = tuple(self._random.randrange(count) for _ in range(self._random.randint(1, 2)))
+        return Write(self._some_ranks(), self._one_of(ways), which, self._chance(0.2))
+
+    def _draw_gradients(self, moment: str, number: int) -> list[Action]:
+        if moment == "before" and self._is_kept:
+            match self._random.randrange(3):
+                case 0:
+                    return [ChangeKept()]
+                case 1:
+                    return [FreeKept()]
+        if moment != "after":
+            return []
+        looks: list[Action] = [LookAtMemory(), CopyGradients(), ReadAsWords(), Multiply()]
+        actions = self._random.sample(looks, self._random.randint(1, 3))
+        if self._chance(0.3):
+            self._is_kept = True
+            actions.append(KeepGradients())
+        elif self._chance(0.4):
+            ways = ["replaced", "given other data", "scaled in place", "freed"]
+            ranks = self._some_ranks() if self._chance(0.3) else tuple(self._ranks)
+            actions.append(ChangeGradients(self._one_of(ways), ranks))
+        return actions
+
+    def _draw_wrappers(self, moment: str, number: int) -> list[Action]:
+        if moment != "before" or self._kind not in ("one network", "local and global"):
+            return []
+        match self._random.randrange(4):
+            case 0:
+                return [LetGo()]
+            case 1 if not self._forwards_names:
+                return [CopyWrapper()]
+            case _:
+                # Views of an old wrapper that is still held are nobody's but its own.
+                held = () if self._views else self._some_ranks(may_be_none=True)
+                return [WrapAgain(held, in_a_cycle=self._chance(0.4))]
+
+    def _draw_names(self, moment: str, number: int) -> list[Action]:
+        title = self._title
+        if moment == "after" or (moment == "before" and number == 0) or self._chance(0.2):
+            if self._chance(0.2):
+                name, value = self._one_of(names.METHODS), self._one_of(names.PLAIN_VALUES)
+            else:
+                name, value = self._one_of(names.NAMES), self._one_of(names.VALUES)
+            if value == "a parameter" and self._forwards_names:
+                value = "a module"  # torch refuses a parameter whose name something answers to
+            self._names_set.append(name)
+            return [SetName(name, value, title), ReadNames(title)]
+        if self._names_set and self._chance(0.3):
+            return [DeleteName(self._one_of(self._names_set), title), ReadNames(title)]
+        return [ReadNames(title)]
+
+    # Chance.
+
+    @property
+    def _ranks(self) -> range:
+        return range(self._world_size)
+
+    def _some_ranks(self, may_be_none: bool = False) -> tuple[int, ...]:
+        """One of them, some, or all."""
+        drawn = [rank for rank in self._ranks if self._chance(0.5)]
+        if not drawn and not may_be_none:
+            drawn = [self._random.randrange(self._world_size)]
+        return tuple(drawn)
+
+    def _chance(self, probability: float) -> bool:
+        return self._random.random() < probability
+
+    def _one_of(self, values: Sequence[_T]) -> _T:
+        return self._random.choice(values)

@@ -1,0 +1,267 @@
+"""Users that hold, copy, mark, free and change gradients: in hooks, and after the backward."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from differential.hostile.program import Action, ranks_in_words
+
+if TYPE_CHECKING:
+    from differential.hostile.player import Player
+
+
+class Marked(torch.Tensor):
+    """A gradient of the user's own class."""
+
+
+# Hooks, which are put on all parameters.
+
+
+def _on_all(player: Player, hook: Callable[[Tensor], None]) -> None:
+    for param in player.params:
+        param.register_post_accumulate_grad_hook(hook)
+
+
+def _mark(player: Player) -> None:
+    def mark(param: Tensor) -> None:
+        param.grad.rank_of_user = player.rank  # type: ignore[union-attr]
+
+    _on_all(player, mark)
+
+
+def _hold(player: Player) -> None:
+    def hold(param: Tensor) -> None:
+        player.caught[param] = param.grad  # type: ignore[assignment]
+
+    _on_all(player, hold)
+
+
+def _make_a_subclass(player: Player) -> None:
+    def convert(param: Tensor) -> None:
+        param.grad = param.grad.as_subclass(Marked)  # type: ignore[union-attr]
+
+    player.params[-1].register_post_accumulate_grad_hook(convert)
+
+
+def _copy(player: Player) -> None:
+    def clone(param: Tensor) -> None:
+        param.grad = param.grad.clone()  # type: ignore[union-attr]
+
+    _on_all(player, clone)
+
+
+def _scale(player: Player) -> None:
+    def scale(param: Tensor) -> None:
+        param.grad.mul_(1.5)  # type: ignore[union-attr]
+
+    _on_all(player, scale)
+
+
+def _scale_data(player: Player) -> None:
+    def scale(param: Tensor) -> None:
+        param.grad.data = param.grad.data * 0.5  # type: ignore[union-attr]
+
+    _on_all(player, scale)
+
+
+def _drop_one(player: Player) -> None:
+    def drop(param: Tensor) -> None:
+        param.grad = None
+
+    player.params[0].register_post_accumulate_grad_hook(drop)
+
+
+def _note(player: Player) -> None:
+    """The norm of what is this rank's own, as it comes."""
+
+    def note(param: Tensor) -> None:
+        player.see("norm in a hook", param.grad.double().norm())  # type: ignore[union-attr]
+
+    _on_all(player, note)
+
+
+def _look_in_the_end(player: Player) -> None:
+    """A callback at the end of the backward, queued by the last parameter's hook."""
+
+    def look() -> None:
+        player.see_gradients()
+
+    def look_later(param: Tensor) -> None:
+        Variable._execution_engine.queue_callback(look)
+
+    player.params[0].register_post_accumulate_grad_hook(look_later)
+
+
+HOOKS: dict[str, Callable[[Player], None]] = {
+    "marks the gradient with an attribute": _mark,
+    "holds the gradient": _hold,
+    "makes the gradient a subclass": _make_a_subclass,
+    "copies the gradient": _copy,
+    "scales the gradient in place": _scale,
+    "gives the gradient other data": _scale_data,
+    "drops the gradient": _drop_one,
+    "notes the norm of the gradient": _note,
+    "looks at all gradients in a callback at the end": _look_in_the_end,
+}
+
+
+# What is done with gradients after a backward.
+
+
+def _there(player: Player) -> list[tuple[str, Tensor, Tensor]]:
+    return [
+        (name, param, param.grad)
+        for name, param in player.network.named_parameters()
+        if param.grad is not None
+    ]
+
+
+@dataclass(frozen=True)
+class LookAtMemory(Action):
+    """Whose memory the gradients have, and what they are."""
+
+    def perform(self, player: Player) -> None:
+        for name, param, gradient in _there(player):
+            player.see(f"bytes behind {name}", gradient.untyped_storage().nbytes())
+            player.see(f"alignment of {name}", gradient.data_ptr() % 64)
+            player.see(f"strides of {name}", gradient.stride())
+            player.see(f"class of {name}", type(gradient).__name__)
+            player.see(f"mark of {name}", getattr(gradient, "rank_of_user", None))
+            if param in player.caught:
+                player.see(f"{name} is what was held", gradient is player.caught[param])
+                player.see(f"what was held of {name}", player.caught[param])
+        player.caught.clear()
+
+    def __str__(self) -> str:
+        return "look at the memory of the gradients"
+
+
+@dataclass(frozen=True)
+class CopyGradients(Action):
+    """Gradients are copied by ``deepcopy`` and by pickle, and the copies looked at."""
+
+    def perform(self, player: Player) -> None:
+        for name, _, gradient in _there(player):
+            if isinstance(gradient, Marked):  # of which torch makes no copies
+                continue
+            copied = copy.deepcopy(gradient)
+            player.see(f"copy of {name}", copied)
+            player.see(f"bytes behind the copy of {name}", copied.untyped_storage().nbytes())
+            pickled = pickle.dumps(gradient)
+            player.see(f"{name} is small as a pickle", len(pickled) < 2 * gradient.nbytes + 2000)
+
+    def __str__(self) -> str:
+        return "copy the gradients"
+
+
+@dataclass(frozen=True)
+class ReadAsWords(Action):
+    """Gradients are read as bytes, as words of 8 bytes and as complex numbers."""
+
+    def perform(self, player: Player) -> None:
+        for name, _, gradient in _there(player):
+            flat = gradient.detach().contiguous().view(-1) if not gradient.is_contiguous() else None
+            flat = gradient.detach().view(-1) if flat is None else flat
+            player.see(f"bytes of {name}", flat.view(torch.uint8))
+            if flat.nbytes % 8 == 0:
+                player.see(f"words of {name}", flat.view(torch.int64))
+            if flat.numel() % 2 == 0:
+                player.see(f"{name} as complex", torch.view_as_complex(flat.view(-1, 2)).abs())
+
+    def __str__(self) -> str:
+        return "read the gradients as words"
+
+
+@dataclass(frozen=True)
+class Multiply(Action):
+    """Gradients are multiplied with each other, as some optimizers do."""
+
+    def perform(self, player: Player) -> None:
+        for name, _, gradient in _there(player):
+            if gradient.dim() == 2:
+                player.see(f"G G^T of {name}", gradient @ gradient.T)
+
+    def __str__(self) -> str:
+        return "multiply the gradients"
+
+
+@dataclass(frozen=True)
+class KeepGradients(Action):
+    """The user keeps the gradients, which are dropped from the parameters, and sees them again."""
+
+    def perform(self, player: Player) -> None:
+        player.held += [gradient for _, _, gradient in _there(player)]
+        player.optimizer.zero_grad()
+
+    def __str__(self) -> str:
+        return "keep the gradients, and zero_grad()"
+
+
+@dataclass(frozen=True)
+class ChangeKept(Action):
+    """Gradients that are kept from before are written to, which is nobody's business."""
+
+    def perform(self, player: Player) -> None:
+        for gradient in player.held:
+            if gradient.untyped_storage().nbytes():
+                gradient.fill_(3.0)
+
+    def __str__(self) -> str:
+        return "fill the gradients that are kept"
+
+
+@dataclass(frozen=True)
+class FreeKept(Action):
+    """The storage of gradients that are kept is freed, after they have been dropped."""
+
+    def perform(self, player: Player) -> None:
+        for gradient in player.held:
+            gradient.untyped_storage().resize_(0)
+        player.held.clear()
+
+    def __str__(self) -> str:
+        return "free the storage of the gradients that are kept"
+
+
+@dataclass(frozen=True)
+class ChangeGradients(Action):
+    """The gradients that are there are changed after the backward.
+
+    Attributes:
+        way: ``"replaced"``, ``"given other data"``, ``"scaled in place"`` or ``"freed"``.
+        ranks: that do it.
+    """
+
+    way: str
+    ranks: tuple[int, ...]
+
+    def perform(self, player: Player) -> None:
+        if player.rank not in self.ranks:
+            return
+        for _, param, gradient in _there(player):
+            match self.way:
+                case "replaced":
+                    param.grad = gradient.clone() * 2
+                case "given other data":
+                    gradient.data = gradient.data * 2
+                case "scaled in place":
+                    gradient.mul_(2)
+                case "freed":
+                    with torch.no_grad():
+                        param.sub_(gradient, alpha=0.05)
+                    gradient.untyped_storage().resize_(0)
+                    param.grad = None
+                case _:
+                    raise ValueError(self.way)
+        player.see_model()
+
+    def __str__(self) -> str:
+        return f"gradients are {self.way}, {ranks_in_words(self.ranks)}"

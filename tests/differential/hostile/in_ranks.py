@@ -1,0 +1,169 @@
+"""What a rank process does: it plays programs with both classes, and compares what it saw."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import logging
+import os
+import pickle
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from distributed import give_up_after
+from torch.nn.parallel import DistributedDataParallel as Stock
+
+from differential import in_ranks as usual
+from differential.hostile.faults import FAULTS
+from differential.hostile.generator import program_of
+from differential.hostile.player import Player, Seen
+from differential.hostile.program import Program
+from differential.trace import Snapshot
+from tritonddp import DistributedDataParallel
+
+OURS, STOCK = "tritonddp", "stock"
+# What stock is compared with. With itself only the generator can be wrong, with a fault it has to
+# show.
+WRAPPERS: dict[str, Any] = {OURS: DistributedDataParallel, STOCK: Stock, **FAULTS}
+# How far sums in another order may be apart, in fp64, after some steps.
+_NEAR = 1e-9
+
+
+@dataclass(frozen=True)
+class Played:
+    """What has come of a program on one rank.
+
+    Attributes:
+        difference: the first one, in words, or ``""``.
+        digests: for each thing seen, what it is called, and digests of it with stock and with ours.
+            Where stock's are the same on all ranks, ours have to be.
+    """
+
+    difference: str
+    digests: list[tuple[str, bytes, bytes]]
+
+
+def play_all(seeds: Sequence[int], folder: str, timeout: float, wrapper: str = OURS) -> None:
+    """Play programs; what has come of each goes into a file of the folder, ``SEED.RANK``.
+
+    What is found before a process dies, or waits for ever, is not lost so.
+
+    Args:
+        seeds: of the programs.
+        folder: that is there.
+        timeout: of process groups, in seconds: a program that differs may end in a wait.
+        wrapper: which class stock is compared with, of :data:`WRAPPERS`.
+
+    Raises:
+        RuntimeError: something was raised; the message says in which program, and where.
+    """
+    assert dist.group.WORLD is not None
+    dist.barrier()  # one rank may have taken seconds to import all this
+    give_up_after(timeout, dist.group.WORLD)
+    logging.getLogger("tritonddp").setLevel(logging.ERROR)
+    rank = dist.get_rank()
+    groups: dict[Any, Any] = {}
+    gc.collect()
+    gc.freeze()  # or each collection would look at all of torch
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for seed in seeds:
+            program = program_of(seed, dist.get_world_size())
+            # In the log of this process, which is shown where it hangs.
+            print(f"seed {seed}", flush=True)
+            stock = _play(program, STOCK, Stock, groups, timeout)
+            with usual._directly(seed):
+                ours = _play(program, wrapper, WRAPPERS[wrapper], groups, timeout)
+            played = _compared(program, stock, ours)
+            path = os.path.join(folder, f"{seed}.{rank}")
+            with open(f"{path}.new", "wb") as file:
+                pickle.dump(played, file)
+            os.replace(f"{path}.new", path)
+
+
+def _play(
+    program: Program, title: str, cls: Any, groups: dict[Any, Any], timeout: float
+) -> list[Seen]:
+    player = Player(program, dist.get_rank(), cls, timeout)
+    player.groups = groups
+    try:
+        player.play()
+    except Exception as error:
+        at = f"action {player.number}: {[*program.actions, 'the end'][player.number]}"
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{os.path.basename(last.filename)}:{last.lineno}"
+        message = f"seed {program.seed}: {title} raised {type(error).__name__} ({error}) in {at}"
+        raise RuntimeError(f"{message}, {where}") from error
+    seen = player.seen
+    del player
+    gc.collect()  # what is left of one program may not help the next one
+    return seen
+
+
+def _compared(program: Program, stock: list[Seen], ours: list[Seen]) -> Played:
+    is_exact = program.world_size == 2  # sums of two numbers are, in any order
+    difference = next(
+        (
+            f"rank {dist.get_rank()}, {_where(program, mine)}: {mine.what} is "
+            f"{_shown(mine.value)}, with {STOCK} it is {_shown(its.value)}"
+            for its, mine in zip(stock, ours, strict=False)
+            if (its.action, its.what) != (mine.action, mine.what)
+            or not _is_as(mine.value, its.value, is_exact)
+        ),
+        "",
+    )
+    if not difference and len(stock) != len(ours):
+        difference = f"rank {dist.get_rank()} saw {len(ours)} things, with {STOCK} {len(stock)}"
+    digests = []
+    if not is_exact:
+        digests = [
+            (f"{_where(program, mine)}: {mine.what}", _digest(its.value), _digest(mine.value))
+            for its, mine in zip(stock, ours, strict=False)
+        ]
+    return Played(difference, digests)
+
+
+def _is_as(mine: Snapshot | str, its: Snapshot | str, is_exact: bool) -> bool:
+    if mine == its or is_exact or isinstance(mine, str) or isinstance(its, str):
+        return mine == its
+    if (mine.dtype, mine.shape) != (its.dtype, its.shape):
+        return False
+    if mine.dtype is torch.int64 and len(mine.content) % 8 == 0:
+        return _is_near(mine, its, torch.float64)  # words of gradients
+    if mine.dtype is torch.uint8 and len(mine.content) % 8 == 0:
+        return _is_near(mine, its, torch.float64)
+    return _is_near(mine, its, mine.dtype)
+
+
+def _is_near(mine: Snapshot, its: Snapshot, dtype: torch.dtype) -> bool:
+    if not mine.content or not dtype.is_floating_point:
+        return mine == its
+    a, b = (torch.frombuffer(bytearray(each.content), dtype=dtype).double() for each in (mine, its))
+    relative = _NEAR if dtype is torch.float64 else 0.01 if dtype is torch.bfloat16 else 1e-5
+    return torch.allclose(a, b, rtol=relative, atol=relative, equal_nan=True)
+
+
+def _digest(value: Snapshot | str) -> bytes:
+    content = value.encode() if isinstance(value, str) else value.content
+    return hashlib.blake2b(content, digest_size=8).digest()
+
+
+def _where(program: Program, seen: Seen) -> str:
+    action = [*program.actions, "the end"][seen.action]
+    return f"after action {seen.action} ({action})"
+
+
+def _shown(value: Snapshot | str) -> str:
+    if isinstance(value, str):
+        return value
+    flat = value.tensor().flatten()
+    more = ", ..." if flat.numel() > 4 else ""
+    elements = ", ".join(
+        f"{each:.9g}" if isinstance(each, float) else str(each) for each in flat[:4].tolist()
+    )
+    return f"{value.dtype} {value.shape} [{elements}{more}]"

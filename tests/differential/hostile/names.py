@@ -1,0 +1,102 @@
+"""The user's attributes on the wrapper, and the module's names through it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from differential.hostile.player import Player
+from differential.hostile.program import Action
+
+# Names that are not stock's.
+NAMES = (
+    *("config", "group", "sync", "core", "caps", "traced", "buffer_sync", "state_broadcast"),
+    *("trainer", "optimizer", "step", "buckets", "options"),
+    *("_config", "_core", "_state", "_group", "_sync", "_window", "_hooks_of_user"),
+)
+# Methods here. (A module by such a name is hidden by the method, an attribute is not.)
+METHODS = ("metrics", "grad_norm", "weighted", "reduce_gradients")
+PLAIN_VALUES = ("a dict", "a number", "a tensor", "None")
+VALUES = (*PLAIN_VALUES, "a module", "a parameter", "a function")
+
+
+@dataclass(frozen=True)
+class SetName(Action):
+    """The user sets an attribute on the wrapper.
+
+    Attributes:
+        name: of :data:`NAMES`, or of :data:`METHODS`.
+        value: of :data:`VALUES`.
+        wrapper: its title.
+    """
+
+    name: str
+    value: str
+    wrapper: str = "main"
+
+    def perform(self, player: Player) -> None:
+        DeleteName(self.name, self.wrapper).perform(player)  # what torch keeps as a parameter, say
+        value = _value(self.value)
+        setattr(player.wrapped[self.wrapper], self.name, value)
+        player.names[self.wrapper][self.name] = value
+
+    def __str__(self) -> str:
+        return f"set {self.wrapper}.{self.name} to {self.value}"
+
+
+@dataclass(frozen=True)
+class ReadNames(Action):
+    """Attributes are what the user has set, keys and names of the wrapper are as they were."""
+
+    wrapper: str = "main"
+
+    def perform(self, player: Player) -> None:
+        wrapper = player.wrapped[self.wrapper]
+        names = player.names[self.wrapper]
+        for name, value in names.items():
+            player.see(f"{name} is what was set", getattr(wrapper, name) is value)
+        player.see("keys", list(wrapper.state_dict()))
+        player.see("parameters", [name for name, _ in wrapper.named_parameters()])
+        player.see("modules", [name for name, _ in wrapper.named_modules()])
+        if player.program.forwards_names:
+            for name in ("config", "sync", "group", "caps", "forwards"):
+                if name not in names:
+                    player.see(f"{self.wrapper}.{name}", getattr(wrapper, name))
+
+    def __str__(self) -> str:
+        return f"read the names of {self.wrapper}"
+
+
+@dataclass(frozen=True)
+class DeleteName(Action):
+    """The user deletes an attribute that was set."""
+
+    name: str
+    wrapper: str = "main"
+
+    def perform(self, player: Player) -> None:
+        if player.names[self.wrapper].pop(self.name, self) is not self:
+            delattr(player.wrapped[self.wrapper], self.name)
+
+    def __str__(self) -> str:
+        return f"delete {self.wrapper}.{self.name}"
+
+
+def _value(kind: str) -> object:
+    match kind:
+        case "a dict":
+            return {"hidden": 32}
+        case "a number":
+            return 0.5
+        case "a module":
+            return nn.Linear(2, 2)
+        case "a tensor":
+            return torch.ones(3)
+        case "a parameter":
+            return nn.Parameter(torch.ones(3))
+        case "a function":
+            return len
+        case _:
+            return None

@@ -1,0 +1,117 @@
+"""A program for some ranks, which knows nothing of either class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from differential.hostile.player import Player
+
+
+class Action:
+    """One thing that every rank does, or the ranks that it names."""
+
+    def perform(self, player: Player) -> None:
+        """Do it, as the player's rank."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class NetworkSpec:
+    """What is wrapped.
+
+    Attributes:
+        layers: number of linear layers.
+        width: of each.
+        has_norm: whether there is a BatchNorm.
+        buffers: kinds of :data:`differential.hostile.networks.BUFFERS`.
+        written_in_forward: how the forward writes a buffer; ``""`` is not at all.
+        written_in_backward: how a hook of the backward does.
+        quiet: the forwards before the first one that does.
+    """
+
+    layers: int = 2
+    width: int = 8
+    has_norm: bool = False
+    buffers: tuple[str, ...] = ()
+    written_in_forward: str = ""
+    written_in_backward: str = ""
+    quiet: int = 0
+
+    @property
+    def has_buffers(self) -> bool:
+        return self.has_norm or bool(self.buffers)
+
+    def __str__(self) -> str:
+        parts = [f"{self.layers} layers of {self.width}"]
+        parts += ["BatchNorm"] * self.has_norm
+        parts += [f"buffer {kind}" for kind in self.buffers]
+        if self.written_in_forward:
+            parts.append(f"one written in the forward, {self.written_in_forward}")
+        if self.written_in_backward:
+            parts.append(f"one written in the backward, {self.written_in_backward}")
+        if self.quiet:
+            parts.append(f"none in the first {self.quiet} forwards")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What ranks do.
+
+    Attributes:
+        seed: of the generator; weights and batches are drawn from it too.
+        world_size: number of ranks.
+        kind: how many networks and wrappers there are, of :data:`generator.KINDS`.
+        roots: where its actions are from, of :data:`generator.ROOTS`.
+        network: what is wrapped.
+        options: of the wrappers.
+        forwards_names: whether the wrapper is of a subclass that hands names on to the module.
+        hooks: of the user on parameters, of :data:`gradients.HOOKS`, and whether each is put there
+            before the network is wrapped.
+        momentum: of the optimizer.
+        actions: what every rank does.
+    """
+
+    seed: int
+    world_size: int
+    kind: str
+    roots: tuple[str, ...]
+    network: NetworkSpec
+    options: tuple[tuple[str, Any], ...]
+    forwards_names: bool
+    hooks: tuple[tuple[str, bool], ...]
+    momentum: float
+    actions: tuple[Action, ...]
+
+    @property
+    def command(self) -> str:
+        """What plays it again."""
+        return (
+            "python tests/differential/run.py --kind hostile "
+            f"--seed {self.seed} --world {self.world_size} -v"
+        )
+
+    def _lines(self) -> Iterator[str]:
+        yield f"seed {self.seed} on {self.world_size} ranks: {self.kind}"
+        yield f"  roots: {', '.join(self.roots)}"
+        yield f"  network: {self.network}"
+        options = ", ".join(f"{name}={value}" for name, value in self.options)
+        yield f"  options: {options or 'none'}"
+        if self.forwards_names:
+            yield "  the wrapper's class hands names that it lacks on to the module"
+        for hook, is_before in self.hooks:
+            yield f"  hook: {hook}, put there {'before' if is_before else 'after'} wrapping"
+        yield f"  SGD, momentum {self.momentum}"
+        for number, action in enumerate(self.actions):
+            yield f"  {number:3} {action}"
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+
+def ranks_in_words(ranks: tuple[int, ...]) -> str:
+    """Those that take part."""
+    return f"rank {', '.join(map(str, ranks))}" if ranks else "no rank"

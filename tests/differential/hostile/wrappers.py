@@ -1,0 +1,90 @@
+"""Another wrapper of the same module, and an old one that is still held."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from differential.hostile.player import Player
+from differential.hostile.program import Action, ranks_in_words
+
+
+@dataclass(frozen=True)
+class WrapAgain(Action):
+    """The module is wrapped anew; some ranks still hold the old wrapper.
+
+    Attributes:
+        held_by: these ranks.
+        title: of the new wrapper; another one than ``"main"`` goes beside it.
+        alone: whether its group is each rank's own.
+        in_a_cycle: whether the old one is in a reference cycle.
+    """
+
+    held_by: tuple[int, ...]
+    title: str = "main"
+    alone: bool = False
+    in_a_cycle: bool = False
+
+    def perform(self, player: Player) -> None:
+        old = player.wrapped.pop(self.title, None)
+        if old is not None:
+            if self.in_a_cycle:
+                old.__dict__["trainer"] = [old]
+            if player.rank in self.held_by:
+                player.kept.setdefault("old wrappers", []).append(old)
+        del old
+        player.names.pop(self.title, None)
+        group = player.group_of_this_rank() if self.alone else None
+        player.wrapped[self.title] = player.wrap_network(player.network, group)
+
+    def __str__(self) -> str:
+        group = ", each rank for itself" * self.alone
+        cycle = ", old one in a cycle" * self.in_a_cycle
+        held = f"{ranks_in_words(self.held_by)} holds the old one"
+        return f"wrap the network as {self.title}{group}{cycle}, {held}"
+
+
+@dataclass(frozen=True)
+class LetGo(Action):
+    """Old wrappers are no longer held."""
+
+    def perform(self, player: Player) -> None:
+        player.kept.pop("old wrappers", None)
+        gc.collect()
+
+    def __str__(self) -> str:
+        return "let go of the old wrappers"
+
+
+@dataclass(frozen=True)
+class Average(Action):
+    """The program itself averages parameters over the ranks."""
+
+    def perform(self, player: Player) -> None:
+        for param in player.params:
+            dist.all_reduce(param.data)
+            param.data /= player.program.world_size
+        player.see_model()
+
+    def __str__(self) -> str:
+        return "average the parameters"
+
+
+@dataclass(frozen=True)
+class CopyWrapper(Action):
+    """``copy.deepcopy`` of the wrapper, which is evaluated through itself, on all ranks."""
+
+    def perform(self, player: Player) -> None:
+        copied = copy.deepcopy(player.wrapped["main"])
+        copied.eval()
+        with torch.no_grad():
+            for number in range(2):
+                player.see(f"evaluation {number} of a copy", copied(player.batch()))
+        player.see("keys of a copy", sorted(copied.state_dict()))
+
+    def __str__(self) -> str:
+        return "copy the wrapper, and evaluate the copy"

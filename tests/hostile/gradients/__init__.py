@@ -1,0 +1,1 @@
+"""Gradients are the user's tensors: held, marked, copied, freed."""

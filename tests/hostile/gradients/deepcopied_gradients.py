@@ -1,0 +1,33 @@
+"""Gradients are kept by ``copy.deepcopy``, one by one, and pickled (PCGrad, federated learning).
+
+Stock: a copy costs the bytes of the gradient.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hostile.record import Record
+
+
+def program(DDP: Any, record: Record) -> None:
+    net = nn.Sequential(*[nn.Linear(256, 256) for _ in range(19)])  # 5 MB: two buckets
+    ddp = DDP(net)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(4):
+        optimizer.zero_grad()
+        ddp(torch.randn(8, 256, generator=generator)).pow(2).mean().backward()
+        kept = {name: copy.deepcopy(param.grad) for name, param in net.named_parameters()}
+        for name, gradient in kept.items():
+            record(f"step {step}, {name}", gradient)
+            record(f"step {step}, bytes of {name}", gradient.untyped_storage().nbytes())
+            is_small = len(pickle.dumps(gradient)) < 2 * gradient.nbytes + 2000
+            record(f"step {step}, {name} is small when pickled", is_small)
+        optimizer.step()

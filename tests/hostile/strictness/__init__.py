@@ -1,0 +1,1 @@
+"""find_unused_parameters=False is as strict as stock, not stricter."""
