@@ -139,6 +139,8 @@ class UnreducedGradients:
             where: this rank and step.
             is_inside: it started inside ``no_sync``.
         """
+        while _spent_hooks:
+            _spent_hooks.pop().remove()
         if self._is_over:
             return
         for name, param in named_params:
@@ -174,7 +176,7 @@ class UnreducedGradients:
         """The gradients were reduced or dropped."""
         self.found.clear()
         if self._hook is not None:
-            self._hook.remove()
+            _spent_hooks.append(self._hook)
             self._hook = None
 
     def _is_left(self, param: Tensor) -> bool:
@@ -187,6 +189,10 @@ class UnreducedGradients:
         return grad.is_sparse or bool(grad.any())
 
     __del__ = forget
+
+
+# Hooks to be removed in a backward: here an optimizer may be iterating over them.
+_spent_hooks: list[Any] = []
 
 
 def _before_step(unreduced: weakref.ref[UnreducedGradients], optimizer: Optimizer, *_: Any) -> None:
