@@ -324,6 +324,20 @@ DIFFERENT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[str]]] 
 }
 
 
+@ranks(2)
+def test_a_buffer_may_have_another_memory_order_on_each_rank() -> None:
+    """As under stock, which sends its values."""
+    rank, model = dist.get_rank(), small()
+    table = torch.arange(6.0).view(3, 2) + 10 * rank
+    model.register_buffer("table", table.t().contiguous().t() if rank else table)
+    ddp = DistributedDataParallel(model)
+    for step in range(3):
+        with torch.no_grad():
+            model.table += 10 * rank
+        ddp(torch.ones(4, 3)).sum().backward()
+        assert torch.equal(model.table, torch.arange(6.0).view(3, 2)), f"step {step}"
+
+
 @pytest.mark.parametrize("case", list(DIFFERENT))
 @ranks(3)
 def test_models_that_differ_are_named_on_every_rank_and_nothing_is_left_half_done(

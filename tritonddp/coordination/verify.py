@@ -31,8 +31,11 @@ def describe(
 ) -> dict[str, dict[str, str]]:
     """Describe what must be equal on all ranks: parameters, buffers and options, by name."""
     return {
-        "parameter": {name: _describe_tensor(param) for name, param in params},
-        "buffer": {name: _describe_tensor(buffer) for name, buffer in buffers},
+        "parameter": {
+            name: f"{_describe(param)}, strides {param.stride()}" for name, param in params
+        },
+        # (Buffers travel in row-major order, whatever their strides.)
+        "buffer": {name: _describe(buffer) for name, buffer in buffers},
         "option": {name: repr(value) for name, value in options.items()},
     }
 
@@ -112,9 +115,9 @@ def verify_same(
     )
 
 
-def _describe_tensor(tensor: Tensor) -> str:
+def _describe(tensor: Tensor, strides: str = "") -> str:
     kind = "" if tensor.requires_grad else ", frozen"
-    return f"{tuple(tensor.shape)} {tensor.dtype} strides {tensor.stride()}{kind}"
+    return f"{tuple(tensor.shape)} {tensor.dtype}{strides}{kind}"
 
 
 def all_gather_bytes(
