@@ -265,9 +265,22 @@ current_autograd_node = torch._C._current_autograd_node
 backward_hooks_of = attrgetter("_backward_hooks")
 
 
-def hooks_after_accumulation(param: Tensor) -> Iterable[Any]:
-    """The hooks that run when ``.grad`` of a parameter has been accumulated."""
-    return (param._post_accumulate_grad_hooks or {}).values()
+def hooks_after_accumulation(param: Tensor) -> list[Any]:
+    """Hooks of users that run when ``.grad`` of a parameter has been accumulated.
+
+    Those of this package, and list methods as its tracker uses, do not change gradients.
+    """
+    return [
+        hook
+        for hook in (param._post_accumulate_grad_hooks or {}).values()
+        if not _is_ours(getattr(hook, "func", hook))
+    ]
+
+
+def _is_ours(function: Any) -> bool:
+    if isinstance(getattr(function, "__self__", None), list):
+        return True
+    return str(getattr(function, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
 
 
 # Run a function when the backward that runs on this thread is over. FSDP2 and stock DDP end their

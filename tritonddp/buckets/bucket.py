@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tritonddp._device import let_go
+from tritonddp._torch import hooks_after_accumulation
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
 from tritonddp.coordination.peers import READ
@@ -309,7 +310,7 @@ class Bucket:
         """Write ``scale * .grad`` of the segment's parameters, and ``used``, into the buffer.
 
         One launch. A parameter without a gradient counts as zero, and as used only if it is in
-        ``came``: a hook has dropped the gradient that was there. A parameter that is not ``used``,
+        ``came`` and has hooks, of which one has dropped it. A parameter that is not ``used``,
         but has a gradient of an earlier backward, contributes that gradient, as it would on this
         rank alone; not with ``earlier=False``. A ``scale`` of zero writes zeros, even for NaN.
 
@@ -326,9 +327,10 @@ class Bucket:
         grads: list[Any] = list(map(_grad_of, segment.params))
         if NoneType in map(type, grads):
             self.wants_flags = True
-            # A parameter may have been used under no_sync, and its gradient dropped since; or a
-            # custom function has returned no gradient for it.
-            known, params = set(map(id, came)), segment.params
+            # A parameter may have been used under no_sync, and its gradient dropped since; or there
+            # was none: a custom function has returned no gradient for it, or it is frozen.
+            known = {id(param) for param in came if hooks_after_accumulation(param)}
+            params = segment.params
             used = [
                 flag and (grad is not None or id(param) in known)
                 for flag, grad, param in zip(used, grads, params, strict=True)

@@ -258,8 +258,7 @@ def _is_free(param: Parameter, grad: Tensor) -> bool:
 
 def _has_hooks(param: Parameter) -> bool:
     """Whether a hook of a user gets the gradient of ``param``, as far as this can be known."""
-    after = hooks_after_accumulation(param)
-    return bool(backward_hooks_of(param)) or not all(map(_is_ours, after))
+    return bool(backward_hooks_of(param)) or bool(hooks_after_accumulation(param))
 
 
 def _lies_as(param: Parameter, grad: Tensor) -> bool:
@@ -268,17 +267,6 @@ def _lies_as(param: Parameter, grad: Tensor) -> bool:
         return True
     order = dims_by_stride(grad.shape, grad.stride())
     return order is not None and order == dims_by_stride(param.shape, gradient_strides(param))
-
-
-def _is_ours(hook: Any) -> bool:
-    """Whether the hook is one of this package, or a list method as the tracker uses.
-
-    Such hooks do not change gradients.
-    """
-    function = getattr(hook, "func", hook)
-    if isinstance(getattr(function, "__self__", None), list):
-        return True
-    return str(function.__module__).partition(".")[0] == __name__.partition(".")[0]
 
 
 def _raise(message: str) -> NoReturn:
