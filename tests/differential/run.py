@@ -68,7 +68,7 @@ def main() -> int:
     count = arguments.count
     if count is None and arguments.seconds is None:
         count = 1 if arguments.seed is not None else 100
-    start, played, found = time.monotonic(), 0, 0
+    start, played, found, alone = time.monotonic(), 0, 0, 0
     told = start
     by_root: Counter[str] = Counter()
     while count is None or played < count:
@@ -79,6 +79,7 @@ def main() -> int:
         seeds: Sequence[int] = range(seed + played, seed + played + size)
         if arguments.root:
             seeds = [each for each in seeds if _is_of(each, arguments)]
+        alone += len(seeds)
         if arguments.v:
             make = program_of if arguments.kind == "hostile" else scenario_of
             for each in seeds:
@@ -97,7 +98,7 @@ def main() -> int:
     for roots, number in by_root.most_common():
         print(f"{roots}: {number}")
     taken = time.monotonic() - start
-    print(f"{played} scenarios on {arguments.world} ranks in {taken:.0f} s: {found} differ")
+    print(f"{alone} scenarios on {arguments.world} ranks in {taken:.0f} s: {found} differ")
     return 1 if found else 0
 
 
