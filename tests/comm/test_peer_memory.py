@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -173,6 +174,35 @@ def test_ranks_that_wait_for_groups_in_another_order_sum_shares_of_both() -> Non
         for each in nets:
             assert_same_on_all_ranks([p.grad for p in each.parameters()], f"step {number}")
     assert all(is_shared(nets[0]) + is_shared(nets[1]))
+
+
+@pytest.mark.long
+@ranks(4)
+def test_threads_with_a_group_each_sum_their_own_shares_alone() -> None:
+    """A thread that waits works for its own groups only: two would add one share twice."""
+    groups, wrong = [dist.new_group() for _ in range(2)], []
+    nets = [DistributedDataParallel(nn.Linear(512, 512), process_group=each) for each in groups]
+    before = sys.getswitchinterval()
+
+    def train(ddp: Any) -> None:
+        rank = dist.get_rank()
+        for _ in range(60):
+            ddp.zero_grad()
+            ddp(torch.full((1, 512), 2.0**rank)).sum().backward()
+            if not ddp.module.weight.grad.eq((1 + 2 + 4 + 8) / 4).all():
+                wrong.append(ddp.module.weight.grad)
+
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=train, args=(each,)) for each in nets]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong
+    assert [each.reducer.counters.reductions for each in nets] == [60, 60]
 
 
 def on_hosts(size: int) -> Any:

@@ -277,6 +277,7 @@ def test_a_backward_that_no_output_shows_begins_with_its_first_gradient() -> Non
     ddp = wrap(Chain())
     for _ in range(2):
         step(ddp)
+    ddp(torch.ones(8, 16))  # arms the reduction
     with tritonddp.trace(ddp) as timeline:
         sum(param.pow(2).sum() for param in ddp.parameters()).backward()  # without its forward
     (backward,) = timeline.backwards

@@ -77,9 +77,11 @@ def train(net: Any, module: Tower) -> list[Tensor | None]:
             with net.no_sync():
                 net(items()).backward()
         if step == 3:  # the delayed ones are unused on one rank
-            loss = module.table(items()).sum() if dist.get_rank() else net(items())
+            loss = net(items())
+            loss = module.table(items()).sum() if dist.get_rank() else loss
             loss.backward()
         elif step == 4:  # and on both
+            net(items())  # arms the reduction
             module.table(items()).sum().backward()
         else:
             net(items()).backward()

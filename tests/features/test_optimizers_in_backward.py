@@ -202,6 +202,7 @@ def test_an_optimizer_that_fails_on_one_rank_is_named_and_leaves_the_ranks_in_st
 
     def step(seconds: float = 0.0) -> None:
         # While rank 0 fails with the first bucket, rank 1 has not sent the later ones.
+        ddp(torch.randn(4, 64))  # arms the reduction
         late = Later.apply(module[1](module[0](torch.randn(4, 64))), seconds)
         module[3](module[2](late)).square().mean().backward()
 

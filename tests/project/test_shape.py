@@ -34,10 +34,8 @@ OF_TORCHS_OBJECTS = {
 OF_WRAPPERS = {"_ddp_state", "_comm_hooks"}
 
 # WeakKeyDictionary and WeakSet at the level of a module: what ranks share, by process group; the
-# threads of an exchange, which have to end before the interpreter; and the groups whose ranks sum
-# shares, for all of which a rank works while it waits for one.
+# threads of an exchange, which have to end before the interpreter.
 REGISTRIES = {
-    "comm/peer_memory.py: _with_shares",
     "coordination/group.py: _shared",
     "comm/quantized.py: _threads",
 }

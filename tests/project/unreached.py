@@ -160,7 +160,6 @@ UNREACHED: dict[str, dict[str, str]] = {
         "_opening: return True": "nobody asks while a run is being opened",
         "check_pending: recovery.raise_mismatch(self, error, None)": GPU,
         "on_backward: on_demand.check_finalized(self)": "a backward while one waits for its end",
-        "on_first_gradient: if not self.backward_runs:": GUARD,
         "on_segment_ready: if run is None or run.is_local or run.filled[number]:": GUARD,
         "on_unusual_order: if run is None or run.is_local:": GUARD,
     },

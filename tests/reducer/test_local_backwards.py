@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
+import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +24,8 @@ from torch.optim.optimizer import (
 from torch.utils.checkpoint import checkpoint
 
 from tritonddp import DistributedDataParallel
+from tritonddp.reducer.output_hooks import unreduced
+from tritonddp.reducer.reducer import Reducer
 
 VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 
@@ -212,6 +217,22 @@ def test_a_backward_inside_no_sync_alone_is_named_when_an_optimizer_finds_its_gr
     assert "inside no_sync()" in lines[0]
 
 
+@ranks(2)
+def test_microbatches_of_another_wrapper_of_the_same_layers_are_not_named() -> None:
+    """They go around the former wrapper, which somebody still holds; the new one reduces them."""
+    net = Net()
+    former, ddp = DistributedDataParallel(net), DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with said() as lines:
+        for _ in range(2):
+            with ddp.no_sync():
+                ddp(batch()).sum().backward()
+            ddp(batch()).sum().backward()
+            optimizer.step()
+    assert not lines
+    del former
+
+
 @pytest.mark.parametrize("to_none", [True, False])
 @ranks(2)
 def test_nothing_is_said_of_gradients_that_are_dropped_reduced_or_returned(to_none: bool) -> None:
@@ -241,6 +262,7 @@ def test_nothing_is_said_of_gradients_that_are_dropped_reduced_or_returned(to_no
 @ranks(2)
 def test_optimizers_keep_one_hook_of_ours_at_most_and_may_have_others_behind_it() -> None:
     """A hook that removed itself while the optimizer calls them would end that."""
+    unreduced.clear()
     hooks = _global_optimizer_pre_hooks
     before, called = len(hooks), []
     for _ in range(3):
@@ -255,6 +277,7 @@ def test_optimizers_keep_one_hook_of_ours_at_most_and_may_have_others_behind_it(
         optimizer.step()
         handle.remove()
         assert len(hooks) <= before + 1
+        assert not unreduced
     assert len(called) == 6
 
 
@@ -281,6 +304,74 @@ def test_a_forward_in_a_callback_at_the_end_finds_the_means() -> None:
         assert_same_bits(found[0], gradients(expected.module))
         expected(batch()).sum().backward()
         assert_same_bits(gradients(ddp.module), gradients(expected.module))
+
+
+@ranks(2)
+def test_wrappers_made_in_another_order_on_each_rank_end_in_the_same() -> None:
+    """Without ``init_sync`` nothing tells the ranks in which order the others wrap."""
+    groups, rank = [dist.new_group() for _ in range(2)], dist.get_rank()
+    nets: dict[int, Any] = {}
+    for number in (0, 1) if rank else (1, 0):
+        options = {"process_group": groups[number], "init_sync": False}
+        nets[number] = DistributedDataParallel(Net(), **options)
+    for _ in range(3):
+        (nets[0](batch()).sum() + nets[1](batch()).sum()).backward()
+    for each in nets.values():
+        mine = each.module.first.weight.grad.clone()
+        dist.broadcast(mine, 0)
+        assert torch.equal(mine, each.module.first.weight.grad)
+
+
+@ranks(2)
+def test_after_prepare_for_backward_the_next_backward_is_reduced_through_any_forward() -> None:
+    """Whichever of its outputs a rank uses, and in whatever order their hooks run."""
+    ddp = DistributedDataParallel(Net())
+    for step in range(3):
+        with ddp.no_sync():
+            first = ddp(batch())
+            ddp.reducer.prepare_for_backward([])
+            second = ddp(batch())
+            (first if dist.get_rank() else second).sum().backward()
+        assert reductions(ddp) == step + 1
+
+
+@ranks(2)
+def test_an_output_is_saved_without_a_warning() -> None:
+    ddp = DistributedDataParallel(Net())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.save(ddp(batch()), io.BytesIO())
+
+
+@ranks(2)
+def test_after_ctrl_c_in_the_end_of_one_wrapper_the_next_step_of_both_is_right() -> None:
+    """Also while somebody keeps the traceback, and with it what the end was about to do."""
+    nets = [DistributedDataParallel(Net()) for _ in range(2)]
+    core, finish, kept = nets[0]._ddp_state.core, Reducer.finish, None
+
+    def interrupted(reducer: Any, run: Any) -> None:
+        if reducer is core:
+            raise KeyboardInterrupt
+        finish(reducer, run)
+
+    for step in range(4):
+        for each in nets:
+            each.zero_grad()
+        loss = sum(each(batch()).sum() for each in nets)
+        if step == 2:
+            with mock.patch.object(Reducer, "finish", interrupted):
+                try:
+                    loss.backward()
+                except KeyboardInterrupt as error:
+                    kept = error
+            continue
+        loss.backward()
+        for each in nets:
+            mine = each.module.first.weight.grad.clone()
+            dist.broadcast(mine, 0)
+            assert torch.equal(mine, each.module.first.weight.grad), f"step {step}"
+    assert kept is not None
+    assert [reductions(each) for each in nets] == [4, 4]
 
 
 @ranks(2)

@@ -213,7 +213,7 @@ class Bucket:
         (It gives memory to a page when that is written first. The buffer keeps its trailer.)
         """
         first, data = self._layout.flags_offset, self.flat.data
-        memory = torch.empty(data.nbytes, dtype=torch.uint8)
+        memory = torch.empty(data.nbytes, dtype=torch.uint8, device="cpu")
         self.flat = self._kernels.buffer(self._layout, self._wire_dtype, data.device, memory)
         self.flat.data[first:] = data[first:]
         self.flat.squares = self.squares

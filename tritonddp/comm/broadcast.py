@@ -125,11 +125,29 @@ class Message:
         rows = [_row_of(tensor) for tensor in tensors]
         self.pieces = list(map(_bytes_of_row, rows))
         self.sizes = [piece.numel() for piece in self.pieces]
+        self._flat: Tensor | None = None
         self.copies = [
             (tensor, row)
             for tensor, row in zip(tensors, rows, strict=True)
             if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous()
         ]
+
+    @property
+    def flat(self) -> Tensor:
+        """The bytes that travel: of the only piece itself, else memory of their own.
+
+        (That is kept with the message: new pages would cost as much as the copy into them.)
+        """
+        if self._flat is None:
+            self._flat = self.pieces[0]
+            if len(self.pieces) > 1:
+                self._flat = self.pieces[0].new_empty(sum(self.sizes))
+        return self._flat
+
+    def fill(self) -> None:
+        """Write the bytes of the tensors into :attr:`flat`."""
+        if len(self.pieces) > 1:
+            torch.cat(self.pieces, out=self.flat)
 
     def copy_back(self) -> None:
         """Write the copies, which were overwritten, back to their tensors."""
@@ -207,7 +225,9 @@ def broadcast_coalesced(
     is_source = group.rank() == group_src
     with torch.no_grad():
         for each in (messages or Messages()).of(tensors, max_bytes):
-            message = each.pieces[0] if len(each.pieces) == 1 else torch.cat(each.pieces)
+            if is_source:
+                each.fill()
+            message = each.flat
             broadcast(message, group, group_src).wait()
             if is_source:
                 continue
@@ -294,7 +314,8 @@ class SharedBroadcast:
     message SHOWN says that the broadcast goes through the process group.
 
     A broadcast has a number: the step, and how many of this step were before it. Only one that is
-    over counts, so that Ctrl-C in a wait leaves the ranks alike; else they are in the next step.
+    over counts, so that Ctrl-C in a wait leaves the ranks alike if they repeat the forward; else a
+    rank may see the former buffers until the next step.
 
     Args:
         group, peers: the ranks, which are on one host.

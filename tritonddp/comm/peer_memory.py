@@ -31,10 +31,11 @@ import struct
 from collections.abc import Callable, Sequence
 from ctypes import string_at
 from itertools import count
+from threading import get_ident
 from time import monotonic, sleep
 from types import NoneType
 from typing import Any, NoReturn
-from weakref import WeakSet, WeakValueDictionary, ref
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -107,7 +108,8 @@ class Peers:
         direct_sends: functions that send a message to each peer, if its socket buffer has room.
         sends: ``direct_sends``; or, while messages are unsent, a function that queues behind them.
         launched: number of the last exchange.
-        has_shares: some exchanges have two shots.
+        thread: id of the thread that has launched the last exchange of two shots; ``None`` if
+            there was none.
         poll, pause: function that waits for messages, and its timeout in milliseconds.
     """
 
@@ -120,7 +122,7 @@ class Peers:
         self.direct_sends = [peer.send_now for peer in self.others]
         self.sends: Sequence[Callable[[bytes], Any]] = self.direct_sends
         self.launched = 0
-        self.has_shares = False
+        self.thread: int | None = None
         self._modules: WeakValueDictionary[int, PeerMemory] = WeakValueDictionary()
         self._numbers = count(_ANY + 1)
         self._process_group = ref(group.process_group)  # weak: the group may hold this object
@@ -220,11 +222,16 @@ class Peers:
             PeerError: ``late`` did not reach this exchange within the group's timeout.
         """
         self.send_rest()
-        # Of all groups: ``late`` may wait for our share in another one.
-        for peers in list(_with_shares):
+        if self.thread is not None:
+            self.sum_shares()
+        # ``late`` may wait for our share in another group. (Those of another thread make progress
+        # there.)
+        for peers in [each() for each in list(_with_shares)]:
+            if peers is None or peers is self or peers.thread != get_ident():
+                continue
             if unfinished := [each for each in peers.with_shares() if each.summed < each.number]:
                 unfinished[0].go_on()
-                self.pause = self.pause if peers is self else 1.0
+                self.pause = 1.0
         if waited < _PATIENCE:
             return
         process_group = self._process_group()
@@ -268,7 +275,8 @@ class Peers:
         self.close()
 
 
-_with_shares: WeakSet[Peers] = WeakSet()
+# Groups with exchanges of two shots. (Threads may add to it while others read it.)
+_with_shares: set[ref[Peers]] = set()
 
 
 class Place:
@@ -378,8 +386,7 @@ class Exchange(Place):
         is_shared = is_large and len(memory) >= _RANKS_OF_SHARES
         self.has_shares = is_shared or len(peers.hosts) > 1
         if self.has_shares:
-            peers.has_shares = True
-            _with_shares.add(peers)
+            _with_shares.add(ref(peers, _with_shares.discard))
         self.buffers = RankBuffers(bucket, memory, self.has_shares)
         self.into_grads = self.buffers.into_grads
         self.future: torch.futures.Future[None] | None = None
@@ -542,6 +549,7 @@ class PeerMemory:
             if not isinstance(error, OSError):
                 raise
         if exchange.has_shares:
+            peers.thread = get_ident()
             try:
                 exchange.go_on()
             except RuntimeError as error:

@@ -32,7 +32,7 @@ def describe(
     """Describe what must be equal on all ranks: parameters, buffers and options, by name."""
     return {
         "parameter": {
-            name: f"{_describe(param)}, strides {param.stride()}" for name, param in params
+            name: _describe(param, f" strides {param.stride()}") for name, param in params
         },
         # (Buffers travel in row-major order, whatever their strides.)
         "buffer": {name: _describe(buffer) for name, buffer in buffers},

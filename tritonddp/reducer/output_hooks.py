@@ -7,14 +7,15 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import unserializable_hook
 
 from tritonddp._device import is_capturing
 from tritonddp._torch import backward_hooks_of, queue_end_of_backward, tree_leaves
@@ -55,7 +56,7 @@ class Forwards:
 
     def __init__(self) -> None:
         self._number = 0
-        self._prepared = 0  # the last forward whose next backward is reduced, also inside no_sync
+        self._is_prepared = False  # the next backward is reduced, also inside no_sync
         self._is_armed = False
         self.was_local = False  # the last forward ran inside no_sync, and had no backward yet
 
@@ -68,8 +69,7 @@ class Forwards:
 
     def prepare(self) -> None:
         """Reduce the next backward, also that of a forward that ran under ``no_sync``."""
-        self._is_armed = True
-        self._prepared = self._number
+        self._is_armed = self._is_prepared = True
 
     def decide(self, forward: Forward | None, sync: SyncState, where: Callable[[], str]) -> bool:
         """A backward begins: is it reduced, or does it only accumulate?
@@ -79,25 +79,24 @@ class Forwards:
         """
         join = sync.join
         is_joined = join is not None and join.is_open
-        number = self._number if forward is None else forward.number
         # (Inside join() ranks without inputs know only what the forward has told them.)
         if is_joined:
             is_wanted = forward is None or forward.syncs
         else:
             is_wanted = self._is_armed or (forward is not None and forward.syncs)
-        if 0 < number <= self._prepared and not is_joined:
+        if self._is_prepared and not is_joined:
             reduced = True
         elif not is_wanted:
             reduced = False
         else:
             reduced = sync.enabled if join is None else join.reduces_backward(sync.enabled, where())
-        self.was_local, self._prepared = False, 0
+        self.was_local = self._is_prepared = False
         self._is_armed = self._is_armed and not reduced
         return reduced
 
     def reduction_begins(self) -> None:
         """A reduction on request begins: it disarms all forwards until now."""
-        self.was_local, self._prepared, self._is_armed = False, 0, False
+        self.was_local = self._is_prepared = self._is_armed = False
 
 
 _AROUND = (
@@ -112,95 +111,108 @@ _INSIDE = (
 )
 
 
-class UnreducedGradients:
-    """Gradients left by backwards that stayed on their rank, though perhaps they should not.
+class UnreducedGradient(NamedTuple):
+    """A gradient that a backward has left on its rank, though perhaps it should not.
 
-    That are backwards that went through no forward of the wrapper: stock DDP leaves them alone
+    Such are backwards that went through no forward of the wrapper: stock DDP leaves them alone
     without a word, and whoever trains through ``.module`` by mistake trains each rank by itself.
-    And backwards inside ``no_sync`` of a forward outside, which stock reduces. So it is said once,
-    when an optimizer, or for the former the next reduced backward, finds such a gradient. Nothing
-    is said of gradients that were dropped or zeroed before.
+    And backwards inside ``no_sync`` of a forward outside, which stock reduces. So it is said once
+    for each wrapper, when an optimizer, or for the former the wrapper's next reduced backward,
+    finds such a gradient. Nothing is said of gradients that were dropped, zeroed or reduced before.
 
     Attributes:
-        found: for each parameter, its name, a weak reference to the gradient that was left, and
-            where it comes from.
+        param, grad: the parameter, and the gradient that was left.
+        name, where: the parameter's name; the rank and its step.
+        origin: ``_AROUND`` or ``_INSIDE``.
+        reducer: of the wrapper.
     """
 
-    def __init__(self) -> None:
-        self.found: dict[Tensor, tuple[str, weakref.ref[Tensor], str]] = {}
-        self._hook: Any = None  # in all optimizers, while a gradient is noted
-        self._is_over = False  # it was said
-        self._where = ""
+    param: weakref.ref[Tensor]
+    grad: weakref.ref[Tensor]
+    name: str
+    where: str
+    origin: str
+    reducer: weakref.ref[Reducer]
 
-    def note(self, named_params: Iterable[tuple[str, Tensor]], where: str, is_inside: bool) -> None:
-        """A backward has left gradients in these parameters.
-
-        Args:
-            where: this rank and step.
-            is_inside: it started inside ``no_sync``.
-        """
-        while _spent_hooks:
-            _spent_hooks.pop().remove()
-        if self._is_over:
-            return
-        for name, param in named_params:
-            if param.grad is not None:
-                origin = _INSIDE if is_inside else _AROUND
-                self.found[param] = name, weakref.ref(param.grad), origin
-        self._where = where
-        if self.found and self._hook is None:
-            look = partial(_before_step, weakref.ref(self))
-            self._hook = register_optimizer_step_pre_hook(look)
-
-    def before_reduction(self) -> None:
-        """A reduced backward begins, and uses all gradients."""
-        around = [param for param, (*_, origin) in self.found.items() if origin is _AROUND]
-        self.look(around, "a reduced backward")
-        self.forget()
-
-    def look(self, params: Iterable[Tensor], who: str) -> None:
-        """``who`` uses the gradients of ``params`` now: say it if one of them was noted."""
-        left = [param for param in params if self._is_left(param)]
-        if left:
-            self._is_over = True
-            logger.warning(
-                "%s: %s finds gradients that are not averaged over the ranks, those of %s. They "
-                "come from %s. It is said once",
-                *(self._where, who, listed([self.found[param][0] for param in left])),
-                self.found[left[0]][2],
-            )
-        if self._is_over or not any(map(self._is_left, self.found)):
-            self.forget()
-
-    def forget(self) -> None:
-        """The gradients were reduced or dropped."""
-        self.found.clear()
-        if self._hook is not None:
-            _spent_hooks.append(self._hook)
-            self._hook = None
-
-    def _is_left(self, param: Tensor) -> bool:
-        """Whether ``param`` still has the gradient that was noted, and that is not zero."""
-        grad = param.grad
-        if param not in self.found or grad is None or self.found[param][1]() is not grad:
-            return False
-        if grad.is_cuda and is_capturing():
+    def is_left(self) -> bool:
+        """Whether the parameter still has this gradient, and that is not zero."""
+        param = self.param()
+        grad = None if param is None else param.grad
+        if grad is None or self.grad() is not grad or (grad.is_cuda and is_capturing()):
             return False
         return grad.is_sparse or bool(grad.any())
 
-    __del__ = forget
+
+# Of all wrappers in this process, by the id of the parameter. Empty unless there are some.
+unreduced: dict[int, UnreducedGradient] = {}
+# The hook of all optimizers that looks for them, once there was one. (It cannot be removed: an
+# optimizer of another thread may be iterating over the hooks.)
+_hooks: list[Any] = []
 
 
-# Hooks to be removed in a backward: here an optimizer may be iterating over them.
-_spent_hooks: list[Any] = []
+def note_unreduced(
+    reducer: Reducer, named_params: Iterable[tuple[str, Tensor]], where: str, is_inside: bool
+) -> None:
+    """A backward has left gradients in these parameters of ``reducer``.
+
+    Args:
+        where: this rank and step.
+        is_inside: it started inside ``no_sync``.
+    """
+    if reducer.has_told_of_unreduced:
+        return
+    origin = _INSIDE if is_inside else _AROUND
+    for name, param in named_params:
+        if param.grad is not None:
+            unreduced[id(param)] = UnreducedGradient(
+                *(weakref.ref(param), weakref.ref(param.grad), name, where, origin),
+                reducer.reference,
+            )
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
 
-def _before_step(unreduced: weakref.ref[UnreducedGradients], optimizer: Optimizer, *_: Any) -> None:
-    """Hook of all optimizers, while gradients are noted."""
-    noted = unreduced()
-    if noted is not None:
-        groups = optimizer.param_groups
-        noted.look((param for group in groups for param in group["params"]), "an optimizer")
+def tell_unreduced(reducer: Reducer) -> None:
+    """A reduced backward of ``reducer`` begins: say which of its gradients it should not find."""
+    found = [unreduced[id(p)] for p in reducer.manager.current.params if id(p) in unreduced]
+    around = [each for each in found if each.reducer() is reducer and each.origin is _AROUND]
+    _tell_of(around, "a reduced backward")
+    forget_unreduced(reducer)
+
+
+def forget_unreduced(reducer: Reducer) -> None:
+    """All gradients of the parameters of ``reducer`` are reduced."""
+    for param in reducer.manager.current.params:
+        unreduced.pop(id(param), None)
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    """Hook of all optimizers."""
+    if unreduced:
+        params = [id(param) for group in optimizer.param_groups for param in group["params"]]
+        found = [unreduced[key] for key in params if key in unreduced]
+        _tell_of(found, "an optimizer")
+        for key in params:
+            unreduced.pop(key, None)
+        for key, each in list(unreduced.items()):
+            if each.param() is None or each.reducer() is None:
+                unreduced.pop(key, None)
+
+
+def _tell_of(found: Sequence[UnreducedGradient], who: str) -> None:
+    """``who`` uses these gradients now, if they are left: say it, once for each wrapper."""
+    left = [each for each in found if each.is_left()]
+    for first in left:
+        reducer = first.reducer()
+        if reducer is None or reducer.has_told_of_unreduced:
+            continue
+        reducer.has_told_of_unreduced = True
+        names = [each.name for each in left if each.reducer is first.reducer]
+        logger.warning(
+            "%s: %s finds gradients that are not averaged over the ranks, those of %s. They come "
+            "from %s. It is said once",
+            *(first.where, who, listed(names), first.origin),
+        )
 
 
 class EndsOfBackward:
@@ -209,13 +221,12 @@ class EndsOfBackward:
     So two wrappers may be used in another order on each rank. The first end queues :meth:`finish`
     behind all callbacks that the engine has by then; only the engine holds this object. Waiting
     makes collectives of its own at times (a new order of gradients, for example), which block. So
-    reductions are finished in the order in which their wrappers were made, as on the other ranks.
+    reductions are finished in an order that is the same on all ranks: by the name of the process
+    group, which ``new_group`` gives, and the number of the wrapper in it.
 
     Attributes:
         reducers: their backward is over, and their reductions are launched.
-        local: of local backwards whose gradients :class:`UnreducedGradients` notes: the reducer,
-            the parameters that have some, with their names, its rank and step, and whether it
-            started inside ``no_sync``.
+        local: of local backwards whose gradients :func:`note_unreduced` notes: its arguments.
     """
 
     def __init__(self) -> None:
@@ -236,48 +247,49 @@ class EndsOfBackward:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.finish()
-        reducers, self.reducers = self.reducers, []
-        if len(reducers) > 1:
-            reducers.sort(key=attrgetter("number"))
+        waiting = self.reducers
         if self.local:
-            self._note_unreduced(reducers)
+            self._note_unreduced()
         failure: Exception | None = None
-        for reducer in reducers:
+        if len(waiting) > 1:
+            waiting.sort(key=lambda each: (each.group_name, each.parameters.number))
+            failure = _shared_views(waiting)
+        while waiting:
+            reducer = waiting.pop(0)  # what Ctrl-C leaves is made up for
             try:
                 if reducer.run is not None and reducer.run.is_ended:
                     reducer.finish(reducer.run)
             except Exception as error:
                 failure = failure or error
-        if len(reducers) > 1 and failure is None:
-            _refuse_shared_views(reducers)
         if failure is not None:
             raise failure
 
-    def _note_unreduced(self, reducers: Sequence[Reducer]) -> None:
+    def _note_unreduced(self) -> None:
         """Note gradients that no wrapper reduces."""
-        reduced = {param for each in reducers for param in each.manager.current.params}
+        reduced = {param for each in self.reducers for param in each.manager.current.params}
         for reducer, left, where, is_inside in self.local:
             named = [each for each in left if each[1] not in reduced]
-            reducer.unreduced.note(named, where, is_inside)
+            note_unreduced(reducer, named, where, is_inside)
         self.local = []
 
 
-def _refuse_shared_views(reducers: Sequence[Reducer]) -> None:
-    """Raise a RuntimeError if a gradient would have to be a view of the buckets of two wrappers.
+# Of backwards that have ended, by id.
+_ends: weakref.WeakValueDictionary[int, EndsOfBackward] = weakref.WeakValueDictionary()
 
-    The second one would take the gradient, divided already, from the bucket of the first. (In
+
+def _shared_views(reducers: Sequence[Reducer]) -> RuntimeError | None:
+    """The error if a gradient would have to be a view of the buckets of two wrappers.
+
+    The second one has taken the gradient, divided already, from the bucket of the first. (In
     backwards of their own such wrappers are right.)
     """
-    of_these = tuple((each.number, len(each.manager.current.names)) for each in reducers)
-    if of_these in _without_shared_views:
-        return
-    names: dict[Tensor, str] = {}
     sets = [each.manager.current for each in reducers]
-    if any(bucket.has_views for each in sets for bucket in each.buckets):
+    names: dict[Tensor, str] = {}
+    if any(each.buckets[0].has_views for each in sets):
         for each in sets:
             for name, param in zip(each.names, each.params, strict=True):
                 if param in names:
-                    raise RuntimeError(
+                    return RuntimeError(
                         f"{reducers[0].where()}: this backward is reduced by two wrapped modules "
                         f"that hold {names[param]!r} both, one of them with "
                         "gradient_as_bucket_view=True: .grad is not the mean, as it would have to "
@@ -285,13 +297,7 @@ def _refuse_shared_views(reducers: Sequence[Reducer]) -> None:
                         "backwards"
                     )
                 names[param] = name
-    _without_shared_views.add(of_these)
-
-
-_without_shared_views: set[tuple[tuple[int, int], ...]] = set()
-
-# Of backwards that have ended, by id.
-_ends: weakref.WeakValueDictionary[int, EndsOfBackward] = weakref.WeakValueDictionary()
+    return None
 
 
 def watch(reducer: Reducer, outputs: Iterable[Tensor], syncs: bool = True) -> None:
@@ -318,7 +324,7 @@ def watch(reducer: Reducer, outputs: Iterable[Tensor], syncs: bool = True) -> No
             for hook in hooks.values()
         ):
             continue
-        output.register_hook(partial(tell, reference, forward))
+        output.register_hook(unserializable_hook(partial(tell, reference, forward)))
 
 
 def tell(reducer: weakref.ref[Reducer], forward: Forward | None, _: Tensor) -> None:
@@ -326,6 +332,10 @@ def tell(reducer: weakref.ref[Reducer], forward: Forward | None, _: Tensor) -> N
     told = reducer()
     if told is not None:
         told.on_backward(forward)
+
+
+# Types of values that hold no tensor.
+_PLAIN = frozenset({NoneType, bool, bytes, float, int, str})
 
 
 def tensors_in(output: Any) -> list[Tensor]:
@@ -343,7 +353,8 @@ def tensors_in(output: Any) -> list[Tensor]:
         elif isinstance(item, Mapping):
             stack.extend(item.values())
         elif isinstance(item, list | tuple | set | frozenset):
-            stack.extend(item)
+            if not _PLAIN.issuperset(map(type, item)):  # a long list of numbers costs little
+                stack.extend(item)
         elif dataclasses.is_dataclass(item):
             stack.extend(getattr(item, field.name, None) for field in dataclasses.fields(item))
         else:

@@ -95,7 +95,7 @@ def _make_up(reducer: Reducer) -> None:
         "%s: the last backward did not come to its end%s",
         reducer.where(),
         # (In a bucket that was sent, a communication hook may have failed.)
-        f". On the other ranks gradients are NaN in this step in {len(unsent)} of "
+        f". On ranks whose backward went on gradients are NaN in this step in {len(unsent)} of "
         f"{len(run.buckets)} buckets, which this rank had not sent"
         if unsent
         else "",
@@ -125,6 +125,8 @@ def _still_runs(run: ReductionRun) -> bool:
     When a backward fails on a GPU, ``backward()`` may raise a moment before the thread of the
     device lets the backward go.
     """
+    if run.is_ended:  # its end was not called, or was interrupted
+        return False
     tries = 0 if run.bucket_set.params[0].is_cpu or current_graph_task_id() != -1 else _TRIES
     while run.end() is not None:
         if tries == 0:

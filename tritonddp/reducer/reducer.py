@@ -16,7 +16,6 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from itertools import count
 from operator import attrgetter, or_
 from types import NoneType
 from typing import Any, NoReturn
@@ -54,15 +53,16 @@ from tritonddp.reducer.output_hooks import (
     EndsOfBackward,
     Forward,
     Forwards,
-    UnreducedGradients,
+    forget_unreduced,
     tell,
+    tell_unreduced,
+    unreduced,
 )
 from tritonddp.reducer.participation import ReentrantGrads, as_trainable, is_of_others
 from tritonddp.reducer.readiness import ReadyTracker
 
 _grad_of = attrgetter("grad")
 _NONE: frozenset[int] = frozenset()
-_numbers = count()
 
 
 def _over() -> None:
@@ -138,7 +138,7 @@ class Reducer:
         self.has_accumulated = False
         self.reentrant = ReentrantGrads()
         self.forwards = Forwards()
-        self.unreduced = UnreducedGradients()
+        self.has_told_of_unreduced = False  # see UnreducedGradient
         self.forwards_begun = 0  # with gradients
         # Numbers of the parameters that the last reduced backward has not reached.
         self.missing: Collection[int] | None = None
@@ -167,7 +167,7 @@ class Reducer:
         hash(self.reference)  # cached now: it cannot be computed after this object is freed
         self._broke_off = partial(_broke_off, self.reference)
         self._added_hooks: list[Any] = []
-        self.number = next(_numbers)  # in this process: later wrappers have higher ones
+        self.group_name: str = getattr(group.process_group, "group_name", "")
         group.join_forks(self)
         self._follow_buckets()
 
@@ -327,8 +327,8 @@ class Reducer:
         is_captured = self.is_on_gpu and is_capturing()
         if is_captured:
             capture.begin(self, missing, is_reduced=True)
-        if self.unreduced.found:
-            self.unreduced.before_reduction()
+        if unreduced:
+            tell_unreduced(self)
         manager, tracker, events = self.manager, self.tracker, self.events
         if self.parameters.number < 0:
             self.parameters.register()
@@ -743,7 +743,8 @@ class Reducer:
 
     def forget_accumulated(self) -> None:
         """Clear the accumulated flags: those gradients have been reduced."""
-        self.unreduced.forget()
+        if unreduced:
+            forget_unreduced(self)
         self.accumulated = [False] * len(self.accumulated)
         self.has_accumulated = False
 
