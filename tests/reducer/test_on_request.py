@@ -98,6 +98,7 @@ def test_grad_attributes_are_reduced_in_place_and_end_the_window(view: bool) -> 
                 torch.testing.assert_close(param.grad, value)
     # What the window had used counts no longer: nobody uses `first` now.
     ddp.zero_grad()
+    ddp(x)  # arms the reduction
     ddp.module.last(torch.ones(1, 30, dtype=torch.float64)).sum().backward()
     assert ddp.module.first.weight.grad is None
 

@@ -111,7 +111,8 @@ def _squares_of(
             return found
     elif counted is not None and is_whole and (in_place or not bucket.has_views):
         # The buffer holds the same values as the gradients, if each was used on some rank.
-        gapless = None if bucket.into_grads else flat.layout.gapless
+        # (Not for large ones, which may be elsewhere: the bits shall not depend on the transport.)
+        gapless = None if bucket.is_large else flat.layout.gapless
         if gapless is not None and bool(flat.flags.all()):
             return norm_of(flat.data[gapless[0] : gapless[1]]).double().square().view(1)
     return torch.stack(norms_of(there)).double().square() if there else None
