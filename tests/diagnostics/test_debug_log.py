@@ -113,7 +113,7 @@ def test_a_backward_that_broke_off_is_told_with_what_it_had_not_sent() -> None:
             step(ddp)
         handle.remove()
         step(ddp)
-        said = f"rank {rank}, step 1: the last backward did not come to its end. On the other ranks"
+        said = f"rank {rank}, step 1: the last backward did not come to its end. On ranks whose"
         assert kept.lines("in_step")[-1].startswith(said)
         kept.records.clear()
         ddp.register_comm_hook(None, fails)

@@ -323,19 +323,6 @@ def test_wrappers_made_in_another_order_on_each_rank_end_in_the_same() -> None:
 
 
 @ranks(2)
-def test_after_prepare_for_backward_the_next_backward_is_reduced_through_any_forward() -> None:
-    """Whichever of its outputs a rank uses, and in whatever order their hooks run."""
-    ddp = DistributedDataParallel(Net())
-    for step in range(3):
-        with ddp.no_sync():
-            first = ddp(batch())
-            ddp.reducer.prepare_for_backward([])
-            second = ddp(batch())
-            (first if dist.get_rank() else second).sum().backward()
-        assert reductions(ddp) == step + 1
-
-
-@ranks(2)
 def test_an_output_is_saved_without_a_warning() -> None:
     ddp = DistributedDataParallel(Net())
     with warnings.catch_warnings():

@@ -73,6 +73,14 @@ class Group(FailureReport):
         self.owing = shared.owing
 
     @property
+    def name(self) -> str:
+        """The name that ``new_group`` gave it on all ranks; empty for a group written in Python."""
+        try:
+            return self.process_group.group_name
+        except RuntimeError:
+            return ""
+
+    @property
     def peers(self) -> Any:
         """What :func:`~tritonddp.coordination.peers.connect` returned; ``None`` before the call."""
         return self._shared.peers

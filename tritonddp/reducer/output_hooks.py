@@ -56,7 +56,7 @@ class Forwards:
 
     def __init__(self) -> None:
         self._number = 0
-        self._is_prepared = False  # the next backward is reduced, also inside no_sync
+        self._prepared = 0  # the last forward whose next backward is reduced, also inside no_sync
         self._is_armed = False
         self.was_local = False  # the last forward ran inside no_sync, and had no backward yet
 
@@ -69,7 +69,8 @@ class Forwards:
 
     def prepare(self) -> None:
         """Reduce the next backward, also that of a forward that ran under ``no_sync``."""
-        self._is_armed = self._is_prepared = True
+        self._is_armed = True
+        self._prepared = self._number
 
     def decide(self, forward: Forward | None, sync: SyncState, where: Callable[[], str]) -> bool:
         """A backward begins: is it reduced, or does it only accumulate?
@@ -79,24 +80,25 @@ class Forwards:
         """
         join = sync.join
         is_joined = join is not None and join.is_open
+        number = self._number if forward is None else forward.number
         # (Inside join() ranks without inputs know only what the forward has told them.)
         if is_joined:
             is_wanted = forward is None or forward.syncs
         else:
             is_wanted = self._is_armed or (forward is not None and forward.syncs)
-        if self._is_prepared and not is_joined:
+        if 0 < number <= self._prepared and not is_joined:
             reduced = True
         elif not is_wanted:
             reduced = False
         else:
             reduced = sync.enabled if join is None else join.reduces_backward(sync.enabled, where())
-        self.was_local = self._is_prepared = False
+        self.was_local, self._prepared = False, 0
         self._is_armed = self._is_armed and not reduced
         return reduced
 
     def reduction_begins(self) -> None:
         """A reduction on request begins: it disarms all forwards until now."""
-        self.was_local = self._is_prepared = self._is_armed = False
+        self.was_local, self._prepared, self._is_armed = False, 0, False
 
 
 _AROUND = (
@@ -252,7 +254,7 @@ class EndsOfBackward:
             self._note_unreduced()
         failure: Exception | None = None
         if len(waiting) > 1:
-            waiting.sort(key=lambda each: (each.group_name, each.parameters.number))
+            waiting.sort(key=lambda each: (each.group.name, each.parameters.number))
             failure = _shared_views(waiting)
         while waiting:
             reducer = waiting.pop(0)  # what Ctrl-C leaves is made up for

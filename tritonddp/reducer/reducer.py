@@ -167,7 +167,6 @@ class Reducer:
         hash(self.reference)  # cached now: it cannot be computed after this object is freed
         self._broke_off = partial(_broke_off, self.reference)
         self._added_hooks: list[Any] = []
-        self.group_name: str = getattr(group.process_group, "group_name", "")
         group.join_forks(self)
         self._follow_buckets()
 
