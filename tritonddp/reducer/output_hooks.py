@@ -51,7 +51,7 @@ class Forwards:
 
     The decision does not depend on the order in which autograd runs hooks, which differs between
     ranks that use different parameters: a backward that is local so far, and then goes through such
-    an output, is reduced from there on (``Reducer.reduce_after_all``).
+    an output, is reduced from there on (``Reducer._reduce_after_all``).
     """
 
     def __init__(self) -> None:
