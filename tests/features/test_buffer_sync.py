@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import errno
-import os
 import gc
+import os
 import pickle
 import time
 import weakref
