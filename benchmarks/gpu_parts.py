@@ -27,7 +27,6 @@ KERNEL_TESTS = (
     TESTS / "test_kernels_gpu.py",
     TESTS / "test_squares_gpu.py",
     TESTS / "test_quantize_gpu.py",
-    TESTS / "test_reduce_gpu.py",
 )
 NCCL_TESTS = (
     TESTS / "test_reducer_nccl.py",
@@ -37,10 +36,7 @@ NCCL_TESTS = (
     TESTS / "test_metrics_nccl.py",
     TESTS / "test_compiled_nccl.py",
     TESTS / "test_graphs_nccl.py",
-    TESTS / "test_nvlink.py",
 )
-# Before the reason of benchmarks/nvlink.py.
-NOT_MEASURED = "not measured:"
 _PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 _TESTS_FAILED = 1  # pytest's exit status
 _SANITIZER = "compute-sanitizer"
@@ -111,7 +107,7 @@ class Part:
 # The estimates are seconds of an H100. On that of benchmarks/results/gpu-h100, an earlier commit's,
 # test-kernels, probe, step-pair and memcheck took as long; kernels, quantize and host did, which
 # take fewer rounds now where time is short; and both halves of the tests over NCCL together, which
-# are a tenth more now. The others are guesses, and 4 s of test-kernels, for sums over ranks:
+# are a tenth more now. The others are guesses:
 # step-small, step-large and memory were cut off there, mostly drawing parameters on the host, and
 # sweep, graphs and compiled did not exist.
 def parts(rehearse: bool = False) -> list[Part]:
@@ -145,11 +141,6 @@ def parts(rehearse: bool = False) -> list[Part]:
         _step("step-small", "small batches", 37, 34, f"{nccl} --builds 1 --rounds 6", small),
         _step("step-large", "large batches", 23, 20, f"{nccl} --batch large --builds 1 --rounds 4"),
         replace(_step("step-pair", "two ranks", 25, 22, two), ranks=2, on_one_card=True),
-        Part(
-            *("nvlink", "sums over NVLink beside NCCL's", 12, 9, _script("nvlink.py", "")),
-            *(read_nvlink, 2),
-            small="--rehearse",
-        ),
         _suite("host", "the host's work", 34, 31, "--rounds 7"),
         _ranks("graphs", "CUDA graphs", 15, 12, "graphs.py", "--rounds 20", "mlp transformer"),
         replace(
@@ -279,14 +270,6 @@ def read_json(path: Path, codes: Sequence[int | None], text: str, limit: float) 
         return Outcome("ok", result=result)
     failure = _failure(codes, text, limit)
     return Outcome(failure.status, failure.reason, result, failure.log)
-
-
-def read_nvlink(path: Path, codes: Sequence[int | None], text: str, limit: float) -> Outcome:
-    """Likewise; what two cards lack is no failure."""
-    lacking = re.search(rf"{NOT_MEASURED} *(.*)", text)
-    if lacking is not None and all(code == 0 for code in codes):
-        return Outcome("not run", lacking[1][:300])
-    return read_json(path, codes, text, limit)
 
 
 def read_probe(path: Path, codes: Sequence[int | None], text: str, limit: float) -> Outcome:

@@ -2,9 +2,9 @@
 
     python benchmarks/launch_cost.py
 
-A bucket of 15 gradients of the same addresses, as in a steady step: ``flatten``, ``unflatten`` and
-``reduce_unflatten``, of two ranks, as the package calls them, and of the first the launch alone, as
-it is prepared and as Triton offers it (``compiled[grid](...)``). Functions called, in Python and in
+A bucket of 15 gradients of the same addresses, as in a steady step: ``flatten`` and ``unflatten``,
+as the package calls them, and of the first the launch alone, as it is prepared and as Triton offers
+it (``compiled[grid](...)``). Functions called, in Python and in
 C, and the least microseconds a call of 15 interleaved rounds. See ``faked_driver.py`` for what is
 not in it: what follows in the driver.
 """
@@ -22,7 +22,7 @@ import torch
 import triton
 from faked_driver import faked_driver
 
-from tritonddp.kernels import flatten, reduce_unflatten, unflatten
+from tritonddp.kernels import flatten, unflatten
 from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
 
 _CALLS, _ROUNDS = 1000, 15
@@ -52,11 +52,9 @@ def steady() -> tuple[FlatBuffer, dict[str, Callable[[], Any]]]:
     layout = Layout.of(shapes, strides, 16, 3)
     flat = FlatBuffer(layout, torch.float32, torch.device("cpu"))
     grads, used = [torch.ones(64, 64) for _ in shapes], [True] * 15
-    peers = torch.tensor([flat.data.data_ptr()] * 2)
     functions = {
         "flatten": partial(flatten.flatten, flat, grads, used, 0.5, bytes(3)),
         "unflatten": partial(unflatten.unflatten, flat, grads),
-        "reduce_unflatten": partial(reduce_unflatten.reduce_unflatten, flat, peers, grads),
     }
     for function in functions.values():
         function()

@@ -76,7 +76,6 @@ def _import_interpreted_kernels() -> None:
         import tritonddp.kernels.quantized.dequantize
         import tritonddp.kernels.quantized.quantize
         import tritonddp.kernels.quantized.reduce_parts
-        import tritonddp.kernels.reduce_unflatten
         import tritonddp.kernels.unflatten  # noqa: F401
     except ImportError as error:
         if error.name != "triton":

@@ -204,14 +204,9 @@ def follow(streams: Iterable[Any], gradients: Iterable[Tensor | None]) -> None:
 
 
 class SideStreams:
-    """A side stream for each device.
+    """A side stream for each device."""
 
-    Args:
-        priority: of the streams; work of a stream with -1 goes before that of other streams.
-    """
-
-    def __init__(self, priority: int = 0) -> None:
-        self._priority = priority
+    def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @contextmanager
@@ -223,45 +218,13 @@ class SideStreams:
             memory: tensors that are used inside. They may be dropped before the stream is done.
         """
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device, priority=self._priority)
+            self._streams[device] = torch.cuda.Stream(device)
         stream = self._streams[device]
         stream.wait_stream(current_stream(device))
         with on_stream(stream):
             yield
         for tensor in memory:
             tensor.record_stream(stream)
-
-
-class Milestone:
-    """A point in the work of a stream that other streams can wait for."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._event = torch.cuda.Event()
-
-    def record(self) -> None:
-        """Set the point here, after the work of the current stream."""
-        self._event.record(current_stream(self.device))
-
-    def wait(self) -> None:
-        """Make the current stream wait for this point."""
-        self._event.wait(current_stream(self.device))
-
-    def get_future(self) -> torch.futures.Future[None]:
-        """A future like NCCL's: callbacks run at once, on a stream that waits for this point."""
-        return _Future(self)
-
-
-class _Future(torch.futures.Future[None]):
-    def __init__(self, milestone: Milestone) -> None:
-        super().__init__()
-        self._milestone = milestone
-        self.set_result(None)
-
-    def add_done_callback(self, callback: Callable[[torch.futures.Future[None]], None]) -> None:
-        with on_stream(torch.cuda.Stream(self._milestone.device)):
-            self._milestone.wait()
-            callback(self)
 
 
 def settle(device: torch.device) -> None:

@@ -553,50 +553,10 @@ def all_gather_single(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) 
     return gather(output, tensor, group=group, async_op=True)
 
 
-def symmetric_memory_lack(device: torch.device) -> str:
-    """Why GPUs cannot read each other's memory through torch; empty if no reason is known.
-
-    torch.distributed._symmetric_memory has no public names yet.
-    """
-    kind: Any = getattr(getattr(torch._C, "_distributed_c10d", None), "_SymmetricMemory", None)
-    names = ("barrier", "buffer_ptrs", "empty_strided_p2p", "get_backend", "rendezvous")
-    if any(not hasattr(kind, name) for name in names):
-        return f"torch {torch.__version__} has no symmetric memory"
-    if torch.version.hip is not None:
-        return "it is not tested on ROCm"
-    backend = kind.get_backend(device)
-    if backend is None:
-        return f"torch {torch.__version__} was built without symmetric memory for {device.type}"
-    return "" if backend == "CUDA" else f"torch's symmetric memory is {backend}'s, not CUDA's"
-
-
 def nvlinks(device: torch.device) -> list[int]:
     """Number of NVLinks, direct or by switches, from ``device`` to each GPU of this host."""
     detect: Any = getattr(torch._C._distributed_c10d, "_detect_dma_connectivity")  # noqa: B009
     return list(detect(torch._C._autograd.DeviceType.CUDA, "nvlink").matrix[device.index])
-
-
-def symmetric_empty(nbytes: int, device: torch.device) -> Tensor:
-    """Memory of this GPU, uint8 ``(nbytes,)``, that other ranks can map. Not a collective call.
-
-    Not ``symm_mem.empty``: its pool reuses freed memory that other ranks have mapped, which fails
-    if ranks free in different orders. Freeing the memory makes the host wait for the device.
-    """
-    kind: Any = torch._C._distributed_c10d._SymmetricMemory
-    return kind.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
-
-
-def symmetric_rendezvous(memory: Tensor, group: dist.ProcessGroup) -> Any:
-    """Let all ranks of ``group``, which all call this, read each other's ``memory``.
-
-    Returns:
-        An object with ``rank``, ``buffer_ptrs`` (addresses of the memory of all ranks, for this
-        GPU) and ``barrier(channel, timeout_ms)``, a kernel on the current stream: later kernels can
-        read what earlier kernels of all ranks have written.
-    """
-    from torch.distributed import _symmetric_memory
-
-    return _symmetric_memory.rendezvous(memory, group)
 
 
 def triton_launch(compiled: Any, shape: tuple[int, int, int]) -> Callable[..., None]:

@@ -16,14 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
 from tritonddp._arguments import check_flags
-from tritonddp._torch import STOCK, backend_name, serving_device
+from tritonddp._torch import STOCK, serving_device
 from tritonddp.buckets.assignment import BucketCaps
 from tritonddp.buckets.formats import ExactParams, WireFormat
 from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.all_reduce import goes_by_messages
 from tritonddp.comm.broadcast import StateBroadcast
 from tritonddp.comm.peer_memory import PeerMemory
-from tritonddp.comm.symmetric_memory import SymmetricMemory
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.diagnostics.check_sync import compare_parameters
@@ -203,11 +202,9 @@ class DDPConfig:
 
     def _peer_memory(
         self, group: Group, parameters: ModuleParameters
-    ) -> Callable[..., PeerMemory | SymmetricMemory] | None:
-        """The transport through shared memory or NVLink; ``None`` for the process group alone."""
+    ) -> Callable[..., PeerMemory] | None:
+        """The transport through shared memory; ``None`` for the process group alone."""
         is_on_cpu = all(param.is_cpu for _, param in parameters.params)
-        if self.transport == PEER_MEMORY and not is_on_cpu and group.size > 1:
-            return SymmetricMemory
         if self.transport == PROCESS_GROUP or not is_on_cpu or not goes_by_messages(group):
             return None
         return partial(PeerMemory, is_required=self.transport == PEER_MEMORY)
@@ -221,19 +218,17 @@ def check_transport(
         raise ValueError(
             f"transport should be one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}"
         )
-    if transport != PEER_MEMORY or group.size() == 1:
+    if transport != PEER_MEMORY:
         return
-    on_gpu = [device for device in devices if device.type == "cuda"]
-    if on_gpu:
-        serves = type(group) is dist.ProcessGroup and backend_name(group, on_gpu[0]) == "nccl"
-    else:
-        serves = goes_by_messages(Group(group))
-    if not serves:
+    if any(device.type == "cuda" for device in devices):
         raise ValueError(
-            "transport='peer_memory' needs parameters on the CPU and a process group of gloo, "
-            "without TORCH_DISTRIBUTED_DEBUG=DETAIL, or parameters on GPUs and one of NCCL, but "
-            f"parameters are on {sorted({device.type for device in devices})[-1]!r} and the group "
-            f"is {group.name()}: use 'auto'"
+            "transport='peer_memory' needs parameters on the CPU; on GPUs NCCL does the same with "
+            "registered memory: use 'auto'"
+        )
+    if group.size() > 1 and not goes_by_messages(Group(group)):
+        raise ValueError(
+            "transport='peer_memory' needs a process group of gloo, without "
+            f"TORCH_DISTRIBUTED_DEBUG=DETAIL, but the group is {group.name()}: use 'auto'"
         )
 
 

@@ -141,7 +141,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             the memory of the buckets. Where it cannot be had, all ranks take the process group;
             with ``"peer_memory"`` that is an error at the end of the first reduced backward.
             ``"process_group"``, or ``TRITONDDP_PEER_MEMORY=0`` in the environment of any rank,
-            leaves it off. On GPUs ``"auto"`` is the process group. See ``docs/one-host.md``.
+            leaves it off. On GPUs ``"auto"`` is the process group, and ``"peer_memory"`` an error:
+            NCCL does the same there. See ``docs/one-host.md``.
         metrics: ranks tell each other, without a collective, how long the parts of their last step
             took: for :meth:`metrics`, :meth:`suggested_shares` and :meth:`log_metrics`.
         grad_norm: sum up squares while gradients are reduced: :meth:`grad_norm` and

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from math import inf, prod
 from typing import Any
 
 import deadline
 import torch
-from contenders import CEILING, DIRECTIONS, REDUCE, Inputs, check, contenders
+from contenders import CEILING, DIRECTIONS, Inputs, check, contenders
 from deadline import share
 from rows import Case, Row
 from shapes import BUCKETS, LISTS, Shapes, whole
@@ -88,11 +88,7 @@ def cases(max_mb: float = MAX_MB) -> Iterator[Case]:
     for group in groups:
         if not group.shapes or group.megabytes > max_mb:
             continue
-        if DEVICE.type == "cpu" and (group.casting or group.direction == REDUCE):
-            continue
-        # Of sums over ranks one bucket says it all: the smaller one.
-        smaller = "25MiB" if replace(group, bucket="25MiB").shapes else "whole"
-        if group.direction == REDUCE and (group.casting or group.bucket != smaller):
+        if DEVICE.type == "cpu" and group.casting:
             continue
         for each in contenders(group.direction, group.casting, DEVICE):
             yield Case(str(group), (group, each.name), f"{group}-{each.name}")
@@ -151,7 +147,7 @@ def measure(group: Group, rounds: int, groups_left: int) -> Measurement:
     end = share(1 / groups_left)
     dtype, wire = DTYPES[group.dtype]
     rotation = [Inputs.make(group.shapes, dtype, wire, DEVICE)]
-    nbytes = rotation[0].nbytes_of(group.direction)
+    nbytes = rotation[0].nbytes
     rivals = contenders(group.direction, group.casting, DEVICE)
     for contender in rivals:
         check(group.direction, contender, rotation[0])

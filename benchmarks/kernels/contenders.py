@@ -12,15 +12,13 @@ from tritonddp.cli.kernel_timing.buckets import (
     CEILING,
     FOREACH_DIV,
     OURS,
-    REDUCE,
     WORLD_SIZE,
     Contender,
     Inputs,
 )
-from tritonddp.kernels import reference
 from tritonddp.kernels.dispatch import select
 
-__all__ = ["CEILING", "DIRECTIONS", "FOREACH_DIV", "OURS", "REDUCE", "SM_COPY", "Contender"]
+__all__ = ["CEILING", "DIRECTIONS", "FOREACH_DIV", "OURS", "SM_COPY", "Contender"]
 __all__ += ["Inputs", "check", "contenders"]
 
 
@@ -70,11 +68,6 @@ def _sm_copy_out(inputs: Inputs) -> None:
     copy(inputs.block[: inputs.plain.payload.numel()], inputs.plain.payload)
 
 
-def _twin_of_reduce_unflatten(inputs: Inputs) -> None:
-    packed = [flat.data for flat in inputs.packed]
-    reference.reduce_unflatten(inputs.ours, packed, inputs.grads)
-
-
 MOVED = "tritonddp, moved"  # gradients are at other addresses each time: the table is uploaded
 SM_COPY = "SM copy"
 
@@ -92,7 +85,6 @@ _OTHERS: dict[str, tuple[Contender, ...]] = {
         Contender("split_with_sizes_copy", _split_copy, casts=False),
         Contender(SM_COPY, _sm_copy_out, casts=False, by_address=True),
     ),
-    REDUCE: (Contender("in plain torch", _twin_of_reduce_unflatten, ours=True, by_address=True),),
 }
 DIRECTIONS = {name: (*each, *_OTHERS[name]) for name, each in buckets.DIRECTIONS.items()}
 

@@ -50,7 +50,6 @@ def compile_as_launched(
     pointers: dict[str, str],
     constexprs: dict,
     anywhere: Sequence[str] = (),
-    num_warps: int = WARPS,
 ):
     """Compile as ``Launcher`` would: integers unspecialised, base pointers divisible by 16.
 
@@ -68,7 +67,7 @@ def compile_as_launched(
         constexprs={(names.index(k),): v for k, v in constexprs.items()},
         attrs={(names.index(each),): divisible for each in pointers if each not in anywhere},
     )
-    return triton.compile(source, target=target, options={"num_warps": num_warps, **OPTIONS})
+    return triton.compile(source, target=target, options={"num_warps": WARPS, **OPTIONS})
 
 
 def compile_variant(
@@ -183,7 +182,6 @@ def main() -> None:
                             "squares": squares,
                             "reduces": compiled.asm["ttgir"].count('"tt.reduce"'),
                             "rearranges": compiled.asm["ttgir"].count("convert_layout"),
-                            "shared": compiled.metadata.shared,
                             **facts_of(compiled, target),
                         }
                     )

@@ -47,5 +47,3 @@ def test_a_prepared_launch_adds_to_what_launches_one_function_and_a_look_at_the_
     # tables.update, and which device is current, with what torch calls for that.
     assert calls["flatten"] <= calls["prepared"] + 8
     assert calls["unflatten"] <= calls["prepared"] + 9
-    # And how many ranks there are, where their addresses lie, and launch.run.
-    assert calls["reduce_unflatten"] <= calls["prepared"] + 11

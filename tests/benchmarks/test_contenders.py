@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "kernels"))
 
-from contenders import CEILING, DIRECTIONS, OURS, REDUCE, Inputs, check, contenders
+from contenders import CEILING, DIRECTIONS, OURS, Inputs, check, contenders
 
 CPU = torch.device("cpu")
 SHAPES = [(3, 4), (5,), (2, 3, 2, 1), (1100, 1000), (1,)]  # two segments
@@ -83,9 +83,6 @@ def _flags_forgotten(contender):
         ("flatten", "mul_out each", _unscaled),
         ("unflatten", OURS, _last_forgotten),
         ("unflatten", "_foreach_copy_", _last_forgotten),
-        (REDUCE, OURS, _last_forgotten),
-        (REDUCE, OURS, _flags_forgotten),
-        (REDUCE, "add_ each, _foreach_copy_", _last_forgotten),
     ],
 )
 def test_the_check_finds_a_planted_mistake(direction, name, mistake):
@@ -99,4 +96,3 @@ def test_bytes_are_those_of_gradients_and_wire():
     numel = sum(torch.Size(shape).numel() for shape in SHAPES)
     assert make().nbytes == 8 * numel
     assert make(wire=torch.bfloat16).nbytes == 6 * numel
-    assert make(wire=torch.bfloat16).nbytes_of(REDUCE) == (4 + 3 * 2) * numel

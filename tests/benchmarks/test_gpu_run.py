@@ -50,7 +50,7 @@ def test_all_limits_together_are_under_ten_minutes() -> None:
 def test_parts_come_in_the_order_of_what_is_learnt() -> None:
     assert [part.name for part in gpu_parts.parts()] == [
         *("test-kernels", "test-nccl-1", "probe", "test-nccl-2", "kernels", "sweep", "quantize"),
-        *("step-small", "step-large", "step-pair", "nvlink", "host", "graphs", "compiled"),
+        *("step-small", "step-large", "step-pair", "host", "graphs", "compiled"),
         *("memory", "memcheck"),
     ]
 
@@ -160,7 +160,7 @@ def test_two_ranks_on_one_card_are_asked_for_first(
 
 
 # Not the tests of tests/gpu, which CI runs by themselves, nor twice what is measured alike.
-IN_CI = ["kernels", "sweep", "step-small", "step-pair", "nvlink", "graphs", "memory"]
+IN_CI = ["kernels", "sweep", "step-small", "step-pair", "graphs", "memory"]
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_the_rehearsal(only: list[str], tmp_path: Path) -> None:
     # Nothing was passed over: what only a GPU has is in the results.
     results = {name: part["result"] for name, part in content["parts"].items()}
     contenders = {row["extra_info"]["contender"] for row in results["kernels"]["benchmarks"]}
-    assert {"tritonddp, moved", gpu_table.SM_COPY, "in plain torch"} < contenders
+    assert {"tritonddp, moved", gpu_table.SM_COPY} < contenders
     assert results["step-small"]["models"]["mlp"]["launches"]["ours"]
     assert results["step-pair"]["world_size"] == 2
     assert set(results["graphs"]["models"]["mlp"]["seconds"]) >= {"unwrapped", "stock", "ours"}
@@ -206,23 +206,6 @@ def test_the_rehearsal(only: list[str], tmp_path: Path) -> None:
     # (Whether its bound holds says nothing here: tables of addresses are larger than so few
     # gradients.)
     assert results["memory"]["models"]["mlp"]["ours"]["drift"] == 0
-    assert {"NCCL", "NVLink"} < set(results["nvlink"]["rows"][0]["seconds"])
-
-
-@pytest.mark.parametrize(
-    ("text", "codes", "expected"),
-    [
-        ("not measured: needs two cards\n", [0, 0], ("not run", "needs two cards")),
-        ("not measured: needs two cards\n", [0, 1], ("failed", "exit status 1; it said nothing")),
-        ("", [0, 0], ("failed", "it wrote no result")),
-    ],
-)
-def test_where_two_cards_lack_something_the_sum_over_them_is_not_run(
-    text: str, codes: list[int | None], expected: tuple[str, str], tmp_path: Path
-) -> None:
-    outcome = gpu_parts.read_nvlink(tmp_path / "none", codes, text, 12)
-    assert outcome.status == expected[0]
-    assert str(outcome.reason).startswith(expected[1])
 
 
 @pytest.mark.long

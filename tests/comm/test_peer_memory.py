@@ -318,7 +318,7 @@ def test_options_that_cannot_be() -> None:
     with (
         mock.patch.object(peer_memory, "PeerMemory"),
         mock.patch("tritonddp.config.goes_by_messages", return_value=False),
-        pytest.raises(ValueError, match="transport='peer_memory' needs parameters on the CPU"),
+        pytest.raises(ValueError, match="transport='peer_memory' needs a process group of gloo"),
     ):
         net(transport="peer_memory")
 

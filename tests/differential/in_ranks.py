@@ -36,7 +36,6 @@ from tritonddp.kernels import reference
 
 Played = dict[str, Trace]
 RECORDED = "tritonddp on the recorded device"
-NVLINK = "tritonddp on the recorded device, over NVLink"
 OURS, STOCK = "tritonddp", "stock DDP"
 LONG = "tritonddp with nothing prepared"
 
@@ -74,11 +73,10 @@ def play_all(
 
 
 def play_recorded(seeds: Sequence[int]) -> list[Played]:
-    """Likewise on the recorded device alone, see :mod:`recording`: over NCCL, and over NVLink.
+    """Likewise on the recorded device alone, see :mod:`recording`.
 
     Raises:
-        RuntimeError: also where a GPU might do something else, and, at two ranks, where the sums
-            have other bits.
+        RuntimeError: also where a GPU might do something else.
     """
     from recording.device import recording  # and Triton, which no other scenario needs
 
@@ -87,21 +85,14 @@ def play_recorded(seeds: Sequence[int]) -> list[Played]:
     found = []
     for seed in seeds:
         scenario = scenario_of(seed, dist.get_world_size())
-        over_nvlink = partial(DistributedDataParallel, transport="peer_memory")
-        traces = {}
-        for title, wrap in ((RECORDED, DistributedDataParallel), (NVLINK, over_nvlink)):
-            drift._keys.cache_clear()  # another recording is another device
-            with warnings.catch_warnings(), recording(everywhere=True) as recorder:
-                warnings.simplefilter("ignore")
-                traces[title] = _play(scenario, title, wrap, scenario.options)
-                torch.cuda.synchronize()
-            if recorder.races:
-                raise RuntimeError(f"seed {seed}, {title}: {recorder.report()[:4000]}")
-        if scenario.world_size == 2:
-            for one, other in zip(*traces.values(), strict=True):
-                if one != other:
-                    raise RuntimeError(f"seed {seed}: {other} has other bits than over NCCL")
-        found.append(traces)
+        drift._keys.cache_clear()  # another recording is another device
+        with warnings.catch_warnings(), recording(everywhere=True) as recorder:
+            warnings.simplefilter("ignore")
+            trace = _play(scenario, RECORDED, DistributedDataParallel, scenario.options)
+            torch.cuda.synchronize()
+        if recorder.races:
+            raise RuntimeError(f"seed {seed}, {RECORDED}: {recorder.report()[:4000]}")
+        found.append({RECORDED: trace})
     return found
 
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from recording import autograd, batch_norm, cuda, kernels, nccl, symmetric
+from recording import autograd, batch_norm, cuda, kernels, nccl
 from recording.recorder import Memory, Recorder, Timeline, by_package, extent
 
 # What reads a tensor on the host without an operation that a dispatcher sees.
@@ -341,7 +341,6 @@ def recording(everywhere: bool = False) -> Iterator[Recorder]:
         cuda.patched(recorder),
         nccl.patched(recorder, device.has, device.memory_of, device.touch, without_modes),
         kernels.patched(device, without_modes),
-        symmetric.patched(recorder, without_modes),
         batch_norm.patched(),
         streams.patched(),
         mock.patch.object(torch.autograd, "_engine_run_backward", with_modes),

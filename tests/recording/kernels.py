@@ -1,8 +1,8 @@
 """The package's kernels on the recorded device.
 
 Tables, keys and launches are prepared as on a GPU. What is launched reads the tables as they are on
-the device then, notes the memory that the addresses in them lead to, and does the work: flatten,
-unflatten and the sums over ranks here, the quantising kernels in Triton's interpreter.
+the device then, notes the memory that the addresses in them lead to, and does the work: flatten
+and unflatten here, the quantising kernels in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from recording.recorder import Recorder
-from tritonddp.kernels import dispatch, flatten, reduce_unflatten, unflatten
+from tritonddp.kernels import dispatch, flatten, unflatten
 from tritonddp.kernels import launch as launch_module
 from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
 
@@ -136,65 +136,6 @@ class Kernels:
                 _note(squares, program, numbers.to(wide))
                 ctypes.memmove(address, numbers.contiguous().data_ptr(), count * size)
 
-    def reduce_unflatten(self, grid: Any, *arguments: Any) -> None:
-        """See ``reduce_unflatten_kernel``."""
-        chunks, dynamic, bucket, peers, factor, num_chunks, flags_offset, trailer = arguments[:8]
-        target_dtype, total, compute, block, flag_block, ranks, shares = arguments[8:15]
-        aligned, in_place, _ = arguments[15:]
-        what = "reduce_unflatten"
-        assert grid[0] == num_chunks + -(-trailer // flag_block)
-        assert len(peers) == ranks
-        with self._without_modes():
-            behind = bucket[flags_offset : flags_offset + trailer]
-            self.begin(what, [chunks, dynamic, peers, factor], [behind])
-            sources = peers.tolist()
-            behind.copy_(self._sum(sources, flags_offset, trailer, bucket.dtype, total, what))
-            dtype, wide = _DTYPES[target_dtype], _DTYPES[compute]
-            size, words, scale = dtype.itemsize, dynamic.tolist(), factor.to(wide)
-            for at, (slot, start, offset, count) in enumerate(chunks.tolist()):
-                assert count <= block
-                address, used = words[slot], bool(behind[slot])
-                if not address or not (used or in_place):
-                    continue
-                assert address % 16 == 0 or not aligned
-                address += start * size
-                if not self.at_address(address, count * size, True, what):
-                    continue
-                owner = ((at + 1) * ranks - 1) // num_chunks
-                terms = [sources[owner]] if shares else sources
-                numbers = self._sum(terms, offset, count, bucket.dtype, total, what).to(wide)
-                numbers = _narrow(numbers * scale if used else numbers, dtype)
-                ctypes.memmove(address, numbers.contiguous().data_ptr(), count * size)
-
-    def reduce_share(self, grid: Any, *arguments: Any) -> None:
-        """See ``reduce_share_kernel``."""
-        chunks, peers, first, rank, wire, total, block, ranks, _ = arguments
-        assert len(peers) == ranks
-        with self._without_modes():
-            self.begin("reduce_share", [chunks, peers], [])
-            sources, dtype = peers.tolist(), _DTYPES[wire]
-            for _, _, offset, count in chunks.tolist()[first : first + grid[0]]:
-                assert count <= block
-                numbers = self._sum(sources, offset, count, dtype, total, "reduce_share")
-                address, nbytes = sources[rank] + offset * dtype.itemsize, numbers.nbytes
-                if self.at_address(address, nbytes, True, "reduce_share"):
-                    ctypes.memmove(address, numbers.data_ptr(), nbytes)
-
-    def _sum(
-        self, sources: list[int], offset: int, count: int, wire: torch.dtype, total: Any, what: str
-    ) -> Tensor:
-        """Elements of the buffers at these addresses, added up, in the dtype of the buffers."""
-        size, result = wire.itemsize, None
-        for source in sources:
-            assert source % 16 == 0
-            address = source + offset * size
-            numbers = torch.zeros(count, dtype=wire)
-            if count and self.at_address(address, count * size, False, what):
-                ctypes.memmove(numbers.data_ptr(), address, count * size)
-            numbers = numbers.to(_DTYPES[total])
-            result = numbers if result is None else result + numbers
-        return result.to(wire)  # type: ignore[union-attr]
-
     def interpreted(
         self,
         launcher: Any,
@@ -255,14 +196,6 @@ def patched(device: Any, without_modes: Callable[[], Any]) -> Iterator[None]:
     fakes = [
         (flatten._launch, _Launch("flatten", work.flatten, device.recorder)),
         (unflatten._launch, _Launch("unflatten", work.unflatten, device.recorder)),
-        (
-            reduce_unflatten._launch,
-            _Launch("reduce_unflatten", work.reduce_unflatten, device.recorder),
-        ),
-        (
-            reduce_unflatten._share_launch,
-            _Launch("reduce_share", work.reduce_share, device.recorder),
-        ),
     ]
     if flatten.INTERPRETED:
         for module, name, places in (

@@ -103,23 +103,7 @@ def _clipped(net: Any) -> None:
     net.clip_grad_norm_(0.01)
 
 
-class _BreaksOff(Exception):
-    """Of a backward."""
-
-
-def _breaking_off(net: Any, x: Tensor) -> None:
-    """One backward of the last rank does, when one bucket has been launched."""
-    if net.reducer.counters.reductions == 3 and dist.get_rank() == dist.get_world_size() - 1:
-
-        def fail(grad: Tensor) -> None:
-            handle.remove()
-            raise _BreaksOff
-
-        handle = net.module.first.weight.register_hook(fail)
-
-
 _VIEWS = {"gradient_as_bucket_view": True}
-_NVLINK = {"transport": "peer_memory"}
 PROGRAMS = {
     "copies": Program(),
     "copies, zeroed in place": Program(keeps=True),
@@ -153,19 +137,6 @@ PROGRAMS = {
         around=lambda net: net.no_sync(), after=lambda net: net.reduce_gradients()
     ),
     "trace": Program(around=tritonddp.trace),
-    "NVLink": Program(_NVLINK),
-    "NVLink, views": Program(_NVLINK | _VIEWS),
-    "NVLink, weights": Program(_NVLINK, around=lambda net: net.weighted(3)),
-    "NVLink, unused parameters": Program(_NVLINK, leaves_out=True),
-    "NVLink, left-out buckets": Program(
-        _NVLINK | {"skip_all_reduce_unused_params": True}, leaves_out=True
-    ),
-    "NVLink, bf16 wire": Program(_NVLINK | {"reduce_dtype": torch.bfloat16}),
-    "NVLink, frozen parameters": Program(_NVLINK, before=_frozen),
-    "NVLink, breaking off": Program(
-        _NVLINK, before=_breaking_off, around=lambda net: contextlib.suppress(_BreaksOff)
-    ),
-    "NVLink, trace": Program(_NVLINK, around=tritonddp.trace),
     "mixed precision": Program(
         {
             "mixed_precision": _MixedPrecision(

@@ -26,10 +26,9 @@ PACKAGE = str(Path(tritonddp.__file__).parent)
 # Whose frames stand between whoever does something and its record.
 _PASSED = (
     *(str(Path(module.__file__ or "").parent) for module in (torch, contextlib)),
-    *(str(Path(__file__).with_name(f"{name}.py")) for name in ("recorder", "device", "cuda")),
     *(
         str(Path(__file__).with_name(f"{name}.py"))
-        for name in ("nccl", "kernels", "faults", "symmetric")
+        for name in ("recorder", "device", "cuda", "nccl", "kernels", "faults")
     ),
 )
 

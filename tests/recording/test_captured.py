@@ -104,7 +104,6 @@ REFUSED: dict[str, tuple[Program, str]] = {
     "reduce_gradients": (PROGRAMS["reduce_gradients"], "under no_sync"),
     "reduce_gradients of what is given": (Program(before=_given), "not reduced on request in a"),
     "trace": (PROGRAMS["trace"], "trace a step without"),
-    "NVLink": (PROGRAMS["NVLink"], "transport='peer_memory' is not tested in a graph"),
     "join": (Program(around=lambda net: net.join()), r"inside join\(\)"),
 }
 

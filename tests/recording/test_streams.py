@@ -9,11 +9,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from distributed import ranks
+from torch import Tensor, nn
 
 from recording.device import recording
 from recording.recorder import Recorder
-from tritonddp import _device, _torch
+from tritonddp import DistributedDataParallel, _device, _torch
 
 
 @pytest.fixture
@@ -24,6 +25,15 @@ def recorder() -> Iterator[Recorder]:
 
 def refused(name: str, owner: Any = torch.cuda) -> Any:
     return mock.patch.object(owner, name, side_effect=AssertionError(name))
+
+
+@ranks(2)
+def test_peer_memory_is_refused_where_parameters_are_on_a_gpu() -> None:
+    with recording():
+        layer = nn.Linear(2, 2).to("cuda")
+        for module in (layer, nn.Sequential(layer, nn.Linear(2, 2))):
+            with pytest.raises(ValueError, match="on GPUs NCCL does the same with registered memo"):
+                DistributedDataParallel(module, transport="peer_memory")
 
 
 @pytest.mark.parametrize("work", [None, SimpleNamespace(wait=lambda: None)])

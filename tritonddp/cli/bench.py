@@ -44,8 +44,6 @@ KERNELS = (*buckets.DIRECTIONS, *quantizers.CONTENDERS)
 _ROUNDS = {"cpu": 11, "cuda": 25}
 # Fewer rounds, but not fewer than so many, where all of it would take longer than so many seconds.
 _LEAST, _PATIENCE = 4, 45.0
-# On a CPU ranks add up whole buckets with torch, and its twin is there for tests.
-_ONLY_ON_GPU = (buckets.REDUCE,)
 
 
 @dataclass(frozen=True)
@@ -107,14 +105,11 @@ def main(arguments: argparse.Namespace) -> int:
     except RuntimeError as error:
         print(f"tritonddp bench: {error}", file=sys.stderr)
         return 2
-    kernels = arguments.kernels or [
-        each for each in KERNELS if device.type == "cuda" or each not in _ONLY_ON_GPU
-    ]
     cases = [
         (kernel, name, shapes, dtype)
         for name, shapes in sizes
         for dtype in arguments.dtype
-        for kernel in kernels
+        for kernel in arguments.kernels or KERNELS
     ]
     rounds = arguments.rounds or _ROUNDS[device.type]
     rows = []
@@ -163,7 +158,7 @@ def measure(
         first: Any = make()
         for each in contenders:
             buckets.check(kernel, each, first)
-        nbytes = first.nbytes_of(kernel)
+        nbytes = first.nbytes
     else:
         contenders = quantizers.CONTENDERS[kernel]
 

@@ -50,12 +50,13 @@ class ComplexBuffer(FlatBuffer):
         ]
 
 
-def on_real_parts(kernel: Callable[..., None], before: int = 1) -> Callable[..., None]:
-    """A kernel for complex buffers; its gradients come after ``before`` other arguments."""
+def on_real_parts(kernel: Callable[..., None]) -> Callable[..., None]:
+    """A kernel for complex buffers."""
 
-    def complex_kernel(flat: ComplexBuffer, *args: Any, **kwargs: object) -> None:
-        *peers, grads = args[:before]
-        kernel(flat.real, *peers, flat.real_parts(grads), *args[before:], **kwargs)
+    def complex_kernel(
+        flat: ComplexBuffer, grads: Sequence[Tensor | None], *args: Any, **kwargs: object
+    ) -> None:
+        kernel(flat.real, flat.real_parts(grads), *args, **kwargs)
 
     return complex_kernel
 

@@ -31,10 +31,6 @@ class Kernels:
 
     flatten: Callable[..., None]  # (flat, grads, used, scale, headers=()): see reference.flatten
     unflatten: Callable[..., None]  # (flat, grads, factor=None): see reference.unflatten
-    # For ranks that can read each other's memory. On the CPU ``peers`` are tensors, on a GPU one
-    # tensor of addresses.
-    reduce_unflatten: Callable[..., None]  # (flat, peers, grads, factor=None, shares=False)
-    reduce_share: Callable[..., None]  # (flat, peers, rank)
     alignment: int  # the alignment for Layout.of that these kernels need, in elements
     by_address: bool  # they read gradients by address, so the memory order has to be the slot's
     # Cuts a layout into ranges of slots [first, last), each flattened by one launch.
@@ -162,8 +158,6 @@ def _for_complex(kernels: Kernels) -> Kernels:
         kernels,
         flatten=on_real_parts(kernels.flatten),
         unflatten=on_real_parts(kernels.unflatten),
-        reduce_unflatten=on_real_parts(kernels.reduce_unflatten, before=2),
-        reduce_share=partial(_of_real_parts, kernels.reduce_share),
         by_address=True,  # a tensor with the conjugate bit has no real view to write to
         are_large=_never,
         tables=partial(_of_real_parts, kernels.tables),
@@ -179,8 +173,6 @@ def _for_device_type(device_type: str) -> Kernels:
         return Kernels(
             reference.flatten,
             reference.unflatten,
-            reference.reduce_unflatten,
-            reference.reduce_share,
             alignment=reference.ALIGNMENT,
             by_address=False,
             segments=reference.segments,
@@ -210,13 +202,11 @@ def _for_device_type(device_type: str) -> Kernels:
 
 def in_triton() -> Kernels:
     """The kernels of a GPU, for any tensors."""
-    from tritonddp.kernels import device_tables, flatten, reduce_unflatten, unflatten
+    from tritonddp.kernels import device_tables, flatten, unflatten
 
     return Kernels(
         flatten.flatten,
         unflatten.unflatten,
-        reduce_unflatten.reduce_unflatten,
-        reduce_unflatten.reduce_share,
         alignment=device_tables.ALIGNMENT,
         by_address=True,
         segments=_whole,

@@ -1,6 +1,6 @@
 """The kernels in plain torch: used on the CPU, and in tests as the reference for Triton kernels.
 
-Same names, signatures and bits as ``flatten.py``, ``unflatten.py`` and ``reduce_unflatten.py``.
+Same names, signatures and bits as ``flatten.py`` and ``unflatten.py``.
 """
 
 from __future__ import annotations
@@ -262,81 +262,6 @@ def unflatten(
         foreach_copy_(targets, sources)
     if flat.squares is not None and flat.squares.of_unflattened:
         flat.squares.unflattened = _squares(grads)
-
-
-def reduce_unflatten(
-    flat: FlatBuffer,
-    peers: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    factor: Tensor | None = None,
-    shares: bool = False,
-) -> None:
-    """Sum the buffers of all ranks, and write the sum into ``grads`` as :func:`unflatten` does.
-
-    The trailer is summed too, into that of ``flat``. All ranks get the same bits. With two ranks
-    they are those of an all-reduce. With more, in 16 bits, an all-reduce may differ in the last
-    bit: it rounds with every addition, this function once.
-
-    Args:
-        flat: not a part of a buffer. Its payload is not written, unless ``grads`` is ``flat.views``
-            itself: then ``flat`` is the same as after an all-reduce and an ``unflatten`` in place,
-            which does not multiply a gradient that no rank used.
-        peers: the buffer of each rank, in their order, with the layout and dtype of ``flat.data``.
-            None of them is ``flat.data``.
-        grads: see :func:`unflatten`.
-        factor: see :func:`unflatten`; the sum is rounded to the wire dtype before.
-        shares: all ranks have summed their shares: see :func:`reduce_share`.
-
-    Raises:
-        TypeError: the factor is not one fp64 element on the buffer's device.
-    """
-    if factor is not None:
-        flat.check_factor(factor)
-    layout, in_place = flat.layout, grads is flat.views
-    total = flat if in_place else FlatBuffer(layout, flat.data.dtype, flat.data.device)
-    payloads = [peer[: layout.flags_offset] for peer in peers]
-    if shares:
-        for rank, share in enumerate(_shares(total.payload, peers)):
-            share.copy_(_shares(payloads[rank], peers)[rank])
-    else:
-        _sum(payloads, total.payload)
-    trailer = slice(layout.flags_offset, layout.marks_offset + flat.marks.numel())
-    _sum([peer[trailer] for peer in peers], flat.data[trailer])
-    if not in_place:
-        total.flags.copy_(flat.flags)
-    if not in_place or factor is not None:
-        unflatten(total, grads, factor)
-
-
-def reduce_share(flat: FlatBuffer, peers: Sequence[Tensor], rank: int) -> None:
-    """Sum the share of ``rank`` over all ranks, in place, in the buffer of ``rank``.
-
-    The first of two shots. Here each rank reads its share of all buffers. Then, with
-    ``reduce_unflatten(..., shares=True)``, it reads the sums of the others. That must not begin
-    before all ranks have done the first shot. The trailer belongs to no share.
-
-    Args:
-        flat: not a part of a buffer; not changed.
-        peers: see :func:`reduce_unflatten`.
-        rank: this rank.
-    """
-    shares = [_shares(peer[: flat.layout.flags_offset], peers)[rank] for peer in peers]
-    _sum(shares, shares[rank])
-
-
-def _shares(payload: Tensor, peers: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Cut ``payload`` into one share per rank."""
-    return payload.tensor_split(len(peers))
-
-
-def _sum(terms: Sequence[Tensor], result: Tensor) -> None:
-    """Add ``terms`` in order, with one rounding, into ``result``, which may be one of them."""
-    wide = compute_dtype(result.dtype, result.dtype)
-    for *others, target in zip(*(each.split(_CAST) for each in (*terms, result)), strict=True):
-        total = others[0].to(wide)
-        for other in others[1:]:
-            total = total + other
-        target.copy_(total)
 
 
 def segments(layout: Layout) -> list[tuple[int, int]]:

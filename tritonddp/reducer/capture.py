@@ -80,8 +80,6 @@ def _problem(reducer: Reducer, missing: Collection[int], is_reduced: bool) -> st
         )
     if sync.weight is not None:
         return "all replays would use this n of weighted(n): run such backwards without a graph"
-    if any(bucket.exchange is not None for bucket in manager.current.buckets):
-        return "transport='peer_memory' is not tested in a graph: use 'auto'"
     asks = [each.reads_device for each in reducer.events.extensions if each.reads_device]
     if any(bucket.is_sparse for bucket in manager.current.buckets):
         asks.append("how many rows the sparse gradients have")

@@ -42,7 +42,6 @@ from tritonddp.comm.comm_hook import CommHook, Hook
 from tritonddp.comm.peer_memory import PeerMemory
 from tritonddp.comm.quantized import QuantizedAllReduce
 from tritonddp.comm.run import LocalError, ReductionRun, Transport, begin_logger, run_logger
-from tritonddp.comm.symmetric_memory import SymmetricMemory
 from tritonddp.coordination.agreement import Agreement, GradSource, Mismatch
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
@@ -106,7 +105,7 @@ class Reducer:
         views: bool = False,
         lazy: bool = False,
         check_finite: bool = False,
-        peer_memory: Callable[..., PeerMemory | SymmetricMemory] | None = None,
+        peer_memory: Callable[..., PeerMemory] | None = None,
         reporters: Sequence[Extension] = (),
     ) -> None:
         self.counters = counters or Counters()  # of what was launched and sent so far
@@ -127,7 +126,7 @@ class Reducer:
         self.transport: Transport = self.plain  # of a bucket in a backward
         if self.wire.compression is not None:
             self.transport = QuantizedAllReduce(group, self.counters)
-        self.peer_memory: PeerMemory | SymmetricMemory | None = None
+        self.peer_memory: PeerMemory | None = None
         if peer_memory is not None and self.transport is self.plain:
             self.peer_memory = peer_memory(group, self.plain, self.counters)
         self.comm_hook: tuple[Any, Hook] | None = None
@@ -692,7 +691,7 @@ class Reducer:
         if failure is not None:
             raise failure
 
-    def follow_memory(self, memory: PeerMemory | SymmetricMemory) -> None:
+    def follow_memory(self, memory: PeerMemory) -> None:
         """Move new buckets to peer memory, if possible. All ranks call this at the same time."""
         self.transport = memory if memory.follow(self.manager.current, self.where()) else self.plain
 

@@ -30,7 +30,6 @@ from tritonddp.cli.checks.interfaces import listening, resolves_to_loopback
 from tritonddp.cli.checks.line import Line
 from tritonddp.comm.all_reduce import goes_by_messages
 from tritonddp.comm.peer_memory import PeerMemory
-from tritonddp.comm.symmetric_memory import SymmetricMemory
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.peers import Refusal
 from tritonddp.coordination.processes import Process
@@ -203,11 +202,7 @@ def _transport(group: Group, device: torch.device) -> dict[str, Any]:
         elif isinstance(memory.refusal, Refusal):
             found |= {"why": memory.refusal.why, "is_failure": memory.refusal.is_failure}
     elif device.type == "cuda":
-        nobody: Any = None
-        lack = SymmetricMemory(group, nobody, nobody).agree(list(module.parameters()))
-        found["why"] = "on GPUs 'auto' takes NCCL; transport='peer_memory' " + (
-            f"cannot be had: {lack}" if lack else "can be had, see docs/options.md"
-        )
+        found["why"] = "on GPUs there is no other transport"
     elif not goes_by_messages(group):
         found["why"] = "the group is not one of gloo, or TORCH_DISTRIBUTED_DEBUG is DETAIL"
     return found

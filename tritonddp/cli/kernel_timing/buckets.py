@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
 from itertools import cycle
 
 import torch
@@ -17,7 +16,7 @@ from tritonddp._torch import foreach_copy_
 from tritonddp.kernels.dispatch import select
 from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
 
-# Gradients are scaled by 1/3, which rounds in every dtype; and three buffers are added up.
+# Gradients are scaled by 1/3, which rounds in every dtype.
 WORLD_SIZE = 3
 # Gradients begin where torch's CUDA allocator lets allocations begin.
 _BYTES_APART = 512
@@ -76,31 +75,8 @@ class Inputs:
     @property
     def nbytes(self) -> int:
         """Bytes that whoever moves the gradients must read and write at least."""
-        return self.nbytes_of("flatten")
-
-    def nbytes_of(self, direction: str) -> int:
-        """Likewise; a reduction reads the buffers of all ranks."""
-        buffers = WORLD_SIZE if direction == REDUCE else 1
-        sizes = self.block.element_size() + buffers * self.plain.data.element_size()
+        sizes = self.block.element_size() + self.plain.data.element_size()
         return sum(self.plain.layout.numels) * sizes
-
-    @cached_property
-    def packed(self) -> list[FlatBuffer]:
-        """What each rank has packed, all in the memory of this device. Positive numbers."""
-        data = self.ours.data
-        flats = [FlatBuffer(self.ours.layout, data.dtype, data.device) for _ in range(WORLD_SIZE)]
-        for flat in flats:
-            flat.payload.uniform_()
-            flat.flags.fill_(1)
-        return flats
-
-    @cached_property
-    def peers(self) -> Tensor | list[Tensor]:
-        """Where that is, as tritonddp's kernels want to know it."""
-        data = [flat.data for flat in self.packed]
-        if not select(self.ours.data.device).by_address:
-            return data
-        return torch.tensor([each.data_ptr() for each in data], device=self.ours.data.device)
 
 
 def _views(block: Tensor, layout: Layout) -> list[Tensor]:
@@ -110,7 +86,7 @@ def _views(block: Tensor, layout: Layout) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to flatten, to unflatten, or to sum what ranks have packed and unflatten that.
+    """One way to flatten, or to unflatten.
 
     Attributes:
         name: unique within its direction.
@@ -162,28 +138,9 @@ def copy_out(inputs: Inputs) -> None:
     inputs.block[: inputs.plain.payload.numel()].copy_(inputs.plain.payload)
 
 
-def _ours_reduce_unflatten(inputs: Inputs) -> None:
-    kernels = select(inputs.ours.data.device)
-    kernels.reduce_unflatten(inputs.ours, inputs.peers, inputs.grads)
-
-
-def _add_each_and_foreach(inputs: Inputs) -> None:
-    first, second, *others = (flat.payload for flat in inputs.packed)
-    total = torch.add(first, second, out=inputs.ours.payload)
-    for other in others:
-        total.add_(other)
-    foreach_copy_(inputs.grads, inputs.ours.views)
-
-
-def _copy_out_as_many_bytes(inputs: Inputs) -> None:
-    for _ in range((WORLD_SIZE + 1) // 2):
-        copy_out(inputs)
-
-
 OURS = "tritonddp"
 CEILING = "device copy"
 FOREACH_DIV = "_foreach_copy_ + div_"
-REDUCE = "reduce_unflatten"
 
 # Ours, then how stock DDP or torch would do it at their best, then the copy.
 DIRECTIONS: dict[str, tuple[Contender, Contender, Contender]] = {
@@ -196,12 +153,6 @@ DIRECTIONS: dict[str, tuple[Contender, Contender, Contender]] = {
         Contender(OURS, _ours_unflatten, ours=True),
         Contender("_foreach_copy_", _foreach),
         Contender(CEILING, copy_out),
-    ),
-    # Over NVLink buffers would be elsewhere: here it is what a device's own memory allows.
-    REDUCE: (
-        Contender(OURS, _ours_reduce_unflatten, ours=True),
-        Contender("add_ each, _foreach_copy_", _add_each_and_foreach),
-        Contender(CEILING, _copy_out_as_many_bytes),
     ),
 }
 
@@ -226,14 +177,6 @@ def check(direction: str, contender: Contender, inputs: Inputs) -> None:
         found = _joined(buffer.views)
         if contender.ours and not bool((buffer.flags == 1).all()):
             raise RuntimeError(f"flatten by {contender.name!r} left flags of used parameters unset")
-    elif direction == REDUCE:
-        total = reduce(torch.add, [_joined(flat.views).float() for flat in inputs.packed])
-        expected = total.to(buffer.data.dtype).to(inputs.block.dtype)
-        inputs.block.fill_(torch.nan)
-        contender.run(inputs)
-        found = _joined(inputs.grads)
-        if contender.ours and not bool((buffer.flags == WORLD_SIZE).all()):
-            raise RuntimeError(f"{direction} by {contender.name!r} summed flags wrongly")
     else:
         for view in buffer.views:
             view.normal_()
@@ -242,7 +185,7 @@ def check(direction: str, contender: Contender, inputs: Inputs) -> None:
         contender.run(inputs)
         found = _joined(inputs.grads)
     # One rounding more than ours in the wire's dtype, twice that to be safe.
-    rounds = direction != "unflatten" and not contender.ours
+    rounds = direction == "flatten" and not contender.ours
     tolerance = 4 * torch.finfo(buffer.data.dtype).eps if rounds else 0.0
     error = (found.float() - expected.float()).abs()
     wrong = int((~(error <= tolerance * expected.float().abs())).sum())  # NaN is wrong, too
