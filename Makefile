@@ -5,13 +5,14 @@
 # make test-ci        those of make test, and a sixth of the others, another one each day: what CI runs
 # make test-faults    each rank in turn dies, stops or errs: all faults (make test plays one)
 # make test-clients   mmengine, ignite, Lightning, transformers and others train beside stock DDP (minutes)
-# make soak    10,000 random steps beside an oracle: does anything pile up or drift? (some minutes)
+# make soak    10,000 steps of random scenarios beside an oracle: does anything pile up or drift? (some minutes)
 # make lint    formatter, linter, type checker, which rooms may import which
 # make bench   what a machine measures without a GPU, in under 10 minutes, into benchmarks/results/local
 # make figures tables, plots and the figures of the pages anew from the committed results
 #              (make figures FROM=local: first copy over them what make bench has measured here)
 # make bench-compare BASE=<git revision>    the tree's steps against an earlier revision's, in one run
 # make coverage lines of the package that no test executes and tests/project/unreached.py does not name
+# make tests-of AT=tritonddp/reducer/reducer.py:120    the tests that reach a line (REFRESH=1: measure first)
 # make gpu     tests and benchmarks that need a CUDA device, with this machine's own $(PYTHON)
 # make gpu-rehearsal    the same without one, small, on a device that is none (a minute)
 # make docs    the pages as a site, in site/
@@ -25,6 +26,8 @@ PYTHON ?= python3
 TORCH ?=
 BASE ?=
 FROM ?=
+AT ?=
+REFRESH ?=
 ARGS ?=
 
 # The Triton that each torch release asks for on Linux (its own metadata), since builds of torch
@@ -45,7 +48,7 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 
-.PHONY: demo test test-all test-ci test-faults test-clients soak lint bench figures bench-compare coverage gpu gpu-rehearsal docs dist clean
+.PHONY: demo test test-all test-ci test-faults test-clients soak lint bench figures bench-compare coverage tests-of gpu gpu-rehearsal docs dist clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-installed
@@ -88,29 +91,34 @@ bench: $(VENV)/.test-installed
 	@timeout -k 10 588 $(BIN)/python benchmarks/bench.py $(ARGS)
 
 figures: $(VENV)/.test-installed
-	@$(BIN)/python benchmarks/report.py --figures $(if $(FROM),--from "$(FROM)") $(ARGS)
+	@$(BIN)/python benchmarks/report/report.py --figures $(if $(FROM),--from "$(FROM)") $(ARGS)
 
 # The revision is looked at first, since what torchrun makes of an error fills a screen.
 bench-compare: $(VENV)/.test-installed
 	@test -n "$(BASE)" || { echo "make: say what to compare with: make bench-compare BASE=<git revision>" >&2; exit 2; }
 	@git rev-parse --quiet --verify --end-of-options "$(BASE)^{commit}" >/dev/null || { \
 	echo "make bench-compare: '$(BASE)' names no commit of this repository: try git log --oneline, or git fetch" >&2; exit 2; }
-	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/compare.py --base "$(BASE)" $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/step/compare.py --base "$(BASE)" $(ARGS)
 
 coverage: $(VENV)/.test-installed
 	@$(PIP) "coverage>=7.13"
 	@echo "Running the tests under coverage.py (half an hour) ..."
 	@$(BIN)/python tests/project/unreached.py $(ARGS)
 
+tests-of: $(VENV)/.test-installed
+	@test -n "$(AT)$(REFRESH)" || { echo "make: say which line: make tests-of AT=tritonddp/reducer/reducer.py:120" >&2; exit 2; }
+	@$(PIP) "coverage>=7.13"
+	@$(BIN)/python tests/project/tests_of.py $(if $(REFRESH),--refresh) $(AT) $(ARGS)
+
 # No venv and no network: a machine with a GPU usually has the torch that fits its driver. Each part
 # has a time limit of its own; this one is for whatever they miss.
 gpu:
 	@echo "Running the GPU tests, then the GPU benchmarks (under 10 minutes) ..."
-	@timeout -k 5 594 $(PYTHON) benchmarks/gpu.py $(ARGS)
+	@timeout -k 5 594 $(PYTHON) benchmarks/gpu/gpu.py $(ARGS)
 
 gpu-rehearsal: $(VENV)/.test-installed
 	@echo "Rehearsing make gpu without a GPU (a minute) ..."
-	@$(BIN)/python benchmarks/gpu.py --rehearse $(ARGS)
+	@$(BIN)/python benchmarks/gpu/gpu.py --rehearse $(ARGS)
 
 docs: $(VENV)/.docs-installed
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)

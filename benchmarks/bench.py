@@ -25,11 +25,13 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import deadline
-import processes
-import verdicts
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this tree, whatever is installed
+
+from benchmarks.base import deadline, processes
+from benchmarks.base.results import Result
+from benchmarks.report import verdicts
+from benchmarks.report.table import Table, text
 
 HERE = Path(__file__).parent
 LOCAL = HERE / "results" / "local"
@@ -63,29 +65,32 @@ class Part:
     ranks: int | None = None
 
 
-def _script(arguments: str, out: str = "") -> str:
-    return f"{{here}}/{arguments} --out {{out}}/{out}"
+def _script(name: str, seconds: float, command: str, ranks: int | None = None) -> Part:
+    out = "{out}" if name == "timeline" else f"{{out}}/{name}.json"
+    return Part(name, seconds, f"{{here}}/{command} --out {out}", ranks)
 
 
-def _suite(name: str, arguments: str) -> str:
+def _suite(name: str, seconds: float, tests: str, arguments: str) -> Part:
     pytest = "-m pytest -q -p no:cacheprovider --benchmark-only"
-    return f"{pytest} {{here}}/{name} {arguments} --benchmark-json={{out}}/{name}.json"
+    out = f"--benchmark-json={{out}}/{name}.json"
+    return Part(name, seconds, f"{pytest} {{here}}/{tests} {arguments} {out}")
 
 
 # Few models, so that their rounds suffice for a verdict: one for each kind of cost. The other ones
 # are between these. A line slower than 1 Gbit/s shows the same as that, but in seconds a step.
-_STEP = "step.py --models branchy many_small transformer many_large --compared-only"
-_NETWORK = "network.py --hosts 2 --rates 1gbit none"
+_MODELS = "--models branchy many_small transformer many_large"
+_LINES = "--hosts 2 --rates 1gbit none"
 _KERNELS = "many_small or 25MiB and (resnet50 or efficientnet)"
+_ROUNDS = "--builds 3 --rounds 100"
 PARTS = (
-    Part("step", 250, _script(f"{_STEP} --builds 3 --rounds 100", "step.json"), ranks=2),
-    Part("detection", 75, _script("detection.py --builds 3 --rounds 100", "detection.json"), 2),
-    Part("network", 65, _script(f"{_NETWORK} --rounds 100 --seconds 600", "network.json")),
-    Part("memory", 45, _script("memory.py --models transformer branchy", "memory.json"), ranks=2),
-    Part("kernels", 30, _suite("kernels", f"--rounds 25 -k '{_KERNELS}'")),
-    Part("host", 45, _suite("host", "--rounds 75")),
-    Part("timeline", 12, _script("timeline.py --models transformer"), ranks=2),
-    Part("report", 28, "{here}/report.py --folder {out}"),
+    _script("step", 250, f"step/step.py {_MODELS} --compared-only {_ROUNDS}", ranks=2),
+    _script("detection", 75, f"features/detection.py {_ROUNDS}", ranks=2),
+    _script("network", 65, f"network/network.py {_LINES} --rounds 100 --seconds 600"),
+    _script("memory", 45, "step/memory.py --models transformer branchy", ranks=2),
+    _suite("kernels", 30, "kernels/test_bandwidth.py", f"--rounds 25 -k '{_KERNELS}'"),
+    _suite("host", 45, "host", "--rounds 75"),
+    _script("timeline", 12, "timeline/timeline.py --models transformer", ranks=2),
+    Part("report", 28, "{here}/report/report.py --folder {out}"),
 )
 
 
@@ -137,7 +142,7 @@ def run(part: Part, end: float, out: Path) -> str:
             {**ENVIRONMENT, deadline.VARIABLE: str(end)},
         )
     reader.join(5)  # not forever: what has left its process group may hold the pipe open
-    if _content(result) is None:
+    if _result(result) is None:
         result.unlink(missing_ok=True)  # pytest opens it before there is anything
     took = f"{time.monotonic() - start:.0f} s{_rounds(result)}"
     if not any(codes) and None not in codes:
@@ -153,11 +158,11 @@ def summary(outcomes: Mapping[str, str], out: Path) -> Iterator[str]:
     """What came of each part, and the verdicts of what it has measured."""
     for name, outcome in outcomes.items():
         yield f"{name:10} {outcome}"
-    found = {name: _content(out / f"{name}.json") for name in outcomes}
-    results = {name: content for name, content in found.items() if content is not None}
+    found = {name: _result(out / f"{name}.json") for name in outcomes}
+    results = {name: result for name, result in found.items() if result is not None}
     table = list(verdicts.rows(results))
     if table:
-        yield from ("", *verdicts.text(table))
+        yield from ("", *text([Table(verdicts.HEADER, table)]))
         counts = Counter(row[-2].strip("*") for row in table)
         yield ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
     unjudged = [name for name in results if name not in {row[0] for row in table}]
@@ -170,17 +175,18 @@ def summary(outcomes: Mapping[str, str], out: Path) -> Iterator[str]:
 
 
 def _rounds(result: Path) -> str:
-    taken = verdicts.rounds(_content(result) or {})
+    found = _result(result)
+    taken = verdicts.rounds(found) if found is not None else []
     if not taken:
         return ""
     fewest, most = min(taken), max(taken)
     return f", {fewest} rounds" if fewest == most else f", {fewest} to {most} rounds"
 
 
-def _content(path: Path) -> Any:
-    """Of a result file; ``None`` if there is none, or only half of one."""
+def _result(path: Path) -> Result | None:
+    """A result file; ``None`` if there is none, or only half of one."""
     try:
-        return json.loads(path.read_text())
+        return Result(json.loads(path.read_text()))
     except (FileNotFoundError, json.JSONDecodeError):
         return None
 

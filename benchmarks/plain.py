@@ -17,24 +17,27 @@ import importlib
 import statistics
 import sys
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # unless tritonddp is installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this tree, whatever is installed
 
-import machine
 import torch
-from rows import Row, groups_from, shortened
 
-HERE = Path(__file__).parent
-# The folder, and the module in it.
-SUITES = {"kernels": "bandwidth", "quantize": "quantizing", "host": "cost"}
+from benchmarks.base import machine
+from benchmarks.base.results import Result
+from benchmarks.base.suite import Row, groups_from, shortened
+from benchmarks.report.table import text
+
+SUITES = {
+    "kernels": "benchmarks.kernels.bandwidth",
+    "quantize": "benchmarks.kernels.quantizing",
+    "host": "benchmarks.host.cost",
+}
 
 
 def main() -> int:
     options = _options()
-    sys.path[:0] = [str(HERE / options.suite), str(HERE / "kernels")]  # the clock is the kernels'
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # what torchrun gives a rank
     suite: Any = importlib.import_module(SUITES[options.suite])
@@ -73,7 +76,8 @@ def main() -> int:
                     "failed": failed,
                 }
                 machine.write_json(options.out, content)
-    print("\n".join(suite.tables([row["extra_info"] for row in rows])), flush=True)
+    for table in suite.TABLES:
+        print("\n".join(text(table(Result({"benchmarks": rows})))), flush=True)
     for group, why in failed.items():
         print(f"FAILED {group}: {why}")
     return 1 if failed else 0
@@ -86,24 +90,11 @@ def _content(group: str, name: str, row: Row) -> dict[str, Any]:
         "name": name,
         "fullname": name,
         "extra_info": row.info,
-        "stats": stats(row.seconds),
-    }
-
-
-def stats(seconds: Sequence[float]) -> dict[str, Any]:
-    """What is said of the rounds of a row."""
-    several = len(seconds) > 1
-    q1, _, q3 = statistics.quantiles(seconds, method="inclusive") if several else [*seconds] * 3
-    return {
-        "rounds": len(seconds),
-        "median": statistics.median(seconds),
-        "q1": q1,
-        "q3": q3,
-        "min": min(seconds),
-        "max": max(seconds),
-        "mean": statistics.fmean(seconds),
-        "stddev": statistics.stdev(seconds) if several else 0.0,
-        "data": list(seconds),
+        "stats": {
+            "rounds": len(row.seconds),
+            "median": statistics.median(row.seconds),
+            "data": row.seconds,
+        },
     }
 
 

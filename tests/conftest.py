@@ -8,6 +8,9 @@ from collections import defaultdict
 
 import pytest
 
+# Tests that several modules import.
+pytest.register_assert_rewrite("against_twins")
+
 # A number: of the tests marked ``long`` one of SHARE is played, another one for the next number.
 LONG, SHARE = "TRITONDDP_LONG", 6
 # Marks of the tests that `make test` does not play.

@@ -31,7 +31,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -42,42 +42,55 @@ import pytest
 import torch
 import torch.distributed as dist
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import one_card
+from benchmarks.base.ranks import on_one_card
 
 _FINE = ("returned", "skipped")  # what a rank answers that has not failed
 RAN_TOO_LONG = "ran longer than"  # in the failure of a test that hangs
 # Once one rank has failed, the others have this long to end by themselves.
 _GRACE = 1.0
+_TEST = "PYTEST_CURRENT_TEST"  # the variable in which pytest says what runs
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 # Only what hangs takes as long, to start and to run a test: the machine may be a busy one.
 _START = 240.0
 _TIMEOUT = 120.0
 
 
-def ranks(*world_sizes: int, timeout: float = _TIMEOUT) -> Callable[[Any], Any]:
-    """Decorator: run the body of a test on this many ranks (once for each number given)."""
+def ranks(
+    *world_sizes: int, views: bool = False, timeout: float = _TIMEOUT, interprets: bool = False
+) -> Callable[[Any], Any]:
+    """Decorator: run the body of a test on this many ranks (once for each number given).
+
+    If the test has an argument ``rank``, that is the number of the rank.
+
+    Args:
+        views: once with gradients that are copies, once with views of buckets: the test's ``view``.
+        timeout: seconds after which the test has failed.
+        interprets: see :func:`run_ranks`.
+    """
 
     def decorate(test: Any) -> Any:
         signature = inspect.signature(test)
+        parameters = [each for each in signature.parameters.values() if each.name != "rank"]
 
         @functools.wraps(test)
         def run(**arguments: Any) -> None:
             world_size = arguments.pop("ranks", world_sizes[0])
             name = (test.__module__, test.__name__)
-            run_ranks(call_body, world_size, name, arguments, timeout=timeout)
+            options: Any = {"timeout": timeout, "interprets": interprets}
+            run_ranks(call_body, world_size, name, arguments, **options)
 
-        if len(world_sizes) == 1:
-            run.__signature__ = signature  # type: ignore[attr-defined]
-            return run
-        parameter = inspect.Parameter("ranks", inspect.Parameter.KEYWORD_ONLY)
-        run.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[*signature.parameters.values(), parameter]
-        )
-        return pytest.mark.parametrize("ranks", world_sizes)(run)
+        if len(world_sizes) > 1:
+            parameters.append(inspect.Parameter("ranks", inspect.Parameter.KEYWORD_ONLY))
+            run = pytest.mark.parametrize("ranks", world_sizes)(run)
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return VIEW(run) if views else run
 
     return decorate
+
+
+VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 
 
 def run_ranks(
@@ -110,8 +123,9 @@ def run_ranks(
         _kept.append(_Kept(kind, workers, folder))
     store = os.path.join(_kept[0].folder.name, "store")
     job = pickle.dumps((function, args))
+    test = os.environ.get(_TEST, "")
     for rank, worker in enumerate(workers):
-        worker.send(store, rank, world_size, timeout, backend, keeps_group, job)
+        worker.send(store, rank, world_size, timeout, backend, keeps_group, job, test)
     answers, silent = _collect(workers, timeout)
     if not keeps_group:
         _kept.pop().folder.cleanup()
@@ -208,7 +222,7 @@ class _Worker:
             stdout=self.log,
             stderr=self.log,
             env={
-                **one_card.environment(f"test-process-{next(_numbers)}"),
+                **on_one_card(f"test-process-{next(_numbers)}"),
                 **os.environ,
                 **({"TRITON_INTERPRET": "1"} if interprets else {}),
                 "OMP_NUM_THREADS": "1",
@@ -306,8 +320,10 @@ def stop_all() -> None:
 
 def call_body(name: tuple[str, str], arguments: dict[str, Any]) -> None:
     """The body of a test that is decorated with :func:`ranks`."""
-    test = getattr(importlib.import_module(name[0]), name[1])
-    inspect.unwrap(test)(**arguments)
+    test = inspect.unwrap(getattr(importlib.import_module(name[0]), name[1]))
+    if "rank" in inspect.signature(test).parameters:
+        arguments["rank"] = dist.get_rank()
+    test(**arguments)
 
 
 def _serve(descriptor: int) -> None:
@@ -375,8 +391,10 @@ def _run(
     backend: str = "gloo",
     keeps_group: bool = False,
     job: bytes = b"",
+    test: str = "",
 ) -> bytes:
     """One job. Without a ``store`` it is to leave the group that the last one has kept."""
+    _measure(test)
     log = logging.getLogger("tritonddp")
     level, handlers = log.level, list(log.handlers)
     try:
@@ -417,6 +435,14 @@ def _run(
         log.handlers[:] = handlers
 
 
+def _measure(test: str) -> None:
+    """What runs now belongs to this test, see ``project/measured.py``."""
+    os.environ[_TEST] = test
+    current = sys.modules["coverage"].Coverage.current() if "coverage" in sys.modules else None
+    if current is not None:
+        current.switch_context(test)
+
+
 def _leave() -> None:
     _last_group[:] = [dist.group.WORLD]
     dist.destroy_process_group()
@@ -433,13 +459,26 @@ def gather(value: Any) -> list[Any]:
 
 
 def assert_same_bits(actual: Any, expected: Any, what: str = "") -> None:
-    """Both are tensors (``None`` counts as one) of one dtype, shape and content, NaN included."""
-    if actual is None or expected is None:
+    """Of one dtype, shape and content, NaN included.
+
+    Args:
+        actual: a tensor or ``None``; a dictionary of them by name, or an iterable of them.
+        expected: of the same.
+        what: they are; the error says it, and the number or the name of what differs.
+    """
+    if isinstance(actual, Mapping):
+        assert actual.keys() == expected.keys(), what
+        for name, each in actual.items():
+            assert_same_bits(each, expected[name], f"{what} {name}")
+    elif actual is None or expected is None:
         assert actual is expected, f"{what}: {actual} is not {expected}"
-        return
-    torch.testing.assert_close(
-        actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}"
-    )
+    elif isinstance(actual, Iterable) and not isinstance(actual, torch.Tensor):
+        for number, pair in enumerate(zip(actual, expected, strict=True)):
+            assert_same_bits(*pair, f"{what} {number}")
+    else:
+        torch.testing.assert_close(
+            actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}"
+        )
 
 
 def assert_same_on_all_ranks(tensors: Sequence[torch.Tensor | None], what: str = "") -> None:
@@ -451,9 +490,10 @@ def assert_same_on_all_ranks(tensors: Sequence[torch.Tensor | None], what: str =
 
 
 def _hash(tensor: torch.Tensor) -> str:
-    """Of dtype, shape and content."""
-    content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    kind = f"{tensor.dtype} {tuple(tensor.shape)} "
+    """Of dtype, layout, shape and content."""
+    kind = f"{tensor.dtype} {tensor.layout} {tuple(tensor.shape)} "
+    tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    content = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return kind + hashlib.sha256(content).hexdigest()
 
 
@@ -512,9 +552,9 @@ def sequence_number(group: Any = None) -> int:
 def in_rings(module: Any, **options: Any) -> Any:
     """The module wrapped, so that gloo reduces all buckets, also small ones, and in a ring."""
     from tritonddp import DistributedDataParallel
-    from tritonddp.comm import all_reduce
+    from tritonddp.comm import process_group
 
-    with mock.patch.object(all_reduce, "_DIRECT", 0):
+    with mock.patch.object(process_group, "_DIRECT", 0):
         return DistributedDataParallel(module, transport="process_group", **options)
 
 

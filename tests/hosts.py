@@ -1,4 +1,4 @@
-"""Ranks on hosts of their own, where this machine can make such (``benchmarks/namespaces.py``)."""
+"""Ranks on hosts of their own, where this machine can make such (see benchmarks/network)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import namespaces
+from benchmarks.network import namespaces
 
 ROOT = Path(__file__).parents[1]
 
@@ -39,19 +39,11 @@ def outputs(
     hosts: Sequence[namespaces.Host], *arguments: str | Path, timeout: float = 200
 ) -> list[str]:
     """Run a script as one rank on each host; what each printed, when all have succeeded."""
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "WORLD_SIZE": str(len(hosts)),
-        "MASTER_ADDR": hosts[0].address,
-        "MASTER_PORT": "29500",  # a host has all ports for itself
-        "GLOO_SOCKET_IFNAME": namespaces.INTERFACE,
-        "OMP_NUM_THREADS": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # or it warns that the addresses have no names
-    }
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     processes = [
         host.start(
             [sys.executable, *map(str, arguments)],
-            env=environment | {"RANK": str(rank)},
+            env=environment | namespaces.rank_environment(hosts, rank),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -59,3 +59,12 @@ def run(
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def played(
+    script: str, folder: Path, *arguments: str, nproc: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the text of a script as one rank, or as so many under torchrun."""
+    path = folder / "script.py"
+    path.write_text(script)
+    return run(path, *arguments, nproc=nproc, env={"PYTHONPATH": str(ROOT)})

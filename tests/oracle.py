@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +104,29 @@ def seed(rank: int, step: int) -> None:
     torch.default_generator.manual_seed(1000 * step + rank)
 
 
+def play(
+    step: Callable[[Net, int], object],
+    ddp: DistributedDataParallel,
+    alone: Sequence[Alone],
+    number: int,
+) -> None:
+    """Step ``number``: alone in the role of each rank, then wrapped in that of this one."""
+    for rank, net in [*enumerate(alone), (dist.get_rank(), ddp)]:
+        seed(rank, number)
+        step(net, rank)
+
+
+def in_step(
+    step: Callable[[Net, int], object],
+    ddp: DistributedDataParallel,
+    alone: Sequence[Alone],
+    number: int,
+) -> None:
+    """:func:`play` it; gradients must agree."""
+    play(step, ddp, alone, number)
+    assert_mean(ddp, alone, f"step {number}")
+
+
 def mean_over_ranks(alone: Sequence[nn.Module]) -> list[Tensor | None]:
     """The gradient that each parameter must have, given one unwrapped model per rank.
 
@@ -134,19 +157,22 @@ def mean_over_ranks(alone: Sequence[nn.Module]) -> list[Tensor | None]:
 
 
 def assert_gradients(ddp: nn.Module, expected: Sequence[Tensor | None], what: str) -> None:
-    """``.grad`` is as expected, to rounding in its dtype."""
+    """``.grad`` is as expected, to rounding in its dtype; what is sparse stays so."""
     for (name, param), mean in zip(ddp.named_parameters(), expected, strict=True):
         where = f"{what}: gradient of {name} on rank {dist.get_rank()}"
         if mean is None:
             assert param.grad is None, f"{where} was made, but no rank used the parameter"
             continue
         assert param.grad is not None, f"{where} is missing"
+        assert param.grad.layout == mean.layout, where
+        assert not mean.is_sparse or param.grad.is_coalesced(), where
+        found, mean = (each.detach().to_dense() for each in (param.grad, mean))
         tolerance = 1e-12 if param.dtype == torch.float64 else 1e-5
         torch.testing.assert_close(
-            param.grad,
+            found,
             mean,
             rtol=tolerance,
-            atol=tolerance * max(1.0, float(mean.detach().abs().max()) if mean.numel() else 0.0),
+            atol=tolerance * max(1.0, float(mean.abs().max()) if mean.numel() else 0.0),
             msg=lambda text, where=where: f"{where}: {text}",
         )
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from training import gradients
 
-VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 LR = 0.05
 STOCK = {"find_unused_parameters": True}
 
@@ -46,6 +45,21 @@ def draw(rank: int, step: int) -> tuple[Tensor, list[int]]:
 
 def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
     return model(*draw(rank, step)).square().sum()
+
+
+def step_of(model: Any, number: int) -> None:
+    """A step of this rank from gradients that were dropped."""
+    model.zero_grad()
+    loss_of(model, dist.get_rank(), number).backward()
+
+
+def mean_of(nets: Sequence[nn.Module]) -> list[Tensor | None]:
+    """Of the gradients of these models, one of each rank; one without counts as zero."""
+    means: list[Tensor | None] = []
+    for grads in zip(*map(gradients, nets), strict=True):
+        some = [grad for grad in grads if grad is not None]
+        means.append(sum(some, torch.zeros_like(some[0])) / len(nets) if some else None)
+    return means
 
 
 class Alone:
@@ -108,8 +122,7 @@ def train(
     with context:
         for step in range(count):
             loss_of(ddp, dist.get_rank(), step).backward()
-            params = ddp.module.parameters()
-            grads.append([None if p.grad is None else p.grad.clone() for p in params])
+            grads.append(gradients(ddp))
             optimizer.step()
             optimizer.zero_grad()  # so that a rank joins without gradients
     return grads

@@ -191,7 +191,7 @@ def is_default(stream: Any) -> bool:
     return bool(stream == torch.cuda.default_stream(stream.device))
 
 
-def follow(streams: Iterable[Any], gradients: Iterable[Tensor | None]) -> None:
+def join_streams(streams: Iterable[Any], gradients: Iterable[Tensor | None]) -> None:
     """Make the current stream wait for ``streams``, so that its later work may read ``gradients``.
 
     Gradients may be dropped before the current stream has read them.

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from operator import attrgetter
 from pkgutil import iter_modules
 from typing import Any
@@ -247,11 +248,20 @@ def will_engine_execute(nodes: Iterable[Any]) -> list[bool] | None:
     ``torch.autograd.grad``, which captures leaves instead of accumulating into them.
     """
     try:
-        return list(map(torch._C._will_engine_execute_node, nodes))
+        return list(map(will_execute, nodes))
     except RuntimeError as error:
-        if "autograd.grad()" in str(error):
+        if captures_leaves(error):
             return None
         raise
+
+
+# For one node, see :func:`will_engine_execute`.
+will_execute = torch._C._will_engine_execute_node
+
+
+def captures_leaves(error: RuntimeError) -> bool:
+    """Whether :data:`will_execute` has raised this since ``torch.autograd.grad`` runs."""
+    return "autograd.grad()" in str(error)
 
 
 # Id of the backward that runs on this thread, -1 outside one. A reentrant checkpoint runs an inner
@@ -454,10 +464,10 @@ def values_of_rrefs(tree: Any) -> list[Any]:
     return [leaf.local_value() for leaf in leaves if leaf.is_owner()]
 
 
-def compiled_autograd_runs() -> bool:
-    """Whether the backward is compiled too: without AccumulateGrad nodes and calls at its end."""
-    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
-    return getattr(compiled_autograd, "in_compiled_autograd_region", False)
+# The backward is compiled too, without AccumulateGrad nodes and calls at its end, if this attribute
+# of this module, which may not be imported, is true. (Read without a call, in each backward.)
+COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
+IN_COMPILED_AUTOGRAD = "in_compiled_autograd_region"
 
 
 def move_inputs(
@@ -508,13 +518,10 @@ def patches_of_stock() -> dict[str, Any]:
     return patches
 
 
-def set_active_wrapper(wrapper: Any) -> Any:
-    """Set the wrapper whose forward runs, and return the former one.
-
-    dynamo reads it from torch's class, and splits the graph by the size of its buckets.
-    """
-    former, STOCK._active_ddp_module = STOCK._active_ddp_module, wrapper
-    return former
+# The wrapper whose forward runs. dynamo reads it from torch's class, and splits the graph by the
+# size of its buckets.
+active_wrapper = partial(getattr, STOCK, "_active_ddp_module")
+set_active_wrapper = partial(setattr, STOCK, "_active_ddp_module")
 
 
 def cast_inputs(
@@ -613,18 +620,16 @@ def logged_times(wrapper: Any) -> dict[str, int] | None:
     return {name: data[field] for name, field in names.items()}
 
 
-_DTYPE_SIZES = {
-    "float": 4,
-    "double": 8,
-    "c10::Half": 2,
-    "c10::BFloat16": 2,
-    "c10::complex<float>": 8,
-    "c10::complex<double>": 16,
-    "int": 4,
-    "long int": 8,
-    "long": 8,
-    "short int": 2,
+# What C++ calls a dtype: in stock's logging data, and in a profile's events.
+CPP_NAMES = {
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.complex64: "c10::complex<float>",
+    torch.complex128: "c10::complex<double>",
 }
+_INTEGER_SIZES = {"int": 4, "long int": 8, "long": 8, "short int": 2}
 
 
 def profiled_collectives(profile: Any) -> list[tuple[str, int]]:
@@ -634,6 +639,7 @@ def profiled_collectives(profile: Any) -> list[tuple[str, int]]:
     shapes, and not the dtypes that belong to them: only the events from which it is made do.
     """
     found = []
+    sizes = _INTEGER_SIZES | {name: dtype.itemsize for dtype, name in CPP_NAMES.items()}
     for event in profile.profiler.kineto_results.events():
         name = event.name()
         if not name.startswith(("gloo:", "nccl:")) or "CPU" not in str(event.device_type()):
@@ -641,6 +647,6 @@ def profiled_collectives(profile: Any) -> list[tuple[str, int]]:
         nbytes = 0
         for shape, dtype in zip(event.shapes(), event.dtypes(), strict=False):
             if dtype and all(isinstance(size, int) for size in shape):
-                nbytes += math.prod(shape) * _DTYPE_SIZES.get(dtype, 1)
+                nbytes += math.prod(shape) * sizes.get(dtype, 1)
         found.append((name, nbytes))
     return found

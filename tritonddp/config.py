@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,26 +18,13 @@ from tritonddp._arguments import check_flags
 from tritonddp._torch import STOCK, serving_device
 from tritonddp.buckets.assignment import BucketCaps
 from tritonddp.buckets.formats import ExactParams, WireFormat
-from tritonddp.buckets.parameters import ModuleParameters
-from tritonddp.comm.all_reduce import goes_by_messages
-from tritonddp.comm.broadcast import StateBroadcast
-from tritonddp.comm.peer_memory import PeerMemory
-from tritonddp.coordination.counters import Counters
+from tritonddp.comm.process_group import goes_by_messages
 from tritonddp.coordination.group import Group
-from tritonddp.diagnostics.check_sync import compare_parameters
-from tritonddp.features.auto_compression.planner import AutoPlanner
-from tritonddp.features.auto_compression.probe import Figures
 from tritonddp.features.buffer_sync import BROADCAST, MODES, OFF
-from tritonddp.features.check_finite import FiniteCheck, check_mode
-from tritonddp.features.delayed_params import DeferredBuckets, Delay
-from tritonddp.features.drift import DriftCheck
-from tritonddp.features.grad_norm import GradNorm
-from tritonddp.features.metrics.metrics import Metrics
+from tritonddp.features.check_finite import check_mode
+from tritonddp.features.delayed_params import Delay
 from tritonddp.features.mixed_precision import check_mixed_precision
-from tritonddp.features.unused_params import SkipUnused, StrictUnused
 from tritonddp.kernels.dispatch import GRADIENT_DTYPES, select
-from tritonddp.reducer.extension import Extension, SyncState
-from tritonddp.reducer.reducer import Reducer
 
 # How gradients may travel.
 PROCESS_GROUP, PEER_MEMORY = "process_group", "peer_memory"
@@ -46,9 +32,18 @@ TRANSPORTS = ("auto", PROCESS_GROUP, PEER_MEMORY)
 
 # Options of the constructor that are on or off.
 FLAGS = (
-    *("batched_grad_copy", "broadcast_buffers", "check_reduction", "error_feedback"),
-    *("find_unused_parameters", "forward_sync_buffers", "gradient_as_bucket_view", "init_sync"),
-    *("grad_norm", "lazy_bucket_allocation", "metrics", "skip_all_reduce_unused_params"),
+    "batched_grad_copy",
+    "broadcast_buffers",
+    "check_reduction",
+    "error_feedback",
+    "find_unused_parameters",
+    "forward_sync_buffers",
+    "gradient_as_bucket_view",
+    "init_sync",
+    "grad_norm",
+    "lazy_bucket_allocation",
+    "metrics",
+    "skip_all_reduce_unused_params",
     "static_graph",
 )
 
@@ -98,7 +93,10 @@ class DDPConfig:
             check_mixed_precision(given.mixed_precision)
         exact = None if given.compression is None else ExactParams(module, given.exact)
         wire = WireFormat.of(
-            *(given.reduce_dtype, given.mixed_precision, given.compression, given.error_feedback),
+            given.reduce_dtype,
+            given.mixed_precision,
+            given.compression,
+            given.error_feedback,
             exact,
         )
         wire.check(group, devices)
@@ -119,14 +117,14 @@ class DDPConfig:
         if delay is not None:
             options["delayed"] = sorted(caps.delayed)
         plain = ("mixed_precision", "reduce_dtype", "check_finite", "check_drift", "buffer_sync")
-        for name in plain:
-            if arguments[name] is not None:
-                options[name] = arguments[name]
-        for name in ("metrics", "grad_norm"):
-            if arguments[name]:
-                options[name] = True
+        options |= {name: arguments[name] for name in plain if arguments[name] is not None}
+        options |= {name: True for name in ("metrics", "grad_norm") if arguments[name]}
         return cls(
-            *(wire, caps, delay, device_ids, output_device),
+            wire,
+            caps,
+            delay,
+            device_ids,
+            output_device,
             views=bool(given.gradient_as_bucket_view),
             lazy=bool(given.lazy_bucket_allocation),
             skip_unused=bool(given.skip_all_reduce_unused_params),
@@ -140,74 +138,6 @@ class DDPConfig:
             syncs_initial_buffers=syncs_initial_buffers,
             options=options | wire_options,
         )
-
-    def build_reducer(
-        self,
-        parameters: ModuleParameters,
-        group: Group,
-        sync: SyncState,
-        broadcast: StateBroadcast | None,
-        figures: Figures | None,
-        finds_unused: bool | None,
-    ) -> Reducer:
-        """Make the reducer of a wrapper, with the extensions for its options. No collective.
-
-        ``figures``: measured for ``compression="auto"``. ``finds_unused``: if ``False``, an
-        unused parameter is an error; if ``True``, one whose gradient a hook has dropped counts as
-        unused.
-        """
-        counters, device = Counters(), parameters.params[0][1].device
-        core = Reducer(
-            *(parameters, group, self.caps, sync, broadcast, self.wire, counters),
-            views=self.views,
-            lazy=self.lazy,
-            check_finite=self.check_finite is not None,
-            peer_memory=self._peer_memory(group, parameters),
-            reporters=self.reporters(parameters, group, device, counters),
-        )
-        extensions: list[Extension] = []
-        core.counts_dropped = not finds_unused
-        if finds_unused is False:
-            extensions.append(StrictUnused(parameters, group.rank, core))
-        if self.skip_unused:
-            extensions.append(SkipUnused(sync))
-        if self.delay is not None:
-            extensions.append(DeferredBuckets(self.delay.until, self.caps.delayed, core.launching))
-        if self.check_finite is not None:
-            extensions.append(FiniteCheck(self.check_finite, group))
-        if figures is not None:
-            planner = AutoPlanner(self.wire, figures, group, device, counters)
-            core.manager.planner = planner
-            extensions.append(planner.timer)
-        for extension in extensions:
-            core.events.install(extension)
-        return core
-
-    def reporters(
-        self,
-        parameters: ModuleParameters,
-        group: Group,
-        device: torch.device,
-        counters: Counters,
-    ) -> list[Extension]:
-        """Extensions that send the other ranks a report, some bytes in each reduction; in order."""
-        found: list[Extension] = []
-        if self.metrics:
-            found.append(Metrics(group, device, counters))
-        if self.grad_norm and group.size > 1:  # one rank alone reduces nothing
-            found.append(GradNorm(group.size, counters))
-        if self.check_drift is not None and group.size > 1:
-            found.append(DriftCheck(self.check_drift, group, parameters, compare_parameters))
-        return found
-
-    def _peer_memory(
-        self, group: Group, parameters: ModuleParameters
-    ) -> Callable[..., PeerMemory] | None:
-        """The transport through shared memory; ``None`` for the process group alone."""
-        is_on_cpu = all(param.is_cpu for _, param in parameters.params)
-        if self.transport == PROCESS_GROUP or not is_on_cpu or not goes_by_messages(group):
-            return None
-        return partial(PeerMemory, is_required=self.transport == PEER_MEMORY)
 
 
 def check_transport(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Joinable
 
 from tritonddp._arguments import check_flags, plain_names
 from tritonddp._torch import (
     STOCK,
+    active_wrapper,
     cheap_record_function,
     distributed_context,
     is_profiled,
-    leave_join,
     localize_if_sliced,
     move_inputs,
     rpc_runs,
@@ -29,30 +27,17 @@ from tritonddp._torch import (
     traced_as,
 )
 from tritonddp.buckets.assignment import MIB
-from tritonddp.buckets.formats import AUTO
-from tritonddp.buckets.parameters import ModuleParameters
-from tritonddp.comm.broadcast import StateBroadcast
-from tritonddp.compat.stock_ddp import ARGUMENTS, StockDDPNames, check_hook, warn_of_static_graph
-from tritonddp.compat.stock_reducer import StockReducer
+from tritonddp.compat.stock_ddp import StockDDPNames, check_hook
 from tritonddp.compiled.forward import in_one_graph
-from tritonddp.compiled.operators import Traced
-from tritonddp.config import DDPConfig, process_group_of, sendable, warn_of_deprecated
+from tritonddp.config import process_group_of
 from tritonddp.coordination.group import Group
-from tritonddp.coordination.verify import describe, tell_failure, verify_same
 from tritonddp.diagnostics.check_sync import check_sync
-from tritonddp.diagnostics.debug_log import enable_debug_logging
-from tritonddp.diagnostics.logging_data import Logger
-from tritonddp.features.auto_compression.planner import measured
-from tritonddp.features.buffer_sync import BufferSync
-from tritonddp.features.grad_norm import clip_grad_norm_, grad_noise_scale, grad_norm
-from tritonddp.features.join import ShadowHook, UnevenInputs, announce_forward, refuse_inside
-from tritonddp.features.metrics.metrics import log_metrics, metrics, suggested_shares
+from tritonddp.features.join import announce_forward, refuse_inside
 from tritonddp.features.mixed_precision import LowPrecision
 from tritonddp.features.optimizer_in_backward import step_in_backward
-from tritonddp.features.weighted_mean import AccumulationWindow, weight_of
-from tritonddp.reducer import checkpoint, in_context, on_demand, recovery
-from tritonddp.reducer.extension import SyncState
-from tritonddp.reducer.output_hooks import tensors_in, watch
+from tritonddp.features.weighted_mean import weight_of
+from tritonddp.reducer.checkpoint import comm_state
+from tritonddp.reducer.graph.backward import tensors_in, watch
 from tritonddp.state import DDPState
 
 # Optimizers can step in the backward only if this module is imported.
@@ -213,96 +198,27 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         self._adopt_patches()
         self.process_group = process_group_of(process_group, device_mesh)
         group = Group(self.process_group)
-        group.enter()  # before the first collective
-        recovery.recover(group)
+        group.enter()
+        group.recover()  # before the first collective
         if device_mesh is not None:
             self.device_mesh = device_mesh
         is_sliced = device_mesh is not None and localize_if_sliced(module, device_mesh)
-        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-        self.parameters_to_ignore = plain_names(ignored)
-        named = module.named_parameters()
-        params = [each for each in named if each[0] not in self.parameters_to_ignore]
-        device = params[0][1].device if params else torch.device("cpu")
-        self.device, self.device_type = device, device.type
-        try:
-            config = DDPConfig.of(arguments, module, params, self.process_group)
-        except Exception as error:
-            # The other ranks must not wait for this one.
-            if isinstance(init_sync, int) and init_sync:
-                tell_failure(error, group, sendable(group, device, device_ids))
-            raise
-        state = DDPState(config, device, group, SyncState(), is_sliced, init_sync)
-        self._ddp_state = state
+        ignored = plain_names(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        params = [each for each in module.named_parameters() if each[0] not in ignored]
+        state = DDPState.of(arguments, module, params, group, is_sliced)
+        self._ddp_state, self.parameters_to_ignore = state, ignored
         Joinable.__init__(self)
-        self._divide_by_initial_world_size, self._authoritative_rank = True, 0
-        self.device_ids, self.output_device = config.device_ids, config.output_device
-        self.is_multi_device_module = len({param.device for _, param in params}) > 1
         self.module = module
-        for name in ARGUMENTS:
-            setattr(self, name, arguments[name])
-        self.forward_sync_buffers = config.syncs_buffers
-        warn_of_deprecated(arguments, stacklevel=2)
-        if static_graph:
-            warn_of_static_graph(find_unused_parameters, stacklevel=2)
-        self.require_forward_param_sync = True
-        # Read by stock DDP too; the side stream overlaps input copies with compute.
-        variable = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1")
-        self.use_side_stream_for_tensor_copies = variable == "1"
-        self._delay_all_reduce_params = list(config.delay.params) if config.delay else []
-        self._comm_hooks: list[tuple[Callable[..., Any], Any]] = []
-        parameters = self._enter_group()
+        self._set_arguments(arguments, params)
+        self._enter_group()
         if init_sync:
-            self._begin_alike(parameters, params, config.syncs_initial_buffers)
+            state.begin_alike(params)
         if mixed_precision is not None:
-            low = LowPrecision(module, mixed_precision, self.parameters_to_ignore)
-            low.remove_hooks_with(self)
-            state.low_precision = low
-        if compression == AUTO and group.size > 1:
-            dtypes = dict.fromkeys(param.dtype for _, param in params)
-            state.figures = measured(config.wire, group, device, dtypes)
-        self._build_reducer(parameters)
-        parameters.register()  # all ranks hold the same module
+            state.run_in(LowPrecision(module, mixed_precision, ignored), self)
+        state.measure(params)
+        self._build_reducer()
+        state.parameters.register()  # all ranks hold the same module
         DDPState.wrapped += 1
-
-    def _begin_alike(
-        self, parameters: ModuleParameters, params: Sequence[tuple[str, Tensor]], with_buffers: bool
-    ) -> None:
-        """Verify that all ranks wrap the same module, and give all the values of rank 0."""
-        state = self._ddp_state
-        buffers = parameters.buffers() if with_buffers else []
-        options = dict(state.config.options)
-        if sparse := parameters.names_of_sparse():
-            options["sparse gradients"] = sparse
-        verify_same(describe(params, buffers, options), state.group, state.device)
-        state.group.remember_processes()
-        tensors = [tensor.detach() for _, tensor in [*params, *buffers]]
-        state.state_broadcast.send(tensors, "wrapping", "parameters and buffers")
-
-    def _enter_group(self) -> ModuleParameters:
-        """Make the objects for the process group and the module's parameters. No collective."""
-        state = self._ddp_state
-        enable_debug_logging()
-        state.group.enter()
-        state.state_broadcast = StateBroadcast(state.group, state.sync)
-        return ModuleParameters(self, self.parameters_to_ignore, state.group, state.is_sliced)
-
-    def _build_reducer(self, parameters: ModuleParameters) -> None:
-        """Make the reducer, from the options. No collective."""
-        state = self._ddp_state
-        config, group, sync = state.config, state.group, state.sync
-        state.traced = Traced(self, self._pre_forward)
-        # As in stock, with static_graph unused parameters are no error.
-        finds_unused = True if self.static_graph else self.find_unused_parameters
-        broadcast = state.state_broadcast if state.init_sync else None
-        core = config.build_reducer(
-            *(parameters, group, sync, broadcast, state.figures, finds_unused)
-        )
-        buffers = BufferSync(core, state.state_broadcast, config.buffer_mode, config.transport)
-        state.core, state.buffer_sync, state.window = core, buffers, None
-        self.reducer = StockReducer(core)
-        on_demand.finalize_manually(core, state.finalizes_manually)
-        core.logger = state.logger = self.logger = Logger(self)
-        self._register_hooks_again()
 
     # One forward
 
@@ -325,7 +241,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         """Run the module alone. Subclasses may override this to call another method of it."""
         state = self._ddp_state
         # dynamo splits the graphs that it compiles in here at the buckets, if these are large.
-        outer = set_active_wrapper(self if max(state.config.caps.limits) >= MIB else None)
+        outer = active_wrapper()
+        set_active_wrapper(self if max(state.config.caps.limits) >= MIB else None)
         try:
             if state.low_precision is None:
                 return self.module(*inputs, **kwargs)
@@ -339,7 +256,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         core, sync = state.core, state.sync
         if sync.enabled and torch.is_grad_enabled():
             sampler = state.logger.sampler
-            sampler.iteration += 1
+            sampler.iteration += 1  # here, since a call costs in each step
             if sampler.moments is not None or sampler.iteration >= sampler.next_sample:
                 sampler.forward_begins()
         try:
@@ -354,12 +271,12 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         if (
             self.forward_sync_buffers
             and self.require_forward_param_sync
-            and any(core.parameters.buffer_tables)
+            and any(state.parameters.buffer_tables)
             and self._check_sync_bufs_pre_fwd()
         ):
             self._sync_buffers()
-            for call in core.events.on_buffers:
-                call()
+            if state.metrics is not None:
+                state.metrics.buffers_synchronised()
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             on_the_side = self.use_side_stream_for_tensor_copies
@@ -378,9 +295,11 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             context = distributed_context() if rpc_runs() else None
             if context is None:
                 is_one = type(output) is Tensor
-                watch(state.core, (output,) if is_one else tensors_in(output), syncs)
+                core = state.core
+                forward = core.forwards.ended(core.counters.reductions, syncs)
+                watch(core.reference, forward, (output,) if is_one else tensors_in(output))
             else:
-                in_context.watch(state.core, output, context, syncs)
+                state.core.contexts.watch(state.core.reference, output, context, syncs)
         # As in stock: the next forward need not synchronise buffers if nothing made ranks differ.
         self.require_forward_param_sync = has_grad and syncs
         return output
@@ -449,12 +368,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             with model.weighted(n):
                 loss_function(model(inputs[:n]), targets[:n]).backward()
         """
-        weight = weight_of(n, reduction)
-        state = self._ddp_state
-        core, sync = state.core, state.sync
-        if state.window is None:
-            state.window = AccumulationWindow(core.parameters, sync, core.manager)
-            core.events.install(state.window)
+        weight, sync = weight_of(n, reduction), self._ddp_state.sync
+        self._ddp_state.count_weights()
         before, sync.weight = sync.weight, weight
         try:
             yield
@@ -501,10 +416,10 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         refuse_inside(self, "reduce_gradients()")
         if gradients is not None:
             named: list[tuple[str, Tensor]] = self._trainable()
-            return on_demand.reduce_given(self._ddp_state.core, gradients, params, named)
+            return self._ddp_state.core.reduce_given(gradients, params, named)
         if params is not None:
             raise ValueError("params without gradients: give the gradients too")
-        on_demand.reduce_accumulated(self._ddp_state.core)
+        self._ddp_state.core.reduce_accumulated()
         return None
 
     # Reports, and what goes into checkpoints
@@ -540,9 +455,150 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         refuse_inside(self, "check_sync()")
         check_sync(self.module, self._ddp_state.core, self.parameters_to_ignore, buffers, gradients)
 
-    metrics, suggested_shares, log_metrics = metrics, suggested_shares, log_metrics
-    grad_norm, clip_grad_norm_ = grad_norm, clip_grad_norm_
-    grad_noise_scale = grad_noise_scale
+    def metrics(self) -> dict[str, float | int | str | None]:
+        """How long steps take, and for which rank the others wait. Needs ``metrics=True``.
+
+        The times are those of the last step that all ranks have reported: the one before the last,
+        on a GPU perhaps an earlier one. Of steps shorter than 60 ms only one in 2 to 32 is
+        measured, as this takes about 0.3 ms. A step lasts from the end of one reduction to that of
+        the next. The result is alike on all ranks, except ``sent_bytes``. Values that are not known
+        are ``None``.
+
+        Returns:
+            A dictionary. ``step``: reductions so far. ``step_ms`` and its parts, means over the
+            ranks: ``input_ms`` (data, optimizer and all else), ``forward_ms`` (with the loss),
+            ``backward_ms``, ``exposed_ms`` (synchronisation that did not overlap with compute), and
+            on the CPU ``contended_ms`` (the thread was ready to run but had no core; not part of
+            the others). ``skew_ms``: how much later than the fastest rank the slowest one is ready.
+            ``sent_bytes``: sent by this rank through the process group in the last step.
+            ``slowest_rank``: a rank that is later than the others by about 5 % of a step (and at
+            least half a millisecond), over several steps; then ``slowest_phase`` is ``"input"``,
+            ``"forward"`` or ``"backward"``, and ``slowest_by`` is the share of a step. Rank 0 logs
+            each change of ``slowest_rank`` in ``tritonddp.metrics``, a slow rank as a warning.
+
+        Raises:
+            RuntimeError: the module was wrapped without ``metrics=True``.
+
+        Example::
+
+            model = tritonddp.DistributedDataParallel(module, metrics=True)
+            for inputs, targets in batches:
+                loss_function(model(inputs), targets).backward()
+            print(model.metrics()["step_ms"], "ms")
+        """
+        return self._ddp_state.metrics_for("metrics()").metrics()
+
+    def suggested_shares(self) -> list[float]:
+        """How to split a global batch over ranks of different speed, so that all end together.
+
+        Returns one share for each rank; they add up to 1. Shares are proportional to the number of
+        items that a rank processes in a millisecond of forward and backward, averaged over about
+        ten measured steps. Items are the ``n`` of ``weighted(n)``, else one for each backward. So
+        use ``weighted(n)`` if batches differ in size already. Needs ``metrics=True``.
+
+        Raises:
+            RuntimeError: the module was wrapped without ``metrics=True``, or no step is known yet.
+
+        Example::
+
+            model = tritonddp.DistributedDataParallel(module, metrics=True)
+            for inputs, targets in batches:
+                loss_function(model(inputs), targets).backward()
+            n = round(256 * model.suggested_shares()[rank])  # this rank's part of a batch of 256
+        """
+        return self._ddp_state.metrics_for("suggested_shares()").shares()
+
+    def log_metrics(self, every: int = 100, write: Callable[[str], None] | None = None) -> None:
+        """From now on rank 0 writes a line about ``metrics()`` in one of ``every`` steps.
+
+        Args:
+            every: reduced backwards from one line to the next.
+            write: called with the line. By default it goes to the logger ``tritonddp.metrics`` if
+                that has level INFO, else to stderr.
+
+        Raises:
+            RuntimeError: the module was wrapped without ``metrics=True``.
+            ValueError: ``every`` is no whole number from 1 on.
+
+        Example::
+
+            model = tritonddp.DistributedDataParallel(module, metrics=True)
+            model.log_metrics(every=2, write=print)
+            for inputs, targets in batches:
+                loss_function(model(inputs), targets).backward()
+        """
+        self._ddp_state.metrics_for("log_metrics()").log(every, write)
+
+    def grad_norm(self, per_parameter: bool = False) -> Tensor | dict[str, Tensor]:
+        """The 2-norm of all gradients, as one vector.
+
+        With ``grad_norm=True`` only gradients that have changed since they were reduced are
+        measured. The host does not wait for the device. A change is noticed by the version of the
+        tensor; writes through ``.data``, NumPy or custom kernels do not change it, and are missed.
+
+        Args:
+            per_parameter: return a dictionary of the norm of each gradient, by parameter name. All
+                are measured.
+
+        Returns:
+            The norm, without dimensions, on the gradients' device: fp32, or fp64 if a gradient is
+            fp64. It is summed in that dtype. Alike on all ranks if the gradients are.
+
+        Raises:
+            RuntimeError: during a backward, before ``finalize_backward()``, or where optimizers
+                step in the backward.
+
+        Example::
+
+            loss_function(model(inputs), targets).backward()
+            print(float(model.grad_norm()), model.grad_norm(per_parameter=True))
+        """
+        return self._ddp_state.norms.norm(self.module, per_parameter)
+
+    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
+        """Multiply all gradients by ``max_norm / (norm + 1e-6)``, if that is below 1.
+
+        As ``torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)``, also for sparse
+        gradients.
+
+        Returns:
+            The norm before clipping, see :meth:`grad_norm`, which also lists further errors.
+
+        Raises:
+            RuntimeError: ``error_if_nonfinite`` is set, and the norm is NaN or infinite.
+
+        Example::
+
+            loss_function(model(inputs), targets).backward()
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+        """
+        return self._ddp_state.norms.clip(self.module, max_norm, error_if_nonfinite)
+
+    def grad_noise_scale(self) -> float:
+        """The gradient noise scale ``tr(S) / |G|^2``, in batches of one rank.
+
+        Needs ``grad_norm=True``. Beyond about this batch size a larger batch saves fewer and fewer
+        steps: McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, arXiv
+        1812.06162, appendix A.1. With ``|g|^2``, the squared norm of one rank's gradients, averaged
+        over the ranks, and ``|m|^2``, the squared norm of the mean gradient over ``W`` ranks,
+        ``tr(S)`` is ``(|g|^2 - |m|^2) / (1 - 1 / W)``, and ``|G|^2`` is
+        ``(W |m|^2 - |g|^2) / (W - 1)``. Both are running means over about the last hundred
+        reductions without the latest one; on the CPU one reduction in eight is measured. Infinite
+        while the mean of ``|G|^2`` is not positive. Alike on all ranks. Backwards accumulated under
+        :meth:`no_sync` count as one batch.
+
+        Raises:
+            RuntimeError: the module was wrapped without that, or nothing is known yet.
+
+        Example::
+
+            model = tritonddp.DistributedDataParallel(module, grad_norm=True)
+            for inputs, targets in batches:
+                loss_function(model(inputs), targets).backward()
+            print(f"about {model.grad_noise_scale():.1f} batches of one rank")
+        """
+        return self._ddp_state.norms.noise_scale()
 
     def wire_report(self) -> str:
         """In which form gradients are sent with ``compression="auto"``, and why, in some lines.
@@ -559,7 +615,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
         """
         planner = self._ddp_state.core.manager.planner
         if planner is not None:
-            return planner.report
+            return planner.explanation
         return (
             'there was no choice: compression is not "auto", or its process group has one rank '
             "or was replaced"
@@ -588,7 +644,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             module.load_state_dict(saved["model"])  # in the next run, on each rank its own
             model.load_comm_state_dict(saved["comm"])
         """
-        return checkpoint.comm_state(self._ddp_state.core)
+        self._ddp_state.core.settle()
+        return comm_state(self._ddp_state.core.reductions)
 
     def load_comm_state_dict(self, *states: dict[str, Any]) -> None:
         """Continue a saved run: the next step has the same bits as the next step of that run.
@@ -610,7 +667,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             ValueError: an entry is missing or out of range; or a parameter had another shape, and
                 its gradients have quantisation errors.
         """
-        checkpoint.load_comm_state(self._ddp_state.core, states)
+        self._ddp_state.core.load_comm_state(states)
 
     # Communication hooks
 
@@ -668,8 +725,7 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
     @require_manual_backward_finalization.setter
     def require_manual_backward_finalization(self, required: bool) -> None:
         check_flags({"require_manual_backward_finalization": required})
-        on_demand.finalize_manually(self._ddp_state.core, required)
-        self._ddp_state.finalizes_manually = required
+        self._ddp_state.finalize_manually(required)
 
     @property
     def should_finalize_after_backward(self) -> bool:
@@ -691,99 +747,8 @@ class DistributedDataParallel(StockDDPNames, nn.Module, Joinable):
             RuntimeError: :attr:`require_manual_backward_finalization` is off, buckets still wait
                 for gradients, or no reduction is under way, as under ``no_sync``.
         """
-        on_demand.finalize_backward(self._ddp_state.core)
+        self._ddp_state.core.finalize_backward()
 
-    # Uneven inputs
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """Context: ranks may run out of inputs at different times.
-
-        A rank that leaves the body waits for the others, and makes the collectives of their
-        forwards and backwards, with gradients of zero. When all have left it, every rank gets the
-        parameters and buffers of a rank that left last.
-
-        Inside, as in stock, the *forward* decides what is reduced, since it tells the waiting
-        ranks: exactly one reduced backward must follow each forward that runs with gradients and
-        outside :meth:`no_sync`. Put all other backwards under :meth:`no_sync`. (After a forward
-        without a backward, the next forward or the end of the body makes its reduction, with
-        zeros.) All ranks that have inputs make the same forwards of the same wrapped modules, in
-        the same order. Gradients that a rank has accumulated when its inputs end are not reduced.
-
-        Args:
-            divide_by_initial_world_size: divide the sum of the gradients by the number of ranks;
-                ``False``: by the number of ranks that still have inputs. Weighted means
-                (:meth:`weighted`) are over the latter in any case; communication hooks divide
-                themselves, as in stock.
-            enable: ``False`` makes this context do nothing.
-            throw_on_early_termination: when a rank runs out of inputs, raise an error on all.
-
-        Raises:
-            RuntimeError: on every rank, if one runs out of inputs and
-                ``throw_on_early_termination`` is set; in a forward, if ranks do not agree on
-                whether its backward is reduced; in a reduced backward that its forward did not
-                announce; or the ranks hold different parameters.
-            TypeError: an argument is neither on nor off.
-
-        Example::
-
-            with model.join():
-                for inputs, targets in batches[rank:]:  # fewer of them on some ranks
-                    loss_function(model(inputs), targets).backward()
-                    optimizer.step()
-
-        With other classes that join, such as ``ZeroRedundancyOptimizer``, use torch's
-        ``Join([model, optimizer])``, in the order of their calls. End the body with a backward.
-        """
-        check_flags({"enable": enable, "throw_on_early_termination": throw_on_early_termination})
-        options = {"divide_by_initial_world_size": divide_by_initial_world_size}
-        return UnevenInputs([self], enable, throw_on_early_termination, **options)
-
-    def join_hook(self, **kwargs: Any) -> ShadowHook:
-        """The hook that torch's ``Join`` runs on a rank without inputs; options as :meth:`join`'s.
-
-        Raises:
-            TypeError: an option is neither on nor off.
-        """
-        divides = kwargs.get("divide_by_initial_world_size", True)
-        check_flags({"divide_by_initial_world_size": divides})
-        self._ddp_state.group.refuse_if_forked()
-        self._ddp_state.logger.joins = True
-        return ShadowHook(self, divides)
-
-    # Copies, and other process groups
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The attributes without those that belong to the process group.
-
-        Raises:
-            RuntimeError: the process group is not the default one. Only that can be found again
-                when the state is loaded.
-        """
-        self._check_default_group()
-        state = {name: each for name, each in self.__dict__.items() if name not in _OF_THE_GROUP}
-        state["_ddp_state"] = copy.copy(self._ddp_state)  # for shallow copies
-        return state | {"require_backward_grad_sync": self._ddp_state.sync.enabled}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        sync = SyncState()
-        sync.enabled = state.pop("require_backward_grad_sync")
-        super().__setstate__(state)
-        self.process_group = process_group_of(None, None)
-        own = self._ddp_state
-        own.sync, own.group = sync, Group(self.process_group)
-        leave_join(self)
-        self._build_reducer(self._enter_group())
-        if own.low_precision is not None:
-            own.low_precision.remove_hooks_with(self)
-
-
-# Attributes that are made again for a new process group, and the group itself. (DDPState has more.)
-_OF_THE_GROUP = {"process_group", "reducer", "logger", "_compiled_call_impl"}
 
 # Make isinstance(ddp, torch's class) true, so that checkpointing, Lightning, Accelerate and dynamo
 # treat this class like torch's. (The metaclass of torch's class is ABCMeta.)

@@ -1,30 +1,50 @@
 """What a wrapper holds beyond stock's attributes, behind its one private attribute ``_ddp_state``.
 
-So a user may set any other attribute on the wrapper, and a subclass may hand on to the module
-whatever the wrapper does not have.
+It makes its objects from the options: the reducer and the extensions of it that are asked for.
+Since all is behind one name a user may set any other attribute on the wrapper, and a subclass may
+hand on to the module whatever the wrapper does not have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from tritonddp.buckets.formats import AUTO
+from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.broadcast import StateBroadcast
+from tritonddp.comm.comm_hook import Hook
+from tritonddp.comm.host.peer_memory import PeerMemory
+from tritonddp.comm.process_group import goes_by_messages
 from tritonddp.compiled.operators import Traced
-from tritonddp.config import DDPConfig
+from tritonddp.config import PEER_MEMORY, PROCESS_GROUP, DDPConfig, sendable
+from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
+from tritonddp.coordination.verify import describe, tell_failure, verify_same
+from tritonddp.diagnostics.check_sync import compare_parameters
+from tritonddp.diagnostics.debug_log import enable_debug_logging
 from tritonddp.diagnostics.logging_data import Logger
+from tritonddp.features.auto_compression.planner import AutoPlanner, measured
 from tritonddp.features.auto_compression.probe import Figures
-from tritonddp.features.buffer_sync import BufferSync
+from tritonddp.features.buffer_sync import BufferHook, BufferSync
+from tritonddp.features.check_finite import FiniteCheck
+from tritonddp.features.delayed_params import DeferredBuckets
+from tritonddp.features.drift import DriftCheck
+from tritonddp.features.grad_norm import GradientNorms, GradNorm
+from tritonddp.features.metrics.metrics import Metrics
 from tritonddp.features.mixed_precision import LowPrecision
+from tritonddp.features.unused_params import SkipUnused, StrictUnused
 from tritonddp.features.weighted_mean import AccumulationWindow
-from tritonddp.reducer.extension import SyncState
+from tritonddp.reducer.extension import Extension
+from tritonddp.reducer.graph.backward import SyncState
 from tritonddp.reducer.reducer import Reducer
+from tritonddp.reducer.reductions import Reductions
 
 
 @dataclass(eq=False)
@@ -41,12 +61,15 @@ class DDPState:
         finalizes_manually: see ``require_manual_backward_finalization``.
         builtin_hook: communication hook of torch in C++, if one is registered.
         buffer_hook: registered by the user, instead of ``buffer_sync``.
-        buffer_hook_is_after: it runs after the module's forward, not before.
         group: the ranks. It and all that follows are made again for a new process group.
         sync: what the user wants of the next backward.
         state_broadcast: sends parameters and buffers.
+        parameters: of the module, with its buffers.
+        counters: of what was sent.
         buffer_sync: synchronises buffers before forwards.
         core: reduces gradients.
+        norms: norms of the gradients, and clipping.
+        metrics: with ``metrics=True``, times the parts of a step.
         traced: forwards that ``torch.compile`` has traced into one graph.
         logger: configuration and statistics.
         window: counts what weighted backwards have accumulated, once there is one.
@@ -64,20 +87,203 @@ class DDPState:
     figures: Figures | None = None
     finalizes_manually: bool = False
     builtin_hook: dist.BuiltinCommHookType | None = None
-    buffer_hook: Callable[[dict[str, Tensor]], Any] | None = None
-    buffer_hook_is_after: bool = False
+    buffer_hook: BufferHook | None = None
     state_broadcast: StateBroadcast = field(init=False)
+    parameters: ModuleParameters = field(init=False)
+    counters: Counters = field(init=False)
     buffer_sync: BufferSync = field(init=False)
     core: Reducer = field(init=False)
+    norms: GradientNorms = field(init=False)
+    metrics: Metrics | None = field(init=False)
     traced: Traced = field(init=False)
     logger: Logger = field(init=False)
-    window: AccumulationWindow | None = None
+    window: AccumulationWindow | None = field(init=False, default=None)
+
+    @classmethod
+    def of(
+        cls,
+        arguments: Mapping[str, Any],
+        module: nn.Module,
+        params: Sequence[tuple[str, Tensor]],
+        group: Group,
+        is_sliced: bool,
+    ) -> DDPState:
+        """Check the constructor's arguments; if they are wrong, the other ranks hear of it.
+
+        ``params`` are the parameters to be synchronised. Raises as
+        :class:`tritonddp.DistributedDataParallel`.
+        """
+        device, init_sync = (
+            params[0][1].device if params else torch.device("cpu"),
+            arguments["init_sync"],
+        )
+        try:
+            config = DDPConfig.of(arguments, module, params, group.process_group)
+        except Exception as error:
+            # The other ranks must not wait for this one.
+            if isinstance(init_sync, int) and init_sync:
+                tell_failure(error, group, sendable(group, device, arguments["device_ids"]))
+            raise
+        return cls(config, device, group, SyncState(), is_sliced, init_sync)
+
+    def load(self, process_group: dist.ProcessGroup, syncs: bool) -> None:
+        """The wrapper was copied or loaded: it belongs to this group, and ``syncs`` or not."""
+        self.sync, self.group = SyncState(), Group(process_group)
+        self.sync.enabled = syncs
+
+    def change_group(self, process_group: dist.ProcessGroup) -> None:
+        """Average over the ranks of this group, once the reducer is made anew."""
+        self.group = Group(process_group)
+        # The ranks of the new group may have different figures, and would choose differently.
+        self.figures = None
+
+    def run_in(self, low_precision: LowPrecision, wrapper: nn.Module) -> None:
+        """Run the module of ``wrapper`` in low precision."""
+        self.low_precision = low_precision
+        low_precision.remove_hooks_with(wrapper)
+
+    def enter_group(self, wrapper: nn.Module, ignored: Collection[str]) -> None:
+        """Make the objects for the process group and the module's parameters. No collective."""
+        enable_debug_logging()
+        self.group.enter()
+        self.state_broadcast = StateBroadcast(self.group, self.sync)
+        self.parameters = ModuleParameters(wrapper, ignored, self.group, self.is_sliced)
+
+    def begin_alike(self, params: Sequence[tuple[str, Tensor]]) -> None:
+        """Verify that all ranks wrap the same module, and give all the values of rank 0.
+
+        Raises:
+            RuntimeError: they do not; names what differs.
+        """
+        parameters = self.parameters
+        buffers = parameters.buffers() if self.config.syncs_initial_buffers else []
+        options = dict(self.config.options)
+        if sparse := parameters.names_of_sparse():
+            options["sparse gradients"] = sparse
+        verify_same(describe(params, buffers, options), self.group, self.device)
+        self.group.remember_processes()
+        tensors = [tensor.detach() for _, tensor in [*params, *buffers]]
+        self.state_broadcast.send(tensors, "wrapping", "parameters and buffers")
+
+    def measure(self, params: Sequence[tuple[str, Tensor]]) -> None:
+        """With ``compression="auto"``: measure what the choice depends on. Collective."""
+        if self.config.wire.compression == AUTO and self.group.size > 1:
+            dtypes = dict.fromkeys(param.dtype for _, param in params)
+            self.figures = measured(self.config.wire, self.group, self.device, dtypes)
+
+    def build_reducer(self, wrapper: Any, finds_unused: bool | None) -> None:
+        """Make the reducer of ``wrapper`` from the options, and what uses it. No collective.
+
+        ``finds_unused``: if ``False``, an unused parameter is an error; if ``True``, one whose
+        gradient a hook has dropped counts as unused.
+        """
+        config, group, broadcast = self.config, self.group, self.state_broadcast
+        self.counters, self.window, self.metrics = Counters(), None, None
+        self.traced = Traced(wrapper, wrapper._pre_forward)
+        reductions = Reductions(
+            self.parameters,
+            group,
+            config.caps,
+            self.sync,
+            broadcast if self.init_sync else None,
+            config.wire,
+            self.counters,
+            views=config.views,
+            lazy=config.lazy,
+            check_finite=config.check_finite is not None,
+            peer_memory=self._peer_memory(),
+            reporters=list(self.reporters()),
+        )
+        core = self.core = Reducer(reductions, counts_dropped=not finds_unused)
+        if finds_unused is False:
+            core.events.install(StrictUnused(self.parameters, group.rank, core))
+        for extension in self._extensions(core):
+            core.events.install(extension)
+        self.buffer_sync = BufferSync(
+            self.parameters,
+            group,
+            self.sync,
+            self.counters,
+            broadcast,
+            config.buffer_mode,
+            config.transport,
+            self.buffer_hook,
+        )
+        if self.buffer_hook is not None and self.buffer_hook.is_after:
+            self.traced.refuse_buffers_after()
+        self.norms = GradientNorms(core)
+        core.finalize_manually(self.finalizes_manually)
+        self.logger = Logger(wrapper)
+        core.options.log_errors(self.logger)
+
+    def _peer_memory(self) -> Callable[..., PeerMemory] | None:
+        """The transport through shared memory; ``None`` for the process group alone."""
+        is_on_cpu = all(param.is_cpu for _, param in self.parameters.params)
+        transport = self.config.transport
+        if transport == PROCESS_GROUP or not is_on_cpu or not goes_by_messages(self.group):
+            return None
+        return partial(PeerMemory, is_required=transport == PEER_MEMORY)
+
+    def reporters(self) -> Iterator[Extension]:
+        """Extensions that send the other ranks a report, some bytes in each reduction; in order."""
+        config, group = self.config, self.group
+        if config.metrics:
+            device = self.parameters.params[0][1].device
+            self.metrics = Metrics(group, device, self.counters)
+            yield self.metrics
+        if config.grad_norm and group.size > 1:  # one rank alone reduces nothing
+            yield GradNorm(group.size, self.counters)
+        if config.check_drift is not None and group.size > 1:
+            yield DriftCheck(config.check_drift, group, self.parameters, compare_parameters)
+
+    def _extensions(self, core: Reducer) -> Iterator[Extension]:
+        config = self.config
+        if config.skip_unused:
+            yield SkipUnused(self.sync)
+        if config.delay is not None:
+            yield DeferredBuckets(config.delay.until, config.caps.delayed, core.launching)
+        if config.check_finite is not None:
+            yield FiniteCheck(config.check_finite, self.group)
+        if self.figures is not None:
+            device = self.parameters.params[0][1].device
+            planner = AutoPlanner(config.wire, self.figures, self.group, device, self.counters)
+            core.manager.plan_by(planner)
+            yield planner
+
+    def finalize_manually(self, required: bool) -> None:
+        """See :attr:`DistributedDataParallel.require_manual_backward_finalization`."""
+        self.core.finalize_manually(required)
+        self.finalizes_manually = required
+
+    def register_builtin_hook(self, kind: dist.BuiltinCommHookType, hook: Hook) -> None:
+        """Have ``hook``, which does the same as torch's of this kind, reduce all buckets."""
+        self.core.register_comm_hook(self.group.process_group, hook)
+        self.builtin_hook = kind
+
+    def use_buffer_hook(self, hook: BufferHook) -> None:
+        """Synchronise buffers by ``hook``."""
+        self.buffer_hook = hook
+        self.buffer_sync.use(hook)
+        if hook.is_after:
+            self.traced.refuse_buffers_after()
+
+    def count_weights(self) -> None:
+        """From now on note which weights the accumulated gradients have."""
+        if self.window is None:
+            self.window = AccumulationWindow(self.parameters, self.sync, self.core.manager)
+            self.core.events.install(self.window)
+
+    def metrics_for(self, method: str) -> Metrics:
+        """The object that times steps, for ``method``; raises a RuntimeError without one."""
+        if self.metrics is None:
+            raise RuntimeError(
+                f"rank {self.group.rank}: {method} needs metrics=True when the module is wrapped"
+            )
+        return self.metrics
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: each for name, each in vars(self).items() if name not in _OF_THE_GROUP}
 
 
 # Attributes that are made again for a new process group, and the group itself.
-_OF_THE_GROUP = {
-    *("group", "sync", "state_broadcast", "buffer_sync", "core", "traced", "logger", "window"),
-}
+_OF_THE_GROUP = {each.name for each in fields(DDPState) if not each.init} | {"group", "sync"}

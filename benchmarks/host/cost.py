@@ -23,17 +23,18 @@ import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from configurations import UNWRAPPED, Configuration, families
-from deadline import share
-from rows import Case, Row
-from subjects import PARAMETERS, PER_BUCKET, Subject, Times, time_rounds
 
+from benchmarks.base.deadline import share
+from benchmarks.base.suite import Case, Row
+from benchmarks.host.subjects import PARAMETERS, PER_BUCKET, Subject, Times, time_rounds
+from benchmarks.models.configurations import UNWRAPPED, Configuration, families
+from benchmarks.report import tables
 from tritonddp.cli.kernel_timing.paired import Spread
 
+NAME, TABLES = "host", (tables.host,)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROUNDS = 40
 
@@ -77,7 +78,7 @@ def cases() -> Iterator[Case]:
 
 
 def row(case: Case, rounds: int | None, groups_left: int) -> Row:
-    """What one configuration costs, see ``rows.py``."""
+    """What one configuration costs, see ``base/suite.py``."""
     kind, name = case.parts
     return {"parameter": _parameter, "bucket": _bucket, "step": _step}[kind](name, rounds or ROUNDS)
 
@@ -177,23 +178,3 @@ def _row(
         "seconds": seconds,
     }
     return Row(list(backward), info)
-
-
-def tables(infos: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """A line for each configuration: medians over rounds, and quartiles, in microseconds."""
-    lines: dict[str, dict[tuple[str, str], dict[str, float]]] = {}
-    for info in infos:
-        cells = lines.setdefault(info["configuration"], {})
-        cells.update({(info["kind"], column): spread for column, spread in info["us"].items()})
-    columns = list(dict.fromkeys(column for cells in lines.values() for column in cells))
-    if infos:
-        yield ""
-        yield f"host cost on {infos[0]['device']}"
-    yield f"{'us, median [quartiles]':24}" + "".join(
-        f"{f'{kind}: {column}':>26}" for kind, column in columns
-    )
-    for name, cells in lines.items():
-        yield f"  {name:22}" + "".join(
-            f"{'{median:.2f} [{q1:.2f} {q3:.2f}]'.format(**cells[column]):>26}"
-            for column in columns
-        )

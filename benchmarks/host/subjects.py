@@ -7,19 +7,20 @@ two in a bare model, is what DDP did between them.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-import deadline
 import torch
-from configurations import Configuration
-from models import ManyParameters
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as StockDDP
+
+from benchmarks.base import deadline
+from benchmarks.models.cases import ManyParameters
+from benchmarks.models.configurations import Configuration
+from benchmarks.step.traffic import bucket_bytes
 
 Key = TypeVar("Key")
 
@@ -105,11 +106,7 @@ class Subject:
         if self.model is self.bare:
             return []
         if type(self.model) is StockDDP:  # ours is an instance, too
-            # Private; what torch's own DDP logger prints. Where stock searches for unused
-            # parameters it never rebuilds its buckets.
-            facts = self.model._get_ddp_logging_data()
-            sizes = facts.get("rebuilt_bucket_sizes", facts["bucket_sizes"])
-            return list(map(int, sizes.split(",")))
+            return bucket_bytes(self.model)
         return [sum(each.nbytes for each in bucket.params) for bucket in self.model.reducer.buckets]
 
 
@@ -143,12 +140,5 @@ def time_rounds(
             raise RuntimeError(
                 f"buckets of {key} hold {subject.bucket_bytes} B, not {subject.expected_bytes}"
             )
-    times: dict[Key, list[Times]] = {key: [] for key in subjects}
-    shuffle, order = random.Random(0), list(subjects)
-    for number in deadline.rounds(rounds, end, discarded=WARMUPS):
-        shuffle.shuffle(order)
-        for key in order:
-            one = subjects[key].step(x, sweep)
-            if number >= 0:
-                times[key].append(one)
-    return times
+    ways = {key: partial(subject.step, x, sweep) for key, subject in subjects.items()}
+    return deadline.interleaved(ways, deadline.rounds(rounds, end, discarded=WARMUPS))

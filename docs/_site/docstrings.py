@@ -6,18 +6,12 @@ reference has that method, and ``Example::`` a block of code.
 
 from __future__ import annotations
 
-import copy
 import re
 from typing import Any
 
 import griffe
 
 _WRAPPER = "tritonddp.ddp.DistributedDataParallel"
-# Methods that the class takes from modules of features: name and place of the function.
-_TAKEN = {
-    **dict.fromkeys(("metrics", "suggested_shares", "log_metrics"), "features.metrics.metrics"),
-    **dict.fromkeys(("grad_norm", "clip_grad_norm_", "grad_noise_scale"), "features.grad_norm"),
-}
 _ROLE = re.compile(r":(?:class|meth|func|mod|attr|data):`~?([\w.]+)`")
 _EXAMPLE = re.compile(r"^Example::\n\n((?:    .*\n?|\n)+)", re.MULTILINE)
 
@@ -28,8 +22,8 @@ class Docstrings(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """All modules are there, nothing is parsed yet."""
         wrapper = pkg["ddp.DistributedDataParallel"]
-        for name, place in _TAKEN.items():
-            wrapper.set_member(name, _as_method(pkg[f"{place}.{name}"]))
+        for name in ("join", "join_hook"):  # (Of the others api.md shows none.)
+            wrapper.set_member(name, pkg[f"compat.stock_ddp.StockDDPNames.{name}"])
         known = {f"{_WRAPPER}.{name}" for name in wrapper.members if not name.startswith("_")}
         names = {f"tritonddp.{name}" for name in pkg.exports or () if not str(name).startswith("_")}
         self._rewrite(pkg, {*known, *names})
@@ -42,17 +36,6 @@ class Docstrings(griffe.Extension):
             obj.docstring.value = _EXAMPLE.sub(_block, text)
         for member in obj.members.values():
             self._rewrite(member, known)
-
-
-def _as_method(function: griffe.Function) -> griffe.Function:
-    """The same function with its first parameter, the model, as ``self``."""
-    method = copy.copy(function)
-    first, *others = function.parameters
-    method.parameters = griffe.Parameters(griffe.Parameter("self", kind=first.kind), *others)
-    if function.docstring is not None:
-        method.docstring = copy.copy(function.docstring)
-        method.docstring.parent = method
-    return method
 
 
 def _link(name: str, known: set[str]) -> str:

@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[2]
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
+ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
 THREADS = {"sm_80": 128, "sm_90": 128, "sm_100": 128, "gfx942": 256}
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 BLOCK = 2048
@@ -50,27 +51,12 @@ def run(script: str) -> list[dict]:
     return json.loads(done.stdout)
 
 
-def report(variants: list[dict]) -> str:
-    def widths(sizes: list[int]) -> str:
-        return " ".join(f"{n}x{size}B" for size, n in sorted(Counter(sizes).items(), reverse=True))
-
-    lines = [
-        "",
-        f"{'arch':7} {'kernel':9} {'grad':4} {'wire':4} {'aligned':7} regs spilled loads | stores",
-    ]
-    for v in variants:
-        lines.append(
-            f"{v['architecture']:7} {v['kernel']:9} {v['grad']:4} {v['wire']:4} "
-            f"{v['aligned']!s:7} {v['registers']:4} {v['spilled']:7} "
-            f"{widths(v['loads'])} | {widths(v['stores'])}"
-        )
-    return "\n".join(lines)
-
-
-def of(compiled: list[dict], architecture: str) -> list[dict]:
-    variants = [v for v in compiled if v["architecture"] == architecture]
-    assert variants, f"nothing was compiled for {architecture}"
-    return variants
+def assert_all(compiled: list[dict], is_right: Callable[[dict], bool], **kind: object) -> None:
+    """Each variant of this kind is right, and there are some."""
+    variants = [each for each in compiled if kind.items() <= each.items()]
+    assert variants, f"nothing was compiled for {kind}"
+    wrong = [each for each in variants if not is_right(each)]
+    assert not wrong, "\n".join(["", *map(str, wrong)])
 
 
 def wide(dtype: str, architecture: str) -> int:
@@ -84,91 +70,74 @@ def sides(variant: dict) -> tuple[str, str]:
     return pair if variant["kernel"] == "flatten" else pair[::-1]
 
 
-def most_stores(variant: dict, architecture: str) -> int:
-    """The body, the tail and the flags; a mark; sums, also of gradients that nobody has sent."""
-    sums = 3 if variant["kernel"] == "unflatten" else 1
-    return wide(sides(variant)[1], architecture) + 2 + variant["marks"] + sums * variant["squares"]
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@ARCHITECTURE
 def test_aligned_kernels_move_16_bytes_at_a_time(compiled, architecture):
-    wrong = []
-    for variant in of(compiled, architecture):
-        loaded, stored = sides(variant)
-        # Loads of the tables may be wide as well.
-        if variant["aligned"] and (
-            variant["loads"].count(16) < wide(loaded, architecture)
-            or variant["stores"].count(16) != wide(stored, architecture)
-            or len(variant["stores"]) > most_stores(variant, architecture)
-        ):
-            wrong.append(variant)
-    assert not wrong, report(wrong)
+    def is_right(variant: dict) -> bool:
+        loaded, stored = (wide(dtype, architecture) for dtype in sides(variant))
+        # The body, the tail and the flags; a mark; sums, also of gradients that nobody has sent.
+        sums = (3 if variant["kernel"] == "unflatten" else 1) * variant["squares"]
+        return (
+            variant["loads"].count(16) >= loaded  # those of the tables may be wide as well
+            and variant["stores"].count(16) == stored
+            and len(variant["stores"]) <= stored + 2 + variant["marks"] + sums
+        )
+
+    assert_all(compiled, is_right, architecture=architecture, aligned=True)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@ARCHITECTURE
 def test_misaligned_kernels_keep_to_the_itemsize_at_gradients_only(compiled, architecture):
     # A wide access to a misaligned gradient is a fault; the bucket's side can still be wide.
-    wrong = []
-    for variant in of(compiled, architecture):
-        if variant["aligned"]:
-            continue
+    def is_right(variant: dict) -> bool:
         loaded, stored = sides(variant)
-        elements = BLOCK // THREADS[architecture]
         if variant["kernel"] == "flatten":
+            elements = BLOCK // THREADS[architecture]
             narrow = variant["loads"].count(ITEMSIZE[loaded]) >= elements
-            bucket = variant["stores"].count(16) == wide(stored, architecture)
-        else:
-            narrow = set(variant["stores"]) == {ITEMSIZE[stored]}
-            bucket = variant["loads"].count(16) >= wide(loaded, architecture)
-        if not (narrow and bucket):
-            wrong.append(variant)
-    assert not wrong, report(wrong)
+            return narrow and variant["stores"].count(16) == wide(stored, architecture)
+        narrow = set(variant["stores"]) == {ITEMSIZE[stored]}
+        return narrow and variant["loads"].count(16) >= wide(loaded, architecture)
+
+    assert_all(compiled, is_right, architecture=architecture, aligned=False)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@ARCHITECTURE
 def test_nothing_is_spilled_and_registers_stay_under_the_cap(compiled, architecture):
-    wrong = [
-        variant
-        for variant in of(compiled, architecture)
-        if variant["spilled"]
-        or variant["registers"]
-        > REGISTERS[
-            variant["aligned"] and not (variant["marks"] or variant["squares"]),
-            "fp64" in sides(variant),
-        ]
-    ]
-    assert not wrong, report(wrong)
+    def is_right(variant: dict) -> bool:
+        is_plain = variant["aligned"] and not (variant["marks"] or variant["squares"])
+        most = REGISTERS[is_plain, "fp64" in sides(variant)]
+        return not variant["spilled"] and variant["registers"] <= most
+
+    assert_all(compiled, is_right, architecture=architecture)
 
 
 def test_all_pairs_of_dtypes_compile_for_sm_90(compiled):
-    pairs = {(v["kernel"], v["grad"], v["wire"], v["aligned"]) for v in of(compiled, "sm_90")}
-    assert len(pairs) == 2 * 16 * 2
+    found = [each for each in compiled if each["architecture"] == "sm_90"]
+    assert len({(v["kernel"], v["grad"], v["wire"], v["aligned"]) for v in found}) == 2 * 16 * 2
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_only_a_kernel_that_marks_looks_whether_numbers_are_finite(compiled, architecture):
-    flattens = [v for v in of(compiled, architecture) if v["kernel"] == "flatten"]
-    assert {v["marks"] for v in flattens} == {True, False}
-    wrong = [v for v in flattens if v["reduces"] != 2 * (v["marks"] or v["squares"])]
-    assert not wrong, report(wrong)
+@ARCHITECTURE
+def test_only_a_kernel_that_is_asked_for_looks_at_all_numbers(compiled, architecture):
+    # Whether they are finite, or for their squares: of the body, of the tail, and in unflatten of a
+    # gradient that nobody has sent.
+    for kernel, of in (("flatten", 2), ("unflatten", 3)):
+        kinds = {"architecture": architecture, "kernel": kernel}
+        for asked in (False, True):
+            assert_all(compiled, lambda v: "reduces" in v, squares=asked, **kinds)
+        assert_all(
+            compiled,
+            lambda v, of=of: v["reduces"] == of * (v["marks"] or v["squares"]),
+            **kinds,
+        )
+    assert_all(compiled, lambda v: v["kernel"] == "flatten", architecture=architecture, marks=True)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_only_a_kernel_that_is_asked_for_squares_sums_them(compiled, architecture):
-    unflattens = [v for v in of(compiled, architecture) if v["kernel"] == "unflatten"]
-    assert {v["squares"] for v in unflattens} == {True, False}
-    # Of the body, of the tail, and of a gradient that nobody has sent.
-    wrong = [v for v in unflattens if v["reduces"] != 3 * v["squares"]]
-    assert not wrong, report(wrong)
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@ARCHITECTURE
 def test_kernels_that_work_in_place_have_each_thread_write_what_it_has_read(compiled, architecture):
     # Else a thread could read what another one has scaled already. (Gradients that live in the
     # buffer are aligned, and of its dtype.)
-    wrong = [
-        variant
-        for variant in of(compiled, architecture)
-        if variant["aligned"] and variant["grad"] == variant["wire"] and variant["rearranges"]
-    ]
-    assert not wrong, report(wrong)
+    assert_all(
+        compiled,
+        lambda v: v["grad"] != v["wire"] or not v["rearranges"],
+        architecture=architecture,
+        aligned=True,
+    )

@@ -23,6 +23,10 @@ def facts() -> dict[str, Any]:
     return facts
 
 
+def test_a_launch_that_is_prepared_again_compiles_nothing(facts):
+    assert facts["compiled once"]
+
+
 def test_the_driver_gets_what_triton_would_give_it_but_for_hooks_that_there_are_not(facts):
     assert facts["unhooked"] == SPARED
 

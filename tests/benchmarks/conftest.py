@@ -6,4 +6,5 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
+sys.path.insert(0, str(ROOT))  # where the package "benchmarks" is: tests/benchmarks is none
+sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]

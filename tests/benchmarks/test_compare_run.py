@@ -7,7 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from torchrun import ROOT, measured, torchrun
+from benchmarked import copied, measured
+from launched import ROOT, run
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 
@@ -15,10 +16,7 @@ pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """A copy of the tree, committed, whose working tree sleeps in every flatten."""
-    folder = tmp_path / "repository"
-    ignore = shutil.ignore_patterns("__pycache__", "results")
-    for name in ("tritonddp", "benchmarks"):
-        shutil.copytree(ROOT / name, folder / name, ignore=ignore)
+    folder = copied(tmp_path / "repository")
     identity = ["-c", "user.name=test", "-c", "user.email=test@example.com"]
     for arguments in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "-m", "base"]):
         subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True)
@@ -36,9 +34,10 @@ def repository(tmp_path: Path) -> Path:
 @pytest.mark.thorough
 def test_a_planted_slowdown_is_found(repository: Path, tmp_path: Path) -> None:
     content, printed = measured(
-        repository / "benchmarks" / "compare.py",
+        "step/compare.py",
         tmp_path / "compare.json",
         *("--base", "HEAD", "--models", "many_small", "--rounds", "5", "--builds", "1"),
+        root=repository,
     )
     assert len(content["base"]["commit"]) == 40
     comparisons = content["models"]["many_small"]["comparisons"]
@@ -52,7 +51,8 @@ def test_a_planted_slowdown_is_found(repository: Path, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_an_unknown_revision_is_refused_before_anything_runs() -> None:
-    done = torchrun(ROOT / "benchmarks" / "compare.py", "--base", "no-such-revision")
+    script = ROOT / "benchmarks" / "step" / "compare.py"
+    done = run(script, "--backend", "gloo", "--base", "no-such-revision", timeout=300)
     assert done.returncode != 0
     assert "'no-such-revision' names no commit of" in done.stderr
     assert "\n" not in done.stdout.strip()

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "kernels"))
-
-from contenders import CEILING, DIRECTIONS, OURS, Inputs, check, contenders
+from benchmarks.kernels.contenders import CEILING, DIRECTIONS, OURS, Inputs, check, contenders
 
 CPU = torch.device("cpu")
 SHAPES = [(3, 4), (5,), (2, 3, 2, 1), (1100, 1000), (1,)]  # two segments

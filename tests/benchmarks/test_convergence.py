@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
-from convergence_table import compared, lines
-
-sys.path.append(str(Path(__file__).parents[1]))
 from launched import ROOT, run
+
+from benchmarks.base.results import Result
+from benchmarks.convergence.compared import compared
+from benchmarks.report.table import text
+from benchmarks.report.tables import convergence
 
 pytest.importorskip("sklearn", reason="needs the extra [examples]")
 pytest.importorskip("tqdm", reason="needs the extra [examples]")
 
-BENCHMARK = ROOT / "benchmarks" / "convergence.py"
+BENCHMARK = ROOT / "benchmarks" / "convergence" / "convergence.py"
 ENV = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
 
 
@@ -45,7 +46,7 @@ def test_all_wires_of_a_seed_train_side_by_side(tmp_path: Path) -> None:
     # What the task is there for.
     away = {wire: max(map(abs, one["differences"])) for wire, one in task["comparisons"].items()}
     assert away["int8"] < 0.5 * away["int8 without feedback"]
-    assert "\n".join(lines(content["tasks"])) in done.stdout
+    assert "\n".join(text(convergence(Result(content)))) in done.stdout
 
 
 @pytest.mark.thorough
@@ -54,8 +55,9 @@ def test_a_step_after_which_ranks_differ_ends_the_run(tmp_path: Path) -> None:
     script.write_text(
         f"""
 import sys
-sys.path.insert(0, {str(BENCHMARK.parent)!r})
-import convergence, torch
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+from benchmarks.convergence import convergence
 
 class Differing(convergence.DistributedDataParallel):
     steps = 0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import sys
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,36 +10,20 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarked import copied, measured
+from distributed import ranks
 from torch import Tensor
 
-sys.path.append(str(Path(__file__).parents[1]))
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-from detection import Answers, Side, UnfairError, count_queries
-from distributed import ranks
-from launched import ROOT, run
-from models import CASES, Batch, loss
-from report_tables import machine_tables
-
 import tritonddp
+from benchmarks.base.results import Result
+from benchmarks.features.detection import Answers, Side, UnfairError, count_queries
+from benchmarks.models.cases import CASES, Batch, loss
+from benchmarks.report.tables import machine_tables
 
-SCRIPT = ROOT / "benchmarks" / "detection.py"
 VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 CPU = torch.device("cpu")
 CASE = CASES["branchy"]
 PARAMETERS = 800  # of 400 layers
-
-
-def measured(script: Path, out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    """The result file of a run that starts its ranks itself, and what it printed.
-
-    The package is the one beside the script, whichever is installed.
-    """
-    options = ("--backend", "gloo", *arguments, "--out", out)
-    env = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(script.parents[1])}
-    done = run(script, *options, nproc=None, env=env, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(out.read_text()), done.stdout
 
 
 def sides(view: bool) -> tuple[Side, Side]:
@@ -122,7 +104,10 @@ def test_sides_that_do_not_keep_to_their_part_are_refused() -> None:
 @pytest.mark.thorough
 def test_a_run_measures_all_sides(tmp_path: Path) -> None:
     content, printed = measured(
-        SCRIPT, tmp_path / "detection.json", "--rounds", "2", "--builds", "1"
+        "features/detection.py",
+        tmp_path / "detection.json",
+        *("--rounds", "2", "--builds", "1"),
+        nproc=None,
     )
     assert content["benchmark"] == "detection"
     assert content["machine"]["torch"] == torch.__version__
@@ -150,19 +135,16 @@ def test_a_run_measures_all_sides(tmp_path: Path) -> None:
             # (Each bucket may have a few bytes more in its trailer than its flags.)
             assert 0 <= part["wire_bytes"] - 4 * (elements + parameters) < 1000
             assert min(part[each] for each in ("query", "write_flags", "read_flags")) > 0
-    assert "many_small: 2 rounds\n" in printed
-    assert "flags written in" in printed
-    lines = list(machine_tables("cpu", {"detection": content}))
+    assert "many_small: 2 rounds " in printed
+    assert "flags written, us" in printed
+    lines = list(machine_tables("cpu", {"detection": Result(content)}))
     assert sum(line.startswith("| branchy | copies | ") for line in lines) == 2
     assert any(" | 4000 of 26" in line for line in lines)
 
 
 @pytest.mark.thorough
 def test_a_slow_question_is_found(tmp_path: Path) -> None:
-    folder = tmp_path / "repository"
-    for name in ("tritonddp", "benchmarks"):
-        ignore = shutil.ignore_patterns("__pycache__", "results")
-        shutil.copytree(ROOT / name, folder / name, ignore=ignore)
+    folder = copied(tmp_path / "repository")
     with (folder / "tritonddp" / "_torch.py").open("a") as source:
         source.write(
             "\n\ndef _slow(nodes, query=will_engine_execute):\n"
@@ -171,13 +153,15 @@ def test_a_slow_question_is_found(tmp_path: Path) -> None:
             "\n\nwill_engine_execute = _slow\n"
         )
     content, printed = measured(
-        folder / "benchmarks" / "detection.py",
+        "features/detection.py",
         tmp_path / "detection.json",
         *("--models", "many_small", "--rounds", "3", "--builds", "1"),
+        nproc=None,
+        root=folder,
     )
     result = content["models"]["many_small"]
     for one in result["comparisons"]:
         assert one["ours"]["median"] > 1.5
         assert one["verdict"] == "missed"
     assert all(part["query"] >= 0.2 for part in result["parts"].values())
-    assert "ABOVE 1.02 (ratio)" in printed
+    assert re.search(r"many_small .* 1.02 +too few rounds", printed)

@@ -15,19 +15,17 @@ from typing import Any
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.append(str(Path(__file__).parents[1]))
 
-import line
-import namespaces
-import network as benchmark
 from hosts import hosts_or_skip
 from launched import ignoring
-from line import Limit, frame_bytes, step_limit
 
+from benchmarks.network import line, namespaces
+from benchmarks.network import network as benchmark
+from benchmarks.network.line import Limit, frame_bytes, step_limit
 from tritonddp.coordination.agreement import BYTES as HEADER_BYTES
 
-BENCHMARKS = Path(benchmark.__file__).parent
+ROOT = Path(__file__).parents[2]
 FRAMED = 1514 / 1448
 PARAMETERS = 12 * (512 * 512 + 512)  # of the model mlp
 
@@ -52,37 +50,46 @@ def test_each_host_of_a_ring_sends_its_share_twice(count: int, sent: float) -> N
     assert line.ring_bytes(1000, count) == pytest.approx(1000 * sent)
 
 
-def test_one_bucket_takes_the_compute_before_it_and_its_frames_on_the_line() -> None:
-    limit = step_limit([0.1], [1_250_000], 2, 100e6, burst=0)
-    assert limit.compute == pytest.approx(0.1)
-    assert limit.line == pytest.approx(0.1 * FRAMED)
+BURST, FRAMES = 131_072, frame_bytes(1_250_000)
+
+
+@pytest.mark.parametrize(
+    ("ready", "payloads", "burst", "compute", "line"),
+    [
+        pytest.param([0.1], [1_250_000], 0, 0.1, 0.1 * FRAMED, id="compute, then frames"),
+        # Compute while the line is busy costs nothing; a line may wait for a late bucket.
+        pytest.param([0.1, 0.19], [1_250_000] * 2, 0, 0.1, 0.2 * FRAMED, id="overlap"),
+        pytest.param([0.1, 0.5], [1_250_000] * 2, 0, 0.5 - 0.1 * FRAMED, 0.2 * FRAMED, id="late"),
+        # A burst is free after a pause, and only then.
+        pytest.param([0.0], [1_250_000], BURST, 0.0, (FRAMES - BURST) / 12.5e6, id="burst"),
+        pytest.param(
+            [0.0] * 2, [1_250_000] * 2, BURST, 0.0, (2 * FRAMES - BURST) / 12.5e6, id="one burst"
+        ),
+        pytest.param(
+            [0.0, 1.0],
+            [1_250_000] * 2,
+            BURST,
+            1 - (FRAMES - BURST) / 12.5e6,
+            2 * (FRAMES - BURST) / 12.5e6,
+            id="two bursts",
+        ),
+        # A bucket smaller than the burst leaves the rest of it to the next.
+        pytest.param(
+            [0.0] * 2,
+            [1000, 1_250_000],
+            BURST,
+            0.0,
+            (frame_bytes(1_251_000) - BURST) / 12.5e6,
+            id="rest of a burst",
+        ),
+    ],
+)
+def test_the_limit_of_two_hosts_at_100_mbit(
+    ready: list[float], payloads: list[float], burst: int, compute: float, line: float
+) -> None:
+    limit = step_limit(ready, payloads, 2, 100e6, burst)
+    assert (limit.compute, limit.line) == (pytest.approx(compute), pytest.approx(line))
     assert limit.seconds == limit.line + limit.compute
-
-
-def test_compute_while_the_line_is_busy_costs_nothing() -> None:
-    both = step_limit([0.1, 0.19], [1_250_000, 1_250_000], 2, 100e6, burst=0)
-    assert both.compute == pytest.approx(0.1)
-    assert both.line == pytest.approx(0.2 * FRAMED)
-
-
-def test_the_line_waits_for_a_late_bucket() -> None:
-    late = step_limit([0.1, 0.5], [1_250_000, 1_250_000], 2, 100e6, burst=0)
-    assert late.seconds == pytest.approx(0.5 + 0.1 * FRAMED)
-    assert late.line == pytest.approx(0.2 * FRAMED)
-
-
-def test_a_burst_is_free_after_a_pause_and_only_then() -> None:
-    burst = 131_072
-    one = frame_bytes(1_250_000)
-    alone = step_limit([0.0], [1_250_000], 2, 100e6, burst)
-    assert alone.line == pytest.approx((one - burst) / 12.5e6)
-    again = step_limit([0.0, 0.0], [1_250_000] * 2, 2, 100e6, burst)
-    assert again.line == pytest.approx((2 * one - burst) / 12.5e6)
-    later = step_limit([0.0, 1.0], [1_250_000] * 2, 2, 100e6, burst)
-    assert later.line == pytest.approx(2 * (one - burst) / 12.5e6)
-    # A bucket smaller than the burst leaves the rest of it to the next.
-    small = step_limit([0.0, 0.0], [1000, 1_250_000], 2, 100e6, burst)
-    assert small.line == pytest.approx((frame_bytes(1_251_000) - burst) / 12.5e6)
 
 
 def test_a_line_without_limit_takes_no_time() -> None:
@@ -105,23 +112,20 @@ def test_other_rates_are_refused(text: str) -> None:
 # Where there can be no hosts
 
 
-def test_without_root_it_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("path", "advice"), [("/usr/sbin/", "sudo"), (None, "install iproute2")], ids=["root", "tools"]
+)
+def test_without_root_or_iproute2_it_says_what_to_do(
+    path: str | None,
+    advice: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(namespaces.shutil, "which", lambda tool: f"/usr/sbin/{tool}")
+    monkeypatch.setattr(namespaces.shutil, "which", lambda tool: path and path + tool)
     monkeypatch.setattr(sys, "argv", ["network.py"])
     assert benchmark.main() == 2
-    assert "sudo" in capsys.readouterr().err
-
-
-def test_without_iproute2_it_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(namespaces.shutil, "which", lambda tool: None)
-    monkeypatch.setattr(sys, "argv", ["network.py"])
-    assert benchmark.main() == 2
-    assert "install iproute2" in capsys.readouterr().err
+    assert advice in capsys.readouterr().err
 
 
 # Hosts
@@ -150,8 +154,8 @@ import signal, subprocess, sys
 for number in (signal.SIGTERM, signal.SIGHUP):  # whatever the parent ignores
     signal.signal(number, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.path.append(sys.argv[1])
-import namespaces
+sys.path.insert(0, sys.argv[1])
+from benchmarks.network import namespaces
 with namespaces.network(2) as hosts:
     process = hosts[0].start(["sh", "-c", "echo there; exec sleep 1000"], stdout=subprocess.PIPE)
     process.stdout.readline()
@@ -167,7 +171,7 @@ def holders(hosts: list[namespaces.Host]) -> Iterator[list[subprocess.Popen[str]
     with ignoring(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         processes = [
             subprocess.Popen(
-                [sys.executable, "-c", HOLD, str(BENCHMARKS)],
+                [sys.executable, "-c", HOLD, str(ROOT)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -274,7 +278,7 @@ def test_what_a_killed_owner_left_is_removed_and_what_others_have_is_not(
 
 
 def start_benchmark(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(BENCHMARKS / "network.py"), "--models", "mlp", "--hosts", "2"]
+    command = [sys.executable, benchmark.__file__, "--models", "mlp", "--hosts", "2"]
     return subprocess.Popen(
         [*command, "--rounds", "2", *arguments],
         stdout=subprocess.PIPE,

@@ -10,9 +10,10 @@ import tempfile
 import time
 from pathlib import Path
 
-import processes
 import pytest
 from launched import ignoring
+
+from benchmarks.base import processes
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +107,7 @@ def test_processes_die_with_the_one_that_started_them() -> None:
     code = f"""
 import sys
 sys.path.append({str(Path(processes.__file__).parent)!r})
-import processes
+from benchmarks.base import processes
 sleeper = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(300)"]
 processes.run(sleeper, 300, sys.stdout.buffer)
 """

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import revision
+from benchmarks.step import revision
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 

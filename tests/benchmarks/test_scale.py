@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import report_tables
-import scale
-from line import FRAME_BYTES, FRAME_PAYLOAD
 
+from benchmarks.base.results import Result
+from benchmarks.network import scale
+from benchmarks.network.line import FRAME_BYTES, FRAME_PAYLOAD
+from benchmarks.report import tables as report_tables
+from benchmarks.report.table import markdown
 from tritonddp.features.auto_compression.cost_model import (
     Kernel,
     Kind,
@@ -182,7 +184,7 @@ def test_it_writes_tables_a_result_and_a_picture(
     shown = content["map"]["seconds"]["int8"]
     assert (len(shown), len(shown[0])) == (len(scale.MAP_RATES), len(scale.MAP_HOSTS))
     assert plot.stat().st_size > 20_000
-    text = "\n".join(report_tables.scale(content))
+    text = "\n".join(markdown(report_tables.scale(Result(content))))
     assert "ours int8" in text
     assert "| 4096 |" in text
 
@@ -194,7 +196,7 @@ def test_a_prediction_that_is_far_off_ends_with_an_error(
     measured = {**dict.fromkeys(COUNTS, 0.1), "all-reduce alone": 0.1}
     path.write_text(json.dumps(network(result(None, **measured))))
     assert run(monkeypatch, path, "--hosts", "2") == 1
-    assert "MISSED" in capsys.readouterr().out
+    assert "missed" in capsys.readouterr().out
 
 
 def test_a_result_without_a_probe_is_refused(

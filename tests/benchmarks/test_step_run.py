@@ -6,11 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import deadline
 import pytest
 import torch
-from torchrun import ROOT, measured
+from benchmarked import measured
+from launched import ROOT
 
+from benchmarks.base import deadline
 from tritonddp.coordination.agreement import BYTES
 
 PARAMETERS = {"mlp": 12 * (512 * 512 + 512), "branchy": 400 * (32 * 32 + 32)}
@@ -26,7 +27,7 @@ TENSORS = {"mlp": 24, "branchy": 800}
 )
 def test_step_measures_every_configuration(name: str, tmp_path: Path) -> None:
     content, printed = measured(
-        ROOT / "benchmarks" / "step.py",
+        "step/step.py",
         tmp_path / "step.json",
         *("--models", name, "--rounds", "2", "--builds", "1"),
     )
@@ -79,7 +80,7 @@ def test_a_late_run_takes_few_rounds_of_what_is_compared(
 ) -> None:
     monkeypatch.setenv(deadline.VARIABLE, "0")
     content, printed = measured(
-        ROOT / "benchmarks" / "step.py",
+        "step/step.py",
         tmp_path / "step.json",
         *("--models", "mlp", "--rounds", "500", "--compared-only"),
     )
@@ -94,7 +95,11 @@ def test_a_late_run_takes_few_rounds_of_what_is_compared(
 def test_late_memory_has_one_row_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(deadline.VARIABLE, "0")
     content, _ = measured(
-        ROOT / "benchmarks" / "memory.py", tmp_path / "memory.json", "--models", "mlp", "branchy"
+        "step/memory.py",
+        tmp_path / "memory.json",
+        "--models",
+        "mlp",
+        "branchy",
     )
     assert {name: list(rows) for name, rows in content["models"].items()} == {"mlp": ["ours"]}
     assert {"mlp ours views", "mlp stock", "branchy ours"} <= set(content["left_out"])
@@ -103,7 +108,7 @@ def test_late_memory_has_one_row_of_ours(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.thorough
 def test_step_measures_fewer_bytes_beside(tmp_path: Path) -> None:
     content, printed = measured(
-        ROOT / "benchmarks" / "step.py",
+        "step/step.py",
         tmp_path / "step.json",
         *("--models", "mlp", "--rounds", "2", "--builds", "1", "--by-wire"),
     )
@@ -125,7 +130,7 @@ def test_step_measures_fewer_bytes_beside(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [["--rounds", "0"], ["--models", "nothing"]])
 def test_arguments_that_make_no_sense_are_refused(arguments: list[str]) -> None:
-    script = ROOT / "benchmarks" / "step.py"
+    script = ROOT / "benchmarks" / "step" / "step.py"
     done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True)
     assert done.returncode == 2
     assert arguments[0] in done.stderr

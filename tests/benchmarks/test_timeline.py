@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import gzip
-import itertools
+import importlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from benchmarked import check_labels
+from launched import ROOT, run
 
 from tritonddp.diagnostics.timeline import (
     Backward,
@@ -20,9 +20,6 @@ from tritonddp.diagnostics.timeline import (
     Timeline,
     slowest,
 )
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.append(str(BENCHMARKS))
 
 
 def backward(buckets: int, compute: float, sent: float, reduced: bool = True) -> Backward:
@@ -69,29 +66,13 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_no_label_overlaps_another_or_leaves_the_picture(case: Backward, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra [bench]")
-    from matplotlib.text import Text
-    from timeline_plot import Picture, draw
+
+    from benchmarks.timeline.plot import Picture, draw
 
     figure = Picture(case, "transformer", "rank 0 of 2 over gloo on cpu").figure
-    figure.canvas.draw()
-    (axis,) = figure.axes
-    first, last = axis.get_xlim()
-    unseen = [
-        tick.label1 for tick in axis.xaxis.get_major_ticks() if not first <= tick.get_loc() <= last
-    ]
-    boxes = [
-        (text.get_text(), text.get_window_extent())
-        for text in figure.findobj(Text)
-        if text.get_visible() and text.get_text() and text not in unseen
-    ]
-    labels = [label for label, _ in boxes]
+    labels = check_labels(figure)
     assert {"compute", "gradients ready", "time since the backward began, ms"} <= set(labels)
     assert ("communication" in labels) == case.reduced
-    for label, box in boxes:
-        assert 0 <= box.x0 < box.x1 <= figure.bbox.width, f"{label!r} leaves the picture"
-        assert 0 <= box.y0 < box.y1 <= figure.bbox.height, f"{label!r} leaves the picture"
-    for (label, box), (other, its) in itertools.combinations(boxes, 2):
-        assert not box.overlaps(its), f"{label!r} lies over {other!r}"
     draw(case, tmp_path / "timeline.png", "transformer", "rank 0 of 2 over gloo on cpu")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
@@ -100,7 +81,8 @@ def test_no_label_overlaps_another_or_leaves_the_picture(case: Backward, tmp_pat
 def test_the_picture_of_all_ranks_marks_the_slow_one(slow: int | None, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra [bench]")
     from matplotlib.text import Text
-    from timeline_ranks import draw, figure_of
+
+    from benchmarks.timeline.ranks_plot import draw, figure_of
 
     compute = [80.0 if rank == slow else 50.0 for rank in range(4)]
     ranks = [Timeline(rank, "cpu", [backward(6, ms, 4.0)]) for rank, ms in enumerate(compute)]
@@ -117,25 +99,18 @@ def test_the_picture_of_all_ranks_marks_the_slow_one(slow: int | None, tmp_path:
 
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "timeline_plot", raising=False)
+    monkeypatch.delitem(sys.modules, "benchmarks.report.drawing", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
-        import timeline_plot  # noqa: F401
+        importlib.import_module("benchmarks.report.drawing")
 
 
 @pytest.mark.long
 def test_the_benchmark_writes_picture_trace_and_times(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra [bench]")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     options = ["--backend", "gloo", "--models", "mlp", "--steps", "3", "--out", str(tmp_path)]
     options += ["--all-ranks", "--slow", "1", "200"]
-    done = subprocess.run(
-        [*launcher, str(BENCHMARKS / "timeline.py"), *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run(ROOT / "benchmarks" / "timeline" / "timeline.py", *options, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "timeline-mlp.png").read_bytes().startswith(b"\x89PNG")
     trace = gzip.decompress((tmp_path / "timeline-mlp.trace.json.gz").read_bytes())

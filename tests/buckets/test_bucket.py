@@ -15,10 +15,6 @@ from tritonddp.kernels.memory_order import gradient_strides
 CPU = torch.device("cpu")
 
 
-def caps(*limits: int) -> BucketCaps:
-    return BucketCaps(limits)
-
-
 def bucket_of(*params: Parameter) -> Bucket:
     names = [f"p{i}" for i in range(len(params))]
     return Bucket(0, params, names, select(CPU), Counters())
@@ -28,24 +24,24 @@ def bucket_of(*params: Parameter) -> Bucket:
 def test_one_dtype_is_cut_as_stock_ddp_cuts_it(limits):
     params = [torch.empty(n) for n in (10, 200, 3, 50, 50, 400, 1, 0, 99)]
     expected, _ = dist._compute_bucket_assignment_by_size(params, list(limits), [False] * 9)
-    assert assign_buckets(params, range(9), caps(*limits)) == expected
+    assert assign_buckets(params, range(9), BucketCaps(tuple(limits))) == expected
 
 
 def test_dtypes_do_not_share_a_bucket_and_each_has_its_own_first_limit():
     params = [torch.empty(10), torch.empty(10, dtype=torch.float64)] * 3
     # 40 bytes close the first bucket of a dtype; its second one takes the rest.
-    assert assign_buckets(params, range(6), caps(40, 10**6)) == [[0], [1], [2, 4], [3, 5]]
+    assert assign_buckets(params, range(6), BucketCaps((40, 10**6))) == [[0], [1], [2, 4], [3, 5]]
 
 
 def test_buckets_are_launched_in_the_order_in_which_they_get_complete():
     big, small = torch.empty(100, dtype=torch.float64), torch.empty(1)
     params = [small, big, big, small]  # the bucket of the small ones is opened first, full last
-    assert assign_buckets(params, range(4), caps(1600)) == [[1, 2], [0, 3]]
+    assert assign_buckets(params, range(4), BucketCaps((1600,))) == [[1, 2], [0, 3]]
 
 
 def test_buckets_follow_the_given_order_not_the_registration_order():
     params = [torch.empty(10) for _ in range(4)]
-    assert assign_buckets(params, [2, 0, 3, 1], caps(80)) == [[2, 0], [3, 1]]
+    assert assign_buckets(params, [2, 0, 3, 1], BucketCaps((80,))) == [[2, 0], [3, 1]]
 
 
 def test_default_sizes_are_those_of_stock_ddp():

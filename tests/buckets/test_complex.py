@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
-from oracle import Alone, assert_mean, one_per_rank, seed
+from oracle import Alone, assert_mean, in_step, one_per_rank, seed
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as Stock
+from training import beside_stock, breaking_off, train_step, wrap
 
 from tritonddp import DistributedDataParallel
-
-VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 
 
 class Complex(nn.Module):
@@ -61,24 +58,20 @@ def train(
     net(Complex.batch().to(real), sometimes=rank == 1 and step > 1).backward()
 
 
-@VIEW
 @pytest.mark.parametrize(
     ("dtype", "cap"),
     [(torch.complex64, None), (torch.complex128, 1e-5)],
     ids=["complex64", "complex128, many buckets"],
 )
-@ranks(2, 3)
+@ranks(2, 3, views=True)
 def test_the_mean_of_complex_gradients(dtype: torch.dtype, cap: float | None, view: bool) -> None:
     model = Complex(dtype)
     alone: list[Alone] = one_per_rank(model)
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=view, bucket_cap_mb=cap)
+    ddp = wrap(model, view, bucket_cap_mb=cap)
     for step in range(5):
         for net in (*alone, ddp):
             net.zero_grad(set_to_none=step % 2 == 0)
-        train(ddp, dist.get_rank(), step, dtype)
-        for rank, net in enumerate(alone):
-            train(net, rank, step, dtype)
-        assert_mean(ddp, alone, f"step {step}")
+        in_step(lambda net, rank, step=step: train(net, rank, step, dtype), ddp, alone, step)
     for bucket in ddp.reducer.buckets:
         assert not bucket.flat.data.is_complex(), "kernels and collectives see real numbers"
     dtypes = [{param.dtype for param in bucket.params} for bucket in ddp.reducer.buckets]
@@ -87,36 +80,28 @@ def test_the_mean_of_complex_gradients(dtype: torch.dtype, cap: float | None, vi
     assert not ddp.module.conjugate.grad.is_conj()
 
 
-@VIEW
-@ranks(2)
-def test_bit_equal_to_stock(view: bool) -> None:
-    model = Complex(torch.complex64)
+@ranks(2, views=True)
+def test_bit_equal_to_stock(rank: int, view: bool) -> None:
     options: dict[str, Any] = {"gradient_as_bucket_view": view, "find_unused_parameters": True}
-    nets = [each(copy.deepcopy(model), **options) for each in (Stock, DistributedDataParallel)]
+    nets = beside_stock(Complex(torch.complex64), **options)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) for net in nets]
     for step in range(4):
         for net, optimizer in zip(nets, optimizers, strict=True):
             optimizer.zero_grad()
-            train(net, dist.get_rank(), step, torch.complex64, no_sync=False)
+            train(net, rank, step, torch.complex64, no_sync=False)
             optimizer.step()
-        names = [name for name, _ in model.named_parameters()]
-        for name, stock, ours in zip(names, *(net.parameters() for net in nets), strict=True):
-            if stock.grad is None:
-                assert ours.grad is None, name
-                continue
-            assert_same_bits(
-                torch.view_as_real(ours) if ours.is_complex() else ours,
-                torch.view_as_real(stock) if stock.is_complex() else stock,
-                name,
-            )
+        real = [
+            [torch.view_as_real(each) if each.is_complex() else each for each in net.parameters()]
+            for net in nets
+        ]
+        assert_same_bits(*real, f"parameters in step {step}")
 
 
-@VIEW
-@ranks(2)
+@ranks(2, views=True)
 def test_weighted_and_on_request(view: bool) -> None:
     model = Complex()
     alone = one_per_rank(model)
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
+    ddp = wrap(model, view)
     for reduction in ("mean", "sum"):
         for net in (*alone, ddp):
             net.zero_grad()
@@ -139,13 +124,11 @@ def test_weighted_and_on_request(view: bool) -> None:
     assert means[1].dtype == torch.complex128
 
 
-@VIEW
-@ranks(2)
+@ranks(2, views=True)
 def test_bucket_views_are_complex(view: bool) -> None:
-    ddp = DistributedDataParallel(Complex(), gradient_as_bucket_view=view)
+    ddp = wrap(Complex(), view)
     for _ in range(3):
-        ddp.zero_grad()
-        ddp(Complex.batch()).backward()
+        train_step(ddp, Complex.batch(), loss=torch.sum)
     storages = {b.flat.data.untyped_storage().data_ptr() for b in ddp.reducer.buckets}
     for name in ("mix", "transposed", "conjugate", "scalar"):
         grad = getattr(ddp.module, name).grad
@@ -153,28 +136,25 @@ def test_bucket_views_are_complex(view: bool) -> None:
         assert grad.stride() == getattr(ddp.module, name).stride()
 
 
-@VIEW
-@ranks(2)
-def test_nan_and_a_broken_backward_reach_the_other_rank(view: bool) -> None:
+@ranks(2, views=True)
+def test_nan_and_a_broken_backward_reach_the_other_rank(rank: int, view: bool) -> None:
     model = Complex()
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
+    ddp = wrap(model, view)
     ddp(Complex.batch()).backward()
     ddp.zero_grad()
-    if dist.get_rank() == 1:
-        model.first.weight.register_hook(lambda grad: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            ddp(Complex.batch()).backward()
+    with breaking_off(model.first.weight, rank == 1):
+        ddp(Complex.batch()).backward()
+    if rank == 1:
         ddp.reducer.prepare_for_forward()
     else:
-        ddp(Complex.batch()).backward()
         assert model.mix.grad.real.isnan().all()
         assert model.mix.grad.imag.isnan().all()
 
 
 @ranks(2)
-def test_conjugate_parameters_start_as_those_of_rank_0() -> None:
+def test_conjugate_parameters_start_as_those_of_rank_0(rank: int) -> None:
     model = nn.Module()
-    model.weight = nn.Parameter(torch.full((3,), complex(dist.get_rank() + 1, 2)).conj())
+    model.weight = nn.Parameter(torch.full((3,), complex(rank + 1, 2)).conj())
     assert model.weight.is_conj()
     DistributedDataParallel(model)
     assert model.weight.tolist() == [1 - 2j] * 3

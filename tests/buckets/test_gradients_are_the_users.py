@@ -16,17 +16,17 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from distributed import assert_same_bits, ranks
+from modules import linears
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Stock
+from training import beside_stock, breaking_off, drawn, gradients, raises_if, train_step, wrap
 
 from tritonddp import DistributedDataParallel
-from tritonddp.buckets.rank_buffers import RankBuffers
+from tritonddp.comm.host.rank_buffers import RankBuffers
 
 SIZE = 10_000  # elements of a gradient that is large
 SIZES = pytest.mark.parametrize("size", [SIZE, 100], ids=["large", "small"])
-VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 
 
 class Branches(nn.Module):
@@ -46,34 +46,32 @@ class Matrices(nn.Module):
 
     def __init__(self, width: int = 129) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
+        self.layers, self.width = linears(*[width] * 4), width
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x[: 4 * 129].view(4, 129)).square().mean()
+        return self.layers(x[: 4 * self.width].view(4, -1)).square().mean()
 
 
 def batch(step: int) -> Tensor:
-    return torch.randn(SIZE, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-
-
-def pair(model: nn.Module | None = None, **options: Any) -> tuple[DistributedDataParallel, Stock]:
-    model = Branches() if model is None else model
-    return DistributedDataParallel(copy.deepcopy(model), **options), Stock(model, **options)
+    return drawn(SIZE, step=step)
 
 
 def step(model: nn.Module, number: int, without: tuple[int, ...] = ()) -> None:
-    model.zero_grad()
-    model(batch(number), *([without] if without else [])).backward()
+    inputs = [batch(number), without] if without else [batch(number)]
+    train_step(model, *inputs, loss=torch.sum)
 
 
-def assert_same(ours: nn.Module, stock: nn.Module) -> None:
-    for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
-        assert_same_bits(a.grad, b.grad, "gradient")
+def same_steps(ours: nn.Module, stock: nn.Module, *numbers: int) -> None:
+    """Steps of both, after each of which gradients have the same bits."""
+    for number in numbers:
+        step(ours, number)
+        step(stock, number)
+        assert_same_bits(gradients(ours), gradients(stock), f"gradients in step {number}")
 
 
-def for_both(function: Callable[[nn.Module], Any], **options: Any) -> None:
+def for_both(function: Callable[[nn.Module], Any], module: nn.Module) -> None:
     """``function`` returns the same for a model of ours and one of stock."""
-    ours, stock = pair(**options)
+    ours, stock = beside_stock(module)
     mine, theirs = function(ours), function(stock)
     assert mine == theirs
 
@@ -107,7 +105,7 @@ def test_a_gradient_is_the_tensor_that_autograd_made_with_its_marks(size: int) -
                 rows.append((grad._version, grad.sum().item()))
         return rows
 
-    for_both(found, model=Branches(size=size))
+    for_both(found, Branches(size=size))
 
 
 @SIZES
@@ -126,19 +124,19 @@ def test_a_copy_and_a_pickle_of_a_gradient_hold_that_alone(size: int) -> None:
             len(saved.getvalue()),
         ]
 
-    for_both(found, model=Branches(size=size))
+    for_both(found, Branches(size=size))
 
 
 @SIZES
 @ranks(2)
 def test_a_gradient_may_be_freed_or_shared_between_processes(size: int) -> None:
-    ours, stock = pair(Branches(size=size))
+    ours, stock = beside_stock(Branches(size=size))
     for number in range(5):
         for model in (ours, stock):
             step(model, number)
             model.module.vectors[0].grad.share_memory_()
             model(batch(number)).backward()  # adds to it
-        assert_same(ours, stock)
+        assert_same_bits(gradients(ours), gradients(stock))
         for model in (ours, stock):
             for param in model.parameters():
                 param.grad.untyped_storage().resize_(0)
@@ -150,11 +148,7 @@ def test_a_gradient_may_be_freed_or_shared_between_processes(size: int) -> None:
 def test_gradients_are_aligned_as_those_of_stock(width: int) -> None:
     """So that products of matrices, as Shampoo and SOAP make them, have the same bits."""
 
-    class Net(Matrices):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layers(x[: 4 * width].view(4, width)).square().mean()
-
-    ours, stock = pair(Net(width))
+    ours, stock = beside_stock(Matrices(width))
     for number in range(4):
         for model in (ours, stock):
             step(model, number)
@@ -173,7 +167,7 @@ def test_gradients_are_aligned_as_those_of_stock(width: int) -> None:
 @SIZES
 @ranks(2)
 def test_who_holds_a_gradient_from_a_hook_on_sees_the_mean(size: int, how: str) -> None:
-    ours, stock = pair(Branches(size=size))
+    ours, stock = beside_stock(Branches(size=size))
     held: list[Any] = []
     look: dict[str, Callable[[Tensor], Any]] = {
         "itself": lambda grad: grad,
@@ -196,7 +190,7 @@ def test_who_holds_a_gradient_from_a_hook_on_sees_the_mean(size: int, how: str) 
 @pytest.mark.parametrize("how", ["itself", "detached", "a slice", "numpy", "in a graph"])
 @ranks(2)
 def test_a_gradient_that_is_held_stays_what_it_is(how: str) -> None:
-    ours, stock = pair()
+    ours, stock = beside_stock(Branches())
     for number in range(2):
         step(ours, number)
     param = ours.module.vectors[1]
@@ -209,9 +203,7 @@ def test_a_gradient_that_is_held_stays_what_it_is(how: str) -> None:
     }[how]()
     expected = param.grad.clone()
     for number in range(2, 5):
-        step(ours, number)
-        step(stock, number)
-        assert_same(ours, stock)
+        same_steps(ours, stock, number)
         if how == "in a graph":
             leaf = held.grad_fn.next_functions[0][0].next_functions[1][0].variable
             (found,) = torch.autograd.grad(held, leaf, retain_graph=True)
@@ -222,10 +214,8 @@ def test_a_gradient_that_is_held_stays_what_it_is(how: str) -> None:
 
 @ranks(2)
 def test_a_gradient_that_was_there_before_is_written_to_in_place() -> None:
-    ours, stock = pair()
-    for number in range(3):
-        step(ours, number)
-        step(stock, number)
+    ours, stock = beside_stock(Branches())
+    same_steps(ours, stock, *range(3))
     for param, other in zip(ours.parameters(), stock.parameters(), strict=True):
         param.grad = torch.full((SIZE,), 2.0)
         other.grad = torch.full((SIZE,), 2.0)
@@ -233,13 +223,13 @@ def test_a_gradient_that_was_there_before_is_written_to_in_place() -> None:
     for number in range(3, 6):
         ours(batch(number)).backward()
         stock(batch(number)).backward()
-        assert_same(ours, stock)
+        assert_same_bits(gradients(ours), gradients(stock))
     assert all(a is b.grad for a, b in zip(mine, ours.parameters(), strict=True))
 
 
 @ranks(2)
 def test_zeroing_in_place_accumulating_and_setting_to_none_may_take_turns() -> None:
-    ours, stock = pair()
+    ours, stock = beside_stock(Branches())
     for number in range(12):
         for model in (ours, stock):
             if number % 3 == 0:
@@ -250,18 +240,17 @@ def test_zeroing_in_place_accumulating_and_setting_to_none_may_take_turns() -> N
                 with model.no_sync():
                     model(batch(100 + number)).backward()
             model(batch(number)).backward()
-        assert_same(ours, stock)
+        assert_same_bits(gradients(ours), gradients(stock))
 
 
-@VIEW
-@ranks(2)
-def test_a_gradient_of_another_rank_comes_into_being(view: bool) -> None:
-    ours = DistributedDataParallel(Branches(), gradient_as_bucket_view=view)
+@ranks(2, views=True)
+def test_a_gradient_of_another_rank_comes_into_being(rank: int, view: bool) -> None:
+    ours = wrap(Branches(), view)
     stock = Stock(
         copy.deepcopy(ours.module), gradient_as_bucket_view=view, find_unused_parameters=True
     )
     for number in range(5):
-        without = (2, (dist.get_rank() + number) % 2)  # 2 nowhere, 0 and 1 on one rank each
+        without = (2, (rank + number) % 2)  # 2 nowhere, 0 and 1 on one rank each
         step(ours, number, without)
         step(stock, number, without)
         assert ours.module.vectors[2].grad is None
@@ -270,42 +259,28 @@ def test_a_gradient_of_another_rank_comes_into_being(view: bool) -> None:
                 assert_same_bits(a.grad, b.grad, "gradient")
 
 
-@VIEW
-@ranks(2)
-def test_hooks_that_change_a_gradient_come_before_it_is_sent(view: bool) -> None:
-    ours, stock = pair(gradient_as_bucket_view=view)
+@ranks(2, views=True)
+def test_hooks_that_change_a_gradient_come_before_it_is_sent(rank: int, view: bool) -> None:
+    ours, stock = beside_stock(Branches(), gradient_as_bucket_view=view)
     for model in (ours, stock):
         for scale, param in enumerate(model.parameters(), start=2):
 
-            def change(param: Tensor, factor: int = scale * (1 + dist.get_rank())) -> None:
+            def change(param: Tensor, factor: int = scale * (1 + rank)) -> None:
                 param.grad.mul_(factor)
 
             param.register_post_accumulate_grad_hook(change)
-    for number in range(4):
-        step(ours, number)
-        step(stock, number)
-        assert_same(ours, stock)
+    same_steps(ours, stock, *range(4))
 
 
 @ranks(2)
-def test_after_a_backward_that_broke_off_the_next_steps_are_right() -> None:
-    ours, stock = pair()
-    for number in range(2):
-        step(ours, number)
-        step(stock, number)
+def test_after_a_backward_that_broke_off_the_next_steps_are_right(rank: int) -> None:
+    ours, stock = beside_stock(Branches())
+    same_steps(ours, stock, 0, 1)
     ours.zero_grad()
     loss = ours(batch(2))
-    if dist.get_rank() == 1:  # vector 3 comes first
-        handle = ours.module.vectors[1].register_hook(lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            loss.backward()
-        handle.remove()
-    else:
+    with breaking_off(ours.module.vectors[1], rank == 1):
         loss.backward()
-    for number in range(3, 6):
-        step(ours, number)
-        step(stock, number)
-        assert_same(ours, stock)
+    same_steps(ours, stock, 3, 4, 5)
 
 
 @ranks(2)
@@ -317,13 +292,12 @@ def test_two_wrappers_around_the_same_parameters_both_reduce() -> None:
         for ours in (first, second):
             step(ours, number)
             step(stock, number)
-            for a, b in zip(model.parameters(), stock.parameters(), strict=True):
-                torch.testing.assert_close(a.grad, b.grad)
+            torch.testing.assert_close(gradients(model), gradients(stock))
 
 
 @ranks(2)
 def test_a_gradient_that_a_hook_keeps_or_replaces_is_reduced_in_place() -> None:
-    ours, stock = pair()
+    ours, stock = beside_stock(Branches())
     kept: list[Tensor] = []
     mine = torch.empty(SIZE)
 
@@ -335,16 +309,14 @@ def test_a_gradient_that_a_hook_keeps_or_replaces_is_reduced_in_place() -> None:
     ours.module.vectors[1].register_post_accumulate_grad_hook(replace)
     for number in range(4):
         kept.clear()
-        step(ours, number)
-        step(stock, number)
-        assert_same(ours, stock)
+        same_steps(ours, stock, number)
         assert kept[0] is ours.module.vectors[0].grad
         assert mine is ours.module.vectors[1].grad
 
 
 @ranks(2)
 def test_a_graph_of_gradients_keeps_them_as_they_are() -> None:
-    ours, _ = pair()
+    ours, _ = beside_stock(Branches())
     for _ in range(3):
         ours.zero_grad()
         ours(batch(0)).backward(create_graph=True)
@@ -352,34 +324,32 @@ def test_a_graph_of_gradients_keeps_them_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("find", [None, False, True])
-@VIEW
-@ranks(2)
-def test_a_gradient_that_a_hook_drops_counts_as_under_stock(view: bool, find: bool | None) -> None:
+@ranks(2, views=True)
+def test_a_gradient_that_a_hook_drops_counts_as_under_stock(
+    rank: int, view: bool, find: bool | None
+) -> None:
     """As zeros; with ``find_unused_parameters=True`` as that of an unused parameter."""
     model = Branches()
     options = {} if find is None else {"find_unused_parameters": find}
-    ours, stock = pair(model, gradient_as_bucket_view=view, **options)
+    ours, stock = beside_stock(model, gradient_as_bucket_view=view, **options)
 
     def drop(param: Tensor) -> None:
         param.grad = None
 
     for each in (ours, stock):
         each.module.vectors[0].register_post_accumulate_grad_hook(drop)  # on all ranks
-        if dist.get_rank() == 0:
+        if rank == 0:
             each.module.vectors[1].register_post_accumulate_grad_hook(drop)
     for number in range(4):
         for each in (ours, stock):
             step(each, number)
-        for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
-            assert (a.grad is None) == (b.grad is None)
-            if b.grad is not None:
-                assert_same_bits(a.grad, b.grad, "gradient")
+        assert_same_bits(gradients(ours), gradients(stock), f"gradients in step {number}")
 
 
 @ranks(2)
 def test_hooks_on_the_nodes_that_accumulate_change_what_is_averaged() -> None:
     """Under stock they come behind the copy into the bucket, and what they write is overwritten."""
-    ours, stock = pair()
+    ours, stock = beside_stock(Branches())
     nodes = []
     for model in (ours, stock):
         for param in model.parameters():
@@ -393,14 +363,14 @@ def test_hooks_on_the_nodes_that_accumulate_change_what_is_averaged() -> None:
     for number in range(4):
         step(ours, number)
         step(stock, number)
-        for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
-            assert_same_bits(2 * a.grad, b.grad, "gradient")
+        halves = [grad / 2 for grad in gradients(stock)]
+        assert_same_bits(gradients(ours), halves, f"gradients in step {number}")
 
 
 @ranks(2)
 def test_gradients_that_are_bucket_views_are_tensors_in_their_own_right() -> None:
     """Those of stock are views in autograd's sense, which share one version and refuse this."""
-    ours, _ = pair(gradient_as_bucket_view=True)
+    ours, _ = beside_stock(Branches(), gradient_as_bucket_view=True)
     for number in range(2):
         step(ours, number)
     first, second = ours.module.vectors[0].grad, ours.module.vectors[1].grad
@@ -412,15 +382,14 @@ def test_gradients_that_are_bucket_views_are_tensors_in_their_own_right() -> Non
 
 
 @ranks(2)
-def test_a_slow_rank_still_reads_what_the_others_packed() -> None:
+def test_a_slow_rank_still_reads_what_the_others_packed(rank: int) -> None:
     """They may pack again only when its last gradient is summed."""
-    ours, stock = pair()
+    ours, stock = beside_stock(Branches())
+    same_steps(ours, stock, 0, 1)
     expected = []
-    for number in range(6):
+    for number in range(2, 6):
         step(stock, number)
-        expected.append([param.grad for param in stock.parameters()])
-    for number in range(2):
-        step(ours, number)
+        expected.append(gradients(stock))
     sum_into = RankBuffers.sum_into
 
     def late(*arguments: Any) -> None:
@@ -428,22 +397,21 @@ def test_a_slow_rank_still_reads_what_the_others_packed() -> None:
         sum_into(*arguments)
 
     slow = mock.patch.object(RankBuffers, "sum_into", late)
-    with slow if dist.get_rank() else contextlib.nullcontext():
-        for number in range(2, 6):
+    with slow if rank else contextlib.nullcontext():
+        for number, grads in enumerate(expected, start=2):
             step(ours, number)
-            for param, grad in zip(ours.parameters(), expected[number], strict=True):
-                assert_same_bits(param.grad, grad, "gradient")
+            assert_same_bits(gradients(ours), grads, "gradient")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("fails_in", [0, 3])
 @ranks(2)
-def test_after_a_sum_that_broke_off_all_go_on(fails_in: int, error: type[BaseException]) -> None:
+def test_after_a_sum_that_broke_off_all_go_on(
+    rank: int, fails_in: int, error: type[BaseException]
+) -> None:
     """In the first bucket, or when the last is summed, on one rank; the others do not wait."""
-    ours, stock = pair(bucket_cap_mb=3e-2)
-    for number in range(2):
-        step(ours, number)
-        step(stock, number)
+    ours, stock = beside_stock(Branches(), bucket_cap_mb=3e-2)
+    same_steps(ours, stock, 0, 1)
     assert len(ours.reducer.buckets) == 4
     sum_into, calls = RankBuffers.sum_into, []
 
@@ -453,26 +421,21 @@ def test_after_a_sum_that_broke_off_all_go_on(fails_in: int, error: type[BaseExc
             raise error("amid a sum")
         sum_into(self, grads, factor)
 
-    if dist.get_rank() == 1:
-        with mock.patch.object(RankBuffers, "sum_into", fails), pytest.raises(error):
-            step(ours, 2)
-    else:
+    fails_here = rank == 1
+    with (
+        mock.patch.object(RankBuffers, "sum_into", fails if fails_here else sum_into),
+        raises_if(fails_here, error),
+    ):
         step(ours, 2)
-    for number in range(3, 6):
-        step(ours, number)
-        step(stock, number)
-        assert_same(ours, stock)
+    same_steps(ours, stock, 3, 4, 5)
 
 
 @ranks(2)
 def test_nothing_is_written_to_the_buffer_of_large_gradients() -> None:
     """So the system need not give it memory."""
-    ours, stock = pair()
+    ours, stock = beside_stock(Branches())
     step(ours, 0)
     for bucket in ours.reducer.buckets:
         bucket.flat.payload.fill_(7)
-    for number in range(1, 4):
-        step(ours, number)
-        step(stock, number)
-        assert_same(ours, stock)
+    same_steps(ours, stock, 1, 2, 3)
     assert all((bucket.flat.payload == 7).all() for bucket in ours.reducer.buckets)

@@ -2,60 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from distributed import assert_same_bits, ranks
-from torch import Tensor, nn
+from modules import Layers
+from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
-
-from tritonddp import DistributedDataParallel
-
-VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+from training import varied_steps, wrap
 
 
-def train(lazy: bool, width: int, **options: Any) -> list[Tensor | None]:
-    torch.manual_seed(0)
-    layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
-    layers.forward = lambda x, order: sum(layers[number](x).sum() for number in order)  # type: ignore
-    net = DistributedDataParallel(layers, lazy_bucket_allocation=lazy, **options)
-    grads: list[Tensor | None] = []
-    for step, order in enumerate([(0, 1, 2), (0, 1, 2), (2, 1), (dist.get_rank(),), (0, 2)]):
-        x = torch.full((2, width), step + 1.0 + dist.get_rank())
-        if step == 1:
-            with net.no_sync():
-                net(x, (0,)).backward()
-        net(x, order).backward()
-        grads += [None if param.grad is None else param.grad.clone() for param in net.parameters()]
-        net.zero_grad(set_to_none=step % 2 == 0)
-    return grads
-
-
-@VIEW
 @pytest.mark.parametrize("width", [4, 100], ids=["small", "large"])
 @pytest.mark.parametrize(
     "options",
     [{}, {"bucket_cap_mb": 1e-4}, {"mixed_precision": _MixedPrecision(None, torch.bfloat16)}],
     ids=["one", "several", "wire"],
 )
-@ranks(2)
+@ranks(2, views=True)
 def test_the_same_gradients(options: dict[str, Any], width: int, view: bool) -> None:
-    options = {**options, "gradient_as_bucket_view": view}
-    expected = train(False, width, **options)
-    for number, (grad, want) in enumerate(
-        zip(train(True, width, **options), expected, strict=True)
-    ):
-        assert_same_bits(grad, want, f"gradient {number}")
+    module = Layers("abc", width)
+    expected = varied_steps(wrap(copy.deepcopy(module), view, **options), width)
+    lazy = wrap(module, view, lazy_bucket_allocation=True, **options)
+    assert_same_bits(varied_steps(lazy, width), expected, "gradient")
 
 
-@VIEW
-@ranks(2)
+@ranks(2, views=True)
 def test_no_memory_between_backwards(view: bool) -> None:
-    net = DistributedDataParallel(
-        nn.Linear(4, 4), lazy_bucket_allocation=True, gradient_as_bucket_view=view
-    )
+    net = wrap(nn.Linear(4, 4), view, lazy_bucket_allocation=True)
     buffers: list[Any] = []
     net.module.bias.register_hook(lambda _: buffers.append(net.reducer.buckets[0].flat))
     for step in range(3):

@@ -5,7 +5,7 @@ gets the wrapped model (or, for the oracle, an unwrapped one with the same metho
 from torch's generator, and must use nothing else that differs between ranks but ``rank``. To add
 one, write it into the module of its subject:
 
-    @case(model=Branches)
+    @case(UNUSED, RIGHT, model=Branches)
     def last_branch_is_unused(net, rank, step):
         net(batch(), "abcde").sum().backward()
 
@@ -17,6 +17,7 @@ from cases import (  # noqa: F401  each puts its cases into the table
     changes,
     checkpoints,
     no_sync,
+    plain,
     requests,
     several_backwards,
     unused,

@@ -7,35 +7,36 @@ from oracle import Net
 from torch import nn
 
 from cases.models import Branches, batch, branch
+from cases.stock import RIGHT, UNUSED, WRONG
 from cases.table import case
 
 
-@case()
+@case(UNUSED, RIGHT)
 def frozen_in_turns(net: Net, rank: int, step: int) -> None:
     branch(net, "a").requires_grad_(step % 2 == 0)
     branch(net, "b").requires_grad_(step % 2 == 1)
     net(batch(), "abcdef").sum().backward()
 
 
-@case()
+@case(UNUSED, RIGHT)
 def frozen_in_turns_and_unused_on_one_rank(net: Net, rank: int, step: int) -> None:
     branch(net, "a").requires_grad_(step % 2 == 0)
     net(batch(), "abc" if rank else "de").sum().backward()
 
 
-@case(model=lambda: partly_frozen(Branches()), adds=[1])
+@case(WRONG, WRONG, model=lambda: partly_frozen(Branches()), adds=[1])
 def frozen_when_wrapped_and_unfrozen_later(net: Net, rank: int, step: int) -> None:
     branch(net, "a").requires_grad_(step > 0)
     net(batch(), "abcdef").sum().backward()
 
 
-@case(model=lambda: partly_frozen(Branches()), adds=[1])
+@case(UNUSED, WRONG, model=lambda: partly_frozen(Branches()), adds=[1])
 def unfrozen_and_used_on_one_rank(net: Net, rank: int, step: int) -> None:
     branch(net, "a").requires_grad_(step > 0)
     net(batch(), "abc" if rank else "bcd").sum().backward()
 
 
-@case(Branches, Branches, reductions=(1, 2))
+@case(RIGHT, RIGHT, Branches, Branches, reductions=(1, 2))
 def gan_with_the_judge_frozen_by_requires_grad(nets: list[Net], rank: int, step: int) -> None:
     generator, judge = nets
     fake = generator(batch(), "abcdef")
@@ -45,7 +46,7 @@ def gan_with_the_judge_frozen_by_requires_grad(nets: list[Net], rank: int, step:
     judge(fake, "abcdef").pow(2).sum().backward()
 
 
-@case()
+@case(WRONG, RIGHT)
 def frozen_between_forward_and_backward(net: Net, rank: int, step: int) -> None:
     net.requires_grad_(True)
     loss = net(batch(), "abcdef").sum()
@@ -53,7 +54,7 @@ def frozen_between_forward_and_backward(net: Net, rank: int, step: int) -> None:
     loss.backward()
 
 
-@case()
+@case(UNUSED, RIGHT)
 def frozen_inside_a_window(net: Net, rank: int, step: int) -> None:
     """What its microbatches accumulated before is reduced."""
     net.requires_grad_(True)
@@ -63,10 +64,7 @@ def frozen_inside_a_window(net: Net, rank: int, step: int) -> None:
     net(batch(), "abcdef").sum().backward()
 
 
-@case(
-    model=lambda: partly_frozen(Branches()),
-    adds=[0],
-)
+@case(WRONG, WRONG, model=lambda: partly_frozen(Branches()), adds=[0])
 def unfrozen_and_frozen_again_inside_a_window(net: Net, rank: int, step: int) -> None:
     with net.no_sync():
         branch(net, "a").requires_grad_(True)
@@ -75,7 +73,7 @@ def unfrozen_and_frozen_again_inside_a_window(net: Net, rank: int, step: int) ->
     net(batch(), "abcdef").sum().backward()
 
 
-@case(model=lambda: partly_frozen(Branches()), adds=[1])
+@case(WRONG, WRONG, model=lambda: partly_frozen(Branches()), adds=[1])
 def unfrozen_inside_a_window(net: Net, rank: int, step: int) -> None:
     branch(net, "a").requires_grad_(step > 1)
     with net.no_sync():
@@ -85,21 +83,21 @@ def unfrozen_inside_a_window(net: Net, rank: int, step: int) -> None:
     net(batch(), "bcdef").sum().backward()
 
 
-@case(adds=[1])
+@case(UNUSED, WRONG, adds=[1])
 def parameter_replaced(net: Net, rank: int, step: int) -> None:
     if step == 1:
         branch(net, "a")[0].weight = nn.Parameter(torch.full((4, 4), 0.3, dtype=torch.float64))
     net(batch(), "abcdef").sum().backward()
 
 
-@case(adds=[1, 2])
+@case(UNUSED, WRONG, adds=[1, 2])
 def layer_replaced_before_each_step(net: Net, rank: int, step: int) -> None:
     if step:
         branch(net, "f")[2] = constant(0.1 * step)
     net(batch(), "abcdef").sum().backward()
 
 
-@case(adds=[0, 2])
+@case(WRONG, WRONG, adds=[0, 2])
 def layers_added(net: Net, rank: int, step: int) -> None:
     """Before the first step too."""
     if step != 1:
@@ -107,7 +105,7 @@ def layers_added(net: Net, rank: int, step: int) -> None:
     net(batch(), [*net.module.branches]).sum().backward()
 
 
-@case(adds=[1])
+@case(WRONG, WRONG, adds=[1])
 def layer_added_that_one_rank_uses(net: Net, rank: int, step: int) -> None:
     if step == 1:
         net.module.branches["added"] = constant(0.2)
@@ -115,7 +113,7 @@ def layer_added_that_one_rank_uses(net: Net, rank: int, step: int) -> None:
     net(batch(), names).sum().backward()
 
 
-@case(adds=[1])
+@case(WRONG, WRONG, adds=[1])
 def adapters_added_and_the_rest_frozen(net: Net, rank: int, step: int) -> None:
     if step == 1:
         net.requires_grad_(False)

@@ -9,18 +9,11 @@ from oracle import Net
 from torch import Tensor, nn
 
 from cases.models import Branches, batch
+from cases.stock import ASSERTION, RIGHT, TWICE, UNUSED, WRONG
 from cases.table import case
 
 
-@case()
-def no_sync_around_all_of_the_earlier_ones(net: Net, rank: int, step: int) -> None:
-    with net.no_sync():
-        for _ in range(2):
-            net(batch(), "abc").sum().backward()
-    net(batch(), "abc").sum().backward()
-
-
-@case()
+@case(UNUSED, RIGHT)
 def no_sync_around_the_forward(net: Net, rank: int, step: int) -> None:
     """As mmengine's ``optim_context`` does: the backward comes after the context."""
     for names in ("abc", "bd"):
@@ -30,7 +23,7 @@ def no_sync_around_the_forward(net: Net, rank: int, step: int) -> None:
     net(batch(), "abc").sum().backward()
 
 
-@case()
+@case(UNUSED, RIGHT)
 def no_sync_around_the_backward(net: Net, rank: int, step: int) -> None:
     loss = net(batch(), "abc").sum()
     with net.no_sync():
@@ -38,14 +31,7 @@ def no_sync_around_the_backward(net: Net, rank: int, step: int) -> None:
     net(batch(), "bcd").sum().backward()
 
 
-@case(static_graph=True)
-def no_sync_with_static_graph(net: Net, rank: int, step: int) -> None:
-    with net.no_sync():
-        net(batch(), "abc").sum().backward()
-    net(batch(), "abc").sum().backward()
-
-
-@case(static_graph=True)
+@case(ASSERTION, ASSERTION, static_graph=True)
 def no_sync_around_the_forward_with_static_graph(net: Net, rank: int, step: int) -> None:
     with net.no_sync():
         losses = [net(batch(), "abc").sum() for _ in range(2)]
@@ -54,7 +40,7 @@ def no_sync_around_the_forward_with_static_graph(net: Net, rank: int, step: int)
     net(batch(), "abc").sum().backward()
 
 
-@case(static_graph=True)
+@case(RIGHT, RIGHT, static_graph=True)
 def no_sync_around_the_backward_with_static_graph(net: Net, rank: int, step: int) -> None:
     loss = net(batch(), "abc").sum()
     with net.no_sync():
@@ -62,36 +48,7 @@ def no_sync_around_the_backward_with_static_graph(net: Net, rank: int, step: int
     net(batch(), "abc").sum().backward()
 
 
-@case()
-def used_in_an_earlier_microbatch_only(net: Net, rank: int, step: int) -> None:
-    with net.no_sync():
-        net(batch(), "abc").sum().backward()
-        net(batch(), "d").sum().backward()
-    net(batch(), "e").sum().backward()
-
-
-@case()
-def used_in_an_earlier_microbatch_of_one_rank(net: Net, rank: int, step: int) -> None:
-    with net.no_sync():
-        net(batch(), "abc" if rank else "d").sum().backward()
-    net(batch(), "e" if rank else "ea").sum().backward()
-
-
-@case(static_graph=True)
-def used_in_an_earlier_microbatch_with_static_graph(net: Net, rank: int, step: int) -> None:
-    with net.no_sync():
-        net(batch(), "abc" if rank else "d").sum().backward()
-    net(batch(), "e").sum().backward()
-
-
-@case()
-def nothing_in_the_last_microbatch(net: Net, rank: int, step: int) -> None:
-    with net.no_sync():
-        net(batch(), "abc" if rank else "ad").sum().backward()
-    net(batch(), "").sum().backward()
-
-
-@case()
+@case(TWICE, WRONG)
 def no_sync_in_the_middle_of_a_graph(net: Net, rank: int, step: int) -> None:
     loss = net(batch(), "abc").sum()
     with net.no_sync():
@@ -99,7 +56,7 @@ def no_sync_in_the_middle_of_a_graph(net: Net, rank: int, step: int) -> None:
     loss.backward()
 
 
-@case()
+@case(UNUSED, RIGHT)
 def more_microbatches_on_one_rank(net: Net, rank: int, step: int) -> None:
     with net.no_sync():
         for _ in range(1 + 2 * rank):
@@ -107,7 +64,7 @@ def more_microbatches_on_one_rank(net: Net, rank: int, step: int) -> None:
     net(batch(), "ab").sum().backward()
 
 
-@case()
+@case(UNUSED, RIGHT)
 def exception_inside_no_sync(net: Net, rank: int, step: int) -> None:
     with contextlib.suppress(ZeroDivisionError), net.no_sync():
         net(batch(), "abc").sum().backward()
@@ -115,7 +72,7 @@ def exception_inside_no_sync(net: Net, rank: int, step: int) -> None:
     net(batch(), "cd").sum().backward()
 
 
-@case()
+@case(UNUSED, RIGHT)
 def flag_set_by_hand(net: Net, rank: int, step: int) -> None:
     """As nanoGPT does: before the forward of each microbatch."""
     for microbatch in range(3):
@@ -123,7 +80,7 @@ def flag_set_by_hand(net: Net, rank: int, step: int) -> None:
         net(batch(), "abc" if rank else "acd").sum().backward()
 
 
-@case()
+@case(UNUSED, RIGHT)
 def flag_set_by_hand_between_forward_and_backward(net: Net, rank: int, step: int) -> None:
     net.require_backward_grad_sync = False
     net(batch(), "abc").sum().backward()
@@ -133,7 +90,7 @@ def flag_set_by_hand_between_forward_and_backward(net: Net, rank: int, step: int
     net(batch(), "cd").sum().backward()
 
 
-@case()
+@case(UNUSED, TWICE)
 def no_sync_around_the_later_of_two_forwards(net: Net, rank: int, step: int) -> None:
     """The earlier one, outside, has the backward through both reduced."""
     loss = net(batch(), "ab").sum()
@@ -142,7 +99,7 @@ def no_sync_around_the_later_of_two_forwards(net: Net, rank: int, step: int) -> 
     loss.backward()
 
 
-@case()
+@case(RIGHT, TWICE)
 def prepared_behind_a_forward_under_no_sync(net: Net, rank: int, step: int) -> None:
     """``reducer.prepare_for_backward`` has it reduced all the same."""
     with net.no_sync():
@@ -152,7 +109,7 @@ def prepared_behind_a_forward_under_no_sync(net: Net, rank: int, step: int) -> N
     loss.backward()
 
 
-@case()
+@case(UNUSED, RIGHT)
 def accelerate_accumulates(net: Net, rank: int, step: int) -> None:
     """``accelerator.accumulate(model)``: forward, backward and step lie inside; the last one
     enters a context that does nothing."""
@@ -192,14 +149,14 @@ class PreparesInside(Branches):
         return net(batch(), "ace" if rank else "bd", backward=False)
 
 
-@case(model=PreparesInside)
+@case(RIGHT, RIGHT, model=PreparesInside)
 def lightning_prepares_the_reducer(net: Net, rank: int, step: int) -> None:
     net.module.wrapper = [net]  # in a list: it is no submodule
     net(batch(), "abcdef")
     net.require_backward_grad_sync = True
 
 
-@case(model=PreparesInside)
+@case(RIGHT, RIGHT, model=PreparesInside)
 def lightning_blocks_the_synchronisation(net: Net, rank: int, step: int) -> None:
     """``block_backward_sync()`` of the strategy, around a whole training_step."""
     net.module.wrapper = [net]
@@ -210,7 +167,7 @@ def lightning_blocks_the_synchronisation(net: Net, rank: int, step: int) -> None
     net.require_backward_grad_sync = True
 
 
-@case()
+@case(RIGHT, TWICE)
 def accelerate_triggers_the_synchronisation(net: Net, rank: int, step: int) -> None:
     """``accelerator.trigger_sync_in_backward(model)``, around the last of several backwards."""
     with net.no_sync():
@@ -227,7 +184,7 @@ def accelerate_triggers_the_synchronisation(net: Net, rank: int, step: int) -> N
     net.require_backward_grad_sync, net.require_forward_param_sync = before
 
 
-@case(reductions=2)
+@case(RIGHT, TWICE, reductions=2)
 def reducer_prepared_between_two_losses(net: Net, rank: int, step: int) -> None:
     """As several losses of one graph are written for stock."""
     output = net(batch(), "abcdef")

@@ -10,11 +10,12 @@ from oracle import Net
 from torch import Tensor
 
 from cases.models import batch, branch, samples
+from cases.stock import IN_PLACE, RIGHT, TWICE, UNUSED, WRONG
 from cases.table import case
 from tritonddp import DistributedDataParallel
 
 
-@case()
+@case(UNUSED, RIGHT)
 def gradient_of_the_input(net: Net, rank: int, step: int) -> None:
     x = batch()
     loss = net(x, "abc").pow(2).sum()
@@ -22,7 +23,7 @@ def gradient_of_the_input(net: Net, rank: int, step: int) -> None:
     loss.backward()
 
 
-@case()
+@case(UNUSED, RIGHT)
 def gradient_of_parameters(net: Net, rank: int, step: int) -> None:
     loss = net(batch(), "abc").pow(2).sum()
     weights = list(branch(net, "b").parameters())
@@ -31,14 +32,14 @@ def gradient_of_parameters(net: Net, rank: int, step: int) -> None:
     loss.backward()
 
 
-@case()
+@case(UNUSED, TWICE)
 def gradient_of_another_output(net: Net, rank: int, step: int) -> None:
     first, second = net(batch(), "abc").pow(2), net(batch(), "de")
     torch.autograd.grad(second.sum(), first, retain_graph=True, allow_unused=True)
     (first.sum() + second.sum()).backward()
 
 
-@case()
+@case(UNUSED, RIGHT)
 def gradient_between_no_sync_and_backward(net: Net, rank: int, step: int) -> None:
     with net.no_sync():
         net(batch(), "ac").sum().backward()
@@ -49,7 +50,7 @@ def gradient_between_no_sync_and_backward(net: Net, rank: int, step: int) -> Non
     net(batch(), "b").sum().backward()
 
 
-@case()
+@case(UNUSED, RIGHT)
 def gradient_penalty(net: Net, rank: int, step: int) -> None:
     x = batch()
     output = net(x, "abc")
@@ -57,21 +58,21 @@ def gradient_penalty(net: Net, rank: int, step: int) -> None:
     (output.mean() + (gradient.norm() - 1).pow(2)).backward()
 
 
-@case()
+@case(UNUSED, UNUSED)
 def gradient_penalty_alone(net: Net, rank: int, step: int) -> None:
     x = batch()
     (gradient,) = torch.autograd.grad(net(x, "abc").sum(), x, create_graph=True)
     gradient.pow(2).sum().backward()
 
 
-@case()
+@case(IN_PLACE, IN_PLACE)
 def backward_that_builds_a_graph(net: Net, rank: int, step: int) -> None:
     with warnings.catch_warnings():  # of a reference cycle, which the test runner collects
         warnings.simplefilter("ignore")
         net(batch(), "abc").pow(2).sum().backward(create_graph=True)
 
 
-@case(reductions=0)
+@case(RIGHT, RIGHT, reductions=0)
 def autograd_grad_alone(net: Net, rank: int, step: int) -> None:
     x = batch()
     torch.autograd.grad(net(x, "abc").sum(), x)
@@ -86,7 +87,7 @@ def add_to_grads(params: Iterable[Tensor], gradients: Iterable[Tensor | None]) -
             param.grad = gradient if param.grad is None else param.grad + gradient
 
 
-@case(reductions=0, requests=1)
+@case(WRONG, WRONG, reductions=0, requests=1)
 def gradients_of_autograd_grad(net: Net, rank: int, step: int) -> None:
     params = list(net.parameters())
     loss = net(batch(), "abc" if rank else "bcd").pow(2).sum()
@@ -94,7 +95,7 @@ def gradients_of_autograd_grad(net: Net, rank: int, step: int) -> None:
     add_to_grads(params, net.reduce_gradients(gradients))
 
 
-@case(reductions=0, requests=1, names_params=True)
+@case(WRONG, WRONG, reductions=0, requests=1, names_params=True)
 def gradients_of_second_order(net: Net, rank: int, step: int) -> None:
     """Of a penalty on the gradients for some parameters."""
     params = list(branch(net, "b").parameters())
@@ -104,7 +105,7 @@ def gradients_of_second_order(net: Net, rank: int, step: int) -> None:
     add_to_grads(params, net.reduce_gradients(second, params))
 
 
-@case(reductions=0, requests=1)
+@case(WRONG, WRONG, reductions=0, requests=1)
 def gradients_by_name(net: Net, rank: int, step: int) -> None:
     names = ["branches.a.0.weight", "branches.c.2.bias"][: 1 + rank]
     params = dict(net.module.named_parameters())
@@ -113,7 +114,7 @@ def gradients_by_name(net: Net, rank: int, step: int) -> None:
     add_to_grads(params.values(), means.values())
 
 
-@case(reductions=0, requests=1)
+@case(WRONG, WRONG, reductions=0, requests=1)
 def gradients_made_by_hand(net: Net, rank: int, step: int) -> None:
     """As evolution strategies do: ``.grad`` is filled, then reduced in place."""
     for number, param in enumerate(net.parameters()):
@@ -123,7 +124,7 @@ def gradients_made_by_hand(net: Net, rank: int, step: int) -> None:
     net.reduce_gradients()
 
 
-@case(reductions=0, requests=1)
+@case(WRONG, WRONG, reductions=0, requests=1)
 def backwards_under_no_sync_reduced_by_hand(net: Net, rank: int, step: int) -> None:
     with net.no_sync():
         for names in ("abc", "cd" if rank else "ce"):
@@ -131,7 +132,7 @@ def backwards_under_no_sync_reduced_by_hand(net: Net, rank: int, step: int) -> N
         net.reduce_gradients()
 
 
-@case(requests=1, names_params=True)
+@case(WRONG, WRONG, requests=1, names_params=True)
 def gradients_on_request_between_forward_and_backward(net: Net, rank: int, step: int) -> None:
     params = list(branch(net, "b").parameters())
     loss = net(batch(), "abcdef").pow(2).sum()
@@ -141,7 +142,7 @@ def gradients_on_request_between_forward_and_backward(net: Net, rank: int, step:
     add_to_grads(params, means)
 
 
-@case(requests=1, names_params=True)
+@case(WRONG, WRONG, requests=1, names_params=True)
 def gradients_on_request_inside_a_window(net: Net, rank: int, step: int) -> None:
     """They leave what is accumulated as it is."""
     with net.no_sync():
@@ -153,7 +154,7 @@ def gradients_on_request_inside_a_window(net: Net, rank: int, step: int) -> None
     add_to_grads(params, means)
 
 
-@case(reductions=0, requests=1, names_params=True, weighted="mean")
+@case(WRONG, WRONG, reductions=0, requests=1, names_params=True, weighted="mean")
 def weighted_gradients_on_request(net: Net, rank: int, step: int) -> None:
     params = list(net.parameters())
     n = 1 + rank + step

@@ -6,26 +6,27 @@ import torch
 from oracle import Net
 
 from cases.models import Branches, Heads, Multiplied, Normalised, NormalisedAsInEval, batch, branch
+from cases.stock import RIGHT, TWICE, UNDEFINED, UNUSED, WRONG
 from cases.table import case
 
 # Several backwards.
 
 
-@case(reductions=2)
+@case(TWICE, WRONG, reductions=2)
 def same_graph_twice(net: Net, rank: int, step: int) -> None:
     loss = net(batch(), "abc").sum()
     loss.backward(retain_graph=True)
     loss.backward()
 
 
-@case(model=Heads, reductions=2)
+@case(TWICE, UNDEFINED, model=Heads, reductions=2)
 def two_losses_of_one_graph(net: Net, rank: int, step: int) -> None:
     outputs = net(batch(), "abcd")
     outputs["a"][0].sum().backward(retain_graph=True)
     (outputs["a"][0].pow(2).sum() + outputs["c"][0].sum()).backward()
 
 
-@case(model=Heads, reductions=2)
+@case(TWICE, UNDEFINED, model=Heads, reductions=2)
 def two_losses_that_share_a_trunk(net: Net, rank: int, step: int) -> None:
     trunk = branch(net, "f")(batch())
     outputs = net(trunk, "ab")
@@ -33,32 +34,32 @@ def two_losses_that_share_a_trunk(net: Net, rank: int, step: int) -> None:
     outputs["b"][0].pow(2).sum().backward()
 
 
-@case(reductions=2)
+@case(TWICE, TWICE, reductions=2)
 def two_forwards_then_two_backwards(net: Net, rank: int, step: int) -> None:
     losses = [net(batch(), "abc").sum(), net(batch(), "cde").sum()]
     for loss in losses:
         loss.backward()
 
 
-@case(reductions=2)
+@case(TWICE, UNDEFINED, reductions=2)
 def two_forwards_then_two_backwards_in_reverse(net: Net, rank: int, step: int) -> None:
     losses = [net(batch(), "abc").sum(), net(batch(), "cde").sum()]
     for loss in reversed(losses):
         loss.backward()
 
 
-@case()
+@case(UNUSED, TWICE)
 def two_forwards_then_one_backward(net: Net, rank: int, step: int) -> None:
     (net(batch(), "abc").sum() + net(batch(), "cde").sum()).backward()
 
 
-@case(reductions=3)
+@case(UNUSED, RIGHT, reductions=3)
 def a_loss_per_microbatch(net: Net, rank: int, step: int) -> None:
     for names in ("abc", "cd" if rank else "ce", "ab"):
         net(batch(), names).pow(2).sum().backward()
 
 
-@case(Branches, Branches, reductions=(1, 2))
+@case(UNUSED, RIGHT, Branches, Branches, reductions=(1, 2))
 def gan_alternation(nets: list[Net], rank: int, step: int) -> None:
     generator, judge = nets
     fake = generator(batch(), "ab")
@@ -66,7 +67,7 @@ def gan_alternation(nets: list[Net], rank: int, step: int) -> None:
     judge(fake, "ab").pow(2).sum().backward()
 
 
-@case(Branches, Branches, reductions=1)
+@case(UNUSED, RIGHT, Branches, Branches, reductions=1)
 def gan_with_the_judge_frozen_for_the_generator(nets: list[Net], rank: int, step: int) -> None:
     generator, judge = nets
     fake = generator(batch(), "ab")
@@ -76,7 +77,7 @@ def gan_with_the_judge_frozen_for_the_generator(nets: list[Net], rank: int, step
         judged.backward(inputs=list(generator.parameters()))
 
 
-@case()
+@case(UNUSED, RIGHT)
 def forward_without_backward(net: Net, rank: int, step: int) -> None:
     net(batch(), "abc")
     with torch.no_grad():
@@ -87,31 +88,31 @@ def forward_without_backward(net: Net, rank: int, step: int) -> None:
 # Buffers while a graph is alive.
 
 
-@case(model=Normalised)
+@case(RIGHT, RIGHT, model=Normalised)
 def batch_norm_two_forwards_then_one_backward(net: Net, rank: int, step: int) -> None:
     (net(batch()).pow(2).sum() + net(batch()).pow(3).sum()).backward()
 
 
-@case(model=Normalised, reductions=2)
+@case(WRONG, WRONG, model=Normalised, reductions=2)
 def batch_norm_two_forwards_then_two_backwards(net: Net, rank: int, step: int) -> None:
     losses = [net(batch()).pow(2).sum(), net(batch()).pow(3).sum()]
     for loss in losses:
         loss.backward()
 
 
-@case(model=NormalisedAsInEval)
+@case(RIGHT, RIGHT, model=NormalisedAsInEval)
 def batch_norm_in_eval_two_forwards_then_one_backward(net: Net, rank: int, step: int) -> None:
     assert not net.module.layers[1].training
     (net(batch()).pow(2).sum() + net(batch()).pow(3).sum()).backward()
 
 
-@case(model=NormalisedAsInEval, reductions=2)
+@case(WRONG, WRONG, model=NormalisedAsInEval, reductions=2)
 def batch_norm_in_eval_two_forwards_then_two_backwards(net: Net, rank: int, step: int) -> None:
     losses = [net(batch()).pow(2).sum(), net(batch()).pow(3).sum()]
     for loss in losses:
         loss.backward()
 
 
-@case(model=Multiplied)
+@case(RIGHT, RIGHT, model=Multiplied)
 def buffer_as_a_factor_two_forwards_then_one_backward(net: Net, rank: int, step: int) -> None:
     (net(batch()).pow(2).sum() + net(batch()).pow(3).sum()).backward()

@@ -19,6 +19,8 @@ class Case:
 
     Attributes:
         step: one training step, without the optimizer.
+        stock: what becomes of it under stock DDP, see :mod:`cases.stock`: without
+            ``find_unused_parameters=True``, and with it.
         models: make the modules to be wrapped, each by itself; ``step`` gets the one net, or the
             list of nets if there are several.
         reductions: how often a step reduces each of them.
@@ -30,6 +32,7 @@ class Case:
     """
 
     step: Step
+    stock: tuple[str, str]
     models: Callable[[], list[nn.Module]]
     reductions: tuple[int, ...] = (1,)
     options: dict[str, Any] = field(default_factory=dict)
@@ -43,6 +46,8 @@ CASES: dict[str, Case] = {}
 
 
 def case(
+    without_flag: str,
+    with_flag: str,
     *models: Callable[[], nn.Module],
     model: Callable[[], nn.Module] | None = None,
     reductions: int | tuple[int, ...] = 1,
@@ -52,7 +57,7 @@ def case(
     adds: Collection[int] = (),
     **options: Any,
 ) -> Callable[[Step], Step]:
-    """Decorator: the function is a case of the table."""
+    """Decorator: the function is a case of the table, and what becomes of it under stock DDP."""
     makers = models or (model or Branches,)
     counts = reductions if isinstance(reductions, tuple) else (reductions,) * len(makers)
 
@@ -60,6 +65,7 @@ def case(
         assert step.__name__ not in CASES, f"two cases are called {step.__name__}"
         CASES[step.__name__] = Case(
             step,
+            (without_flag, with_flag),
             lambda: [make() for make in makers],
             counts,
             options,

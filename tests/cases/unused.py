@@ -9,65 +9,30 @@ from oracle import Net
 from torch import Tensor
 
 from cases.models import DataclassOutput, Experts, Heads, StochasticDepth, Towers, batch, branch
+from cases.stock import RIGHT, TWICE, TWICE_HANGS, UNDEFINED, UNUSED
 from cases.table import case
 
 # Unused parameters, no flag.
 
 
-@case()
-def unused_everywhere(net: Net, rank: int, step: int) -> None:
-    net(batch(), "abd").sum().backward()
-
-
-@case()
-def unused_on_one_rank(net: Net, rank: int, step: int) -> None:
-    net(batch(), "abc" if rank else "acdef").sum().backward()
-
-
-@case()
-def nothing_in_common(net: Net, rank: int, step: int) -> None:
-    net(batch(), ["def", "abc", ""][rank]).sum().backward()
-
-
-@case()
-def different_on_each_rank_and_step(net: Net, rank: int, step: int) -> None:
-    names = ["ba", "ef", "f", "bce", "ab", "cd", "ef", "ad"]
-    net(batch(), names[(step + 3 * rank) % 8]).sum().backward()
-
-
-@case(model=Experts)
+@case(UNUSED, RIGHT, model=Experts)
 def mixture_of_experts(net: Net, rank: int, step: int) -> None:
     net(batch()).pow(2).sum().backward()
 
 
-@case(model=StochasticDepth)
+@case(UNUSED, RIGHT, model=StochasticDepth)
 def skipped_layers(net: Net, rank: int, step: int) -> None:
     net(batch()).pow(2).sum().backward()
 
 
-@case(model=Towers)
+@case(UNUSED, RIGHT, model=Towers)
 def whole_submodule_unused_on_some_ranks(net: Net, rank: int, step: int) -> None:
     net(batch(), "image" if rank == step % 2 else "text").pow(2).sum().backward()
 
 
-@case(model=Towers)
+@case(UNUSED, RIGHT, model=Towers)
 def whole_submodule_unused_for_some_steps(net: Net, rank: int, step: int) -> None:
     net(batch(), "image" if step % 2 else "text").pow(2).sum().backward()
-
-
-@case(find_unused_parameters=True)
-def unused_with_the_flag_of_stock(net: Net, rank: int, step: int) -> None:
-    net(batch(), "abc" if rank else "acd").sum().backward()
-
-
-@case(static_graph=True)
-def unused_with_static_graph(net: Net, rank: int, step: int) -> None:
-    net(batch(), "abc" if rank else "acd").sum().backward()
-
-
-@case()
-def same_parameter_many_times(net: Net, rank: int, step: int) -> None:
-    net(batch(), "aabaa" if step % 2 else "bab").sum().backward()
 
 
 class NoGradient(torch.autograd.Function):
@@ -83,19 +48,19 @@ class NoGradient(torch.autograd.Function):
         return grad, grad.new_full((4, 4), grad.sum().item()) if ctx.gives else None, None
 
 
-@case()
+@case(UNUSED, TWICE)
 def custom_function_gives_none_on_one_rank(net: Net, rank: int, step: int) -> None:
     weight = branch(net, "c")[0].weight
     NoGradient.apply(net(batch(), "ab"), weight, rank == 1).sum().backward()
 
 
-@case()
+@case(UNUSED, TWICE)
 def custom_function_gives_none_on_all_ranks(net: Net, rank: int, step: int) -> None:
     weight = branch(net, "c")[0].weight
     NoGradient.apply(net(batch(), "ab"), weight, False).sum().backward()
 
 
-@case()
+@case(UNUSED, UNUSED)
 def backward_with_respect_to_some(net: Net, rank: int, step: int) -> None:
     weights = [branch(net, "a")[0].weight, branch(net, "c")[0].bias]
     net(batch(), "abc").sum().backward(inputs=weights)
@@ -104,32 +69,32 @@ def backward_with_respect_to_some(net: Net, rank: int, step: int) -> None:
 # Outputs that the loss ignores, parameters used outside forward.
 
 
-@case(model=Heads)
+@case(UNUSED, RIGHT, model=Heads)
 def outputs_ignored_by_the_loss(net: Net, rank: int, step: int) -> None:
     outputs = net(batch(), "abcd")
     sum(outputs[name][0].sum() for name in "bd").backward()
 
 
-@case(model=Heads)
+@case(UNUSED, RIGHT, model=Heads)
 def different_outputs_ignored_on_each_rank(net: Net, rank: int, step: int) -> None:
     outputs = net(batch(), "abcdef")
     names = ["ab", "c", "ef", "abcdef"][(step + rank) % 4]
     sum(outputs[name][0].sum() for name in names).backward()
 
 
-@case(model=DataclassOutput)
+@case(UNUSED, UNUSED, model=DataclassOutput)
 def only_the_second_field_of_a_dataclass(net: Net, rank: int, step: int) -> None:
     net(batch(), "ab").second[rank % 2].sum().backward()
 
 
-@case()
+@case(UNUSED, TWICE)
 def used_outside_forward_too(net: Net, rank: int, step: int) -> None:
     x = batch()
     loss = net(x, "ab").sum() + branch(net, "c")(x).sum() + branch(net, "a")(x).pow(2).sum()
     loss.backward()
 
 
-@case()
+@case(UNUSED, TWICE_HANGS)
 def used_outside_forward_on_one_rank(net: Net, rank: int, step: int) -> None:
     loss = net(batch(), "ab").sum()
     if rank:
@@ -137,19 +102,19 @@ def used_outside_forward_on_one_rank(net: Net, rank: int, step: int) -> None:
     loss.backward()
 
 
-@case()
+@case(UNUSED, TWICE)
 def used_outside_forward_only(net: Net, rank: int, step: int) -> None:
     net(batch(), "ab")
     branch(net, "c")(batch()).sum().backward()
 
 
-@case()
+@case(RIGHT, TWICE)
 def penalty_on_all_weights(net: Net, rank: int, step: int) -> None:
     penalty = sum(param.pow(2).sum() for param in net.parameters())
     (net(batch(), "ab").pow(2).mean() + 0.1 * penalty).backward()
 
 
-@case()
+@case(UNUSED, RIGHT)
 def forward_of_the_output(net: Net, rank: int, step: int) -> None:
     net(net(net(batch(), "ab"), ""), "bc").sum().backward()
 
@@ -157,17 +122,7 @@ def forward_of_the_output(net: Net, rank: int, step: int) -> None:
 # Ranks that disagree.
 
 
-@case()
-def loss_reaches_nothing_on_one_rank(net: Net, rank: int, step: int) -> None:
-    net(batch(), "" if rank == step % 2 else "abc").sum().backward()
-
-
-@case()
-def loss_reaches_nothing_on_any_rank(net: Net, rank: int, step: int) -> None:
-    net(batch(), "").sum().backward()
-
-
-@case(reductions=2)
+@case(UNUSED, UNDEFINED, reductions=2)
 def different_control_flow(net: Net, rank: int, step: int) -> None:
     """One rank sums two losses of one forward each; another runs one forward twice."""
     if rank == 0:

@@ -23,7 +23,7 @@ from hosts import ROOT, hosts_or_skip
 
 from tritonddp.cli import doctor
 from tritonddp.cli.checks import consequences, group, interfaces, launch, limits, machine
-from tritonddp.cli.checks.launch import Heard, Plan
+from tritonddp.cli.checks.launch import Plan, RankReport
 from tritonddp.cli.checks.report import (
     Section,
     Severity,
@@ -129,10 +129,12 @@ def test_a_rank_that_does_not_come_is_named_and_the_rest_is_reported():
 
 def test_a_process_that_dies_is_told_with_its_last_words(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    heard = launch.run(plan())
-    assert [each.failure for each in heard] == ["starting: its process ended with exit code 1"] * 2
+    reports = launch.run(plan())
+    assert [each.failure for each in reports] == [
+        "starting: its process ended with exit code 1"
+    ] * 2
     section = Section("group")
-    group.ranks(section, plan(), heard, shows_names=False)
+    group.ranks(section, plan(), reports, shows_names=False)
     assert section.advice[0].severity is Severity.BROKEN
 
 
@@ -233,7 +235,7 @@ def test_limits_that_are_too_low_are_told(monkeypatch):
     values = {resource.RLIMIT_MEMLOCK: 64 << 10, resource.RLIMIT_NOFILE: 256}
     values[resource.RLIMIT_AS] = 1 << 30
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (values[kind], values[kind]))
-    monkeypatch.setattr(limits, "usable_cores", lambda: 2)
+    monkeypatch.setattr(limits, "cores_with_time", lambda: 2)
     monkeypatch.setattr(limits, "available_memory", lambda: 1 << 30)
     section = checked("limits", partial(limits.limits, ranks=4, model_bytes=10**9))
     told = " ".join(each.text for each in section.advice)
@@ -297,7 +299,7 @@ def ranks_of(*, hosts=("a", "a"), versions=("1", "1"), interface="lo"):
 def test_ranks_that_differ_are_told():
     section = Section("group")
     told = ranks_of(hosts=("a", "b"), versions=("1", "2"), interface="eth7")
-    group.ranks(section, plan(nnodes=2, nproc=1), [Heard(0, {"ranks": told})], False)
+    group.ranks(section, plan(nnodes=2, nproc=1), [RankReport(0, {"ranks": told})], False)
     words = [each.text for each in section.advice]
     assert any("not the same torch: rank 0 has 1, rank 1 has 2" in each for each in words)
     assert any("packets of eth7 on rank 0 have 1400 bytes" in each for each in words)
@@ -309,7 +311,7 @@ def test_a_slow_pair_is_named():
     pairs[4][2] = 1e7  # rank 1 to rank 2
     line = {"latency": 1e-4, "nbytes": 1 << 24, "seconds": 0.1, "rate": 1e8, "rounds": 3}
     section = Section("line")
-    group.line(section, [Heard(0, {"ranks": ranks, "line": line | {"pairs": pairs}})])
+    group.line(section, [RankReport(0, {"ranks": ranks, "line": line | {"pairs": pairs}})])
     (advice,) = section.advice
     assert advice.text.startswith("rank 1 sends 80 Mbit/s to rank 2")
 

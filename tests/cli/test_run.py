@@ -162,9 +162,9 @@ def test_torchruns_variables_are_heeded(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_models_are_told_by_process() -> None:
-    assert run.told([1, 1]) == "tritonddp wrapped 1 model in each of 2 processes"
-    assert run.told([1]) == "tritonddp wrapped 1 model in 1 process"
-    assert run.told([2, 1]) == "tritonddp wrapped 1 model in 1 process, 2 models in 1 process"
+    assert run.summary([1, 1]) == "tritonddp wrapped 1 model in each of 2 processes"
+    assert run.summary([1]) == "tritonddp wrapped 1 model in 1 process"
+    assert run.summary([2, 1]) == "tritonddp wrapped 1 model in 1 process, 2 models in 1 process"
 
 
 @pytest.mark.parametrize(("before", "is_known"), [("import torch", True), ("", False)])

@@ -10,8 +10,8 @@ from tritonddp.coordination.point_to_point import all_to_all
 
 
 @ranks(2, 3)
-def test_each_rank_gets_what_every_rank_has_for_it() -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+def test_each_rank_gets_what_every_rank_has_for_it(rank: int) -> None:
+    world_size = dist.get_world_size()
     group = dist.group.WORLD
     sent, received, works = [], [], []
     for number in range(3):
@@ -30,11 +30,11 @@ def test_each_rank_gets_what_every_rank_has_for_it() -> None:
 
 
 @ranks(3)
-def test_rows_of_one_memory_make_an_all_gather() -> None:
+def test_rows_of_one_memory_make_an_all_gather(rank: int) -> None:
     group = dist.new_group([2, 0])
-    if dist.get_rank() == 1:
+    if rank == 1:
         return
-    part = torch.full((7,), dist.get_rank(), dtype=torch.uint8)
+    part = torch.full((7,), rank, dtype=torch.uint8)
     gathered = torch.full((2, 7), 9, dtype=torch.uint8)
     for work in all_to_all(gathered, part.expand(2, -1), group, 0):
         work.wait()

@@ -25,6 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     powerSGD_hook,
     quantization_hooks,
 )
+from training import assert_close, descend, gradients, means, train_step
 
 from tritonddp.comm.grad_bucket import GradBucket
 
@@ -290,42 +291,34 @@ def test_a_hook_that_averages_changes_nothing(views: bool) -> None:
         for hook in (divide_later, default_hooks.allreduce_hook):
             without, model = OURS(Branchy(), **options), OURS(Branchy(), **options)
             for number, _ in enumerate(zip(steps(without), steps(model), strict=True)):
-                for (name, a), b in zip(
-                    without.module.named_parameters(), model.module.parameters(), strict=True
-                ):
-                    what = f"{hook.__name__}, step {number}, {name}"
-                    if a.grad is None or b.grad is None:
-                        assert a.grad is b.grad, what
-                    else:
-                        torch.testing.assert_close(
-                            b.grad, a.grad, msg=lambda text, what=what: f"{what}: {text}"
-                        )
-                        assert b.grad.stride() == a.grad.stride(), what
+                grads = gradients(without), gradients(model)
+                assert_close(*grads[::-1], f"{hook.__name__}, step {number}")
+                for a, b in zip(without.parameters(), model.parameters(), strict=True):
+                    assert a.grad is None or b.grad.stride() == a.grad.stride()
                 if number == registered_at:
                     model.register_comm_hook(None, hook)
 
 
 @ranks(2)
-def test_what_is_reduced_on_request_does_without_the_hook() -> None:
+def test_what_is_reduced_on_request_does_without_the_hook(rank: int) -> None:
     """A hook that keeps errors for each bucket would take other buckets for these."""
-    model, rank = OURS(net(), **FIVE_BUCKETS), dist.get_rank()
+    model = OURS(net(), **FIVE_BUCKETS)
     model.register_comm_hook(None, debugging_hooks.noop_hook)
     x = torch.full((1, 16), rank + 1.0)
     model(x).sum().backward()
-    own = [param.grad.clone() for param in model.parameters()]
+    own = gradients(model)
     assert any(len({*map(str, each)}) > 1 for each in zip(*gather(own), strict=True))
-    means = [sum(each) / len(each) for each in zip(*gather(own), strict=True)]
+    expected = means(own)
     returned = model.reduce_gradients(own)
     model.reduce_gradients()
-    for param, mean, other in zip(model.parameters(), means, returned, strict=True):
-        torch.testing.assert_close(param.grad, mean)
-        torch.testing.assert_close(other, mean)
+    assert_close(gradients(model), expected)
+    assert_close(list(returned), expected)
 
 
 @ranks(2)
-def test_what_a_hook_sees() -> None:
+def test_what_a_hook_sees(rank: int) -> None:
     """Gradients row-major whatever their strides, complex ones as numbers and as reals."""
-    rank, model = dist.get_rank(), OURS(Branchy(), bucket_cap_mb=1.0)
+    model = OURS(Branchy(), bucket_cap_mb=1.0)
     seen: list[GradBucket] = []
 
     def look(state: str, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -371,14 +364,10 @@ def test_a_step_made_in_a_hook_is_right_for_channels_last_too() -> None:
         x = torch.randn(3, 2, 5, 5, generator=torch.Generator().manual_seed(step))
         for each in (model, reference):
             each(x, True, True).backward()
-        with torch.no_grad():
-            for param in reference.parameters():
-                if param.grad is not None:
-                    param -= 0.1 * param.grad
+        descend(reference)
         reference.zero_grad()
         model.zero_grad()
-    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close([*model.parameters()], [*reference.parameters()])
 
 
 class _Descent:
@@ -446,39 +435,27 @@ def test_methods_of_the_reducer_that_reduce_a_bucket() -> None:
 
 
 @ranks(2)
-def test_uneven_inputs_with_a_hook() -> None:
+def test_uneven_inputs_with_a_hook(rank: int) -> None:
     models = OURS(net(), **FIVE_BUCKETS), OURS(net(), **FIVE_BUCKETS)
     models[1].register_comm_hook(None, divide_later)
     for model in models:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with model.join():
-            train(model, 2 + 2 * dist.get_rank(), optimizer)
-    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-class Turned(nn.Module):
-    """Complex, and not row-major."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 2, dtype=torch.complex64).t())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.weight @ x).abs().sum()
+            train(model, 2 + 2 * rank, optimizer)
+    torch.testing.assert_close([*models[0].parameters()], [*models[1].parameters()])
 
 
 @pytest.mark.parametrize("view", [False, True])
 @ranks(2)
-def test_complex_gradients_in_another_memory_order_with_a_hook(view: bool) -> None:
-    hooked = OURS(Turned(), gradient_as_bucket_view=view)
-    plain = OURS(copy.deepcopy(hooked.module), gradient_as_bucket_view=view)
+def test_complex_gradients_in_another_memory_order_with_a_hook(rank: int, view: bool) -> None:
+    turned = nn.Linear(3, 2, bias=False)
+    turned.weight = nn.Parameter(torch.randn(3, 2, dtype=torch.complex64).t())
+    hooked, plain = (OURS(copy.deepcopy(turned), gradient_as_bucket_view=view) for _ in range(2))
     hooked.register_comm_hook(None, default_hooks.allreduce_hook)
-    x = torch.arange(3) + torch.full((3,), 1j + dist.get_rank())
+    x = torch.arange(3) + torch.full((3,), 1j + rank)
     for _ in range(3):
         for model in (hooked, plain):
-            model.zero_grad()
-            model(x).backward()
+            train_step(model, x, loss=lambda outputs: outputs.abs().sum())
         assert hooked.module.weight.grad.stride() == (1, 2)
         torch.testing.assert_close(hooked.module.weight.grad, plain.module.weight.grad)
 

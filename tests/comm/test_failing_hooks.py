@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -12,10 +14,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_on_all_ranks, gather, ranks
+from distributed import gather, ranks
 from hooked import FIVE_BUCKETS, OURS, divide_later, net, power_sgd, train
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from training import assert_gradients_alike, breaking_off, gradients, train_step
 
 from tritonddp.comm.grad_bucket import GradBucket
 
@@ -55,44 +58,45 @@ def test_errors_of_stock_when_a_hook_is_registered() -> None:
         model._register_fused_optim(torch.optim.SGD, lr=0.1)
 
 
-def _no_future(bucket: GradBucket) -> Any:
-    return default_hooks.allreduce_hook(None, bucket).wait()
+def reduced(bucket: GradBucket) -> Any:
+    return default_hooks.allreduce_hook(None, bucket)
 
 
-def _raises(bucket: GradBucket) -> Any:
+def then(change: Callable[[Any], Any]) -> Callable[[GradBucket], Any]:
+    """A hook whose future holds another thing than the reduced bucket."""
+    return lambda bucket: reduced(bucket).then(change)
+
+
+def _raises(_: Any) -> Any:
     raise KeyError("what the user said")
 
 
 def _raises_too_late(bucket: GradBucket) -> Any:
-    default_hooks.allreduce_hook(None, bucket).wait()
+    reduced(bucket).wait()
     raise KeyError("what the user said")
 
 
-def _raises_later(bucket: GradBucket) -> Any:
-    return default_hooks.allreduce_hook(None, bucket).then(lambda _: _raises(bucket))
-
-
-def _wrong_size(bucket: GradBucket) -> Any:
-    return default_hooks.allreduce_hook(None, bucket).then(lambda done: done.value()[1:])
-
-
-def _wrong_kind(bucket: GradBucket) -> Any:
-    return default_hooks.allreduce_hook(None, bucket).then(lambda done: "text")
-
-
-def _whole_numbers(bucket: GradBucket) -> Any:
-    return default_hooks.allreduce_hook(None, bucket).then(lambda done: done.value().int())
-
-
-def _no_data(bucket: GradBucket) -> Any:
-    return default_hooks.allreduce_hook(None, bucket).then(lambda done: done.value().to("meta"))
-
-
 def _failed(bucket: GradBucket) -> Any:
-    default_hooks.allreduce_hook(None, bucket).wait()
+    reduced(bucket).wait()
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_exception(KeyError("what the user said"))
     return future
+
+
+FAILURES: list[tuple[Callable[[GradBucket], Any], str]] = [
+    (
+        lambda bucket: reduced(bucket).wait(),
+        r"TypeError: .*callback must return a torch\.futures\.Future object, but got",
+    ),
+    (_raises, "KeyError: 'what the user said'"),
+    (_raises_too_late, "KeyError: 'what the user said'"),
+    (then(_raises), "what the user said"),
+    (then(lambda done: done.value()[1:]), "tensor like the bucket's buffer"),
+    (then(lambda done: "text"), "should hold a tensor"),
+    (then(lambda done: done.value().int()), "should hold a tensor of floating point"),
+    (then(lambda done: done.value().to("meta")), "Cannot copy out of meta tensor"),
+    (_failed, "KeyError: 'what the user said'"),
+]
 
 
 def hooked(hook: Any, at_once: bool) -> tuple[Any, Any]:
@@ -122,24 +126,13 @@ def backwards(
 @pytest.mark.parametrize("step", [0, 2])
 @ranks(3)
 def test_a_hook_that_fails_on_one_rank_is_named_and_the_others_go_on(
-    at_once: bool, step: int
+    rank: int, at_once: bool, step: int
 ) -> None:
-    phrases = {
-        _no_future: r"TypeError: .*callback must return a torch\.futures\.Future object, but got",
-        _raises: "KeyError: 'what the user said'",
-        _raises_too_late: "KeyError: 'what the user said'",
-        _raises_later: "what the user said",
-        _wrong_size: "tensor like the bucket's buffer",
-        _wrong_kind: "should hold a tensor",
-        _whole_numbers: "should hold a tensor of floating point",
-        _no_data: "Cannot copy out of meta tensor",
-        _failed: "KeyError: 'what the user said'",
-    }
-    for how, phrase in phrases.items():
+    for how, phrase in FAILURES:
         now: list[int] = []
 
         def hook(state: None, bucket: GradBucket) -> Any:
-            fails = dist.get_rank() == 1 and bucket.index() == 2 and bucket.buffer().any()
+            fails = rank == 1 and bucket.index() == 2 and bucket.buffer().any()
             if now == [step] and fails:  # noqa: B023
                 return how(bucket)  # noqa: B023
             return default_hooks.allreduce_hook(None, bucket)
@@ -150,9 +143,8 @@ def test_a_hook_that_fails_on_one_rank_is_named_and_the_others_go_on(
             now[:] = [number]
             backwards(model, reference, number, step, RuntimeError, where + phrase)
             if number != step:
-                for a, b in zip(model.parameters(), reference.parameters(), strict=True):
-                    torch.testing.assert_close(a.grad, b.grad)
-            elif dist.get_rank() != 1:
+                torch.testing.assert_close(gradients(model), gradients(reference))
+            elif rank != 1:
                 failed = set(model.reducer.buckets[2].params) if number else set()
                 nan = {p for p in model.parameters() if p.grad.isnan().all()}
                 assert nan
@@ -160,36 +152,30 @@ def test_a_hook_that_fails_on_one_rank_is_named_and_the_others_go_on(
 
 
 @ranks(2)
-def test_a_rank_whose_backward_broke_off_leaves_no_nan_in_the_state_of_a_hook() -> None:
+def test_a_rank_whose_backward_broke_off_leaves_no_nan_in_the_state_of_a_hook(rank: int) -> None:
     model = OURS(net(), **FIVE_BUCKETS)
     power_sgd(model, min_compression_rate=0.01)
     train(model, 4)
     state = model._comm_hooks[0][1]
     x = torch.randn(4, 16)
-    if dist.get_rank() == 0:
-        handle = model.module[2][0].weight.register_hook(lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            model(x).sum().backward()
-        handle.remove()
-    else:
+    with breaking_off(model.module[2][0].weight, rank == 0):
         model(x).sum().backward()
+    if rank != 0:
         assert any(p.grad.isnan().any() for p in model.parameters())
-    model.zero_grad()
-    model(x).sum().backward()
+    train_step(model, x, loss=torch.sum)
     for kept in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
         assert len(kept) == 5
         assert all(tensor.isfinite().all() for tensor in kept.values())
-    assert_same_on_all_ranks([p.grad for p in model.parameters()])
+    assert_gradients_alike(model)
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 @ranks(2)
-def test_ranks_that_disagree_find_out_before_anything_is_written() -> None:
+def test_ranks_that_disagree_find_out_before_anything_is_written(rank: int) -> None:
     model = OURS(net(), **FIVE_BUCKETS)
     model.register_comm_hook(None, divide_later)
     train(model, 2)
     model.zero_grad()
-    rank = dist.get_rank()
     with (
         pytest.raises(RuntimeError, match="weighted on some ranks only"),
         model.weighted(3) if rank else contextlib.nullcontext(),
@@ -197,23 +183,14 @@ def test_ranks_that_disagree_find_out_before_anything_is_written() -> None:
         model(torch.ones(1, 16) * (rank + 1)).sum().backward()
     grads = [p.grad for p in model.parameters()]
     assert all(len({*map(str, each)}) > 1 for each in zip(*gather(grads), strict=True))
-    model.zero_grad()
-    model(torch.ones(1, 16) * (rank + 1)).sum().backward()
-    assert_same_on_all_ranks([p.grad for p in model.parameters()])
-
-
-class Backwards(nn.Sequential):
-    """Its gradients come in the order of its layers."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in reversed(self):
-            x = layer(x)
-        return x
+    train_step(model, torch.ones(1, 16) * (rank + 1), loss=torch.sum)
+    assert_gradients_alike(model)
 
 
 @ranks(2)
 def test_a_hook_and_its_reducer_outlive_no_wrapper_and_no_bucket() -> None:
-    module = Backwards(*net())
+    module = net()
+    module.forward = lambda x: functools.reduce(lambda x, layer: layer(x), reversed(module), x)
     model = OURS(module, **FIVE_BUCKETS)
     model.register_comm_hook(None, divide_later)
     first = [weakref.ref(bucket) for bucket in model.reducer.buckets]
@@ -227,12 +204,14 @@ def test_a_hook_and_its_reducer_outlive_no_wrapper_and_no_bucket() -> None:
 
 @pytest.mark.parametrize("at_once", [False, True])
 @ranks(2)
-def test_an_interrupt_in_a_hook_goes_on_when_the_collectives_are_made(at_once: bool) -> None:
+def test_an_interrupt_in_a_hook_goes_on_when_the_collectives_are_made(
+    rank: int, at_once: bool
+) -> None:
     for number, error in enumerate([KeyboardInterrupt, SystemExit, KeyboardInterrupt]):
         now: list[int] = []
 
         def hook(state: None, bucket: GradBucket) -> Any:
-            if now == [number] and dist.get_rank() == 1 and bucket.index() == 1:  # noqa: B023
+            if now == [number] and rank == 1 and bucket.index() == 1:  # noqa: B023
                 now.clear()  # noqa: B023
                 raise error("what the user said")  # noqa: B023
             return default_hooks.allreduce_hook(None, bucket)
@@ -242,20 +221,19 @@ def test_an_interrupt_in_a_hook_goes_on_when_the_collectives_are_made(at_once: b
             now[:] = [step]
             backwards(model, reference, step, number, error, "what the user said")
             if step != number:
-                for a, b in zip(model.parameters(), reference.parameters(), strict=True):
-                    torch.testing.assert_close(a.grad, b.grad)
+                torch.testing.assert_close(gradients(model), gradients(reference))
 
 
 @pytest.mark.long
 @ranks(2)
-def test_a_future_that_is_never_completed_is_an_error_at_the_timeout() -> None:
+def test_a_future_that_is_never_completed_is_an_error_at_the_timeout(rank: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=5))
     model = OURS(net(), **FIVE_BUCKETS, process_group=group)
     forgets: list[bool] = []
 
     def hook(state: None, bucket: GradBucket) -> Any:
         future = default_hooks.allreduce_hook(group, bucket)
-        if forgets and dist.get_rank() == 1 and bucket.index() == 4:
+        if forgets and rank == 1 and bucket.index() == 4:
             future.wait()
             return torch.futures.Future()
         return future
@@ -270,7 +248,7 @@ def test_a_future_that_is_never_completed_is_an_error_at_the_timeout() -> None:
         model(torch.ones(1, 16)).sum().backward()
     except RuntimeError as error:
         said = str(error)
-    if dist.get_rank() == 1:
+    if rank == 1:
         assert said.startswith("rank 1, step 3, "), said
         assert "bucket 4 (" in said
         assert "was not completed within the process group's timeout of 5 s" in said, said

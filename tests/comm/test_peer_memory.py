@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import gc
 import logging
 import os
@@ -21,12 +22,14 @@ import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, assert_same_on_all_ranks, give_up_after, ranks
 from logged import logged
+from modules import OnDemand
 from torch import Tensor, nn
+from training import assert_close, assert_gradients_alike, drawn, gradients, train_step
 
 from tritonddp import DistributedDataParallel
-from tritonddp.buckets import rank_buffers
-from tritonddp.comm import peer_memory
-from tritonddp.coordination import peers
+from tritonddp.comm.host import memory_exchange, peer_memory, rank_buffers
+from tritonddp.comm.host.memory_exchange import MemoryExchange
+from tritonddp.coordination.host import connect, peers
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "copies": {},
@@ -37,21 +40,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class Net(nn.Module):
+class Net(OnDemand):
     """Large and small gradients, one of which a rank may leave out, and a complex one."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(20, 300)
-        self.left_out = nn.Linear(300, 300)
-        self.last = nn.Linear(300, 3)
+        super().__init__(20, 300, 3)
         self.phase = nn.Parameter(torch.ones(7, dtype=torch.complex64))
 
     def forward(self, x: Tensor, leaves_out: bool = False) -> Tensor:
-        y = self.first(x).relu()
-        if not leaves_out:
-            y = self.left_out(y).relu()
-        return self.last(y).sum() * self.phase.abs().sum()
+        return super().forward(x, not leaves_out).sum() * self.phase.abs().sum()
 
 
 def net(**options: Any) -> DistributedDataParallel:
@@ -62,21 +59,26 @@ def net(**options: Any) -> DistributedDataParallel:
 def step(ddp: Any, number: int, **arguments: Any) -> list[Tensor | None]:
     """The gradients of a step."""
     ddp.zero_grad(set_to_none=number % 3 != 0)
-    torch.manual_seed(10 * number + dist.get_rank())
-    ddp(torch.randn(4, 20), **arguments).backward()
-    return [None if p.grad is None else p.grad.detach().clone() for p in ddp.parameters()]
+    ddp(drawn(4, 20, step=number), **arguments).backward()
+    return gradients(ddp)
+
+
+def assert_as(mine: Any, theirs: Any, options: str = "") -> None:
+    """To rounding, which depends on the order in which the ranks' numbers are added."""
+    scale = 2e-2 if options == "bf16" else 1e-5
+    assert_close(mine, theirs, rtol=scale, atol=scale)
 
 
 def is_shared(ddp: DistributedDataParallel) -> list[bool]:
     """For each bucket, whether it goes through memory."""
-    return [bucket.exchange is not None for bucket in ddp._ddp_state.core.manager.current.buckets]
+    return [isinstance(bucket.exchange, MemoryExchange) for bucket in ddp.reducer.buckets]
 
 
 @contextlib.contextmanager
 def in_two_shots() -> Iterator[None]:
     """Context: all buckets, whatever the number of ranks."""
     with (
-        mock.patch.multiple(peer_memory, _RANKS_OF_SHARES=2, _BYTES_OF_SHARES=0),
+        mock.patch.multiple(memory_exchange, _RANKS_OF_SHARES=2, _BYTES_OF_SHARES=0),
         mock.patch.object(rank_buffers, "_PIECE", 4096),
     ):
         yield
@@ -85,25 +87,20 @@ def in_two_shots() -> Iterator[None]:
 @pytest.mark.parametrize("shots", [1, 2])
 @pytest.mark.parametrize("options", OPTIONS)
 @ranks(2, 3, 4)
-def test_the_sums_are_those_of_the_process_group(options: str, shots: int) -> None:
+def test_the_sums_are_those_of_the_process_group(rank: int, options: str, shots: int) -> None:
     """At two ranks bit by bit: there is but one order to add two numbers in."""
     with in_two_shots() if shots == 2 else contextlib.nullcontext():
         shared = net(**OPTIONS[options])
         plain = net(transport="process_group", **OPTIONS[options])
         for number in range(5):
-            leaves_out = number == 2 or (number > 2 and dist.get_rank() > 0)
+            leaves_out = number == 2 or (number > 2 and rank > 0)
             mine = step(shared, number, leaves_out=leaves_out)
             theirs = step(plain, number, leaves_out=leaves_out)
             assert_same_on_all_ranks(mine, f"step {number}")
-            for one, other in zip(mine, theirs, strict=True):
-                assert (one is None) == (other is None)
-                if one is None:
-                    continue
-                if dist.get_world_size() == 2:
-                    assert_same_bits([one], [other])
-                else:
-                    scale = 2e-2 if options == "bf16" else 1e-5
-                    torch.testing.assert_close(one, other, rtol=scale, atol=scale)
+            if dist.get_world_size() == 2:
+                assert_same_bits(mine, theirs, f"step {number}")
+            else:
+                assert_as(mine, theirs, options)
         assert all(is_shared(shared))
         assert not any(is_shared(plain))
 
@@ -128,7 +125,7 @@ def test_as_many_descriptors_as_a_user_may_have_on_their_way(times: float) -> No
     ddp = net(bucket_cap_mb=1e-3)
     with (
         mock.patch.object(socket, "send_fds", Full(times)),
-        mock.patch.object(peer_memory, "_HANDING", 0.5),
+        mock.patch.object(peers, "_SENDING", 0.5),
     ):
         for number in range(3):
             assert_same_on_all_ranks(step(ddp, number), "gradients")
@@ -136,7 +133,7 @@ def test_as_many_descriptors_as_a_user_may_have_on_their_way(times: float) -> No
 
 
 @ranks(4)
-def test_modules_that_end_in_another_order_on_ranks_of_a_host() -> None:
+def test_modules_that_end_in_another_order_on_ranks_of_a_host(rank: int) -> None:
     """They begin in the same."""
     with on_hosts(2):
         group = dist.new_group()
@@ -146,33 +143,31 @@ def test_modules_that_end_in_another_order_on_ranks_of_a_host() -> None:
             for each in nets:
                 each.require_manual_backward_finalization = True
                 each.zero_grad()
-                torch.manual_seed(10 * number + dist.get_rank())
-                losses.append(each(torch.randn(4, 20)))
+                losses.append(each(drawn(4, 20, step=number)))
             for loss in losses:
                 loss.backward()
             # (The first reductions end with the order of gradients.)
-            for each in nets[:: -1 if dist.get_rank() % 2 and number > 1 else 1]:
+            for each in nets[:: -1 if rank % 2 and number > 1 else 1]:
                 each.finalize_backward()
             for each in nets:
-                assert_same_on_all_ranks([p.grad for p in each.parameters()], f"step {number}")
+                assert_gradients_alike(each, f"step {number}")
     assert all(is_shared(nets[0]))
 
 
 @ranks(4)
-def test_ranks_that_wait_for_groups_in_another_order_sum_shares_of_both() -> None:
+def test_ranks_that_wait_for_groups_in_another_order_sum_shares_of_both(rank: int) -> None:
     """The share that a rank waits for belongs to a rank that waits in the other group."""
     nets = [net(process_group=dist.new_group()) for _ in range(2)]
     for number in range(4):
         for each in nets:
             each.require_manual_backward_finalization = True
             each.zero_grad()
-        torch.manual_seed(10 * number + dist.get_rank())
-        sum(each(torch.randn(4, 20)) for each in nets).backward()
+        sum(each(drawn(4, 20, step=number)) for each in nets).backward()
         # (The first reductions end with the order of gradients.)
-        for each in nets[:: -1 if dist.get_rank() % 2 and number > 1 else 1]:
+        for each in nets[:: -1 if rank % 2 and number > 1 else 1]:
             each.finalize_backward()
         for each in nets:
-            assert_same_on_all_ranks([p.grad for p in each.parameters()], f"step {number}")
+            assert_gradients_alike(each, f"step {number}")
     assert all(is_shared(nets[0]) + is_shared(nets[1]))
 
 
@@ -187,8 +182,7 @@ def test_threads_with_a_group_each_sum_their_own_shares_alone() -> None:
     def train(ddp: Any) -> None:
         rank = dist.get_rank()
         for _ in range(60):
-            ddp.zero_grad()
-            ddp(torch.full((1, 512), 2.0**rank)).sum().backward()
+            train_step(ddp, torch.full((1, 512), 2.0**rank), loss=torch.sum)
             if not ddp.module.weight.grad.eq((1 + 2 + 4 + 8) / 4).all():
                 wrong.append(ddp.module.weight.grad)
 
@@ -207,28 +201,24 @@ def test_threads_with_a_group_each_sum_their_own_shares_alone() -> None:
 
 def on_hosts(size: int) -> Any:
     """Context: ranks are on hosts of so many ranks each, for a group that is made inside."""
-    return mock.patch.object(peers, "_host", return_value=f"host {dist.get_rank() // size}")
+    return mock.patch.object(connect, "_host", return_value=f"host {dist.get_rank() // size}")
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 @ranks(4)
-def test_the_sums_of_several_hosts_are_those_of_the_process_group(options: str) -> None:
+def test_the_sums_of_several_hosts_are_those_of_the_process_group(rank: int, options: str) -> None:
     """As above, between four ranks of two hosts, and the bytes that cross the line."""
     with on_hosts(2):
         shared = net(process_group=dist.new_group(), **OPTIONS[options])
         plain = net(transport="process_group", **OPTIONS[options])
         for number in range(5):
-            leaves_out = number == 2 or (number > 2 and dist.get_rank() > 0)
+            leaves_out = number == 2 or (number > 2 and rank > 0)
             before = shared._ddp_state.core.counters.sent_bytes
             mine = step(shared, number, leaves_out=leaves_out)
             sent = shared._ddp_state.core.counters.sent_bytes - before
             theirs = step(plain, number, leaves_out=leaves_out)
             assert_same_on_all_ranks(mine, f"step {number}")
-            scale = 2e-2 if options == "bf16" else 1e-5
-            for one, other in zip(mine, theirs, strict=True):
-                assert (one is None) == (other is None)
-                if one is not None:
-                    torch.testing.assert_close(one, other, rtol=scale, atol=scale)
+            assert_as(mine, theirs, options)
     assert all(is_shared(shared))
     of_buckets = sum(bucket.nbytes for bucket in shared._ddp_state.core.manager.current.buckets)
     assert abs(sent - of_buckets / 2) <= 8 * len(is_shared(shared))  # what is left of a half
@@ -243,15 +233,14 @@ def test_three_hosts_own_a_part_of_each_share() -> None:
         for number in range(4):
             mine = step(shared, number)
             assert_same_on_all_ranks(mine, f"step {number}")
-            for one, other in zip(mine, step(plain, number), strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(mine, step(plain, number), rtol=1e-05, atol=1e-05)
     assert all(is_shared(shared))
     counters = shared._ddp_state.core.counters
     assert counters.sent_bytes < 0.8 * plain._ddp_state.core.counters.sent_bytes
 
 
 @ranks(2)
-def test_what_is_said_and_when_it_begins() -> None:
+def test_what_is_said_and_when_it_begins(rank: int) -> None:
     with logged(logging.INFO, "tritonddp.comm.peer_memory") as kept:
         ddp = net()
         assert not any(is_shared(ddp))
@@ -259,7 +248,7 @@ def test_what_is_said_and_when_it_begins() -> None:
             step(ddp, number)
             assert all(is_shared(ddp))
     said = kept.lines()
-    assert len(said) == (dist.get_rank() == 0)
+    assert len(said) == (rank == 0)
     assert all("through memory that the 2 ranks of this host share" in each for each in said)
 
 
@@ -271,11 +260,11 @@ def refuses(how: str) -> Any:
     if how == "environment":
         return mock.patch.dict(os.environ, {"TRITONDDP_PEER_MEMORY": "0"})
     if how == "another host":
-        return mock.patch.object(peers, "_host", return_value="elsewhere")
+        return mock.patch.object(connect, "_host", return_value="elsewhere")
     if how == "no sockets":
-        return mock.patch.object(peers, "_listener", side_effect=denied)
+        return mock.patch.object(connect, "_listener", side_effect=denied)
     if how == "no connection":
-        return mock.patch.object(peers, "_check_user", side_effect=PermissionError("not mine"))
+        return mock.patch.object(connect, "_check_user", side_effect=PermissionError("not mine"))
     return mock.patch.object(os, "memfd_create", side_effect=denied)
 
 
@@ -290,13 +279,13 @@ REFUSALS = {
 
 @pytest.mark.parametrize("how", REFUSALS)
 @ranks(3)
-def test_where_one_rank_cannot_all_take_the_process_group(how: str) -> None:
+def test_where_one_rank_cannot_all_take_the_process_group(rank: int, how: str) -> None:
     is_failure, why = REFUSALS[how]
     log = logging.getLogger("tritonddp.comm.peer_memory")
     with (
         refuses(how),
         mock.patch.object(log, "log") as said,
-        mock.patch.object(peers, "_CONNECTING", 1.0),
+        mock.patch.object(connect, "_CONNECTING", 1.0),
     ):
         ddp = net()
         for number in range(3):
@@ -304,7 +293,7 @@ def test_where_one_rank_cannot_all_take_the_process_group(how: str) -> None:
         assert not any(is_shared(ddp))
         assert said.call_count == 1
         level, text, told = said.call_args.args
-        assert level == (logging.WARNING if is_failure and dist.get_rank() == 0 else logging.DEBUG)
+        assert level == (logging.WARNING if is_failure and rank == 0 else logging.DEBUG)
         assert why in text % told
         required = net(transport="peer_memory")
         with pytest.raises(RuntimeError, match="transport='auto'"):
@@ -356,7 +345,7 @@ def test_nothing_piles_up_and_nothing_is_left() -> None:
     counts = []
     for number in range(30):
         if number % 5 == 4:  # buckets anew, without a layer or with it
-            ddp.module.left_out.requires_grad_(number % 10 == 9)
+            ddp.module.extra.requires_grad_(number % 10 == 9)
         step(ddp, number, leaves_out=number == 1)
         counts.append((len(ddp.reducer.buckets), resources()))
     for buckets, each in counts[1:]:
@@ -371,7 +360,7 @@ def test_nothing_piles_up_and_nothing_is_left() -> None:
 @ranks(2)
 def test_strangers_are_not_let_in() -> None:
     """One that says nothing, one that says the wrong word, and one that claims to be a rank."""
-    met = peers._meet
+    met = connect._meet
     strangers: list[socket.socket] = []
 
     def with_strangers(group: Any, ranks: Any, listener: Any, *arguments: Any) -> None:
@@ -379,11 +368,11 @@ def test_strangers_are_not_let_in() -> None:
         for stranger in strangers:
             stranger.connect(listener.getsockname())
         strangers[1].send(b"let me in")
-        strangers[2].send(peers._HELLO.pack(1, bytes(32)))
+        strangers[2].send(connect._HELLO.pack(1, bytes(32)))
         met(group, ranks, listener, *arguments)
         assert len(arguments[-1]) == 1
 
-    with mock.patch.object(peers, "_meet", with_strangers):
+    with mock.patch.object(connect, "_meet", with_strangers):
         ddp = net()
         for number in range(3):
             assert_same_on_all_ranks(step(ddp, number), "gradients")
@@ -399,22 +388,22 @@ def test_strangers_are_not_let_in() -> None:
 def test_a_connection_of_another_user_is_refused() -> None:
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with one, other:
-        peers._check_user(one)
+        connect._check_user(one)
         with (
             mock.patch.object(os, "geteuid", return_value=os.geteuid() + 1),
             pytest.raises(PermissionError, match=r"a process of user \d+ has the socket"),
         ):
-            peers._check_user(one)
+            connect._check_user(one)
 
 
 @ranks(2)
-def test_ranks_that_do_not_exchange_the_same_are_told() -> None:
+def test_ranks_that_do_not_exchange_the_same_are_told(rank: int) -> None:
     give_up_after(5, dist.group.WORLD)
     ddp = net()
     step(ddp, 0)
     step(ddp, 1)
     bucket = ddp._ddp_state.core.manager.current.buckets[0]
-    if dist.get_rank() == 1:
+    if rank == 1:
         bucket.nbytes += 4
         bucket.exchange.content = *bucket.exchange.content[:2], bucket.nbytes
     with pytest.raises(RuntimeError, match="something else at the same time"):
@@ -423,12 +412,12 @@ def test_ranks_that_do_not_exchange_the_same_are_told() -> None:
 
 @pytest.mark.long
 @ranks(3)
-def test_a_late_rank_is_named_after_the_timeout() -> None:
+def test_a_late_rank_is_named_after_the_timeout(rank: int) -> None:
     ddp = net()
     for number in range(2):
         step(ddp, number)
     give_up_after(1, dist.group.WORLD)
-    if dist.get_rank() == 2:  # the others have packed theirs before they gave up
+    if rank == 2:  # the others have packed theirs before they gave up
         time.sleep(4)
         with contextlib.suppress(RuntimeError):
             step(ddp, 2)
@@ -451,21 +440,17 @@ class Layers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x.register_hook(lambda grad: dist.all_reduce(grad.clone()))
-        y = x * 1
-        for layer in self.layers:
-            y = y * layer
-        return y.sum()
+        return functools.reduce(torch.mul, self.layers, x * 1).sum()
 
 
 @ranks(2)
-def test_more_messages_than_a_connection_holds() -> None:
+def test_more_messages_than_a_connection_holds(rank: int) -> None:
     ddp = DistributedDataParallel(Layers(500), bucket_cap_mb=1e-6, transport="auto")
     for number in range(4):
-        if number > 1 and dist.get_rank() == number % 2:
+        if number > 1 and rank == number % 2:
             time.sleep(0.2)
         x = torch.ones(2, requires_grad=True)
-        ddp.zero_grad()
-        ddp(x * (1 + dist.get_rank())).backward()
+        train_step(ddp, x * (1 + rank), loss=torch.sum)
         assert ddp.module.layers[0].grad.tolist() == [1.5, 1.5]
     assert len(ddp.reducer.buckets) == 500
     # What the other waits for has gone; it has read this when it packs again.
@@ -480,10 +465,8 @@ def a_pair() -> Iterator[tuple[Any, Any, socket.socket]]:
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     group = mock.MagicMock(size=2, rank=0)
     group.process_group = mock.MagicMock()
-    found = peer_memory.Peers(group, peers.Neighbours({1: one}, [[0, 1]]))
-    module = peer_memory.PeerMemory(group, mock.Mock(), mock.Mock(), False)
-    module.number = found.enter(module)
-    yield peer_memory.Place(module, found), found.others[0], other
+    found = peers.Peers(group, connect.Neighbours({1: one}, [[0, 1]]))
+    yield peers.WaitPoint(found.next_wrapper(), found), found.others[0], other
     found.close()
     other.close()
 
@@ -492,7 +475,7 @@ def test_what_a_rank_has_sent_before_its_end_counts(a_pair: Any) -> None:
     """Also where it has left something unread, which the kernel tells first."""
     exchange, peer, other = a_pair
     for number in (1, 2):
-        other.send(peer_memory._MESSAGE.pack(peers.PACKED, 1, 0, number, 8))
+        other.send(peers.MESSAGE.pack(peers.PACKED, 1, 0, number, 8))
     peer.send(b"what is never read")
     other.close()
     exchange.number = 1
@@ -507,23 +490,21 @@ def test_what_a_rank_has_sent_before_its_end_counts(a_pair: Any) -> None:
 
 
 def test_memory_that_does_not_arrive_is_told(a_pair: Any) -> None:
-    place, _, other = a_pair
-    place.number = 1
-    other.send(peer_memory._MESSAGE.pack(peers.HANDED, 1, 0, 1, 8))
-    place.wait_for(peers.HANDED)
-    assert place.module.came == {1: "memory of rank 1 cannot be mapped: no descriptor was received"}
+    point, peer, other = a_pair
+    point.number = 1
+    other.send(peers.MESSAGE.pack(peers.HANDED, 1, 0, 1, 8))
+    point.wait_for(peers.HANDED)
+    assert peer.handed == {1: "memory of rank 1 cannot be mapped: no descriptor was received"}
 
 
 def test_a_message_that_comes_twice_counts_once(a_pair: Any) -> None:
     exchange, peer, other = a_pair
     for number in (1, 1, 2, 1):
-        other.send(peer_memory._MESSAGE.pack(peers.PACKED, 1, 0, number, 8))
+        other.send(peers.MESSAGE.pack(peers.PACKED, 1, 0, number, 8))
     exchange.number = 2
     exchange.wait_for(peers.PACKED)
     assert sorted(peer.announced) == [1, 2]
     peer.announced.clear()
-    other.send(peer_memory._MESSAGE.pack(peers.READ, 1, 0, 2, 8))
-    exchange.module.read = 2
+    other.send(peers.MESSAGE.pack(peers.READ, 1, 0, 2, 8))
     exchange.wait_for(peers.READ)
-    assert exchange.module.free == 2
     assert not peer.announced

@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_bits, assert_same_on_all_ranks, gather, in_rings, ranks
+from distributed import assert_same_bits, in_rings, ranks
 from distributed import recorded_collectives as recorded
-from oracle import Alone, mean_over_ranks, one_per_rank, seed
+from modules import Kinds, Squares
+from oracle import Alone, mean_over_ranks, one_per_rank, play
 from torch import Tensor, nn
 from torch.nn.parallel.distributed import _MixedPrecision
+from training import assert_gradients_alike, counted, train_step, wrap
 
 from tritonddp import DistributedDataParallel
 from tritonddp.coordination.agreement import BYTES as HEADER_BYTES
+from tritonddp.coordination.counters import Counters
 
-VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
@@ -76,122 +78,89 @@ def assert_close_on_the_wire(
         bound = 1.01 * ranks * (info.eps / 2 * size + least)
         wrong = (param.grad - mean).abs() > bound
         assert not wrong.any(), f"{where}: {param.grad[wrong][:3]}, should be {mean[wrong][:3]}"
-    assert_same_on_all_ranks([param.grad for param in ddp.parameters()], what)
+    assert_gradients_alike(ddp, what)
 
 
 @HALVES
 @ranks(2, 3, 4)
 def test_the_mean_to_the_rounding_of_the_wire_and_alike_on_all_ranks(dtype: torch.dtype) -> None:
     module = Net()
-    world_size, rank = dist.get_world_size(), dist.get_rank()
     for view in (False, True):
-        ddp = DistributedDataParallel(
-            copy.deepcopy(module),
-            reduce_dtype=dtype,
-            gradient_as_bucket_view=view,
-            bucket_cap_mb=0.5,
-        )
+        ddp = wrap(copy.deepcopy(module), view, reduce_dtype=dtype, bucket_cap_mb=0.5)
         alone = one_per_rank(module)
         for step in range(3):
-            for each, net in [*enumerate(alone), (rank, ddp)]:
+
+            def accumulated(net: Any, rank: int, step: int = step) -> None:
                 net.zero_grad()
-                seed(each, step)
                 if step == 1:
                     with net.no_sync():
-                        net(1 - each).backward()
-                net(each).backward()
+                        net(1 - rank).backward()
+                net(rank).backward()
+
+            play(accumulated, ddp, alone, step)
             assert_close_on_the_wire(ddp, alone, dtype, f"view={view}, step {step}")
         assert len({bucket.flat.data.data_ptr() for bucket in ddp.reducer.buckets}) > 1
         assert {bucket.flat.data.dtype for bucket in ddp.reducer.buckets} == {dtype}
-        for each, net in [*enumerate(alone), (rank, ddp)]:
-            net.zero_grad()
-            seed(each, 3)
-            for items in (3.0, 2.0 * each):
-                with net.no_sync(), net.weighted(items):
-                    net(each).backward()
-            with net.weighted(1 + each):
-                net(each).backward()
-        assert_close_on_the_wire(ddp, alone, dtype, f"view={view}, weighted by {world_size}")
+        play(weighted, ddp, alone, 3)
+        assert_close_on_the_wire(ddp, alone, dtype, f"view={view}, weighted by {len(alone)}")
 
 
-class Sum(nn.Module):
-    """Parameters of some sizes, each used once."""
-
-    def __init__(self, *sizes: int, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.params = nn.ParameterList(torch.full((size,), 1.0, dtype=dtype) for size in sizes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for param in self.params:
-            x = x + (param * param * self.factor).sum()
-        return x
-
-    factor = 1.0
+def weighted(net: Any, rank: int) -> None:
+    net.zero_grad()
+    for items in (3.0, 2.0 * rank):
+        with net.no_sync(), net.weighted(items):
+            net(rank).backward()
+    with net.weighted(1 + rank):
+        net(rank).backward()
 
 
 def step(ddp: nn.Module) -> None:
-    ddp.zero_grad()
-    ddp(torch.ones(())).backward()
+    train_step(ddp, loss=torch.sum)
 
 
-@VIEW
-@ranks(3)
+@ranks(3, views=True)
 def test_half_the_bytes_at_one_launch_each_way_a_bucket(view: bool) -> None:
-    ddp = in_rings(Sum(*[64] * 100), reduce_dtype=torch.bfloat16, gradient_as_bucket_view=view)
+    ddp = in_rings(Squares(*[64] * 100), reduce_dtype=torch.bfloat16, gradient_as_bucket_view=view)
     for _ in range(2):
         step(ddp)
-    counters = ddp.reducer.counters
-    before = copy.copy(counters)
-    with recorded() as calls:
+    with recorded() as calls, counted(ddp) as found:
         step(ddp)
     assert calls.names == ["all_reduce"]
     nbytes = 2 * (100 * (64 + 1) + 3 * HEADER_BYTES)
     assert calls[0][1].nbytes == nbytes
-    assert counters.flattens - before.flattens == 1
-    assert counters.unflattens - before.unflattens == 1
-    assert counters.collectives - before.collectives == 1
-    assert counters.wire_bytes - before.wire_bytes == nbytes
     assert ddp._ddp_state.config.caps.limits[:3] == (2**20, 2**20, 2**21)
-    assert counters.sent_bytes - before.sent_bytes == -(-2 * 2 * nbytes // 3)
+    assert found == Counters(
+        reductions=1,
+        flattens=1,
+        unflattens=1,
+        collectives=1,
+        wire_bytes=nbytes,
+        sent_bytes=-(-2 * 2 * nbytes // 3),
+    )
 
 
 @ranks(2)
 def test_gradients_are_scaled_in_full_precision_before_the_cast() -> None:
-    ddp = DistributedDataParallel(Sum(3), reduce_dtype=torch.float16)
-    ddp.module.factor = 49_984.0  # a gradient of 99,968: half of it is within fp16
+    ddp = DistributedDataParallel(Squares(3), reduce_dtype=torch.float16)
+    factor = 49_984.0  # a gradient of 99,968: half of it is within fp16
     for rank in (0, 1):
         ddp.zero_grad()
         # Only one rank has one, so that the sum is within fp16 too.
-        (ddp(torch.ones(())) * float(rank == dist.get_rank())).backward()
-        assert ddp.module.params[0].grad.tolist() == [49_984.0] * 3
-    step(ddp)
+        (ddp(factor) * float(rank == dist.get_rank())).backward()
+        assert ddp.module.params[0].grad.tolist() == [factor] * 3
+    train_step(ddp, factor, loss=torch.sum)
     assert ddp.module.params[0].grad.isinf().all(), "not clamped: a GradScaler has to see it"
-
-
-class Kinds(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.single = nn.Parameter(torch.ones(3))
-        self.half_ = nn.Parameter(torch.ones(3, dtype=torch.float16))
-        self.double_ = nn.Parameter(torch.ones(3, dtype=torch.float64))
-        self.complex_ = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-        self.table = nn.Embedding(5, 3, sparse=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        total = self.table(torch.tensor([dist.get_rank()])).sum().double()
-        for param in (self.single, self.half_, self.double_, self.complex_):
-            total = total + (param * x).abs().sum()
-        return total
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @ranks(2)
-def test_dense_real_gradients_travel_in_it_and_others_in_their_own(dtype: torch.dtype) -> None:
+def test_dense_real_gradients_travel_in_it_and_others_in_their_own(
+    rank: int, dtype: torch.dtype
+) -> None:
     ddp = DistributedDataParallel(Kinds(), reduce_dtype=dtype)
-    x = 1 / 3 + dist.get_rank()
+    rows = torch.tensor([rank])
     for _ in range(3):
-        ddp.zero_grad()
-        ddp(torch.tensor(x, dtype=torch.float64)).backward()
+        train_step(ddp, rows, 1 / 3 + rank, table=1.0, loss=torch.sum)
     wire = {name: bucket.flat.data.dtype for bucket in ddp.reducer.buckets for name in bucket.names}
     assert wire == {
         "single": dtype,
@@ -205,20 +174,19 @@ def test_dense_real_gradients_travel_in_it_and_others_in_their_own(dtype: torch.
     assert module.table.weight.grad.is_sparse
     terms = [torch.tensor(each / 2, dtype=torch.float64) for each in (1 / 3, 4 / 3)]
     cast = sum(term.to(dtype) for term in terms)
-    assert_same_bits(module.double_.grad, cast.double().expand(3), "fp64")
+    assert_same_bits(module.double_.grad, cast.double().expand(5), "fp64")
     rounded = [(term.to(torch.float16) * 2).float() / 2 for term in terms]
     if dtype == torch.float32:  # of parameters in fp16: no rounding after the gradient's own
-        assert_same_bits(module.half_.grad, sum(rounded).half().expand(3), "fp16")
-    torch.testing.assert_close(module.complex_.grad, torch.full((3,), 5 / 6) + 0j)
+        assert_same_bits(module.half_.grad, sum(rounded).half().expand(5), "fp16")
+    torch.testing.assert_close(module.complex_.grad, torch.full((5,), 5 / 6 + 5j / 6))
 
 
-@VIEW
-@ranks(2)
-def test_reduce_gradients_and_added_parameters_travel_in_it_too(view: bool) -> None:
-    ddp = in_rings(Sum(64, 3), reduce_dtype=torch.bfloat16, gradient_as_bucket_view=view)
+@ranks(2, views=True)
+def test_reduce_gradients_and_added_parameters_travel_in_it_too(rank: int, view: bool) -> None:
+    ddp = in_rings(Squares(64, 3), reduce_dtype=torch.bfloat16, gradient_as_bucket_view=view)
     for _ in range(2):
         step(ddp)
-    own = [torch.full_like(param, 1 / 3 + dist.get_rank()) for param in ddp.parameters()]
+    own = [torch.full_like(param, 1 / 3 + rank) for param in ddp.parameters()]
     kept = [gradient.clone() for gradient in own]
     with recorded() as calls:
         means = ddp.reduce_gradients(own)
@@ -239,7 +207,7 @@ def test_reduce_gradients_and_added_parameters_travel_in_it_too(view: bool) -> N
 @ranks(2)
 def test_with_mixed_precision() -> None:
     def wire(reduce_dtype: Any, config: _MixedPrecision) -> torch.dtype:
-        ddp = DistributedDataParallel(Sum(3), reduce_dtype=reduce_dtype, mixed_precision=config)
+        ddp = DistributedDataParallel(Squares(3), reduce_dtype=reduce_dtype, mixed_precision=config)
         return ddp.reducer.buckets[0].flat.data.dtype
 
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -248,13 +216,3 @@ def test_with_mixed_precision() -> None:
     assert wire(None, _MixedPrecision(bf16)) == bf16
     with pytest.raises(ValueError, match=r"bfloat16 contradicts mixed_precision.* torch.float16"):
         wire(bf16, _MixedPrecision(reduce_dtype=fp16))
-
-
-@ranks(2)
-def test_ranks_that_disagree_on_it_are_told() -> None:
-    dtype = [torch.bfloat16, torch.float16][dist.get_rank()]
-    with pytest.raises(RuntimeError, match=r"'reduce_dtype': rank 0 has torch.bfloat16, rank 1"):
-        DistributedDataParallel(Sum(3), reduce_dtype=dtype)
-    with pytest.raises(RuntimeError, match=r"'reduce_dtype': rank 0 has none"):
-        DistributedDataParallel(Sum(3), reduce_dtype=[None, torch.float16][dist.get_rank()])
-    assert gather(dist.get_rank()) == [0, 1]

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
-from oracle import Alone, adopt, mean_over_ranks, one_per_rank, seed
+from modules import TiedTable
+from oracle import assert_mean, mean_over_ranks, one_per_rank, play, seed
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as Stock
+from training import (
+    assert_close,
+    beside_stock,
+    breaking_off,
+    counted,
+    gradients,
+    train_step,
+    wrap,
+)
 
 from tritonddp import DistributedDataParallel
 from tritonddp.buckets.sparse_bucket import Announcement, Kind, SparseBucket
 
-VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 ROWS = 12
 
 
@@ -65,26 +75,6 @@ def to_dense(grads: list[Tensor | None]) -> list[Tensor | None]:
     return [None if grad is None else grad.to_dense() for grad in grads]
 
 
-def assert_mean(ddp: nn.Module, alone: list[Alone], what: str) -> None:
-    """As the oracle's, for sparse gradients too; these stay sparse."""
-    expected = mean_over_ranks(alone)
-    for (name, param), mean in zip(ddp.named_parameters(), expected, strict=True):
-        where = f"{what}: gradient of {name} on rank {dist.get_rank()}"
-        assert (param.grad is None) == (mean is None), where
-        if mean is not None:
-            assert param.grad.layout == mean.layout, where
-            assert not mean.is_sparse or param.grad.is_coalesced(), where
-            torch.testing.assert_close(
-                param.grad.to_dense(),
-                mean.to_dense(),
-                rtol=1e-12,
-                atol=1e-12,
-                msg=lambda text, where=where: f"{where}: {text}",
-            )
-    assert_same_on_all_ranks(to_dense([param.grad for param in ddp.parameters()]), what)
-    adopt(alone, expected)
-
-
 def plain(net: Any, rank: int, step: int) -> None:
     net(2 + rank + step).backward()
 
@@ -125,49 +115,30 @@ def weighted_sums(net: Any, rank: int, step: int) -> None:
         net(1 + rank, "sometimes").backward()
 
 
-STEPS = [
-    plain,
-    other_counts_and_tables,
-    windows,
-    several_backwards,
-    weighted,
-    weighted_sums,
-]
+STEPS = [plain, other_counts_and_tables, windows, several_backwards, builds_a_graph]
+STEPS += [weighted, weighted_sums]
 
 
-@VIEW
 @pytest.mark.parametrize("model", [Tables, OnlyTables])
-@ranks(2, 3)
+@ranks(2, 3, views=True)
 def test_the_mean_of_sparse_gradients(model: Any, view: bool) -> None:
-    torch.manual_seed(0)
     module = model()
     for do in STEPS:
         alone = one_per_rank(module)
-        ddp = DistributedDataParallel(
-            copy.deepcopy(module), gradient_as_bucket_view=view, bucket_cap_mb=1e-4
-        )
+        ddp = wrap(copy.deepcopy(module), view, bucket_cap_mb=1e-4)
         for step in range(4):
             for net in (*alone, ddp):
                 net.zero_grad(set_to_none=step != 2)
-            for rank, net in enumerate(alone):
-                seed(rank, step)
-                do(net, rank, step)
-            seed(dist.get_rank(), step)
-            do(ddp, dist.get_rank(), step)
+            play(partial(do, step=step), ddp, alone, step)
             assert_mean(ddp, alone, f"{do.__name__}, step {step}")
 
 
-@VIEW
-@ranks(2)
-def test_gradients_are_those_of_stock(view: bool) -> None:
+@ranks(2, views=True)
+def test_gradients_are_those_of_stock(rank: int, view: bool) -> None:
     """And so is what SparseAdam makes of them."""
-    torch.manual_seed(0)
     model = Tables(torch.float32)
     del model.never  # stock has no room for a sparse parameter that is unused
-    nets = [
-        each(copy.deepcopy(model), gradient_as_bucket_view=view)
-        for each in (Stock, DistributedDataParallel)
-    ]
+    nets = beside_stock(model, gradient_as_bucket_view=view)[::-1]
     optimizers = []
     for net in nets:
         sparse = [net.module.words.weight, net.module.bags.weight, net.module.sometimes.weight]
@@ -176,112 +147,95 @@ def test_gradients_are_those_of_stock(view: bool) -> None:
     for step in range(4):
         for net, pair in zip(nets, optimizers, strict=True):
             net.zero_grad()
-            seed(dist.get_rank(), step)
-            net(2 + dist.get_rank(), "sometimes").backward()
+            seed(rank, step)
+            net(2 + rank, "sometimes").backward()
             for optimizer in pair:
                 optimizer.step()
         named = nets[1].named_parameters()
         for (name, ours), stock in zip(named, nets[0].parameters(), strict=True):
-            what = f"{name}, step {step}"
-            assert ours.grad.layout == stock.grad.layout, what
-            torch.testing.assert_close(ours.grad.to_dense(), stock.grad.to_dense(), msg=what)
-            torch.testing.assert_close(ours, stock, msg=what)
+            assert ours.grad.layout == stock.grad.layout, f"{name}, step {step}"
+        grads = [to_dense(gradients(net)) for net in nets]
+        assert_close(grads[1], grads[0], f"step {step}")
+        assert_close(list(nets[1].parameters()), list(nets[0].parameters()), f"step {step}")
         assert_same_on_all_ranks([param.detach() for param in nets[1].parameters()], "parameters")
 
 
-class Tied(nn.Module):
-    """One weight as a sparse table and as an output layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(ROWS, 3, sparse=True).double()
-        self.out = nn.Linear(3, ROWS, bias=False).double()
-        self.out.weight = self.words.weight
-
-    def forward(self, count: int, is_tied: bool = True) -> Tensor:
-        x = self.words(indices(count)).sum(0)
-        return (self.out(x) if is_tied else x).square().sum()
-
-
-@VIEW
-@ranks(2)
+@ranks(2, views=True)
 def test_a_dense_gradient_of_some_ranks_makes_a_dense_mean(view: bool) -> None:
-    torch.manual_seed(0)
-    module = Tied()
+    module = TiedTable(ROWS, 3).double()
     alone = one_per_rank(module)
-    ddp = DistributedDataParallel(module, gradient_as_bucket_view=view)
+    ddp = wrap(module, view)
     for step, tied in enumerate([(0, 1), (0,), (1,), (), (0, 1)]):
-        for rank, net in [*enumerate(alone), (dist.get_rank(), ddp)]:
-            net.zero_grad()
-            seed(rank, step)
-            net(1 + rank, rank in tied).backward()
+
+        def tie(net: Any, rank: int, tied: tuple[int, ...] = tied) -> None:
+            train_step(net, indices(1 + rank), rank in tied, loss=torch.sum)
+
+        play(tie, ddp, alone, step)
         mean = mean_over_ranks(alone)[0]
         (param,) = ddp.parameters()
         assert param.grad.is_sparse is (len(tied) == 0)
         torch.testing.assert_close(param.grad.to_dense(), mean.to_dense())
 
 
-@VIEW
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@ranks(3)
-def test_narrow_dtypes(dtype: torch.dtype, view: bool) -> None:
+@ranks(3, views=True)
+def test_narrow_dtypes(rank: int, dtype: torch.dtype, view: bool) -> None:
     model = nn.Sequential(nn.Embedding(5, 7, sparse=True), nn.Embedding(5, 0, sparse=True))
-    ddp = DistributedDataParallel(model[0].to(dtype), gradient_as_bucket_view=view)
+    ddp = wrap(model[0].to(dtype), view)
     for rows in ([0], [0, 1, 2], [0, 4]):
         ddp.zero_grad()
-        with ddp.weighted(dist.get_rank() + 1):
-            ddp(torch.tensor(rows[: dist.get_rank() + 1])).sum().backward()
+        with ddp.weighted(rank + 1):
+            ddp(torch.tensor(rows[: rank + 1])).sum().backward()
         grad = model[0].weight.grad
         assert grad.dtype == dtype
         assert grad.to_dense()[0].tolist() == [1.0] * 7
 
 
 @ranks(2)
-def test_nothing_is_exchanged_where_nobody_has_rows() -> None:
+def test_nothing_is_exchanged_where_nobody_has_rows(rank: int) -> None:
     ddp = DistributedDataParallel(nn.Embedding(ROWS, 3, sparse=True))
     for _ in range(2):
-        ddp.zero_grad()
+        train_step(ddp, torch.empty(0, dtype=torch.int64), loss=torch.sum)
+    with counted(ddp) as found:
         ddp(torch.empty(0, dtype=torch.int64)).sum().backward()
-    before = ddp.reducer.counters.collectives
-    ddp(torch.empty(0, dtype=torch.int64)).sum().backward()
-    assert ddp.reducer.counters.collectives == before + 1
+    assert found.collectives == 1
     assert ddp.module.weight.grad._nnz() == 0
-    ddp(torch.tensor([dist.get_rank()])).sum().backward()
-    assert ddp.reducer.counters.collectives == before + 3
+    with counted(ddp) as found:
+        ddp(torch.tensor([rank])).sum().backward()
+    assert found.collectives == 2
     assert ddp.module.weight.grad.to_dense().sum(1).tolist()[:3] == [1.5, 1.5, 0]
 
 
-@VIEW
-@ranks(2)
-def test_dense_buckets_go_while_the_sparse_one_waits_for_nobody(view: bool) -> None:
+@ranks(2, views=True)
+def test_dense_buckets_go_while_the_sparse_one_waits_for_nobody(rank: int, view: bool) -> None:
     """Gradient hooks issue the first step only, and never wait: the rows go when all is over."""
-    ddp = DistributedDataParallel(
-        Tables(), gradient_as_bucket_view=view, find_unused_parameters=True
-    )
+    ddp = wrap(Tables(), view, find_unused_parameters=True)
     for step in range(2):
         ddp.zero_grad()
-        plain(ddp, dist.get_rank(), step)
+        plain(ddp, rank, step)
     waits: list[str] = []
-    end = ddp._ddp_state.core.finish
+    core = ddp._ddp_state.core
+    end = core.finish_ended
+
+    def ended() -> None:
+        waits.append("end")
+        end()
+
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     gather = getattr(dist, name)
-    try:
-        setattr(dist, name, lambda *a, **k: (waits.append("gather"), gather(*a, **k))[1])
-        ddp._ddp_state.core.finish = lambda run: (waits.append("end"), end(run))[1]
+    with (
+        mock.patch.object(dist, name, lambda *a, **k: (waits.append("gather"), gather(*a, **k))[1]),
+        mock.patch.object(core, "finish_ended", side_effect=ended),
+    ):
         ddp.zero_grad()
-        plain(ddp, dist.get_rank(), 2)
-    finally:
-        setattr(dist, name, gather)
-        del ddp._ddp_state.core.finish
+        plain(ddp, rank, 2)
     assert waits == ["end", "gather", "gather"]
 
 
-@VIEW
-@ranks(2)
+@ranks(2, views=True)
 def test_gradients_on_request(view: bool) -> None:
-    torch.manual_seed(0)
     model = Tables()
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
+    ddp = wrap(model, view)
     params = [model.words.weight, model.mix.weight, model.sometimes.weight, model.never.weight]
     own: list[list[Tensor | None]] = []
     for rank in range(2):
@@ -290,38 +244,28 @@ def test_gradients_on_request(view: bool) -> None:
         own.append(list(torch.autograd.grad(loss, params, allow_unused=True)))
     mine = own[dist.get_rank()]
     means = ddp.reduce_gradients(mine, params)
-    for mean, *grads in zip(means, *own, strict=True):
-        here = [grad.to_dense() for grad in grads if grad is not None]
-        if not here:
-            assert mean is None
-            continue
-        torch.testing.assert_close(mean.to_dense(), sum(here) / 2)
+    sums = [[grad.to_dense() for grad in row if grad is not None] for row in zip(*own, strict=True)]
+    assert_close(to_dense(means), [sum(grads) / 2 if grads else None for grads in sums])
     assert [mean.is_sparse for mean in means[:3]] == [True, False, True]
     for param, grad in zip(params, mine, strict=True):
         param.grad = grad
     ddp.reduce_gradients()
-    for param, mean in zip(params, means, strict=True):
-        if mean is None:
-            assert param.grad is None
-        else:
-            torch.testing.assert_close(param.grad.to_dense(), mean.to_dense())
+    assert_close(to_dense([param.grad for param in params]), to_dense(means))
 
 
-@VIEW
-@ranks(2)
-def test_tables_that_are_added_later(view: bool) -> None:
-    torch.manual_seed(0)
+@ranks(2, views=True)
+def test_tables_that_are_added_later(rank: int, view: bool) -> None:
     model = nn.ModuleDict({"words": nn.Embedding(ROWS, 2, sparse=True), "mix": nn.Linear(2, 2)})
     model.forward = lambda x: model["mix"](  # type: ignore[method-assign]
         sum(table(x).sum(0) for name, table in model.items() if name != "mix")
     ).sum()
     model.double()
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
+    ddp = wrap(model, view)
     for step in range(5):
         ddp.zero_grad()
         if step in (1, 3):
             model[f"more{step}"] = nn.Embedding(ROWS, 2, sparse=True).double()
-        ddp(torch.arange(1 + dist.get_rank()) + step).backward()
+        ddp(torch.arange(1 + rank) + step).backward()
         grads = [table.weight.grad for name, table in model.items() if name != "mix"]
         for grad in grads:
             assert grad.coalesce().indices()[0].tolist() == [step, step + 1]
@@ -330,40 +274,30 @@ def test_tables_that_are_added_later(view: bool) -> None:
     assert sorted(kinds) == [False, True, True, True]
 
 
-@VIEW
-@ranks(2)
-def test_a_backward_that_broke_off_is_seen_by_the_others_and_the_next_is_right(view: bool) -> None:
-    torch.manual_seed(0)
+@ranks(2, views=True)
+def test_a_backward_that_broke_off_is_seen_by_the_others_and_the_next_is_right(
+    rank: int, view: bool
+) -> None:
     module = Tables()
     alone = one_per_rank(module)
-    ddp = DistributedDataParallel(module, gradient_as_bucket_view=view, bucket_cap_mb=1e-4)
+    ddp = wrap(module, view, bucket_cap_mb=1e-4)
     for step in range(5):
-        for rank, net in enumerate(alone):
+        for net in (ddp, *alone):
             net.zero_grad()
-            seed(rank, step)
-            plain(net, rank, step)
-        ddp.zero_grad()
-        seed(dist.get_rank(), step)
-        if step in (1, 3):
-            if dist.get_rank() == 1:
-                at = [module.late.weight, module.words.weight][step // 2]
-                handle = at.register_hook(lambda grad: 1 / 0)
-                with pytest.raises(ZeroDivisionError):
-                    plain(ddp, 1, step)
-                handle.remove()
-            else:
-                plain(ddp, 0, step)
-                assert module.words.weight.grad.coalesce().values().isnan().all()
-            continue
-        plain(ddp, dist.get_rank(), step)
-        assert_mean(ddp, alone, f"step {step}")
+        breaks = step in (1, 3)
+        at = [module.late.weight, module.words.weight][step // 2 % 2]
+        with breaking_off(at, breaks and rank == 1):
+            play(partial(plain, step=step), ddp, alone, step)
+        if not breaks:
+            assert_mean(ddp, alone, f"step {step}")
+        elif rank == 0:
+            assert module.words.weight.grad.coalesce().values().isnan().all()
 
 
-@VIEW
-@ranks(2)
+@ranks(2, views=True)
 def test_a_sparse_gradient_that_no_layer_announced_is_named(view: bool) -> None:
     model = nn.Embedding(ROWS, 3)
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
+    ddp = wrap(model, view)
     ddp(torch.tensor([1])).sum().backward()
     model.sparse = True
     ddp.zero_grad()
@@ -372,9 +306,9 @@ def test_a_sparse_gradient_that_no_layer_announced_is_named(view: bool) -> None:
 
 
 @ranks(2)
-def test_ranks_that_expect_different_kinds_are_told() -> None:
+def test_ranks_that_expect_different_kinds_are_told(rank: int) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)sparse gradients.*rank 1"):
-        DistributedDataParallel(nn.Embedding(ROWS, 3, sparse=dist.get_rank() == 0))
+        DistributedDataParallel(nn.Embedding(ROWS, 3, sparse=rank == 0))
 
 
 def test_announcements_are_read_as_they_were_written() -> None:
@@ -392,21 +326,18 @@ def doubled(group, bucket):  # stock allows no annotations but its own
     return work.get_future().then(lambda future: future.value()[0])
 
 
-@VIEW
 @pytest.mark.parametrize("model", [Tables, OnlyTables])
-@ranks(2)
+@ranks(2, views=True)
 def test_sparse_gradients_are_averaged_beside_a_communication_hook(model: Any, view: bool) -> None:
-    torch.manual_seed(0)
     module = model()
     alone = one_per_rank(module)
-    ddp = DistributedDataParallel(module, gradient_as_bucket_view=view, bucket_cap_mb=1e-4)
+    ddp = wrap(module, view, bucket_cap_mb=1e-4)
     doubled.calls = []  # type: ignore[attr-defined]
     ddp.register_comm_hook(None, doubled)
     for step in range(3):
-        for rank, net in [*enumerate(alone), (dist.get_rank(), ddp)]:
+        for net in (*alone, ddp):
             net.zero_grad()
-            seed(rank, step)
-            other_counts_and_tables(net, rank, step)
+        play(partial(other_counts_and_tables, step=step), ddp, alone, step)
         for param in module.parameters():
             if param.grad is not None and not param.grad.is_sparse:
                 param.grad.div_(2)
@@ -421,7 +352,6 @@ def test_sparse_gradients_are_averaged_beside_a_communication_hook(model: Any, v
 @ranks(3)
 def test_ranks_that_have_left_take_part(over_present: bool) -> None:
     """Over all ranks or over those that have inputs: the last one has none at all."""
-    torch.manual_seed(0)
     module = OnlyTables()
     alone = one_per_rank(module)
     ddp = DistributedDataParallel(module, bucket_cap_mb=1e-4)
@@ -449,14 +379,15 @@ def test_ranks_that_have_left_take_part(over_present: bool) -> None:
         torch.testing.assert_close(ours.data, oracles.data, rtol=1e-12, atol=1e-12)
 
 
-@VIEW
-@ranks(2)
-def test_a_dense_mean_has_the_memory_order_of_a_table_that_is_not_row_major(view: bool) -> None:
+@ranks(2, views=True)
+def test_a_dense_mean_has_the_memory_order_of_a_table_that_is_not_row_major(
+    rank: int, view: bool
+) -> None:
     table = nn.Embedding(ROWS, 4, sparse=True)
     table.weight = nn.Parameter(torch.randn(4, ROWS).t())
-    ddp = DistributedDataParallel(table, gradient_as_bucket_view=view)
+    ddp = wrap(table, view)
     for _ in range(2):
-        table.weight.grad = torch.full_like(table.weight, 1.0 + dist.get_rank())
+        table.weight.grad = torch.full_like(table.weight, 1.0 + rank)
         ddp(torch.tensor([1])).sum().backward()
         expected = torch.full((ROWS, 4), 1.5)
         expected[1] += 1

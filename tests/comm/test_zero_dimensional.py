@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from as_on_gpu import ZeroDimensional, interpreting_ranks, use_gpu_kernels
 from distributed import assert_same_bits, ranks
+from recording.device import recording
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tritonddp import DistributedDataParallel
-
-# The interpreter is numpy, which warns where numbers are not finite.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.usefixtures("interpreting"),
-]
+from tritonddp.kernels import launch
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
 VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 SHAPES = [(40, 30), (17,), ()]
-
-
-@pytest.fixture(scope="module")
-def interpreting() -> Iterator[None]:
-    pytest.importorskip("triton")
-    with interpreting_ranks():
-        yield
 
 
 class Given(nn.Module):
@@ -52,13 +39,12 @@ def gradients(dtype: torch.dtype, rank: int, step: int = 0) -> list[Tensor]:
 
 
 def backward(ddp: Any, given: list[Tensor]) -> None:
-    loss = ddp(given)
+    loss = ddp([each.to("cuda") for each in given])
     (loss.real if loss.is_complex() else loss).backward()
 
 
 def wrapped(dtype: torch.dtype, **options: Any) -> Any:
-    use_gpu_kernels()
-    return DistributedDataParallel(Given(dtype), **options)
+    return DistributedDataParallel(Given(dtype).to("cuda"), **options)
 
 
 def rounded_once(dtype: torch.dtype, weights: tuple[float, float], unit: float) -> list[Tensor]:
@@ -84,23 +70,22 @@ WEIGHTS = (3, 4)
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @VIEW
-@ranks(2)
+@ranks(2, interprets=True)
 def test_weighted_gradients_are_rounded_once_after_the_factor(
     view: bool, dtype: torch.dtype
 ) -> None:
-    ddp = wrapped(dtype, gradient_as_bucket_view=view)
     rank = dist.get_rank()
-    from tritonddp.kernels import launch
-
-    counts, launches = ddp.reducer.counters.unflattens, launch.launches
-    with ZeroDimensional() as seen, ddp.weighted(WEIGHTS[rank]):
-        backward(ddp, gradients(dtype, rank))
-    expected = rounded_once(dtype, WEIGHTS, 16.0)
-    for number, (param, mean) in enumerate(zip(ddp.parameters(), expected, strict=True)):
-        assert_same_bits(param.grad, mean, f"gradient {number}")
-    assert seen.found == []
-    assert ddp.reducer.counters.unflattens - counts == 1
-    assert launch.launches - launches == 2  # one flattens, one scales
+    with recording() as recorder:
+        ddp = wrapped(dtype, gradient_as_bucket_view=view)
+        counts, launches = ddp.reducer.counters.unflattens, launch.launches
+        with ddp.weighted(WEIGHTS[rank]):
+            backward(ddp, gradients(dtype, rank))
+        expected = rounded_once(dtype, WEIGHTS, 16.0)
+        for number, (param, mean) in enumerate(zip(ddp.parameters(), expected, strict=True)):
+            assert_same_bits(param.grad.cpu(), mean, f"gradient {number}")
+        assert recorder.rounded == []
+        assert ddp.reducer.counters.unflattens - counts == 1
+        assert launch.launches - launches == 2  # one flattens, one scales
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -144,55 +129,39 @@ def play(ddp: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("way", WAYS)
-@ranks(2)
+@ranks(2, interprets=True)
 def test_no_operand_without_dimensions_loses_precision(way: str, dtype: torch.dtype) -> None:
-    ddp = wrapped(dtype, bucket_cap_mb=0.001, **WAYS[way])
-    with ZeroDimensional() as seen:
-        play(ddp, dtype)
-    assert seen.found == []
+    with recording() as recorder:
+        play(wrapped(dtype, bucket_cap_mb=0.001, **WAYS[way]), dtype)
+    assert recorder.rounded == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @VIEW
-@ranks(2)
+@ranks(2, interprets=True)
 def test_no_operand_of_a_communication_hook_loses_precision(view: bool, dtype: torch.dtype) -> None:
-    ddp = wrapped(dtype, gradient_as_bucket_view=view)
-    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-    with ZeroDimensional() as seen:
+    with recording() as recorder:
+        ddp = wrapped(dtype, gradient_as_bucket_view=view)
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
         play(ddp, dtype)
-    assert seen.found == []
+    assert recorder.rounded == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("has_dense", [False, True])
-@ranks(2)
+@ranks(2, interprets=True)
 def test_no_operand_of_sparse_gradients_loses_precision(
     has_dense: bool, dtype: torch.dtype
 ) -> None:
-    use_gpu_kernels()
-    table = nn.Embedding(20, 6, sparse=True, dtype=dtype)
-    ddp = DistributedDataParallel(table)
     rank = dist.get_rank()
-    with ZeroDimensional() as seen, ddp.weighted(3 + rank):
-        loss = ddp(torch.tensor([1, 4, 4 + rank])).sum()
-        (loss + table.weight.sum() if has_dense and rank else loss).backward()
-    assert seen.found == []
-    assert table.weight.grad.is_sparse is not has_dense
-    row = table.weight.grad.to_dense()[1]
+    with recording() as recorder:
+        table = nn.Embedding(20, 6, sparse=True, dtype=dtype).to("cuda")
+        ddp = DistributedDataParallel(table)
+        with ddp.weighted(3 + rank):
+            loss = ddp(torch.tensor([1, 4, 4 + rank]).to("cuda")).sum()
+            (loss + table.weight.sum() if has_dense and rank else loss).backward()
+        assert recorder.rounded == []
+        assert table.weight.grad.is_sparse is not has_dense
+        row = table.weight.grad.to_dense()[1].cpu()
     mean = 16 * 2 / 7 * (3 / 32 + (2 if has_dense else 1) * 4 / 32)
     torch.testing.assert_close(row, torch.full_like(row, mean))
-
-
-@ranks(2)
-def test_what_loses_precision_is_seen() -> None:
-    factor, payload = torch.tensor(1 / 3, dtype=torch.float64), torch.ones(3, dtype=torch.bfloat16)
-    with ZeroDimensional() as seen:
-        payload.mul_(factor)
-        torch._foreach_mul_([payload], factor)
-        payload.float() * factor
-        assert len(seen.found) == 3
-        payload.mul_(factor.item())
-        payload.double() * factor
-        payload.copy_(factor)
-        torch.where(payload[0] != 0, payload, payload)
-        assert len(seen.found) == 3

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, assert_same_on_all_ranks, ranks, sequence_number
+from modules import Two
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as Stock
-from two_layers import Two, batch
+from training import drawn
 
 from tritonddp import DistributedDataParallel
 
@@ -75,15 +76,15 @@ def test_ignored_parameters_and_buffers_stay_each_ranks_own(init_sync: bool) -> 
         is_ignored = name in net.parameters_to_ignore
         assert tensor.eq(rank if is_ignored else expected).all(), name
         assert hasattr(tensor, "_ddp_ignored") is is_ignored, name
-    (net(batch()) * model.scale).pow(2).sum().backward()
+    (net(drawn(4, 3)) * model.scale).pow(2).sum().backward()
     model.get_parameter("0.weight").grad = torch.full((3, 3), float(rank))
     net.reduce_gradients()
     assert model.get_parameter("0.weight").grad.eq(0.5).all()
     with net.no_sync():
         net.zero_grad()
-        (net.module[0](batch()).sum() * model.scale).backward()
+        (net.module[0](drawn(4, 3)).sum() * model.scale).backward()
     own = model.scale.grad.clone()
-    net(batch()).sum().backward()
+    net(drawn(4, 3)).sum().backward()
     assert_same_bits(model.scale.grad, own)
     names = [name for name, _ in net._get_data_parallel_params(model, named_params=True)]
     assert names == ["0.weight", "1.weight", "1.bias"]
@@ -147,11 +148,11 @@ def test_a_static_graph_is_set_before_training_and_once() -> None:
     net._set_static_graph()
     assert net.static_graph
     for _ in range(3):  # would raise in strict mode
-        net(batch(), both=False).sum().backward()
+        net(drawn(4, 3), both=False).sum().backward()
     with pytest.warns(UserWarning, match="no need to set it again"):
         net._set_static_graph()
     late = DistributedDataParallel(Two(), find_unused_parameters=False)
-    late(batch())
+    late(drawn(4, 3))
     expected = "should be called before training loop starts and after DistributedDataParallel"
     with pytest.raises(RuntimeError, match=expected):
         late._set_static_graph()
@@ -173,9 +174,9 @@ def test_a_static_graph_is_set_before_training_and_once() -> None:
 def test_without_its_hooks_a_wrapper_leaves_gradients_alone(when: str) -> None:
     net = DistributedDataParallel(Two())
     if when != "before":
-        net(batch()).sum().backward()
+        net(drawn(4, 3)).sum().backward()
         net.zero_grad()
-    x = batch()
+    x = drawn(4, 3)
     output = net(x)
     if when != "between":
         net._remove_autograd_hooks()
@@ -198,10 +199,10 @@ def test_without_its_hooks_a_wrapper_leaves_gradients_alone(when: str) -> None:
 @ranks(2)
 def test_hooks_are_removed_in_the_middle_of_a_backward() -> None:
     net = DistributedDataParallel(Two())
-    net(batch()).sum().backward()
+    net(drawn(4, 3)).sum().backward()
     net.zero_grad()
     handle = net.module.second.bias.register_hook(lambda _: net._remove_autograd_hooks())
-    net(batch()).sum().backward()
+    net(drawn(4, 3)).sum().backward()
     handle.remove()
     with pytest.raises(AssertionError):
         assert_same_on_all_ranks([param.grad for param in net.parameters()])
@@ -213,16 +214,16 @@ def test_buckets_count_as_rebuilt_once_their_order_is_known() -> None:
     net = DistributedDataParallel(Two())
     assert not net._has_rebuilt_buckets
     with net.no_sync():
-        net(batch()).sum().backward()
+        net(drawn(4, 3)).sum().backward()
     assert not net._has_rebuilt_buckets
-    net(batch()).sum().backward()
+    net(drawn(4, 3)).sum().backward()
     assert net._has_rebuilt_buckets
     for name in ("_push_all_rebuilt_params", "_delay_all_reduce"):
         getattr(net.reducer, name)()
     assert net.reducer._rebuild_buckets() is False
     net._set_sparse_metadata({"first.weight": torch.arange(3)})
     net._set_ddp_sink_clone(False)
-    output = net(batch())
+    output = net(drawn(4, 3))
     output.mul_(2).sum().backward()
     assert_same_on_all_ranks([param.grad for param in net.parameters()])
 

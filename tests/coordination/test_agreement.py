@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from distributed import assert_same_on_all_ranks, gather, ranks
 from torch import Tensor, nn
-from torch.nn import Parameter
+from training import breaking_off, train_step, wrap
 
-from tritonddp import DistributedDataParallel
 from tritonddp.coordination.agreement import (
     BYTES,
     Disagreement,
@@ -23,7 +21,6 @@ from tritonddp.coordination.agreement import (
     total_weight,
 )
 
-VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 HERE = schema_hash(["here"])
 
 
@@ -99,84 +96,71 @@ def test_other_parameters_are_a_mismatch_whatever_else():
 class Scale(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.scale, self.beside = Parameter(torch.ones(3)), Parameter(torch.ones(3))
+        self.scale, self.beside = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.scale * x
 
 
-@VIEW
-@ranks(2, 3)
-def test_one_more_backward_on_one_rank_is_an_error_on_every_rank(view: bool) -> None:
-    ddp = DistributedDataParallel(Scale(), gradient_as_bucket_view=view)
+@ranks(2, 3, views=True)
+def test_one_more_backward_on_one_rank_is_an_error_on_every_rank(rank: int, view: bool) -> None:
+    ddp = wrap(Scale(), view)
     loss = ddp(torch.ones(3)).sum()
     loss.backward(retain_graph=True)
-    if dist.get_rank() != 1:
+    if rank != 1:
         loss = ddp(torch.ones(3)).sum()
     with pytest.raises(RuntimeError, match="rank 1: one more backward through a forward") as raised:
         loss.backward()
     assert all("step 2, bucket 0" in text for text in gather(str(raised.value)))
-    ddp.zero_grad()
-    ddp(torch.ones(3) * dist.get_rank()).sum().backward()
+    train_step(ddp, torch.ones(3) * rank, loss=torch.sum)
     assert_same_on_all_ranks([ddp.module.scale.grad])
 
 
-@VIEW
-@ranks(2)
-def test_a_first_loss_that_passes_the_outputs_by_on_one_rank_is_no_error(view: bool) -> None:
-    ddp = DistributedDataParallel(Scale(), gradient_as_bucket_view=view)
+@ranks(2, views=True)
+def test_a_first_loss_that_passes_the_outputs_by_on_one_rank_is_no_error(
+    rank: int, view: bool
+) -> None:
+    ddp = wrap(Scale(), view)
     for _ in range(3):
         out = ddp(torch.ones(3)).sum()
-        first = 0 * ddp.module.beside.sum() if dist.get_rank() else out
+        first = 0 * ddp.module.beside.sum() if rank else out
         first.backward(retain_graph=True)
         out.backward()
     assert ddp.module.scale.grad.tolist() == [3 * 1.5] * 3
 
 
-@VIEW
-@ranks(2)
-def test_forwards_reduced_together_on_one_rank_and_again_one_by_one(view: bool) -> None:
-    ddp = DistributedDataParallel(Scale(), gradient_as_bucket_view=view)
+@ranks(2, views=True)
+def test_forwards_reduced_together_on_one_rank_and_again_one_by_one(rank: int, view: bool) -> None:
+    ddp = wrap(Scale(), view)
     one, two = ddp(torch.ones(3)).sum(), ddp(torch.ones(3)).sum()
     (one + two).backward(retain_graph=True)
-    (one if dist.get_rank() else two).backward()
+    (one if rank else two).backward()
     assert ddp.module.scale.grad.tolist() == [3.0] * 3
 
 
-@VIEW
-@ranks(2)
-def test_a_break_in_one_wrapper_is_made_up_for_by_the_other(view: bool) -> None:
-    first = DistributedDataParallel(Scale(), gradient_as_bucket_view=view)
-    second = DistributedDataParallel(Scale(), gradient_as_bucket_view=view)
-    x = torch.full((3,), float(dist.get_rank()))
+@ranks(2, views=True)
+def test_a_break_in_one_wrapper_is_made_up_for_by_the_other(rank: int, view: bool) -> None:
+    first = wrap(Scale(), view)
+    second = wrap(Scale(), view)
+    x = torch.full((3,), float(rank))
     for ddp in (first, second):
         ddp(x).sum().backward()
         ddp.zero_grad()
     loss = second(x).sum()
-    if dist.get_rank():
-        handle = second.module.scale.register_hook(_break)
-        with pytest.raises(ZeroDivisionError):
-            loss.backward()
-        handle.remove()
-    else:
+    with breaking_off(second.module.scale, rank == 1):
         loss.backward()
+    if not rank:
         assert second.module.scale.grad.isnan().all()
     first(x).sum().backward()
     assert first.module.scale.grad.tolist() == [0.5] * 3
-    second.zero_grad()
-    second(x).sum().backward()
+    train_step(second, x, loss=torch.sum)
     assert second.module.scale.grad.tolist() == [0.5] * 3
 
 
-def _break(_: Tensor) -> None:
-    raise ZeroDivisionError
-
-
-@VIEW
-@ranks(2)
-def test_wrappers_used_in_another_order_are_an_error_on_every_rank(view: bool) -> None:
-    both = [DistributedDataParallel(Scale(), gradient_as_bucket_view=view) for _ in range(2)]
-    ddp = both[dist.get_rank()]
+@ranks(2, views=True)
+def test_wrappers_used_in_another_order_are_an_error_on_every_rank(rank: int, view: bool) -> None:
+    both = [wrap(Scale(), view) for _ in range(2)]
+    ddp = both[rank]
     loss = ddp(torch.ones(3)).sum()
     with pytest.raises(RuntimeError, match=r"rank 0 has 'number 0 .*rank 1 has 'number 1 "):
         loss.backward()

@@ -9,22 +9,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
+from distributed import assert_same_bits, ranks
+from modules import linears
 from torch import nn
+from training import (
+    Failing,
+    assert_gradients_alike,
+    assert_mean_of,
+    assert_right_step,
+    drawn,
+    gradients,
+    raises_if,
+    train_step,
+)
 
 from tritonddp import DistributedDataParallel
 
 
 def wide() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
+    return linears(64, 64, 32)
 
 
 def step(net: nn.Module, seed: int) -> None:
-    net.zero_grad()
-    inputs = torch.randn(3, 64, generator=torch.Generator().manual_seed(seed + dist.get_rank()))
-    net(inputs).pow(2).sum().backward()
+    train_step(net, drawn(3, 64, step=seed))
 
 
 def raises(name: str, _: object) -> bool:
@@ -42,16 +50,16 @@ WRONG_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("case", list(WRONG_OPTIONS))
 @ranks(2)
-def test_an_option_that_is_wrong_on_one_rank_is_an_error_on_both(case: str) -> None:
+def test_an_option_that_is_wrong_on_one_rank_is_an_error_on_both(rank: int, case: str) -> None:
     options, kind, said = WRONG_OPTIONS[case]
-    here = dist.get_rank() == 1
+    here = rank == 1
     with pytest.raises(RuntimeError) as caught:
         DistributedDataParallel(wide(), compression="int8", **(options if here else {}))
     for part in ("rank 1 has", kind.__name__, said):
         assert part in str(caught.value)
     ddp = DistributedDataParallel(wide(), compression="int8")
     step(ddp, 0)
-    assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+    assert_gradients_alike(ddp)
 
 
 def without(name: str) -> Callable[[dict[str, Any]], Any]:
@@ -94,7 +102,7 @@ WRONG_STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], 
 
 @pytest.mark.parametrize("case", list(WRONG_STATES))
 @ranks(2)
-def test_a_state_that_one_rank_cannot_read_is_loaded_on_none(case: str) -> None:
+def test_a_state_that_one_rank_cannot_read_is_loaded_on_none(rank: int, case: str) -> None:
     """Or ranks would have other buckets, and other residuals, than each other."""
     change, kind, said = WRONG_STATES[case]
     for victim in (0, 1):
@@ -107,7 +115,7 @@ def test_a_state_that_one_rank_cannot_read_is_loaded_on_none(case: str) -> None:
         other = DistributedDataParallel(wide(), compression="int8", bucket_cap_mb=0.02)
         step(other, 9)
         wrong = change(other.comm_state_dict())
-        here = dist.get_rank() == victim
+        here = rank == victim
         with pytest.raises(kind if here else RuntimeError) as caught:
             ddp.load_comm_state_dict(wrong if here else other.comm_state_dict())
         wanted = said if here else f"load_comm_state_dict() failed on rank {victim}, and nothing"
@@ -118,8 +126,7 @@ def test_a_state_that_one_rank_cannot_read_is_loaded_on_none(case: str) -> None:
             assert_same_bits(after["sent"][name], left)
         step(ddp, 3)
         step(twin, 3)
-        for param, same in zip(ddp.parameters(), twin.parameters(), strict=True):
-            assert_same_bits(param.grad, same.grad)
+        assert_same_bits(gradients(ddp), gradients(twin))
         ddp.load_comm_state_dict(state)
 
 
@@ -132,7 +139,7 @@ def test_names_that_another_model_has_are_passed_over() -> None:
     renamed["sent"] = {f"old.{name}": left for name, left in state["sent"].items()}
     ddp.load_comm_state_dict(renamed)
     step(ddp, 1)
-    assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+    assert_gradients_alike(ddp)
 
 
 @ranks(2)
@@ -141,7 +148,7 @@ def test_a_wrong_request_on_every_rank_sends_nothing() -> None:
     step(ddp, 0)
     before = ddp.reducer.counters.collectives
     weight = ddp.module[0].weight
-    for gradients, params in [
+    for grads, params in [
         ("text", None),
         ([weight.new_ones(3)], None),
         ([None] * 4, 5),
@@ -151,25 +158,9 @@ def test_a_wrong_request_on_every_rank_sends_nothing() -> None:
         ({"9.weight": weight}, None),
     ]:
         with pytest.raises((TypeError, ValueError)):
-            ddp.reduce_gradients(gradients, params)
+            ddp.reduce_gradients(grads, params)
     assert ddp.reducer.counters.collectives == before
-    alone = copy.deepcopy(ddp.module)
-    step(ddp, 1)
-    step(alone, 1)
-    for param, own in zip(ddp.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(param.grad, sum(gather(own.grad)) / 2)
-
-
-class Fails(torch.autograd.Function):
-    """A function of the user, whose backward raises."""
-
-    @staticmethod
-    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_: Any, *__: torch.Tensor) -> Any:
-        raise ArithmeticError("what the user said")
+    assert_right_step(ddp, drawn(3, 64, step=1))
 
 
 @pytest.mark.parametrize("who", [[0, 1], [1]], ids=["all", "one"])
@@ -178,39 +169,26 @@ class Fails(torch.autograd.Function):
 )
 @ranks(2)
 def test_after_a_function_that_raises_in_a_backward_the_next_step_is_right(
-    options: dict[str, Any], who: list[int]
+    rank: int, options: dict[str, Any], who: list[int]
 ) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
-            self.fails = False
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.first(x)
-            return self.last(Fails.apply(x) if self.fails else x)
-
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(Net(), bucket_cap_mb=0.01, **options)
-    alone = copy.deepcopy(ddp.module)
+    module = linears(64, 64, 64)
+    ddp = DistributedDataParallel(module, bucket_cap_mb=0.01, **options)
     for broken in (0, 2):
-        for seed in range(broken, broken + 2):
-            ddp.module.fails = seed == broken and dist.get_rank() in who
-            if ddp.module.fails:
-                with pytest.raises(ArithmeticError, match="what the user said"):
-                    step(ddp, seed)
-            else:
-                step(ddp, seed)
-        step(alone, broken + 1)
-        for param, own in zip(ddp.parameters(), alone.parameters(), strict=True):
-            wanted = sum(gather(own.grad)) / 2
-            error = 0.05 * wanted.abs().max().item() if options else 1e-4
-            torch.testing.assert_close(param.grad, wanted, rtol=0, atol=error)
-        assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+        here = rank in who
+        handle = module[0].register_forward_hook(lambda _, __, x: Failing.apply(x))
+        if not here:
+            handle.remove()
+        with raises_if(here, ArithmeticError, match="on purpose"):
+            step(ddp, broken)
+        handle.remove()
+        alone = copy.deepcopy(module)
+        for net in (ddp, alone):
+            step(net, broken + 1)
+        assert_mean_of(ddp, alone, within=0.05 if options else 0.0, rtol=0, atol=1e-4)
 
 
 @ranks(2)
 def test_a_flag_of_numpy_is_a_flag() -> None:
     ddp = DistributedDataParallel(wide(), gradient_as_bucket_view=np.bool_(True))
     step(ddp, 0)
-    assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+    assert_gradients_alike(ddp)

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import threading
 import weakref
 from pathlib import Path
 
-import launched
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import ranks
+from launched import played
 from torch import nn
 
 from tritonddp import DistributedDataParallel
-
-
-def played(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a script of one rank, whose way to end is what is tested."""
-    path = folder / "script.py"
-    path.write_text(script)
-    return launched.run(path, nproc=None, env={"PYTHONPATH": str(launched.ROOT)})
 
 
 @ranks(3)
@@ -129,8 +121,6 @@ dist.destroy_process_group()
 @pytest.mark.long
 def test_a_script_that_keeps_its_wrapper_to_its_end_does_not_abort(tmp_path: Path) -> None:
     """The wrapper, a global, keeps the group and its threads. One in two runs did abort."""
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
     for _ in range(3):
-        done = launched.run(path, nproc=2, env={"PYTHONPATH": str(launched.ROOT)})
+        done = played(SCRIPT, tmp_path, nproc=2)
         assert done.returncode == 0, done.stderr

@@ -9,17 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import gather, give_up_after, in_rings, ranks
-from oracle import assert_mean, one_per_rank, seed
+from modules import mlp
+from oracle import in_step, one_per_rank, seed
 from torch import Tensor, nn
+from training import wrap
 
 from tritonddp import DistributedDataParallel
 
-VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 CAP = pytest.mark.parametrize("cap", [None, 1e-4], ids=["one-bucket", "small-buckets"])
 
 
-def network(width: int = 8) -> nn.Module:
-    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 4)).double()
+def network() -> nn.Module:
+    return mlp(4, 8, 4).double()
 
 
 def loss_of(net: nn.Module, rank: int, step: int) -> Tensor:
@@ -31,10 +32,7 @@ def check_step(ddp: DistributedDataParallel, step: int) -> None:
     """One more step, which is right."""
     ddp.zero_grad()
     alone = one_per_rank(ddp.module)
-    for rank, net in enumerate(alone):
-        loss_of(net, rank, step).backward()
-    loss_of(ddp, dist.get_rank(), step).backward()
-    assert_mean(ddp, alone, f"step {step}")
+    in_step(lambda net, rank: loss_of(net, rank, step).backward(), ddp, alone, step)
 
 
 def error_of(program: Callable[[], object]) -> str:
@@ -43,16 +41,15 @@ def error_of(program: Callable[[], object]) -> str:
     return str(raised.value)
 
 
-@VIEW
 @CAP
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "later"])
-@ranks(2, 3)
+@ranks(2, 3, views=True)
 def test_one_more_backward_of_a_graph_on_one_rank_is_an_error_on_all(
-    first: bool, cap: float | None, view: bool
+    rank: int, first: bool, cap: float | None, view: bool
 ) -> None:
     """It meets the next step of the others."""
-    ddp = DistributedDataParallel(network(), gradient_as_bucket_view=view, bucket_cap_mb=cap)
-    rank, step = dist.get_rank(), 0
+    ddp = wrap(network(), view, bucket_cap_mb=cap)
+    step = 0
     if not first:
         check_step(ddp, step)
         step += 1
@@ -69,14 +66,12 @@ def test_one_more_backward_of_a_graph_on_one_rank_is_an_error_on_all(
 
 
 @pytest.mark.long
-@VIEW
-@ranks(3)
-def test_one_backward_fewer_at_the_end_is_an_error_that_names_who_is_missing(view: bool) -> None:
+@ranks(3, views=True)
+def test_one_backward_fewer_at_the_end_is_an_error_that_names_who_is_missing(
+    rank: int, view: bool
+) -> None:
     group = dist.new_group()
-    ddp = DistributedDataParallel(
-        network(), gradient_as_bucket_view=view, bucket_cap_mb=1e-4, process_group=group
-    )
-    rank = dist.get_rank()
+    ddp = wrap(network(), view, bucket_cap_mb=1e-4, process_group=group)
     for step in range(2):
         check_step(ddp, step)
     give_up_after(3, group)
@@ -90,10 +85,9 @@ def test_one_backward_fewer_at_the_end_is_an_error_that_names_who_is_missing(vie
 
 @pytest.mark.long
 @ranks(2)
-def test_no_sync_on_one_rank_only_is_an_error_that_names_it() -> None:
+def test_no_sync_on_one_rank_only_is_an_error_that_names_it(rank: int) -> None:
     group = dist.new_group()
     ddp = DistributedDataParallel(network(), process_group=group)
-    rank = dist.get_rank()
     check_step(ddp, 0)
     give_up_after(3, group)
     loss = loss_of(ddp, rank, 1)
@@ -105,12 +99,10 @@ def test_no_sync_on_one_rank_only_is_an_error_that_names_it() -> None:
     assert ") runs but has not reported" in said
 
 
-@VIEW
-@ranks(2, 3)
-def test_a_request_that_meets_a_backward_is_an_error_on_all(view: bool) -> None:
+@ranks(2, 3, views=True)
+def test_a_request_that_meets_a_backward_is_an_error_on_all(rank: int, view: bool) -> None:
     """Where sizes are alike; over gloo, buckets of different size end a process."""
     ddp = in_rings(network(), gradient_as_bucket_view=view)
-    rank = dist.get_rank()
     check_step(ddp, 0)
     loss = loss_of(ddp, rank, 1)
     if rank == 0:
@@ -121,17 +113,12 @@ def test_a_request_that_meets_a_backward_is_an_error_on_all(view: bool) -> None:
     check_step(ddp, 2)
 
 
-@VIEW
 @CAP
-@ranks(2, 3)
+@ranks(2, 3, views=True)
 def test_two_wrapped_modules_in_different_order_are_an_error_on_all(
-    cap: float | None, view: bool
+    rank: int, cap: float | None, view: bool
 ) -> None:
-    nets = [
-        DistributedDataParallel(network(), gradient_as_bucket_view=view, bucket_cap_mb=cap)
-        for _ in range(2)
-    ]
-    rank = dist.get_rank()
+    nets = [wrap(network(), view, bucket_cap_mb=cap) for _ in range(2)]
     for net in nets:
         check_step(net, 0)
     net = nets[0] if rank else nets[1]

@@ -62,9 +62,9 @@ def impatient(ranks: list[int] | None = None) -> dist.ProcessGroup:
 
 @pytest.mark.long
 @ranks(2)
-def test_a_rank_that_does_not_come_is_named_and_learns_where_it_was_waited_for() -> None:
+def test_a_rank_that_does_not_come_is_named_and_learns_where_it_was_waited_for(rank: int) -> None:
     group = impatient()
-    if dist.get_rank() == 0:
+    if rank == 0:
         text = failure(group)
         dist.barrier()
         assert text.startswith(f"rank 0, {PLACE}, all-reduce of 16 bytes failed: RuntimeError: ")
@@ -81,9 +81,8 @@ def test_a_rank_that_does_not_come_is_named_and_learns_where_it_was_waited_for()
 
 @pytest.mark.long
 @ranks(3)
-def test_of_three_ranks_the_missing_one_is_told_from_those_that_failed_too() -> None:
+def test_of_three_ranks_the_missing_one_is_told_from_those_that_failed_too(rank: int) -> None:
     group = impatient()
-    rank = dist.get_rank()
     if rank != 2:
         text = failure(group)
         assert f"rank {1 - rank} failed at the same place" in text
@@ -93,9 +92,9 @@ def test_of_three_ranks_the_missing_one_is_told_from_those_that_failed_too() -> 
 
 @pytest.mark.long
 @ranks(2)
-def test_ranks_at_different_steps_read_each_others_place() -> None:
+def test_ranks_at_different_steps_read_each_others_place(rank: int) -> None:
     group = impatient()
-    if dist.get_rank() == 0:
+    if rank == 0:
         text = failure(group)
         assert "rank 1 failed elsewhere: at step 3, bucket 0 ('c'), broadcast of 16 bytes." in text
     else:
@@ -107,14 +106,14 @@ def test_ranks_at_different_steps_read_each_others_place() -> None:
             group_src=0,
         )
         assert f"rank 0 failed elsewhere: at {PLACE}, all-reduce of 16 bytes." in text
-    assert f"rank {1 - dist.get_rank()} has not reported" not in text
+    assert f"rank {1 - rank} has not reported" not in text
 
 
 @pytest.mark.long
 @ranks(3)
-def test_ranks_of_a_subgroup_are_named_in_both_ways() -> None:
+def test_ranks_of_a_subgroup_are_named_in_both_ways(rank: int) -> None:
     group = impatient([1, 2])
-    if dist.get_rank() == 1:
+    if rank == 1:
         text = failure(group)
         assert text.startswith("rank 0, ")
         assert "rank 1 (global rank 2) has not reported" in text
@@ -125,11 +124,7 @@ def test_ranks_of_a_subgroup_are_named_in_both_ways() -> None:
 
 
 def run(
-    scenario: Callable[..., None],
-    store: str,
-    survivors: list[int],
-    folder: Path,
-    size: int = 3,
+    scenario: Callable[..., None], store: str, survivors: list[int], folder: Path, size: int = 3
 ) -> dict[int, str]:
     """Run a scenario; what the error says on each survivor, of ``size`` ranks.
 
@@ -296,9 +291,7 @@ def explain(report: FailureReport, place: str = PLACE, error: str = "broken") ->
     return str(report.explain(f"rank {rank}, {place}", "all-reduce", RuntimeError(error)))
 
 
-def test_a_post_of_a_group_that_was_destroyed_is_not_taken_for_a_new_one(
-    store: dist.Store,
-) -> None:
+def test_a_post_of_a_group_that_was_destroyed_is_not_taken_for_a_new_one(store: dist.Store) -> None:
     explain(reports(store)[1])
     first, second = reports(store)  # groups of the same name in the same store
     second.enter()
@@ -315,9 +308,8 @@ def test_an_old_post_is_not_taken_for_a_new_one(store: dist.Store) -> None:
     assert "rank 0 failed elsewhere: at step 5, bucket 0 ('c')" in explain(second, "step 4")
 
 
-@pytest.mark.parametrize(
-    "post",
-    [
+POSTS: dict[str, list[bytes]] = {
+    "tritonddp/0/failed/1": [
         b"",
         b"no number",
         b"-1 place",
@@ -325,11 +317,25 @@ def test_an_old_post_is_not_taken_for_a_new_one(store: dist.Store) -> None:
         b"1 \xff\xfe\x1b[31m\nrank 0 is to blame",
         b"1 " + "\N{SNOWMAN}".encode() * 1_000_000,
     ],
+    "tritonddp/process/1": [
+        b"",
+        b"x",
+        b"1 2 3",
+        b"-1 2 3 host",
+        b"9" * 10_000,
+        b"1 2 3 \xff\x1b[31m\n" + b"h" * 9999,
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "post"), [(key, post) for key, posts in POSTS.items() for post in posts]
 )
-def test_whatever_is_in_the_store_makes_a_bounded_line(store: dist.Store, post: bytes) -> None:
-    report = reports(store)[0]
-    store.set("tritonddp/0/failed/1", post)  # type: ignore[arg-type]
-    text = explain(report)
+def test_whatever_is_in_the_store_makes_a_bounded_line(
+    store: dist.Store, key: str, post: bytes
+) -> None:
+    store.set(key, post)  # type: ignore[arg-type]
+    text = explain(reports(store)[0])
     assert len(text) < 1500
     assert text.startswith(f"rank 0, {PLACE}, all-reduce failed: RuntimeError: broken\n")
     assert all(line.isprintable() for line in text.splitlines())
@@ -399,20 +405,6 @@ def test_a_rank_that_has_not_wrapped_its_module_is_told_from_one_that_has(
     other.enter()
     assert "rank 1 (process" in explain(report)
     assert "runs but has not reported" in explain(report)
-
-
-@pytest.mark.parametrize(
-    "post",
-    [b"", b"x", b"1 2 3", b"-1 2 3 host", b"9" * 10_000, b"1 2 3 \xff\x1b[31m\n" + b"h" * 9999],
-)
-def test_whatever_is_posted_as_a_process_makes_a_bounded_line(
-    store: dist.Store, post: bytes
-) -> None:
-    store.set("tritonddp/process/1", post)  # type: ignore[arg-type]
-    text = explain(reports(store)[0])
-    assert len(text) < 1500
-    assert all(line.isprintable() for line in text.splitlines())
-    assert len(text.splitlines()) == 3
 
 
 if __name__ == "__main__":

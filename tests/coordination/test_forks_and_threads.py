@@ -7,16 +7,24 @@ import os
 import re
 import select
 import signal
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_on_all_ranks, gather, ranks
+from distributed import ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from training import (
+    assert_gradients_alike,
+    assert_mean_of,
+    drawn,
+    gradients,
+    in_threads,
+    train_step,
+    wrap,
+)
 
 from tritonddp import DistributedDataParallel
 
@@ -27,17 +35,11 @@ def layers() -> nn.Module:
 
 
 def batch(seed: int) -> Tensor:
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * seed + dist.get_rank()))
+    return drawn(3, 4, step=seed)
 
 
 def step(net: nn.Module, seed: int) -> None:
-    net.zero_grad()
-    net(batch(seed)).pow(2).sum().backward()
-
-
-def assert_mean(ddp: nn.Module, alone: nn.Module) -> None:
-    for param, own in zip(ddp.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(param.grad, sum(gather(own.grad)) / dist.get_world_size())
+    train_step(net, batch(seed))
 
 
 # Forked processes
@@ -67,7 +69,7 @@ def in_child(call: Callable[[], Any]) -> str:
 
 @pytest.mark.parametrize("options", [{}, {"compression": "int8"}], ids=["plain", "int8"])
 @ranks(2)
-def test_a_forked_process_sends_nothing_and_disturbs_nobody(options: Any) -> None:
+def test_a_forked_process_sends_nothing_and_disturbs_nobody(rank: int, options: Any) -> None:
     """What it sent through the connections it shares would be taken for messages of the rank."""
     ddp = DistributedDataParallel(layers(), **options)
     for seed in range(2):
@@ -98,7 +100,7 @@ def test_a_forked_process_sends_nothing_and_disturbs_nobody(options: Any) -> Non
         lambda: DistributedDataParallel(layers()),
     ]
     said = (
-        rf"RuntimeError: process \d+ was forked from rank {dist.get_rank()} of a process group, and"
+        rf"RuntimeError: process \d+ was forked from rank {rank} of a process group, and"
         r" is no rank of it: .*bare module \(ddp\.module\)"
     )
     for call in refused:
@@ -110,15 +112,14 @@ def test_a_forked_process_sends_nothing_and_disturbs_nobody(options: Any) -> Non
         alone.load_state_dict(ddp.module.state_dict())
         step(ddp.module, 5)
         step(alone, 5)
-        for param, own in zip(ddp.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(param.grad, own.grad)
+        torch.testing.assert_close(gradients(ddp), gradients(alone))
         ddp.state_dict()
         ddp.wire_report()
 
     assert in_child(train_alone) == "ended"
     loss.backward()
     step(ddp, 3)
-    assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+    assert_gradients_alike(ddp)
     assert all(param.grad.isfinite().all() for param in ddp.parameters())
 
 
@@ -137,44 +138,25 @@ def test_workers_of_a_data_loader_may_be_forked_while_gradients_are_on_their_way
         ddp.finalize_backward()
         ddp(inputs).pow(2).sum().backward()
     ddp.finalize_backward()
-    assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+    assert_gradients_alike(ddp)
 
 
 # Threads
 
 
-def in_threads(*calls: Callable[[], Any]) -> None:
-    errors: list[BaseException] = []
-
-    def run(call: Callable[[], Any]) -> None:
-        try:
-            call()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(call,), daemon=True) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive(), "a thread hangs"
-    if errors:
-        raise errors[0]
-
-
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 @ranks(2)
 def test_forward_and_backward_may_run_on_different_threads(view: bool) -> None:
-    ddp = DistributedDataParallel(layers(), gradient_as_bucket_view=view, bucket_cap_mb=1e-4)
+    ddp = wrap(layers(), view, bucket_cap_mb=1e-4)
     alone = copy.deepcopy(ddp.module)
     for seed in range(3):
         step(alone, seed)
         ddp.zero_grad()
         loss = ddp(batch(seed)).pow(2).sum()
         in_threads(loss.backward)
-        assert_mean(ddp, alone)
+        assert_mean_of(ddp, alone)
         in_threads(lambda seed=seed: step(ddp, seed))  # type: ignore[misc]
-        assert_mean(ddp, alone)
+        assert_mean_of(ddp, alone)
 
 
 @ranks(2)
@@ -192,7 +174,7 @@ def test_two_threads_train_a_module_each_in_groups_of_their_own() -> None:
     in_threads(lambda: train(0), lambda: train(1))
     for number in (0, 1):
         step(alone[number], 11 + 50 * number)
-        assert_mean(nets[number], alone[number])
+        assert_mean_of(nets[number], alone[number])
 
 
 # Several wrapped modules
@@ -231,4 +213,4 @@ def test_two_wrapped_modules_in_one_step(groups: int) -> None:
                     net.zero_grad()
                 loop(each[0], each[1], seed)
             for ddp, own in zip(nets, alone, strict=True):
-                assert_mean(ddp, own)
+                assert_mean_of(ddp, own)

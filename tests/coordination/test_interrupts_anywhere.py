@@ -18,13 +18,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import gather, ranks
+from modules import linears
 from test_interrupts import handled, mean
 from torch import nn
+from training import drawn
 
 import tritonddp
 from tritonddp import DistributedDataParallel
-from tritonddp.comm import peer_memory
-from tritonddp.reducer.recovery import recover
+from tritonddp.comm.host import memory_exchange
+from tritonddp.reducer.graph.backward import UNFINALIZED
 
 _LIBRARY = Path(tritonddp.__file__).parent
 # One in so many points is tried.
@@ -77,7 +79,7 @@ class Steps:
 
     def __init__(self, how: str, options: dict[str, Any]) -> None:
         torch.manual_seed(0)
-        net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+        net = linears(64, 64, 64, 64, 64, bias=False)
         self.how = how
         self.ddp = DistributedDataParallel(net, bucket_cap_mb=64 * 64 * 4 / 2**20, **options)
         if how == "hook":
@@ -88,7 +90,7 @@ class Steps:
         """One that is reduced; ``alone`` makes it without communication instead."""
         net = alone or self.ddp
         net.zero_grad()
-        inputs = torch.randn(3, 64, generator=torch.Generator().manual_seed(seed + dist.get_rank()))
+        inputs = drawn(3, 64, step=seed)
         is_wrapped = alone is None
         if self.how in ("accumulated", "requested"):
             with self.ddp.no_sync():
@@ -135,10 +137,10 @@ class Steps:
             assert came == (interrupt.where is not None), interrupt.where
             handler = signal.getsignal(signal.SIGINT)
             assert handler is signal.default_int_handler, interrupt.where
-        run = self.ddp._ddp_state.core.run
-        if run is not None and run.awaits_finalize:
+        backward = self.ddp._ddp_state.core.backward
+        if backward is not None and backward.phase is UNFINALIZED:
             self.ddp.finalize_backward()
-        recover(self.ddp._ddp_state.group)
+        self.ddp._ddp_state.group.recover()
         if reducer.counters.reductions == before and self.how != "requested":
             self.ddp.zero_grad()
             self.step(2)
@@ -166,7 +168,7 @@ CASES: dict[str, dict[str, Any]] = {
 @ranks(2, timeout=500)
 def test_after_an_interrupt_anywhere_the_ranks_are_in_step(how: str) -> None:
     limits = {"_RANKS_OF_SHARES": 2, "_BYTES_OF_SHARES": 0} if how == "shares" else {}
-    with mock.patch.multiple(peer_memory, **limits) if limits else contextlib.nullcontext():
+    with mock.patch.multiple(memory_exchange, **limits) if limits else contextlib.nullcontext():
         interrupt_anywhere(how)
 
 

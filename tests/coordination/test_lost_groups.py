@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -9,8 +10,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_on_all_ranks, gather, ranks
-from torch import Tensor, nn
+from distributed import gather, ranks
+from modules import linears
+from torch import nn
+from training import assert_gradients_alike, drawn, gradients, train_step
 
 from tritonddp import DistributedDataParallel
 
@@ -21,33 +24,29 @@ OPTIONS = pytest.mark.parametrize(
 
 def layers() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 32), nn.Linear(32, 4))
+    return linears(4, 64, 32, 4)
 
 
 def step(net: nn.Module, seed: int, rank: int) -> None:
-    net.zero_grad()
-    inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * seed + rank))
-    net(inputs).pow(2).sum().backward()
+    train_step(net, drawn(3, 4, step=seed, rank=rank))
 
 
-def mean_of(seed: int, net: nn.Module) -> list[Tensor]:
-    """What an unwrapped copy would have on each rank, averaged."""
-    alone = layers()
-    alone.load_state_dict({k.removeprefix("module."): v for k, v in net.state_dict().items()})
-    totals = [torch.zeros_like(param) for param in alone.parameters()]
+def assert_mean(ddp: nn.Module, seed: int, loose: bool = False) -> None:
+    """Gradients are the mean of what an unwrapped copy has in this step on each rank."""
+    found, alone = gradients(ddp), copy.deepcopy(ddp.module)
+    rows = []
     for rank in range(2):
         step(alone, seed, rank)
-        for total, param in zip(totals, alone.parameters(), strict=True):
-            assert param.grad is not None
-            total += param.grad / 2
-    return totals
+        rows.append(gradients(alone))
+    for grad, one, other in zip(found, *rows, strict=True):
+        wanted = (one + other) / 2
+        error = 0.05 * wanted.abs().max().item() if loose else 1e-5
+        torch.testing.assert_close(grad, wanted, rtol=0, atol=error)
 
 
 def assert_right(ddp: nn.Module, seed: int, rank: int, loose: bool = False) -> None:
     step(ddp, seed, rank)
-    for param, wanted in zip(ddp.parameters(), mean_of(seed, ddp), strict=True):
-        error = 0.05 * wanted.abs().max().item() if loose else 1e-5
-        torch.testing.assert_close(param.grad, wanted, rtol=0, atol=error)
+    assert_mean(ddp, seed, loose)
 
 
 @contextmanager
@@ -69,11 +68,10 @@ def initialize(rank: int, store: dist.Store) -> None:
 
 @OPTIONS
 @ranks(2)
-def test_a_wrapper_outlives_its_group(options: dict[str, object]) -> None:
+def test_a_wrapper_outlives_its_group(rank: int, options: dict[str, object]) -> None:
     """Over gloo: the connections stay as long as a wrapper holds them, and means are right."""
     ddp = DistributedDataParallel(layers(), **options)
     loose = "compression" in options
-    rank = dist.get_rank()
     for seed in range(2):
         step(ddp, seed, rank)
     ddp.require_manual_backward_finalization = True
@@ -81,9 +79,7 @@ def test_a_wrapper_outlives_its_group(options: dict[str, object]) -> None:
     with without_a_default_group():
         ddp.finalize_backward()
         ddp.require_manual_backward_finalization = False
-        for param, wanted in zip(ddp.parameters(), mean_of(2, ddp), strict=True):
-            error = 0.05 * wanted.abs().max().item() if loose else 1e-5
-            torch.testing.assert_close(param.grad, wanted, rtol=0, atol=error)
+        assert_mean(ddp, 2, loose)
         for seed in (3, 4):
             assert_right(ddp, seed, rank, loose)
         ddp.reduce_gradients()
@@ -91,7 +87,7 @@ def test_a_wrapper_outlives_its_group(options: dict[str, object]) -> None:
         ddp.load_comm_state_dict(state)
         with pytest.raises(ValueError, match="Default process group has not been initialized"):
             DistributedDataParallel(layers())
-    assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+    assert_gradients_alike(ddp)
 
 
 @OPTIONS

@@ -7,21 +7,21 @@ import copy
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
+from distributed import VIEW, assert_same_bits, assert_same_on_all_ranks, ranks
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from training import descend, drawn, in_threads, train_step, wrap
 
 from tritonddp import DistributedDataParallel
 
 STOCK = torch.nn.parallel.DistributedDataParallel
-VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-LIMIT = 60.0
 
 
 def completed(result: Any) -> Future:
@@ -123,12 +123,9 @@ def net() -> nn.Sequential:
 
 
 def train(model: nn.Module, rank: int, steps: int = 4) -> None:
-    generator = torch.Generator().manual_seed(rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(6, 4, generator=generator)).square().sum().backward()
-        optimizer.step()
+    for number in range(steps):
+        train_step(model, drawn(6, 4, step=number, rank=rank))
+        descend(model)
 
 
 @VIEW
@@ -136,11 +133,10 @@ def train(model: nn.Module, rank: int, steps: int = 4) -> None:
 def test_one_rank_of_a_group_in_python_without_a_default_group(work: Any, view: bool) -> None:
     assert not dist.is_initialized()
     group, alone = InPython(work), net()
-    ddp = DistributedDataParallel(net(), process_group=group, gradient_as_bucket_view=view)
+    ddp = wrap(net(), view, process_group=group)
     train(ddp, 0)
     train(alone, 0)
-    for mine, param in zip(ddp.parameters(), alone.parameters(), strict=True):
-        assert_same_bits(mine, param)
+    assert_same_bits(ddp.parameters(), alone.parameters())
     assert group.waits > 0 or work is None
     assert group.futures > 0 or work in (HasNoFuture, None)
     assert ddp._get_ddp_logging_data()["backend_name"] == "in-python"
@@ -165,23 +161,13 @@ def test_compression_names_what_a_group_in_python_lacks() -> None:
 
 def in_two_threads(rank_program: Callable[[int, Any], None]) -> None:
     """Two ranks without a default group; each has a backend of its own."""
-    store, failed = dist.HashStore(), []
+    store = dist.HashStore()
 
     def run(rank: int) -> None:
-        try:
-            torch.set_num_threads(1)
-            rank_program(rank, dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60)))
-        except BaseException as error:
-            failed.append(error)
+        torch.set_num_threads(1)
+        rank_program(rank, dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60)))
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
-    assert not any(thread.is_alive() for thread in threads)
-    if failed:
-        raise failed[0]
+    in_threads(*(partial(run, rank) for rank in range(2)))
 
 
 @VIEW
@@ -195,9 +181,7 @@ def test_two_ranks_of_a_group_in_python_without_a_default_group(
     def program(rank: int, backend: Any) -> None:
         assert not dist.is_initialized()
         group = InPython(work, backend, in_place)
-        ddp = DistributedDataParallel(
-            copy.deepcopy(initial), process_group=group, gradient_as_bucket_view=view
-        )
+        ddp = wrap(copy.deepcopy(initial), view, process_group=group)
         train(ddp, rank)
         ddp.check_sync()
         trained[rank] = list(ddp.parameters())
@@ -268,10 +252,9 @@ def test_the_fake_backend(world_size: int, view: bool, caplog: pytest.LogCapture
     """It exchanges nothing, by intention: gradients are this rank's, over the number of ranks."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        ddp = DistributedDataParallel(nn.Linear(2, 1), gradient_as_bucket_view=view)
+        ddp = wrap(nn.Linear(2, 1), view)
         for _ in range(3):
-            ddp.zero_grad()
-            ddp(torch.ones(1, 2)).sum().backward()
+            train_step(ddp, torch.ones(1, 2), loss=torch.sum)
             assert ddp.module.weight.grad.tolist() == [[1 / world_size] * 2]
         said = [each.message for each in caplog.records if "exchanges no data" in each.message]
         assert len(said) == 1
@@ -281,7 +264,7 @@ def test_the_fake_backend(world_size: int, view: bool, caplog: pytest.LogCapture
 
 
 @ranks(2)
-def test_a_group_of_several_backends_and_a_group_that_was_split() -> None:
+def test_a_group_of_several_backends_and_a_group_that_was_split(rank: int) -> None:
     several = dist.new_group(backend="cpu:gloo,cuda:gloo")
     groups = [several, dist.new_group([0, 1])]
     if hasattr(dist, "split_group"):
@@ -290,10 +273,9 @@ def test_a_group_of_several_backends_and_a_group_that_was_split() -> None:
     for group in groups:
         ours, stock = (cls(net(), process_group=group) for cls in (DistributedDataParallel, STOCK))
         for model in (ours, stock):
-            train(model, dist.get_rank())
+            train(model, rank)
         assert_same_on_all_ranks(list(ours.parameters()))
-        for mine, theirs in zip(ours.parameters(), stock.parameters(), strict=True):
-            assert_same_bits(mine, theirs)
+        assert_same_bits(ours.parameters(), stock.parameters())
         DistributedDataParallel(net(), process_group=group, compression="int8")
 
 
@@ -338,16 +320,11 @@ def fault_tolerant(base: Any) -> Any:
 
 
 @ranks(2)
-def test_a_wrapper_like_torchfts_trains_to_the_bits_of_stocks() -> None:
+def test_a_wrapper_like_torchfts_trains_to_the_bits_of_stocks(rank: int) -> None:
     trained = []
     for base in (STOCK, DistributedDataParallel):
         model = fault_tolerant(base)(net())
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(15):
-            optimizer.zero_grad()
-            model(torch.randn(6, 4, generator=generator)).square().sum().backward()
-            optimizer.step()
+        train(model, rank, 15)
         trained.append(list(model.parameters()))
         assert_same_on_all_ranks(trained[-1])
     for theirs, mine in zip(*trained, strict=True):

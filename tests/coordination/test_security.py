@@ -120,8 +120,7 @@ def test_what_should_not_be_done_is_found(code: str) -> None:
 
 
 @ranks(2)
-def test_what_another_rank_says_is_one_line_of_text_and_bounded() -> None:
-    rank = dist.get_rank()
+def test_what_another_rank_says_is_one_line_of_text_and_bounded(rank: int) -> None:
     hostile = "\x1b[2Jgone\n" * 10_000 if rank else "what it is"
     description = {"parameter": {}, "buffer": {}, "option": {"colour": hostile}}
     group = dist.group.WORLD
@@ -135,11 +134,10 @@ def test_what_another_rank_says_is_one_line_of_text_and_bounded() -> None:
 
 
 @ranks(2)
-def test_the_program_of_another_rank_stays_there() -> None:
+def test_the_program_of_another_rank_stays_there(rank: int) -> None:
     """Names and options travel as JSON: what would be code elsewhere is a text."""
-    torch.manual_seed(0)
     net = nn.Module()
-    name = "__import__('os')_system('false')" if dist.get_rank() else "weight"
+    name = "__import__('os')_system('false')" if rank else "weight"
     net.register_parameter(name, nn.Parameter(torch.ones(2)))
     with pytest.raises(RuntimeError, match="__import__"):
         DistributedDataParallel(net)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import gather, ranks
-from torch import nn
+from modules import linears
 
 from tritonddp import DistributedDataParallel, trace
 from tritonddp.coordination.processes import Process
@@ -23,7 +23,7 @@ SLEEP = 0.15  # seconds
 
 def traced(slow: int | None, count: int = 3) -> Timeline:
     """Of some backwards, in which one rank sleeps."""
-    module = nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 40), nn.Linear(40, 3))
+    module = linears(40, 50, 40, 3)
     if dist.get_rank() == slow:
         module[1].weight.register_hook(lambda _: time.sleep(SLEEP))
     ddp = DistributedDataParallel(module, bucket_cap_mb=0.004)
@@ -39,8 +39,8 @@ def traced(slow: int | None, count: int = 3) -> Timeline:
 
 @pytest.mark.parametrize("knows_hosts", [True, False])
 @ranks(3)
-def test_a_rank_that_sleeps_is_the_slowest_by_one_clock(knows_hosts: bool) -> None:
-    rank, timeline = dist.get_rank(), traced(slow=1)
+def test_a_rank_that_sleeps_is_the_slowest_by_one_clock(rank: int, knows_hosts: bool) -> None:
+    timeline = traced(slow=1)
     # Clocks that have nothing to do with each other, as those of several hosts.
     ahead = 0.0 if knows_hosts else 1000.0 * rank
     timeline.entered += ahead
@@ -73,9 +73,9 @@ def test_a_rank_that_sleeps_is_the_slowest_by_one_clock(knows_hosts: bool) -> No
 
 
 @ranks(2)
-def test_ranks_that_recorded_other_backwards_are_named() -> None:
+def test_ranks_that_recorded_other_backwards_are_named(rank: int) -> None:
     timeline = traced(slow=None)
-    if dist.get_rank():
+    if rank:
         del timeline.backwards[0]
     with pytest.raises(RuntimeError, match=r"gather\(\): rank 1 recorded other backwards than"):
         timeline.gather()

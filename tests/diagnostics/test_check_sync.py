@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import gather, ranks, recorded_collectives
+from modules import linears
 from torch import Tensor, nn
+from training import breaking_off
 
 from tritonddp import DistributedDataParallel
 from tritonddp.diagnostics.check_sync import _spans
@@ -44,6 +46,17 @@ def step(ddp: nn.Module, both: bool = True) -> None:
     ddp(inputs, both).square().mean().backward()
 
 
+def stepped(**options: Any) -> DistributedDataParallel:
+    ddp = wrapped(**options)
+    step(ddp)
+    return ddp
+
+
+def add(param: Tensor, amount: float) -> None:
+    with torch.no_grad():
+        param.add_(amount)
+
+
 def error_of(check: Callable[[], object]) -> str:
     """What a check says: alike on all ranks, but for their own number."""
     with pytest.raises(RuntimeError) as raised:
@@ -60,18 +73,16 @@ def error_of(check: Callable[[], object]) -> str:
 
 
 @ranks(2, 3)
-def test_a_parameter_that_differs_on_one_rank_is_named() -> None:
-    ddp = wrapped()
-    step(ddp)
+def test_a_parameter_that_differs_on_one_rank_is_named(rank: int) -> None:
+    ddp = stepped()
     ddp.check_sync()
     victim = dist.get_world_size() - 1
-    if dist.get_rank() == victim:
-        with torch.no_grad():
-            ddp.module.layers[1].weight[2, 3] += 1e-6
+    if rank == victim:
+        add(ddp.module.layers[1].weight[2, 3], 1e-6)
     text = error_of(ddp.check_sync)
     others = "rank 0 has" if victim == 1 else "ranks 0 and 1 have"
     heading = "1 of 8 parameters, 0 of 5 buffers, 0 of 8 gradients"
-    assert text.startswith(f"rank {dist.get_rank()}, step 1, check_sync(): these differ between ")
+    assert text.startswith(f"rank {rank}, step 1, check_sync(): these differ between ")
     assert f"({heading}):" in text
     pattern = r"parameter 'layers.1.weight' \(4, 4\) torch.float32: (.*)"
     said = re.search(pattern, text)
@@ -84,11 +95,9 @@ def test_a_parameter_that_differs_on_one_rank_is_named() -> None:
 
 
 @ranks(2)
-def test_buffers_gradients_and_signs_of_zero_are_named_and_the_rest_counted() -> None:
-    ddp = wrapped()
-    ddp.zero_grad()
-    step(ddp)
-    if dist.get_rank() == 1:
+def test_buffers_gradients_and_signs_of_zero_are_named_and_the_rest_counted(rank: int) -> None:
+    ddp = stepped()
+    if rank == 1:
         ddp.module.mask.logical_not_()
         ddp.module.small[1] = torch.tensor(-1.0).to(torch.float8_e4m3fn)
         ddp.module.count += 1
@@ -109,36 +118,35 @@ def test_buffers_gradients_and_signs_of_zero_are_named_and_the_rest_counted() ->
     with torch.no_grad():
         for param in ddp.parameters():
             param.zero_()
-            if dist.get_rank() == 0:
+            if rank == 0:
                 param.neg_()
     text = error_of(lambda: ddp.check_sync(gradients=False, buffers=False))
     assert "(8 of 8 parameters):" in text
 
 
 @ranks(2)
-def test_more_than_ten_are_counted() -> None:
-    ddp = DistributedDataParallel(nn.Sequential(*(nn.Linear(2, 2) for _ in range(7))))
-    if dist.get_rank() == 0:
-        with torch.no_grad():
-            for param in ddp.parameters():
-                param.add_(1)
+def test_more_than_ten_are_counted(rank: int) -> None:
+    ddp = DistributedDataParallel(linears(*[2] * 8))
+    if rank == 0:
+        for param in ddp.parameters():
+            add(param, 1)
     text = error_of(ddp.check_sync)
     assert text.count("\n  parameter ") == 10
     assert "... and 4 more" in text
 
 
 @ranks(2)
-def test_other_names_shapes_dtypes_and_requests_are_named() -> None:
+def test_other_names_shapes_dtypes_and_requests_are_named(rank: int) -> None:
     ddp = wrapped()
-    if dist.get_rank() == 1:
+    if rank == 1:
         ddp.module.scale = torch.ones(5)
     text = error_of(ddp.check_sync)
     assert "check_sync(): DDP expects same model" in text
     assert "buffer 'scale': rank 0 has (4,)" in text
     ddp.module.scale = torch.ones(4)
-    text = error_of(lambda: ddp.check_sync(gradients=dist.get_rank() == 1))
+    text = error_of(lambda: ddp.check_sync(gradients=rank == 1))
     assert "option 'gradients': rank 0 has False, rank 1 has True" in text
-    if dist.get_rank() == 1:
+    if rank == 1:
         ddp.module.layers[0].requires_grad_(False)
     assert "'layers.0.weight': rank 0 has" in error_of(ddp.check_sync)
 
@@ -147,8 +155,7 @@ def test_other_names_shapes_dtypes_and_requests_are_named() -> None:
 
 
 @ranks(3)
-def test_nothing_that_differs_by_design_is_an_alarm() -> None:
-    rank = dist.get_rank()
+def test_nothing_that_differs_by_design_is_an_alarm(rank: int) -> None:
     net = Net()
     net._ddp_params_and_buffers_to_ignore = ["layers.2.weight", "count"]
     ddp = DistributedDataParallel(net)
@@ -186,13 +193,15 @@ def test_nothing_that_differs_by_design_is_an_alarm() -> None:
 
 
 @ranks(2)
-def test_a_gradient_that_no_backward_has_touched_is_compared_beside_accumulated_ones() -> None:
+def test_a_gradient_that_no_backward_has_touched_is_compared_beside_accumulated_ones(
+    rank: int,
+) -> None:
     """What one rank accumulates hides no other gradient, on any rank."""
     ddp = wrapped()
     step(ddp)
     with ddp.no_sync():
         loss = ddp(torch.randn(5, 4), both=False).square().mean()
-    if dist.get_rank() == 1:
+    if rank == 1:
         with ddp.no_sync():
             loss.backward()
         ddp.module.layers[1].bias.grad.add_(1)
@@ -202,10 +211,10 @@ def test_a_gradient_that_no_backward_has_touched_is_compared_beside_accumulated_
 
 
 @ranks(2)
-def test_after_join_gradients_are_each_ranks_own_until_the_next_reduction() -> None:
+def test_after_join_gradients_are_each_ranks_own_until_the_next_reduction(rank: int) -> None:
     ddp = wrapped()
     with ddp.join():
-        for _ in range(2 + dist.get_rank()):
+        for _ in range(2 + rank):
             ddp.zero_grad()
             step(ddp)
             if ddp.reducer.counters.reductions == 1:
@@ -232,7 +241,7 @@ def test_synchronised_statistics_are_compared_where_the_layer_spans_the_group() 
 
 
 @ranks(2)
-def test_mixed_precision_bucket_views_sparse_and_complex_gradients_are_alike() -> None:
+def test_mixed_precision_bucket_views_sparse_and_complex_gradients_are_alike(rank: int) -> None:
     from torch.nn.parallel.distributed import _MixedPrecision
 
     low = _MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
@@ -246,23 +255,15 @@ def test_mixed_precision_bucket_views_sparse_and_complex_gradients_are_alike() -
             step(ddp)
             ddp.check_sync(gradients=True)
 
-    class Rows(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.rows = nn.Embedding(9, 4, sparse=True)
-            self.phase = nn.Parameter(torch.randn(4, dtype=torch.complex64))
-
-        def forward(self, numbers: Tensor) -> Tensor:
-            return (self.rows(numbers) * self.phase).abs()
-
-    net = Rows()
+    net = nn.ModuleDict({"rows": nn.Embedding(9, 4, sparse=True)})
+    net.phase = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+    net.forward = lambda rows: (net["rows"](rows) * net.phase).abs()  # type: ignore[method-assign]
     ddp = DistributedDataParallel(net)
     for _ in range(2):
-        ddp(torch.randint(9, (6,)) // (1 + dist.get_rank())).sum().backward()
+        ddp(torch.randint(9, (6,)) // (1 + rank)).sum().backward()
         ddp.check_sync(gradients=True)
-    if dist.get_rank() == 1:
-        net.rows.weight.grad = net.rows.weight.grad * 2
+    if rank == 1:
+        net["rows"].weight.grad = net["rows"].weight.grad * 2
         net.phase.grad = net.phase.grad.conj()
     text = error_of(ddp.check_sync)
     assert "gradient 'rows.weight' (9, 4)" in text
@@ -273,9 +274,8 @@ def test_mixed_precision_bucket_views_sparse_and_complex_gradients_are_alike() -
 
 
 @ranks(2)
-def test_it_is_refused_during_a_backward_and_makes_up_for_one_that_broke_off() -> None:
-    ddp = wrapped()
-    step(ddp)
+def test_it_is_refused_during_a_backward_and_makes_up_for_one_that_broke_off(rank: int) -> None:
+    ddp = stepped()
     said = []
 
     def check(_: Tensor) -> None:
@@ -288,15 +288,7 @@ def test_it_is_refused_during_a_backward_and_makes_up_for_one_that_broke_off() -
     handle.remove()
     assert re.fullmatch(r"rank \d, step 2: gradients cannot be compared while .*", said[0])
 
-    def fail(_: Tensor) -> None:
-        raise KeyError("struck")
-
-    if dist.get_rank() == 1:
-        handle = ddp.module.layers[0].weight.register_hook(fail)
-        with pytest.raises(KeyError):
-            step(ddp)
-        handle.remove()
-    else:
+    with breaking_off(ddp.module.layers[0].weight, rank == 1):
         step(ddp)
     ddp.check_sync(gradients=False)
     with pytest.raises(TypeError, match="buffers should be True, False or None, got 'all'"):
@@ -304,38 +296,28 @@ def test_it_is_refused_during_a_backward_and_makes_up_for_one_that_broke_off() -
 
 
 @ranks(3)
-def test_it_compares_the_ranks_of_the_process_group_in_force() -> None:
-    rank = dist.get_rank()
-    ddp = wrapped()
-    step(ddp)
+def test_it_compares_the_ranks_of_the_process_group_in_force(rank: int) -> None:
+    ddp = stepped()
     with ddp.no_sync():
         step(ddp)
     pair = dist.new_group([0, 2])
     ddp._update_process_group(pair)
     if rank == 1:
-        with torch.no_grad():
-            ddp.module.layers[0].weight.add_(1)
+        add(ddp.module.layers[0].weight, 1)
         return
     ddp.check_sync()
     if rank == 2:
-        with torch.no_grad():
-            ddp.module.layers[0].bias.add_(1)
-    text = error_of_pair(ddp, pair)
-    assert "rank 0 has" in text
-    assert "rank 1 (global rank 2) has" in text
-
-
-def error_of_pair(ddp: DistributedDataParallel, pair: dist.ProcessGroup) -> str:
+        add(ddp.module.layers[0].bias, 1)
     with pytest.raises(RuntimeError, match="differ between ranks") as raised:
         ddp.check_sync()
     dist.barrier(pair)
-    return str(raised.value)
+    assert "rank 0 has" in str(raised.value)
+    assert "rank 1 (global rank 2) has" in str(raised.value)
 
 
 @ranks(2, 3)
 def test_it_takes_two_collectives_whose_size_does_not_depend_on_the_number_of_ranks() -> None:
-    ddp = wrapped()
-    step(ddp)
+    ddp = stepped()
     with recorded_collectives() as calls:
         ddp.check_sync()
     assert calls.names == ["all_gather", "all_reduce"]
@@ -344,13 +326,13 @@ def test_it_takes_two_collectives_whose_size_does_not_depend_on_the_number_of_ra
 
 
 @ranks(2)
-def test_modes_of_the_caller_and_numbers_of_four_bits_do_not_matter() -> None:
+def test_modes_of_the_caller_and_numbers_of_four_bits_do_not_matter(rank: int) -> None:
     net = Net()
     packed = torch.zeros(4, dtype=torch.uint8)
     net.register_buffer("packed", packed.view(torch.float4_e2m1fn_x2))
     ddp = DistributedDataParallel(net)
     step(ddp)
-    if dist.get_rank() == 1:
+    if rank == 1:
         net.scale[1] = 2
         packed[2] = 7
     torch.set_default_device("meta")
@@ -364,10 +346,10 @@ def test_modes_of_the_caller_and_numbers_of_four_bits_do_not_matter() -> None:
 
 
 @ranks(6)
-def test_of_many_contents_the_first_are_listed_and_the_others_counted() -> None:
+def test_of_many_contents_the_first_are_listed_and_the_others_counted(rank: int) -> None:
     ddp = DistributedDataParallel(nn.Linear(2, 2))
     with torch.no_grad():
-        ddp.module.bias += dist.get_rank()
+        ddp.module.bias += rank
     with pytest.raises(RuntimeError, match="2 more ranks have 2 others"):
         ddp.check_sync()
 

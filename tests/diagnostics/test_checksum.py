@@ -96,20 +96,12 @@ def test_shape_dtype_layout_and_none_count_and_memory_order_does_not() -> None:
 
 
 def test_sparse_gradients_are_compared_by_their_rows() -> None:
-    rows = torch.sparse_coo_tensor(
-        torch.tensor([[1, 3]]), torch.ones(2, 2), (5, 2), check_invariants=True
-    )
-    twice = torch.sparse_coo_tensor(
-        torch.tensor([[3, 1, 1]]),
-        torch.tensor([[1.0, 1], [0.5, 0], [0.5, 1]]),
-        (5, 2),
-        check_invariants=True,
-    )
-    moved = torch.sparse_coo_tensor(
-        torch.tensor([[1, 4]]), torch.ones(2, 2), (5, 2), check_invariants=True
-    )
-    assert one(rows) == one(twice)
-    assert one(rows) != one(moved)
+    def table(rows: list[int], values: Tensor) -> Tensor:
+        return torch.sparse_coo_tensor(torch.tensor([rows]), values, (5, 2), check_invariants=True)
+
+    rows = table([1, 3], torch.ones(2, 2))
+    assert one(rows) == one(table([3, 1, 1], torch.tensor([[1.0, 1], [0.5, 0], [0.5, 1]])))
+    assert one(rows) != one(table([1, 4], torch.ones(2, 2)))
 
 
 def test_a_checksum_does_not_depend_on_what_is_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:

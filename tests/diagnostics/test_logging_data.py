@@ -9,22 +9,22 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
+from modules import Two
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as Stock
-from two_layers import Two
+from training import gradients, train_step
 
 import tritonddp
 from tritonddp import DistributedDataParallel
 
-TIMES = {
+TIMES = [
     "forward_compute_time",
     "backward_compute_time",
     "backward_comm_time",
     "backward_compute_comm_overlap_time",
-}
+]
 STAMPS = {
     "forward_compute_time_start",
     "backward_compute_time_start",
@@ -32,12 +32,16 @@ STAMPS = {
     "backward_comm_time_start",
     "backward_comm_time_end",
 }
-MEASURED = TIMES | {f"avg_{name}" for name in TIMES} | STAMPS
+MEASURED = {*TIMES, *(f"avg_{name}" for name in TIMES), *STAMPS}
 
 
 def step(net: nn.Module, both: bool = True) -> None:
-    net.zero_grad()
-    net(torch.randn(4, 3), both).sum().backward()
+    train_step(net, torch.randn(4, 3), both, loss=torch.sum)
+
+
+def times_of(data: dict[str, Any]) -> list[int]:
+    """Of a forward, a backward, its communication, and where these two overlap."""
+    return [data[name] for name in TIMES]
 
 
 def clock() -> Any:
@@ -104,10 +108,10 @@ def test_the_values_follow_what_happens() -> None:
 
 
 @ranks(2)
-def test_an_error_at_the_end_of_a_backward_is_noted() -> None:
+def test_an_error_at_the_end_of_a_backward_is_noted(rank: int) -> None:
     net = DistributedDataParallel(Two())
     step(net)
-    net.module.first.weight.requires_grad_(dist.get_rank() == 0)
+    net.module.first.weight.requires_grad_(rank == 0)
     with pytest.raises(RuntimeError) as caught:
         step(net)
     assert net._get_ddp_logging_data()["error"] == str(caught.value)
@@ -156,22 +160,11 @@ def test_times_are_those_of_the_parts_of_a_step() -> None:
         step(net)
         data = net._get_ddp_logging_data()
         # The first backward sends at its end, so that nothing overlaps.
-        parts = [data[name] for name in sorted(TIMES)]
-        assert parts == [data[f"avg_{name}"] for name in sorted(TIMES)]
-        assert {name: data[name] for name in sorted(TIMES)} == {
-            "backward_comm_time": 1,
-            "backward_compute_comm_overlap_time": 0,
-            "backward_compute_time": 1,
-            "forward_compute_time": 1,
-        }
+        assert times_of(data) == [data[f"avg_{name}"] for name in TIMES]
+        assert times_of(data) == [1, 1, 1, 0]
         step(net)
         data = net._get_ddp_logging_data()
-        assert {name: data[name] for name in sorted(TIMES)} == {
-            "backward_comm_time": 2,
-            "backward_compute_comm_overlap_time": 1,
-            "backward_compute_time": 2,
-            "forward_compute_time": 1,
-        }
+        assert times_of(data) == [1, 2, 2, 1]
         assert data["avg_backward_comm_time"] == 1  # 1.5, in whole nanoseconds
         order = [
             "forward_compute_time_start",
@@ -186,10 +179,10 @@ def test_times_are_those_of_the_parts_of_a_step() -> None:
 
 @ranks(2)
 def test_with_manual_finalisation_communication_ends_when_that_does() -> None:
-    def times() -> dict[str, int]:
+    def times() -> list[int]:
         net(torch.randn(4, 3))  # the times of a step are there when the next one has begun
         data = net._get_ddp_logging_data()
-        return {name: data[name] for name in sorted(TIMES)}
+        return times_of(data)
 
     with clock():
         net = DistributedDataParallel(Two())
@@ -197,22 +190,12 @@ def test_with_manual_finalisation_communication_ends_when_that_does() -> None:
         step(net)
         tritonddp._device.time.perf_counter_ns()  # communication goes on
         net.finalize_backward()
-        assert times() == {
-            "backward_comm_time": 2,
-            "backward_compute_comm_overlap_time": 0,
-            "backward_compute_time": 1,
-            "forward_compute_time": 1,
-        }
+        assert times() == [1, 1, 2, 0]
         x = torch.randn(4, 3, requires_grad=True)
         middle = x * 1
         middle.register_hook(lambda _: net.finalize_backward())
         net(middle).sum().backward()
-        assert times() == {
-            "backward_comm_time": 1,
-            "backward_compute_comm_overlap_time": 2,
-            "backward_compute_time": 3,
-            "forward_compute_time": 1,
-        }
+        assert times() == [1, 3, 1, 2]
 
 
 @ranks(2)
@@ -278,11 +261,9 @@ def test_sampled_steps_can_be_traced_and_have_the_same_gradients() -> None:
     step(net)
     assert net._get_ddp_logging_data()["iteration"] == 3
     x = torch.randn(4, 3)
-    gradients = []
+    found = []
     for _ in range(12):  # two of them beyond the samples
-        net.zero_grad()
-        net(x).sum().backward()
-        gradients.append([param.grad.clone() for param in net.parameters()])
-        for grad, first in zip(gradients[-1], gradients[0], strict=True):
-            assert_same_bits(grad, first)
-    assert_same_on_all_ranks(gradients[0])
+        train_step(net, x, loss=torch.sum)
+        found.append(gradients(net))
+        assert_same_bits(found[-1], found[0])
+    assert_same_on_all_ranks(found[0])

@@ -6,7 +6,6 @@ import copy
 import gc
 import gzip
 import json
-import sys
 import time
 import weakref
 from collections import Counter
@@ -14,53 +13,55 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import steady_step
 import torch
 import torch.distributed as dist
-from distributed import assert_same_bits, assert_same_on_all_ranks, ranks, recorded_collectives
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from distributed import (
+    VIEW,
+    assert_same_bits,
+    ranks,
+    recorded_collectives,
+)
+from modules import Layers
+from torch import nn
+from training import (
+    assert_gradients_alike,
+    assert_mean_of,
+    breaking_off,
+    drawn,
+    fail,
+    gradients,
+    train_step,
+    wrap,
+)
 
 import tritonddp
 from tritonddp import DistributedDataParallel
 from tritonddp.diagnostics.timeline import Backward, BucketPass, Gradient, Interval, Timeline
 
-VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+
+def chain(names: str = "abcd", checkpointed: str = "") -> Layers:
+    """Layers, each in a bucket of its own; runs those that it is told to."""
+    return Layers("abcd", 16, names, checkpointed)
 
 
-class Chain(nn.Module):
-    """Linear layers, each in a bucket of its own; runs those that it is told to."""
-
-    def __init__(self, names: str = "abcd", checkpointed: str = "") -> None:
-        super().__init__()
-        self.layers = nn.ModuleDict({name: nn.Linear(16, 16) for name in "abcd"})
-        self.names = names
-        self.checkpointed = checkpointed
-
-    def forward(self, x: Tensor) -> Tensor:
-        for name in self.names:
-            layer = self.layers[name]
-            if name in self.checkpointed:
-                x = checkpoint(layer, x, use_reentrant=True)
-            else:
-                x = torch.tanh(layer(x))
-        return x
+def wrapped(module: nn.Module, view: bool = False, **options: Any) -> DistributedDataParallel:
+    return wrap(module, view, bucket_cap_mb=1e-3, **options)
 
 
-def wrap(module: nn.Module, view: bool = False, **options: Any) -> DistributedDataParallel:
-    return DistributedDataParallel(
-        module, bucket_cap_mb=1e-3, gradient_as_bucket_view=view, **options
-    )
+def layer_of(name: str) -> str:
+    """Of the parameter of this name."""
+    return name.split(".")[1]
 
 
 def step(net: nn.Module, seed: int = 0) -> None:
-    net.zero_grad()
-    generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
-    x = torch.randn(8, 16, generator=generator).to(next(net.parameters()).device)
-    net(x.requires_grad_()).pow(2).sum().backward()
+    x = drawn(8, 16, step=seed).to(next(net.parameters()).device)
+    train_step(net, x.requires_grad_())
 
 
-def gradients(net: nn.Module) -> list[Tensor | None]:
-    return [None if param.grad is None else param.grad.clone() for param in net.parameters()]
+def steps(net: nn.Module, count: int) -> None:
+    for seed in range(count):
+        step(net, seed)
 
 
 def assert_in_order(backward: Backward) -> None:
@@ -87,7 +88,7 @@ def assert_in_order(backward: Backward) -> None:
 
 @ranks(2)
 def test_buckets_that_the_caller_finalises_have_all_their_times() -> None:
-    ddp = wrap(Chain())
+    ddp = wrapped(chain())
     ddp.require_manual_backward_finalization = True
     with tritonddp.trace(ddp) as timeline:
         for seed in range(3):
@@ -105,30 +106,26 @@ def test_buckets_that_the_caller_finalises_have_all_their_times() -> None:
 
 @ranks(2)
 def test_buckets_that_stay_at_home_are_not_in_the_trace() -> None:
-    module = Chain()
+    module = chain()
     ddp = DistributedDataParallel(module, bucket_cap_mb=1e-3, skip_all_reduce_unused_params=True)
-    for seed in range(2):
-        step(ddp, seed)
-    module.names = "acd"
+    steps(ddp, 2)
+    module.order = "acd"
     step(ddp, 2)  # the first time it is waited for: it might come from a reentrant checkpoint
     with tritonddp.trace(ddp) as timeline:
         step(ddp, 2)
     sent = [name for bucket in timeline.backwards[0].buckets for name in bucket.parameters]
-    assert sorted({name.split(".")[1] for name in sent}) == ["a", "c", "d"]
+    assert sorted({layer_of(name) for name in sent}) == ["a", "c", "d"]
 
 
-@VIEW
-@ranks(2)
-def test_every_gradient_and_bucket_is_there_once_and_in_order(view: bool) -> None:
-    ddp = wrap(Chain(), view)
-    for seed in range(2):
-        step(ddp, seed)
+@ranks(2, views=True)
+def test_every_gradient_and_bucket_is_there_once_and_in_order(rank: int, view: bool) -> None:
+    ddp = wrapped(chain(), view)
+    steps(ddp, 2)
     before = copy.copy(ddp.reducer.counters)
     with tritonddp.trace(ddp) as timeline:
-        for seed in range(3):
-            step(ddp, seed)
+        steps(ddp, 3)
     after = ddp.reducer.counters
-    assert timeline.rank == dist.get_rank()
+    assert timeline.rank == rank
     assert timeline.device == "cpu"
     assert len(timeline.backwards) == 3
     for backward in timeline.backwards:
@@ -149,67 +146,46 @@ def test_every_gradient_and_bucket_is_there_once_and_in_order(view: bool) -> Non
     assert len(buckets) == after.collectives - before.collectives
 
 
-@VIEW
-@ranks(2)
+@ranks(2, views=True)
 def test_results_launches_and_collectives_are_those_without_it(view: bool) -> None:
     """From the first step on, in which buckets are formed anew."""
-    plain = wrap(Chain("dbca"), view, transport="process_group")
-    traced = wrap(copy.deepcopy(plain.module), view, transport="process_group")
+    plain = wrapped(chain("dbca"), view, transport="process_group")
+    traced = wrapped(copy.deepcopy(plain.module), view, transport="process_group")
     with recorded_collectives() as expected:
-        for seed in range(3):
-            step(plain, seed)
+        steps(plain, 3)
         number = expected.on_the_group
     grads = gradients(plain)
     with recorded_collectives() as calls, tritonddp.trace(traced) as timeline:
-        for seed in range(3):
-            step(traced, seed)
+        steps(traced, 3)
         assert calls.on_the_group == number
-    for mine, theirs in zip(gradients(traced), grads, strict=True):
-        assert_same_bits(mine, theirs)
+    assert_same_bits(gradients(traced), grads)
     assert calls.names == expected.names
     assert traced.reducer.counters == plain.reducer.counters
     first, second, third = timeline.backwards
     assert (first.first, second.first, third.first) == (True, False, False)
     assert all(bucket.launched >= first.compute_ended for bucket in first.buckets)
-    layers = [[bucket.parameters[0].split(".")[1] for bucket in b.buckets] for b in (first, second)]
+    layers = [[layer_of(bucket.parameters[0]) for bucket in b.buckets] for b in (first, second)]
     assert layers == [list("dcba"), list("acbd")], "each backward has the buckets that it used"
     for backward in timeline.backwards:
         assert_in_order(backward)
 
 
-def python_calls(function: Any) -> Counter[tuple[str, str]]:
-    """File and name of every Python function that runs on this thread meanwhile."""
-    calls: Counter[tuple[str, str]] = Counter()
-
-    def note(frame: Any, event: str, _: Any) -> None:
-        if event == "call":
-            calls[frame.f_code.co_filename, frame.f_code.co_name] += 1
-
-    sys.setprofile(note)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return calls
-
-
-@VIEW
-@ranks(2)
+@ranks(2, views=True)
 def test_off_it_costs_nothing_and_nothing_of_it_stays(view: bool) -> None:
     # (Through memory whoever waits for long makes some calls more.)
-    ddp = wrap(Chain(), view, transport="process_group")
+    ddp = wrapped(chain(), view, transport="process_group")
     step(ddp)
     step(ddp)
     events = ddp._ddp_state.core.events
     for _ in range(10):
         step(ddp)  # the first ones are measured for the logging data
-    before = python_calls(lambda: step(ddp))
+    before = steady_step.calls(lambda: step(ddp))
     with tritonddp.trace(ddp):
-        inside = python_calls(lambda: step(ddp))
+        inside = steady_step.calls(lambda: step(ddp))
         assert events.extensions
     assert not events.extensions
     assert not events.on_begin
-    assert python_calls(lambda: step(ddp)) == before
+    assert steady_step.calls(lambda: step(ddp)) == before
     assert any("diagnostics/trace.py" in file for file, _ in inside)
     assert not any("diagnostics/trace.py" in file for file, _ in before)
     for param in ddp.parameters():
@@ -219,7 +195,7 @@ def test_off_it_costs_nothing_and_nothing_of_it_stays(view: bool) -> None:
 
 @ranks(2)
 def test_a_timeline_keeps_nothing_of_the_module_alive() -> None:
-    ddp = wrap(Chain())
+    ddp = wrapped(chain())
     with tritonddp.trace(ddp) as timeline:
         step(ddp)
         former = [weakref.ref(bucket) for bucket in ddp.reducer.buckets]
@@ -233,7 +209,7 @@ def test_a_timeline_keeps_nothing_of_the_module_alive() -> None:
 
 @ranks(2)
 def test_buckets_that_are_replaced_are_let_go_inside_a_trace() -> None:
-    ddp = wrap(Chain("dbca"))
+    ddp = wrapped(chain("dbca"))
     former = [weakref.ref(bucket) for bucket in ddp.reducer.buckets]
     with tritonddp.trace(ddp):
         step(ddp)
@@ -242,7 +218,7 @@ def test_buckets_that_are_replaced_are_let_go_inside_a_trace() -> None:
 
 @ranks(2)
 def test_no_sync_shows_gradients_and_no_buckets() -> None:
-    ddp = wrap(Chain())
+    ddp = wrapped(chain())
     with tritonddp.trace(ddp) as timeline:
         with ddp.no_sync():
             step(ddp)
@@ -255,18 +231,18 @@ def test_no_sync_shows_gradients_and_no_buckets() -> None:
     assert_in_order(reduced)
 
 
-@VIEW
-@ranks(2)
-def test_unused_parameters_do_not_become_ready_and_are_sent_all_the_same(view: bool) -> None:
-    names = ["ab", "bc"][dist.get_rank()]
-    ddp = wrap(Chain(), view)
-    for seed in range(2):
-        step(ddp, seed)
-    ddp.module.names = names
+@ranks(2, views=True)
+def test_unused_parameters_do_not_become_ready_and_are_sent_all_the_same(
+    rank: int, view: bool
+) -> None:
+    names = ["ab", "bc"][rank]
+    ddp = wrapped(chain(), view)
+    steps(ddp, 2)
+    ddp.module.order = names
     with tritonddp.trace(ddp) as timeline:
         step(ddp)
     (backward,) = timeline.backwards
-    assert {gradient.name.split(".")[1] for gradient in backward.gradients} == set(names)
+    assert {layer_of(gradient.name) for gradient in backward.gradients} == set(names)
     assert len(backward.gradients) == 4
     assert len(backward.buckets) == 4
     assert_in_order(backward)
@@ -274,9 +250,8 @@ def test_unused_parameters_do_not_become_ready_and_are_sent_all_the_same(view: b
 
 @ranks(2)
 def test_a_backward_that_no_output_shows_begins_with_its_first_gradient() -> None:
-    ddp = wrap(Chain())
-    for _ in range(2):
-        step(ddp)
+    ddp = wrapped(chain())
+    steps(ddp, 2)
     ddp(torch.ones(8, 16))  # arms the reduction
     with tritonddp.trace(ddp) as timeline:
         sum(param.pow(2).sum() for param in ddp.parameters()).backward()  # without its forward
@@ -287,63 +262,48 @@ def test_a_backward_that_no_output_shows_begins_with_its_first_gradient() -> Non
 
 @ranks(2)
 def test_gradients_of_reentrant_checkpoints_come_as_often_as_they_come() -> None:
-    ddp = wrap(Chain("aba", checkpointed="a"))
+    ddp = wrapped(chain("aba", checkpointed="a"))
     with tritonddp.trace(ddp) as timeline:
-        for _ in range(2):
-            step(ddp)
+        steps(ddp, 2)
     for backward in timeline.backwards:
-        times = Counter(gradient.name.split(".")[1] for gradient in backward.gradients)
+        times = Counter(layer_of(gradient.name) for gradient in backward.gradients)
         assert times == {"a": 4, "b": 2}
         assert_in_order(backward)
 
 
-class Broken(RuntimeError):
-    pass
-
-
-def fail(_: Tensor) -> None:
-    raise Broken("boom")
-
-
-@VIEW
 @pytest.mark.parametrize("local", [False, True], ids=["reduced", "no_sync"])
-@ranks(2)
+@ranks(2, views=True)
 def test_a_backward_that_breaks_is_marked_and_the_others_are_whole(view: bool, local: bool) -> None:
-    ddp = wrap(Chain(), view)
+    ddp = wrapped(chain(), view)
     alone = copy.deepcopy(ddp.module)
     with tritonddp.trace(ddp) as timeline:
         step(ddp)
         step(ddp)
-        handle = ddp.module.layers["b"].weight.register_hook(fail)
         ddp.require_backward_grad_sync = not local
-        with pytest.raises(Broken):
+        with breaking_off(ddp.module.layers["b"].weight):
             step(ddp)
         ddp.require_backward_grad_sync = True
-        handle.remove()
         step(ddp, 3)
     step(alone, 3)
     assert [b.broken for b in timeline.backwards] == [False, False, True, False]
     broken = timeline.backwards[2]
     assert broken.reduced is not local
-    assert {gradient.name.split(".")[1] for gradient in broken.gradients} >= {"c", "d"}
+    assert {layer_of(gradient.name) for gradient in broken.gradients} >= {"c", "d"}
     assert not broken.buckets
     assert broken.ended == broken.compute_ended == broken.gradients[-1].ready
     for backward in (timeline.backwards[n] for n in (0, 1, 3)):
         assert_in_order(backward)
-    for param, own in zip(ddp.parameters(), alone.parameters(), strict=True):
-        dist.all_reduce(own.grad)
-        torch.testing.assert_close(param.grad, own.grad / 2)
-    assert_same_on_all_ranks(gradients(ddp))
+    assert_mean_of(ddp, alone)
 
 
 @ranks(2)
 def test_an_exception_passes_through_and_all_is_restored() -> None:
-    ddp = wrap(Chain())
+    ddp = wrapped(chain())
     events = ddp._ddp_state.core.events
     extensions = events.extensions
     step(ddp)
     handle = ddp.module.layers["a"].weight.register_hook(fail)
-    with pytest.raises(Broken), tritonddp.trace(ddp) as timeline:
+    with pytest.raises(ZeroDivisionError), tritonddp.trace(ddp) as timeline:
         step(ddp)
     assert [backward.broken for backward in timeline.backwards] == [True]
     assert len(events.extensions) == len(extensions) + 1, "that which samples steps"
@@ -351,33 +311,31 @@ def test_an_exception_passes_through_and_all_is_restored() -> None:
     with tritonddp.trace(ddp) as timeline:
         step(ddp)
     assert [backward.broken for backward in timeline.backwards] == [False]
-    assert_same_on_all_ranks(gradients(ddp))
+    assert_gradients_alike(ddp)
 
 
 @ranks(2)
-def test_one_rank_may_trace_alone() -> None:
-    ddp = wrap(Chain())
-    if dist.get_rank() == 0:
+def test_one_rank_may_trace_alone(rank: int) -> None:
+    ddp = wrapped(chain())
+    if rank == 0:
         with tritonddp.trace(ddp) as timeline:
-            for seed in range(3):
-                step(ddp, seed)
+            steps(ddp, 3)
         assert len(timeline.backwards) == 3
     else:
-        for seed in range(3):
-            step(ddp, seed)
-    assert_same_on_all_ranks(gradients(ddp))
+        steps(ddp, 3)
+    assert_gradients_alike(ddp)
 
 
 @ranks(1)
 def test_misuse_is_named() -> None:
-    model = Chain()
+    model = chain()
     for wrong in (model, nn.parallel.DistributedDataParallel(model), None):
         with (
             pytest.raises(TypeError, match=r"tritonddp\.DistributedDataParallel.*, got "),
             tritonddp.trace(wrong),
         ):
             pass
-    ddp, other = wrap(model), wrap(Chain())
+    ddp, other = wrapped(model), wrapped(chain())
     with tritonddp.trace(ddp) as timeline:
         with pytest.raises(RuntimeError, match="traced already"), tritonddp.trace(ddp):
             pass
@@ -400,7 +358,7 @@ def test_times_add_up_by_the_clock_of_the_device(backend: str, device: str, view
         pytest.skip("needs a CUDA device")
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        ddp = wrap(Chain().to(device), view)
+        ddp = wrapped(chain().to(device), view)
         step(ddp)
         start = time.perf_counter()
         with tritonddp.trace(ddp) as timeline:  # leaving it waits for the device

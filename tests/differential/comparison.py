@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import pytest
 import torch
@@ -92,7 +93,8 @@ def _differences(
                         f"inside {_shown(inside.seen)}"
                     )
         return
-    yield from _from_oracle(scenario, OURS, [each[OURS] for each in played])
+    end = len(scenario.actions) + 1
+    yield from Judge(scenario, OURS).differences([each[OURS] for each in played], end)
     for rank, each in enumerate(played):
         for mine, long in zip(each[OURS], each.get(LONG, each[OURS]), strict=True):
             if mine != long:
@@ -105,7 +107,7 @@ def _differences(
             yield from _from_stock(scenario, rank, each[OURS], each[STOCK])
     # What stock sums in another order on three ranks goes its own way from there: that both are
     # within rounding of the oracle, step by step, says more than how far apart they end.
-    yield from _from_oracle(scenario, STOCK, [each[STOCK] for each in played])
+    yield from Judge(scenario, STOCK).differences([each[STOCK] for each in played], end)
 
 
 def _is_near(one: Snapshot | None, other: Snapshot | None) -> bool:
@@ -123,23 +125,56 @@ def _is_near(one: Snapshot | None, other: Snapshot | None) -> bool:
     return torch.allclose(a.to(wide), b.to(wide), rtol=relative, atol=bound, equal_nan=True)
 
 
-def _from_oracle(scenario: Scenario, title: str, traces: Sequence[Trace]) -> Iterator[str]:
-    """Step by step, each from what the ranks had before it."""
-    oracle = Oracle(scenario, [build(scenario, 0) for _ in traces])
-    for number in range(len(scenario.actions) + 1):
+class Judge:
+    """Has the oracle beside what the ranks saw, action by action.
+
+    Args:
+        scenario: what is played.
+        title: by whom.
+
+    Attributes:
+        farthest: how far a tensor has been from the oracle's at most, by what rounding allows.
+        exact, rounded: tensors with the oracle's bits, and others.
+    """
+
+    def __init__(self, scenario: Scenario, title: str) -> None:
+        self._scenario, self._title = scenario, title
+        self._oracle = Oracle(scenario, [build(scenario, 0) for _ in range(scenario.world_size)])
+        self._next = 0  # action that was not judged yet
+        self.farthest = 0.0
+        self.exact = self.rounded = 0
+
+    def forget_outputs(self) -> None:
+        """Those that nothing becomes of, and their graphs."""
+        for player in self._oracle.players:
+            player.forget_outputs()
+
+    def differences(self, traces: Sequence[Trace], end: int) -> Iterator[str]:
+        """In words, of the actions before ``end``, each from what the ranks had before it."""
+        for number in range(self._next, end):
+            seen = [[entry for entry in trace if entry.action == number] for trace in traces]
+            yield from self._of_action(number, seen)
+        self._next = end
+
+    def _of_action(self, number: int, seen: Sequence[Sequence[Entry]]) -> Iterator[str]:
+        scenario, title, oracle = self._scenario, self._title, self._oracle
         is_end = number == len(scenario.actions)
         expected = oracle.finish() if is_end else oracle.perform(number)
         if title == STOCK:
             in_half = scenario.communication_hook == "fp16_compress_hook"
             expected = [[_loosened(each, in_half) for each in of_rank] for of_rank in expected]
-        seen = [[entry for entry in trace if entry.action == number] for trace in traces]
         for rank, (entries, wanted) in enumerate(zip(seen, expected, strict=True)):
             places = [entry.place for entry in entries]
             if places != [each.place for each in wanted]:
                 yield f"{title}, rank {rank} saw {places}, but not {[e.place for e in wanted]}"
                 return
             for entry, each in zip(entries, wanted, strict=True):
-                found = _difference(entry.seen, each)
+                found, distance = _difference(entry.seen, each)
+                self.farthest = max(self.farthest, distance)
+                self.exact, self.rounded = (
+                    self.exact + (distance == 0),
+                    self.rounded + (distance > 0),
+                )
                 if found:
                     yield f"{_where(scenario, title, rank, entry)} {found}"
         columns = zip(*filter(None, seen), strict=True)
@@ -166,7 +201,7 @@ def _from_stock(scenario: Scenario, rank: int, ours: Trace, stock: Trace) -> Ite
     for mine, its in zip(ours, stock, strict=True):
         value = None if its.seen is None else its.seen.tensor()
         strides = None if its.seen is None else its.seen.strides
-        found = _difference(mine.seen, Expected(its.place, value, None, strides))
+        found, _ = _difference(mine.seen, Expected(its.place, value, None, strides))
         if found:
             yield f"{_where(scenario, OURS, rank, mine)} {found} (which is what stock DDP has)"
 
@@ -182,36 +217,39 @@ def _among_ranks(
         yield f"{_where(scenario, title, 0, seen[0])} has other bits than on another rank"
 
 
-def _difference(seen: Snapshot | None, expected: Expected) -> str:
-    """In words; empty if there is none."""
+def _difference(seen: Snapshot | None, expected: Expected) -> tuple[str, float]:
+    """In words, empty if there is none; and how far off it is, by what rounding allows."""
     value = expected.value
     if value is None or seen is None:
-        return "" if value is seen is None else f"is {_shown(seen)}, but should be {_shown(value)}"
+        if value is seen is None:
+            return "", 0.0
+        return f"is {_shown(seen)}, but should be {_shown(value)}", inf
     if (seen.dtype, seen.shape) != (value.dtype, tuple(value.shape)):
-        return f"is {seen.dtype} {seen.shape}, but should be {value.dtype} {tuple(value.shape)}"
+        kind = f"{value.dtype} {tuple(value.shape)}"
+        return f"is {seen.dtype} {seen.shape}, but should be {kind}", inf
     if (seen.strides is None) != value.is_sparse:
-        return f"should {'' if value.is_sparse else 'not '}be sparse"
+        return f"should {'' if value.is_sparse else 'not '}be sparse", inf
     if expected.strides is not None and _order(seen.shape, seen.strides) != _order(
         seen.shape, expected.strides
     ):
-        return f"has strides {seen.strides}, but should have {expected.strides}"
+        return f"has strides {seen.strides}, but should have {expected.strides}", inf
     bound = expected.bound
     if value.is_sparse:
         bound = _loosened_for_rows(value, bound)
     tensor, value = dense(seen.tensor()), dense(value)
     if _same(tensor, value):
-        return ""
+        return "", 0.0
     if bound is None:
-        return f"is\n{_shown(tensor)}\nbut should be exactly\n{_shown(value)}\n"
+        return f"is\n{_shown(tensor)}\nbut should be exactly\n{_shown(value)}\n", inf
     wide = torch.complex128 if value.is_complex() else torch.float64
     distance = (tensor.to(wide) - value.to(wide)).abs()
+    share = float((distance / bound).nan_to_num(0.0).max())
     if bool((distance <= bound).all()):  # never of NaN
-        return ""
-    excess = float((distance / bound).max())
+        return "", share
     return (
-        f"is\n{_shown(tensor)}\nbut should be\n{_shown(value)}\nand is {excess:.3g} times as far "
+        f"is\n{_shown(tensor)}\nbut should be\n{_shown(value)}\nand is {share:.3g} times as far "
         "from it as rounding may bring it\n"
-    )
+    ), inf
 
 
 def _loosened_for_rows(value: Tensor, bound: Tensor | None) -> Tensor:

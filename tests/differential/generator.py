@@ -18,6 +18,7 @@ from differential.scenario import (
     InputGradient,
     Options,
     ReduceGradients,
+    Renew,
     Replace,
     Require,
     Scenario,
@@ -30,9 +31,13 @@ _T = TypeVar("_T")
 WEIGHTS = [0.0, 0.25, 1.0, 2.5, 7.0]
 
 
-def scenario_of(seed: int, world_size: int) -> Scenario:
-    """The scenario of ``seed``: always the same one, on every rank."""
-    return _Generator(seed, world_size).scenario()
+def scenario_of(seed: int, world_size: int, steps: int = 0) -> Scenario:
+    """The scenario of ``seed``: always the same one, on every rank.
+
+    With ``steps`` it is another one, of so many steps, that stock DDP does not play: wires,
+    compression, other wrappers in the midst of it, and nothing that keeps more in each step.
+    """
+    return _Generator(seed, world_size, steps).scenario()
 
 
 class _Generator:
@@ -42,15 +47,17 @@ class _Generator:
     that: several backwards, ``no_sync`` around the backward alone, weights, ...
     """
 
-    def __init__(self, seed: int, world_size: int) -> None:
+    def __init__(self, seed: int, world_size: int, steps: int) -> None:
         self._seed = seed
+        self._steps = steps
         self._world_size = world_size
         self._random = random.Random(f"{seed} {world_size}")
         # What has been added later is drawn apart, or other scenarios would be than those that are
         # known to find planted faults.
         self._more = random.Random(f"{seed} {world_size} more")
+        self._of_long = random.Random(f"{seed} {world_size} {steps}")
         self._is_armed = False  # has a forward run outside no_sync since the last reduction?
-        self._for_stock = self._chance(0.65)
+        self._for_stock = self._chance(0.65) and not steps
         self._options = self._draw_options()
         self._is_strict = (
             self._options.find_unused_parameters is False and not self._options.static_graph
@@ -99,7 +106,15 @@ class _Generator:
         )
         self._hooks = self._draw_hooks()
         self._options = replace(self._options, **self._draw_more_options())
+        if steps:
+            self._options = replace(self._options, **self._draw_long_options())
         self._trains = {name: name not in self._network.frozen for name in self._network.names}
+        self._renews = (
+            steps > 0
+            and not (self._delays or self._joins or self._communication_hook or self._reentrant)
+            and self._options.process_group is None
+            and self._options.device_mesh is None
+        )
         self._kinds = dict(zip(self._network.names, self._network.blocks, strict=True))
         self._adds = False  # whether this step has added parameters
         self._paths: tuple[tuple[str, ...], ...] | None = None  # of a static graph
@@ -107,7 +122,7 @@ class _Generator:
     def scenario(self) -> Scenario:
         actions: list[Action] = []
         ends = [0]  # of the steps
-        for number in range(self._random.randint(2, 4)):
+        for number in range(self._steps or self._random.randint(2, 4)):
             actions += self._draw_step(number)
             ends.append(len(actions))
         counts = [self._one_of(ends) for _ in range(self._world_size)]
@@ -135,6 +150,8 @@ class _Generator:
             thresholds if self._chance(0.5) else None,
             self._stock_options() if self._for_stock and not rounds_again else None,
             tuple(actions),
+            is_manual=self._of_long.random() < 0.25 and bool(self._steps),
+            is_traced=self._of_long.random() < 0.05 and 0 < self._steps < 100,
         )
 
     # What is wrapped, and how.
@@ -194,9 +211,23 @@ class _Generator:
             "metrics": True if self._more.random() < 0.3 else None,
         }
 
+    def _draw_long_options(self) -> dict[str, Any]:
+        draw = self._of_long
+        wire = draw.choice([None, None, "float16", "bfloat16"])
+        compression = draw.choice([None, "int8"]) if wire is None else None
+        plain = bool(self._communication_hook) or self._is_sparse
+        return {
+            "lazy_bucket_allocation": draw.choice([None, True]),
+            "reduce_dtype": None if plain else wire,
+            "compression": None if plain else compression,
+        }
+
     def _draw_hooks(self) -> tuple[tuple[str, str], ...]:
         kinds = ["tensor", "post-accumulate"]
         names = [name for name in self._network.names if name not in self._network.frozen]
+        # (Who hooks a parameter that gets no gradient finds zeros there.)
+        if self._steps and "withholding" in self._network.blocks:
+            return ()
         return ((self._one_of(names), self._one_of(kinds)),) if self._chance(0.25) else ()
 
     # What is done with it.
@@ -229,7 +260,7 @@ class _Generator:
         actions.append(Step())
         if weighted:
             actions.append(ZeroGrad(True, False))
-        elif not self._options.gradient_as_bucket_view and self._chance(0.15):
+        elif not (self._options.gradient_as_bucket_view or self._steps) and self._chance(0.15):
             actions.append(Hold(self._one_of(self._network.names)))
         return actions
 
@@ -244,6 +275,8 @@ class _Generator:
         if self._delays:
             hooked.append("b0")
         names = [name for name in self._network.names if name not in tied and name not in hooked]
+        if self._renews and 0 < number < self._steps // 2 and self._of_long.random() < 0.2:
+            return [ZeroGrad(True, False), Renew(self._of_long.choice(["copy", "checkpoint"]))]
         fixed = (
             self._is_static or self._joins or self._is_strict or self._reentrant or self._is_alike
         )
@@ -262,6 +295,8 @@ class _Generator:
             case 1:
                 ruled_out = {"complex"} if self._is_sparse else {"complex", "sparse embedding"}
                 kind = self._one_of([kind for kind in BLOCKS if kind not in ruled_out])
+                if self._steps:  # as large as before, so that what piles up shows
+                    kind = self._kinds[block]
                 self._trains[block], self._kinds[block] = True, kind
                 self._adds = True
                 return [Replace(block, kind)]

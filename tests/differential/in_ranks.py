@@ -7,7 +7,7 @@ import gc
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -21,16 +21,17 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as Stock
 
+import tritonddp
 from differential.generator import scenario_of
-from differential.mutations import MUTATIONS
+from differential.mutations import planted
 from differential.networks import Network
 from differential.paths import nothing_prepared
 from differential.player import Player
 from differential.scenario import Forward, Options, Replace, Scenario
 from differential.trace import Trace
 from tritonddp import DistributedDataParallel
-from tritonddp.buckets import rank_buffers
-from tritonddp.comm import all_reduce, peer_memory
+from tritonddp.comm import process_group
+from tritonddp.comm.host import memory_exchange, rank_buffers
 from tritonddp.features import drift
 from tritonddp.kernels import reference
 
@@ -64,7 +65,7 @@ def play_all(
     """
     _groups.clear()
     logging.getLogger("tritonddp").setLevel(logging.ERROR)  # of backwards that break off
-    with warnings.catch_warnings(), MUTATIONS[mutation]() if mutation else contextlib.nullcontext():
+    with warnings.catch_warnings(), planted(mutation) if mutation else contextlib.nullcontext():
         warnings.simplefilter("ignore")
         scenarios = [scenario_of(seed, dist.get_world_size()) for seed in seeds]
         if compiled:
@@ -88,7 +89,7 @@ def play_recorded(seeds: Sequence[int]) -> list[Played]:
         drift._keys.cache_clear()  # another recording is another device
         with warnings.catch_warnings(), recording(everywhere=True) as recorder:
             warnings.simplefilter("ignore")
-            trace = _play(scenario, RECORDED, DistributedDataParallel, scenario.options)
+            trace = play(scenario, RECORDED, DistributedDataParallel, scenario.options)
             torch.cuda.synchronize()
         if recorder.races:
             raise RuntimeError(f"seed {seed}, {RECORDED}: {recorder.report()[:4000]}")
@@ -110,13 +111,13 @@ def _play_all_ways(scenario: Scenario, is_mutated: bool) -> Played:
     if scenario.world_size > 2:
         through[1] = through[0]
     ways = [partial(DistributedDataParallel, transport=each) for each in through]
-    with _thresholds(scenario.thresholds), _directly(scenario.seed):
-        played[OURS] = _play(scenario, OURS, ways[0], scenario.options)
+    with configured(scenario.seed, scenario.thresholds):
+        played[OURS] = play(scenario, OURS, ways[0], scenario.options)
         if not is_mutated:
             with nothing_prepared():
-                played[LONG] = _play(scenario, LONG, ways[1], scenario.options)
+                played[LONG] = play(scenario, LONG, ways[1], scenario.options)
     if scenario.stock is not None and _STOCK_DEFINES:
-        played[STOCK] = _play(scenario, STOCK, Stock, scenario.stock)
+        played[STOCK] = play(scenario, STOCK, Stock, scenario.stock)
     return played
 
 
@@ -157,37 +158,51 @@ def _play_compiled(scenario: Scenario) -> Played:
     retains = torch._functorch.config.patch(donated_buffer=False)
     for title, wrap in ((OURS, of_the_wrapper), (LONG, of_the_module)):
         torch._dynamo.reset()
-        with room, retains, _thresholds(scenario.thresholds), _directly(scenario.seed):
-            played[title] = _play(scenario, title, wrap, scenario.options)
+        with room, retains, configured(scenario.seed, scenario.thresholds):
+            played[title] = play(scenario, title, wrap, scenario.options)
     return played
 
 
-def _play(
-    scenario: Scenario, title: str, wrap: Callable[..., nn.Module], options: Options
+def play(
+    scenario: Scenario,
+    title: str,
+    wrap: Callable[..., nn.Module],
+    options: Options,
+    after: Callable[[Player, int], None] = lambda player, number: None,
 ) -> Trace:
+    """What this rank saw. ``after`` is called after each of its actions, and at the end.
+
+    Raises:
+        RuntimeError: something was raised; the message says in which scenario, and where.
+    """
     # In the log of this process, which is shown where it hangs.
     print(f"seed {scenario.seed}, {title}", flush=True)
     where = "when it is wrapped"
     try:
-        network = build(scenario, dist.get_rank())
-        net = wrap(network, **_arguments(options), **_delayed(scenario, network))
-        if scenario.communication_hook:
-            COMMUNICATION_HOOKS[scenario.communication_hook](net)
-        player = Player(scenario, dist.get_rank(), network, net)
+
+        def wrapped(network: Network) -> nn.Module:
+            net = wrap(network, **arguments_of(options), **_delayed(scenario, network))
+            if scenario.communication_hook:
+                COMMUNICATION_HOOKS[scenario.communication_hook](net)
+            return net
+
+        player = Player(scenario, dist.get_rank(), build(scenario, dist.get_rank()), wrapped)
         counts = scenario.counts or (len(scenario.actions),) * scenario.world_size
-        with _joining(scenario, net):
+        with _joining(scenario, player.net), _traced(scenario, player.net):
             for number in range(counts[player.rank]):
                 where = f"in action {number}: {scenario.actions[number]}"
                 player.perform(number)
+                after(player, number)
             where = "while it follows the others inside join()"
         player.finish()
+        after(player, len(scenario.actions))
         if options.metrics:
             _compare_metrics(player, is_joined=scenario.counts is not None)
     except Exception as error:
         message = f"seed {scenario.seed}: {title} raised {type(error).__name__} {where}"
         raise RuntimeError(message) from error
     trace = player.trace
-    del player, network, net
+    del player
     gc.collect()  # what is left of one scenario may not help the next one
     return trace
 
@@ -206,6 +221,10 @@ def _joining(scenario: Scenario, net: Any) -> contextlib.AbstractContextManager[
     return net.join(divide_by_initial_world_size=not scenario.over_present)
 
 
+def _traced(scenario: Scenario, net: Any) -> contextlib.AbstractContextManager[Any]:
+    return tritonddp.trace(net) if scenario.is_traced else contextlib.nullcontext()
+
+
 def _delayed(scenario: Scenario, network: Network) -> dict[str, Any]:
     if not scenario.delays:
         return {}
@@ -217,8 +236,11 @@ def _delayed(scenario: Scenario, network: Network) -> dict[str, Any]:
     }
 
 
-def _arguments(options: Options) -> dict[str, Any]:
+def arguments_of(options: Options) -> dict[str, Any]:
+    """Of the wrapper."""
     arguments = options.given
+    if options.reduce_dtype:
+        arguments["reduce_dtype"] = getattr(torch, options.reduce_dtype)
     if options.process_group:
         arguments["process_group"] = _made_once("group", lambda: dist.new_group(backend="gloo"))
     if options.device_mesh:
@@ -234,26 +256,21 @@ def _made_once(name: str, make: Callable[[], Any]) -> Any:
     return _groups[name]
 
 
-def _directly(seed: int) -> contextlib.AbstractContextManager[Any]:
-    """Context: no bucket is exchanged directly, or the smallest ones are, or all.
+def configured(
+    seed: int, thresholds: tuple[int, int] | None = None
+) -> contextlib.AbstractContextManager[Any]:
+    """Context: small gradients go the ways of large ones.
 
-    Through memory, in one shot or in two.
+    No bucket is exchanged directly, or the smallest ones are, or all. Through memory, in one shot,
+    or in two.
     """
     stack = contextlib.ExitStack()
-    stack.enter_context(patch.object(all_reduce, "_DIRECT", (0, 400, 2**20)[seed % 3]))
+    if thresholds:
+        sizes = dict(zip(("_SMALL", "_SEGMENT"), thresholds, strict=True))
+        stack.enter_context(patch.multiple(reference, **sizes))
+    stack.enter_context(patch.object(process_group, "_DIRECT", (0, 400, 2**20)[seed % 3]))
     if seed % 4 < 2:
         shares = {"_RANKS_OF_SHARES": 2, "_BYTES_OF_SHARES": 200}
-        stack.enter_context(patch.multiple(peer_memory, **shares))
+        stack.enter_context(patch.multiple(memory_exchange, **shares))
         stack.enter_context(patch.object(rank_buffers, "_PIECE", 64))
     return stack
-
-
-@contextlib.contextmanager
-def _thresholds(thresholds: tuple[int, int] | None) -> Iterator[None]:
-    """Context: small gradients go the ways of large ones."""
-    before = reference._SMALL, reference._SEGMENT
-    reference._SMALL, reference._SEGMENT = thresholds or before
-    try:
-        yield
-    finally:
-        reference._SMALL, reference._SEGMENT = before

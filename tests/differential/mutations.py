@@ -1,8 +1,13 @@
-"""Planted faults, one at a time: what a comparison of scenarios has to find."""
+"""Planted faults, one at a time: what a comparison of scenarios has to find.
+
+Each names the functions of the package that it replaces, and makes the replacement of the original.
+A name that is not there any more is an error when the fault is planted.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
@@ -10,295 +15,275 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from tritonddp import DistributedDataParallel
-from tritonddp.buckets import bucket, parameters
-from tritonddp.buckets.bucket import Bucket
-from tritonddp.buckets.sparse_bucket import SparseBucket
-from tritonddp.buckets.view_bucket import ViewBucket
-from tritonddp.comm.all_reduce import AllReduce
-from tritonddp.comm.broadcast import StateBroadcast
-from tritonddp.comm.run import ReductionRun
-from tritonddp.features import grad_norm
-from tritonddp.features.metrics.metrics import Metrics
-from tritonddp.reducer import participation
-from tritonddp.reducer.reducer import Reducer
+from tritonddp.coordination.agreement import GradSource
 
-Mutation = Callable[[], contextlib.AbstractContextManager[None]]
+# What is planted: the names, as "room.module:Class.method", and what makes the other function.
+MUTATIONS: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {}
 
-MUTATIONS: dict[str, Mutation] = {}
+_WRAPPER = "ddp:DistributedDataParallel"
+_BUCKETS = ("buckets.bucket:Bucket", "buckets.view_bucket:ViewBucket")
+_UNPACK = tuple(f"{bucket}.unpack" for bucket in _BUCKETS)
+_UNPACK_ALL = (*_UNPACK, "buckets.sparse_bucket:SparseBucket.unpack")
 
 
-def mutation(plant: Callable[[], Iterator[None]]) -> Mutation:
-    """Decorator: between its start and its end the fault is there."""
-    MUTATIONS[plant.__name__] = contextlib.contextmanager(plant)
-    return MUTATIONS[plant.__name__]
+def mutation(*names: str) -> Callable[..., Any]:
+    """Decorator of ``make(original) -> replacement``, for each of the names."""
+
+    def note(make: Callable[..., Any]) -> Callable[..., Any]:
+        MUTATIONS[make.__name__] = names, make
+        return make
+
+    return note
 
 
-def _around(owner: Any, name: str, change: Callable[..., Any]) -> Any:
-    """Patch: ``change(original, self, *args)`` instead of the method ``name``."""
-    original = getattr(owner, name)
+@contextlib.contextmanager
+def planted(mutation: str) -> Iterator[None]:
+    """Context: the fault is there.
 
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return change(lambda *a, **k: original(self, *a, **k), self, *args, **kwargs)
-
-    return patch.object(owner, name, method)
-
-
-_nothing = contextlib.ExitStack
-
-
-@mutation
-def no_average() -> Iterator[None]:
-    """Gradients are summed."""
-
-    def announce(original: Any, self: Reducer, run: ReductionRun) -> None:
-        original(run)
-        run.scale *= self.group.size
-
-    with _around(Reducer, "announce", announce):
+    Raises:
+        AttributeError, ImportError: the package has nothing of this name.
+    """
+    names, make = MUTATIONS[mutation]
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            owner, attribute = _find(name)
+            stack.enter_context(patch.object(owner, attribute, make(getattr(owner, attribute))))
         yield
 
 
-@mutation
-def forgotten_bucket() -> Iterator[None]:
+def _find(name: str) -> tuple[Any, str]:
+    module, _, path = name.partition(":")
+    *owners, attribute = path.split(".")
+    owner = importlib.import_module(f"tritonddp.{module}")
+    for each in owners:
+        owner = getattr(owner, each)
+    if not hasattr(owner, attribute):
+        raise AttributeError(f"a planted fault is for {name}, which tritonddp does not define")
+    return owner, attribute
+
+
+def is_broken(what: str) -> bool:
+    """Whether a traceback says that a fault does not fit the package: it ends in this file."""
+    *_, last = what.partition("\nTo play it again")[0].rpartition('  File "')
+    return "mutations.py" in last and "Error" in last
+
+
+def _nothing(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+@mutation("comm.reduction:Reduction._announce")
+def no_average(original: Any) -> Any:
+    """Gradients are summed."""
+
+    def announce(self: Any, *args: Any) -> None:
+        original(self, *args)
+        self.scale *= self.group.size
+
+    return announce
+
+
+@mutation("comm.all_reduce:AllReduce.launch")
+def forgotten_bucket(original: Any) -> Any:
     """The second bucket stays at home."""
 
     class Done:
         def wait(self) -> None:
             pass
 
-    def launch(
-        original: Any, self: AllReduce, run: ReductionRun, bucket: Bucket, *args: Any
-    ) -> None:
+    def launch(self: Any, bucket: Any, works: list[Any], *args: Any) -> None:
         if bucket.index == 1:
-            run.works.append(Done())
+            works.append(Done())
         else:
-            original(run, bucket, *args)
+            original(self, bucket, works, *args)
 
-    with _around(AllReduce, "launch", launch):
-        yield
+    return launch
 
 
-@mutation
-def stale_gradient() -> Iterator[None]:
+@mutation("comm.all_reduce:AllReduce.launch")
+def stale_gradient(original: Any) -> Any:
     """What a bucket's first parameter sends is its gradient of the reduction before."""
     sent: dict[int, Tensor] = {}
 
-    def launch(
-        original: Any, self: AllReduce, run: ReductionRun, bucket: Bucket, *args: Any
-    ) -> None:
+    def launch(self: Any, bucket: Any, works: list[Any], *args: Any) -> None:
         view = bucket.flat.views[0]
         before, sent[id(view)] = sent.get(id(view)), view.clone()
         if before is not None and before.shape == view.shape:
             view.copy_(before)
-        original(run, bucket, *args)
+        original(self, bucket, works, *args)
 
-    with _around(AllReduce, "launch", launch):
-        yield
+    return launch
 
 
-@mutation
-def wrong_strides() -> Iterator[None]:
+@mutation("buckets.bucket:gradient_strides")
+def wrong_strides(original: Any) -> Any:
     """Gradients lie row by row in their bucket, whatever their parameters do."""
-
-    def row_major(param: Tensor) -> tuple[int, ...]:
-        return torch.empty(param.shape, device="meta").stride()
-
-    with patch.object(bucket, "gradient_strides", row_major):
-        yield
+    return lambda param: torch.empty(param.shape, device="meta").stride()
 
 
-@mutation
-def ignored_no_sync() -> Iterator[None]:
+@mutation(f"{_WRAPPER}.no_sync")
+def ignored_no_sync(original: Any) -> Any:
     """``no_sync`` does nothing."""
-    with patch.object(DistributedDataParallel, "no_sync", lambda self: contextlib.nullcontext()):
-        yield
+    return _nothing
 
 
-@mutation
-def ignored_forward_under_no_sync() -> Iterator[None]:
+@mutation("reducer.graph.backward:Forwards.decide")
+def ignored_forward_under_no_sync(original: Any) -> Any:
     """Only the start of a backward decides whether it is reduced, not its forward."""
-    with patch.object(Reducer, "is_reduced", lambda self, forward: self.sync.enabled):
-        yield
+    return lambda self, forward, sync, *_: GradSource.ELSEWHERE if sync.enabled else None
 
 
-@mutation
-def ignored_weights() -> Iterator[None]:
+@mutation(f"{_WRAPPER}.weighted")
+def ignored_weights(original: Any) -> Any:
     """``weighted`` does nothing."""
-    nothing = lambda self, n, reduction="mean": contextlib.nullcontext()  # noqa: E731
-    with patch.object(DistributedDataParallel, "weighted", nothing):
-        yield
+    return _nothing
 
 
-@mutation
-def skipped_buffers() -> Iterator[None]:
+@mutation(f"{_WRAPPER}._sync_buffers")
+def skipped_buffers(original: Any) -> Any:
     """Forwards broadcast no buffers."""
-    with patch.object(DistributedDataParallel, "_sync_buffers", lambda self: None):
-        yield
+    return lambda self: None
 
 
-@mutation
-def skipped_initial_state() -> Iterator[None]:
+@mutation("comm.broadcast:StateBroadcast.send")
+def skipped_initial_state(original: Any) -> Any:
     """Wrapping broadcasts nothing."""
 
-    def send(original: Any, self: StateBroadcast, tensors: Any, place: str, what: str) -> None:
+    def send(self: Any, tensors: Any, place: str, what: str) -> None:
         if place != "wrapping":
-            original(tensors, place, what)
+            original(self, tensors, place, what)
 
-    with _around(StateBroadcast, "send", send):
-        yield
-
-
-def _with_flags(change: Callable[[Bucket], None]) -> contextlib.AbstractContextManager[Any]:
-    """Patch: ``change`` sees a reduced bucket before it is unflattened."""
-
-    def unpack(original: Any, self: Bucket, *args: Any) -> None:
-        change(self)
-        original(*args)
-
-    stack = contextlib.ExitStack()
-    for kind in (Bucket, ViewBucket):
-        stack.enter_context(_around(kind, "unpack", unpack))
-    return stack
+    return send
 
 
-def _when_reduced(change: Callable[[Bucket], None]) -> contextlib.AbstractContextManager[Any]:
-    """Patch: ``change`` sees a bucket whose gradients are the means."""
-
-    def unpack(original: Any, self: Bucket, *args: Any) -> None:
-        original(*args)
-        change(self)
-
-    stack = contextlib.ExitStack()
-    for kind in (Bucket, ViewBucket, SparseBucket):
-        stack.enter_context(_around(kind, "unpack", unpack))
-    return stack
-
-
-@mutation
-def zeros_for_unused() -> Iterator[None]:
+@mutation(*_UNPACK)
+def zeros_for_unused(original: Any) -> Any:
     """A parameter that no rank used gets a gradient all the same."""
-    with _with_flags(lambda bucket: bucket.flat.flags.fill_(1)):
-        yield
+
+    def unpack(self: Any, *args: Any) -> None:
+        self.flat.flags.fill_(1)
+        original(self, *args)
+
+    return unpack
 
 
-@mutation
-def only_own_gradients() -> Iterator[None]:
+@mutation(*_UNPACK)
+def only_own_gradients(original: Any) -> Any:
     """A parameter that only other ranks used gets no gradient."""
 
-    def forget(bucket: Bucket) -> None:
-        for slot, used in enumerate(bucket.used):
+    def unpack(self: Any, *args: Any) -> None:
+        for slot, used in enumerate(self.used):
             if not used:
-                bucket.flat.flags[slot] = 0
+                self.flat.flags[slot] = 0
+        original(self, *args)
 
-    with _with_flags(forget):
-        yield
+    return unpack
 
 
-@mutation
-def forgotten_microbatches() -> Iterator[None]:
+@mutation("reducer.reducer:Reducer._open")
+def forgotten_microbatches(original: Any) -> Any:
     """What only backwards under ``no_sync`` used is not reduced."""
 
-    def begin(original: Any, self: Reducer, *args: Any) -> None:
-        self.forget_accumulated()
-        original(*args)
+    def begin(self: Any, *args: Any) -> None:
+        self.unreduced.clear(self.manager.current.params)
+        original(self, *args)
 
-    with _around(Reducer, "_open", begin):
-        yield
+    return begin
 
 
-@mutation
-def rows_of_one_rank() -> Iterator[None]:
+@mutation("buckets.sparse_bucket:SparseBucket.receive_rows")
+def rows_of_one_rank(original: Any) -> Any:
     """Of a sparse gradient, rows of the last rank are forgotten."""
 
-    def receive(original: Any, self: SparseBucket, indices: Tensor, values: Tensor) -> None:
+    def receive(self: Any, indices: Tensor, values: Tensor) -> None:
         values[len(values) - self.announced()[-1].rows :] = 0
-        original(indices, values)
+        original(self, indices, values)
 
-    with _around(SparseBucket, "receive_rows", receive):
-        yield
+    return receive
 
 
-@mutation
-def other_rounding_on_one_rank() -> Iterator[None]:
+@mutation(*_UNPACK_ALL)
+def other_rounding_on_one_rank(original: Any) -> Any:
     """The last bit of a gradient differs between ranks."""
 
-    def change(bucket: Bucket) -> None:
-        grad = bucket.params[0].grad
+    def unpack(self: Any, *args: Any) -> None:
+        original(self, *args)
+        grad = self.params[0].grad
         if torch.distributed.get_rank() == 1 and grad is not None:
             grad.mul_(1 + torch.finfo(grad.dtype).eps)
 
-    with _when_reduced(change):
-        yield
+    return unpack
 
 
-@mutation
-def one_reduction_per_forward() -> Iterator[None]:
+@mutation("reducer.graph.backward:Forwards.decide")
+def one_reduction_per_forward(original: Any) -> Any:
     """A second backward of one graph only accumulates."""
 
-    def begin(original: Any, self: Reducer, forward: Any = None) -> None:
+    def decide(self: Any, forward: Any, *args: Any) -> GradSource | None:
         reached = forward is not None and forward.reached
-        with patch.object(self, "is_reduced", lambda _: False) if reached else _nothing():
-            original(forward)
+        source = original(self, forward, *args)
+        return None if reached else source
 
-    with _around(Reducer, "on_backward", begin):
-        yield
-
-
-@mutation
-def gradients_of_others_memory() -> Iterator[None]:
-    """A bucket fills its buffer although somebody holds a gradient that lies in it."""
-    with patch.object(Bucket, "_memory", lambda self: ()):
-        yield
+    return decide
 
 
-@mutation
-def parameters_of_the_first_day() -> Iterator[None]:
+@mutation("buckets.bucket:Bucket.unpack")
+def gradients_of_others_memory(original: Any) -> Any:
+    """A gradient is written where that of the first reduction lies, whoever holds that."""
+    first: dict[Tensor, Tensor] = {}
+
+    def unpack(self: Any, *args: Any) -> None:
+        original(self, *args)
+        for param in self.params:
+            if param.grad is not None and param.grad is not first.setdefault(param, param.grad):
+                first[param].copy_(param.grad)
+                param.grad = first[param]
+
+    return unpack
+
+
+@mutation("buckets.parameters:ModuleParameters.has_changed")
+def parameters_of_the_first_day(original: Any) -> Any:
     """Parameters that are replaced or unfrozen are not taken up."""
-    with patch.object(parameters.ModuleParameters, "has_changed", lambda self: False):
-        yield
+    return lambda self: False
 
 
-@mutation
-def lost_gradient_of_a_hook() -> Iterator[None]:
+@mutation("reducer.graph.participation:ReentrantGrads.may_come")
+def lost_gradient_of_a_hook(original: Any) -> Any:
     """Reentrant checkpoints, which the engine does not announce, are not waited for."""
-    with patch.object(participation.ReentrantGrads, "may_come", lambda self, missing: set()):
-        yield
+    return lambda self, missing: set()
 
 
-@mutation
-def norm_of_the_reduction() -> Iterator[None]:
+@mutation("features.grad_norm:_Reduced.is_current")
+def norm_of_the_reduction(original: Any) -> Any:
     """What is done to gradients after the reduction does not change their norm."""
-    with patch.object(grad_norm._Reduced, "is_current", lambda self: True):
-        yield
+    return lambda self: True
 
 
-@mutation
-def metrics_of_this_rank() -> Iterator[None]:
+@mutation("features.metrics.metrics:Metrics.take_reports")
+def metrics_of_this_rank(original: Any) -> Any:
     """A rank tells the times that it has measured itself."""
 
-    def take_reports(original: Any, self: Metrics, reports: Any) -> None:
-        original([reports[self._group.rank]] * len(reports))
+    def take_reports(self: Any, reports: Any) -> None:
+        original(self, [reports[self._group.rank]] * len(reports))
 
-    with _around(Metrics, "take_reports", take_reports):
-        yield
+    return take_reports
 
 
-@mutation
-def ignored_communication_hook() -> Iterator[None]:
+@mutation(f"{_WRAPPER}.register_comm_hook")
+def ignored_communication_hook(original: Any) -> Any:
     """Hooks are registered, and never called."""
-    with patch.object(DistributedDataParallel, "register_comm_hook", lambda self, *args: None):
-        yield
+    return lambda self, *args: None
 
 
-@mutation
-def complex_gradients_conjugated() -> Iterator[None]:
+@mutation(*_UNPACK_ALL)
+def complex_gradients_conjugated(original: Any) -> Any:
     """Complex gradients come back with the other sign of their imaginary parts."""
 
-    def change(bucket: Bucket) -> None:
-        for param in bucket.params:
+    def unpack(self: Any, *args: Any) -> None:
+        original(self, *args)
+        for param in self.params:
             if param.is_complex() and param.grad is not None:
                 param.grad.copy_(param.grad.conj().resolve_conj())
 
-    with _when_reduced(change):
-        yield
+    return unpack

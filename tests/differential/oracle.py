@@ -16,13 +16,17 @@ from torch import Tensor
 
 from differential.networks import Network
 from differential.player import Player
-from differential.scenario import Backward, BreakOff, Forward, ReduceGradients, Scenario
+from differential.scenario import Backward, BreakOff, Forward, ReduceGradients, Renew, Scenario
 from differential.trace import Entry, dense
 
 # Half roundings of each term on the way to a mean over three ranks: of the factor, of the product,
 # of the sums, of the mean itself; twice that. Weights bring factors and sums of their own.
 _ROUNDINGS = 4
 _ROUNDINGS_OF_WEIGHTED = 16
+# How far quantised gradients may be from the mean, by the largest of the network until then: what
+# error feedback still owes may be of any gradient before.
+_QUANTIZED = 0.03
+_SMALLEST_QUANTIZED = 1024  # elements of a parameter
 # Of two sums of squares in another order, a root and a quotient; twice that.
 _ROUNDINGS_OF_CLIPPED = 16
 
@@ -55,7 +59,7 @@ class Oracle:
     def __init__(self, scenario: Scenario, networks: Sequence[Network]) -> None:
         self._scenario = scenario
         self._everyone = [
-            Player(scenario, rank, network, Alone(network)) for rank, network in enumerate(networks)
+            Player(scenario, rank, network, Alone) for rank, network in enumerate(networks)
         ]
         self._counts = scenario.counts or (len(scenario.actions),) * scenario.world_size
         # Those that have inputs.
@@ -67,6 +71,8 @@ class Oracle:
         self._used: list[set[Tensor]] = [set() for _ in self._players]
         # How far the gradients that the last action has reduced may be from the mean.
         self._bounds: dict[str, Tensor | None] = {}
+        self._wire = getattr(torch, scenario.options.reduce_dtype or "float64")
+        self._largest = 0.0  # gradient so far, where they are quantised
 
     def perform(self, number: int) -> list[list[Expected]]:
         """Action ``number``: what each rank must see of it, with empty lists for those without it.
@@ -91,6 +97,8 @@ class Oracle:
             self._broadcast = self._buffers()
             for used in self._used:
                 used.clear()
+        if isinstance(action, Renew):
+            self._renewed(action)
         self._bounds = {}
         if isinstance(action, Backward):
             for player, used, earlier in zip(self._players, self._used, before, strict=True):
@@ -106,6 +114,11 @@ class Oracle:
             self._expected(present[rank]) if rank in present else []
             for rank in range(self._scenario.world_size)
         ]
+
+    @property
+    def players(self) -> list[Player]:
+        """Of all ranks."""
+        return self._everyone
 
     def finish(self) -> list[list[Expected]]:
         """The end, where ``join()`` gives all ranks the model of one that left last."""
@@ -158,6 +171,19 @@ class Oracle:
             for buffer in buffers:
                 buffer.data.copy_(buffers[source])  # as hidden from autograd as a broadcast
 
+    def _renewed(self, action: Renew) -> None:
+        """Another wrapper goes on: a copy is as it was, and a new one makes all ranks alike."""
+        options = self._scenario.options
+        self._broadcast = self._buffers()
+        self._used = [set() for _ in self._players]
+        if action.by == "copy":
+            return
+        self._syncs_next_forward = options.syncs_buffers
+        if False not in (options.init_sync, options.broadcast_buffers):
+            for buffers in zip(*self._broadcast, strict=True):
+                for buffer in buffers:
+                    buffer.copy_(buffers[0])
+
     def _buffers(self) -> list[list[Tensor]]:
         return [list(player.network.buffers()) for player in self._players]
 
@@ -174,11 +200,19 @@ class Oracle:
             if not any(is_used):
                 continue
             over = len(params) if self._scenario.over_present else self._scenario.world_size
-            mean, bound = _mean(params, windows, over)
+            mean, bound = _mean(params, windows, over, self._wire)
             # On two ranks it is exact, whoever computes it: halves are, and a sum of two is rounded
             # once.
-            exact = self._scenario.world_size == 2 and not any(each.sums for each in windows)
+            exact = (
+                self._scenario.world_size == 2
+                and not self._scenario.options.reduce_dtype
+                and not any(each.sums for each in windows)
+            )
             self._bounds[name] = None if exact else bound
+            if self._scenario.options.compression:
+                self._largest = max(self._largest, float(mean.abs().max()) if mean.numel() else 0.0)
+                if mean.numel() >= _SMALLEST_QUANTIZED:
+                    self._bounds[name] = torch.full(mean.shape, _QUANTIZED * self._largest)
             if self._scenario.communication_hook == "fp16_compress_hook":
                 self._bounds[name] = _bound_in_fp16(params)
             if any(map(_is_sparse, params, windows)):
@@ -233,13 +267,16 @@ def contract_strides(param: Tensor) -> tuple[int, ...]:
     return like if like == param.stride() else torch.empty(param.shape, device="meta").stride()
 
 
-def _mean(params: Sequence[Tensor], windows: Sequence[Window], size: int) -> tuple[Tensor, Tensor]:
+def _mean(
+    params: Sequence[Tensor], windows: Sequence[Window], size: int, wire: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """The mean of the gradients of one parameter on all ranks, and how far off each element may be.
 
     Args:
         params: the parameter on each rank that has inputs.
         windows: what each has accumulated with weights.
         size: what the sum is divided by where there are no weights.
+        wire: in which gradients travel, if it is narrower than they are.
     """
     zero = torch.zeros_like(params[0].detach())
     grads = [zero if param.grad is None else dense(param.grad.detach()) for param in params]
@@ -259,8 +296,9 @@ def _mean(params: Sequence[Tensor], windows: Sequence[Window], size: int) -> tup
     bound = torch.stack([term.abs() for term in terms]).sum(0)
     if roundings == _ROUNDINGS_OF_WEIGHTED and bound.numel():
         bound = bound.max().expand_as(bound)  # the sums of a window have rounded too
-    bound = bound * roundings * torch.finfo(zero.dtype).eps
-    return torch.stack(terms).sum(0).to(zero.dtype), bound + torch.finfo(zero.dtype).tiny
+    infos = torch.finfo(zero.dtype), torch.finfo(wire)
+    bound = bound * roundings * max(info.eps for info in infos)
+    return torch.stack(terms).sum(0).to(zero.dtype), bound + max(info.tiny for info in infos)
 
 
 def _bound_in_fp16(params: Sequence[Tensor]) -> Tensor:

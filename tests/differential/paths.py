@@ -7,32 +7,38 @@ from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
-from tritonddp.comm.run import ReductionRun
-from tritonddp.reducer.readiness import ReadyTracker
-from tritonddp.reducer.reducer import Reducer
+from tritonddp.comm.reduction import Reduction
+from tritonddp.reducer.graph.readiness import ReadyTracker
+from tritonddp.reducer.reductions import Reductions
 
 
 @contextlib.contextmanager
 def nothing_prepared() -> Iterator[None]:
     """Context: no order of gradients is usual, no trailer is as it was."""
-    begin, announce = ReadyTracker.begin, Reducer.announce
+    begin, announce = ReadyTracker.begin, Reduction._announce
 
     def begun(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.reached = []  # what is expected is found out anew
+        _set(self, reached=[])  # what is expected is found out anew
         begin(self, *args, **kwargs)
         self._usual[:] = [None] * len(self._usual)
 
-    def announced(self: Reducer, run: ReductionRun) -> None:
-        self.agreement.key = None
-        for bucket in run.buckets:
-            bucket.last_trailer = None
+    def announced(self: Reduction) -> None:
+        _set(self.agreement, key=None, last_headers=b"")
+        for bucket in self.buckets:
             if bucket.flat is not None:
-                bucket.flat.encoded = bucket.flat.batched = None
-        announce(self, run)
+                _set(bucket.flat, encoded=None, batched=None, last_flags=(b"", ()))
+        announce(self)
 
     with (
         patch.object(ReadyTracker, "begin", begun),
-        patch.object(Reducer, "announce", announced),
-        patch.object(Reducer, "_exchanges_nothing", lambda self: False),
+        patch.object(Reduction, "_announce", announced),
+        patch.object(Reductions, "need_no_exchange", lambda self, options: False),
     ):
         yield
+
+
+def _set(owner: Any, **values: Any) -> None:
+    """Attributes that there are: another one would change nothing."""
+    for name, value in values.items():
+        assert hasattr(owner, name), f"{type(owner).__name__} has no attribute {name!r}"
+        setattr(owner, name, value)

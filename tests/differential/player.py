@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import copy
+import io
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from differential.scenario import (
     Hold,
     InputGradient,
     ReduceGradients,
+    Renew,
     Replace,
     Require,
     Scenario,
@@ -30,6 +33,7 @@ from differential.trace import Entry, Snapshot, Trace, dense
 from tritonddp import DistributedDataParallel
 
 RATE = 0.05
+SLOW = 0.001  # so that what goes on for long goes nowhere
 
 
 class Planned(Exception):
@@ -42,30 +46,40 @@ class Player:
     Args:
         scenario: what is played.
         rank: as which rank.
-        network: before it was wrapped.
-        net: wrapped, with the methods of a wrapped one.
+        network: before it is wrapped.
+        wrap: makes of it what has the methods of a wrapped one.
 
     Attributes:
+        network, net: now; a :class:`Renew` puts others into their places.
         trace: what was seen so far.
         metrics: what ``metrics()`` has said after each step, without what differs between ranks.
     """
 
-    def __init__(self, scenario: Scenario, rank: int, network: Network, net: Any) -> None:
+    def __init__(
+        self, scenario: Scenario, rank: int, network: Network, wrap: Callable[[Network], Any]
+    ) -> None:
         self.scenario = scenario
         self.rank = rank
-        self.network = network
-        self.net = net
         self.trace: Trace = []
         self.metrics: list[dict[str, Any]] = []
-        is_ours = isinstance(net, DistributedDataParallel)
+        self._wrap = wrap
+        self._begin(network, wrap(network))
+        is_ours = isinstance(self.net, DistributedDataParallel)
+        self._is_manual = is_ours and scenario.is_manual
         self._has_norm = is_ours and bool(scenario.options.grad_norm)
         self._has_metrics = is_ours and bool(scenario.options.metrics)
         self._number = 0
         self._outputs: dict[int, tuple[Tensor, tuple[Tensor, Tensor]]] = {}
         self._held: list[Tensor] = []
-        self._optimizer = _optimizer(scenario.optimizer, net)
         self._scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if scenario.scaler else None
-        for block, kind in scenario.hooks:
+
+    def _begin(self, network: Network, net: Any) -> None:
+        self.network, self.net = network, net
+        if self.scenario.is_manual and isinstance(net, DistributedDataParallel):
+            net.require_manual_backward_finalization = True
+        is_short = self.scenario.actions.count(Step()) < 8
+        self._optimizer = _optimizer(self.scenario.optimizer, net, RATE if is_short else SLOW)
+        for block, kind in self.scenario.hooks:
             _add_hook(next(network.blocks[block].parameters()), kind)
 
     def perform(self, number: int) -> None:
@@ -86,6 +100,10 @@ class Player:
         ):
             for name, tensor in tensors:
                 self._see(kind, name, tensor)
+
+    def forget_outputs(self) -> None:
+        """Those that nothing becomes of, and their graphs."""
+        self._outputs.clear()
 
     def ask_metrics(self) -> None:
         said = self.net.metrics()
@@ -119,14 +137,42 @@ class Player:
             case Require(block, grad):
                 self.network.blocks[block].requires_grad_(grad)
             case Replace(block, kind):
-                torch.default_generator.manual_seed(self.scenario.seed + self._number)
-                self.network.blocks[block] = BLOCKS[kind]()
-                added = list(self.network.blocks[block].parameters())
-                self._optimizer.add_param_group({"params": added})
+                self._replace(block, kind)
+            case Renew(by):
+                self._renew(by)
             case BreakOff():
                 self._break_off(action)
             case _:
                 raise TypeError(f"{action} cannot be played")
+
+    def _replace(self, block: str, kind: str) -> None:
+        gone = {*self.network.blocks[block].parameters()}
+        torch.default_generator.manual_seed(self.scenario.seed + self._number)
+        self.network.blocks[block] = BLOCKS[kind]()
+        (group,) = self._optimizer.param_groups
+        group["params"] = [*self.network.parameters()]
+        for param in gone:
+            self._optimizer.state.pop(param, None)
+
+    def _renew(self, by: str) -> None:
+        trained = self._optimizer.state_dict()
+        if by == "copy":
+            net = copy.deepcopy(self.net)
+            self._begin(net.module, net)
+        else:
+            is_ours = isinstance(self.net, DistributedDataParallel)
+            saved, network = io.BytesIO(), Network(self.network.spec)
+            sent = self.net.comm_state_dict() if is_ours else None
+            torch.save((self.network.state_dict(), trained, sent), saved)
+            saved.seek(0)
+            values, trained, sent = torch.load(saved, weights_only=True)
+            network.load_state_dict(values)
+            for mine, its in zip(network.parameters(), self.network.parameters(), strict=True):
+                mine.requires_grad_(its.requires_grad)
+            self._begin(network, self._wrap(network))
+            if is_ours:
+                self.net.load_comm_state_dict(sent)
+        self._optimizer.load_state_dict(trained)
 
     def _forward(self, action: Forward) -> None:
         x = _batch(action.rows[self.rank]).requires_grad_(action.requires_grad and action.grad)
@@ -158,6 +204,8 @@ class Player:
             if action.weights is not None:
                 stack.enter_context(self.net.weighted(action.weights[self.rank], action.reduction))
             loss.backward(retain_graph=action.retain_graph)
+        if self._is_manual and not action.local:
+            self.net.finalize_backward()
         if not action.retain_graph:
             for slot in action.slots:
                 del self._outputs[slot]
@@ -202,6 +250,8 @@ class Player:
             try:
                 loss.backward()
                 assert not breaks, "the backward should have broken off"
+                if self._is_manual:
+                    self.net.finalize_backward()
             except Planned:
                 assert breaks
         self.net.zero_grad(set_to_none=True)
@@ -234,17 +284,17 @@ def _loss(results: tuple[Tensor, Tensor], heads: tuple[int, ...]) -> Tensor:
     return torch.stack([(results[head].float() ** 2).mean() for head in heads]).sum()
 
 
-def _optimizer(name: str, net: nn.Module) -> torch.optim.Optimizer:
+def _optimizer(name: str, net: nn.Module, rate: float) -> torch.optim.Optimizer:
     match name:
         case "SGD":
-            return torch.optim.SGD(net.parameters(), lr=RATE)
+            return torch.optim.SGD(net.parameters(), lr=rate)
         case "SGD with momentum":
-            return torch.optim.SGD(net.parameters(), lr=RATE, momentum=0.9, weight_decay=0.01)
+            return torch.optim.SGD(net.parameters(), lr=rate, momentum=0.9, weight_decay=0.01)
         case "Adam":
             # Its steps follow the signs of tiny gradients: a large eps, or rounding would show.
-            return torch.optim.Adam(net.parameters(), lr=RATE, eps=0.01)
+            return torch.optim.Adam(net.parameters(), lr=rate, eps=0.01)
         case _:
-            return torch.optim.AdamW(net.parameters(), lr=RATE, eps=0.01, foreach=False)
+            return torch.optim.AdamW(net.parameters(), lr=rate, eps=0.01, foreach=False)
 
 
 def _add_hook(param: Tensor, kind: str) -> None:

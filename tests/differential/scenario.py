@@ -35,6 +35,9 @@ class Options:
     check_drift: str | None = None
     grad_norm: bool | None = None
     metrics: bool | None = None
+    lazy_bucket_allocation: bool | None = None
+    reduce_dtype: str | None = None
+    compression: str | None = None
 
     @property
     def given(self) -> dict[str, object]:
@@ -208,6 +211,16 @@ class Replace(Action):
 
 
 @dataclass(frozen=True)
+class Renew(Action):
+    """Another wrapper goes on: a ``copy``, or a new one that loads a ``checkpoint``."""
+
+    by: str
+
+    def __str__(self) -> str:
+        return f"go on with another wrapper, by {self.by}"
+
+
+@dataclass(frozen=True)
 class BreakOff(Action):
     """A forward and a backward that breaks off on one rank; then all drop their gradients."""
 
@@ -247,6 +260,8 @@ class Scenario:
             bucket's memory, and the size of a segment. Small ones bring small networks there.
         stock: options for stock DDP, ``None`` where it does not define the answer.
         actions: what every rank does.
+        is_manual: whether backwards end in ``finalize_backward()``.
+        is_traced: whether all is done inside ``trace()``.
     """
 
     seed: int
@@ -263,6 +278,8 @@ class Scenario:
     thresholds: tuple[int, int] | None
     stock: Options | None
     actions: tuple[Action, ...]
+    is_manual: bool = False
+    is_traced: bool = False
 
     @property
     def clips_by_its_own_norm(self) -> list[int]:
@@ -296,6 +313,10 @@ class Scenario:
         yield f"  optimizer: {self.optimizer}{scaler}"
         if self.thresholds:
             yield "  thresholds of the CPU path: {} and {} elements".format(*self.thresholds)
+        if self.is_manual:
+            yield "  finalize_backward() after each backward that is reduced"
+        if self.is_traced:
+            yield "  inside trace()"
         yield f"  stock DDP's options: {self.stock or 'none, it does not define the answer'}"
         for number, action in enumerate(self.actions):
             yield f"  {number:3} {action}"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import islice
-
 import pytest
 import torch
 
 from differential.comparison import differences
-from differential.mutations import MUTATIONS
+from differential.mutations import MUTATIONS, is_broken, planted
 
 BATCH = 10
 # How many scenarios are played on how many ranks.
@@ -62,4 +60,13 @@ def test_random_programs_see_the_same_as_one_graph(world_size: int, seeds: range
 def test_a_planted_fault_is_found(mutation: str) -> None:
     batches = (range(first, first + 5) for first in range(0, ENOUGH, 5))
     found = (each for seeds in batches for each in differences(seeds, 2, mutation))
-    assert list(islice(found, 1)), f"{ENOUGH} scenarios have not found {mutation}"
+    first = next(found, None)
+    assert first is not None, f"{ENOUGH} scenarios have not found {mutation}"
+    assert not is_broken(first.what), first.what
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+@pytest.mark.quick
+def test_what_a_fault_replaces_is_there(mutation: str) -> None:
+    with planted(mutation):
+        pass

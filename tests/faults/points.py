@@ -32,13 +32,13 @@ class Point:
 
 
 STRUCK_AT = 2  # the step of most faults, counted from 0
-RUN = "tritonddp.comm.run:ReductionRun"
+RUN = "tritonddp.comm.reduction:Reduction"
 # Through the process group, or through memory.
-TRANSPORT = "tritonddp.comm.all_reduce:AllReduce|tritonddp.comm.peer_memory:PeerMemory"
-MEMORY = "tritonddp.comm.peer_memory"
-PEERS = "tritonddp.coordination.peers"
-SHARED = "tritonddp.comm.broadcast:SharedBroadcast"
-CROSS_HOST = "tritonddp.comm.cross_host:CrossHost"
+MEMORY = "tritonddp.comm.host.memory_exchange:MemoryExchange"
+TRANSPORT = f"tritonddp.comm.all_reduce:AllReduce|{MEMORY}"
+HOST = "tritonddp.coordination.host"
+SHARED = "tritonddp.comm.host.shared_broadcast:SharedBroadcast"
+CROSS_HOST = "tritonddp.comm.host.cross_host:CrossHost"
 
 POINTS = {
     "before wrapping": Point("plain", "wrap", step=-1),
@@ -75,27 +75,29 @@ POINTS = {
     "broadcast of added parameters": Point("added", "tritonddp.comm.broadcast:StateBroadcast.send"),
     "bucket of added parameters": Point("added", f"{RUN}.reduce_now"),
     "exchange of compressed gradients": Point("plain", "tritonddp.comm.quantized:send", call=2),
-    "sum of compressed gradients": Point("plain", "tritonddp.comm.quantized:_Exchange.go_on"),
+    "sum of compressed gradients": Point("plain", "tritonddp.comm.quantized:_Messages.go_on"),
     "timing of collectives": Point(
         "plain", "tritonddp.features.auto_compression.probe:_Lines.slowest", call=1, step=-1
     ),
     "choice of wires": Point(
         "plain", "tritonddp.features.auto_compression.planner:AutoPlanner._slowest_backward", step=0
     ),
-    "rows of sparse gradients": Point("sparse", "tritonddp.comm.all_reduce:exchange"),
+    "rows of sparse gradients": Point("sparse", "tritonddp.comm.reduction:exchange_rows"),
     "finalize_backward": Point("finalize", "finalize"),
     "inside finalize_backward": Point("finalize", f"{TRANSPORT}.wait", call=1),
-    "meeting of a host's ranks": Point("plain", f"{PEERS}:_meet", step=0),
-    "memory of buckets": Point("plain", f"{PEERS}:Memory.create", step=0),
-    "handing memory over": Point("plain", f"{MEMORY}:PeerMemory._hand_over", step=0),
-    "message through memory": Point("plain", f"{MEMORY}:PeerMemory.launch", call=2),
-    "wait for a message": Point("plain", f"{MEMORY}:Exchange.wait_for", call=2),
-    "sum in memory": Point("plain", f"{MEMORY}:Exchange.sum", call=1),
-    "sum in gradients": Point(
-        "large", "tritonddp.buckets.rank_buffers:RankBuffers.sum_into", call=1
+    "meeting of a host's ranks": Point("plain", f"{HOST}.connect:_meet", step=0),
+    "memory of buckets": Point("plain", f"{HOST}.memory:Memory.create", step=0),
+    "handing memory over": Point(
+        "plain", "tritonddp.comm.host.peer_memory:PeerMemory._hand_over", step=0
     ),
-    "share of a sum": Point("shares", f"{MEMORY}:Exchange.sum_share", call=1),
-    "word of a share": Point("shares", f"{MEMORY}:Exchange._say_summed", call=1),
+    "message through memory": Point("plain", f"{MEMORY}.launch", call=2),
+    "wait for a message": Point("plain", f"{HOST}.peers:WaitPoint.wait_for", call=2),
+    "sum in memory": Point("plain", f"{MEMORY}._sum", call=1),
+    "sum in gradients": Point(
+        "large", "tritonddp.comm.host.rank_buffers:RankBuffers.sum_into", call=1
+    ),
+    "share of a sum": Point("shares", f"{MEMORY}.sum_share", call=1),
+    "word of a share": Point("shares", f"{MEMORY}._say_summed", call=1),
     "line between hosts": Point("hosts", f"{CROSS_HOST}.start", call=1),
     "sum over hosts": Point("hosts", f"{CROSS_HOST}.finish", call=1),
     "check_sync": Point("check", "check"),
@@ -104,7 +106,9 @@ POINTS = {
     "announcement inside join": Point("join", "tritonddp.features.join:JoinProtocol.announce"),
     "backward inside join": Point("join", "gradient of a layer in the middle"),
     "follower": Point("join", "tritonddp.features.join:JoinProtocol.receive", step=None),
-    "follower's backward": Point("join", "tritonddp.features.join:shadow_backward", step=None),
+    "follower's backward": Point(
+        "join", "tritonddp.reducer.reductions:Reductions.shadow_backward", step=None
+    ),
     "end of join": Point("join", "tritonddp.features.join:JoinProtocol.agree_on_last", step=None),
 }
 

@@ -22,8 +22,8 @@ from faults.network import WIDTH, Net
 from faults.points import STRUCK_AT, strike_before
 from faults.table import Fault
 from tritonddp import DistributedDataParallel
-from tritonddp.comm import peer_memory
-from tritonddp.coordination import peers
+from tritonddp.comm.host import memory_exchange
+from tritonddp.coordination.host import connect
 from tritonddp.kernels import reference
 
 STEPS = 5
@@ -80,11 +80,11 @@ class Program:
         self._struck = struck
         self._calls = 0
         if self.point.loop == "shares":
-            peer_memory._RANKS_OF_SHARES, peer_memory._BYTES_OF_SHARES = 2, 0
+            memory_exchange._RANKS_OF_SHARES, memory_exchange._BYTES_OF_SHARES = 2, 0
         if self.point.loop == "large":
             reference._SMALL = 1
         if self.point.loop == "hosts":
-            peers._host = lambda: f"host {rank // 2}"
+            connect._host = lambda: f"host {rank // 2}"
         if ":" in self.point.before:
             strike_before(self.point.before, lambda: self.line(self.point.before))
 

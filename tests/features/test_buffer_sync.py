@@ -16,20 +16,22 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_on_all_ranks, gather, ranks, sequence_number
+from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks, sequence_number
+from modules import normed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
+from training import breaking_off
 
 from tritonddp import DistributedDataParallel
-from tritonddp.comm.peer_memory import Place
-from tritonddp.coordination.peers import SEEN, SHOWN, Memory, Peer
+from tritonddp.coordination.host.memory import Memory
+from tritonddp.coordination.host.peers import SEEN, SHOWN, Peer, WaitPoint
 
 STEPS = 12
 
 
 def batch_norms() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.BatchNorm1d(4))
+    return nn.Sequential(*normed(), nn.ReLU(), nn.BatchNorm1d(4))
 
 
 class Rotary(nn.Module):
@@ -224,10 +226,21 @@ def drawn_by_each_rank(ddp: Any, x: Tensor, number: int) -> None:
 
 
 PROGRAMS: list[Callable[[Any, Tensor, int], None]] = [
-    *(step, with_evaluation, accumulated, two_forwards, without_backward, frozen_at_first),
-    *(evaluated_before_backward, loads, written_by_data, swapped_for_an_evaluation),
-    *(changed_by_rank_0_before_an_evaluation, written_between_forwards, drawn_by_each_rank),
+    step,
+    with_evaluation,
+    accumulated,
+    two_forwards,
+    without_backward,
+    frozen_at_first,
+    evaluated_before_backward,
+    loads,
+    written_by_data,
+    swapped_for_an_evaluation,
+    changed_by_rank_0_before_an_evaluation,
+    written_between_forwards,
+    drawn_by_each_rank,
 ]
+PROGRAM = pytest.mark.parametrize("program", PROGRAMS, ids=lambda each: each.__name__)
 
 
 def batch(shape: Any = (5, 3)) -> Tensor:
@@ -269,12 +282,10 @@ def assert_as_stock(program: Any, net: Any, **options: Any) -> None:
     ours = trajectory(DistributedDataParallel, module, shape, program, **options)
     stock = trajectory(Stock, module, shape, program)
     assert len(ours) == len(stock) >= STEPS
-    for number, (mine, theirs) in enumerate(zip(ours, stock, strict=True)):
-        for name, buffer in mine.items():
-            assert same(buffer, theirs[name]), f"{name} of {net.__name__} at forward {number}"
+    assert_same_bits(ours, stock, f"buffers of {net.__name__} at forward")
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda each: each.__name__)
+@PROGRAM
 @ranks(2)
 def test_at_every_forward_buffers_are_those_of_stock(program: Any) -> None:
     for net in INPUTS:
@@ -282,7 +293,7 @@ def test_at_every_forward_buffers_are_those_of_stock(program: Any) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda each: each.__name__)
+@PROGRAM
 @ranks(3, 4)
 def test_and_of_more_ranks(program: Any) -> None:
     for net in INPUTS:
@@ -326,10 +337,7 @@ def assert_forwards_have_those_of_rank_0(ddp: Any, what: str = "", shape: Any = 
     for number in range(3):
         expected = gather(dict(copy.deepcopy(ddp.module).named_buffers()))[0]
         step(ddp, batch(shape), number)
-        found = seen()
-        assert found.keys() == expected.keys()
-        for name, each in found.items():
-            assert same(each, expected[name]), f"{name} {what}"
+        assert_same_bits(seen(), expected, what)
 
 
 # What travels, and how
@@ -377,11 +385,11 @@ def test_unchanged_buffers_cost_a_message_of_a_few_bytes() -> None:
 
 
 @ranks(3)
-def test_a_receiver_that_has_written_to_its_buffers_gets_them_back() -> None:
+def test_a_receiver_that_has_written_to_its_buffers_gets_them_back(rank: int) -> None:
     """Though those of the source are the same as before, and are not written again."""
     ddp = trained(Rotary)
     expected = ddp.module.cos.clone()
-    if dist.get_rank() == 2:
+    if rank == 2:
         ddp.module.cos.data[3, 2] += 1.0
     assert goes_through_memory(ddp, (2, 6, 8))
     assert same(ddp.module.cos, expected)
@@ -435,9 +443,9 @@ def test_buffers_that_all_ranks_add_replace_or_remove() -> None:
 
 
 @ranks(3)
-def test_a_rank_with_other_buffers_is_an_error_that_names_them() -> None:
+def test_a_rank_with_other_buffers_is_an_error_that_names_them(rank: int) -> None:
     ddp = trained()
-    if dist.get_rank() == 1:
+    if rank == 1:
         of_another_dtype_and_the_same_bytes(ddp)
         with pytest.raises(
             RuntimeError, match=r"rank 1, step 5, forward, .* 6 buffers \('1\.run.*"
@@ -451,21 +459,21 @@ def test_a_rank_with_other_buffers_is_an_error_that_names_them() -> None:
 
 
 @ranks(2)
-def test_the_source_runs_ahead_of_a_slow_rank_but_not_without_end() -> None:
+def test_the_source_runs_ahead_of_a_slow_rank_but_not_without_end(rank: int) -> None:
     ddp = trained()
     seen = first_of(ddp)
     ahead = 0.0
     for number in range(300):
-        if dist.get_rank() == 0:
+        if rank == 0:
             ddp.module[1].running_mean.fill_(number // 100)
         elif number % 50 == 0:
             time.sleep(0.1)
         begin = time.monotonic()
         ddp(batch())
         ahead += time.monotonic() - begin
-        assert seen()["1.running_mean"][0].item() == number // 100 or dist.get_rank() == 0
+        assert seen()["1.running_mean"][0].item() == number // 100 or rank == 0
         ddp.eval()
-    if dist.get_rank() == 0:
+    if rank == 0:
         assert ahead > 0.3  # it has waited for the other one
 
 
@@ -481,23 +489,21 @@ def refused(*args: int) -> Memory:
 @pytest.mark.parametrize(("who", "function"), [(0, "create"), (1, "received"), (2, "received")])
 @ranks(3)
 def test_where_memory_cannot_be_had_all_ranks_take_the_process_group(
-    who: int, function: str
+    rank: int, who: int, function: str
 ) -> None:
     ddp = wrapped()
     step(ddp, batch(), 0)
-    with mock.patch.object(
-        Memory, function, refused if dist.get_rank() == who else getattr(Memory, function)
-    ):
+    with mock.patch.object(Memory, function, refused if rank == who else getattr(Memory, function)):
         assert_forwards_have_those_of_rank_0(ddp)
     assert_forwards_have_those_of_rank_0(ddp)
     assert not goes_through_memory(ddp)
 
 
 @ranks(2)
-def test_a_copy_on_one_rank_alone_changes_nothing_for_the_others() -> None:
+def test_a_copy_on_one_rank_alone_changes_nothing_for_the_others(rank: int) -> None:
     """It has no number before its first reduction."""
     ddp = trained()
-    if dist.get_rank() == 1:
+    if rank == 1:
         twin = copy.deepcopy(ddp)
         assert twin._ddp_state.buffer_sync._through_memory() is None
     assert_forwards_have_those_of_rank_0(ddp)
@@ -508,13 +514,13 @@ def test_a_copy_on_one_rank_alone_changes_nothing_for_the_others() -> None:
 
 
 class Interrupted:
-    """``Place.wait_for``, with Ctrl-C in the first wait for messages of this kind."""
+    """``WaitPoint.wait_for``, with Ctrl-C in the first wait for messages of this kind."""
 
     def __init__(self, kind: int) -> None:
         self.kind, self.came = kind, False
-        self.function = Place.wait_for
+        self.function = WaitPoint.wait_for
 
-    def of(self, point: Place, kind: int, waits: bool = True, source: Any = None) -> None:
+    def of(self, point: WaitPoint, kind: int, waits: bool = True, source: Any = None) -> None:
         if kind == self.kind and waits and not self.came:
             self.came = True
             raise KeyboardInterrupt
@@ -526,14 +532,14 @@ class Interrupted:
 )
 @ranks(3)
 def test_after_ctrl_c_in_a_wait_for_buffers_the_forward_may_be_repeated(
-    kind: int, who: list[int]
+    rank: int, kind: int, who: list[int]
 ) -> None:
     ddp = trained()
     interrupted = Interrupted(kind)
-    is_due = dist.get_rank() in who
+    is_due = rank in who
     wait_for = (lambda *args, **options: interrupted.of(*args, **options)) if is_due else None
-    with mock.patch.object(Place, "wait_for", wait_for or Place.wait_for):
-        if dist.get_rank() == 0:
+    with mock.patch.object(WaitPoint, "wait_for", wait_for or WaitPoint.wait_for):
+        if rank == 0:
             time.sleep(0.1)  # so that the others wait
         for _ in range(2):
             try:
@@ -541,17 +547,17 @@ def test_after_ctrl_c_in_a_wait_for_buffers_the_forward_may_be_repeated(
                 break
             except KeyboardInterrupt:
                 pass
-    waits = dist.get_rank() > 0 if kind == SHOWN else True
+    waits = rank > 0 if kind == SHOWN else True
     assert interrupted.came is (is_due and waits)
     assert_forwards_have_those_of_rank_0(ddp)
     assert goes_through_memory(ddp)
 
 
 @ranks(3)
-def test_a_forward_that_only_one_rank_repeats_costs_one_step() -> None:
+def test_a_forward_that_only_one_rank_repeats_costs_one_step(rank: int) -> None:
     """After Ctrl-C in its module: the source has one broadcast more, until the next step."""
     ddp = trained()
-    if dist.get_rank() == 0:
+    if rank == 0:
         ddp(batch())
     step(ddp, batch(), 0)
     assert_forwards_have_those_of_rank_0(ddp)
@@ -574,7 +580,9 @@ def test_a_buffer_hook_takes_the_place_of_the_broadcast() -> None:
 
 @pytest.mark.parametrize(("before", "inputs"), [(3, 3), (4, 0)])
 @ranks(3)
-def test_inside_join_buffers_come_from_a_rank_with_inputs(before: int, inputs: int) -> None:
+def test_inside_join_buffers_come_from_a_rank_with_inputs(
+    rank: int, before: int, inputs: int
+) -> None:
     """(After it, in stock, they still come from the highest rank.)"""
 
     def run(cls: Any) -> list[Any]:
@@ -582,11 +590,11 @@ def test_inside_join_buffers_come_from_a_rank_with_inputs(before: int, inputs: i
         ddp = cls(batch_norms())
         seen = first_of(ddp)
         found = []
-        torch.manual_seed(dist.get_rank())
+        torch.manual_seed(rank)
         for number in range(before):
             step(ddp, batch(), number)
         with ddp.join():
-            for number in range(inputs * (1 + dist.get_rank())):
+            for number in range(inputs * (1 + rank)):
                 step(ddp, batch(), number)
                 found.append(dict(seen()))
         if cls is not Stock:
@@ -594,33 +602,18 @@ def test_inside_join_buffers_come_from_a_rank_with_inputs(before: int, inputs: i
             assert goes_through_memory(ddp)
         return found
 
-    for number, (mine, theirs) in enumerate(
-        zip(run(DistributedDataParallel), run(Stock), strict=True)
-    ):
-        for name, buffer in mine.items():
-            assert same(buffer, theirs[name]), f"{name} at forward {number}"
+    assert_same_bits(run(DistributedDataParallel), run(Stock), "buffers at forward")
 
 
 @pytest.mark.parametrize("late", [False, True])
 @ranks(2)
-def test_after_a_backward_that_broke_off_buffers_are_those_of_rank_0(late: bool) -> None:
+def test_after_a_backward_that_broke_off_buffers_are_those_of_rank_0(rank: int, late: bool) -> None:
     ddp = wrapped(bucket_cap_mb=1e-5)
     layers = ddp.module
-    fails = {"now": False}
-
-    def fail(grad: Tensor) -> None:
-        if fails["now"]:
-            raise ValueError("broken")
-
-    (layers[0] if late else layers[3]).weight.register_hook(fail)
+    at = (layers[0] if late else layers[3]).weight
     for breaks in (1, 0, 1, 0):
-        fails["now"] = dist.get_rank() == breaks
-        if fails["now"]:
-            with pytest.raises(ValueError, match="broken"):
-                step(ddp, batch(), 0)
-        else:
+        with breaking_off(at, rank == breaks):
             step(ddp, batch(), 0)
-        fails["now"] = False
         step(ddp, batch(), 0)
         assert_forwards_have_those_of_rank_0(ddp)
         ddp.zero_grad()
@@ -659,8 +652,7 @@ def test_when_the_caller_says_where_a_backward_ends() -> None:
         before = gather({name: each.clone() for name, each in ddp.module.named_buffers()})
         step(ddp, batch(), number)
         ddp.finalize_backward()
-        for name, buffer in seen().items():
-            assert same(buffer, before[0][name]), name
+        assert_same_bits(seen(), before[0])
 
 
 @ranks(2)
@@ -678,11 +670,11 @@ def test_copies_and_other_groups_begin_anew() -> None:
 
 
 @ranks(2)
-def test_a_wrapper_is_freed_and_with_it_the_memory() -> None:
+def test_a_wrapper_is_freed_and_with_it_the_memory(rank: int) -> None:
     ddp = trained()
     peers = ddp._ddp_state.buffer_sync._shared._peers
     lent = [each for peer in peers.others for each in peer.lent.values()]
-    assert len(lent) == dist.get_rank()
+    assert len(lent) == rank
     state = [
         weakref.ref(each)
         for each in (ddp, ddp._ddp_state.buffer_sync, ddp._ddp_state.buffer_sync._shared, *lent)
@@ -692,16 +684,15 @@ def test_a_wrapper_is_freed_and_with_it_the_memory() -> None:
     assert not any(each() for each in state)
 
 
-class Scaled(nn.Module):
+class Scaled(nn.Linear):
     """Changes a factor that its graph has saved, behind autograd's back."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 4)
+        super().__init__(3, 4)
         self.register_buffer("scale", torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        output = self.layer(x) * self.scale
+        output = super().forward(x) * self.scale
         self.scale.data.add_(1 + dist.get_rank())
         return output
 
@@ -722,7 +713,7 @@ def test_a_graph_that_saved_the_buffers_stays_intact() -> None:
 
 
 @ranks(3)
-def test_means_of_what_changes_and_nothing_else() -> None:
+def test_means_of_what_changes_and_nothing_else(rank: int) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -735,7 +726,7 @@ def test_means_of_what_changes_and_nothing_else() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             for each in (self.phase, self.wide, self.turned, self.short):
-                each.data.add_(dist.get_rank() + 1)  # without a new version
+                each.data.add_(rank + 1)  # without a new version
             return self.norms(x)
 
     torch.manual_seed(5)
@@ -770,12 +761,12 @@ def test_means_with_evaluation_and_two_forwards() -> None:
 
 
 @ranks(3)
-def test_means_of_buffers_that_one_rank_alone_has_changed() -> None:
+def test_means_of_buffers_that_one_rank_alone_has_changed(rank: int) -> None:
     ddp = wrapped(Rotary, buffer_sync="mean")
     seen = first_of(ddp)
     step(ddp, batch((2, 6, 8)), 0)
     cos, sin = ddp.module.cos.clone(), ddp.module.sin.clone()
-    if dist.get_rank() == 2:
+    if rank == 2:
         ddp.module.cos.data += 3.0
     step(ddp, batch((2, 6, 8)), 1)
     torch.testing.assert_close(seen()["cos"], cos + 1.0)
@@ -806,25 +797,3 @@ def test_options(case: str) -> None:
         step(ddp, batch(), number)
     means = gather(seen()["1.running_mean"])
     assert same(*means) is synchronises
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"buffer_sync": "sum"}, "buffer_sync should be None or one of 'broadcast', 'mean', 'off'"),
-        ({"buffer_sync": 1}, "buffer_sync should be"),
-        ({"buffer_sync": "off", "forward_sync_buffers": True}, "contradict each other"),
-        ({"buffer_sync": "mean", "forward_sync_buffers": False}, "contradict each other"),
-        ({"buffer_sync": "broadcast", "broadcast_buffers": False}, "contradict each other"),
-    ],
-)
-@ranks(1)
-def test_contradictions_are_refused(options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        wrapped(**options)
-
-
-@ranks(2)
-def test_ranks_that_want_different_things_are_told() -> None:
-    with pytest.raises(RuntimeError, match="buffer_sync"):
-        wrapped(buffer_sync="mean" if dist.get_rank() else "broadcast")

@@ -10,15 +10,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks, sequence_number
+from distributed import (
+    assert_same_bits,
+    assert_same_on_all_ranks,
+    gather,
+    ranks,
+    recorded_collectives,
+    sequence_number,
+)
+from modules import normed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Stock
 
 from tritonddp import DistributedDataParallel
-
-
-def model() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
 
 
 def batch() -> Tensor:
@@ -65,9 +69,9 @@ def broadcasts_at_each_forward(ddp: Any) -> tuple[list[int], list[list[Tensor]]]
 
 @ranks(2)
 def test_broadcast_at_the_same_forwards_as_stock_with_the_same_result() -> None:
-    original = model()
-    stock = Stock(copy.deepcopy(original))
-    ours = DistributedDataParallel(copy.deepcopy(original), transport="process_group")
+    module = normed()
+    stock = Stock(copy.deepcopy(module))
+    ours = DistributedDataParallel(module, transport="process_group")
     # Stock's own first forwards also rebuild its buckets: let that be over.
     for ddp in (stock, ours):
         torch.manual_seed(1)
@@ -77,14 +81,12 @@ def test_broadcast_at_the_same_forwards_as_stock_with_the_same_result() -> None:
     counts, states = broadcasts_at_each_forward(ours)
     assert [min(count, 1) for count in expected] == [step[-1] for step in SEQUENCE]
     assert counts == [step[-1] for step in SEQUENCE]
-    for number, (mine, theirs) in enumerate(zip(states, expected_states, strict=True)):
-        for buffer, other in zip(mine, theirs, strict=True):
-            assert_same_bits(buffer, other, f"buffer after forward {number}")
+    assert_same_bits(states, expected_states, "buffer after forward")
 
 
 @ranks(2)
 def test_the_forward_says_beforehand_whether_it_will_broadcast() -> None:
-    ddp = DistributedDataParallel(model())
+    ddp = DistributedDataParallel(normed())
     for _, gradients, no_sync, _, count in SEQUENCE:
         ddp.require_backward_grad_sync = not no_sync
         assert ddp.will_sync_module_buffers() is bool(count)
@@ -96,18 +98,18 @@ def test_the_forward_says_beforehand_whether_it_will_broadcast() -> None:
 @ranks(3)
 def test_one_broadcast_a_forward_for_buffers_of_all_dtypes() -> None:
     ddp = DistributedDataParallel(Odd())
-    before = sequence_number()
-    ddp(torch.ones(2, 2))
-    assert sequence_number() - before == 1
+    with recorded_collectives() as calls:
+        ddp(torch.ones(2, 2))
+        assert calls.on_the_group == 1
 
 
 @ranks(2)
 def test_models_without_buffers_broadcast_nothing() -> None:
     ddp = DistributedDataParallel(nn.Linear(3, 2))
-    before = sequence_number()
-    for _ in range(3):
-        ddp(batch())
-    assert sequence_number() == before
+    with recorded_collectives() as calls:
+        for _ in range(3):
+            ddp(batch())
+        assert not calls.on_the_group
 
 
 class Odd(nn.Module):
@@ -146,15 +148,18 @@ def assert_rank_0s(module: nn.Module, what: str = "") -> None:
     assert_same_on_all_ranks(list(module.buffers()), what)
 
 
+def copies(module: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
 @ranks(3)
 def test_initial_broadcast_of_all_dtypes_and_layouts_bit_for_bit() -> None:
     odd = Odd()
-    before = {name: buffer.clone() for name, buffer in odd.named_buffers()}
     layouts = {name: (b.dtype, b.stride(), b.data_ptr()) for name, b in odd.named_buffers()}
-    first = gather(before)[0]
+    first = gather(copies(odd))[0]
     DistributedDataParallel(odd)
+    assert_same_bits(copies(odd), first)
     for name, buffer in odd.named_buffers():
-        assert_same_bits(buffer, first[name], name)
         assert layouts[name] == (buffer.dtype, buffer.stride(), buffer.data_ptr()), name
 
 
@@ -164,19 +169,18 @@ def test_forward_broadcast_of_all_dtypes_and_layouts_bit_for_bit() -> None:
     ddp = DistributedDataParallel(odd)
     for name, buffer in Odd().named_buffers():  # ranks differ again, as if trained
         odd.get_buffer(name).copy_(buffer)
-    first = gather({name: buffer.clone() for name, buffer in odd.named_buffers()})[0]
+    first = gather(copies(odd))[0]
     ddp(torch.ones(2, 2))
-    for name, buffer in odd.named_buffers():
-        assert_same_bits(buffer, first[name], name)
+    assert_same_bits(copies(odd), first)
 
 
 @ranks(2)
-def test_reassigned_buffers_are_found_at_the_next_forward() -> None:
+def test_reassigned_buffers_are_found_at_the_next_forward(rank: int) -> None:
     odd = Odd()
     ddp = DistributedDataParallel(odd)
     ddp(torch.ones(2, 2))
-    odd.bf16 = torch.full((3,), 7.0 + dist.get_rank(), dtype=torch.bfloat16)
-    odd.count = torch.full((2, 3), dist.get_rank())
+    odd.bf16 = torch.full((3,), 7.0 + rank, dtype=torch.bfloat16)
+    odd.count = torch.full((2, 3), rank)
     ddp(torch.ones(2, 2))
     assert odd.bf16.tolist() == [7, 7, 7]
     assert odd.count.tolist() == [[0, 0, 0]] * 2
@@ -210,9 +214,9 @@ CHANGES: dict[str, Any] = {
 
 
 @ranks(2)
-def test_a_buffer_is_sent_as_it_is_at_the_forward_whatever_it_was_before() -> None:
+def test_a_buffer_is_sent_as_it_is_at_the_forward_whatever_it_was_before(rank: int) -> None:
     for what, change in CHANGES.items():
-        module = model()
+        module = normed()
         module.register_buffer("scale", torch.zeros(4))
         module[0].register_buffer("scale", torch.zeros(1))
         ddp = DistributedDataParallel(module)
@@ -221,13 +225,12 @@ def test_a_buffer_is_sent_as_it_is_at_the_forward_whatever_it_was_before() -> No
             with torch.no_grad():
                 for buffer in module.buffers():
                     buffer.copy_(torch.arange(buffer.numel()).view(buffer.shape))
-                    buffer += dist.get_rank()
-                state = {name: buffer.clone() for name, buffer in module.named_buffers()}
+                    buffer += rank
+                state = copies(module)
                 kinds = {name: (b.dtype, b.stride()) for name, b in module.named_buffers()}
             ddp.require_forward_param_sync = True
             ddp._sync_buffers()
-            for name, expected in gather(state)[0].items():
-                assert_same_bits(module.get_buffer(name).clone(), expected, f"{what}: {name}")
+            assert_same_bits(copies(module), gather(state)[0], what)
             assert kinds == {name: (b.dtype, b.stride()) for name, b in module.named_buffers()}
             module.register_buffer("scale", torch.zeros(4))
             module._buffers.pop("other", None)
@@ -272,11 +275,11 @@ def test_a_steady_forward_calls_one_function_a_buffer_which_is_torchs() -> None:
 
 
 @ranks(2)
-def test_large_buffers_go_in_several_messages() -> None:
+def test_large_buffers_go_in_several_messages(rank: int) -> None:
     odd = Odd()
     ddp = DistributedDataParallel(odd)
-    odd.count.add_(dist.get_rank())
-    odd.fp64.add_(dist.get_rank())
+    odd.count.add_(rank)
+    odd.fp64.add_(rank)
     ddp.broadcast_bucket_size = 16
     before = sequence_number()
     ddp(torch.ones(2, 2))
@@ -287,40 +290,39 @@ def test_large_buffers_go_in_several_messages() -> None:
 @ranks(2)
 def test_init_sync_off_leaves_buffers_and_parameters_to_each_rank() -> None:
     odd = Odd()
-    first = {name: buffer.clone() for name, buffer in odd.named_buffers()}
-    before = sequence_number()
-    ddp = DistributedDataParallel(odd, init_sync=False)
-    assert sequence_number() == before
-    for name, buffer in odd.named_buffers():
-        assert_same_bits(buffer, first[name], name)
+    first = copies(odd)
+    with recorded_collectives() as calls:
+        ddp = DistributedDataParallel(odd, init_sync=False)
+        assert not calls.on_the_group
+    assert_same_bits(copies(odd), first)
     ddp(torch.ones(2, 2))
     assert_rank_0s(odd, "the forward synchronises all the same")
 
 
 @ranks(2)
-def test_broadcast_buffers_off_is_off_at_construction_too() -> None:
+def test_broadcast_buffers_off_is_off_at_construction_too(rank: int) -> None:
     odd = Odd()
     with pytest.warns(FutureWarning, match="broadcast_buffers"):
         ddp = DistributedDataParallel(odd, broadcast_buffers=False)
     for _ in range(3):
         ddp(torch.ones(2, 2)).sum().backward()
-    assert odd.count.item() == 2**40 + dist.get_rank()
+    assert odd.count.item() == 2**40 + rank
     assert not ddp.will_sync_module_buffers()
     assert not ddp.broadcast_buffers
     assert_same_on_all_ranks(list(odd.parameters()))
 
 
 @ranks(2)
-def test_forward_sync_buffers_off_still_synchronises_once_at_construction() -> None:
+def test_forward_sync_buffers_off_still_synchronises_once_at_construction(rank: int) -> None:
     odd = Odd()
     ddp = DistributedDataParallel(odd, forward_sync_buffers=False)
     assert_rank_0s(odd)
-    odd.count.fill_(dist.get_rank())
-    before = sequence_number()
-    for _ in range(3):
-        ddp(torch.ones(2, 2))
-    assert sequence_number() == before
-    assert odd.count.item() == dist.get_rank()
+    odd.count.fill_(rank)
+    with recorded_collectives() as calls:
+        for _ in range(3):
+            ddp(torch.ones(2, 2))
+        assert not calls.on_the_group
+    assert odd.count.item() == rank
 
 
 @ranks(2)

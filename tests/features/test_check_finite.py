@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import warnings
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,26 +14,30 @@ import torch
 import torch.distributed as dist
 from distributed import assert_same_on_all_ranks, gather, ranks
 from distributed import recorded_collectives as recorded
+from modules import Kinds, linears
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from training import (
+    assert_gradients_alike,
+    breaking_off,
+    counted,
+    train_step,
+    unwarned,
+    warned,
+    ways,
+    wrap,
+)
 
 from tritonddp import DistributedDataParallel
 from tritonddp.coordination.agreement import Agreement
 
-WAYS: dict[str, dict[str, Any]] = {
-    "copies": {},
-    "views": {"gradient_as_bucket_view": True},
-    "lazy": {"lazy_bucket_allocation": True},
-    "bf16": {"reduce_dtype": torch.bfloat16},
-    "int8": {"compression": "int8"},
-    "fp8": {"compression": "fp8"},
-}
+WAYS = ways("copies", "views", "lazy", "bf16", "int8", "fp8")
 SMALL = {"bucket_cap_mb": 0.004}  # several buckets
 
 
 def net(**options: Any) -> tuple[nn.Sequential, DistributedDataParallel]:
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 40), nn.Linear(40, 3))
+    module = linears(40, 50, 40, 3)
     return module, DistributedDataParallel(module, **{"check_finite": "raise", **SMALL, **options})
 
 
@@ -61,9 +64,8 @@ def found(text: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("way", WAYS)
 @ranks(3)
-def test_every_rank_names_the_parameters_and_the_ranks(way: str) -> None:
+def test_every_rank_names_the_parameters_and_the_ranks(rank: int, way: str) -> None:
     module, ddp = net(**WAYS[way])
-    rank = dist.get_rank()
     first, last = module[0].weight, module[2].bias
     plans: list[dict[int, dict[Tensor, float]]] = [
         {},
@@ -93,47 +95,40 @@ def test_every_rank_names_the_parameters_and_the_ranks(way: str) -> None:
         for param in module.parameters():
             assert param.grad is not None
             assert param.grad.isfinite().all() == (param not in spoilt)
-        assert_same_on_all_ranks([param.grad for param in module.parameters()])
+        assert_gradients_alike(module)
 
 
 @ranks(2)
-def test_a_warning_leaves_the_backward_alone() -> None:
+def test_a_warning_leaves_the_backward_alone(rank: int) -> None:
     module, ddp = net(check_finite="warn")
     loss = ddp(torch.randn(4, 40)).sum()
     said = r"rank \d, step 1: NaN or Inf .*'1.bias'.* on rank 1"
     with pytest.warns(RuntimeWarning, match=said) as caught:
-        spoiled(loss, {module[1].bias: math.nan} if dist.get_rank() == 1 else {}).backward()
+        spoiled(loss, {module[1].bias: math.nan} if rank == 1 else {}).backward()
     assert "tritonddp" in caught[0].filename  # which filters by module go by
     assert module[1].bias.grad is not None
     assert module[1].bias.grad.isnan().any()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ddp.zero_grad()
-        ddp(torch.randn(4, 40)).sum().backward()
+    with unwarned():
+        train_step(ddp, torch.randn(4, 40), loss=torch.sum)
 
 
 @ranks(2)
 def test_it_takes_neither_a_launch_nor_a_collective_more() -> None:
-    def counted(**options: Any) -> tuple[int, int, int, int]:
+    def work(**options: Any) -> tuple[int, int, int, int]:
         module, ddp = net(**{"check_finite": None, "transport": "process_group", **options})
         loss = spoiled(ddp(torch.randn(4, 40)).sum(), {module[0].weight: math.inf})
-        with recorded() as calls:
+        with recorded() as calls, counted(ddp) as found:
             outcome(loss)
-        counters = ddp.reducer.counters
         trailers = sum(len(bucket.params) for bucket in ddp.reducer.buckets)
         sizes = sum(bucket.nbytes for bucket in ddp.reducer.buckets)
-        return (
-            len(calls),
-            counters.flattens,
-            counters.unflattens,
-            sizes - 4 * bool(options) * (trailers),
-        )
+        nbytes = sizes - 4 * bool(options) * trailers
+        return len(calls), found.flattens, found.unflattens, nbytes
 
-    assert counted() == counted(check_finite="raise")
+    assert work() == work(check_finite="raise")
 
 
 @ranks(2)
-def test_a_grad_scaler_skips_the_same_steps_on_all_ranks() -> None:
+def test_a_grad_scaler_skips_the_same_steps_on_all_ranks(rank: int) -> None:
     module, ddp = net(check_finite="warn")
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=2)
@@ -142,13 +137,12 @@ def test_a_grad_scaler_skips_the_same_steps_on_all_ranks() -> None:
         optimizer.zero_grad()
         before = module[0].weight.detach().clone()
         loss = scaler.scale(ddp(torch.randn(4, 40)).square().mean())
-        is_bad = step in (1, 4) and dist.get_rank() == step % 2
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        is_bad = step in (1, 4) and rank == step % 2
+        with warned() as messages:
             spoiled(loss, {module[2].weight: math.inf} if is_bad else {}).backward()
         scaler.step(optimizer)
         scaler.update()
-        assert ["NaN or Inf" in str(each.message) for each in caught] == [True] * (step in (1, 4))
+        assert ["NaN or Inf" in each for each in messages] == [True] * (step in (1, 4))
         skipped.append(torch.equal(before, module[0].weight))
         assert len(set(gather(scaler.get_scale()))) == 1
         assert_same_on_all_ranks(list(module.parameters()))
@@ -156,24 +150,24 @@ def test_a_grad_scaler_skips_the_same_steps_on_all_ranks() -> None:
 
 
 @ranks(2)
-def test_behind_a_communication_hook() -> None:
+def test_behind_a_communication_hook(rank: int) -> None:
     module, ddp = net()
     ddp.register_comm_hook(None, allreduce_hook)
     for step in range(3):
         ddp.zero_grad()
         loss = ddp(torch.randn(4, 40)).sum()
-        bad = {module[1].weight: math.nan} if step == 1 and dist.get_rank() == 0 else {}
+        bad = {module[1].weight: math.nan} if step == 1 and rank == 0 else {}
         assert found(outcome(spoiled(loss, bad))) == ({"1.weight": "rank 0"} if step == 1 else {})
 
 
 @pytest.mark.parametrize("is_too_late", [False, True])
 @ranks(2)
-def test_a_communication_hook_that_fails_is_laid_at_its_rank(is_too_late: bool) -> None:
+def test_a_communication_hook_that_fails_is_laid_at_its_rank(rank: int, is_too_late: bool) -> None:
     _, ddp = net()
     step = 0
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        fails = step in (1, 2) and dist.get_rank() == 1 and bucket.buffer().any()
+        fails = step in (1, 2) and rank == 1 and bucket.buffer().any()
         if fails and not is_too_late:
             raise ZeroDivisionError
         future = allreduce_hook(None, bucket)
@@ -185,7 +179,7 @@ def test_a_communication_hook_that_fails_is_laid_at_its_rank(is_too_late: bool) 
     for step in range(4):
         ddp.zero_grad()
         loss = ddp(torch.randn(4, 40)).sum()
-        if step in (1, 2) and dist.get_rank() == 1:
+        if step in (1, 2) and rank == 1:
             with pytest.raises(RuntimeError, match="hook failed: ZeroDivisionError"):
                 loss.backward()
             continue
@@ -194,51 +188,34 @@ def test_a_communication_hook_that_fails_is_laid_at_its_rank(is_too_late: bool) 
         assert found(outcome(loss)) == (on_rank_1 if step in (1, 2) else {})
 
 
-class Kinds(nn.Module):
-    """A sparse, a complex, an fp64 and an fp32 parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(10, 4, sparse=True)
-        self.wave = nn.Parameter(torch.ones(5, dtype=torch.complex64))
-        self.wide = nn.Parameter(torch.ones(5, dtype=torch.float64))
-        self.narrow = nn.Parameter(torch.ones(5))
-
-    def forward(self, factors: dict[str, float]) -> Tensor:
-        wave = self.wave.real * factors.get("real", 1.0) + self.wave.imag * factors.get("imag", 1.0)
-        return (
-            self.table(torch.tensor([1, 7])).sum() * factors.get("table", 1.0)
-            + wave.sum()
-            + (self.wide * factors.get("wide", 1.0)).sum()
-            + (self.narrow * factors.get("narrow", 1.0)).sum()
-        )
+ROWS = torch.tensor([1, 7])
 
 
 @ranks(2)
-def test_sparse_complex_and_fp64_gradients() -> None:
-    names = {"table": "table.weight", "real": "wave", "imag": "wave", "wide": "wide"}
+def test_sparse_complex_and_fp64_gradients(rank: int) -> None:
+    names = {"table": "table.weight", "real": "complex_", "imag": "complex_", "double_": "double_"}
     for options in ({}, {"reduce_dtype": torch.float16}, {"compression": "int8"}):
         ddp = DistributedDataParallel(Kinds(), check_finite="raise", **options)
         for step, (factor, name) in enumerate(names.items()):
             ddp.zero_grad()
-            loss = ddp({factor: math.nan} if dist.get_rank() == step % 2 else {})
+            loss = ddp(ROWS, **({factor: math.nan} if rank == step % 2 else {}))
             assert found(outcome(loss)) == {name: f"rank {step % 2}"}
             ddp.zero_grad()
-            assert outcome(ddp({})) == "nothing"
+            assert outcome(ddp(ROWS)) == "nothing"
 
 
 @ranks(2)
-def test_what_overflows_on_the_wire_is_named_and_explained() -> None:
+def test_what_overflows_on_the_wire_is_named_and_explained(rank: int) -> None:
     ddp = DistributedDataParallel(Kinds(), check_finite="raise", reduce_dtype=torch.float16)
-    said = outcome(ddp({"narrow": 140_000.0 if dist.get_rank() else 120_000.0}))
-    assert found(said) == {"narrow": "rank 1"}
+    said = outcome(ddp(ROWS, single=140_000.0 if rank else 120_000.0))
+    assert found(said) == {"single": "rank 1"}
     assert "(Beyond 65504 is Inf in fp16.)" in said
 
 
 @ranks(2)
-def test_gradients_that_are_reduced_on_request_and_those_of_added_parameters() -> None:
+def test_gradients_that_are_reduced_on_request_and_those_of_added_parameters(rank: int) -> None:
     module, ddp = net()
-    is_bad = dist.get_rank() == 1
+    is_bad = rank == 1
     gradients = [torch.ones_like(param) for param in module.parameters()]
     if is_bad:
         gradients[2][0] = math.nan
@@ -261,9 +238,9 @@ def test_gradients_that_are_reduced_on_request_and_those_of_added_parameters() -
 
 
 @ranks(2)
-def test_what_does_not_count_is_not_looked_at() -> None:
+def test_what_does_not_count_is_not_looked_at(rank: int) -> None:
     module, ddp = net()
-    weight = 0 if dist.get_rank() == 1 else 5
+    weight = 0 if rank == 1 else 5
     loss = spoiled(
         ddp(torch.ones(4, 40)).sum(), {module[0].weight: math.nan} if weight == 0 else {}
     )
@@ -273,37 +250,31 @@ def test_what_does_not_count_is_not_looked_at() -> None:
 
 
 @ranks(2)
-def test_a_rank_without_inputs_warns_and_goes_on() -> None:
+def test_a_rank_without_inputs_warns_and_goes_on(rank: int) -> None:
     module, ddp = net()
-    rank = dist.get_rank()
     said = []
-    with warnings.catch_warnings(record=True) as caught, ddp.join():
-        warnings.simplefilter("always")
+    with warned() as messages, ddp.join():
         for step in range(3 if rank == 0 else 1):
             ddp.zero_grad()
             loss = ddp(torch.randn(4, 40)).sum()
-            said.append(
-                found(outcome(spoiled(loss, {module[0].bias: math.nan} if step == 1 else {})))
-            )
-    warned = [str(each.message) for each in caught if each.category is RuntimeWarning]
+            bad = {module[0].bias: math.nan} if step == 1 else {}
+            said.append(found(outcome(spoiled(loss, bad))))
     if rank == 0:
         assert said == [{}, {"0.bias": "rank 0"}, {}]
-        assert not warned
+        assert not messages
     else:
-        assert [found(each) for each in warned] == [{"0.bias": "rank 0"}]
+        assert [found(each) for each in messages] == [{"0.bias": "rank 0"}]
 
 
 @ranks(2)
-def test_a_backward_that_breaks_off_is_laid_at_its_rank() -> None:
+def test_a_backward_that_breaks_off_is_laid_at_its_rank(rank: int) -> None:
     module, ddp = net()
     for step in range(4):
         ddp.zero_grad()
         loss = ddp(torch.randn(4, 40)).square().mean()
-        if step == 2 and dist.get_rank() == 1:
-            handle = module[0].weight.register_hook(_raises)
-            with pytest.raises(ZeroDivisionError):
+        if step == 2 and rank == 1:
+            with breaking_off(module[0].weight):
                 loss.backward()
-            handle.remove()
             continue
         said = outcome(loss)
         if step == 2:  # what was sent before is whole
@@ -313,12 +284,8 @@ def test_a_backward_that_breaks_off_is_laid_at_its_rank() -> None:
             assert said == "nothing"
 
 
-def _raises(_: Tensor) -> None:
-    raise ZeroDivisionError
-
-
 @ranks(2)
-def test_ranks_that_do_not_reduce_the_same_are_told_that() -> None:
+def test_ranks_that_do_not_reduce_the_same_are_told_that(rank: int) -> None:
     # As on a GPU, where a run does not wait for what the ranks say.
     def read(self: Agreement, headers: Tensor, where: str, work: Any) -> None:
         came = headers.clone()
@@ -328,7 +295,7 @@ def test_ranks_that_do_not_reduce_the_same_are_told_that() -> None:
 
     module, ddp = net()
     loss = spoiled(ddp(torch.randn(4, 40)).sum(), {module[0].bias: math.nan})
-    weight = ddp.weighted(3) if dist.get_rank() else contextlib.nullcontext()
+    weight = ddp.weighted(3) if rank else contextlib.nullcontext()
     with (
         mock.patch.object(Agreement, "read", read),
         mock.patch("tritonddp.coordination.agreement.is_capturing", return_value=False),
@@ -341,17 +308,16 @@ def test_ranks_that_do_not_reduce_the_same_are_told_that() -> None:
 
 
 @ranks(2)
-def test_another_mode_is_an_error_on_every_rank() -> None:
+def test_another_mode_is_an_error_on_every_rank(rank: int) -> None:
     with pytest.raises(ValueError, match="check_finite should be 'raise', 'warn' or None, got Tru"):
         DistributedDataParallel(nn.Linear(2, 2), check_finite=True, init_sync=False)
-    mode = "raise" if dist.get_rank() else "log"
+    mode = "raise" if rank else "log"
     with pytest.raises((ValueError, RuntimeError), match=r"check_finite should be .* got 'log'"):
         DistributedDataParallel(nn.Linear(2, 2), check_finite=mode)
 
 
 @ranks(2)
 def test_of_many_places_the_first_are_named_and_the_others_counted() -> None:
-    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(7)))
-    ddp = DistributedDataParallel(module, check_finite="raise", bucket_cap_mb=1e-5)
+    ddp = wrap(linears(*[4] * 8), check_finite="raise", bucket_cap_mb=1e-5)
     with pytest.raises(FloatingPointError, match=r"; and in \d+ more places\."):
         (ddp(torch.ones(1, 4)) * math.nan).sum().backward()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -14,7 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import gather, ranks
+from modules import linears
 from torch import Tensor, nn
+from training import breaking_off, descend, drawn, train_step, unwarned, warned
 
 from tritonddp import DistributedDataParallel
 from tritonddp.features import drift
@@ -48,13 +49,8 @@ def wrapped(module: nn.Module | None = None, mode: str = "raise", **options: Any
 def step(ddp: Any, seed: int = 0) -> None:
     """With inputs of each rank's own."""
     torch.manual_seed(100 * seed + dist.get_rank())
-    for param in ddp.parameters():
-        param.grad = None
-    ddp(torch.randint(300, (4,))).backward()
-    with torch.no_grad():
-        for param in ddp.parameters():
-            if param.grad is not None and param.numel():
-                param -= 1e-3 * param.grad
+    train_step(ddp, torch.randint(300, (4,)), loss=torch.sum)
+    descend(ddp, 1e-3)
 
 
 def flip(param: Tensor, element: int) -> None:
@@ -79,8 +75,7 @@ def is_silent(
 ) -> None:
     """Through all slices; unless it ``looks``, no parameters are searched for."""
     never = mock.patch.object(DriftCheck, "_differences", side_effect=AssertionError)
-    with warnings.catch_warnings(), contextlib.nullcontext() if looks else never:
-        warnings.simplefilter("error")
+    with unwarned(), contextlib.nullcontext() if looks else never:
         for number in range(count):
             run(ddp, number)
 
@@ -88,8 +83,8 @@ def is_silent(
 @pytest.mark.sampled(7, 3)
 @pytest.mark.parametrize("warm", [0, 37])
 @ranks(2, 3, 4)
-def test_one_bit_on_one_rank_is_named_within_64_backwards(warm: int) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
+def test_one_bit_on_one_rank_is_named_within_64_backwards(rank: int, warm: int) -> None:
+    size = dist.get_world_size()
     for name, element in (
         *(("table.weight", each) for each in (0, 777, 1499)),
         *(("low", 6), ("image.weight", 100), ("scale", 0), ("wide", 1), ("gaps", 17)),
@@ -115,32 +110,29 @@ def test_one_bit_on_one_rank_is_named_within_64_backwards(warm: int) -> None:
 
 
 @ranks(2)
-def test_gradients_are_home_when_it_raises() -> None:
+def test_gradients_are_home_when_it_raises(rank: int) -> None:
     ddp = wrapped(nn.Linear(2, 1))
-    if dist.get_rank():
-        with torch.no_grad():
-            ddp.module.weight.fill_(3.0)
+    if rank:
+        nn.init.constant_(ddp.module.weight, 3.0)
     for _ in range(SLICES):
         ddp.zero_grad()
         with contextlib.suppress(RuntimeError):
-            ddp(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
+            ddp(torch.full((1, 2), 1.0 + rank)).sum().backward()
         assert ddp.module.weight.grad is not None
         assert ddp.module.weight.grad.tolist() == [[1.5, 1.5]]
 
 
 @pytest.mark.long
 @ranks(3)
-def test_a_warning_comes_once_for_each_change() -> None:
-    ddp, rank = wrapped(mode="warn"), dist.get_rank()
+def test_a_warning_comes_once_for_each_change(rank: int) -> None:
+    ddp = wrapped(mode="warn")
     table, bias = ddp.module.table.weight, ddp.module.last.bias
 
     def told(count: int = 2 * SLICES) -> list[str]:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warned() as found:
             for number in range(count):
                 step(ddp, number)
-        assert all("tritonddp" in each.filename for each in caught)  # which filters go by
-        return [str(each.message) for each in caught if each.category is RuntimeWarning]
+        return found
 
     assert told() == []
     if rank == 1:
@@ -164,22 +156,19 @@ def test_a_warning_comes_once_for_each_change() -> None:
 
 
 @ranks(3)
-def test_ranks_without_inputs_say_nothing() -> None:
+def test_ranks_without_inputs_say_nothing(rank: int) -> None:
     """Their parameters stay behind: those that the others hold are compared all the same."""
-    rank = dist.get_rank()
     ddp = wrapped(mode="warn")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with ddp.join():
-            for number in range(5 if rank == 2 else 2 * SLICES):
-                step(ddp, number)
-        assert [str(each.message) for each in caught] == []
-        with ddp.join():
-            for number in range(5 if rank == 2 else 2 * SLICES):
-                if number == 10 and rank == 0:
-                    flip(ddp.module.last.bias, 0)
-                step(ddp, number)
-    (said,) = (str(each.message) for each in caught)
+    with warned() as messages, ddp.join():
+        for number in range(5 if rank == 2 else 2 * SLICES):
+            step(ddp, number)
+    assert messages == []
+    with warned() as messages, ddp.join():
+        for number in range(5 if rank == 2 else 2 * SLICES):
+            if number == 10 and rank == 0:
+                flip(ddp.module.last.bias, 0)
+            step(ddp, number)
+    (said,) = messages
     assert re.search(r"1 of 10.*\n  parameter 'last.bias' .*: rank 0 has.*; rank 1 has", said), said
     assert "rank 2 has" not in said
     # It is where the others are again.
@@ -193,7 +182,7 @@ def test_ranks_without_inputs_say_nothing() -> None:
 
 
 @ranks(2)
-def test_parameters_that_were_added_or_moved_in_memory_are_compared() -> None:
+def test_parameters_that_were_added_or_moved_in_memory_are_compared(rank: int) -> None:
     ddp = wrapped()
     is_silent(ddp)
     ddp.module.more = nn.Linear(4, 4)
@@ -202,7 +191,7 @@ def test_parameters_that_were_added_or_moved_in_memory_are_compared() -> None:
     table.data = table.data.clone()
     for name in ("table.weight", "more.bias"):
         param = dict(ddp.module.named_parameters())[name]
-        if dist.get_rank():
+        if rank:
             flip(param, param.numel() // 2)
         count, said = steps_until_told(ddp, SLICES)
         assert count <= SLICES
@@ -213,37 +202,29 @@ def test_parameters_that_were_added_or_moved_in_memory_are_compared() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("is_early", [True, False])
 @ranks(2)
-def test_backwards_that_break_off(is_early: bool) -> None:
+def test_backwards_that_break_off(rank: int, is_early: bool) -> None:
     """Also that in which the others find out: collectives match, and all ranks are told."""
-    rank = dist.get_rank()
     ddp = wrapped(mode="warn", bucket_cap_mb=1e-5)
     params = ddp.module.table.weight, ddp.module.last.bias
-
-    def fail(grad: Any) -> Any:
-        raise ZeroDivisionError
 
     def run(ddp: Any, number: int) -> None:
         if number % 3 != 1:
             return step(ddp, number)
-        handle = params[is_early].register_hook(fail) if rank == 1 else None
         before = [param.detach().clone() for param in ddp.parameters()]
-        with contextlib.suppress(ZeroDivisionError):
+        with breaking_off(params[is_early], rank == 1):
             step(ddp, number)
         with torch.no_grad():  # no rank makes this step
             for param, old in zip(ddp.parameters(), before, strict=True):
                 param.copy_(old)
-        if handle is not None:
-            handle.remove()
 
     is_silent(ddp, run=run)
     for element in (1400, 200, 700):  # in slices of any kind of step
         if rank == 1:
             flip(params[0], element)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warned() as messages:
             for number in range(SLICES + 2):
                 run(ddp, number)
-        told = [str(each.message) for each in caught if "differ between ranks" in str(each.message)]
+        told = [each for each in messages if "differ between ranks" in each]
         assert len(told) == 1, told
         assert "'table.weight'" in told[0]
         dist.broadcast(params[0].detach(), 0)
@@ -251,8 +232,8 @@ def test_backwards_that_break_off(is_early: bool) -> None:
 
 
 @ranks(2)
-def test_no_false_alarm() -> None:
-    ddp, rank = wrapped(), dist.get_rank()
+def test_no_false_alarm(rank: int) -> None:
+    ddp = wrapped()
     module = ddp.module
     with torch.no_grad():
         module.last.bias[0] = float("nan")
@@ -287,33 +268,31 @@ def test_no_false_alarm() -> None:
 
 
 @ranks(2)
-def test_another_order_in_memory_is_no_difference() -> None:
+def test_another_order_in_memory_is_no_difference(rank: int) -> None:
     ddp = wrapped()
-    if dist.get_rank():
+    if rank:
         ddp.module.image.to(memory_format=torch.contiguous_format)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with unwarned():
         for number in range(2 * SLICES):
             step(ddp, number)
 
 
 @ranks(2)
-def test_other_parameters_on_a_rank_are_told() -> None:
+def test_other_parameters_on_a_rank_are_told(rank: int) -> None:
     for mode in ("raise", "warn"):
         ddp = wrapped(mode=mode)
-        if dist.get_rank():
+        if rank:
             ddp.module.more = nn.Parameter(torch.ones(3), requires_grad=False)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warned() as messages:
             _, said = steps_until_told(ddp, 2 * SLICES)
-        said = said or "".join(str(each.message) for each in caught)
+        said = said or "".join(messages)
         assert "more" in said
         assert said.count("check_drift") == 1
 
 
 @pytest.mark.long
 @ranks(2)
-def test_other_ways_and_several_wrappers() -> None:
+def test_other_ways_and_several_wrappers(rank: int) -> None:
     """Beside views, other wires, mixed precision, a hook, optimizers in the backward."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.nn.parallel.distributed import _MixedPrecision
@@ -326,24 +305,21 @@ def test_other_ways_and_several_wrappers() -> None:
         {"transport": "process_group"},
     ):
         torch.manual_seed(0)
-        modules = [nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 2)) for _ in range(2)]
+        modules = [linears(40, 30, 2) for _ in range(2)]
         both = [wrapped(module, **options) for module in modules]
         if "compression" not in options:
             both[1].register_comm_hook(None, allreduce_hook)
 
         def run(ddp: Any, number: int, both: Any = both) -> None:
-            torch.manual_seed(10 * number + dist.get_rank())
-            inputs = torch.randn(3, 40)
             for each in both:
                 each.zero_grad()
+            inputs = drawn(3, 40, step=number)
             sum(each(inputs).float().square().mean() for each in both).backward()
             for each in both:
-                with torch.no_grad():
-                    for param in each.parameters():
-                        param -= 0.01 * param.grad
+                descend(each, 0.01)
 
         is_silent(None, run=run)
-        if dist.get_rank():
+        if rank:
             flip(modules[1][0].weight, 600)
         with pytest.raises(RuntimeError, match=r"differ .*\n.*'0.weight' .*: rank 0 has"):
             is_silent(None, SLICES, run=run, looks=True)
@@ -374,13 +350,13 @@ def late_device() -> Iterator[None]:
 
 
 @ranks(2)
-def test_on_a_gpu_the_hash_is_told_a_step_later() -> None:
+def test_on_a_gpu_the_hash_is_told_a_step_later(rank: int) -> None:
     with late_device():
         ddp = wrapped()
         is_silent(ddp, 3 * SLICES)
         with mock.patch.object(torch, "rand", return_value=torch.ones(())):
             is_silent(ddp, 2)
-            if dist.get_rank():
+            if rank:
                 flip(ddp.module.table.weight, 700)
             count, said = steps_until_told(ddp, SLICES + 2)
     assert "'table.weight'" in said

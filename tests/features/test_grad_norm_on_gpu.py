@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from as_on_gpu import interpreting_ranks, use_gpu_kernels
 from distributed import assert_same_on_all_ranks, gather, ranks
+from recording.device import recording
 from torch import nn
 
 from tritonddp import DistributedDataParallel
 from tritonddp.features import grad_norm
 from tritonddp.features.grad_norm import GradNorm
-
-# The interpreter is numpy, which warns where numbers are not finite.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.usefixtures("interpreting"),
-]
 
 WAYS: dict[str, dict[str, Any]] = {
     "copies": {},
@@ -31,13 +24,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "bf16": {"reduce_dtype": torch.bfloat16},
     "finite": {"check_finite": "warn"},
 }
-
-
-@pytest.fixture(scope="module")
-def interpreting() -> Iterator[None]:
-    pytest.importorskip("triton")
-    with interpreting_ranks():
-        yield
 
 
 class Net(nn.Module):
@@ -54,9 +40,8 @@ class Net(nn.Module):
 
 
 def wrapped(dtype: torch.dtype = torch.float32, **options: Any) -> DistributedDataParallel:
-    use_gpu_kernels()
-    options = {"grad_norm": True, "transport": "process_group", "bucket_cap_mb": 0.002, **options}
-    return DistributedDataParallel(Net(dtype), **options)
+    options = {"grad_norm": True, "bucket_cap_mb": 0.002, **options}
+    return DistributedDataParallel(Net(dtype).to("cuda"), **options)
 
 
 def expected(module: nn.Module) -> float:
@@ -72,38 +57,43 @@ def is_right(ddp: DistributedDataParallel) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 @pytest.mark.parametrize("way", WAYS)
-@ranks(2)
+@ranks(2, interprets=True)
 def test_sums_of_the_kernels_are_the_norm(way: str, dtype: torch.dtype) -> None:
-    ddp, rank = wrapped(dtype, **WAYS[way]), dist.get_rank()
-    extension = ddp._ddp_state.core.events.of(GradNorm)
-    assert isinstance(extension, GradNorm)
-    for number in range(3):
-        ddp.zero_grad(set_to_none=number == 1)
-        with mock.patch.object(grad_norm, "_EVERY", 1):  # what passes for a GPU is on the CPU
+    with recording() as recorder:
+        ddp, rank = wrapped(dtype, **WAYS[way]), dist.get_rank()
+        extension = ddp._ddp_state.core.events.of(GradNorm)
+        assert isinstance(extension, GradNorm)
+        for number in range(3):
+            ddp.zero_grad(set_to_none=number == 1)
             ddp(1.0 + rank + number).backward()
+            is_right(ddp)
+            alone = expected(ddp.module) ** 2 * ((1 + rank + number) / (1.5 + number)) ** 2
+            assert extension.local_squares is not None
+            rel = 1e-2 if dtype is torch.bfloat16 or way == "bf16" else 1e-4
+            assert extension.local_squares.item() == pytest.approx(alone, rel=rel)
+        with mock.patch.object(grad_norm, "norms_of", side_effect=AssertionError("a pass")):
+            before = ddp.grad_norm().item()
+        ddp.clip_grad_norm_(before / 2)
+        assert expected(ddp.module) == pytest.approx(before / 2, rel=1e-2)
         is_right(ddp)
-        alone = expected(ddp.module) ** 2 * ((1 + rank + number) / (1.5 + number)) ** 2
-        assert extension.local_squares is not None
-        rel = 1e-2 if dtype is torch.bfloat16 or way == "bf16" else 1e-4
-        assert extension.local_squares.item() == pytest.approx(alone, rel=rel)
-    with mock.patch.object(grad_norm, "norms_of", side_effect=AssertionError("a pass")):
-        before = ddp.grad_norm().item()
-    ddp.clip_grad_norm_(before / 2)
-    assert expected(ddp.module) == pytest.approx(before / 2, rel=1e-2)
-    is_right(ddp)
-    with ddp.weighted(1 + rank):
-        ddp(1.0 + rank).backward()
-    is_right(ddp)
-    assert len(set(gather(ddp.grad_noise_scale()))) == 1
+        with ddp.weighted(1 + rank):
+            ddp(1.0 + rank).backward()
+        is_right(ddp)
+        assert len(set(gather(ddp.grad_noise_scale()))) == 1
+        torch.cuda.synchronize()
+    assert not recorder.races, recorder.report()
 
 
 @pytest.mark.parametrize("way", ["copies", "views", "bf16"])
-@ranks(2)
+@ranks(2, interprets=True)
 def test_what_no_rank_or_not_every_rank_has_used(way: str) -> None:
-    ddp, rank = wrapped(**WAYS[way]), dist.get_rank()
-    for without in ((), (0,), (1,) if rank else (), (0, 2), ()):
-        ddp(1.0 + rank).backward()
-        is_right(ddp)
-        ddp(1.0 + rank, *without).backward()  # what nobody uses keeps its gradient, and counts
-        is_right(ddp)
-        ddp.zero_grad(set_to_none=bool(without))
+    with recording() as recorder:
+        ddp, rank = wrapped(**WAYS[way]), dist.get_rank()
+        for without in ((), (0,), (1,) if rank else (), (0, 2), ()):
+            ddp(1.0 + rank).backward()
+            is_right(ddp)
+            ddp(1.0 + rank, *without).backward()  # what nobody uses keeps its gradient, and counts
+            is_right(ddp)
+            ddp.zero_grad(set_to_none=bool(without))
+        torch.cuda.synchronize()
+    assert not recorder.races, recorder.report()

@@ -25,7 +25,14 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as Stock
-from uneven import LR, STOCK, VIEW, Alone, Net, assert_close, draw, loss_of, net, train
+from training import (
+    assert_gradients_alike,
+    breaking_off,
+    gradients,
+    train_step,
+    wrap,
+)
+from uneven import LR, STOCK, Alone, Net, assert_close, draw, loss_of, mean_of, net, step_of, train
 
 from tritonddp import DistributedDataParallel
 
@@ -45,15 +52,13 @@ def schedules(world_size: int) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("over_present", [False, True], ids=["over_all", "over_present"])
-@VIEW
-@ranks(2, 3, 4)
+@ranks(2, 3, 4, views=True)
 def test_ranks_that_leave_at_different_times_train_as_one_process(
-    view: bool, over_present: bool
+    rank: int, view: bool, over_present: bool
 ) -> None:
-    rank = dist.get_rank()
     for counts in schedules(dist.get_world_size()):
         what = f"rank {rank} of {counts}"
-        ddp = DistributedDataParallel(net(), bucket_cap_mb=1e-4, gradient_as_bucket_view=view)
+        ddp = wrap(net(), view, bucket_cap_mb=1e-4)
         grads = train(ddp, counts[rank], ddp.join(divide_by_initial_world_size=not over_present))
         assert len(ddp.reducer.buckets) > 3 or not any(counts)
         if any(counts):
@@ -63,14 +68,12 @@ def test_ranks_that_leave_at_different_times_train_as_one_process(
         assert_same_on_all_ranks(list(ddp.module.state_dict().values()), what)
         assert [p.grad for p in ddp.parameters()] == [None] * len(list(ddp.parameters())), what
         # After it all is as before it.
-        ddp.zero_grad()
-        loss_of(ddp, rank, 0).backward()
-        assert_same_on_all_ranks([param.grad for param in ddp.parameters()], what)
+        step_of(ddp, 0)
+        assert_gradients_alike(ddp, what)
 
 
 @ranks(3)
-def test_gradients_and_models_are_those_of_stock() -> None:
-    rank = dist.get_rank()
+def test_gradients_and_models_are_those_of_stock(rank: int) -> None:
     for counts, over_all in itertools.product([(0, 2, 3), (4, 1, 2)], [True, False]):
         found = []
         for cls, options in [(DistributedDataParallel, {}), (Stock, STOCK)]:
@@ -99,10 +102,9 @@ def accumulate(ddp: Any, count: int, over_all: bool) -> dict[str, Tensor]:
     return ddp.state_dict()
 
 
-@VIEW
-@ranks(2, 3)
-def test_windows_of_no_sync_are_those_of_stock(view: bool) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+@ranks(2, 3, views=True)
+def test_windows_of_no_sync_are_those_of_stock(rank: int, view: bool) -> None:
+    world_size = dist.get_world_size()
     for counts, over_all in itertools.product([(1, 6, 7), (5, 9, 2), (0, 4, 3)], [True, False]):
         options = {"gradient_as_bucket_view": view}
         models = [
@@ -113,8 +115,7 @@ def test_windows_of_no_sync_are_those_of_stock(view: bool) -> None:
 
 
 @ranks(3)
-def test_mean_over_samples_counts_the_ranks_that_have_any() -> None:
-    rank = dist.get_rank()
+def test_mean_over_samples_counts_the_ranks_that_have_any(rank: int) -> None:
     counts, items = (1, 3, 2), (5, 2, 3)
     for over_all in (True, False):
         ddp = DistributedDataParallel(net(), bucket_cap_mb=1e-4)
@@ -129,39 +130,36 @@ def test_mean_over_samples_counts_the_ranks_that_have_any() -> None:
                 ddp.zero_grad()
                 with ddp.weighted(items[rank]):
                     loss_of(ddp, rank, step).backward()
-                for name, param in ddp.module.named_parameters():
-                    grads = [(models[r].get_parameter(name).grad, items[r]) for r in present]
-                    terms = [grad * n / total for grad, n in grads if grad is not None]
-                    mean = sum(terms, torch.zeros(())) if terms else None
-                    assert_close(param.grad, mean, f"rank {rank}, step {step}, {name}")
+                for r in present:
+                    for param in models[r].parameters():
+                        param.grad = None if param.grad is None else param.grad * items[r]
+                weighted = mean_of([models[r] for r in present])
+                means = [None if m is None else m * len(present) / total for m in weighted]
+                assert_close(gradients(ddp), means, f"rank {rank}, step {step}")
 
 
-@VIEW
-@ranks(2)
-def test_a_rank_that_has_left_keeps_its_gradients_and_reduces_nan_of_nobody(view: bool) -> None:
-    ddp = DistributedDataParallel(net(), gradient_as_bucket_view=view)
-    rank = dist.get_rank()
+@ranks(2, views=True)
+def test_a_rank_that_has_left_keeps_its_gradients_and_reduces_nan_of_nobody(
+    rank: int, view: bool
+) -> None:
+    ddp = wrap(net(), view)
     uses = [0, 2]
     with ddp.join():
         for step in range(2 if rank else 1):
-            ddp.zero_grad()
-            ddp(draw(rank, step)[0], uses).sum().backward()
+            train_step(ddp, draw(rank, step)[0], uses, loss=torch.sum)
             if rank == 0:  # neither is it sent, nor does it change
                 ddp.module.last.bias.grad.fill_(torch.nan)
-            own = [None if param.grad is None else param.grad.clone() for param in ddp.parameters()]
-    for (name, param), grad in zip(ddp.named_parameters(), own, strict=True):
-        assert_same_bits(param.grad, grad, name)
-        assert rank == 0 or grad is None or not grad.isnan().any(), name
-    ddp.zero_grad()
-    ddp(draw(rank, 2)[0], uses).sum().backward()
-    assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+            own = gradients(ddp)
+    assert_same_bits(gradients(ddp), own)
+    assert rank == 0 or not any(grad.isnan().any() for grad in own if grad is not None)
+    train_step(ddp, draw(rank, 2)[0], uses, loss=torch.sum)
+    assert_gradients_alike(ddp)
 
 
 @ranks(2)
-def test_what_is_accumulated_when_a_rank_leaves_belongs_to_the_next_reduction() -> None:
+def test_what_is_accumulated_when_a_rank_leaves_belongs_to_the_next_reduction(rank: int) -> None:
     ddp = DistributedDataParallel(net(), bucket_cap_mb=1e-4)
     alone = [net() for _ in range(2)]
-    rank = dist.get_rank()
     with ddp.join():
         for step in range(2 if rank else 1):
             with ddp.no_sync() if step == 0 else contextlib.nullcontext():
@@ -174,17 +172,14 @@ def test_what_is_accumulated_when_a_rank_leaves_belongs_to_the_next_reduction() 
             mine.copy_(buffer)
         alone[r](draw(r, 2)[0], []).sum().backward()
     ddp(draw(rank, 2)[0], []).sum().backward()
-    for name, param in ddp.module.named_parameters():
-        grads = [each.get_parameter(name).grad for each in alone]
-        terms = [grad / 2 for grad in grads if grad is not None]
-        assert_close(param.grad, sum(terms) if terms else None, f"rank {rank}, {name}")
+    assert_close(gradients(ddp), mean_of(alone), f"rank {rank}")
 
 
 @pytest.mark.parametrize("over_present", [False, True], ids=["over_all", "over_present"])
 @ranks(3)
-def test_zero_optimizer_joins_too_and_does_the_same_steps(over_present: bool) -> None:
+def test_zero_optimizer_joins_too_and_does_the_same_steps(rank: int, over_present: bool) -> None:
     """A rank without inputs updates its share of the parameters with what the others reduced."""
-    rank, counts = dist.get_rank(), (1, 4, 2)
+    counts = (1, 4, 2)
     adam = {"lr": 0.01, "weight_decay": 0.1}
     models = []
     for cls, options in [(DistributedDataParallel, {}), (Stock, STOCK)]:
@@ -201,9 +196,10 @@ def test_zero_optimizer_joins_too_and_does_the_same_steps(over_present: bool) ->
 
 
 @ranks(3)
-def test_first_rank_to_end_ends_all_where_that_is_wanted() -> None:
-    rank, counts = dist.get_rank(), (4, 2, 3)
-    for context in (lambda ddp: ddp.join(throw_on_early_termination=True), throwing_join):
+def test_first_rank_to_end_ends_all_where_that_is_wanted(rank: int) -> None:
+    counts = (4, 2, 3)
+    throws = {"throw_on_early_termination": True}
+    for context in (lambda ddp: ddp.join(**throws), lambda ddp: Join([ddp], **throws)):
         ddp = DistributedDataParallel(net())
         steps = 0
         error = "Rank 1 exhausted all inputs" if rank == 1 else "Detected at least one rank that"
@@ -212,20 +208,14 @@ def test_first_rank_to_end_ends_all_where_that_is_wanted() -> None:
                 loss_of(ddp, rank, step).backward()
                 steps += 1
         assert steps == 2
-        assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
-        ddp.zero_grad()
-        loss_of(ddp, rank, 5).backward()
+        assert_gradients_alike(ddp)
+        step_of(ddp, 5)
         ddp.reduce_gradients()
-        assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
-
-
-def throwing_join(ddp: DistributedDataParallel) -> Join:
-    return Join([ddp], throw_on_early_termination=True)
+        assert_gradients_alike(ddp)
 
 
 @ranks(2)
-def test_outside_and_switched_off_nothing_is_told() -> None:
-    rank = dist.get_rank()
+def test_outside_and_switched_off_nothing_is_told(rank: int) -> None:
     ddp = in_rings(net(), forward_sync_buffers=False)
 
     def collectives() -> list[str]:
@@ -248,9 +238,8 @@ def test_outside_and_switched_off_nothing_is_told() -> None:
 
 
 @ranks(2)
-def test_buffers_are_left_alone_without_forward_sync_buffers() -> None:
+def test_buffers_are_left_alone_without_forward_sync_buffers(rank: int) -> None:
     ddp = DistributedDataParallel(net(), forward_sync_buffers=False)
-    rank = dist.get_rank()
     with ddp.join():
         for step in range(rank + 1):
             loss_of(ddp, rank, step).backward()
@@ -259,8 +248,7 @@ def test_buffers_are_left_alone_without_forward_sync_buffers() -> None:
 
 
 @ranks(2)
-def test_evaluation_inside_is_followed() -> None:
-    rank = dist.get_rank()
+def test_evaluation_inside_is_followed(rank: int) -> None:
     ddp = DistributedDataParallel(net())
     with ddp.join():
         for step in range(rank, 3):
@@ -270,15 +258,16 @@ def test_evaluation_inside_is_followed() -> None:
     assert_same_on_all_ranks(list(ddp.module.state_dict().values()))
 
 
-@VIEW
-@ranks(3)
-def test_parameters_frozen_and_unfrozen_after_a_rank_has_left_are_followed(view: bool) -> None:
+@ranks(3, views=True)
+def test_parameters_frozen_and_unfrozen_after_a_rank_has_left_are_followed(
+    rank: int, view: bool
+) -> None:
     """Also when they leave their buckets, and when they had been in none."""
-    rank, count = dist.get_rank(), (0, 25, 3)[dist.get_rank()]
+    count = (0, 25, 3)[rank]
     model = net()
     model.layers[0].requires_grad_(False)
     model.never.requires_grad_(False)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4, gradient_as_bucket_view=view)
+    ddp = wrap(model, view, bucket_cap_mb=1e-4)
     names = [tuple(ddp.reducer.placement.names)]
     trained = 0
     with ddp.join():
@@ -288,8 +277,7 @@ def test_parameters_frozen_and_unfrozen_after_a_rank_has_left_are_followed(view:
                 model.layers[0].requires_grad_(True)
             if step == 20:
                 model.last.requires_grad_(True)
-            ddp.zero_grad()
-            loss_of(ddp, rank, step).backward()
+            step_of(ddp, step)
             trained += model.layers[0].weight.grad is not None
             if step > 2:  # each other rank counts as zero
                 assert (model.last.weight.grad is not None) == (step >= 20)
@@ -301,23 +289,20 @@ def test_parameters_frozen_and_unfrozen_after_a_rank_has_left_are_followed(view:
     assert gather(required) == [[*required[:-2], False, False]] * 3
     assert_same_on_all_ranks(list(model.state_dict().values()))
     for step in range(2):
-        ddp.zero_grad()
-        loss_of(ddp, rank, step).backward()
-        assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+        step_of(ddp, step)
+        assert_gradients_alike(ddp)
 
 
-@VIEW
-@ranks(2)
+@ranks(2, views=True)
 def test_parameters_that_change_on_all_ranks_are_taken_up_by_one_that_leaves_then(
-    view: bool,
+    rank: int, view: bool
 ) -> None:
     class Scaled(Net):
         def forward(self, inputs: Tensor, uses: Sequence[int] = (0, 1, 2)) -> Tensor:
             scale = getattr(self.last, "scale", 1.0)
             return super().forward(inputs, uses) * scale
 
-    rank = dist.get_rank()
-    ddp = DistributedDataParallel(Scaled().double(), gradient_as_bucket_view=view)
+    ddp = wrap(Scaled().double(), view)
     with ddp.join():
         for step in range(12 if rank else 2):
             if step == 1:
@@ -326,18 +311,16 @@ def test_parameters_that_change_on_all_ranks_are_taken_up_by_one_that_leaves_the
                 ddp.module.norm.bias.requires_grad_(False)
                 if rank == 0:
                     break
-            ddp.zero_grad()
-            loss_of(ddp, rank, step).backward()
+            step_of(ddp, step)
     # Taken over from the rank that trains, in the bucket that is made for it at first.
     assert_same_bits(ddp.module.last.scale.detach(), torch.full((2,), 2.0).double())
     assert len(gather(ddp.reducer.placement.names)[0]) == 12
-    ddp.zero_grad()
-    loss_of(ddp, rank, 0).backward()
-    assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+    step_of(ddp, 0)
+    assert_gradients_alike(ddp)
 
 
 @ranks(3)
-def test_order_of_gradients_is_that_of_a_rank_that_has_some() -> None:
+def test_order_of_gradients_is_that_of_a_rank_that_has_some(rank: int) -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -349,7 +332,7 @@ def test_order_of_gradients_is_that_of_a_rank_that_has_some() -> None:
     ddp = DistributedDataParallel(Pair(), bucket_cap_mb=1e-6)
     assert ddp.reducer.placement.names == ["c", "b", "a"]
     with ddp.join():
-        for _ in range(0 if dist.get_rank() == 0 else 2):
+        for _ in range(0 if rank == 0 else 2):
             ddp().backward()
     orders = gather(ddp.reducer.placement.names)
     assert orders == [orders[1]] * 3
@@ -357,50 +340,37 @@ def test_order_of_gradients_is_that_of_a_rank_that_has_some() -> None:
 
 
 @ranks(2)
-def test_a_backward_that_breaks_off_leaves_no_rank_waiting() -> None:
+def test_a_backward_that_breaks_off_leaves_no_rank_waiting(rank: int) -> None:
     """Whether its rank goes on or runs out of inputs then."""
 
-    def stop(_: Tensor) -> None:
-        raise ValueError("stop")
-
-    rank = dist.get_rank()
     for last in (0, 2):
         ddp = DistributedDataParallel(net(), bucket_cap_mb=1e-4)
         with ddp.join():
             for step in range(4 if rank else last + 1):
                 ddp.zero_grad()
-                output = ddp(*draw(rank, step))
-                if rank == 0 and step == 0:
-                    output.register_hook(stop)
-                with (
-                    pytest.raises(ValueError, match="stop")
-                    if rank == step == 0
-                    else (contextlib.nullcontext())
-                ):
-                    output.sum().backward()
+                with breaking_off(ddp.module.last.bias, rank == step == 0):
+                    ddp(*draw(rank, step)).sum().backward()
                 if step and rank:
                     assert not ddp.module.last.bias.grad.isnan().any()
         assert_same_on_all_ranks(list(ddp.module.parameters()))
 
 
 @ranks(2)
-def test_several_wrapped_modules_join_together() -> None:
-    rank = dist.get_rank()
+def test_several_wrapped_modules_join_together(rank: int) -> None:
     one, two = (DistributedDataParallel(net(), bucket_cap_mb=1e-4) for _ in range(2))
     with Join([one, two], divide_by_initial_world_size=False):
         for step in range(1 + 2 * rank):
             for each in (one, two):
-                each.zero_grad()
-                loss_of(each, rank, step).backward()
+                step_of(each, step)
     for each in (one, two):
         assert_same_on_all_ranks(list(each.state_dict().values()))
 
 
 @ranks(2)
-def test_a_wrapped_module_that_has_joined_is_freed_with_its_last_reference() -> None:
+def test_a_wrapped_module_that_has_joined_is_freed_with_its_last_reference(rank: int) -> None:
     ddp = DistributedDataParallel(net())
     with ddp.join():
-        for step in range(dist.get_rank() + 1):
+        for step in range(rank + 1):
             loss_of(ddp, 0, step).backward()
     reference = weakref.ref(ddp.reducer)
     del ddp

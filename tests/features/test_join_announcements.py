@@ -6,41 +6,34 @@ import contextlib
 
 import pytest
 import torch
-import torch.distributed as dist
-from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
+from distributed import assert_same_bits, ranks
 from torch import nn
-from uneven import VIEW, assert_close, draw, loss_of, net
+from training import assert_gradients_alike, gradients, wrap
+from uneven import assert_close, draw, loss_of, mean_of, net, step_of
 
 from tritonddp import DistributedDataParallel
 
 
-@VIEW
-@ranks(2)
-def test_forwards_without_a_backward_are_made_up_for(view: bool) -> None:
+@ranks(2, views=True)
+def test_forwards_without_a_backward_are_made_up_for(rank: int, view: bool) -> None:
     """Before the first reduction, between two, and at the end; gradients stay as they are."""
-    rank = dist.get_rank()
-    ddp = DistributedDataParallel(net(), bucket_cap_mb=1e-4, gradient_as_bucket_view=view)
+    ddp = wrap(net(), view, bucket_cap_mb=1e-4)
     kept = None
     with ddp.join():
         for step in range(5 if rank else 2):
             if step != 1:
                 loss_of(ddp, rank, step)
-            ddp.zero_grad()
-            loss_of(ddp, rank, step).backward()
-            kept = [
-                None if param.grad is None else param.grad.clone() for param in ddp.parameters()
-            ]
+            step_of(ddp, step)
+            kept = gradients(ddp)
             if step == 3:
                 loss_of(ddp, rank, step)
         loss_of(ddp, rank, step)
-    for param, grad in zip(ddp.parameters(), kept, strict=True):
-        assert_same_bits(param.grad, grad)
+    assert_same_bits(gradients(ddp), kept)
     assert ddp.reducer.counters.reductions == 11, ddp.reducer.counters
 
 
 @ranks(2)
-def test_a_window_goes_on_over_a_forward_without_a_backward() -> None:
-    rank = dist.get_rank()
+def test_a_window_goes_on_over_a_forward_without_a_backward(rank: int) -> None:
     ddp = DistributedDataParallel(net(), bucket_cap_mb=1e-4, forward_sync_buffers=False)
     alone = [net() for _ in range(2)]
     with ddp.join():
@@ -52,22 +45,18 @@ def test_a_window_goes_on_over_a_forward_without_a_backward() -> None:
             each(draw(r, 0)[0], [r]).sum().backward()
             each(draw(r, 1)[0], [])
             each(draw(r, 2)[0], []).sum().backward()
-        for name, param in ddp.module.named_parameters():
-            terms = [each.get_parameter(name).grad for each in alone]
-            terms = [term / 2 for term in terms if term is not None]
-            assert_close(param.grad, sum(terms) if terms else None, f"rank {rank}, {name}")
+        assert_close(gradients(ddp), mean_of(alone), f"rank {rank}")
 
 
 @ranks(2)
-def test_backwards_that_no_forward_has_announced_are_refused() -> None:
-    rank = dist.get_rank()
+def test_backwards_that_no_forward_has_announced_are_refused(rank: int) -> None:
     ddp = DistributedDataParallel(net())
     error = "rank ., step 1: a backward inside join.. that no forward has announced"
     with ddp.join():
         loss = loss_of(ddp, rank, 0)
         with ddp.no_sync():  # as in stock, what counts is where the forward was
             loss.backward(retain_graph=True)
-        assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+        assert_gradients_alike(ddp)
         with pytest.raises(RuntimeError, match=error):
             loss.backward(retain_graph=True)
         with ddp.no_sync():
@@ -76,15 +65,13 @@ def test_backwards_that_no_forward_has_announced_are_refused() -> None:
         loss.backward()  # local: its forward ran under no_sync
         with pytest.raises(RuntimeError, match=r"reduce_gradients\(\) inside join\(\)"):
             ddp.reduce_gradients()
-        ddp.zero_grad()
-        loss_of(ddp, rank, 0).backward()
-    assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+        step_of(ddp, 0)
+    assert_gradients_alike(ddp)
     assert ddp.reduce_gradients() is None
 
 
 @ranks(3)
-def test_forwards_that_differ_are_an_error_on_every_rank() -> None:
-    rank = dist.get_rank()
+def test_forwards_that_differ_are_an_error_on_every_rank(rank: int) -> None:
     ddp = DistributedDataParallel(net())
     error = (
         "inside join.. ranks must agree on which forwards have a backward that is reduced. "
@@ -97,8 +84,7 @@ def test_forwards_that_differ_are_an_error_on_every_rank() -> None:
 
 
 @ranks(2)
-def test_a_backward_that_one_rank_skips_is_an_error_on_every_rank() -> None:
-    rank = dist.get_rank()
+def test_a_backward_that_one_rank_skips_is_an_error_on_every_rank(rank: int) -> None:
     ddp = DistributedDataParallel(net())
     error = (
         "rank 0: nothing, as no backward has followed a forward inside join.*; "
@@ -112,8 +98,7 @@ def test_a_backward_that_one_rank_skips_is_an_error_on_every_rank() -> None:
 
 
 @ranks(2)
-def test_parameters_added_after_a_rank_has_left_are_an_error_on_every_rank() -> None:
-    rank = dist.get_rank()
+def test_parameters_added_after_a_rank_has_left_are_an_error_on_every_rank(rank: int) -> None:
     ddp = DistributedDataParallel(net())
     error = "(?s)DDP expects same model.*layers.0.scale.*none of this name"
     with pytest.raises(RuntimeError, match=error), ddp.join():  # noqa: PT012

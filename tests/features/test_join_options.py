@@ -19,19 +19,19 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecision
-from uneven import LR, STOCK, VIEW, Alone, assert_close, draw, loss_of, net, train
+from training import delayed, gradients, train_step, wrap
+from uneven import LR, STOCK, Alone, assert_close, draw, loss_of, net, step_of, train
 
 from tritonddp import DistributedDataParallel
 
 
 @pytest.mark.parametrize("location", list(_BufferCommHookLocation), ids=lambda each: each.name)
 @ranks(2)
-def test_hooks_for_buffers_run_on_ranks_that_have_left_too(location: Any) -> None:
+def test_hooks_for_buffers_run_on_ranks_that_have_left_too(rank: int, location: Any) -> None:
     def hook(_: None, named_buffers: dict[str, Tensor]) -> list[Any]:
         works = [dist.all_reduce(each, async_op=True) for each in named_buffers.values()]
         return [work.get_future() for work in works]
 
-    rank = dist.get_rank()
     ddp = DistributedDataParallel(net(), bucket_cap_mb=1e-4)
     ddp._register_buffer_comm_hook(None, hook, location)
     train(ddp, 1 + 2 * rank, ddp.join())
@@ -40,50 +40,42 @@ def test_hooks_for_buffers_run_on_ranks_that_have_left_too(location: Any) -> Non
 
 
 @ranks(2)
-def test_unused_buckets_are_sent_to_ranks_that_have_left() -> None:
+def test_unused_buckets_are_sent_to_ranks_that_have_left(rank: int) -> None:
     ddp = DistributedDataParallel(
         net(), bucket_cap_mb=1e-4, find_unused_parameters=True, skip_all_reduce_unused_params=True
     )
-    rank = dist.get_rank()
     with ddp.join():
         for step in range(4 if rank else 1):
-            ddp.zero_grad()
-            ddp(draw(rank, step)[0], [step % 3]).sum().backward()
+            train_step(ddp, draw(rank, step)[0], [step % 3], loss=torch.sum)
             grads = [layer.weight.grad is not None for layer in ddp.module.layers]
             assert grads == [number == step % 3 for number in range(3)]
     assert_same_on_all_ranks(list(ddp.module.state_dict().values()))
 
 
 @ranks(3)
-def test_groups_of_some_ranks_join_and_so_do_copies() -> None:
+def test_groups_of_some_ranks_join_and_so_do_copies(rank: int) -> None:
     group = dist.new_group([1, 2])
-    if dist.get_rank() > 0:
+    if rank > 0:
         ddp = DistributedDataParallel(net(), process_group=group, bucket_cap_mb=1e-4)
-        train(ddp, 3 - dist.get_rank(), ddp.join())
+        train(ddp, 3 - rank, ddp.join())
         assert ddp._authoritative_rank == 0
     ddp = copy.deepcopy(DistributedDataParallel(net(), bucket_cap_mb=1e-4))
     counts = (2, 3, 0)
-    grads = train(ddp, counts[dist.get_rank()], ddp.join())
+    grads = train(ddp, counts[rank], ddp.join())
     alone = Alone(counts)
-    assert_close(grads, alone.means[: counts[dist.get_rank()]], "copy")
+    assert_close(grads, alone.means[: counts[rank]], "copy")
     assert_close(ddp.module.state_dict(), alone.final, "copy")
 
 
-@VIEW
-@ranks(2)
-def test_delayed_parameters_are_reduced_with_ranks_that_have_left(view: bool) -> None:
+@ranks(2, views=True)
+def test_delayed_parameters_are_reduced_with_ranks_that_have_left(rank: int, view: bool) -> None:
     module = net()
-    ddp = DistributedDataParallel(
-        module,
-        bucket_cap_mb=1e-4,
-        gradient_as_bucket_view=view,
-        delay_all_reduce_named_params=[("last.weight", module.last.weight)],
-        param_to_hook_all_reduce=module.norm.weight,
-    )
+    options = delayed(module, "last.weight", until=module.norm.weight)
+    ddp = wrap(module, view, bucket_cap_mb=1e-4, **options)
     counts = (1, 4)
-    grads = train(ddp, counts[dist.get_rank()], ddp.join())
+    grads = train(ddp, counts[rank], ddp.join())
     alone = Alone(counts)
-    assert_close(grads, alone.means[: counts[dist.get_rank()]], "delayed")
+    assert_close(grads, alone.means[: counts[rank]], "delayed")
     assert_close(module.state_dict(), alone.final, "delayed")
 
 
@@ -108,9 +100,8 @@ HOOKS = {
 
 @pytest.mark.parametrize("name", HOOKS)
 @ranks(3)
-def test_hooks_run_on_ranks_that_have_left_as_in_stock(name: str) -> None:
+def test_hooks_run_on_ranks_that_have_left_as_in_stock(rank: int, name: str) -> None:
     """Also in that they divide themselves, whatever ``divide_by_initial_world_size`` says."""
-    rank = dist.get_rank()
     tolerance = {"fp16": 1e-3, "powerSGD": 1e-9}.get(name, 1e-11)
     for counts, over_all in itertools.product([(1, 4, 2), (2, 0, 3)], [True, False]):
 
@@ -130,8 +121,8 @@ def test_hooks_run_on_ranks_that_have_left_as_in_stock(name: str) -> None:
 
 
 @ranks(2)
-def test_optimizers_in_the_backward_step_on_ranks_that_have_left_too() -> None:
-    rank, counts = dist.get_rank(), (1, 3)
+def test_optimizers_in_the_backward_step_on_ranks_that_have_left_too(rank: int) -> None:
+    counts = (1, 3)
     module = net()
     _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": LR})
     ddp = DistributedDataParallel(module, bucket_cap_mb=1e-4)
@@ -150,24 +141,22 @@ def test_optimizers_in_the_backward_step_on_ranks_that_have_left_too() -> None:
         assert rank == 0 or torch.equal(param, own)
 
 
-@VIEW
-@ranks(2)
-def test_buckets_without_memory_and_backwards_finalised_by_hand_join_too(view: bool) -> None:
-    rank, counts = dist.get_rank(), (1, 4)
+@ranks(2, views=True)
+def test_buckets_without_memory_and_backwards_finalised_by_hand_join_too(
+    rank: int, view: bool
+) -> None:
+    counts = (1, 4)
     for by_hand in (False, True):
-        ddp = DistributedDataParallel(
-            net(), bucket_cap_mb=1e-4, gradient_as_bucket_view=view, lazy_bucket_allocation=True
-        )
+        ddp = wrap(net(), view, bucket_cap_mb=1e-4, lazy_bucket_allocation=True)
         ddp.require_manual_backward_finalization = by_hand
         grads = []
         optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
         with ddp.join():
             for step in range(counts[rank]):
-                ddp.zero_grad()
-                loss_of(ddp, rank, step).backward()
+                step_of(ddp, step)
                 if by_hand:
                     ddp.finalize_backward()
-                grads.append([None if p.grad is None else p.grad.clone() for p in ddp.parameters()])
+                grads.append(gradients(ddp))
                 optimizer.step()
         assert all(bucket.flat is None for bucket in ddp.reducer.buckets)
         alone = Alone(counts)
@@ -175,18 +164,15 @@ def test_buckets_without_memory_and_backwards_finalised_by_hand_join_too(view: b
         assert_close(ddp.module.state_dict(), alone.final, f"rank {rank}, {by_hand=}")
 
 
-@VIEW
-@ranks(2)
-def test_mixed_precision_joins(view: bool) -> None:
-    rank, counts = dist.get_rank(), (1, 4)
+@ranks(2, views=True)
+def test_mixed_precision_joins(rank: int, view: bool) -> None:
+    counts = (1, 4)
     half = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     models = []
     for mixed_precision in (half, None):
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-        ddp = DistributedDataParallel(
-            module, mixed_precision=mixed_precision, gradient_as_bucket_view=view
-        )
+        ddp = wrap(module, view, mixed_precision=mixed_precision)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
         with ddp.join(divide_by_initial_world_size=False):
             for step in range(counts[rank]):

@@ -7,21 +7,30 @@ import gc
 import io
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
+from distributed import assert_same_bits, ranks
+from modules import TiedTable, mlp
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
+from training import (
+    assert_gradients_alike,
+    descend,
+    drawn,
+    gradients,
+    train_step,
+    wrap,
+)
 
 from tritonddp import DistributedDataParallel
 
-VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 HALF = _MixedPrecision(param_dtype=torch.bfloat16)
 
 
@@ -77,7 +86,6 @@ def mean(config: _MixedPrecision, locals_: list[dict[str, Tensor]]) -> dict[str,
     }
 
 
-@VIEW
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["drop", "zero"])
 @pytest.mark.parametrize(
     "config",
@@ -90,13 +98,13 @@ def mean(config: _MixedPrecision, locals_: list[dict[str, Tensor]]) -> dict[str,
     ],
     ids=["half", "reduced in full", "params alone", "wire alone", "buffers alone"],
 )
-@ranks(2)
+@ranks(2, views=True)
 def test_the_mean_of_low_gradients_in_full_precision(
     config: _MixedPrecision, set_to_none: bool, view: bool
 ) -> None:
     module = net()
     state = {name: param.clone() for name, param in module.state_dict().items()}
-    ddp = DistributedDataParallel(module, mixed_precision=config, gradient_as_bucket_view=view)
+    ddp = wrap(module, view, mixed_precision=config)
     low = config.param_dtype or torch.float32
     for step in range(3):
         loss = ddp(*inputs(dist.get_rank(), step))["out"].sum()
@@ -120,12 +128,11 @@ def test_the_mean_of_low_gradients_in_full_precision(
     assert module.count.dtype == torch.int64
 
 
-@VIEW
-@ranks(2)
+@ranks(2, views=True)
 def test_accumulated_in_full_precision(view: bool) -> None:
     config = _MixedPrecision(torch.bfloat16, torch.float32)
     module = net()
-    ddp = DistributedDataParallel(module, mixed_precision=config, gradient_as_bucket_view=view)
+    ddp = wrap(module, view, mixed_precision=config)
     for round_ in range(2):
         with ddp.no_sync():
             ddp(*inputs(dist.get_rank(), 0))["out"].sum().backward()
@@ -141,18 +148,17 @@ def test_accumulated_in_full_precision(view: bool) -> None:
         ddp.zero_grad()
 
 
-@VIEW
-@ranks(2)
-def test_unused_on_one_rank(view: bool) -> None:
+@ranks(2, views=True)
+def test_unused_on_one_rank(rank: int, view: bool) -> None:
     """Its gradient is made where it was missing, in full precision."""
     module = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     module.forward = lambda x, both: module[1](module[0](x)) if both else module[0](x)  # type: ignore[method-assign]
-    ddp = DistributedDataParallel(module, mixed_precision=HALF, gradient_as_bucket_view=view)
+    ddp = wrap(module, view, mixed_precision=HALF)
     for _ in range(3):
-        ddp(torch.ones(2, 4), dist.get_rank() == 0).sum().backward()
+        ddp(torch.ones(2, 4), rank == 0).sum().backward()
         assert {param.grad.dtype for param in ddp.parameters()} == {torch.float32}
         assert_same_bits(module[1].bias.grad, torch.full((4,), 1.0))
-        assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+        assert_gradients_alike(ddp)
         ddp.zero_grad()
 
 
@@ -188,36 +194,31 @@ class Blocks(nn.Module):
         return x.square().sum()
 
 
-def reentrant(block: nn.Module, x: Tensor) -> Tensor:
-    return checkpoint(block, x, use_reentrant=True)
+reentrant = partial(checkpoint, use_reentrant=True)
+not_reentrant = partial(checkpoint, use_reentrant=False)
+RUN = pytest.mark.parametrize("run", [reentrant, not_reentrant], ids=["reentrant", "not_reentrant"])
 
 
-def not_reentrant(block: nn.Module, x: Tensor) -> Tensor:
-    return checkpoint(block, x, use_reentrant=False)
-
-
-@pytest.mark.parametrize("run", [reentrant, not_reentrant])
+@RUN
 @ranks(2)
-def test_a_checkpoint_recomputes_in_low_precision(run: Callable[..., Tensor]) -> None:
+def test_a_checkpoint_recomputes_in_low_precision(rank: int, run: Callable[..., Tensor]) -> None:
     grads = []
     for way in (run, lambda block, x: block(x)):
         torch.manual_seed(0)
         ddp = DistributedDataParallel(Blocks(way), mixed_precision=HALF)
         for step in range(3):
-            x = torch.randn(2, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+            x = torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
             ddp(x.requires_grad_()).backward()
-            grads.append([param.grad.clone() for param in ddp.parameters()])
+            grads.append(gradients(ddp))
             assert {type(param) for param in ddp.parameters()} == {nn.Parameter}, step
             ddp.zero_grad()
     for step in range(3):
-        for number, (grad, want) in enumerate(zip(grads[step], grads[step + 3], strict=True)):
-            assert_same_bits(grad, want, f"step {step}, gradient {number}")
+        assert_same_bits(grads[step], grads[step + 3], f"step {step}, gradient")
 
 
-@pytest.mark.parametrize("run", [reentrant, not_reentrant])
+@RUN
 @ranks(2)
 def test_layers_that_were_added_are_recomputed_in_low_precision(run: Callable[..., Tensor]) -> None:
-    torch.manual_seed(0)
     ddp = DistributedDataParallel(Blocks(run), mixed_precision=HALF)
     for added in (nn.Linear(4, 4), nn.Linear(4, 4)):
         ddp.module.blocks[-1] = added
@@ -230,7 +231,6 @@ def test_layers_that_were_added_are_recomputed_in_low_precision(run: Callable[..
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
 @ranks(2)
 def test_recurrent_layers(layer: Any) -> None:
-    torch.manual_seed(0)
     ddp = DistributedDataParallel(layer(4, 4, num_layers=2), mixed_precision=HALF)
     for _ in range(2):
         output, _ = ddp(torch.randn(3, 2, 4))
@@ -277,14 +277,13 @@ def test_it_trains_as_stock_does() -> None:
     losses = []
     for cls, options in ((DistributedDataParallel, {"mixed_precision": HALF}), (Stock, {})):
         torch.manual_seed(0)
-        ddp = cls(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)), **options)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        ddp = cls(mlp(8, 16, 1), **options)
         for step in range(30):
-            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+            x = drawn(16, 8, step=step, rank=0)
             loss = (ddp(x).float() - x.sum(1, keepdim=True).sin()).square().mean()
-            optimizer.zero_grad()
+            ddp.zero_grad()
             loss.backward()
-            optimizer.step()
+            descend(ddp)
         losses.append(loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
@@ -299,8 +298,7 @@ def test_a_copy_of_the_module_alone_recomputes_in_full_precision() -> None:
         plain = Blocks(not_reentrant)
         plain.load_state_dict(alone.state_dict())
         plain(torch.ones(2, 4)).backward()
-        for param, other in zip(alone.parameters(), plain.parameters(), strict=True):
-            assert_same_bits(param.grad, other.grad)
+        assert_same_bits(gradients(alone), gradients(plain))
 
 
 class OfADtype(nn.Linear):
@@ -335,17 +333,9 @@ def test_the_module_is_left_as_it_was(is_copy: bool) -> None:
     copy.deepcopy(module)(torch.ones(2, 4)).backward()
 
 
-@ranks(2)
-def test_ranks_with_other_precisions_are_told() -> None:
-    dtype = [torch.float16, torch.bfloat16][dist.get_rank()]
-    with pytest.raises(RuntimeError, match=r"mixed_precision.*float16"):
-        DistributedDataParallel(net(), mixed_precision=_MixedPrecision(dtype))
-
-
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 @ranks(2)
 def test_a_copy_runs_in_low_precision_too(way: str) -> None:
-    torch.manual_seed(0)
     ddp = DistributedDataParallel(Blocks(not_reentrant), mixed_precision=HALF)
     grads = []
     twin = copy.deepcopy(ddp) if way == "deepcopy" else pickle.loads(pickle.dumps(ddp))
@@ -359,36 +349,16 @@ def test_a_copy_runs_in_low_precision_too(way: str) -> None:
         assert_same_bits(grad, want)
 
 
-class Tied(nn.Module):
-    """A table of which each rank uses some rows, and the dense layer that shares its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(6, 4, sparse=True)
-        self.out = nn.Linear(4, 6, bias=False)
-        self.out.weight = self.table.weight
-
-    def forward(self, indices: Tensor, is_dense: bool) -> Tensor:
-        rows = self.table(indices)
-        return (self.out(rows) if is_dense else rows.square()).sum()
-
-
-@VIEW
 @pytest.mark.parametrize("is_recomputed", [False, True])
-@ranks(2)
-def test_sparse_gradients(is_recomputed: bool, view: bool) -> None:
-    torch.manual_seed(0)
-    module = Tied()
-    ddp = DistributedDataParallel(
-        copy.deepcopy(module), mixed_precision=HALF, gradient_as_bucket_view=view
-    )
+@ranks(2, views=True)
+def test_sparse_gradients(rank: int, is_recomputed: bool, view: bool) -> None:
+    module = TiedTable(6, 4)
+    ddp = wrap(copy.deepcopy(module), view, mixed_precision=HALF)
     if is_recomputed:
         run = ddp.module.forward
         ddp.module.forward = lambda *args: checkpoint(run, *args, use_reentrant=False)
-    rank = dist.get_rank()
     for is_dense in (False, True, False):
-        ddp.zero_grad()
-        ddp(torch.tensor([rank, 3, 3 + rank]), is_dense).backward()
+        train_step(ddp, torch.tensor([rank, 3, 3 + rank]), is_dense, loss=torch.sum)
         means = torch.zeros(6, 4)
         for each in range(2):
             low = module.table.weight.detach().bfloat16().requires_grad_()

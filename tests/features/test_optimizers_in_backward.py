@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from distributed import gather, ranks
 from hooked import FIVE_BUCKETS, OURS, STOCK, divide_later, net, train
+from modules import linears
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     ddp_zero_hook,
@@ -23,6 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     optimizer_overlap_hooks,
 )
 from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
+from training import raises_if
 
 from tritonddp.buckets.manager import REBUILD_AFTER
 
@@ -164,32 +166,16 @@ def test_zero_steps_in_the_backward(make: Any, shard_buckets: bool) -> None:
     for _ in range(4):
         losses = train(model, 1, zero), train(reference, 1, ordinary)
         assert losses[0] == pytest.approx(losses[1])
-    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-class Later(torch.autograd.Function):
-    """Nothing in the forward; the backward comes ``seconds`` later."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        time.sleep(ctx.seconds)
-        return grads[0], None
+    torch.testing.assert_close([*model.parameters()], [*reference.parameters()])
 
 
 @pytest.mark.parametrize("compression", [None, "int8"])
 @ranks(2)
 def test_an_optimizer_that_fails_on_one_rank_is_named_and_leaves_the_ranks_in_step(
-    compression: str | None,
+    rank: int, compression: str | None
 ) -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    rank, failing = dist.get_rank(), False
+    module = linears(*[64] * 5)
+    failing = False
 
     class Failing(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
@@ -203,20 +189,15 @@ def test_an_optimizer_that_fails_on_one_rank_is_named_and_leaves_the_ranks_in_st
     def step(seconds: float = 0.0) -> None:
         # While rank 0 fails with the first bucket, rank 1 has not sent the later ones.
         ddp(torch.randn(4, 64))  # arms the reduction
-        late = Later.apply(module[1](module[0](torch.randn(4, 64))), seconds)
+        late = module[1](module[0](torch.randn(4, 64)))
+        late.register_hook(lambda _: time.sleep(seconds))
         module[3](module[2](late)).square().mean().backward()
 
     for _ in range(3):
         ddp(torch.randn(4, 64)).square().mean().backward()
     failing = rank == 0
-    context = (
-        pytest.raises(
-            RuntimeError, match=r"rank 0, step 4, bucket 0 .*optimizer of '3.bias'.*on pu"
-        )
-        if failing
-        else contextlib.nullcontext()
-    )
-    with context:
+    match = r"rank 0, step 4, bucket 0 .*optimizer of '3.bias'.*on pu"
+    with raises_if(failing, RuntimeError, match=match):
         step(seconds=0.5 * rank)
     failing = False
     ddp(torch.randn(4, 64)).square().mean().backward()
@@ -238,12 +219,11 @@ AT = {"the first": 0, "one before buckets change": FROZEN_AT + 2, "the one they 
 @pytest.mark.parametrize("cap", [None, 1e-6], ids=["one bucket", "one a parameter"])
 @ranks(2)
 def test_one_that_fails_in_the_last_bucket_leaves_the_ranks_with_the_same_buckets(
-    cap: float | None, when: str
+    rank: int, cap: float | None, when: str
 ) -> None:
     """In the first step they agree on an order, and some steps after freezing they rebuild."""
-    torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double()
-    rank, fails_at, failing = dist.get_rank(), AT[when], False
+    fails_at, failing = AT[when], False
 
     class Failing(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
@@ -265,9 +245,7 @@ def test_one_that_fails_in_the_last_bucket_leaves_the_ranks_with_the_same_bucket
         alone(inputs).square().mean().backward()
         failing = rank == 1 and number == fails_at
         match = rf"rank 1, step {number + 1}, bucket \d .*optimizer of '0.weight'.*on purpose"
-        with (
-            pytest.raises(RuntimeError, match=match) if failing else contextlib.nullcontext()
-        ) as raised:
+        with raises_if(failing, RuntimeError, match=match) as raised:
             ddp(inputs).square().mean().backward()
         if failing:
             assert isinstance(raised.value.__cause__, ValueError)

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import gather, ranks
+from modules import Two
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Stock
-from two_layers import Two, batch
+from training import drawn, train_step
 
 from tritonddp import DistributedDataParallel
 
@@ -28,8 +29,8 @@ class Backwards(Two):
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("kind", [Two, Backwards])
 @ranks(2, 3)
-def test_the_map_of_used_parameters_counts_ranks(kind: type[Two], lazy: bool) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+def test_the_map_of_used_parameters_counts_ranks(rank: int, kind: type[Two], lazy: bool) -> None:
+    world_size = dist.get_world_size()
     net = DistributedDataParallel(kind(), lazy_bucket_allocation=lazy)
     assert net.reducer._get_local_used_map().tolist() == [0, 0, 0]
     for both, counts in [
@@ -38,21 +39,21 @@ def test_the_map_of_used_parameters_counts_ranks(kind: type[Two], lazy: bool) ->
         ([False] * world_size, [world_size, 0, 0]),
         ([False, *[True] * (world_size - 1)], [world_size, world_size - 1, world_size - 1]),
     ]:
-        net(batch(), both[rank]).sum().backward()
+        net(drawn(4, 3), both[rank]).sum().backward()
         used = net.reducer._get_local_used_map()
         assert used.dtype is torch.int32
         assert used.tolist() == (counts if kind is Two else [*counts[1:], counts[0]])
 
 
 @ranks(2)
-def test_a_graph_counts_as_static_while_a_rank_reaches_the_same_parameters() -> None:
+def test_a_graph_counts_as_static_while_a_rank_reaches_the_same_parameters(rank: int) -> None:
     net = DistributedDataParallel(Two())
     for _ in range(4):
-        net(batch(), both=dist.get_rank() == 0).sum().backward()
+        net(drawn(4, 3), both=rank == 0).sum().backward()
         assert net.reducer._ddp_graph_static()
     with net.no_sync():
-        net(batch()).sum().backward()
-    net(batch()).sum().backward()
+        net(drawn(4, 3)).sum().backward()
+    net(drawn(4, 3)).sum().backward()
     assert gather(net.reducer._ddp_graph_static()) == [True, False]
 
 
@@ -75,15 +76,14 @@ def many() -> nn.Module:
 
 @pytest.mark.parametrize("level", ["OFF", "INFO", "DETAIL"])
 @ranks(2)
-def test_the_error_of_strict_mode_has_stocks_phrases_and_numbers(level: str) -> None:
-    rank = dist.get_rank()
+def test_the_error_of_strict_mode_has_stocks_phrases_and_numbers(rank: int, level: str) -> None:
     errors = []
     with debug_level(level):
         for kind in (DistributedDataParallel, Stock):
             net: Any = kind(many(), find_unused_parameters=False)
-            net(batch()).sum().backward()
+            net(drawn(4, 3)).sum().backward()
             with pytest.raises(RuntimeError) as caught:
-                net(batch())
+                net(drawn(4, 3))
             errors.append(str(caught.value))
     unused = [f"extra.{i}.{kind}" for i in range(6) for kind in ("weight", "bias")]
     phrases = [
@@ -112,14 +112,14 @@ def test_strict_mode_raises_when_stock_does() -> None:
     for kind in (DistributedDataParallel, Stock):
         net: Any = kind(Two(), find_unused_parameters=False)
         net._check_reducer_finalized()
-        net(batch(), both=False).sum().backward()
+        net(drawn(4, 3), both=False).sum().backward()
         for _ in range(2):
             with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
                 net._check_reducer_finalized()
         with torch.no_grad():
-            net(batch())
+            net(drawn(4, 3))
         with net.no_sync(), pytest.raises(RuntimeError, match="Expected to have finished"):
-            net(batch())
+            net(drawn(4, 3))
 
 
 @ranks(2)
@@ -135,11 +135,10 @@ def test_an_unfinished_backward_is_seen_without_waiting() -> None:
 
     handle = net.module.first.weight.register_hook(look)
     with pytest.raises(KeyError):
-        net(batch()).sum().backward()
+        net(drawn(4, 3)).sum().backward()
     assert "still runs" in seen[0]
     handle.remove()
     with pytest.raises(RuntimeError, match="broke off"):
         net._check_reducer_finalized()
-    net.zero_grad()
-    net(batch()).sum().backward()
+    train_step(net, drawn(4, 3), loss=torch.sum)
     net._check_reducer_finalized()

@@ -6,4 +6,5 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / "tests"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT)]  # where the package "benchmarks" is
+sys.path += [str(ROOT / "tests")]

@@ -9,17 +9,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
+from typing import Any
 
+import nets
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_on_all_ranks, gather
 from torch import Tensor, nn
-from worlds import CARDS, CPU, NCCL_2, in_worlds
+from worlds import CARDS, CPU, NCCL_2, VIEW, everywhere, in_worlds
 
 from tritonddp import DistributedDataParallel
-
-VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 
 
 class Mixed(nn.Module):
@@ -34,39 +34,36 @@ class Mixed(nn.Module):
         return self.last(self.first(x).to(self.last.weight.dtype)).float()
 
 
-def batch(rank: int, step: int, device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(4, 8, generator=generator).to(device)
+def batch(device: torch.device, step: int, rank: int | None = None) -> Tensor:
+    return nets.batch(step, rank, (4, 8)).to(device)
 
 
-def expected(ddp: DistributedDataParallel, step: int, weights: list[float]) -> dict[str, Tensor]:
-    """Weighted mean of what each rank's module computes alone, in fp64."""
-    sums: dict[str, Tensor] = {}
-    for rank, weight in enumerate(weights):
-        alone = copy.deepcopy(ddp.module)
-        alone.zero_grad()
-        alone(batch(rank, step, ddp.device)).mean().backward()
-        for name, param in alone.named_parameters():
-            if param.grad is not None:
-                part = param.grad.double() * weight / sum(weights)
-                sums[name] = sums[name] + part if name in sums else part
-    return sums
+def expected(
+    ddp: DistributedDataParallel, step: int, weights: list[float] | None
+) -> list[Tensor | None]:
+    """Weighted mean of what each rank's module computes alone."""
+    alone = copy.deepcopy(ddp.module)
+    return nets.mean_gradients(
+        alone, lambda rank: alone(batch(ddp.device, step, rank)).mean(), weights
+    )
 
 
 def assert_step(ddp: DistributedDataParallel, step: int, weights: list[float] | None) -> None:
     ddp.zero_grad()
     mine = contextlib.nullcontext() if weights is None else ddp.weighted(weights[dist.get_rank()])
     with mine:
-        ddp(batch(dist.get_rank(), step, ddp.device)).mean().backward()
-    means = expected(ddp, step, weights or [1.0] * dist.get_world_size())
-    for name, param in ddp.module.named_parameters():
-        assert (param.grad is None) == (name not in means), name
-        if name in means:
-            coarse = param.dtype is not torch.float32
-            torch.testing.assert_close(
-                param.grad.double(), means[name], rtol=2e-2 if coarse else 1e-5, atol=1e-4
-            )
+        ddp(batch(ddp.device, step)).mean().backward()
+    assert_close(nets.gradients(ddp), expected(ddp, step, weights), list(ddp.parameters()))
     assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+
+
+def assert_close(found: Any, means: Any, params: list[Tensor]) -> None:
+    for param, one, mean in zip(params, found, means, strict=True):
+        assert (one is None) == (mean is None)
+        if one is not None:
+            coarse = param.dtype is not torch.float32
+            close = {"rtol": 2e-2 if coarse else 1e-5, "atol": 1e-4, "check_dtype": False}
+            torch.testing.assert_close(one.cpu(), mean, **close)
 
 
 @in_worlds(CPU, *CARDS)
@@ -85,9 +82,8 @@ def test_check_sync_finds_what_differs_and_only_that(device: torch.device) -> No
     assert re.search("gradient 'first.bias' .*; rank 1 has none", str(raised.value))
 
 
-@VIEW
 @pytest.mark.parametrize("last", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@in_worlds(CPU, *CARDS)
+@everywhere
 def test_weighted_means(device: torch.device, last: torch.dtype, view: bool) -> None:
     ddp = DistributedDataParallel(Mixed(last).to(device), gradient_as_bucket_view=view)
     for step in range(4):
@@ -96,18 +92,16 @@ def test_weighted_means(device: torch.device, last: torch.dtype, view: bool) -> 
         assert_step(ddp, step, None)
 
 
-@VIEW
-@in_worlds(CPU, *CARDS)
+@everywhere
 def test_all_weights_zero(device: torch.device, view: bool) -> None:
     ddp = DistributedDataParallel(Mixed(torch.float32).to(device), gradient_as_bucket_view=view)
     with ddp.weighted(0):
-        (ddp(batch(0, 0, device)) * torch.nan).mean().backward()
+        (ddp(batch(device, 0, 0)) * torch.nan).mean().backward()
     assert not ddp.module.first.weight.grad.any()
     assert ddp.module.extra.weight.grad is None
 
 
-@VIEW
-@in_worlds(CPU, *CARDS)
+@everywhere
 def test_parameters_added_later(device: torch.device, view: bool) -> None:
     ddp = DistributedDataParallel(Mixed(torch.float32).to(device), gradient_as_bucket_view=view)
     assert_step(ddp, 0, None)
@@ -118,19 +112,14 @@ def test_parameters_added_later(device: torch.device, view: bool) -> None:
         assert_step(ddp, step, None)
 
 
-@VIEW
-@in_worlds(CPU, *CARDS)
+@everywhere
 def test_gradients_on_request(device: torch.device, view: bool) -> None:
     ddp = DistributedDataParallel(Mixed(torch.bfloat16).to(device), gradient_as_bucket_view=view)
     for step in range(3):
-        loss = ddp(batch(dist.get_rank(), step, device)).mean()
+        loss = ddp(batch(device, step)).mean()
         grads = torch.autograd.grad(loss, list(ddp.parameters()), allow_unused=True)
         found = ddp.reduce_gradients(grads)
-        means = expected(ddp, step, [1.0] * dist.get_world_size())
-        for (name, _), one in zip(ddp.module.named_parameters(), found, strict=True):
-            assert (one is None) == (name not in means)
-            if one is not None:
-                torch.testing.assert_close(one.double(), means[name], rtol=2e-2, atol=1e-4)
+        assert_close(found, expected(ddp, step, None), list(ddp.parameters()))
 
 
 @VIEW
@@ -140,13 +129,13 @@ def test_ranks_that_disagree_know_it_at_the_next_forward_at_the_latest(
 ) -> None:
     ddp = DistributedDataParallel(Mixed(torch.float32).to(device), gradient_as_bucket_view=view)
     assert_step(ddp, 0, None)
-    loss = ddp(batch(dist.get_rank(), 1, device)).mean()
+    loss = ddp(batch(device, 1)).mean()
     weighted = ddp.weighted(2) if dist.get_rank() else contextlib.nullcontext()
 
     def backward_and_forward() -> None:
         with weighted:
             loss.backward()
-        ddp(batch(dist.get_rank(), 2, device))
+        ddp(batch(device, 2))
 
     with pytest.raises(RuntimeError, match="rank 0: no weight; rank 1: weight 2") as raised:
         backward_and_forward()
@@ -155,8 +144,7 @@ def test_ranks_that_disagree_know_it_at_the_next_forward_at_the_latest(
 
 
 @pytest.mark.parametrize("way", [{}, {"reduce_dtype": torch.bfloat16}, {"compression": "int8"}])
-@VIEW
-@in_worlds(CPU, *CARDS)
+@everywhere
 def test_gradients_that_are_not_finite(device: torch.device, view: bool, way: dict) -> None:
     ddp = DistributedDataParallel(
         Mixed(torch.float16).to(device), gradient_as_bucket_view=view, check_finite="raise", **way
@@ -164,7 +152,7 @@ def test_gradients_that_are_not_finite(device: torch.device, view: bool, way: di
     last = dist.get_world_size() - 1
     for step in range(4):
         ddp.zero_grad()
-        loss = ddp(batch(dist.get_rank(), step, device)).mean()
+        loss = ddp(batch(device, step)).mean()
         if step == 2:
             if dist.get_rank() == last:
                 loss = loss + ddp.module.first.weight[3, 4] * torch.nan

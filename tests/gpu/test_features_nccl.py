@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,18 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_on_all_ranks
+from nets import WIDTH, batch, dense, gradients, mean_gradients
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.parallel.distributed import _MixedPrecision
-from worlds import CARDS, CPU, device_of_stock, in_worlds, is_recorded
+from worlds import CARDS, VIEW, device_of_stock, everywhere, in_worlds, is_recorded
 
 import tritonddp
 from tritonddp import DistributedDataParallel
 
-VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 BF16 = torch.bfloat16
-WIDTH = 32
 
 
 class Complex(nn.Module):
@@ -51,12 +49,6 @@ class Sparse(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.table((x[:, :5].abs() * 20).long().clamp(max=49)).sum(1))
-
-
-def dense() -> nn.Module:
-    widths = [WIDTH, 64, 64, 64, 8]
-    layers = [nn.Linear(*pair) for pair in itertools.pairwise(widths)]
-    return nn.Sequential(*(each for layer in layers for each in (layer, nn.Tanh())))
 
 
 @contextlib.contextmanager
@@ -120,18 +112,8 @@ CASES = {
 }
 
 
-def batch(rank: int, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(8, WIDTH, generator=generator)
-
-
-def gradients(module: nn.Module) -> list[Tensor]:
-    return [param.grad.to_dense().detach().cpu() for param in module.parameters()]
-
-
-@VIEW
 @pytest.mark.parametrize("name", list(CASES))
-@in_worlds(CPU, *CARDS)
+@everywhere
 def test_gradients_are_the_mean_of_what_ranks_compute_alone(
     device: torch.device, name: str, view: bool
 ) -> None:
@@ -144,21 +126,17 @@ def test_gradients_are_the_mean_of_what_ranks_compute_alone(
         **feature.options,
         **(feature.on_card(device) if device.type == "cuda" else {}),
     )
-    rank, size = dist.get_rank(), dist.get_world_size()
     for step in range(4):
         ddp.zero_grad()
         with feature.around(ddp):
-            output = ddp(batch(rank, step).to(device))
+            output = ddp(batch(step).to(device))
             assert output.device == device
             output.float().square().mean().backward()
-        means = [torch.zeros_like(param) for param in alone.parameters()]
-        for each in range(size):
-            alone.zero_grad()
-            alone(batch(each, step)).square().mean().backward()
-            means = [mean + one / size for mean, one in zip(means, gradients(alone), strict=True)]
+        means = mean_gradients(alone, lambda rank: alone(batch(step, rank)).square().mean())  # noqa: B023
         largest = max(float(mean.abs().max()) for mean in means)
         for mean, one in zip(means, gradients(ddp), strict=True):
-            torch.testing.assert_close(one, mean, rtol=1e-4, atol=feature.tolerance * largest)
+            tolerance = {"rtol": 1e-4, "atol": feature.tolerance * largest}
+            torch.testing.assert_close(one, mean, check_dtype=False, **tolerance)
         assert_same_on_all_ranks(gradients(ddp), f"step {step}")
 
 
@@ -184,9 +162,8 @@ HOOKS: dict[str, Callable[[torch.device], tuple[Any, Any]]] = {
 }
 
 
-@VIEW
 @pytest.mark.parametrize("hook", list(HOOKS))
-@in_worlds(CPU, *CARDS)
+@everywhere
 def test_communication_hooks_train_as_under_stock_ddp(
     device: torch.device, hook: str, view: bool
 ) -> None:
@@ -201,7 +178,7 @@ def test_communication_hooks_train_as_under_stock_ddp(
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         for step in range(6):
             optimizer.zero_grad(set_to_none=step % 2 == 0)
-            ddp(batch(dist.get_rank(), step).to(where)).square().mean().backward()
+            ddp(batch(step).to(where)).square().mean().backward()
             optimizer.step()
         trained.append([param.detach().cpu() for param in ddp.parameters()])
     stock, ours = trained
@@ -221,12 +198,11 @@ def test_batch_norm_over_all_ranks_is_that_of_the_whole_batch(
         nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(alone)).to(device),
         gradient_as_bucket_view=view,
     )
-    rank, size = dist.get_rank(), dist.get_world_size()
     for step in range(3):
         for net in (alone, ddp):
             net.zero_grad()
-        ddp(batch(rank, step).to(device)).square().mean().backward()
-        whole = torch.cat([batch(each, step) for each in range(size)])
+        ddp(batch(step).to(device)).square().mean().backward()
+        whole = torch.cat([batch(step, each) for each in range(dist.get_world_size())])
         alone(whole).square().mean().backward()
         for expected, found in zip(gradients(alone), gradients(ddp), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
@@ -235,8 +211,7 @@ def test_batch_norm_over_all_ranks_is_that_of_the_whole_batch(
     assert isinstance(ddp.module[1], nn.SyncBatchNorm)
 
 
-@VIEW
-@in_worlds(CPU, *CARDS)
+@everywhere
 def test_gradients_that_are_accumulated_on_several_streams(
     device: torch.device, view: bool
 ) -> None:
@@ -253,18 +228,15 @@ def test_gradients_that_are_accumulated_on_several_streams(
             with torch.cuda.stream(streams[-1]):
                 held.append(layer.weight.expand_as(layer.weight))
     ddp = DistributedDataParallel(module, gradient_as_bucket_view=view, bucket_cap_mb=0.03)
-    rank, size = dist.get_rank(), dist.get_world_size()
     for step in range(4):
         # In place: each gradient is added to on the stream of its node.
-        for net in (alone, ddp):
-            net.zero_grad(set_to_none=False)
-        loss = ddp(batch(rank, step).to(device)).square().mean()
+        ddp.zero_grad(set_to_none=False)
+        loss = ddp(batch(step).to(device)).square().mean()
         if device.type == "cuda" and step:
             for stream in streams:
                 with torch.cuda.stream(stream):
                     torch.cuda._sleep(30_000_000)
         loss.backward()
-        for each in range(size):
-            (alone(batch(each, step)).square().mean() / size).backward()
-        for expected, found in zip(gradients(alone), gradients(ddp), strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        means = mean_gradients(alone, lambda rank: alone(batch(step, rank)).square().mean())  # noqa: B023
+        for expected, found in zip(means, gradients(ddp), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, check_dtype=False)

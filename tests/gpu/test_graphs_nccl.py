@@ -13,12 +13,9 @@ import torch
 import torch.distributed as dist
 from distributed import assert_same_on_all_ranks
 from torch import Tensor, nn
-from worlds import NCCL_1, NCCL_2, in_worlds
+from worlds import CARDS, NCCL_2, VIEW, in_worlds
 
 from tritonddp import DistributedDataParallel
-
-VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-CARDS = (NCCL_1, NCCL_2)
 
 
 class Training:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -15,28 +14,16 @@ import torch
 import torch.distributed as dist
 from clock import time_of_test
 from distributed import assert_same_on_all_ranks, gather
+from nets import WIDTH, batch, dense
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.utils import clip_grad_norm_, get_total_norm
-from worlds import CARDS, CPU, device_of_stock, in_worlds, is_recorded
+from worlds import CARDS, CPU, VIEW, device_of_stock, everywhere, in_worlds, is_recorded
 
 from tritonddp import DistributedDataParallel
 from tritonddp.features.drift import SLICES
 
-VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-WIDTH = 32
 STEPS = 12
-
-
-def dense() -> nn.Module:
-    widths = [WIDTH, 64, 64, 64, 8]
-    layers = [nn.Linear(*pair) for pair in itertools.pairwise(widths)]
-    return nn.Sequential(*(each for layer in layers for each in (layer, nn.Tanh())))
-
-
-def batch(device: torch.device, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    return torch.randn(8, WIDTH, generator=generator).to(device)
 
 
 @contextlib.contextmanager
@@ -52,9 +39,8 @@ def waits_for_nothing(device: torch.device) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@VIEW
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@in_worlds(CPU, *CARDS)
+@everywhere
 def test_norms_and_clipping_are_torchs(
     device: torch.device, dtype: torch.dtype, view: bool
 ) -> None:
@@ -70,7 +56,7 @@ def test_norms_and_clipping_are_torchs(
     )  # torch's factor is rounded, and so is a gradient
     for step in range(5):
         ddp.zero_grad()
-        ddp(batch(device, step).to(dtype)).float().square().mean().backward()
+        ddp(batch(step).to(device).to(dtype)).float().square().mean().backward()
         norm = float(get_total_norm([param.grad.double() for param in params]))
         twins = [nn.Parameter(param.detach().clone()) for param in params]
         for twin, param in zip(twins, params, strict=True):
@@ -97,7 +83,7 @@ def test_an_overflow_is_in_the_norm(device: torch.device) -> None:
     ddp = DistributedDataParallel(dense().to(device, torch.float16), grad_norm=True)
     for scale in (1.0, math.inf, 1.0):
         ddp.zero_grad()
-        (ddp(batch(device, 0).half()).sum() * scale).backward()
+        (ddp(batch(0).to(device).half()).sum() * scale).backward()
         found = ddp.grad_norm()
         assert bool(found.isfinite()) is (scale == 1)
         with (
@@ -123,7 +109,7 @@ def test_the_slow_rank_is_named_with_its_part(device: torch.device, part: str) -
 
             for number in range(count):
                 sleep("input")
-                outputs = ddp(batch(device, number))
+                outputs = ddp(batch(number).to(device))
                 sleep("forward")
                 outputs.register_hook(lambda _: sleep("backward"))
                 outputs.square().mean().backward()
@@ -162,7 +148,7 @@ def test_parameters_that_drift_apart_are_named(device: torch.device) -> None:
             with torch.no_grad():
                 ddp.module[4].weight[3, 5] += 0.25
         try:
-            ddp(batch(device, number)).square().mean().backward()
+            ddp(batch(number).to(device)).square().mean().backward()
         except RuntimeError as error:
             said = number, str(error)
             break
@@ -176,8 +162,7 @@ def test_parameters_that_drift_apart_are_named(device: torch.device) -> None:
     assert f"rank {size - 1} has norm" in said[1]
 
 
-@VIEW
-@in_worlds(CPU, *CARDS)
+@everywhere
 def test_buffers_are_those_of_stock_at_each_forward(device: torch.device, view: bool) -> None:
     torch.manual_seed(3)
     module = nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
@@ -192,7 +177,7 @@ def test_buffers_are_those_of_stock_at_each_forward(device: torch.device, view: 
             )
         )
         for number in range(STEPS):
-            ddp(batch(where, number)).square().mean().backward()
+            ddp(batch(number).to(where)).square().mean().backward()
             ddp.zero_grad()
         seen.append(values)
     stock, ours = seen
@@ -215,7 +200,7 @@ def test_all_of_it_at_once_lets_the_host_run_ahead(device: torch.device, view: b
     )
     for number in range(SLICES + 6):
         ddp.zero_grad()
-        ddp(batch(device, number)).square().mean().backward()
+        ddp(batch(number).to(device)).square().mean().backward()
         with waits_for_nothing(device):
             ddp.clip_grad_norm_(0.1)
     assert ddp.grad_norm().item() <= 0.11

@@ -35,11 +35,9 @@ from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.profiler import ProfilerActivity, profile
-from worlds import CARDS, CPU, GLOO_2, device_of_stock, in_worlds, is_recorded
+from worlds import CARDS, CPU, GLOO_2, VIEW, device_of_stock, everywhere, in_worlds, is_recorded
 
 from tritonddp import DistributedDataParallel
-
-VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 
 
 def wrap(module: nn.Module, view: bool, **options: Any) -> DistributedDataParallel:
@@ -123,9 +121,8 @@ def network(kind: str) -> nn.Module:
     return nn.Sequential(*layers).to({"fp32": FP32, "bf16": BF16}[kind])
 
 
-@VIEW
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "mixed"])
-@in_worlds(CPU, *CARDS)
+@everywhere
 def test_gradients_are_those_of_stock_ddp(device: torch.device, kind: str, view: bool) -> None:
     module = network(kind)
     options = {"bucket_cap_mb": 0.01, "gradient_as_bucket_view": view}
@@ -152,8 +149,7 @@ def test_gradients_are_those_of_stock_ddp(device: torch.device, kind: str, view:
         assert_same_on_all_ranks(list(ours.parameters()), f"parameters after step {step}")
 
 
-@VIEW
-@in_worlds(CPU, *CARDS)
+@everywhere
 def test_gradients_are_those_of_one_process_on_the_whole_batch(
     device: torch.device, view: bool
 ) -> None:
@@ -193,8 +189,7 @@ def test_ranks_may_leave_different_parameters_out(device: torch.device, view: bo
             total = NONE
 
 
-@VIEW
-@in_worlds(CPU, *CARDS)
+@everywhere
 def test_backwards_under_no_sync_are_reduced_with_the_next(
     device: torch.device, view: bool
 ) -> None:
@@ -213,8 +208,7 @@ def test_backwards_under_no_sync_are_reduced_with_the_next(
         assert_gradients(ddp, total, f"steps {first} to {first + 2}")
 
 
-@VIEW
-@in_worlds(CPU, *CARDS)
+@everywhere
 def test_every_backward_on_a_graph_is_reduced(device: torch.device, view: bool) -> None:
     ddp = wrapped_zoo(device, view)
     for step in range(3):
@@ -227,8 +221,7 @@ def test_every_backward_on_a_graph_is_reduced(device: torch.device, view: bool) 
     assert ddp.reducer.counters.reductions == 6
 
 
-@VIEW
-@in_worlds(CPU, *CARDS)
+@everywhere
 def test_gradients_survive_the_rebuild_after_the_first_step(
     device: torch.device, view: bool
 ) -> None:
@@ -253,9 +246,8 @@ def test_ranks_start_with_the_parameters_and_buffers_of_rank_0(device: torch.dev
     assert_same_on_all_ranks([*ddp.parameters(), *ddp.buffers()], "at the start")
 
 
-@VIEW
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-@in_worlds(CPU, *CARDS)
+@everywhere
 def test_the_factor_of_a_weighted_mean_is_not_rounded_to_the_wire(
     device: torch.device, dtype: torch.dtype, view: bool
 ) -> None:
@@ -277,8 +269,7 @@ def test_the_factor_of_a_weighted_mean_is_not_rounded_to_the_wire(
 SMALL_BUCKETS = {"bucket_cap_mb": 10 * 256 / 2**20, "transport": "process_group"}
 
 
-@VIEW
-@in_worlds(CPU, *CARDS)
+@everywhere
 def test_one_flatten_one_all_reduce_one_unflatten_a_bucket(
     device: torch.device, view: bool
 ) -> None:
@@ -343,9 +334,8 @@ def test_the_profiler_sees_these_launches_and_no_others(device: torch.device, vi
 # Streams and memory
 
 
-@VIEW
 @pytest.mark.parametrize("forward", ["beside", "before"])
-@in_worlds(CPU, *CARDS)
+@everywhere
 def test_a_backward_on_a_side_stream(device: torch.device, forward: str, view: bool) -> None:
     ddp = wrapped_zoo(device, view)
     for step in range(4):
@@ -404,8 +394,7 @@ def test_the_memory_of_gradients_may_be_reused_while_the_device_lags_behind(
             assert_same_bits(grad.cpu(), expected, f"step {step}: gradient {number}")
 
 
-@VIEW
-@in_worlds(CPU, *CARDS)
+@everywhere
 def test_a_wrapper_dropped_right_after_its_backward_has_done_its_work(
     device: torch.device, view: bool
 ) -> None:
@@ -430,8 +419,7 @@ class Broken(RuntimeError):
     pass
 
 
-@VIEW
-@in_worlds(CPU, *CARDS)
+@everywhere
 def test_after_a_backward_that_broke_off_the_next_step_is_right(
     device: torch.device, view: bool
 ) -> None:
@@ -459,8 +447,7 @@ def test_after_a_backward_that_broke_off_the_next_step_is_right(
         assert_gradients(ddp, mean(everyone(ddp, step)), f"step {step}")
 
 
-@VIEW
-@in_worlds(CPU, *CARDS)
+@everywhere
 def test_amp_skips_a_step_on_all_ranks_where_one_overflows(
     device: torch.device, view: bool
 ) -> None:

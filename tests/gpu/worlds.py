@@ -22,11 +22,12 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import one_card
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import RAN_TOO_LONG, call_body, run_ranks
+
+from benchmarks.gpu import one_card
 
 REHEARSES = os.environ.get("TRITONDDP_REHEARSE") == "1"
 # Seconds for one test. Processes start within the time that the harness gives them for that.
@@ -147,6 +148,14 @@ def in_worlds(*worlds: World) -> Callable[[Any], Any]:
         return pytest.mark.parametrize("world", marked, scope="session")(run)
 
     return decorate
+
+
+def everywhere(test: Any) -> Any:
+    """Decorator: as copies and as views of buckets, on the CPU and on all that cards there are."""
+    return VIEW(in_worlds(CPU, *CARDS)(test))
+
+
+VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 
 
 def _call_on_device(name: tuple[str, str], arguments: dict[str, Any], device_type: str) -> None:

@@ -121,7 +121,8 @@ def test_the_name_of_stock_comes_back() -> None:
 
 
 def test_a_missing_lightning_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("lightning", "lightning.pytorch", "pytorch_lightning"):
+    imported = [name for name in sys.modules if "lightning" in name.partition(".")[0]]
+    for name in ("lightning", "lightning.pytorch", "pytorch_lightning", *imported):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "tritonddp.integrations.lightning", raising=False)
     with pytest.raises(ImportError, match="pip install lightning"):

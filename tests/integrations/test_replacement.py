@@ -196,7 +196,8 @@ def test_what_is_torchs_own_is_not_taken_for_somebody_elses(wrap: Any) -> None:
 
 
 def test_a_missing_fabric_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("lightning", "lightning.fabric", "lightning_fabric"):
+    imported = [name for name in sys.modules if name.startswith("lightning")]
+    for name in ("lightning", "lightning.fabric", "lightning_fabric", *imported):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "tritonddp.integrations.fabric", raising=False)
     with pytest.raises(ImportError, match=r"pip install lightning \(or lightning-fabric\)"):

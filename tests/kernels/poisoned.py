@@ -132,20 +132,8 @@ def embedded_flat(
     """A flat buffer full of poison, gaps and trailer too, in an arena."""
     shapes, strides = [shape for shape, _ in slots], [stride for _, stride in slots]
     layout = Layout.of(shapes, strides, 16, headers, marks)
-    flat = FlatBuffer(layout, wire, torch.device(device))
     arena = Arena(layout.numel, wire, device=device)
-    flat.data = arena.inside()
-    flat.payload = flat.data[: layout.flags_offset]
-    headers_offset = layout.flags_offset + len(slots)
-    flat.flags = flat.data[layout.flags_offset : headers_offset]
-    flat.headers = flat.data[headers_offset : headers_offset + headers]
-    flat.trailer = flat.data[layout.flags_offset : headers_offset + headers]
-    words = 0 if marks is None else marks.words
-    flat.marks = flat.data[layout.marks_offset :][: len(slots) * words].view(len(slots), words)
-    flat.views = [
-        flat.data.as_strided(shape, stride, arena.start + offset)
-        for shape, stride, offset in zip(layout.shapes, layout.strides, layout.offsets, strict=True)
-    ]
+    flat = FlatBuffer(layout, wire, arena.memory.device, arena.inside().view(torch.uint8))
     return flat, arena
 
 

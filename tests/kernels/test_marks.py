@@ -6,17 +6,15 @@ import math
 
 import pytest
 import torch
-from poisoned import assert_gaps_intact, assert_same_bits, dense, embedded_flat
+from poisoned import assert_same_bits, dense, embedded_flat
 from quantized_ranks import exchange, quantized_buffers
 
 from tritonddp.kernels import flatten as flatten_module
 from tritonddp.kernels import reference
 from tritonddp.kernels.complex import ComplexBuffer, on_real_parts
-from tritonddp.kernels.device_tables import DeviceTables
 from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer, Layout, Marks
 from tritonddp.kernels.quantized import quantize as quantize_module
 from tritonddp.kernels.quantized import reference as quantize_reference
-from tritonddp.kernels.quantized.quantize import QuantizedTables
 
 # The interpreter is numpy, which warns of the infinities and NaNs that are the point here.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -39,27 +37,6 @@ def ones(dtype=torch.float32):
 
 def spoil(grad, place, value):
     grad.as_strided((grad.numel(),), (1,))[place] = value
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
-@pytest.mark.parametrize("wire", DTYPES, ids=str)
-@KERNELS
-def test_a_number_that_is_not_finite_marks_its_gradient_wherever_it_is(kernels, wire, value):
-    marks = Marks(rank=11, world_size=19)
-    flat, memory = embedded_flat(SLOTS, wire, headers=3, marks=marks)
-    flat.tables = DeviceTables(flat, block=256) if kernels is flatten_module else None
-    places = [(0, 0), (0, 255), (0, 256), (0, 999), (2, 4), (3, 100), (3, 152), (4, 0), (5, 255)]
-    for slot, place in places:
-        grads = ones(wire)
-        spoil(grads[slot], place, value)
-        kernels.flatten(flat, grads, [True] * 6, 0.5, [1, 2, 3])
-        assert flat.marked() == {slot: [11]}, place
-    assert flat.flags.tolist() == [1] * 6
-    assert flat.headers.tolist() == [1, 2, 3]
-    kernels.flatten(flat, ones(wire), [True] * 6, 0.5, [1, 2, 3])
-    assert flat.marked() == {}, "marks of an earlier reduction"
-    assert_gaps_intact(flat)
-    memory.assert_guards_intact("the flat buffer")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -108,13 +85,6 @@ def test_both_parts_of_complex_numbers_are_looked_at(kernels, number):
     assert flat.headers.tolist() == [1, 2]
 
 
-def test_a_poisoned_buffer_keeps_no_marks_of_the_reduction_before():
-    flat, _ = embedded_flat(SLOTS, torch.bfloat16, marks=Marks(rank=9, world_size=19))
-    flat.marks.fill_(255)  # those of all ranks, once reduced
-    flat.fill_nan()
-    assert flat.marked() == {slot: [9] for slot in range(6)}
-
-
 def test_the_twin_marks_the_parts_of_a_buffer_one_by_one():
     flat, _ = embedded_flat(SLOTS, torch.float32, headers=1, marks=Marks(0, 1))
     grads = ones()
@@ -132,33 +102,6 @@ def test_a_buffer_of_headers_alone_marks_nothing():
     reference.flatten(flat, [], [], 1.0, [3, 4])
     assert flat.marked() == {}
     assert flat.headers.tolist() == [3, 4]
-
-
-@pytest.mark.parametrize("numbers", [torch.int8, torch.float8_e4m3fn], ids=str)
-@QUANTIZING
-def test_every_rank_learns_what_each_has_quantised(kernels, numbers):
-    quantized = [True, True, False, True, False, True]
-    flats = quantized_buffers(ones(), quantized, numbers, 3, has_marks=True)
-    found = [{}, {0: 999, 2: 4}, {0: 0, 3: 152, 4: 0}]
-    for step in range(3):
-        for rank, flat in enumerate(flats):
-            if kernels is quantize_module:
-                flat.tables = QuantizedTables(flat, block=512)
-            grads = ones()
-            for slot, place in found[rank].items() if step == 1 else ():
-                spoil(grads[slot], place, (math.nan, math.inf)[rank % 2])
-            headers = bytes(3 * rank) + bytes([rank + 1] * 3) + bytes(3 * (2 - rank))
-            kernels.quantize(flat, grads, [True] * 6, 1 / 3, headers)
-        exchange(flats)
-        for flat in flats:
-            marked = flat.marked()
-            assert marked == ({0: [1, 2], 2: [1], 3: [2], 4: [2]} if step == 1 else {})
-            quantize_reference.reduce_parts(flat)
-            assert flat.flags.tolist() == [3] * 6
-            assert flat.headers.tolist() == [1] * 3 + [2] * 3 + [3] * 3
-    flats[1].fill_nan()
-    exchange(flats)
-    assert flats[0].marked() == {slot: [1] for slot in range(6)}
 
 
 @QUANTIZING

@@ -10,8 +10,8 @@ import torch
 from guarded_ranks import Guarded, assert_same_messages, assert_same_residuals
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from poisoned import POISON, assert_same_bits, dense, embedded_gradients, raw, values
-from quantized_ranks import all_reduce, exchange, gather, quantized_buffers
+from poisoned import assert_same_bits, dense, values
+from quantized_ranks import exchange, gather, quantized_buffers
 
 from tritonddp.kernels import launch
 from tritonddp.kernels.quantized import dequantize as dequantize_module
@@ -58,90 +58,6 @@ def gradients(rank, special, slots=SLOTS):
             content[::7] = -0.0
         result.append(content.as_strided(shape, stride))
     return result
-
-
-@pytest.mark.parametrize(
-    ("world_size", "feedback"), [(1, True), (1, False), (2, True), (3, True), (4, True)]
-)
-@NUMBERS
-def test_all_ranks_have_the_bits_of_the_reference(numbers, world_size, feedback):
-    mine, twins = buffers(numbers, world_size, feedback)
-    # The second step with NaN, infinities and what is too small. In the third some ranks do not use
-    # what has a residual, and none uses the last slot.
-    for step in range(3):
-        grads = [gradients(rank, special=step == 1) for rank in range(world_size)]
-        used = [[True] * 6 for _ in range(world_size)]
-        if step == 2:
-            used = [
-                [slot != 5 and (rank + slot) % 3 != 1 for slot in range(6)] for rank in range(4)
-            ]
-            for each in grads:
-                each[5] = None
-        results = all_reduce(mine.flats, grads, used, 1 / 3, TRITON)
-        expected = all_reduce(twins.flats, grads, used, 1 / 3, reference)
-        for flat, twin in zip(mine.flats, twins.flats, strict=True):
-            assert_same_residuals(flat, twin)
-            assert torch.equal(flat.flags, twin.flags)
-            assert torch.equal(flat.headers, twin.headers)
-            assert_same_bits(flat.result.scales, twin.result.scales, "scales")
-        for rank in range(world_size):
-            for slot in range(len(SLOTS)):
-                assert_same_bits(results[rank][slot], expected[rank][slot], f"slot {slot}")
-                assert_same_bits(results[rank][slot], results[0][slot], f"rank {rank}")
-        mine.assert_guards_intact()
-        twins.assert_guards_intact()
-    assert results[0][5].isnan().all(), "it was written, though no rank has used it"
-
-
-@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@NUMBERS
-def test_gradients_of_any_dtype_are_quantised_as_by_the_reference(numbers, dtype, aligned):
-    mine, twins = buffers(numbers, 2)
-    flat, twin = mine.flats[1], twins.flats[1]
-    grads, arenas = embedded_gradients(SLOTS, dtype, aligned)
-    grads[0].copy_(torch.randn(1000) * 3e4)  # one that stays finite
-    before = [raw(arena.memory).clone() for arena in arenas]
-    used, headers = [True, False, True, True, False, True], bytes([0, 0, 0, 7, 8, 255])
-    quantize(flat, grads, used, 1 / 3, headers)
-    reference.quantize(twin, grads, used, 1 / 3, headers)
-    assert flat.tables.aligned is aligned
-    assert_same_messages(flat.message, twin.message, flat)
-    assert_same_residuals(flat, twin)
-    assert flat.outgoing.trailers.tolist() == [[1, 0, 1, 1, 0, 1, 7, 8, 255]] * 2
-    mine.assert_guards_intact()
-    for arena, bits in zip(arenas, before, strict=True):
-        assert torch.equal(raw(arena.memory), bits), "a gradient was written"
-
-
-@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@NUMBERS
-def test_sums_come_into_gradients_of_any_dtype_as_by_the_reference(numbers, dtype, aligned):
-    mine, twins = buffers(numbers, 2, feedback=False)
-    flat, twin = mine.flats[0], twins.flats[0]
-    for each in (flat, twin):
-        generator = torch.Generator().manual_seed(1)
-        codes = torch.randint(0, 255, each.gathered.shape, generator=generator)
-        each.gathered.copy_(codes & 0xF7)  # no NaN among those of fp8
-        each.result.scales.uniform_(0, 1, generator=generator)
-        each.result.scales[0, 2] = math.nan
-        each.result.exact.normal_(generator=generator)
-        each.flags.copy_(torch.tensor([1.0, 0.0, 2.0, 1.0, 1.0, 0.0]))
-    sums = flat.message.clone()
-    for value in (None, 1 / 3, -1e-40, math.inf):
-        factor = None if value is None else torch.tensor([value], dtype=torch.float64)
-        grads, arenas = embedded_gradients(SLOTS, dtype, aligned)
-        expected, _ = embedded_gradients(SLOTS, dtype, aligned)
-        raw(arenas[5].memory).fill_(POISON[dtype.itemsize])
-        grads[4] = expected[4] = None
-        dequantize(flat, grads, factor)
-        reference.dequantize(twin, expected, factor)
-        for slot in (0, 1, 2, 3):
-            assert_same_bits(grads[slot], expected[slot], f"factor {value}, slot {slot}")
-            arenas[slot].assert_guards_intact(f"gradient {slot}")
-        assert (raw(arenas[5].memory) == POISON[dtype.itemsize]).all(), "an unused one was written"
-    assert torch.equal(flat.message, sums), "the message was written"
 
 
 @pytest.mark.parametrize("scale", [0.5, 4.0, 0.375, -0.5, math.inf])

@@ -95,8 +95,6 @@ def test_cuda_tensors_are_quantised_by_the_triton_kernels():
         kernels = select_quantized(torch.device("cuda", 0), torch.int8)
         for each in (kernels.quantize, kernels.reduce_parts, kernels.unflatten):
             print(each.__module__, each.__name__)
-        factor = torch.ones(1)
-        assert kernels.receive(None, factor) is factor
         """
     )
     assert printed.splitlines() == [

@@ -9,6 +9,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 import torch
 from poisoned import assert_same_bits, dense, embedded_gradients, values
 from quantized_ranks import quantized_buffers
+from stub_kernel import StubKernel
 
 import tritonddp
 from tritonddp import _torch
@@ -69,34 +71,6 @@ def calls(function: Callable[..., Any], *arguments: Any) -> int:
     return count
 
 
-class Compiled:
-    """Notes what is launched."""
-
-    def __init__(self, kernel: Kernel, number: int) -> None:
-        self.kernel, self.number = kernel, number
-
-    def __getitem__(self, grid: Any) -> Any:
-        return lambda *arguments: self.kernel.launched.append((self.number, arguments))
-
-
-class Kernel:
-    """Compiles nothing.
-
-    Attributes:
-        options: of the last variant.
-        launched: number of the variant and arguments of each launch.
-    """
-
-    def __init__(self) -> None:
-        self.options: dict[str, Any] = {}
-        self.variants = 0
-        self.launched: list[tuple[int, tuple[Any, ...]]] = []
-
-    def warmup(self, *arguments: Any, **options: Any) -> Compiled:
-        self.variants, self.options = self.variants + 1, options
-        return Compiled(self, self.variants)
-
-
 MODULES = {
     "flatten": flatten_module,
     "unflatten": unflatten_module,
@@ -107,10 +81,10 @@ MODULES = {
 
 
 @pytest.fixture
-def kernels() -> Iterator[dict[str, Kernel]]:
+def kernels() -> Iterator[dict[str, StubKernel]]:
     """Kernels of a GPU that are launched on tensors on the CPU, and do nothing."""
     with contextlib.ExitStack() as stack:
-        fakes = {name: Kernel() for name in MODULES}
+        fakes = {name: StubKernel() for name in MODULES}
         for name, module in MODULES.items():
             stack.enter_context(mock.patch.object(module._launch, "kernel", fakes[name]))
         yield fakes
@@ -279,15 +253,21 @@ def test_the_trailer_is_written_anew_after_the_collective_has_been_there():
 
 
 @pytest.mark.parametrize("what", ["flags", "headers"])
-def test_what_owners_of_flags_and_headers_change_in_place_is_noticed(what):
-    flat, used, headers = flat_of(), list(USED), bytearray(HEADERS)
+@pytest.mark.parametrize("run", [None, reference.flatten, flatten_module.flatten])
+def test_what_owners_of_flags_and_headers_change_in_place_is_noticed(run, what):
+    flat, used, headers = flat_of(alignment=16), list(USED), bytearray(HEADERS)
+    write = (
+        partial(run, flat, gradients())
+        if run
+        else lambda used, _, also: flat.write_trailer(used, also)
+    )
     for place in range(3):
-        flat.write_trailer(used, headers)
+        write(used, 1.0, headers)
         if what == "flags":
             used[place] = False
         else:
             headers[place] = 9
-        flat.write_trailer(used, headers)
+        write(used, 1.0, headers)
         assert flat.flags.tolist() == used
         assert flat.headers.tolist() == list(headers)
 
@@ -342,8 +322,9 @@ def test_launches_of_a_steady_quantised_step_are_few_functions(kernels):
     assert all(len(kernels[name].launched) >= 3 for name in ("quantize", "dequantize"))
 
 
-def test_one_function_says_how_large_all_programs_are(kernels, monkeypatch):
-    monkeypatch.setattr(device_tables, "program_shape", lambda flat: (512, 8))
+def test_one_place_says_how_large_all_programs_are(kernels, monkeypatch):
+    monkeypatch.setattr(device_tables, "BLOCK", 512)
+    monkeypatch.setattr(device_tables, "WARPS", 8)
     grads = [torch.ones(1025)]
     flat = flat_of([dense([1025])], alignment=16)
     flatten_module.flatten(flat, grads, [True], 0.5, HEADERS)
@@ -353,8 +334,8 @@ def test_one_function_says_how_large_all_programs_are(kernels, monkeypatch):
     dequantize_module.dequantize(quantized, grads)
     assert [row[-1] for row in flat.tables.chunks.tolist()] == [512, 512, 1]
     for name in ("flatten", "unflatten", "quantize", "dequantize"):
-        assert kernels[name].options["num_warps"] == 8
-        assert 512 in kernels[name].launched[-1][1][4:]
+        assert kernels[name].warmups[-1][1] == 8
+        assert 512 in kernels[name].launched[-1][2][4:]
 
 
 def test_no_gpu_is_asked_for_tensors_on_the_cpu(kernels, monkeypatch):
@@ -399,9 +380,9 @@ def test_each_variant_of_a_flatten_is_prepared_once_and_taken_again(kernels):
         for grads in (fp32, fp16, odd, [*odd[:1], None, *odd[2:]], [None, *fp32[1:]], none):
             flatten_module.flatten(flat, grads, USED, 0.5, HEADERS)
     # Zeros are compiled as gradients of the wire dtype are.
-    assert [number for number, _ in kernels["flatten"].launched] == [1, 2, 3, 3, 1, 1] * 2
+    assert [number for number, *_ in kernels["flatten"].launched] == [1, 2, 3, 3, 1, 1] * 2
     tables = flat.tables._tables
-    for _, arguments in kernels["flatten"].launched:
+    for *_, arguments in kernels["flatten"].launched:
         assert arguments[0] is flat.tables.chunks
         assert any(arguments[1] is each.dynamic for each in tables)
         assert arguments[2] is flat.data
@@ -409,7 +390,7 @@ def test_each_variant_of_a_flatten_is_prepared_once_and_taken_again(kernels):
         assert len(arguments) == 11 + 7
     assert len({key for each in tables for key in each.launches}) == 4
     flatten_module.flatten(flat, none, USED, 0.5, HEADERS)
-    assert kernels["flatten"].launched[-1][1][1] is flat.tables.dynamic
+    assert kernels["flatten"].launched[-1][2][1] is flat.tables.dynamic
 
 
 def test_gradients_of_two_dtypes_where_those_of_one_were_are_an_error(kernels):
@@ -433,8 +414,8 @@ def test_each_variant_of_an_unflatten_is_prepared_once_and_gets_its_factor(kerne
             unflatten_module.unflatten(flat, grads, factor)
     launched = kernels["unflatten"].launched
     numbers = [1, 1, 1, 2, 3, 3, 3, 4, 5, 5, 5, 6, 7, 7, 7, 8]
-    assert [number for number, _ in launched] == numbers
-    for place, (_, arguments) in enumerate(launched):
+    assert [number for number, *_ in launched] == numbers
+    for place, (*_, arguments) in enumerate(launched):
         factor = factors[place % 4]
         assert arguments[3] is (flat.tables.one if factor is None else factor)
         assert arguments[4] is None  # nobody asks for squares
@@ -451,8 +432,8 @@ def test_other_residuals_are_given_to_the_next_launch(kernels):
         for _ in range(2):
             quantize_module.quantize(flat, grads, USED, 0.5, HEADERS)
             reduce_parts_module.reduce_parts(flat)
-            assert kernels["quantize"].launched[-1][1][3] is flat.residuals.sent
-            assert kernels["reduce_parts"].launched[-1][1][1] is flat.residuals.reduced
+            assert kernels["quantize"].launched[-1][2][3] is flat.residuals.sent
+            assert kernels["reduce_parts"].launched[-1][2][1] is flat.residuals.reduced
         flat.residuals.sent = flat.residuals.sent.clone()
         flat.residuals.reduced = flat.residuals.reduced.clone()
 
@@ -462,8 +443,8 @@ def test_a_new_buffer_prepares_launches_of_its_own(kernels):
     for _ in range(2):
         flat = flat_of(alignment=16)
         flatten_module.flatten(flat, grads, USED, 0.5, HEADERS)
-        assert kernels["flatten"].launched[-1][1][2] is flat.data
+        assert kernels["flatten"].launched[-1][2][2] is flat.data
     assert kernels["flatten"].variants == 1
     part = flat.part(0, 3)
     flatten_module.flatten(part, grads[:3], USED[:3], 0.5)
-    assert kernels["flatten"].launched[-1][1][4] == 3  # slots
+    assert kernels["flatten"].launched[-1][2][4] == 3  # slots

@@ -9,7 +9,6 @@ import torch
 from poisoned import (
     POISON,
     SLOTS,
-    assert_gaps_intact,
     assert_same_bits,
     dense,
     embedded_flat,
@@ -47,78 +46,6 @@ def reduced(slots, wire, flags=None) -> FlatBuffer:
     flat.flags.copy_(torch.tensor([1.0] * len(slots) if flags is None else flags))
     flat.tables = DeviceTables(flat, block=256)
     return flat
-
-
-@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
-@pytest.mark.parametrize("wire", DTYPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_gradient_has_the_bits_of_the_reference(dtype, wire, aligned):
-    flat = reduced(SLOTS, wire)
-    before = raw(flat.data).clone()
-    grads, arenas = embedded_gradients(SLOTS, dtype, aligned)
-    expected, _ = embedded_gradients(SLOTS, dtype, aligned)
-    for tensor in (*grads, *expected):
-        tensor.fill_(7)
-
-    unflatten(flat, grads)
-    reference.unflatten(flat, expected)
-
-    assert flat.tables.aligned is aligned
-    for slot, (grad, twin) in enumerate(zip(grads, expected, strict=True)):
-        assert_same_bits(grad, twin, f"slot {slot} {SLOTS[slot]}")
-        arenas[slot].assert_guards_intact(f"gradient {slot}")
-    assert torch.equal(raw(flat.data), before), "the flat buffer was written"
-
-
-@pytest.mark.parametrize("wire", DTYPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_scaled_gradients_have_the_bits_of_the_reference(dtype, wire):
-    flat = reduced(SLOTS, wire)
-    flat.tables = DeviceTables(flat, block=2048)  # the interpreter takes its time for each program
-    before = raw(flat.data).clone()
-    wide = torch.float64 if torch.float64 in (dtype, wire) else torch.float32
-    for value in FACTORS:
-        factor = factor_of(value)
-        grads, arenas = embedded_gradients(SLOTS, dtype)
-        expected, twin_arenas = embedded_gradients(SLOTS, dtype)
-        unflatten(flat, grads, factor)
-        reference.unflatten(flat, expected, factor)
-        for slot, (grad, twin) in enumerate(zip(grads, expected, strict=True)):
-            where = f"factor {value}, slot {slot} {SLOTS[slot]}"
-            assert_same_bits(grad, twin, where)
-            assert_same_bits(grad, (flat.views[slot].to(wide) * factor.to(wide)).to(dtype), where)
-            arenas[slot].assert_guards_intact(f"gradient {slot}")
-            twin_arenas[slot].assert_guards_intact(f"gradient {slot}")
-    assert torch.equal(raw(flat.data), before), "the flat buffer was written"
-
-
-@pytest.mark.parametrize("value", FACTORS, ids=str)
-@pytest.mark.parametrize("wire", DTYPES, ids=str)
-def test_gradients_that_live_in_the_buffer_are_scaled_there_as_by_the_reference(wire, value):
-    flags = [1.0] * len(SLOTS)
-    flags[7] = 0.0
-    scaled = []
-    for run in (unflatten, reference.unflatten):
-        flat, memory = embedded_flat(SLOTS, wire)
-        for slot, view in enumerate(flat.views):
-            view.copy_(values(view.numel(), wire, slot).as_strided(view.shape, view.stride()))
-        flat.flags.copy_(torch.tensor(flags))
-        before = [view.clone() for view in flat.views]
-        launches = launch.launches
-        run(flat, flat.views, factor_of(value))
-        assert launch.launches - launches == (run is unflatten)
-        assert_same_bits(flat.flags, torch.tensor(flags, dtype=wire), "the flags")
-        assert_same_bits(flat.views[7], before[7], "a gradient that no rank used")
-        assert_gaps_intact(flat)
-        memory.assert_guards_intact("the flat buffer")
-        scaled.append((flat.views, before))
-    (views, before), (twins, _) = scaled
-    wide = torch.promote_types(wire, torch.float32)
-    for slot, (view, twin) in enumerate(zip(views, twins, strict=True)):
-        assert_same_bits(view, twin, f"slot {slot} {SLOTS[slot]}")
-        if flags[slot]:
-            expected = (before[slot].to(wide) * factor_of(value).to(wide)).to(wire)
-            assert_same_bits(view, expected, f"slot {slot} {SLOTS[slot]}")
 
 
 @RUNS
@@ -229,31 +156,6 @@ def test_slots_without_a_gradient_are_skipped():
         arena.assert_guards_intact(f"gradient {slot}")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("wire", [torch.float16, torch.bfloat16], ids=str)
-def test_every_16_bit_pattern_is_cast_as_torch_does(wire, dtype):
-    pattern = torch.arange(-(2**15), 2**15).to(torch.int16).view(wire)
-    flat, _ = embedded_flat([dense([len(pattern)])], wire)
-    flat.views[0].copy_(pattern)
-    flat.flags.fill_(1)
-    flat.tables = DeviceTables(flat, block=8192)
-    grad = torch.zeros(len(pattern), dtype=dtype)
-    unflatten(flat, [grad])
-    assert_same_bits(grad, pattern.to(dtype))
-
-
-@pytest.mark.parametrize("count", [1, 60])
-def test_any_number_of_gradients_is_one_launch(count):
-    slots = [dense([5 + slot]) for slot in range(count)]
-    flat = reduced(slots, torch.bfloat16)
-    grads, _ = embedded_gradients(slots, torch.float32)
-    before = launch.launches
-    unflatten(flat, grads)
-    assert launch.launches - before == 1
-    for view, grad in zip(flat.views, grads, strict=True):
-        assert_same_bits(grad, view.float())
-
-
 @pytest.mark.parametrize("grads", [[None, None], [torch.empty(0), None]], ids=["none", "empty"])
 def test_nothing_to_write_needs_no_launch(grads):
     slots = [dense([0]), dense([9])] if grads[0] is None else [dense([0]), dense([0])]
@@ -287,17 +189,6 @@ def test_other_gradients_are_uploaded_and_leave_flags_and_scale_alone():
     assert torch.equal(flat.tables.dynamic[2:], flags_and_scale)
     assert_same_bits(outputs[0], flat.views[0])
     assert (outputs[1] == 0).all()
-
-
-def test_a_nan_or_infinite_payload_arrives():
-    flat, _ = embedded_flat([dense([18])], torch.float16)
-    flat.views[0].fill_(math.nan)
-    flat.views[0][::2] = -math.inf
-    flat.flags.fill_(1)
-    grad = torch.zeros(18)
-    unflatten(flat, [grad])
-    assert grad[1::2].isnan().all()
-    assert (grad[::2] == -math.inf).all()
 
 
 def test_gradients_of_two_dtypes_are_an_error_that_names_the_slot():

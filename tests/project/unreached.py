@@ -4,23 +4,17 @@
 
 runs the tests under coverage.py, in all processes that they start, and prints which lines none of
 them has executed and :data:`UNREACHED` does not name, and which of its entries tests do reach. It
-takes half an hour. ``test_unreached.py`` looks in each run whether what is named is there.
+takes half an hour. ``test_unreached.py`` looks in each run whether what is named is there. What is
+named is a function, so that its lines may change.
 """
 
 from __future__ import annotations
 
-import ast
-import json
-import os
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
+from collections.abc import Iterable
+from math import inf
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "tritonddp"
+from measured import PACKAGE, functions, measure, missing_lines
 
 # Reasons that several lines have.
 GPU = "a CUDA device; tests/gpu"
@@ -32,216 +26,160 @@ ENGINE = (
     "runs in threads of torch's distributed engine, which coverage.py sees from Python 3.12 on; "
     "tests/reducer/test_distributed_autograd.py"
 )
+LIGHTNING = "needs lightning; make test-clients"
 GUARD = "a guard: no way is known to get there"
 NOTHING = "a part of a buffer, or of a message, that holds nothing at all"
+ALL = inf  # statements of a function
 DISAGREE = "ranks that disagree just there; tests/differential and tests/faults do not hit it"
 
-# By file: the first line of a statement, which is meant with all that is in it (of an ``if``,
-# without its ``else``), behind "function: " where others begin so too; and the reason.
-UNREACHED: dict[str, dict[str, str]] = {
-    "_device.py": {"each.event.synchronize()": GPU},
+# By file and function: how many of its statements tests may leave out at most, and the reason.
+UNREACHED: dict[str, dict[str, tuple[float, str]]] = {
+    "_device.py": {"Moments.wait": (1, GPU)},
     "_torch.py": {
-        "will_engine_execute: raise": "what else torch may raise; it goes on",
-        "def gradients_in_context(context: int) -> dict[Tensor, Tensor]:": ENGINE,
-        "def put_into_context(context: int, param: Tensor, gradient: Tensor) -> None:": ENGINE,
-        "def _put() -> Any:": ENGINE,
-        "raise NotImplementedError": "the one class that inherits it overrides it",
+        "will_engine_execute": (1, "what else torch may raise; it goes on"),
+        "gradients_in_context": (ALL, ENGINE),
+        "put_into_context": (ALL, ENGINE),
+        "_put": (ALL, ENGINE),
+        "CountingJoin.counting": (1, "the one class that inherits it overrides it"),
     },
     "buckets/bucket.py": {
-        "pack: raise": "what else torch raises in a kernel, as for want of memory: it goes on",
-        "if grad.shape != param.shape or grad.dtype != param.dtype:": (
-            "torch checks the same before, when a gradient is accumulated or assigned"
+        "Bucket.pack": (1, "what else torch raises in a kernel, as for want of memory: it goes on"),
+        "Bucket._check_kind": (
+            1,
+            "torch checks the same before, when a gradient is accumulated or assigned",
         ),
     },
     "buckets/parameters.py": {
-        "verify: raise RuntimeError(": "verify_same, before it, raises where hashes have differed",
+        "ModuleParameters.verify": (1, "verify_same, before it, raises where hashes have differed"),
     },
     "buckets/residuals.py": {
-        "add_to: if quantization is None or quantization.residuals is None:": (
-            "a parameter of a loaded state is quantised no more: its dtype is another one now"
+        "add_to": (
+            1,
+            "a parameter of a loaded state is quantised no more: its dtype is another one now",
         ),
     },
     "buckets/view_bucket.py": {
-        "in_buffer: if self.flat is None:": "a lazy bucket, when buckets are renewed",
+        "ViewBucket.in_buffer": (1, "a lazy bucket, when buckets are renewed"),
     },
-    "comm/all_reduce.py": {
-        "exchange_rows: except RuntimeError as error:": "a connection that breaks among these rows",
-    },
-    "comm/grad_bucket.py": {"if bucket.flat is None:": "the hook of a lazy bucket: " + GUARD},
-    "comm/quantized.py": {
-        "launch: except RuntimeError as error:": "NCCL that refuses at once; gloo is in a thread",
-    },
-    "comm/run.py": {
-        "launch_nan: if bucket.index in self.skipped:": (
-            "a skipped bucket that a broken backward had yet to pass"
+    "comm/grad_bucket.py": {"buffer_of": (1, "the hook of a lazy bucket: " + GUARD)},
+    "comm/reduction.py": {
+        "Reduction.launch_nan": (
+            4,
+            "a skipped bucket that a broken backward had yet to pass; a rank that is gone there",
         ),
+        "Reduction._exchange_rows": (2, "a connection that breaks among these rows"),
     },
     "compat/stock_ddp.py": {
-        "return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)": GPUS,
-        "return gather(outputs, output_device, dim=self.dim)": GPUS,
+        "StockDDPNames.scatter": (ALL, GPUS),
+        "StockDDPNames.gather": (ALL, GPUS),
     },
     "config.py": {
-        "devices.insert(0, device)": GPU,
-        "given = device_ids[0] if isinstance(device_ids, list) and device_ids else None": GPU,
-        "if not isinstance(given, int) or given < 0:": GPU,
-        'devices.append(torch.device("cuda", given))': GPU,
-        "if not dist.is_available():": "a build of torch without torch.distributed",
-        "ids = [_device_index(device_ids[0])]": GPU,
-        "return ids, ids[0] if output_device is None else _device_index(output_device)": GPU,
-        "def _device_index(device: int | str | torch.device) -> int:": GPU,
+        "sendable": (5, GPU),
+        "process_group_of": (1, "a build of torch without torch.distributed"),
+        "device_ids_of": (2, GPU),
+        "_device_index": (ALL, GPU),
     },
-    "coordination/processes.py": {"_scope: except OSError:": "a system without /proc, as macOS is"},
-    "ddp.py": {"if self.device_ids:": GPU},
-    "diagnostics/trace.py": {"if len(devices) > 1:": GPUS},
+    "coordination/processes.py": {"_scope": (2, "a system without /proc, as macOS is")},
+    "ddp.py": {"DistributedDataParallel._pre_forward": (3, GPU)},
+    "diagnostics/trace.py": {"trace": (1, GPUS)},
     "features/auto_compression/planner.py": {
-        "if backward is None:": "buckets change before any rank has timed a backward",
-        "on_compute_end: if self._running is None:": "the end of a backward that is not timed",
+        "AutoPlanner.choose": (2, "buckets change before any rank has timed a backward"),
+        "AutoPlanner.on_compute_end": (1, "the end of a backward that is not timed"),
     },
     "features/auto_compression/probe.py": {
-        "if kind is Kind.ALL_TO_ALL:": GPU,
-        "return lambda: _wait([all_gather_single(whole, other[:part], self._group)])": GPU,
-        "settle(device)": GPU + "; or torch with several threads, and tests have one",
-        "_clock: return time.perf_counter()": GPU + "; or several threads",
-        'return float("inf")': GPU,
+        "_Lines._collective": (3, GPU),
+        "_clock": (2, GPU + "; or torch with several threads, and tests have one"),
+        "_cores": (1, GPU),
     },
-    "features/join.py": {
-        "if len({said[number] & _OVER_PRESENT for number in present}) > 1:": DISAGREE,
-    },
+    "features/join.py": {"JoinProtocol._agree": (1, DISAGREE)},
     "integrations/fabric.py": {
-        "class TritonDDPStrategy(_Base):": "needs lightning; make test-clients",
+        "": (1, LIGHTNING),
+        "TritonDDPStrategy": (ALL, LIGHTNING),
+        "TritonDDPStrategy.setup_module": (ALL, LIGHTNING),
     },
-    "kernels/flatten.py": {"widen: return x.to(tl.float32).to(TO)": COMPILED},
-    "kernels/quantized/blocks.py": {
-        "return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)": COMPILED,
-        "return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)": COMPILED,
-    },
-    "kernels/quantized/quantize.py": {
-        "if prepared is None:": NOTHING,
-        "if programs == 0:": NOTHING,
-    },
-    "kernels/quantized/reduce_parts.py": {"if programs == 0:": NOTHING},
+    "kernels/flatten.py": {"widen": (1, COMPILED)},
+    "kernels/quantized/blocks.py": {"to_fp8": (1, COMPILED), "from_fp8": (1, COMPILED)},
+    "kernels/quantized/quantize.py": {"quantize": (1, NOTHING), "_prepare": (1, NOTHING)},
+    "kernels/quantized/reduce_parts.py": {"_prepare": (1, NOTHING)},
     "reducer/capture.py": {
-        "if manager.planner is not None:": (
-            'compression="auto" on a GPU; the recorded device would time its kernels for minutes'
+        "_problem": (
+            1,
+            'compression="auto" on a GPU; the recorded device would time its kernels for minutes',
         ),
     },
     "reducer/in_context.py": {
-        "def __init__(": ENGINE,
-        "def read(self, numbers: range) -> None:": ENGINE,
-        "def write(self) -> None:": ENGINE,
-        "def backward(gradient: Tensor) -> None:": ENGINE,
-        "def _begin(reducer: Reducer, context: int, forward: Forward) -> None:": ENGINE,
-        "def _arrived(": ENGINE,
-        "_send: run = backward.run": ENGINE,
-        "_send: for bucket in run.buckets[len(run.works) :]:": ENGINE,
-        "def _end(reducer: Reducer, backward: ContextReduction) -> None:": ENGINE,
-        "def _take_up_added(": ENGINE,
-        "def recover(reducer: Reducer) -> None:": ENGINE,
-        "def _telling_at_end() -> Iterator[None]:": ENGINE,
-        "def _raise(error: Exception) -> None:": ENGINE,
+        "ContextBackward.__init__": (ALL, ENGINE),
+        "ContextBackward.read": (ALL, ENGINE),
+        "ContextBackward.write": (ALL, ENGINE),
+        "ContextBackward.send": (ALL, ENGINE),
+        "ContextReducer.watch.hook": (ALL, ENGINE),
+        "ContextReducer._begin": (ALL, ENGINE),
+        "ContextReducer.arrived": (ALL, ENGINE),
+        "ContextReducer._end": (ALL, ENGINE),
+        "ContextReducer._reduce_added": (ALL, ENGINE),
+        "ContextReducer._leave": (ALL, ENGINE),
+        "ContextReducer.make_up": (ALL, ENGINE),
+        "_arrived": (ALL, ENGINE),
+        "_broke_off": (ALL, ENGINE),
+        "_raising_at_end": (ALL, ENGINE),
+        "_raise": (ALL, ENGINE),
     },
     "reducer/on_demand.py": {
-        "_reduce_now: for call in reducer.events.on_abort:": "check_finite, of a refused request",
-        "finalize_backward: except Mismatch as error:": DISAGREE,
+        "_reduce_now": (1, "on_abort, which check_finite has, of a refused request"),
     },
-    "reducer/participation.py": {
-        'if getattr(node, "variable", None) is None:': GUARD,
+    "reducer/graph/participation.py": {"gradient_nodes": (1, GUARD)},
+    "reducer/graph/readiness.py": {
+        "ReadyTracker._hook_end.gradient_is_final": (
+            1,
+            "the wrapper is dropped in the midst of a backward",
+        ),
     },
-    "reducer/readiness.py": {
-        "gradient_is_final: if told is None:": "the wrapper is dropped in the midst of a backward",
-    },
-    "reducer/recovery.py": {
-        "if run.is_captured:  # a capture executes no collective": "its events: check_finite",
-        "_make_up: except Mismatch as error:": DISAGREE,
-        "_still_runs: tries -= 1": GPU,
-        "_still_runs: time.sleep(_PAUSE)": GPU,
+    "reducer/graph/backward.py": {"Backward.still_runs": (2, GPU)},
+    "reducer/reductions.py": {
+        "Reductions.make_up": (2, DISAGREE),
+        "Reductions.check_pending": (1, GPU),
     },
     "reducer/reducer.py": {
-        "_opening: return True": "nobody asks while a run is being opened",
-        "check_pending: recovery.raise_mismatch(self, error, None)": GPU,
-        "on_backward: on_demand.check_finalized(self)": "a backward while one waits for its end",
-        "on_segment_ready: if run is None or run.is_local or run.filled[number]:": GUARD,
-        "on_unusual_order: if run is None or run.is_local:": GUARD,
+        "Reducer.finalize_backward": (2, DISAGREE),
+        "Reducer.make_up": (1, "on_abort of a capture, which check_finite has"),
+        "Reducer.on_backward": (1, "a backward while one waits for its end"),
+        "Reducer.on_segment_ready": (1, GUARD),
+        "Reducer.on_unusual_order": (1, GUARD),
     },
 }
 
 
-def statements(name: str) -> Iterator[tuple[str, str, range]]:
-    """Function, first line and numbers of the lines of each statement of a file."""
-    source = (PACKAGE / name).read_text()
-    lines = source.splitlines()
-
-    def walk(node: ast.AST, function: str) -> Iterator[tuple[str, str, range]]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.stmt | ast.excepthandler):
-                last = child.body[-1].end_lineno if isinstance(child, ast.If) else child.end_lineno
-                numbers = range(child.lineno, (last or child.lineno) + 1)
-                yield function, lines[child.lineno - 1].strip(), numbers
-            is_function = isinstance(child, ast.FunctionDef)
-            yield from walk(child, child.name if is_function else function)  # type: ignore[attr-defined]
-
-    yield from walk(ast.parse(source), "")
-
-
-@cache
-def named() -> dict[str, dict[str, list[range]]]:
-    """By file and text of :data:`UNREACHED`: the lines of each statement that begins so."""
+def missing_of(name: str, numbers: Iterable[int]) -> dict[str, list[int]]:
+    """These lines by the function that they belong to, the first of each statement."""
+    wanted = set(numbers)
     return {
-        name: {
-            text: [
-                at for place, first, at in statements(name) if text in (first, f"{place}: {first}")
-            ]
-            for text in reasons
-        }
-        for name, reasons in UNREACHED.items()
+        function: lines
+        for function, statements in functions(name).items()
+        if (lines := [each.start for each in statements if wanted & set(each)])
     }
-
-
-def measure(folder: Path, arguments: list[str]) -> dict[str, list[int]]:
-    """Run the tests; returns the lines that none has executed, by file, and prints how many."""
-    settings = folder / "coveragerc"
-    settings.write_text(
-        f"[run]\ndata_file = {folder}/data\nparallel = true\nsource_pkgs = tritonddp\n"
-        "core = ctrace\npatch = _exit, fork\n"
-    )
-    # coverage.py, where it is installed, begins in each process that finds this variable.
-    environment = {**os.environ, "COVERAGE_PROCESS_START": str(settings), "OMP_NUM_THREADS": "1"}
-    wanted = arguments or ["-n", "2", "--dist", "loadfile"]
-    marks = ["-m", "not gpu and not thorough and not clients"]
-    tests = [sys.executable, "-m", "pytest", "-q", *marks, *wanted]
-    subprocess.run(tests, cwd=ROOT, env=environment, check=False)
-    for step in (["combine", "--quiet"], ["json", "--quiet", "-o", f"{folder}/lines.json"]):
-        command = [sys.executable, "-m", "coverage", *step, f"--rcfile={settings}"]
-        subprocess.run(command, cwd=ROOT, check=True)
-    report = json.loads((folder / "lines.json").read_text())
-    totals = report["totals"]
-    print(f"{totals['num_statements']} lines, of which {totals['missing_lines']} were not executed")
-    prefix = len("tritonddp/")
-    return {path[prefix:]: each["missing_lines"] for path, each in report["files"].items()}
 
 
 def compare(missing: dict[str, list[int]]) -> int:
     """Print what is missing and not named, and what is named and not missing; how much that is."""
     differences = 0
-    spans = named()
-    for name, numbers in missing.items():
-        said = {number for each in spans.get(name, {}).values() for at in each for number in at}
-        if rest := sorted(set(numbers) - said):
-            differences += len(rest)
-            lines = (PACKAGE / name).read_text().splitlines()
-            print(f"\n{name}: not executed, and not named")
-            print("\n".join(f"{number:5} {lines[number - 1]}" for number in rest))
-    for name, reasons in spans.items():
-        for text, found in reasons.items():
-            if not any(set(at) & set(missing.get(name, [])) for at in found):
-                differences += 1
-                print(f"\n{name}: named, and executed: {text}")
+    for name in sorted({*missing, *UNREACHED}):
+        lines = (PACKAGE / name).read_text().splitlines()
+        found, reasons = missing_of(name, missing.get(name, [])), UNREACHED.get(name, {})
+        for function, numbers in found.items():
+            most, _ = reasons.get(function, (0, ""))
+            if len(numbers) > most:
+                differences += len(numbers)
+                print(f"\n{name}, {function}: {len(numbers)} not executed, {most} are named")
+                print("\n".join(f"{number:5} {lines[number - 1]}" for number in numbers))
+        for function in reasons.keys() - found.keys():
+            differences += 1
+            print(f"\n{name}: named, and executed: {function}")
     return differences
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        sys.exit(1 if compare(measure(Path(folder), sys.argv[1:])) else 0)
+    measure(sys.argv[1:])
+    sys.exit(1 if compare(missing_lines()) else 0)
 
 
 if __name__ == "__main__":

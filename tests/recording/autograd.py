@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from recording.recorder import Memory, Recorder, Timeline
+from recording.recorder import Recorder, Timeline
 
 _STREAM = "recorded stream"  # in a node's metadata
 
@@ -36,9 +36,9 @@ class _Backward:
 class Streams:
     """Those of the nodes of all graphs."""
 
-    def __init__(self, recorder: Recorder, memory_of: Callable[[Tensor], Memory | None]) -> None:
-        self._recorder = recorder
-        self._memory_of = memory_of
+    def __init__(self, device: Any) -> None:
+        self._recorder: Recorder = device.recorder
+        self._memory_of = device.memory_of
         self._running: list[_Backward] = []
 
     def note(self, result: Any) -> None:

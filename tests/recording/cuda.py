@@ -157,11 +157,20 @@ def patched(recorder: Recorder) -> Iterator[None]:
             clock.update({each: each.now})
         recorder.host_waits(clock, "torch.cuda.synchronize")
 
+    def reset_peak(device: Any = None) -> None:
+        recorder.peak = recorder.nbytes
+
     def sleep(cycles: int) -> None:
         recorder.run(recorder.current, "sleep")
 
     properties = SimpleNamespace(
-        gcnArchName="", major=9, minor=0, name="recorded", multi_processor_count=132
+        name="recorded",
+        major=9,
+        minor=0,
+        gcnArchName="",
+        multi_processor_count=132,
+        total_memory=2**33,
+        L2_cache_size=2**12,  # few inputs of benchmarks exceed it
     )
     fakes = {
         "Stream": Stream,
@@ -171,6 +180,11 @@ def patched(recorder: Recorder) -> Iterator[None]:
         "stream": stream,
         "synchronize": synchronize,
         "_sleep": sleep,
+        "empty_cache": lambda: None,
+        "memory_allocated": lambda device=None: recorder.nbytes,
+        "max_memory_allocated": lambda device=None: recorder.peak,
+        "reset_peak_memory_stats": reset_peak,
+        "set_device": lambda device: None,
         "current_stream": lambda device=None: Stream(timeline=recorder.current),
         "default_stream": lambda device=None: Stream(timeline=recorder.default),
         "is_available": lambda: True,

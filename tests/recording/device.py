@@ -6,7 +6,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 from unittest import mock
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from recording import autograd, batch_norm, cuda, kernels, nccl
 from recording.recorder import Memory, Recorder, Timeline, by_package, extent
@@ -46,6 +46,13 @@ class Device:
         self.recorder = recorder
         self.everywhere = everywhere
         self.place: str | None = None  # of what is made now: "device", "host", "pinned"
+
+    @staticmethod
+    @contextlib.contextmanager
+    def without_modes() -> Iterator[None]:
+        """Context in which nothing of torch is recorded."""
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            yield
 
     # Memory
 
@@ -143,7 +150,7 @@ class _Operations(TorchDispatchMode):
             for tensor in given:
                 device.read(tensor, func.name())
             return func(*args, **kwargs)
-        result = func(*args, **kwargs)
+        result = self._call(func, args, kwargs)
         if func.name().startswith("aten::_foreach_") and func._schema.is_mutable:
             increment_version(args[0])  # as the kernels for CUDA do, beneath autograd
         if func is _aten.copy_.default and on_device[0] is not on_device[1]:
@@ -166,10 +173,38 @@ class _Operations(TorchDispatchMode):
             if not is_there and tensor.dim() and not func.name().startswith(_MIXED):
                 recorder.races.append(f"{func} of tensors on the host and on the device")
         self._on_device(func, args, kwargs, made)
-        recorder.replayable(partial(_again, func, args, kwargs, made))
+        recorder.replayable(partial(_again, partial(self._call, func, args, kwargs), made))
         if func in _SIZED_BY_CONTENT:
             recorder.host_waits(recorder.current.clock, func.name())
         return result
+
+    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Round operands without dimensions as CUDA does, and note which lose by it.
+
+        They are loaded in the dtype of the result, that of the operands with dimensions, bf16 too;
+        only numbers, and tensors on the CPU, keep their precision.
+        """
+        if torch.Tag.pointwise in func.tags or "_foreach_" in func.name():
+            others = {
+                each.dtype
+                for each in tree_leaves((args, kwargs))
+                if isinstance(each, Tensor) and each.dim() and each.dtype is not torch.bool
+            }
+            if others:
+                load = partial(self._loaded, func, reduce(torch.promote_types, others))
+                args, kwargs = tree_map(load, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _loaded(self, func: Any, common: torch.dtype, operand: Any) -> Any:
+        if not isinstance(operand, Tensor) or operand.dim() or not self._device.has(operand):
+            return operand
+        if torch.promote_types(operand.dtype, common) == common or not (
+            operand.is_floating_point() or operand.is_complex() or common.is_floating_point
+        ):
+            return operand
+        text = f"{func}: {operand.dtype} without dimensions beside {common}"
+        self._device.recorder.rounded.append(text)
+        return operand.to(common)
 
     def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any], made: list[Tensor]) -> None:
         """Pinned memory is read and written at once."""
@@ -194,10 +229,10 @@ class _Operations(TorchDispatchMode):
             device.touch(stream, tensor, True, func.name())
 
 
-def _again(func: Any, args: Any, kwargs: dict[str, Any], made: list[Tensor]) -> None:
+def _again(call: Callable[[], Any], made: list[Tensor]) -> None:
     """In a replay, into the same memory."""
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
-        new = [each for each in tree_leaves(func(*args, **kwargs)) if isinstance(each, Tensor)]
+        new = [each for each in tree_leaves(call()) if isinstance(each, Tensor)]
         for target, source in zip(made, new, strict=True):
             if target.data_ptr() != source.data_ptr():
                 target.copy_(source)
@@ -307,7 +342,7 @@ def recording(everywhere: bool = False) -> Iterator[Recorder]:
     """
     recorder = Recorder()
     device = Device(recorder, everywhere)
-    streams = autograd.Streams(recorder, device.memory_of)
+    streams = autograd.Streams(device)
     appearance, operations = _Appearance(device, streams), _Operations(device)
     run_backward: Callable[..., Any] = torch.autograd._engine_run_backward
 
@@ -326,11 +361,6 @@ def recording(everywhere: bool = False) -> Iterator[Recorder]:
         if memory is not None:
             memory.guards.add(stream.timeline)
 
-    @contextlib.contextmanager
-    def without_modes() -> Iterator[None]:
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
-            yield
-
     def metadata(tensor: Tensor) -> dict[str, Any]:
         # Checkpoints ask for it in operations, which no mode sees, and outside of them.
         return {"dtype": tensor.dtype, "shape": tensor.shape}
@@ -339,8 +369,8 @@ def recording(everywhere: bool = False) -> Iterator[Recorder]:
     with (
         mock.patch.dict(checks, {torch.utils.checkpoint._DEFAULT_DETERMINISM_MODE: metadata}),
         cuda.patched(recorder),
-        nccl.patched(recorder, device.has, device.memory_of, device.touch, without_modes),
-        kernels.patched(device, without_modes),
+        nccl.patched(device),
+        kernels.patched(device),
         batch_norm.patched(),
         streams.patched(),
         mock.patch.object(torch.autograd, "_engine_run_backward", with_modes),

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tritonddp import _device
-from tritonddp.buckets import bucket, formats
-from tritonddp.comm import quantized
+from tritonddp.buckets import bucket
 from tritonddp.comm.all_reduce import AllReduce
-from tritonddp.kernels import device_tables, dispatch, flatten, unflatten
+from tritonddp.comm.quantized import QuantizedAllReduce
+from tritonddp.kernels import device_tables, flatten, unflatten
 from tritonddp.kernels.device_tables import DeviceTables
 
 
@@ -46,23 +46,29 @@ class Fault:
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(program: str, **options: Any) -> Callable[[Callable[[], Iterator[Any]]], None]:
-    """Decorator: between its start and its end the fault is there."""
+def fault(program: str, owner: Any, name: str, **options: Any) -> Callable[[Any], Any]:
+    """Decorator: the function is called instead of ``owner.name``, which it gets before all else.
 
-    def add(plant: Callable[[], Iterator[Any]]) -> None:
-        FAULTS[plant.__name__] = Fault(program, contextlib.contextmanager(plant), **options)
+    It may stand below another fault.
+    """
+    original = getattr(owner, name)
+
+    def add(instead: Callable[..., Any]) -> Any:
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return instead(original, *args, **kwargs)
+
+        plant = lambda: mock.patch.object(owner, name, replaced)  # noqa: E731
+        FAULTS[f"{instead.__name__} {owner.__name__}"] = Fault(program, plant, **options)
+        return instead
 
     return add
 
 
-def _elsewhere(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` on a stream that nobody waits for, and that waits for nobody."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            return function(*args, **kwargs)
-
-    return call
+@contextlib.contextmanager
+def _side() -> Iterator[None]:
+    """Context: a stream that nobody waits for, and that waits for nobody."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield
 
 
 class _Never:
@@ -78,217 +84,123 @@ class _Never:
 # Copies between host and device
 
 
-@fault("copies")
-def headers_are_read_before_the_copy_is_there() -> Iterator[None]:
-    with mock.patch.object(_device.Readback, "wait", lambda self: self._copy):
+@fault("copies", _device.Readback, "wait")
+def headers_are_read_before_the_copy_is_there(_: Any, self: _device.Readback) -> Tensor:
+    return self._copy
+
+
+@fault("copies", _device.Readback, "start")
+def headers_are_copied_before_their_sum_is_there(
+    start: Any, self: Any, tensor: Tensor, work: Any = None
+) -> None:
+    start(self, tensor, _Never(work))
+
+
+@fault("copies", _device.Readback, "start")
+def the_event_of_a_copy_comes_before_it(
+    start: Any, self: Any, tensor: Tensor, work: Any = None
+) -> None:
+    start(self, tensor, work)
+    self._copy.copy_(tensor, non_blocking=True)
+
+
+_pinned: dict[int, Tensor] = {}
+
+
+@fault("weights, views", device_tables, "upload")
+def a_pinned_table_is_written_while_it_is_copied(_: Any, target: Tensor, host: Tensor) -> None:
+    place = _pinned.get(host.numel())
+    if place is None or not place.is_pinned():  # of another recording
+        place = _pinned[host.numel()] = torch.empty_like(host, pin_memory=True)
+    place.copy_(host)
+    target.copy_(place, non_blocking=True)
+
+
+@fault("weights, views", device_tables, "upload", is_wait=True)
+def tables_are_copied_from_memory_that_is_not_pinned(_: Any, target: Tensor, host: Tensor) -> None:
+    target.copy_(host)
+
+
+@fault("copies", AllReduce, "wait", is_wait=True)
+def the_host_asks_for_a_flag(wait: Any, self: Any, run: Any, bucket: Any) -> Any:
+    factor = wait(self, run, bucket)
+    assert bucket.flat.flags[0].item() >= 0
+    return factor
+
+
+@fault("copies", AllReduce, "launch", is_wait=True)
+def the_host_waits_for_the_stream(launch: Any, *args: Any) -> None:
+    torch.cuda.current_stream().synchronize()
+    launch(*args)
+
+
+# Work on another stream
+
+
+@fault("weights, views", device_tables, "upload")
+@fault("copies", flatten, "flatten")
+@fault("copies", unflatten, "unflatten")
+@fault("copies", AllReduce, "launch")
+def it_is_given_to_another_stream(function: Any, *args: Any) -> Any:
+    with _side():
+        return function(*args)
+
+
+@fault("check_finite", flatten, "flatten")
+def marks_are_cleared_on_another_stream(own: Any, flat: Any, *args: Any) -> None:
+    own(flat, *args)
+    with _side():
+        flat.marks.zero_()
+
+
+@fault("int8", _device.SideStreams, "behind_current")
+@contextlib.contextmanager
+def the_side_stream_waits_for_nobody(_: Any, *args: Any) -> Iterator[None]:
+    with _side():
         yield
 
 
-@fault("copies")
-def headers_are_copied_before_their_sum_is_there() -> Iterator[None]:
-    start = _device.Readback.start
-
-    def early(self: _device.Readback, tensor: Tensor, work: Any = None) -> None:
-        start(self, tensor, _Never(work))
-
-    with mock.patch.object(_device.Readback, "start", early):
-        yield
-
-
-@fault("copies")
-def the_event_of_a_copy_comes_before_it() -> Iterator[None]:
-    start = _device.Readback.start
-
-    def early(self: _device.Readback, tensor: Tensor, work: Any = None) -> None:
-        start(self, tensor, work)
-        self._copy.copy_(tensor, non_blocking=True)
-
-    with mock.patch.object(_device.Readback, "start", early):
-        yield
-
-
-@fault("weights, views")
-def a_pinned_table_is_written_while_it_is_copied() -> Iterator[None]:
-    pinned: dict[int, Tensor] = {}
-
-    def upload(target: Tensor, host: Tensor) -> None:
-        place = pinned.setdefault(host.numel(), torch.empty_like(host, pin_memory=True))
-        place.copy_(host)
-        target.copy_(place, non_blocking=True)
-
-    with mock.patch.object(device_tables, "upload", upload):
-        yield
-
-
-@fault("weights, views", is_wait=True)
-def tables_are_copied_from_memory_that_is_not_pinned() -> Iterator[None]:
-    with mock.patch.object(device_tables, "upload", Tensor.copy_):
-        yield
-
-
-@fault("weights, views")
-def tables_go_up_on_another_stream() -> Iterator[None]:
-    with mock.patch.object(device_tables, "upload", _elsewhere(_device.upload)):
-        yield
-
-
-@fault("copies", is_wait=True)
-def the_host_asks_for_a_flag() -> Iterator[None]:
-    wait = AllReduce.wait
-
-    def asking(self: AllReduce, run: Any, bucket: Any) -> Any:
-        factor = wait(self, run, bucket)
-        assert bucket.flat.flags[0].item() >= 0
-        return factor
-
-    with mock.patch.object(AllReduce, "wait", asking):
-        yield
-
-
-@fault("copies", is_wait=True)
-def the_host_waits_for_the_stream() -> Iterator[None]:
-    launch = AllReduce.launch
-
-    def waiting(self: AllReduce, *args: Any) -> None:
-        torch.cuda.current_stream().synchronize()
-        launch(self, *args)
-
-    with mock.patch.object(AllReduce, "launch", waiting):
-        yield
-
-
-# Kernels
-
-
-@fault("copies")
-def gradients_are_flattened_on_another_stream() -> Iterator[None]:
-    with _kernels(flatten=_elsewhere(flatten.flatten)):
-        yield
-
-
-@fault("copies")
-def gradients_are_unflattened_on_another_stream() -> Iterator[None]:
-    with _kernels(unflatten=_elsewhere(unflatten.unflatten)):
-        yield
-
-
-@fault("check_finite")
-def marks_are_cleared_on_another_stream() -> Iterator[None]:
-    def flattened(flat: Any, *args: Any) -> None:
-        flatten.flatten(flat, *args)
-        with torch.cuda.stream(torch.cuda.Stream()):
-            flat.marks.zero_()
-
-    with _kernels(flatten=flattened):
-        yield
-
-
-@fault("copies")
-def addresses_are_those_of_the_step_before() -> Iterator[None]:
-    update = DeviceTables.update
-
-    def stale(self: DeviceTables, grads: Any, *args: Any) -> Any:
-        kept = vars(self).setdefault("kept", [[each.data_ptr() for each in grads], None])
-        if len(args) == 3 and kept[1] is None:
-            kept[1] = update(self, grads, *args)
-        # Gradients come and go: other memory is where they were.
-        words = self._table.words
-        words[: len(kept[0])] = [address + 2**40 for address in kept[0]]
-        device_tables.upload(self.dynamic, torch.tensor(words))
-        return grads[0].dtype
-
-    with mock.patch.object(DeviceTables, "update", stale):
-        yield
-
-
-def _kernels(**others: Any) -> Any:
-    choose = formats.select
-
-    def select(*args: Any) -> Any:
-        return dispatch.replace(choose(*args), **others)
-
-    return mock.patch.object(formats, "select", select)
+@fault("copies", DeviceTables, "update")
+def addresses_are_those_of_the_step_before(update: Any, self: Any, grads: Any, *args: Any) -> Any:
+    kept = vars(self).setdefault("kept", [[each.data_ptr() for each in grads], None])
+    if len(args) == 3 and kept[1] is None:
+        kept[1] = update(self, grads, *args)
+    # Gradients come and go: other memory is where they were.
+    words = self._table.words
+    words[: len(kept[0])] = [address + 2**40 for address in kept[0]]
+    device_tables.upload(self.dynamic, torch.tensor(words))
+    return grads[0].dtype
 
 
 # Collectives
 
 
-@fault("copies")
-def the_sum_is_not_waited_for() -> Iterator[None]:
-    with _works(AllReduce):
-        yield
+@fault("copies", AllReduce, "launch")
+@fault("int8", QuantizedAllReduce, "launch")
+def the_sum_is_not_waited_for(
+    launch: Any, self: Any, bucket: Any, works: list[Any], *args: Any
+) -> None:
+    launch(self, bucket, works, *args)
+    works[-1] = _Never(works[-1])
 
 
-@fault("copies")
-def the_sum_is_begun_on_another_stream() -> Iterator[None]:
-    launch = AllReduce.launch
-
-    def elsewhere(self: AllReduce, *args: Any) -> None:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            launch(self, *args)
-
-    with mock.patch.object(AllReduce, "launch", elsewhere):
-        yield
-
-
-def _works(transport: Any) -> Any:
-    launch = transport.launch
-
-    def launched(self: Any, run: Any, *args: Any) -> None:
-        launch(self, run, *args)
-        run.works[-1] = _Never(run.works[-1])
-
-    return mock.patch.object(transport, "launch", launched)
-
-
-@fault("int8")
-def the_all_to_all_is_not_waited_for() -> Iterator[None]:
-    send = dist.all_to_all_single
-
-    def sent(*args: Any, **kwargs: Any) -> Any:
-        return _Never(send(*args, **kwargs))
-
-    with mock.patch.object(dist, "all_to_all_single", sent):
-        yield
-
-
-@fault("int8")
-def the_side_stream_waits_for_nobody() -> Iterator[None]:
-    @contextlib.contextmanager
-    def behind_nobody(self: Any, device: torch.device, *memory: Tensor) -> Iterator[None]:
-        with torch.cuda.stream(torch.cuda.Stream(device)):
-            yield
-
-    with mock.patch.object(_device.SideStreams, "behind_current", behind_nobody):
-        yield
-
-
-@fault("int8")
-def the_sums_are_not_waited_for() -> Iterator[None]:
-    with _works(quantized.QuantizedAllReduce):
-        yield
+@fault("int8", dist, "all_to_all_single")
+def the_all_to_all_is_not_waited_for(send: Any, *args: Any, **kwargs: Any) -> Any:
+    return _Never(send(*args, **kwargs))
 
 
 # Memory
 
 
-@fault("frozen parameters", elsewhere=True, steps=14)
-def buckets_that_are_dropped_give_their_memory_back_at_once() -> Iterator[None]:
-    def nothing(*memory: Tensor) -> None:  # a mock would keep it
-        pass
-
-    with mock.patch.object(bucket, "let_go", nothing):
-        yield
+@fault("frozen parameters", bucket, "let_go", elsewhere=True, steps=14)
+def buckets_that_are_dropped_give_their_memory_back(_: Any, *memory: Tensor) -> None:
+    pass
 
 
-@fault("lazy buckets")
-def a_buffer_goes_before_its_sum_is_there() -> Iterator[None]:
-    launch = AllReduce.launch
-
-    def launched(self: AllReduce, run: Any, bucket: Any, *args: Any) -> None:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            torch.empty_like(bucket.flat.data).copy_(bucket.flat.data)
-        launch(self, run, bucket, *args)
-
-    with mock.patch.object(AllReduce, "launch", launched):
-        yield
+@fault("lazy buckets", AllReduce, "launch")
+def a_buffer_goes_before_its_sum_is_there(
+    launch: Any, self: Any, run: Any, bucket: Any, *args: Any
+) -> None:
+    with _side():
+        torch.empty_like(bucket.flat.data).copy_(bucket.flat.data)
+    launch(self, run, bucket, *args)

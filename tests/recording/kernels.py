@@ -48,9 +48,9 @@ class _Launch:
 class Kernels:
     """What the kernels do to the memory of a device."""
 
-    def __init__(self, device: Any, without_modes: Callable[[], Any]) -> None:
+    def __init__(self, device: Any) -> None:
         self._device = device
-        self._without_modes = without_modes
+        self._without_modes = device.without_modes
 
     def begin(self, what: str, reads: list[Tensor], writes: list[Tensor]) -> None:
         """A kernel is launched on the current stream."""
@@ -190,9 +190,9 @@ def _note(squares: Tensor | None, program: int, numbers: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def patched(device: Any, without_modes: Callable[[], Any]) -> Iterator[None]:
+def patched(device: Any) -> Iterator[None]:
     """Context: the kernels of a GPU are those of the recorded device."""
-    work = Kernels(device, without_modes)
+    work = Kernels(device)
     fakes = [
         (flatten._launch, _Launch("flatten", work.flatten, device.recorder)),
         (unflatten._launch, _Launch("unflatten", work.unflatten, device.recorder)),

@@ -11,14 +11,17 @@ import contextlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recording.recorder import Memory, Recorder, Timeline
+from recording.recorder import Recorder, Timeline
+
+if TYPE_CHECKING:
+    from recording.device import Device
 
 # Of each method: which arguments are written, and which are read.
 _METHODS = {
@@ -139,37 +142,23 @@ class _Backend:
 
 
 @contextlib.contextmanager
-def patched(
-    recorder: Recorder,
-    is_on_device: Callable[[Tensor], bool],
-    memory_of: Callable[[Tensor], Memory | None],
-    touch: Callable[[Timeline, Tensor, bool, str], None],
-    without_modes: Callable[[], contextlib.AbstractContextManager[None]],
-) -> Iterator[None]:
-    """Context: groups of gloo are groups of NCCL for tensors on the device.
-
-    Args:
-        recorder: where collectives are noted.
-        is_on_device: whether a tensor is a GPU's.
-        memory_of: what a tensor lies in.
-        touch: notes an access.
-        without_modes: context in which nothing of torch is recorded.
-    """
-    streams: dict[str, Timeline] = {}
+def patched(device: Device) -> Iterator[None]:
+    """Context: groups of gloo are groups of NCCL for tensors on the device."""
+    recorder, streams = device.recorder, dict[str, Timeline]()
 
     def recorded(name: str, original: Any) -> Any:
         written_at, read_at = _METHODS[name]
 
         def call(group: Any, *arguments: Any, **options: Any) -> Any:
             tensors = _tensors(arguments)
-            if not tensors or not any(map(is_on_device, tensors)):
+            if not tensors or not any(map(device.has, tensors)):
                 return original(group, *arguments, **options)
             for tensor in tensors:
-                if not is_on_device(tensor):
+                if not device.has(tensor):
                     recorder.races.append(f"{name} of a tensor on the host, beside others")
 
             def work() -> None:
-                with without_modes():
+                with device.without_modes():
                     original(group, *arguments, **options).wait()
 
             work()
@@ -183,8 +172,8 @@ def patched(
             for places, writes in ((read_at, False), (written_at, True)):
                 for place in places:
                     for tensor in _tensors(arguments[place]):
-                        touch(timeline, tensor, writes, name)
-            hold = partial(_hold, tensors, memory_of)
+                        device.touch(timeline, tensor, writes, name)
+            hold = partial(_hold, tensors, device)
             return RecordedWork(recorder, timeline, _tensors(arguments[written_at[0]]), hold)
 
         return call
@@ -205,11 +194,9 @@ def patched(
         yield
 
 
-def _hold(
-    tensors: list[Tensor], memory_of: Callable[[Tensor], Memory | None], timeline: Timeline
-) -> None:
+def _hold(tensors: list[Tensor], device: Device, timeline: Timeline) -> None:
     with torch._C.DisableTorchFunction():
-        for memory in filter(None, map(memory_of, tensors)):
+        for memory in filter(None, map(device.memory_of, tensors)):
             memory.guards.add(timeline)
 
 

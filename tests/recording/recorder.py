@@ -141,10 +141,12 @@ class Recorder:
     Attributes:
         races: what no order separates, memory that is given back too early, reads that are not
             waited for: in words.
+        rounded: operands without dimensions that lost precision, in words.
         waits: of the host for the device, by the package.
         launches: of kernels and torch's operations on the device, by name.
         collectives: by name.
         pinned_allocations: those that no free block serves: a GPU may be waited for.
+        nbytes, peak: bytes on the device, and the most that there have been.
         capturing: a CUDA graph is being captured: the host must not ask the device anything.
         has_graph: one has been, and may be replayed.
         captured: what a replay of the graph that is captured now will do; ``None`` if it has none.
@@ -157,13 +159,14 @@ class Recorder:
         self.streams = [self.default]
         self.live: dict[int, Memory] = {}
         self.races: list[str] = []
+        self.rounded: list[str] = []
         self.waits: list[Wait] = []
         self.launches: Counter[str] = Counter()
         self.collectives: Counter[str] = Counter()
         self.capturing = self.has_graph = False
         self.captured: list[Callable[[], object]] | None = None
         self.steps = 0
-        self.pinned_allocations = 0
+        self.pinned_allocations = self.nbytes = self.peak = 0
         # Of the caching host allocator, for each size: how far what uses a free block has come.
         self._free_pinned: dict[int, list[dict[Timeline, int]]] = {}
 
@@ -224,6 +227,9 @@ class Recorder:
                 free.remove(over)
             else:
                 self.pinned_allocations += 1
+        else:
+            self.nbytes += nbytes
+            self.peak = max(self.peak, self.nbytes)
         self.live[key] = memory
         return memory
 
@@ -239,6 +245,7 @@ class Recorder:
             if memory.is_captured and self.has_graph:
                 self.races.append("pinned memory is given back that a CUDA graph copies")
             return
+        self.nbytes -= memory.nbytes
         if memory.is_captured and not memory.is_of_graph and self.has_graph:
             self.races.append(f"{memory.nbytes} bytes are given back that a CUDA graph uses")
         # Its pool waits for the streams of record_stream, as far as they have come by now; and what

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 ROUNDS = 2
 SHAPES = ((8, 5), (3,), (16, 16), (2100,))  # the last one makes two chunks
 LISTS = ("many_small",)  # as all are alike here
@@ -22,24 +21,21 @@ LISTS = ("many_small",)  # as all are alike here
 
 def make_small() -> None:
     """Before a benchmark is run in this process."""
-    sys.path += [str(BENCHMARKS), str(BENCHMARKS / "host"), str(BENCHMARKS / "kernels")]
-    import deadline
-    import memory
-    import models
-    import plan
-    import shapes
-    import subjects
-
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from benchmarks.base import deadline
+    from benchmarks.host import subjects
+    from benchmarks.kernels import shapes
+    from benchmarks.models import cases
+    from benchmarks.step import plan
     from tritonddp.cli.kernel_timing import device_timing
 
     shapes.whole = lambda name: SHAPES
     shapes.LISTS = LISTS
     shapes.BUCKETS["25MiB"] = lambda given, dtype: given[:2]
-    for name, case in list(models.CASES.items()):
-        models.CASES[name] = models.Case(name, _model, _batch, (2, 4), case.unused)
+    for name, case in list(cases.CASES.items()):
+        cases.CASES[name] = cases.Case(name, _model, _batch, (2, 4), case.unused)
     plan.DISCARDED["cuda"] = device_timing.WARMUPS = subjects.WARMUPS = 1
     subjects.PARAMETERS, subjects.PER_BUCKET = 24, 6
-    memory.STEADY_STEPS = 2
     rounds = deadline.rounds
 
     def few(most: int, *args: Any, **kwargs: Any) -> Iterator[int]:

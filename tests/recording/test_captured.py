@@ -14,7 +14,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from as_on_gpu import interpreting_ranks
 from distributed import gather, ranks
 from torch import Tensor, nn
 
@@ -22,12 +21,6 @@ from recording.device import recording
 from recording.programs import PROGRAMS, Program, Run
 from tritonddp.coordination.agreement import Agreement, SchemaMismatch
 from tritonddp.reducer import capture
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreting() -> Iterator[None]:
-    with interpreting_ranks():
-        yield
 
 
 @contextlib.contextmanager
@@ -52,7 +45,7 @@ CAPTURED = [
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CAPTURED)
-@ranks(2)
+@ranks(2, interprets=True)
 def test_after_one_step_a_step_is_captured(name: str) -> None:
     with running(PROGRAMS[name]) as run:
         run.step()
@@ -73,7 +66,7 @@ def test_after_one_step_a_step_is_captured(name: str) -> None:
             torch.testing.assert_close(run.gradients(), expected, rtol=0, atol=0)
 
 
-@ranks(2)
+@ranks(2, interprets=True)
 def test_buckets_outlive_a_graph_that_reduces_them() -> None:
     with running(PROGRAMS["copies"]) as run:
         run.step()
@@ -82,8 +75,8 @@ def test_buckets_outlive_a_graph_that_reduces_them() -> None:
         run.module.third.requires_grad_(False)
         for _ in range(12):  # buckets are made anew
             run.step()
-        assert len(run.net._ddp_state.core.captured) == 2
-        assert set(run.net._ddp_state.core.captured).isdisjoint(run.net.reducer.buckets)
+        assert len(run.net._ddp_state.core.manager._captured) == 2
+        assert set(run.net._ddp_state.core.manager._captured).isdisjoint(run.net.reducer.buckets)
 
 
 def _add(net: Any, x: Tensor) -> None:
@@ -109,7 +102,7 @@ REFUSED: dict[str, tuple[Program, str]] = {
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
-@ranks(2)
+@ranks(2, interprets=True)
 def test_what_no_replay_could_do_is_refused_and_training_goes_on(name: str) -> None:
     program, said = REFUSED[name]
     with running(program) as run:
@@ -123,7 +116,7 @@ def test_what_no_replay_could_do_is_refused_and_training_goes_on(name: str) -> N
 
 
 @pytest.mark.parametrize("change", [None, _add], ids=["at first", "after a change"])
-@ranks(2)
+@ranks(2, interprets=True)
 def test_a_first_step_is_wanted(change: Callable[..., Any] | None) -> None:
     with running(PROGRAMS["copies"]) as run:
         if change is not None:
@@ -150,7 +143,7 @@ class Reordered(nn.Module):
 
 @pytest.mark.parametrize("moves", [False, True], ids=["", "moved"])
 @pytest.mark.parametrize("module", [None, Reordered], ids=["", "reordered"])
-@ranks(2)
+@ranks(2, interprets=True)
 def test_a_module_that_is_wrapped_on_the_default_stream_is_refused(
     moves: bool, module: type[nn.Module] | None
 ) -> None:
@@ -172,7 +165,7 @@ def test_a_module_that_is_wrapped_on_the_default_stream_is_refused(
         torch.cuda.synchronize()
 
 
-@ranks(2)
+@ranks(2, interprets=True)
 def test_what_the_ranks_have_said_is_looked_at_before() -> None:
     with running(PROGRAMS["copies"]) as run:
         run.step()
@@ -195,7 +188,7 @@ class Complex(nn.Module):
 
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["", "lazy"])
-@ranks(2)
+@ranks(2, interprets=True)
 def test_complex_gradients_are_captured(lazy: bool) -> None:
     with running(Program({"lazy_bucket_allocation": lazy}), Complex()) as run:
         run.step()
@@ -204,7 +197,7 @@ def test_complex_gradients_are_captured(lazy: bool) -> None:
         run.step()
 
 
-@ranks(2)
+@ranks(2, interprets=True)
 def test_a_replay_right_behind_a_step_is_in_order_with_it() -> None:
     with running(PROGRAMS["copies"]) as run:
         run.step()
@@ -219,7 +212,7 @@ def _raises(_: Tensor) -> None:
     raise ZeroDivisionError
 
 
-@ranks(2)
+@ranks(2, interprets=True)
 def test_a_backward_that_fails_in_a_capture_has_sent_nothing() -> None:
     # (Not in running(): what this graph holds never runs on a card, where the recorder ran it.)
     with recording() as recorder, torch.cuda.stream(torch.cuda.Stream()):
@@ -235,7 +228,7 @@ def test_a_backward_that_fails_in_a_capture_has_sent_nothing() -> None:
         assert sums[0] == sums[1]
 
 
-@ranks(2)
+@ranks(2, interprets=True)
 def test_a_backward_that_broke_off_is_made_up_for_before() -> None:
     with running(PROGRAMS["copies"]) as run:
         run.step()
@@ -249,7 +242,7 @@ def test_a_backward_that_broke_off_is_made_up_for_before() -> None:
         run.step()
 
 
-@ranks(2)
+@ranks(2, interprets=True)
 def test_ranks_that_reduce_other_parameters_are_told_without_a_collective() -> None:
     with running(PROGRAMS["copies"]) as run:
         run.step()

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from as_on_gpu import interpreting_ranks
 from distributed import ranks
 
 from recording.faults import FAULTS
 from recording.programs import PROGRAMS, play
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreting() -> Iterator[None]:
-    with interpreting_ranks():
-        yield
 
 
 def test_there_are_fifteen() -> None:
@@ -24,7 +15,7 @@ def test_there_are_fifteen() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", list(FAULTS))
-@ranks(2)
+@ranks(2, interprets=True)
 def test_a_planted_fault_is_found(name: str) -> None:
     fault = FAULTS[name]
     options = {"steps": fault.steps, "elsewhere": fault.elsewhere}

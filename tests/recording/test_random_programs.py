@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
-from as_on_gpu import interpreting_ranks
 from differential.in_ranks import play_recorded
 from distributed import run_ranks
 
 BATCH = 5
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreting() -> Iterator[None]:
-    torch.set_num_threads(1)
-    with interpreting_ranks():
-        yield
 
 
 def seeds(first: int, end: int) -> list[range]:
@@ -34,4 +23,4 @@ def seeds(first: int, end: int) -> list[range]:
     ids=str,
 )
 def test_a_random_program_has_no_race(chosen: range) -> None:
-    run_ranks(play_recorded, 2, list(chosen), timeout=120)
+    run_ranks(play_recorded, 2, list(chosen), interprets=True)

@@ -140,3 +140,20 @@ def test_a_node_runs_on_the_stream_of_its_forward(recorder: Recorder) -> None:
     assert ran == dict.fromkeys(ran, side.timeline)  # type: ignore[attr-defined]
     assert len(ran) == 2
     assert not recorder.races
+
+
+def test_an_operand_without_dimensions_loses_precision_on_the_device_alone(
+    recorder: Recorder,
+) -> None:
+    on_host = torch.tensor(1 / 3, dtype=torch.float64)
+    factor, payload = on_host.to("cuda"), torch.ones(3, dtype=torch.bfloat16, device="cuda")
+    payload.mul_(factor)
+    torch._foreach_mul_([payload], factor)
+    assert (payload.float() * factor)[0] != payload.float()[0] * on_host.float().double()
+    assert len(recorder.rounded) == 3
+    payload.mul_(on_host)
+    payload.mul_(factor.item())
+    payload.double() * factor
+    payload.copy_(factor)
+    torch.where(payload[0] != 0, payload, payload)
+    assert len(recorder.rounded) == 3

@@ -5,21 +5,13 @@ Counted on the recorded device. The numbers may only be lowered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 import torch
-from as_on_gpu import interpreting_ranks
 from distributed import ranks
 
 from recording.programs import PROGRAMS, play
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreting() -> Iterator[None]:
-    with interpreting_ranks():
-        yield
 
 
 @dataclass(frozen=True)
@@ -83,7 +75,7 @@ STEADY = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", list(STEADY))
-@ranks(2)
+@ranks(2, interprets=True)
 def test_a_steady_step_waits_for_the_last_headers_only_and_has_no_race(name: str) -> None:
     expected = STEADY[name]
     recorder = (played := play(PROGRAMS[name])).recorder
@@ -110,7 +102,7 @@ _KERNELS = ("flatten", "unflatten", "quantize", "reduce_parts", "dequantize")
 
 
 @pytest.mark.parametrize("name", list(PROGRAMS))
-@ranks(2)
+@ranks(2, interprets=True)
 def test_on_another_stream_than_the_wrapping_gradients_are_those_of_the_cpu(name: str) -> None:
     """As the kernels here are others than the CPU's, this is of tables, layouts and order."""
     program = PROGRAMS[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,9 @@ import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from distributed import assert_same_bits, ranks
+from modules import Layers, linears
 from torch import Tensor, nn
+from training import Failing, assert_close, gradients, raises_if
 
 from tritonddp import DistributedDataParallel
 
@@ -44,6 +46,18 @@ def workers(directory: Path) -> Iterator[dist.ProcessGroup | None]:
         rpc.shutdown(graceful=False)
 
 
+def trainers(body: Callable[[Any], None]) -> Callable[..., None]:
+    """Decorator: ranks 0 and 1 run the body of the test, with the group that they train in."""
+
+    def test(tmp_path: Path) -> None:
+        with workers(tmp_path) as group:
+            if group is not None:
+                body(group)
+
+    test.__name__, test.__module__ = body.__name__, body.__module__
+    return ranks(3)(test)
+
+
 def batch(step: int, rank: int | None = None) -> Tensor:
     torch.manual_seed(100 * step + (dist.get_rank() if rank is None else rank))
     return torch.randn(4, 6)
@@ -54,18 +68,10 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.LayerNorm(8), nn.Linear(8, 2))
 
 
-class Branches(nn.Module):
-    """Which layers are used is up to the caller."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-
-    def forward(self, x: Tensor, *used: int) -> Tensor:
-        for number in used:
-            x = self.layers[number](x)
-        return x
+def layers() -> Layers:
+    """Which of them are used is up to the caller."""
+    torch.manual_seed(0)
+    return Layers("0123", 6)
 
 
 def serve(x: Tensor) -> Tensor:
@@ -89,25 +95,26 @@ def loss_of(output: Tensor) -> Tensor:
     return rpc.rpc_sync("worker2", torch.mul, (output, 2)).square().mean()
 
 
-def gradients(context: int, module: nn.Module) -> dict[str, Tensor]:
+def gradients_in(context: int, module: nn.Module) -> dict[str, Tensor]:
     found = dist_autograd.get_gradients(context)
     return {name: found[param] for name, param in module.named_parameters() if param in found}
 
 
-def expected(step: int, module: nn.Module, *used: tuple[int, ...]) -> dict[str, Tensor]:
+def means_of(ddp: Any, loss: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+    """What a backward leaves in a context of its own."""
+    with dist_autograd.context() as context:
+        dist_autograd.backward(context, [loss(ddp)])
+        return gradients_in(context, ddp.module)
+
+
+def expected(step: int, module: nn.Module, *used: str) -> dict[str, Tensor]:
     """What the mean over the two trainers should be; ``used`` of each are arguments of forward."""
     for param in module.parameters():
         param.grad = None
     for rank in range(2):
-        output = module(batch(step, rank), *(used[rank] if used else ()))
+        output = module(batch(step, rank), *used[rank : rank + 1])
         ((2 * output).square().mean() / 2).backward()
     return {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
-
-
-def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, gradient in found.items():
-        torch.testing.assert_close(gradient, wanted[name])
 
 
 def train(ddp: Any) -> list[Tensor]:
@@ -117,161 +124,116 @@ def train(ddp: Any) -> list[Tensor]:
         if step % 2:
             ddp.zero_grad()
             ddp(batch(step)).square().mean().backward()
-            seen += [param.grad.clone() for param in ddp.parameters()]
+            seen += gradients(ddp)
             continue
-        before = [None if p.grad is None else p.grad.clone() for p in ddp.parameters()]
+        before = gradients(ddp)
         with dist_autograd.context() as context:
             loss = loss_of(ddp(input_of(batch(step))))
             dist_autograd.backward(context, [loss])
             assert len(dist_autograd.get_gradients(context)) == len(before)  # and of nothing else
-            seen += gradients(context, ddp.module).values()
-        for param, gradient in zip(ddp.parameters(), before, strict=True):
-            assert (param.grad is None) == (gradient is None)
-            if gradient is not None:
-                assert_same_bits(param.grad, gradient)
+            seen += gradients_in(context, ddp.module).values()
+        assert_same_bits(gradients(ddp), before)
     return seen
 
 
-@ranks(3)
-def test_the_gradients_are_those_of_stock(tmp_path: Path) -> None:
-    with workers(tmp_path) as group:
-        if group is None:
-            return
-        stock = train(STOCK(network(), process_group=group, bucket_cap_mb=CAP))
-        for options in ({}, {"gradient_as_bucket_view": True}, {"check_finite": "raise"}):
-            ddp = DistributedDataParallel(
-                network(), process_group=group, bucket_cap_mb=CAP, **options
-            )
-            for found, wanted in zip(train(ddp), stock, strict=True):
-                assert_same_bits(found, wanted)
-            assert ddp.reducer.counters.reductions == 2  # into .grad
+@trainers
+def test_the_gradients_are_those_of_stock(group: Any) -> None:
+    stock = train(STOCK(network(), process_group=group, bucket_cap_mb=CAP))
+    for options in ({}, {"gradient_as_bucket_view": True}, {"check_finite": "raise"}):
+        ddp = DistributedDataParallel(network(), process_group=group, bucket_cap_mb=CAP, **options)
+        assert_same_bits(train(ddp), stock)
+        assert ddp.reducer.counters.reductions == 2  # into .grad
 
 
-@ranks(3)
-def test_unused_parameters_count_as_zero(tmp_path: Path) -> None:
-    with workers(tmp_path) as group:
-        if group is None:
-            return
-        ddp = DistributedDataParallel(Branches(), process_group=group, bucket_cap_mb=CAP)
-        alone, rank = Branches(), dist.get_rank()
-        for step, used in enumerate([((0, 1), (0, 2)), ((3,), (0, 3, 1)), ((1, 2), (1, 2))]):
-            with dist_autograd.context() as context:
-                dist_autograd.backward(context, [loss_of(ddp(batch(step), *used[rank]))])
-                assert_close(gradients(context, ddp.module), expected(step, alone, *used))
-        # One whose backward reaches nothing: the output is another worker's.
-        with dist_autograd.context() as context:
-            x = input_of(torch.ones(4, 6))
-            output = ddp(x, *([1] if rank else []))
-            dist_autograd.backward(context, [output.sum()])
-            found = gradients(context, ddp.module)
-            assert found.keys() == {"layers.1.weight", "layers.1.bias"}
-            assert_same_bits(found["layers.1.bias"], torch.full((6,), 2.0))
-        assert all(param.grad is None for param in ddp.parameters())
+@trainers
+def test_unused_parameters_count_as_zero(group: Any) -> None:
+    ddp = DistributedDataParallel(layers(), process_group=group, bucket_cap_mb=CAP)
+    alone, rank = layers(), dist.get_rank()
+    for step, used in enumerate([("01", "02"), ("3", "031"), ("12", "12")]):
+        found = means_of(ddp, lambda ddp: loss_of(ddp(batch(step), used[rank])))  # noqa: B023
+        assert_close(found, expected(step, alone, *used))
+    # One whose backward reaches nothing: the output is another worker's.
+    found = means_of(ddp, lambda ddp: ddp(input_of(torch.ones(4, 6)), "1" * rank).sum())
+    alone.zero_grad()
+    alone(input_of(torch.ones(4, 6)).detach(), "1").sum().backward()
+    assert found.keys() == {"layers.1.weight", "layers.1.bias"}
+    torch.testing.assert_close(found["layers.1.bias"], alone.layers["1"].bias.grad / 2)
+    assert all(param.grad is None for param in ddp.parameters())
 
 
-@ranks(3)
-def test_buckets_that_fill_out_of_order_are_all_read(tmp_path: Path) -> None:
+@trainers
+def test_buckets_that_fill_out_of_order_are_all_read(group: Any) -> None:
     """The first bucket is that of the last layer, whatever order the layers are used in."""
-    with workers(tmp_path) as group:
-        if group is None:
-            return
-        ddp = DistributedDataParallel(Branches(), process_group=group, bucket_cap_mb=1e-6)
-        alone, rank = Branches(), dist.get_rank()
-        orders = [((3, 2, 1, 0),) * 2, ((3, 0),) * 2, ((0, 1),) * 2, ((2, 3, 0), (1, 0, 2))]
-        for step, used in enumerate(orders):
-            with dist_autograd.context() as context:
-                dist_autograd.backward(context, [loss_of(ddp(batch(step), *used[rank]))])
-                assert_close(gradients(context, ddp.module), expected(step, alone, *used))
-        assert len(ddp.reducer.buckets) == 8
+    ddp = DistributedDataParallel(layers(), process_group=group, bucket_cap_mb=1e-6)
+    alone, rank = layers(), dist.get_rank()
+    orders = [("3210",) * 2, ("30",) * 2, ("01",) * 2, ("230", "102")]
+    for step, used in enumerate(orders):
+        found = means_of(ddp, lambda ddp: loss_of(ddp(batch(step), used[rank])))  # noqa: B023
+        assert_close(found, expected(step, alone, *used))
+    assert len(ddp.reducer.buckets) == 8
 
 
-@ranks(3)
-def test_sparse_gradients_stay_sparse(tmp_path: Path) -> None:
-    with workers(tmp_path) as group:
-        if group is None:
-            return
-        torch.manual_seed(0)
-        table = nn.EmbeddingBag(9, 3, sparse=True)
-        ddp = DistributedDataParallel(nn.Sequential(table, nn.Linear(3, 2)), process_group=group)
-        alone, rows = copy.deepcopy(ddp.module), torch.tensor([[0, 4], [1, 8]])
-        with dist_autograd.context() as context:
-            dist_autograd.backward(context, [loss_of(ddp(rows[[dist.get_rank()]]))])
-            found = gradients(context, ddp.module)
-        for row in rows:
-            ((2 * alone(row[None])).square().mean() / 2).backward()
-        assert found["0.weight"].is_sparse
-        torch.testing.assert_close(found["0.weight"].to_dense(), alone[0].weight.grad.to_dense())
-        torch.testing.assert_close(found["1.weight"], alone[1].weight.grad)
+@trainers
+def test_sparse_gradients_stay_sparse(group: Any) -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    table = nn.EmbeddingBag(9, 3, sparse=True)
+    ddp = DistributedDataParallel(nn.Sequential(table, nn.Linear(3, 2)), process_group=group)
+    alone, rows = copy.deepcopy(ddp.module), torch.tensor([[0, 4], [1, 8]])
+    found = means_of(ddp, lambda ddp: loss_of(ddp(rows[[rank]])))
+    for row in rows:
+        ((2 * alone(row[None])).square().mean() / 2).backward()
+    assert found["0.weight"].is_sparse
+    torch.testing.assert_close(found["0.weight"].to_dense(), alone[0].weight.grad.to_dense())
+    torch.testing.assert_close(found["1.weight"], alone[1].weight.grad)
 
 
-@ranks(3)
-def test_they_travel_in_reduce_dtype_but_are_not_quantised(tmp_path: Path) -> None:
-    with workers(tmp_path) as group:
-        if group is None:
-            return
-        wanted = expected(0, network())
-        for options, tolerance in (
-            ({"reduce_dtype": torch.bfloat16}, 1e-2),
-            ({"compression": "int8"}, 0),
-        ):
-            ddp = DistributedDataParallel(network(), process_group=group, **options)
-            with dist_autograd.context() as context:
-                dist_autograd.backward(context, [loss_of(ddp(batch(0)))])
-                found = gradients(context, ddp.module)
-            if not tolerance:
-                assert_close(found, wanted)
-                continue
-            for name, gradient in found.items():
-                assert not torch.equal(gradient, wanted[name])
-                torch.testing.assert_close(gradient, wanted[name], rtol=tolerance, atol=tolerance)
+@trainers
+def test_they_travel_in_reduce_dtype_but_are_not_quantised(group: Any) -> None:
+    wanted = expected(0, network())
+    for options, tolerance in (
+        ({"reduce_dtype": torch.bfloat16}, 1e-2),
+        ({"compression": "int8"}, 0),
+    ):
+        ddp = DistributedDataParallel(network(), process_group=group, **options)
+        found = means_of(ddp, lambda ddp: loss_of(ddp(batch(0))))
+        if not tolerance:
+            assert_close(found, wanted)
+            continue
+        assert not any(torch.equal(grad, wanted[name]) for name, grad in found.items())
+        assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
-@ranks(3)
-def test_several_backwards_in_one_context_add_up(tmp_path: Path) -> None:
-    with workers(tmp_path) as group:
-        if group is None:
-            return
-        ddp, alone = DistributedDataParallel(Branches(), process_group=group), Branches()
-        rank = dist.get_rank()
-        first, second = (expected(step, alone, (step,), (step,)) for step in range(2))
-        with dist_autograd.context() as context:
-            with ddp.no_sync():
-                loss = (2 * ddp(batch(0), 0)).square().mean()
-            dist_autograd.backward(context, [loss])  # the forward has decided
-            mine = torch.autograd.grad(
-                (2 * alone(batch(0), 0)).square().mean(), [*alone.layers[0].parameters()]
-            )
-            for gradient, other in zip(gradients(context, ddp.module).values(), mine, strict=True):
-                torch.testing.assert_close(gradient, other)
-            loss = (2 * ddp(batch(1), 1)).square().mean()
-            for _ in range(2):  # the second adds to means
-                dist_autograd.backward(context, [loss], retain_graph=True)
-            twice = {name: 2 * gradient for name, gradient in second.items()}
-            assert_close(gradients(context, ddp.module), first | twice)
-            # Into .grad, though inside the context.
-            ddp(batch(1), 1).square().mean().backward()
-        for name, param in ddp.module.named_parameters():
-            if name in second:
-                torch.testing.assert_close(4 * param.grad, second[name])
-        # Unfrozen after wrapping: it is in no bucket yet.
-        frozen = Branches()
-        frozen.layers[3].requires_grad_(False)
-        ddp = DistributedDataParallel(frozen, process_group=group)
-        frozen.layers[3].requires_grad_(True)
-        with dist_autograd.context() as context:
-            output = ddp(batch(0), 3, *([] if rank else [1]))
-            dist_autograd.backward(context, [loss_of(output)])
-            assert_close(gradients(context, frozen), expected(0, alone, (3, 1), (3,)))
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ValueError("on purpose")
+@trainers
+def test_several_backwards_in_one_context_add_up(group: Any) -> None:
+    ddp, alone = DistributedDataParallel(layers(), process_group=group), layers()
+    rank = dist.get_rank()
+    first, second = (expected(step, alone, *str(step) * 2) for step in range(2))
+    with dist_autograd.context() as context:
+        with ddp.no_sync():
+            loss = (2 * ddp(batch(0), "0")).square().mean()
+        dist_autograd.backward(context, [loss])  # the forward has decided
+        mine = torch.autograd.grad(
+            (2 * alone(batch(0), "0")).square().mean(), [*alone.layers["0"].parameters()]
+        )
+        torch.testing.assert_close([*gradients_in(context, ddp.module).values()], [*mine])
+        loss = (2 * ddp(batch(1), "1")).square().mean()
+        for _ in range(2):  # the second adds to means
+            dist_autograd.backward(context, [loss], retain_graph=True)
+        twice = {name: 2 * gradient for name, gradient in second.items()}
+        assert_close(gradients_in(context, ddp.module), first | twice)
+        # Into .grad, though inside the context.
+        ddp(batch(1), "1").square().mean().backward()
+    for name, param in ddp.module.named_parameters():
+        if name in second:
+            torch.testing.assert_close(4 * param.grad, second[name])
+    # Unfrozen after wrapping: it is in no bucket yet.
+    frozen = layers()
+    frozen.layers["3"].requires_grad_(False)
+    ddp = DistributedDataParallel(frozen, process_group=group)
+    frozen.layers["3"].requires_grad_(True)
+    found = means_of(ddp, lambda ddp: loss_of(ddp(batch(0), "3" if rank else "31")))
+    assert_close(found, expected(0, alone, "31", "3"))
 
 
 class InRRef(nn.Module):
@@ -285,103 +247,91 @@ class InRRef(nn.Module):
         return rpc.RRef(self.inner(x))
 
 
-@ranks(3)
-def test_a_backward_that_fails_on_one_rank_leaves_the_ranks_in_step(tmp_path: Path) -> None:
-    with workers(tmp_path) as group:
-        if group is None:
-            return
-        module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
-        # (Through memory ranks that do different things could not go on.)
-        ddp = DistributedDataParallel(
-            module, process_group=group, bucket_cap_mb=CAP, transport="process_group"
-        )
-        rank = dist.get_rank()
-        handle = module[0].register_forward_hook(lambda _, x, y: Fails.apply(y) if rank == 0 else y)
-        with dist_autograd.context() as context:
-            loss = loss_of(ddp(batch(0)))
-            if rank == 0:
-                with pytest.raises(RuntimeError, match="on purpose"):
-                    dist_autograd.backward(context, [loss])
-                ddp.reducer.prepare_for_forward()
-            else:
-                dist_autograd.backward(context, [loss])
-                found = gradients(context, module)
-                assert not found["2.weight"].isnan().any()  # it had been sent
-                assert found["0.weight"].isnan().all()
-        handle.remove()
-        with dist_autograd.context() as context:
-            dist_autograd.backward(context, [loss_of(ddp(batch(1)))])
-            alone = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
-            alone.load_state_dict(module.state_dict())
-            assert_close(gradients(context, module), expected(1, alone))
-        ddp(batch(2)).sum().backward()
-        # Ranks that do different things.
-        with dist_autograd.context() as context:
-            loss = ddp(batch(3)).sum()
-            with pytest.raises(RuntimeError, match=r"of torch\.distributed\.autograd"):
-                loss.backward() if rank == 0 else dist_autograd.backward(context, [loss])
-        # An output in an RRef.
-        ddp = DistributedDataParallel(InRRef(), process_group=group)
-        with dist_autograd.context() as context:
-            dist_autograd.backward(context, [loss_of(ddp(batch(0)).local_value())])
-            assert_close(gradients(context, ddp.module.inner), expected(0, network()))
-        # With find_unused_parameters=False, as ever.
-        ddp = DistributedDataParallel(Branches(), process_group=group, find_unused_parameters=False)
-        with dist_autograd.context() as context:
-            dist_autograd.backward(context, [loss_of(ddp(batch(0), 0, 1, 2))])
-        with pytest.raises(RuntimeError, match=r"layers\.3\.weight"):
-            ddp(batch(0), 0)
-
-
-@ranks(3)
-def test_what_cannot_be_had_in_a_context_is_refused_by_name(tmp_path: Path) -> None:
-    with workers(tmp_path) as group:
-        if group is None:
-            return
-        # Slow, and warns that TorchScript is deprecated.
-        from torch.distributed.optim import _apply_optimizer_in_backward
-
-        def wrapped() -> DistributedDataParallel:
-            return DistributedDataParallel(network(), process_group=group)
-
-        with dist_autograd.context() as context:
-            ddp = wrapped()
-            with ddp.weighted(3), pytest.raises(RuntimeError, match=r"weighted\(n\)"):
-                ddp(batch(0))
-            loss = ddp(batch(0)).sum() + ddp(batch(1)).sum()
-            with ddp.weighted(3), pytest.raises(RuntimeError, match=r"weighted\(n\)"):
-                dist_autograd.backward(context, [loss])
-        # What these errors say to do instead.
-        rank = dist.get_rank()
-        with dist_autograd.context() as context, ddp.weighted(1 + 2 * rank):
-            dist_autograd.backward(context, [loss_of(ddp.module(batch(0)))])
-            mine = gradients(context, ddp.module)
-            means = ddp.reduce_gradients(mine)
-            both = [torch.empty(8, 6) for _ in range(2)]
-            dist.all_gather(both, mine["0.weight"], group=group)
-            torch.testing.assert_close(means["0.weight"], (both[0] + 3 * both[1]) / 4)
-        with dist_autograd.context() as context:
-            ddp = wrapped()
-            ddp.register_comm_hook(None, lambda _, bucket: None)
-            with pytest.raises(RuntimeError, match="communication hook"):
-                ddp(batch(0))
-            ddp = wrapped()
-            ddp.require_manual_backward_finalization = True
-            with pytest.raises(RuntimeError, match="require_manual_backward_finalization"):
-                ddp(batch(0))
-            ddp = wrapped()
-            _apply_optimizer_in_backward(torch.optim.SGD, ddp.parameters(), {"lr": 0.1})
-            with pytest.raises(RuntimeError, match="optimizer"):
-                ddp(batch(0))
-            ddp = wrapped()
-            with pytest.raises(RuntimeError, match="leave join"), ddp.join():
-                ddp(batch(0))
-        # Gradients of one context are looked for in no other.
-        ddp = wrapped()
-        with dist_autograd.context() as outer:
-            loss = ddp(batch(0)).sum()
-        with dist_autograd.context() as context, pytest.raises(RuntimeError, match=str(outer)):
+@trainers
+def test_a_backward_that_fails_on_one_rank_leaves_the_ranks_in_step(group: Any) -> None:
+    module = linears(6, 6, 6, 6)
+    # (Through memory ranks that do different things could not go on.)
+    ddp = DistributedDataParallel(
+        module, process_group=group, bucket_cap_mb=CAP, transport="process_group"
+    )
+    rank = dist.get_rank()
+    handle = module[0].register_forward_hook(lambda _, x, y: Failing.apply(y) if rank == 0 else y)
+    with dist_autograd.context() as context:
+        loss = loss_of(ddp(batch(0)))
+        with raises_if(rank == 0, RuntimeError, match="on purpose"):
             dist_autograd.backward(context, [loss])
-        with dist_autograd.context() as context:
-            dist_autograd.backward(context, [loss_of(ddp(batch(0)))])
-            assert_close(gradients(context, ddp.module), expected(0, network()))
+        if rank == 0:
+            ddp.reducer.prepare_for_forward()
+        else:
+            found = gradients_in(context, module)
+            assert not found["2.weight"].isnan().any()  # it had been sent
+            assert found["0.weight"].isnan().all()
+    handle.remove()
+    found = means_of(ddp, lambda ddp: loss_of(ddp(batch(1))))
+    assert_close(found, expected(1, copy.deepcopy(module)))
+    ddp(batch(2)).sum().backward()
+    # Ranks that do different things.
+    with dist_autograd.context() as context:
+        loss = ddp(batch(3)).sum()
+        with pytest.raises(RuntimeError, match=r"of torch\.distributed\.autograd"):
+            loss.backward() if rank == 0 else dist_autograd.backward(context, [loss])
+    # An output in an RRef.
+    ddp = DistributedDataParallel(InRRef(), process_group=group)
+    found = means_of(ddp, lambda ddp: loss_of(ddp(batch(0)).local_value()))
+    wanted = {f"inner.{name}": grad for name, grad in expected(0, network()).items()}
+    assert_close(found, wanted)
+    # With find_unused_parameters=False, as ever.
+    ddp = DistributedDataParallel(layers(), process_group=group, find_unused_parameters=False)
+    means_of(ddp, lambda ddp: loss_of(ddp(batch(0), "012")))
+    with pytest.raises(RuntimeError, match=r"layers\.3\.weight"):
+        ddp(batch(0), "0")
+
+
+@trainers
+def test_what_cannot_be_had_in_a_context_is_refused_by_name(group: Any) -> None:
+    # Slow, and warns that TorchScript is deprecated.
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    def wrapped() -> DistributedDataParallel:
+        return DistributedDataParallel(network(), process_group=group)
+
+    with dist_autograd.context() as context:
+        ddp = wrapped()
+        with ddp.weighted(3), pytest.raises(RuntimeError, match=r"weighted\(n\)"):
+            ddp(batch(0))
+        loss = ddp(batch(0)).sum() + ddp(batch(1)).sum()
+        with ddp.weighted(3), pytest.raises(RuntimeError, match=r"weighted\(n\)"):
+            dist_autograd.backward(context, [loss])
+    # What these errors say to do instead.
+    rank = dist.get_rank()
+    with dist_autograd.context() as context, ddp.weighted(1 + 2 * rank):
+        dist_autograd.backward(context, [loss_of(ddp.module(batch(0)))])
+        mine = gradients_in(context, ddp.module)
+        means = ddp.reduce_gradients(mine)
+        both = [torch.empty(8, 6) for _ in range(2)]
+        dist.all_gather(both, mine["0.weight"], group=group)
+        torch.testing.assert_close(means["0.weight"], (both[0] + 3 * both[1]) / 4)
+    with dist_autograd.context() as context:
+        ddp = wrapped()
+        ddp.register_comm_hook(None, lambda _, bucket: None)
+        with pytest.raises(RuntimeError, match="communication hook"):
+            ddp(batch(0))
+        ddp = wrapped()
+        ddp.require_manual_backward_finalization = True
+        with pytest.raises(RuntimeError, match="require_manual_backward_finalization"):
+            ddp(batch(0))
+        ddp = wrapped()
+        _apply_optimizer_in_backward(torch.optim.SGD, ddp.parameters(), {"lr": 0.1})
+        with pytest.raises(RuntimeError, match="optimizer"):
+            ddp(batch(0))
+        ddp = wrapped()
+        with pytest.raises(RuntimeError, match="leave join"), ddp.join():
+            ddp(batch(0))
+    # Gradients of one context are looked for in no other.
+    ddp = wrapped()
+    with dist_autograd.context() as outer:
+        loss = ddp(batch(0)).sum()
+    with dist_autograd.context() as context, pytest.raises(RuntimeError, match=str(outer)):
+        dist_autograd.backward(context, [loss])
+    found = means_of(ddp, lambda ddp: loss_of(ddp(batch(0))))
+    assert_close(found, expected(0, network()))

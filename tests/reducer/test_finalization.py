@@ -9,67 +9,61 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, ranks
-from torch import Tensor, nn
+from modules import mlp
+from torch import Tensor
+from training import breaking_off, filled, gradients, train_step
 
 from tritonddp import DistributedDataParallel
-
-VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 
 
 def wrapped(**options: Any) -> DistributedDataParallel:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    return DistributedDataParallel(model, bucket_cap_mb=1e-5, **options)
+    return DistributedDataParallel(mlp(4, 4, 4), bucket_cap_mb=1e-5, **options)
 
 
-def batch(requires_grad: bool = False) -> Tensor:
-    return torch.full((2, 4), 1.0 + dist.get_rank(), requires_grad=requires_grad)
+def by_hand(**options: Any) -> DistributedDataParallel:
+    net = wrapped(**options)
+    net.require_manual_backward_finalization = True
+    return net
 
 
-def gradients(net: nn.Module) -> list[Tensor]:
-    return [param.grad.clone() for param in net.parameters()]
-
-
-@VIEW
-@ranks(2)
+@ranks(2, views=True)
 def test_the_same_gradients_once_they_are_finalised(view: bool) -> None:
-    automatic, manual = wrapped(), wrapped(gradient_as_bucket_view=view)
-    manual.require_manual_backward_finalization = True
+    automatic, manual = wrapped(), by_hand(gradient_as_bucket_view=view)
     for step in range(4):
         for net in automatic, manual:
             if step == 2:
                 with net.no_sync():
-                    net(batch()).sum().backward()
-            net(batch()).sum().backward()
+                    net(filled(2, 4)).sum().backward()
+            net(filled(2, 4)).sum().backward()
         if not view:
-            local = torch.autograd.grad(manual.module(batch()).sum(), manual.module[2].weight)[0]
+            local = torch.autograd.grad(manual.module(filled(2, 4)).sum(), manual.module[2].weight)[
+                0
+            ]
             factor = 2 if step == 2 else 1
             assert_same_bits(manual.module[2].weight.grad, local * factor, "before")
         manual.finalize_backward()
-        for grad, want in zip(gradients(manual), gradients(automatic), strict=True):
-            assert_same_bits(grad, want, f"step {step}")
+        assert_same_bits(gradients(manual), gradients(automatic), f"step {step}")
         for net in automatic, manual:
             net.zero_grad()
 
 
-@VIEW
-@ranks(2)
+@ranks(2, views=True)
 def test_from_a_hook_when_all_buckets_are_launched(view: bool) -> None:
-    automatic, manual = wrapped(), wrapped(gradient_as_bucket_view=view)
-    manual.require_manual_backward_finalization = True
+    automatic, manual = wrapped(), by_hand(gradient_as_bucket_view=view)
     assert manual.should_finalize_after_backward
-    manual(batch()).sum().backward()
+    manual(filled(2, 4)).sum().backward()
     manual.finalize_backward()
     manual.zero_grad()
     assert not manual.should_finalize_after_backward
-    automatic(batch()).sum().backward()
+    automatic(filled(2, 4)).sum().backward()
     seen: list[list[Tensor]] = []
 
     def finalize(_: Tensor) -> None:
         manual.finalize_backward()
         seen.append(gradients(manual))
 
-    inputs = batch(requires_grad=True)
+    inputs = filled(2, 4, requires_grad=True)
     middle = inputs * 1
     middle.register_hook(finalize)  # comes after all parameters of the first layer
     for _ in range(2):
@@ -96,18 +90,18 @@ def test_what_cannot_be_finalised() -> None:
     with pytest.raises(RuntimeError, match="no gradient reduction requires finalization"):
         net.finalize_backward()
     with net.no_sync():
-        net(batch()).sum().backward()
+        net(filled(2, 4)).sum().backward()
     with pytest.raises(RuntimeError, match="no gradient reduction requires finalization"):
         net.finalize_backward()
-    net(batch()).sum().backward()
+    net(filled(2, 4)).sum().backward()
     with pytest.raises(RuntimeError, match="Expected to have finalized the prior backward"):
-        net(batch())
+        net(filled(2, 4))
     with pytest.raises(RuntimeError, match="cannot be called after forward"):
         net.require_manual_backward_finalization = False
     with torch.no_grad():
-        net(batch())
+        net(filled(2, 4))
     net.finalize_backward()
-    output = net(batch())
+    output = net(filled(2, 4))
     output.register_hook(lambda _: net.finalize_backward())
     with pytest.raises(RuntimeError, match=r"before all DDP buckets were ready. next_bucket_=0"):
         output.sum().backward()
@@ -115,53 +109,41 @@ def test_what_cannot_be_finalised() -> None:
 
 @ranks(2)
 def test_after_a_backward_that_broke_off_backwards_may_end_by_themselves_again() -> None:
-    net = wrapped()
-    net.require_manual_backward_finalization = True
-    loss = net(batch()).sum()
-    handle = next(net.parameters()).register_hook(_raises)
-    with pytest.raises(ZeroDivisionError):
+    net = by_hand()
+    loss = net(filled(2, 4)).sum()
+    with breaking_off(next(net.parameters())):
         loss.backward()
-    handle.remove()
     net.require_manual_backward_finalization = False
-    net.zero_grad()
-    net(batch()).sum().backward()
+    train_step(net, filled(2, 4), loss=torch.sum)
     assert all(grad.isfinite().all() for grad in gradients(net))
-
-
-def _raises(_: torch.Tensor) -> None:
-    raise ZeroDivisionError
 
 
 @ranks(2)
 def test_others_of_the_group_may_reduce_in_between() -> None:
-    first, second = wrapped(), wrapped()
-    first.require_manual_backward_finalization = True
+    first, second = by_hand(), wrapped()
     for _ in range(2):
-        first(batch()).sum().backward()
-        second(batch()).sum().backward()
+        first(filled(2, 4)).sum().backward()
+        second(filled(2, 4)).sum().backward()
         first.finalize_backward()
-        for grad, want in zip(gradients(first), gradients(second), strict=True):
-            assert_same_bits(grad, want)
+        assert_same_bits(gradients(first), gradients(second))
         for net in first, second:
             net.zero_grad()
 
 
 @ranks(2)
 def test_a_copy_is_finalised_by_hand_too() -> None:
-    net = wrapped()
-    net.require_manual_backward_finalization = True
+    net = by_hand()
     twin = copy.deepcopy(net)
     assert twin.require_manual_backward_finalization
-    twin(batch()).sum().backward()
+    twin(filled(2, 4)).sum().backward()
     twin.finalize_backward()
 
 
 @ranks(2)
-def test_after_a_hook_that_failed_the_ranks_are_in_step() -> None:
+def test_after_a_hook_that_failed_the_ranks_are_in_step(rank: int) -> None:
     """Also where it failed in the first backward, which all ranks end by one more collective."""
-    net = wrapped()
-    net.require_manual_backward_finalization = True
-    failing = [dist.get_rank() == 0]
+    net = by_hand()
+    failing = [rank == 0]
 
     def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         work = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
@@ -172,8 +154,8 @@ def test_after_a_hook_that_failed_the_ranks_are_in_step() -> None:
     net.register_comm_hook(None, hook)
     for is_failing in True, False, True, False:
         net.zero_grad()
-        failing[0] = is_failing and dist.get_rank() == 0
-        net(batch()).sum().backward()
+        failing[0] = is_failing and rank == 0
+        net(filled(2, 4)).sum().backward()
         if failing[0]:
             with pytest.raises(RuntimeError, match="a mistake"):
                 net.finalize_backward()
@@ -185,9 +167,8 @@ def test_after_a_hook_that_failed_the_ranks_are_in_step() -> None:
 
 @ranks(2)
 def test_no_hook_is_registered_for_buckets_that_are_under_way() -> None:
-    net = wrapped()
-    net.require_manual_backward_finalization = True
-    net(batch()).sum().backward()
+    net = by_hand()
+    net(filled(2, 4)).sum().backward()
     with pytest.raises(RuntimeError, match="Expected to have finalized the prior backward"):
         net.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
     net.finalize_backward()

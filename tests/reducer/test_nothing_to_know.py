@@ -11,13 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import CASES, Case
-from distributed import Calls, assert_same_on_all_ranks, ranks, recorded_collectives
+from distributed import VIEW, Calls, assert_same_on_all_ranks, ranks, recorded_collectives
 from oracle import Net, adopt, assert_gradients, mean_over_ranks, one_per_rank, seed
 from torch import Tensor, nn
 
 from tritonddp import DistributedDataParallel
 
-VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 VARIANT = pytest.mark.parametrize("variant", ["plain", "small-buckets", "no-sync-first"])
 NAME = pytest.mark.parametrize("name", CASES)
 # What happens to gradients after each step.

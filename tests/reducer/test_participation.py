@@ -12,172 +12,28 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-import torch.distributed as dist
 from cases.models import Branches, batch, branch
 from distributed import (
     assert_same_bits,
-    assert_same_on_all_ranks,
     in_rings,
     ranks,
     recorded_collectives,
 )
-from oracle import Alone, Net, assert_mean, one_per_rank, seed
+from oracle import Net, in_step, one_per_rank
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
-from tritonddp import DistributedDataParallel
-
-VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+from training import assert_gradients_alike, train_step, wrap
 
 
-def branches() -> Branches:
-    return Branches().double()
-
-
-def in_step(
-    step: Callable[[Net, int], None], ddp: DistributedDataParallel, alone: list[Alone], number: int
-) -> None:
-    """Step ``number``, alone in the role of each rank, then wrapped; gradients must agree."""
-    for rank, net in enumerate(alone):
-        seed(rank, number)
-        step(net, rank)
-    seed(dist.get_rank(), number)
-    step(ddp, dist.get_rank())
-    assert_mean(ddp, alone, f"step {number}")
-
-
-def checkpoint_behind(net: Net, rank: int) -> None:
-    output = net(batch(), "ab")
-    (output + checkpoint(branch(net, "c"), output, use_reentrant=True)).sum().backward()
-
-
-def checkpoint_in_front(net: Net, rank: int) -> None:
-    net(checkpoint(branch(net, "c"), batch(), use_reentrant=True), "ab").sum().backward()
-
-
-def train_from_the_second_step_on(
-    ddp: DistributedDataParallel, step: Callable[[Net, int], None], error: str | None
-) -> None:
-    alone = one_per_rank(ddp.module)
-    ddp(batch(), "ab").sum().backward()
-    if error is not None:
-        with pytest.raises(RuntimeError, match=error):
-            step(ddp, dist.get_rank())
-    for number in range(3):
-        for net in (ddp, *alone):
-            net.zero_grad()
-        in_step(step, ddp, alone, number)
-
-
-@VIEW
-@ranks(2)
-def test_reentrant_checkpoint_that_is_new_but_in_time_is_reduced(view: bool) -> None:
-    ddp = DistributedDataParallel(branches(), bucket_cap_mb=1e-6, gradient_as_bucket_view=view)
-    train_from_the_second_step_on(ddp, checkpoint_behind, None)
-
-
-@VIEW
-@ranks(2)
-def test_reentrant_checkpoint_that_is_new_and_late_is_named_and_then_waited_for(
-    view: bool,
-) -> None:
-    ddp = DistributedDataParallel(branches(), bucket_cap_mb=1e-6, gradient_as_bucket_view=view)
-    error = r"rank \d.*'branches.c.*use_reentrant=False"
-    train_from_the_second_step_on(ddp, checkpoint_in_front, error)
-
-
-class Inner(nn.Module):
-    """Two vectors; the second one on demand, in a reentrant checkpoint behind the first, or before.
-
-    Args:
-        size: of each.
-        is_before: where.
-    """
-
-    def __init__(self, size: int, is_before: bool = False) -> None:
-        super().__init__()
-        self.is_before = is_before
-        self.first = nn.Parameter(torch.ones(size))
-        self.second = nn.Parameter(torch.ones(size))
-
-    def forward(self, x: Tensor, both: bool) -> Tensor:
-        if both and self.is_before:
-            x = checkpoint(self._inner, x, use_reentrant=True)
-        x = (self.first * x).mean()
-        if both and not self.is_before:
-            x = checkpoint(self._inner, x, use_reentrant=True)
-        return x
-
-    def _inner(self, x: Tensor) -> Tensor:
-        return (self.second * x).mean()
-
-
-def use_the_second_again(ddp: DistributedDataParallel, factor: Tensor) -> None:
-    """After steps enough without it that nobody waits for its gradient."""
-    alone = one_per_rank(ddp.module)
-    for number, both in enumerate([False] * 3 + [True] * 2 + [False, True]):
-        for net in (ddp, *alone):
-            net.zero_grad()
-        for rank, net in [*enumerate(alone), (dist.get_rank(), ddp)]:
-            net(factor * (1.0 + rank), both).backward()
-        assert_mean(ddp, alone, f"step {number}")
-
-
-@VIEW
-@pytest.mark.parametrize("size", [100, 1_100_000], ids=["one segment", "two segments"])
-@ranks(2)
-def test_a_gradient_of_an_inner_backward_counts_in_the_first_step_that_has_it(
-    size: int, view: bool
-) -> None:
-    """Also where nothing of its segment was announced: that is packed behind it all the same."""
-    ddp = DistributedDataParallel(Inner(size), bucket_cap_mb=100, gradient_as_bucket_view=view)
-    use_the_second_again(ddp, torch.ones((), requires_grad=True))
-    assert [len(bucket.segments) for bucket in ddp.reducer.buckets] == [1 if size == 100 else 2]
-
-
-@VIEW
-@ranks(2)
-def test_a_gradient_of_an_inner_backward_counts_in_a_bucket_that_is_sent_later(view: bool) -> None:
-    """No gradient comes behind it but the one that its bucket waits for."""
-    module, outside = Inner(100, is_before=True), nn.Parameter(torch.ones(()))
-    ddp = DistributedDataParallel(
-        module,
-        gradient_as_bucket_view=view,
-        delay_all_reduce_named_params=[("second", module.second)],
-        param_to_hook_all_reduce=outside,
-    )
-    use_the_second_again(ddp, outside)
-    assert [bucket.names for bucket in ddp.reducer.buckets] == [["first"], ["second"]]
-
-
-@VIEW
-@ranks(2)
-def test_a_layer_that_is_back_has_the_mean_in_that_very_step(view: bool) -> None:
-    """Nobody uses it for some steps, then both ranks, or one of them, in a bucket of its own."""
-    ddp = DistributedDataParallel(branches(), bucket_cap_mb=1e-6, gradient_as_bucket_view=view)
-    alone = one_per_rank(ddp.module)
-    used = [*2 * ["ab ab"], *3 * ["a a"], *2 * ["ab ab"], *2 * ["a a"], "a ab", "ab ab"]
-    for number, names in enumerate(map(str.split, used)):
-        for net in (ddp, *alone):
-            net.zero_grad()
-
-        def step(net: Net, rank: int, names: list[str] = names) -> None:
-            net(batch(), names[rank]).sum().backward()
-
-        in_step(step, ddp, alone, number)
-
-
-@VIEW
-@ranks(3)
-def test_gradients_nobody_used_stay_bit_for_bit(view: bool) -> None:
+@ranks(3, views=True)
+def test_gradients_nobody_used_stay_bit_for_bit(rank: int, view: bool) -> None:
     """None stays None; another one keeps its bits, and in copy mode stays the same tensor."""
-    ddp = DistributedDataParallel(branches(), gradient_as_bucket_view=view)
+    ddp = wrap(Branches().double(), view)
     for _ in range(2):
         ddp(batch(), "abc").sum().backward()
     unused = [p for name in "bc" for p in ddp.module.branches[name].parameters()]
     never = [p for name in "def" for p in ddp.module.branches[name].parameters()]
     for param in unused:  # in place: a view stays one
-        param.grad.mul_(1.1 + dist.get_rank())
+        param.grad.mul_(1.1 + rank)
     before = [(param.grad, param.grad.clone()) for param in unused]
     for _ in range(3):
         ddp(batch(), "a").sum().backward()
@@ -185,26 +41,26 @@ def test_gradients_nobody_used_stay_bit_for_bit(view: bool) -> None:
             assert_same_bits(param.grad, bits, "stale gradient")
             assert view or param.grad is grad
         assert all(param.grad is None for param in never)
-    assert_same_on_all_ranks([param.grad for param in ddp.module.branches["a"].parameters()])
+    assert_gradients_alike(ddp.module.branches["a"])
 
 
-@VIEW
-@ranks(2)
-def test_gradients_that_differ_between_ranks_stay_so_while_nobody_uses_them(view: bool) -> None:
+@ranks(2, views=True)
+def test_gradients_that_differ_between_ranks_stay_so_while_nobody_uses_them(
+    rank: int, view: bool
+) -> None:
     """They were put there by the user; nothing says that they are to be reduced."""
-    ddp = DistributedDataParallel(branches(), gradient_as_bucket_view=view)
+    ddp = wrap(Branches().double(), view)
     params = list(ddp.module.branches["c"].parameters())
     for param in params:
-        param.grad = torch.full_like(param, 1.1 + dist.get_rank())
+        param.grad = torch.full_like(param, 1.1 + rank)
     for step in range(3):
         ddp(batch(), "ab").sum().backward()
         for param in params:
-            expected = torch.full_like(param, 1.1 + dist.get_rank())
+            expected = torch.full_like(param, 1.1 + rank)
             assert_same_bits(param.grad, expected, f"step {step}")
 
 
-@VIEW
-@ranks(2)
+@ranks(2, views=True)
 def test_stale_gradient_of_odd_strides_contributes(view: bool) -> None:
     """A rank that does not use a parameter contributes what lies in .grad, however it lies."""
     numbers = torch.arange(32.0, dtype=torch.float64)
@@ -213,7 +69,7 @@ def test_stale_gradient_of_odd_strides_contributes(view: bool) -> None:
         lambda: numbers[3].clone().expand(4, 4),
         lambda: numbers.clone().view(4, 8)[:, ::2],
     ):
-        ddp = DistributedDataParallel(branches(), gradient_as_bucket_view=view)
+        ddp = wrap(Branches().double(), view)
         alone = one_per_rank(ddp.module)
 
         def step(net: Net, rank: int, odd: Callable[[], Tensor] = odd) -> None:
@@ -227,20 +83,15 @@ def test_stale_gradient_of_odd_strides_contributes(view: bool) -> None:
 
 
 def all_branches(net: Net, rank: int) -> None:
-    net.zero_grad()
-    net(batch(), "abcdef").sum().backward()
+    train_step(net, batch(), "abcdef", loss=torch.sum)
 
 
-@VIEW
 @pytest.mark.parametrize("offenders", [[0, 1], [1]], ids=["all ranks", "one rank"])
-@ranks(2)
+@ranks(2, views=True)
 def test_strict_mode_raises_at_the_next_forward_and_then_goes_on(
-    offenders: list[int], view: bool
+    rank: int, offenders: list[int], view: bool
 ) -> None:
-    rank = dist.get_rank()
-    ddp = DistributedDataParallel(
-        branches(), find_unused_parameters=False, gradient_as_bucket_view=view
-    )
+    ddp = wrap(Branches().double(), view, find_unused_parameters=False)
     alone = one_per_rank(ddp.module)
     for step in range(3):
         ddp(batch(), "abcde" if rank in offenders else "abcdef").sum().backward()
@@ -264,7 +115,7 @@ def test_automatic_mode_is_the_default_and_what_true_means() -> None:
         {"find_unused_parameters": True},
         {"find_unused_parameters": False, "static_graph": True},  # as in stock
     ):
-        ddp = in_rings(branches(), **option)
+        ddp = in_rings(Branches().double(), **option)
         for _ in range(3):
             with recorded_collectives() as calls:
                 ddp(batch(), "a").sum().backward()
@@ -285,16 +136,14 @@ def run_window(net: Net, microbatches: Sequence[Microbatch]) -> None:
             loss.backward()
 
 
-@VIEW
 @pytest.mark.parametrize("number", [1, 2, 3])
-@ranks(3)
+@ranks(3, views=True)
 def test_random_windows_of_random_branches(number: int, view: bool) -> None:
     """Windows whose shape all ranks share, and whose branches each rank chooses alone."""
     shared = random.Random(number)
     own = [random.Random(1000 * number + rank) for rank in range(3)]
-    ddp = DistributedDataParallel(
-        branches(), gradient_as_bucket_view=view, bucket_cap_mb=shared.choice([1e-6, 3e-4, None])
-    )
+    cap = shared.choice([1e-6, 3e-4, None])
+    ddp = wrap(Branches().double(), view, bucket_cap_mb=cap)
     alone = one_per_rank(ddp.module)
     history = []
     for window in range(25):
@@ -318,15 +167,13 @@ def dropped_and_used_again(net: Net, rank: int) -> None:
     net.zero_grad()
     with net.no_sync():
         net(batch(), "abcdef").sum().backward()
-    net.zero_grad()
-    net(batch(), "abcd" if rank else "abc").sum().backward()
+    train_step(net, batch(), "abcd" if rank else "abc", loss=torch.sum)
 
 
-@VIEW
-@ranks(2)
+@ranks(2, views=True)
 def test_used_under_no_sync_then_dropped_by_zero_grad_and_unused_here(view: bool) -> None:
     """A parameter may count as used on this rank and have no gradient all the same."""
-    ddp = DistributedDataParallel(branches(), gradient_as_bucket_view=view)
+    ddp = wrap(Branches().double(), view)
     alone = one_per_rank(ddp.module)
     for number in range(3):
         in_step(dropped_and_used_again, ddp, alone, number)
@@ -336,27 +183,24 @@ class Tagged(torch.Tensor):
     """A subclass with the default ``__torch_function__``."""
 
 
-@VIEW
-@ranks(2)
+@ranks(2, views=True)
 def test_parameters_of_a_tensor_subclass_are_synchronised(view: bool) -> None:
     plain = nn.Linear(4, 4).double()
     model = copy.deepcopy(plain)
     model.weight = nn.Parameter(plain.weight.detach().clone().as_subclass(Tagged))
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
+    ddp = wrap(model, view)
     alone = one_per_rank(plain)
 
     def step(net: Net, rank: int) -> None:
-        net.zero_grad()
-        net(batch()).pow(2).sum().backward()
+        train_step(net, batch())
 
     for number in range(3):
         in_step(step, ddp, alone, number)
 
 
-@VIEW
-@ranks(2)
+@ranks(2, views=True)
 def test_a_parameter_that_changes_its_dtype_is_an_error_that_names_it(view: bool) -> None:
-    ddp = DistributedDataParallel(branches(), gradient_as_bucket_view=view)
+    ddp = wrap(Branches().double(), view)
     ddp(batch(), "abcdef").sum().backward()
     ddp.zero_grad()
     ddp.float()

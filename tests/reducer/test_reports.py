@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import ranks
+from distributed import assert_same_bits, ranks
+from modules import linears
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from training import breaking_off, gradients, ways
 
 from tritonddp import DistributedDataParallel
-from tritonddp.comm.run import ReductionRun
-from tritonddp.config import DDPConfig
+from tritonddp.comm.reduction import Reduction
 from tritonddp.reducer.extension import Extension
+from tritonddp.state import DDPState
 
-WAYS: dict[str, dict[str, Any]] = {
-    "memory": {},
-    "process group": {"transport": "process_group"},
-    "views": {"gradient_as_bucket_view": True},
-    "lazy": {"lazy_bucket_allocation": True},
-    "bf16": {"reduce_dtype": torch.bfloat16},
-    "fp16": {"reduce_dtype": torch.float16},
-    "int8": {"compression": "int8"},
-    "finite": {"check_finite": "raise"},
-}
+WAYS = ways("copies", "process group", "views", "lazy", "bf16", "fp16", "int8", "finite")
 
 
 class Reporter(Extension):
@@ -39,7 +31,7 @@ class Reporter(Extension):
         self.said: list[bytes] = []
         self.came: list[list[bytes]] = []
 
-    def report(self, run: ReductionRun) -> bytes:
+    def report(self, reduction: Reduction) -> bytes:
         rank, step = dist.get_rank(), len(self.said)
         self.said.append(bytes((255 - 7 * rank - 3 * step - i) % 256 for i in range(self.nbytes)))
         return self.said[-1]
@@ -56,13 +48,13 @@ class Reporter(Extension):
 def reporting(*nbytes: int) -> Iterator[list[Reporter]]:
     """Wrappers made inside have reporters of so many bytes."""
     reporters = [Reporter(each) for each in nbytes]
-    with mock.patch.object(DDPConfig, "reporters", return_value=reporters):
+    with mock.patch.object(DDPState, "reporters", return_value=reporters):
         yield reporters
 
 
 def net() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 40), nn.Linear(40, 3))
+    return linears(40, 50, 40, 3)
 
 
 def expected(rank: int, step: int, nbytes: int) -> bytes:
@@ -71,17 +63,16 @@ def expected(rank: int, step: int, nbytes: int) -> bytes:
 
 @pytest.mark.parametrize("way", WAYS)
 @ranks(2, 3)
-def test_every_rank_hears_what_every_rank_says_in_every_reduction(way: str) -> None:
+def test_every_rank_hears_what_every_rank_says_in_every_reduction(rank: int, way: str) -> None:
     with reporting(5, 3) as reporters:
         ddp = DistributedDataParallel(net(), bucket_cap_mb=0.004, **WAYS[way])
     plain = DistributedDataParallel(net(), bucket_cap_mb=0.004, **WAYS[way])
     for step in range(4):
-        inputs = torch.randn(4, 40) + dist.get_rank()
+        inputs = torch.randn(4, 40) + rank
         for each in (ddp, plain):
             each.zero_grad()
             each(inputs).square().mean().backward()
-        for ours, without in zip(ddp.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(ours.grad, without.grad)  # type: ignore[arg-type]
+        assert_same_bits(gradients(ddp), gradients(plain))
         for each in reporters:
             size = dist.get_world_size()
             assert each.came[step] == [expected(r, step, each.nbytes) for r in range(size)]
@@ -89,15 +80,14 @@ def test_every_rank_hears_what_every_rank_says_in_every_reduction(way: str) -> N
 
 
 @ranks(2)
-def test_reports_travel_beside_communication_hooks_weights_and_sparse_gradients() -> None:
-    torch.manual_seed(0)
+def test_reports_travel_beside_communication_hooks_weights_and_sparse_gradients(rank: int) -> None:
     table = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
     with reporting(4) as (reporter,):
         ddp = DistributedDataParallel(table)
         ddp.register_comm_hook(None, allreduce_hook)
-    tokens = torch.tensor([1, 2 + dist.get_rank()])
+    tokens = torch.tensor([1, 2 + rank])
     ddp(tokens).sum().backward()
-    with ddp.weighted(3 + dist.get_rank()):
+    with ddp.weighted(3 + rank):
         ddp(tokens).mean().backward()
     with ddp.no_sync():
         ddp(tokens).sum().backward()
@@ -106,31 +96,17 @@ def test_reports_travel_beside_communication_hooks_weights_and_sparse_gradients(
 
 
 @ranks(2)
-def test_a_rank_whose_backward_broke_off_says_nothing() -> None:
-    rank = dist.get_rank()
+def test_a_rank_whose_backward_broke_off_says_nothing(rank: int) -> None:
     with reporting(4) as (reporter,):
         ddp = DistributedDataParallel(net())
     ddp(torch.randn(2, 40)).sum().backward()
-    with expecting(RuntimeError, on=rank == 1):
-        outputs = ddp(torch.randn(2, 40))
-        hidden = next(iter(ddp.parameters()))
-        handle = hidden.register_hook(fail if rank == 1 else lambda grad: None)
+    outputs = ddp(torch.randn(2, 40))
+    with breaking_off(next(ddp.parameters()), rank == 1):
         outputs.sum().backward()
-    handle.remove()
     ddp(torch.randn(2, 40)).sum().backward()
     assert len(reporter.came) == 3
     assert reporter.came[1][0] == expected(0, 1, 4)
     assert reporter.came[2][rank] == reporter.said[-1]
-
-
-def fail(grad: Any) -> Any:
-    raise RuntimeError("this backward breaks off")
-
-
-@contextmanager
-def expecting(kind: type[Exception], on: bool) -> Iterator[None]:
-    with pytest.raises(kind) if on else nullcontext():
-        yield
 
 
 @ranks(2)

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from cases.models import Branches, batch
 from distributed import ranks, recorded_collectives
+from modules import linears
 from oracle import assert_mean, one_per_rank, seed
 from torch import Tensor, nn
+from training import delayed, train_step, wrap
 
 from tritonddp import DistributedDataParallel
 from tritonddp.buckets.manager import REBUILD_AFTER
 from tritonddp.diagnostics import logging_data
-
-VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 
 
 def wrapped(module: nn.Module, **options: Any) -> DistributedDataParallel:
@@ -44,6 +44,12 @@ def weight_of(ddp: DistributedDataParallel) -> float:
     return value
 
 
+def gives(ddp: DistributedDataParallel, value: float) -> float:
+    """The gradient of the weight after a step with these inputs."""
+    train_step(ddp, inputs(value), loss=torch.sum)
+    return weight_of(ddp)
+
+
 def is_in_bucket(ddp: DistributedDataParallel, grad: Tensor) -> bool:
     storages = {b.flat.data.untyped_storage().data_ptr() for b in ddp.reducer.buckets}
     return grad.untyped_storage().data_ptr() in storages
@@ -54,15 +60,14 @@ def branch_of(name: str) -> str:
     return name.split(".")[1]
 
 
-@VIEW
 @pytest.mark.parametrize("cap", [None, 1e-6])
-@ranks(1)
+@ranks(1, views=True)
 def test_once_steps_are_no_longer_measured_nothing_is_exchanged(
     cap: float | None, view: bool
 ) -> None:
     """Some layers, and in some steps others; gradients are kept, zeroed or dropped."""
     module = Branches().double()
-    ddp = DistributedDataParallel(module, bucket_cap_mb=cap, gradient_as_bucket_view=view)
+    ddp = wrap(module, view, bucket_cap_mb=cap)
     alone = one_per_rank(module)
     names = ["abc", "ab", "a", "cba", "ab"]
     for number in range(logging_data.FIRST + 10):
@@ -92,8 +97,7 @@ def test_a_backward_that_the_caller_finalises() -> None:
     ddp = wrapped(linear())
     ddp.require_manual_backward_finalization = True
     for step in range(1, 5):
-        ddp.zero_grad()
-        ddp(inputs(step)).sum().backward()
+        train_step(ddp, inputs(step), loss=torch.sum)
         with pytest.raises(RuntimeError, match="finalize"):
             ddp(inputs())
         ddp.finalize_backward()
@@ -124,8 +128,7 @@ def test_join_counts_and_checks() -> None:
     ddp = wrapped(linear())
     with ddp.join():
         for step in range(1, 5):
-            ddp.zero_grad()
-            ddp(inputs(step)).sum().backward()
+            train_step(ddp, inputs(step), loss=torch.sum)
             assert weight_of(ddp) == 2 * step
             assert ddp.reducer.counters.reductions == step
     assert ddp.reducer.counters.reductions == 4
@@ -136,46 +139,27 @@ def test_join_counts_and_checks() -> None:
             loss.backward()
     with recorded_collectives() as calls:
         for step in range(3):
-            ddp.zero_grad()
-            ddp(inputs(step)).sum().backward()
-            assert weight_of(ddp) == 2 * step
+            assert gives(ddp, step) == 2 * step
     assert calls.names == []
-
-
-class Three(nn.Module):
-    """Three layers side by side; the last one on demand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (nn.Linear(4, 3).double() for _ in range(3))
-
-    def forward(self, x: Tensor, is_third: bool) -> Tensor:
-        total = self.first(x).sum() + self.second(x).sum()
-        return total + self.third(x).sum() if is_third else total
 
 
 @pytest.mark.parametrize("wrap", [wrapped, DistributedDataParallel], ids=["alone", "measured"])
 @ranks(1)
 def test_delayed_parameters_and_a_first_bucket_that_is_not_reached(wrap: Any) -> None:
-    module = Three()
-    ddp = wrap(
-        module,
-        bucket_cap_mb=1e-5,
-        delay_all_reduce_named_params=[("first.weight", module.first.weight)],
-        param_to_hook_all_reduce=module.second.weight,
-    )
+    module = nn.ModuleList(nn.Linear(4, 3).double() for _ in range(3))
+    module.forward = lambda x, used: sum(each(x).sum() for each in module[:used])  # type: ignore
+    ddp = wrap(module, bucket_cap_mb=1e-5, **delayed(module, "0.weight", until=module[1].weight))
     for step in range(logging_data.FIRST + 5):
-        ddp.zero_grad()
-        is_third = step % 5 == 0
-        ddp(inputs(1.0 + step), is_third).backward()
-        for layer in (module.first, module.second, module.third)[: 2 + is_third]:
+        used = 3 if step % 5 == 0 else 2
+        train_step(ddp, inputs(1.0 + step), used, loss=torch.sum)
+        for layer in module[:used]:
             wanted = torch.full_like(layer.weight, 2 * (1.0 + step))
             torch.testing.assert_close(layer.weight.grad, wanted, msg=f"step {step}")
             assert layer.bias.grad.tolist() == [2.0] * 3
-        assert is_third or module.third.weight.grad is None
+        assert used == 3 or module[2].weight.grad is None
     buckets = [bucket.names for bucket in ddp.reducer.buckets]
-    assert "third.weight" in buckets[0] + buckets[1]
-    assert buckets[-1] == ["first.weight"]
+    assert "2.weight" in buckets[0] + buckets[1]
+    assert buckets[-1] == ["0.weight"]
 
 
 @ranks(1)
@@ -199,9 +183,7 @@ def test_the_end_of_a_backward_waits_for_hooks_of_buffers() -> None:
 def test_views_and_what_is_accumulated_under_no_sync() -> None:
     ddp = wrapped(linear(), gradient_as_bucket_view=True)
     for step in range(1, 5):
-        ddp.zero_grad()
-        ddp(inputs(step)).sum().backward()
-        assert weight_of(ddp) == 2 * step
+        assert gives(ddp, step) == 2 * step
         assert is_in_bucket(ddp, ddp.module.weight.grad)
     with ddp.no_sync():
         ddp(inputs()).sum().backward()
@@ -214,14 +196,12 @@ def test_views_and_what_is_accumulated_under_no_sync() -> None:
     assert is_in_bucket(ddp, ddp.module.weight.grad)
 
 
-@VIEW
-@ranks(1)
+@ranks(1, views=True)
 def test_gradients_that_were_dropped_are_let_go(view: bool) -> None:
     """Also those of a backward beside the outputs, whose first gradient told of it."""
     ddp = wrapped(linear(), gradient_as_bucket_view=view)
     for _ in range(3):
-        ddp.zero_grad()
-        ddp(inputs()).sum().backward()
+        train_step(ddp, inputs(), loss=torch.sum)
     ddp.zero_grad()
     grads: list[weakref.ref[Tensor]] = []
     handle = ddp.module.weight.register_post_accumulate_grad_hook(
@@ -238,10 +218,9 @@ def names_of(ddp: DistributedDataParallel) -> list[str]:
     return sorted(name for bucket in ddp.reducer.buckets for name in bucket.names)
 
 
-@VIEW
-@ranks(1)
+@ranks(1, views=True)
 def test_frozen_and_added_parameters_and_a_hook_that_comes_later(view: bool) -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double()
+    module = linears(4, 4, 3).double()
     ddp = wrapped(module, gradient_as_bucket_view=view)
     alone = one_per_rank(module)
 
@@ -250,8 +229,7 @@ def test_frozen_and_added_parameters_and_a_hook_that_comes_later(view: bool) -> 
     def step() -> None:
         with recorded_collectives() as calls:
             for net in (ddp, *alone):
-                net.zero_grad()
-                net(inputs()).square().sum().backward()
+                train_step(net, inputs())
         sent[:] = calls.names
         assert_mean(ddp, alone, f"after {ddp.reducer.counters.reductions} reductions")
 
@@ -295,13 +273,11 @@ def test_frozen_and_added_parameters_and_a_hook_that_comes_later(view: bool) -> 
     ddp.check_sync()
 
 
-@VIEW
-@ranks(1)
+@ranks(1, views=True)
 def test_gradients_on_request_and_weights(view: bool) -> None:
     ddp = wrapped(linear(), gradient_as_bucket_view=view)
     for step in range(1, 4):
-        ddp.zero_grad()
-        ddp(inputs(step)).sum().backward()
+        train_step(ddp, inputs(step), loss=torch.sum)
     ddp.zero_grad()
     with ddp.no_sync():
         ddp(inputs(5)).sum().backward()
@@ -320,6 +296,5 @@ def test_gradients_on_request_and_weights(view: bool) -> None:
     with ddp.weighted(3):
         ddp(inputs(2)).sum().backward()
     assert weight_of(ddp) == (1 * 2 + 3 * 4) / 4
-    ddp.zero_grad()
-    ddp(inputs(6)).sum().backward()
+    train_step(ddp, inputs(6), loss=torch.sum)
     assert weight_of(ddp) == 12

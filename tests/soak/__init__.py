@@ -1,6 +1,5 @@
 """Does anything pile up, or drift, over ten thousand steps? `make soak` finds out.
 
-What each step does is drawn from a seed (:mod:`soak.plan`). Two ranks train by it
-(:mod:`soak.training`), each beside one process that plays both without communication
-(:mod:`soak.oracle`), and :mod:`soak.footprint` measures what the process holds.
+Two ranks play scenarios of the differential test that are longer than there, some of them by far,
+and the oracle judges each step. :mod:`soak.footprint` measures what the process holds.
 """

@@ -17,7 +17,7 @@ MOST_GROWTH = 0.01
 # So many steps have a last quarter that is long enough to say something of memory.
 STEPS_FOR_MEMORY = 2000
 # Python keeps some objects for a while, whatever a step does; what is kept of each step is more.
-_FEW_OBJECTS = 200
+_FEW_OBJECTS = 500
 _FEW_TENSORS = 15
 
 
@@ -91,22 +91,22 @@ def complaints(taken: Sequence[Footprint], warm_up: int, steps: int) -> list[str
         growth = growth_of_memory(taken, steps)
         if growth > MOST_GROWTH:
             found.append(f"memory grew by {growth:.2%}, which is more than {MOST_GROWTH:.0%}")
-    for name in ("files", "threads"):
-        counts = {getattr(each, name): each.step for each in warm}
-        if len(counts) > 1:
-            told = ", ".join(f"{count} after step {step}" for count, step in counts.items())
-            found.append(f"the number of {name} changed: {told}")
     between = [each for each in warm if each.life is None]
-    counts = {each.tensors: each.step for each in between}
-    if len(counts) > 1:
-        told = ", ".join(f"{count} after step {step}" for count, step in counts.items())
-        found.append(f"the number of tensors that outlive a wrapper changed: {told}")
     pairs = [("between wrappers", between[0], between[-1])]
+    # (A wrapper may have files of its own.)
+    unchanging = [(name, between) for name in ("files", "threads", "tensors")]
     for life in dict.fromkeys(each.life for each in taken if each.life is not None):
         within = [each for each in taken if each.life == life]
+        unchanging += [(name, within) for name in ("files", "threads")]
         # Buckets hold more when more is trained.
         if within[0].trained == within[-1].trained:
             pairs.append((f"within wrapper {life}", within[0], within[-1]))
+    for name, each in unchanging:
+        counts = {getattr(footprint, name): footprint.step for footprint in each}
+        if len(counts) > 1:
+            told = ", ".join(f"{count} after step {step}" for count, step in counts.items())
+            outlive = " that outlive a wrapper" if each is between else ""
+            found.append(f"the number of {name}{outlive} changed: {told}")
     for where, first, last in pairs:
         passed = last.step - first.step
         for name, few in (("tensors", _FEW_TENSORS), ("objects", _FEW_OBJECTS)):

@@ -1,7 +1,7 @@
-"""Train for thousands of steps by a random plan, beside an oracle, and watch what piles up.
+"""Train for thousands of steps by random scenarios, beside an oracle, and watch what piles up.
 
 python tests/soak/run.py                          10,000 steps
-python tests/soak/run.py --seed 3 --steps 500     of another plan, and fewer
+python tests/soak/run.py --seed 3 --steps 500     of other scenarios, and fewer
 python tests/soak/run.py --leak file              with a planted leak
 """
 
@@ -11,15 +11,17 @@ import argparse
 import gc
 import logging
 import os
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from random import Random
 from typing import Any
 
 # In front of the folder of this file, whose modules are those of a package.
@@ -28,25 +30,35 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from differential.comparison import Judge
+from differential.generator import scenario_of
+from differential.in_ranks import OURS, arguments_of, configured, play
+from differential.player import Player
+from differential.scenario import Options, Scenario, Step, ZeroGrad
+from distributed import gather
+from torch import nn
 
 from soak.footprint import STEPS_FOR_MEMORY, Footprint, complaints, growth_of_memory
-from soak.network import Data
-from soak.oracle import Oracle
-from soak.plan import KINDS, LONG, RANKS, lives
-from soak.training import Trained, Training
+from tritonddp import DistributedDataParallel
+from tritonddp.features.drift import DriftCheck
 
+RANKS = 2
 STEPS = 10_000
-# A long life is measured after so many of its steps, and at its end.
-_SETTLED = 15
+# A life, that is a wrapper with its scenario, is long now and then, so that what piles up within
+# one shows. It is measured in the middle, when all that comes with the first steps is there, and at
+# its end; where no gradients are, of which there are now more, now fewer.
+_EVERY = 6
+LONG = 40
+# Lives until all that is made once is there.
+_WARM_UP = 3
+# So many of the last actions are shown where the soak fails.
+_SHOWN = 30
 # Seconds that a rank waits for the other.
 _TIMEOUT = 60
-# Seconds that it is given to end when the other has failed.
-_GRACE = 5
 
 
-class Failed(Exception):
-    """The soak has found something."""
+class Failed(BaseException):
+    """The soak has found something: no error of what it plays."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +67,17 @@ class Report:
 
     Attributes:
         taken: footprints.
-        off: how far each kind was from the oracle at most.
-        wrappers: how many there were.
+        exact, rounded: tensors with the bits of the oracle's, and others.
+        farthest: how far one was from the oracle's at most, by what rounding allows.
+        lives: how many there were.
         grown: what grew.
     """
 
     taken: list[Footprint]
-    off: dict[str, float]
-    wrappers: int
+    exact: int
+    rounded: int
+    farthest: float
+    lives: int
     grown: list[str]
 
 
@@ -77,171 +92,199 @@ LEAKS: dict[str | None, Callable[[], None]] = {
 }
 
 
+def lives(seed: int, steps: int) -> Iterator[tuple[Scenario, int]]:
+    """Scenarios that have this many steps together, and how many each has."""
+    draw = Random(seed)
+    number, done = 0, 0
+    while done < steps:
+        length = max(LONG, steps // 20) if number % _EVERY == 0 else draw.randint(8, 24)
+        if steps - done - length < 5:  # a life of a step or two sees little
+            length = steps - done
+        yield scenario_of(seed * 100_000 + number, RANKS, length), length
+        number, done = number + 1, done + length
+
+
+class _Life:
+    """One scenario as it is played on this rank: each step is judged, and some are measured."""
+
+    def __init__(self, soak: _Soak, scenario: Scenario, is_long: bool) -> None:
+        self._soak, self._scenario = soak, scenario
+        self._judge = Judge(scenario, OURS)
+        self._steps = scenario.actions.count(Step())
+        self._done = 0
+        bare = [n for n, each in enumerate(scenario.actions) if each == ZeroGrad(True, False)]
+        later = [n for n in bare if scenario.actions[:n].count(Step()) >= self._steps // 2]
+        is_measured = is_long and later and not scenario.counts  # whose traces are kept
+        self._measured = {later[0], later[-1]} if is_measured else set()
+
+    def after(self, player: Player, number: int) -> None:
+        """Called after each action, and at the end."""
+        is_end = number == len(self._scenario.actions)
+        is_step = not is_end and isinstance(self._scenario.actions[number], Step)
+        if is_step:
+            self._done += 1
+            self._soak.leak()
+        # (Inside join() the ranks take different numbers of steps.)
+        if is_end or (is_step and not self._scenario.counts):
+            self._compare(player, number + 1)
+        if number in self._measured:
+            player.forget_outputs()
+            self._judge.forget_outputs()
+            self._soak.measure(player, self._done)
+        if is_step:
+            self._soak.step()
+
+    def _compare(self, player: Player, end: int) -> None:
+        traces, metrics = zip(*gather((player.trace, player.metrics)), strict=True)
+        player.trace, player.metrics = [], []
+        found = next(self._judge.differences(traces, end), None)
+        if found is None and not self._scenario.counts and any(e != metrics[0] for e in metrics):
+            found = f"metrics() differ between ranks: {metrics}"
+        if found is not None:
+            first = len(str(self._scenario).splitlines()) - len(self._scenario.actions)
+            told = str(self._scenario).splitlines()[: first + end]
+            told[first:-_SHOWN] = ["  ..."]
+            raise Failed("\n".join([f"{self._soak.where}: {found}", *told]))
+        if end > len(self._scenario.actions):
+            self._soak.judged(self._judge)
+
+
+class _Soak:
+    """What goes on from life to life."""
+
+    def __init__(self, leak: str | None, progress: Callable[[Footprint | None], None]) -> None:
+        self.leak, self._progress = LEAKS[leak], progress
+        self.taken: list[Footprint] = []
+        self.lives = self.steps = self._begun = 0
+        self.exact = self.rounded = 0
+        self.farthest = 0.0
+
+    @property
+    def where(self) -> str:
+        return f"step {self.steps}, life {self.lives}"
+
+    def live(self, scenario: Scenario, steps: int) -> None:
+        self.lives += 1
+        self._begun = self.steps
+        life = _Life(self, scenario, steps >= LONG)
+        with configured(scenario.seed, scenario.thresholds):
+            play(scenario, OURS, DistributedDataParallel, scenario.options, life.after)
+        del life
+        while self.steps < self._begun + steps:  # those that this rank had no inputs for
+            self.step()
+        self.taken.append(Footprint.now(self.steps))
+
+    def step(self) -> None:
+        self.steps += 1
+        self._progress(self.taken[-1] if self.taken else None)
+
+    def measure(self, player: Player, done: int) -> None:
+        check = player.net._ddp_state.core.events.of(DriftCheck)
+        if check is not None:  # views, which it makes again by and by, would pass for a leak
+            check._lay_out()
+        trained = sum(param.requires_grad for param in player.net.parameters())
+        self.taken.append(Footprint.now(self._begun + done, self.lives, trained))
+
+    def judged(self, judge: Judge) -> None:
+        self.exact, self.rounded = self.exact + judge.exact, self.rounded + judge.rounded
+        self.farthest = max(self.farthest, judge.farthest)
+
+
 def soak(
     seed: int,
     steps: int,
     leak: str | None = None,
     progress: Callable[[Footprint | None], None] = lambda _: None,
 ) -> Report:
-    """Play the plan of ``seed`` on this rank, one of two.
+    """Play the lives of ``seed`` on this rank, one of two.
 
     Args:
-        seed, steps: of the plan.
+        seed, steps: of :func:`lives`.
         leak: a key of :data:`LEAKS`.
         progress: called after each step, with what was measured last.
 
     Raises:
-        Failed: the ranks and the oracle have different parameters or buffers.
+        Failed: a rank has seen something else than the oracle, or than the other.
     """
+    _warm_up()
     gc.collect()
     gc.freeze()  # measurements look at what the soak makes, not at all of torch
-    data = Data(seed)
-    trained = {kind: Trained(kind) for kind in KINDS}
-    oracles = {kind: Oracle(kind, data) for kind in KINDS}
-    taken: list[Footprint] = []
-    off = dict.fromkeys((kind.name for kind in KINDS), 0.0)
-    number = done = warm = 0
-    for number, life in enumerate(lives(seed, steps), 1):
-        training = Training(life, trained[life.kind], data, LEAKS[leak])
-        oracle = oracles[life.kind]
-        oracle.begin()
-        is_long = len(life.steps) >= LONG
-        for place, step in enumerate(life.steps, 1):
-            training.step(step)
-            oracle.step(step, life)
-            where = f"step {step.number}, wrapper {number}, {life}: {step}"
-            distance = _distance(trained[life.kind], oracle, where)
-            off[life.kind.name] = max(off[life.kind.name], distance)
-            if distance > life.kind.tolerance:
-                raise Failed(
-                    f"{where}: parameters are {distance:.3g} from the oracle's, of the largest; "
-                    f"{life.kind.tolerance} is allowed"
-                )
-            if is_long and place in (_SETTLED, len(life.steps)):
-                training.forget_views()
-                taken.append(Footprint.now(step.number + 1, number, training.trained))
-            progress(taken[-1] if taken else None)
-        done += len(life.steps)
-        training.end()
-        _check_ranks(trained[life.kind], oracle, f"step {done - 1}, wrapper {number}, {life}")
-        del training
-        taken.append(Footprint.now(done))
-        if number == len(KINDS):
-            warm = max(done, steps // 4)
-    found = [f"rank {dist.get_rank()}: {each}" for each in complaints(taken, warm, steps)]
+    found = _Soak(leak, progress)
+    warm = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for scenario, length in lives(seed, steps):
+            found.live(scenario, length)
+            if found.lives == _WARM_UP:
+                warm = max(found.steps, steps // 4)
+    taken = found.taken
+    grown = [f"rank {dist.get_rank()}: {each}" for each in complaints(taken, warm, steps)]
     _leaked.clear()
-    everywhere: list[Any] = [None] * RANKS
-    dist.all_gather_object(everywhere, found)
-    return Report(taken, off, number, [each for rank in everywhere for each in rank])
+    everywhere = [each for rank in gather(grown) for each in rank]
+    return Report(taken, found.exact, found.rounded, found.farthest, found.lives, everywhere)
 
 
-def _distance(trained: Trained, oracle: Oracle, where: str) -> float:
-    """How far the parameters are from the oracle's at most, by the largest. NaN is an error."""
-    mine = _flat(trained.network.parameters())
-    wanted = _flat(oracle.network.parameters())
-    if torch.equal(mine, wanted):
-        return 0.0
-    distance = ((mine - wanted).abs().max() / wanted.abs().max()).item()
-    if distance != distance:
-        raise Failed(f"{where}: parameters are NaN")
-    return distance
+def _warm_up() -> None:
+    """Have all that is made once, by whichever scenario asks for it first."""
+    for options in (
+        Options(process_group="new"),
+        Options(device_mesh=True),
+        Options(check_drift="raise", compression="int8"),
+    ):
+        ddp = DistributedDataParallel(nn.Linear(64, 64), **arguments_of(options))
+        ddp(torch.ones(1, 64)).sum().backward()
 
 
-def _check_ranks(trained: Trained, oracle: Oracle, where: str) -> None:
-    """All ranks have the same bits, and each the buffers that the oracle has for it."""
-    parameters = _flat(trained.network.parameters())
-    others = [torch.empty_like(parameters) for _ in range(RANKS)]
-    dist.all_gather(others, parameters)
-    if not all(torch.equal(parameters, each) for each in others):
-        raise Failed(f"{where}: the ranks have different parameters")
-    pairs = zip(trained.network.buffers(), oracle.buffers[dist.get_rank()], strict=True)
-    if not all(torch.equal(mine, wanted) for mine, wanted in pairs):
-        raise Failed(f"{where}: rank {dist.get_rank()} has other buffers than the oracle")
-
-
-def _flat(tensors: Iterator[Tensor]) -> Tensor:
-    return torch.cat([each.detach().reshape(-1) for each in tensors])
-
-
-# The command: starts two processes of itself, of which rank 0 tells how it goes.
+# The command: starts two processes, of which rank 0 tells how it goes.
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0, help="of the plan (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the scenarios (%(default)s)")
     parser.add_argument("--steps", type=int, default=STEPS, help="default: %(default)s")
     parser.add_argument("--leak", choices=[each for each in LEAKS if each], help="plant one")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--store", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.rank is None:
-        return _start_ranks()
-    return _run_rank(arguments)
-
-
-def _start_ranks() -> int:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory(prefix="tritonddp-soak-") as folder:
-        command = [sys.executable, *sys.argv, "--store", os.path.join(folder, "store")]
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        ranks = [
-            subprocess.Popen([*command, "--rank", str(rank)], env=environment)
-            for rank in range(RANKS)
-        ]
         try:
-            while any(each.poll() is None for each in ranks):
-                if any(each.poll() for each in ranks):
-                    deadline = time.monotonic() + _GRACE
-                    while any(e.poll() is None for e in ranks) and time.monotonic() < deadline:
-                        time.sleep(0.1)
-                    break
-                time.sleep(0.1)
-        finally:
-            for each in ranks:
-                if each.poll() is None:
-                    each.kill()
-                each.wait()
-    return int(any(each.returncode for each in ranks))
+            torch.multiprocessing.spawn(_run_rank, (arguments, f"{folder}/store"), RANKS)
+        except torch.multiprocessing.ProcessExitedException as failure:
+            return failure.exit_code
+    return 0
 
 
-def _run_rank(arguments: argparse.Namespace) -> int:
+def _run_rank(rank: int, arguments: argparse.Namespace, store: str) -> None:
     torch.set_num_threads(1)
     logging.getLogger("tritonddp").setLevel(logging.ERROR)  # backwards break off on purpose
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(arguments.store, RANKS),
-        rank=arguments.rank,
+        store=dist.FileStore(store, RANKS),
+        rank=rank,
         world_size=RANKS,
         timeout=timedelta(seconds=_TIMEOUT),
     )
     start = time.monotonic()
-    played = 0
-    with _progress_bar(arguments.steps, quiet=arguments.rank > 0) as progress:
-
-        def note(last: Footprint | None) -> None:
-            nonlocal played
-            played += 1
-            progress(last)
-
+    with _progress_bar(arguments.steps, quiet=rank > 0) as progress:
         try:
-            report = soak(arguments.seed, arguments.steps, arguments.leak, note)
-        except Exception as error:
+            report = soak(arguments.seed, arguments.steps, arguments.leak, progress)
+        except (Exception, Failed):
+            failure = traceback.format_exc()
             print(
-                f"\nsoak failed on rank {arguments.rank}: seed {arguments.seed}, step {played}: "
-                f"{type(error).__name__}: {error}\n{_again(arguments, played + 1)}",
+                f"\nsoak failed on rank {rank}: {failure}{_again(arguments)}",
                 file=sys.stderr,
                 flush=True,
             )
-            raise
-    if arguments.rank == 0:
+            sys.exit(1)
+    if rank == 0:
         print(_told(report, arguments, time.monotonic() - start), flush=True)
     dist.destroy_process_group()
-    return int(bool(report.grown))
+    sys.exit(int(bool(report.grown)))
 
 
-def _again(arguments: argparse.Namespace, steps: int) -> str:
-    """How to see it once more. (A plan of fewer steps has other wrappers.)"""
+def _again(arguments: argparse.Namespace) -> str:
+    """How to see it once more. (With fewer steps there are other wrappers.)"""
     leak = f" --leak {arguments.leak}" if arguments.leak else ""
-    return f"again: make soak ARGS='--seed {arguments.seed} --steps {steps}{leak}'"
+    return f"again: make soak ARGS='--seed {arguments.seed} --steps {arguments.steps}{leak}'"
 
 
 @contextmanager
@@ -268,17 +311,17 @@ def _told(report: Report, arguments: argparse.Namespace, seconds: float) -> str:
     last = taken[-1]
     lines = [
         f"seed {arguments.seed}: {arguments.steps} steps in {seconds:.0f} s, "
-        f"{report.wrappers} wrappers, {len(taken)} measurements",
+        f"{report.lives} wrappers, {len(taken)} measurements",
         f"memory: {last.memory / 2**20:.1f} MiB, most in the last quarter against the second: "
         f"{growth_of_memory(taken, arguments.steps):+.2%}"
         + ("" if arguments.steps >= STEPS_FOR_MEMORY else " (too few steps to judge)"),
         f"file descriptors: {last.files}, threads: {last.threads}, tensors that outlive a "
         f"wrapper: {last.tensors}, objects: {last.objects}",
-        "largest distance from the oracle: "
-        + ", ".join(f"{name} {distance:.3g}" for name, distance in report.off.items()),
+        f"tensors compared: {report.exact} have the oracle's bits, {report.rounded} are at most "
+        f"{report.farthest:.2f} times as far from it as rounding may bring them",
     ]
     if report.grown:
-        lines += ["", *report.grown, _again(arguments, arguments.steps)]
+        lines += ["", *report.grown, _again(arguments)]
     return "\n".join(lines)
 
 

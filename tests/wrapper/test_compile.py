@@ -12,6 +12,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from distributed import assert_same_on_all_ranks, ranks
+from modules import Layers
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import (
@@ -19,6 +20,7 @@ from torch._dynamo.utils import (
     counters,
     get_compilation_metrics,
 )
+from training import gradients
 
 from tritonddp import DistributedDataParallel
 
@@ -28,15 +30,8 @@ DEPTH = 4
 Step = Callable[[Tensor], Any]
 
 
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x
+def layers() -> nn.Module:
+    return Layers(map(str, range(DEPTH)), WIDTH)
 
 
 class Graphs(list[Any]):
@@ -59,42 +54,24 @@ def loss_of(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
-def of_the_wrapper(module: nn.Module, **options: Any) -> tuple[nn.Module, Step]:
+WAYS = ("the wrapper", "the wrapper in place", "the module", "the module in place", "a step")
+
+
+def compiled(way: str, module: nn.Module, **options: Any) -> tuple[nn.Module, Step]:
+    """The module in a wrapper, and a step, of which a part is compiled."""
+    if way == "the module":
+        module = torch.compile(module, **options)
     ddp = DistributedDataParallel(module, bucket_cap_mb=1)
-    compiled = torch.compile(ddp, **options)
-    return ddp, lambda x: loss_of(compiled(x)).backward()
-
-
-def of_the_wrapper_in_place(module: nn.Module, **options: Any) -> tuple[nn.Module, Step]:
-    ddp = DistributedDataParallel(module, bucket_cap_mb=1)
-    ddp.compile(**options)
-    return ddp, lambda x: loss_of(ddp(x)).backward()
-
-
-def of_the_module(module: nn.Module, **options: Any) -> tuple[nn.Module, Step]:
-    ddp = DistributedDataParallel(torch.compile(module, **options), bucket_cap_mb=1)
-    return ddp, lambda x: loss_of(ddp(x)).backward()
-
-
-def of_the_module_in_place(module: nn.Module, **options: Any) -> tuple[nn.Module, Step]:
-    ddp = DistributedDataParallel(module, bucket_cap_mb=1)
-    module.compile(**options)
-    return ddp, lambda x: loss_of(ddp(x)).backward()
-
-
-def of_a_step(module: nn.Module, **options: Any) -> tuple[nn.Module, Step]:
-    ddp = DistributedDataParallel(module, bucket_cap_mb=1)
+    if way == "the module in place":
+        module.compile(**options)
+    if way == "the wrapper in place":
+        ddp.compile(**options)
+    forward = torch.compile(ddp, **options) if way == "the wrapper" else ddp
 
     def step(x: Tensor) -> None:
-        loss_of(ddp(x)).backward()
+        loss_of(forward(x)).backward()
 
-    return ddp, torch.compile(step, **options)
-
-
-WAYS = pytest.mark.parametrize(
-    "way",
-    [of_the_wrapper, of_the_wrapper_in_place, of_the_module, of_the_module_in_place, of_a_step],
-)
+    return ddp, torch.compile(step, **options) if way == "a step" else step
 
 
 @contextlib.contextmanager
@@ -107,10 +84,6 @@ def fresh_dynamo(**settings: Any) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def gradients(module: nn.Module) -> list[Tensor]:
-    return [param.grad for param in module.parameters() if param.grad is not None]
-
-
 def means(module: nn.Module, number: int) -> list[Tensor]:
     """Gradients of this step by a copy of ``module`` that plays all ranks, not compiled."""
     alone = copy.deepcopy(module)
@@ -119,11 +92,11 @@ def means(module: nn.Module, number: int) -> list[Tensor]:
     return gradients(alone)
 
 
-def check(way: Any, backend: str, **options: Any) -> Graphs:
+def check(way: str, backend: str, **options: Any) -> Graphs:
     graphs = Graphs(backend)
-    module = Layers()
+    module = layers()
     original = copy.deepcopy(module)
-    ddp, step = way(module, backend=graphs, **options)
+    ddp, step = compiled(way, module, backend=graphs, **options)
     found = []
     for number in range(4):
         ddp.zero_grad()
@@ -135,12 +108,12 @@ def check(way: Any, backend: str, **options: Any) -> Graphs:
     return graphs
 
 
-@WAYS
+@pytest.mark.parametrize("way", WAYS)
 @ranks(2, timeout=300)
 def test_a_compiled_module_has_the_means_and_is_compiled_once(way: Any) -> None:
-    is_module = way in (of_the_module, of_the_module_in_place)
+    is_module = "module" in way
     with fresh_dynamo():
-        graphs = check(way, "aot_eager", fullgraph=way is not of_a_step)
+        graphs = check(way, "aot_eager", fullgraph=way != "a step")
         breaks = {reason.splitlines()[0] for reason in counters["graph_break"]}
     # A module inside of the wrapper is split at the buckets, as by stock DDP.
     assert len(graphs) == (DEPTH if is_module else 1), (len(graphs), breaks)
@@ -153,22 +126,22 @@ def test_a_compiled_module_has_the_means_and_is_compiled_once(way: Any) -> None:
 @ranks(2, timeout=300)
 def test_without_splits_there_is_one_graph() -> None:
     with fresh_dynamo(optimize_ddp=False):
-        assert len(check(of_the_module, "aot_eager")) == 1
+        assert len(check("the module", "aot_eager")) == 1
 
 
 @pytest.mark.parametrize("splits", [True, False])
 @ranks(2, timeout=300)
-def test_buckets_leave_while_the_compiled_backward_runs(splits: bool) -> None:
+def test_buckets_leave_while_the_compiled_backward_runs(rank: int, splits: bool) -> None:
     sent = []
     with fresh_dynamo(optimize_ddp=splits):
-        ddp, step = of_the_wrapper(Layers(), backend="aot_eager")
-        step(batch(dist.get_rank(), 0))  # the first backward only looks at the order
+        ddp, step = compiled("the wrapper", layers(), backend="aot_eager")
+        step(batch(rank, 0))  # the first backward only looks at the order
         ddp.zero_grad()
         before = ddp.reducer.counters.collectives
-        ddp.module.layers[0].weight.register_post_accumulate_grad_hook(
+        ddp.module.layers["0"].weight.register_post_accumulate_grad_hook(
             lambda _: sent.append(ddp.reducer.counters.collectives - before)
         )
-        step(batch(dist.get_rank(), 1))
+        step(batch(rank, 1))
     # All but the one whose gradient a hook of a user may change.
     assert sent == [DEPTH - 1]
 
@@ -187,23 +160,23 @@ def test_a_compiled_function_may_look_at_the_wrapped_module() -> None:
 
 
 @ranks(2, timeout=300)
-def test_no_sync_around_a_compiled_step() -> None:
+def test_no_sync_around_a_compiled_step(rank: int) -> None:
     with fresh_dynamo():
-        module = Layers()
+        module = layers()
         original = copy.deepcopy(module)
-        ddp, step = of_the_wrapper(module, backend="aot_eager")
+        ddp, step = compiled("the wrapper", module, backend="aot_eager")
         with ddp.no_sync():
-            step(batch(dist.get_rank(), 0))
-        step(batch(dist.get_rank(), 1))
+            step(batch(rank, 0))
+        step(batch(rank, 1))
     expected = [sum(pair) for pair in zip(means(original, 0), means(original, 1), strict=True)]
     torch.testing.assert_close(gradients(ddp), expected)
 
 
 @ranks(2, timeout=300)
-def test_a_compiled_backward_is_refused() -> None:
+def test_a_compiled_backward_is_refused(rank: int) -> None:
     with fresh_dynamo(compiled_autograd=True):
-        ddp, step = of_a_step(nn.Linear(WIDTH, 1), backend="aot_eager")
+        ddp, step = compiled("a step", nn.Linear(WIDTH, 1), backend="aot_eager")
         with pytest.raises(RuntimeError, match=r"rank \d, step 0: Compiled autograd is not compat"):
-            step(batch(dist.get_rank(), 0))
-    loss_of(ddp(batch(dist.get_rank(), 0))).backward()
+            step(batch(rank, 0))
+    loss_of(ddp(batch(rank, 0))).backward()
     assert_same_on_all_ranks(gradients(ddp))

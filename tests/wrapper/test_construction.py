@@ -17,16 +17,18 @@ import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
 from launched import ROOT
+from modules import normed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.parallel.distributed import _MixedPrecision
+from training import gradients, train_step, wrap
 
 from tritonddp import DistributedDataParallel
 from tritonddp.coordination import verify
 
 
-def small() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+def small() -> nn.Sequential:
+    return normed(3, 2)
 
 
 def assert_works(model: nn.Module | None = None) -> None:
@@ -77,125 +79,147 @@ def lazy() -> nn.Module:
         return nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
 
 
-def frozen() -> nn.Module:
-    return small().requires_grad_(False)
-
-
 def complex_weights() -> nn.Module:
-    module = nn.Module()
-    module.weight = nn.Parameter(torch.zeros(2, dtype=torch.complex32))
-    return module
-
-
-def two_kinds_of_devices() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-
-
-def on_meta() -> nn.Module:
-    return nn.Linear(2, 2, device="meta")
+    return nn.ParameterDict({"weight": nn.Parameter(torch.zeros(2, dtype=torch.complex32))})
 
 
 def sync_batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
 
 
+def on_meta() -> nn.Module:
+    return nn.Linear(2, 2, device="meta")
+
+
 class NoModule:
     pass
 
 
-REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
-    "no module": (NoModule, {}, TypeError, ["torch.nn.Module", "NoModule"]),
-    "nothing to train": (frozen, {}, RuntimeError, ["requires a gradient", "Sequential"]),
-    "no parameters": (nn.ReLU, {}, RuntimeError, ["requires a gradient", "ReLU"]),
-    "lazy": (lazy, {}, RuntimeError, ["uninitialized", "1.weight, 1.bias", "dummy forward"]),
-    "complex": (complex_weights, {}, NotImplementedError, ["'weight'", "torch.complex32"]),
-    "two kinds of devices": (two_kinds_of_devices, {}, ValueError, ["'cpu'", "'meta'"]),
-    "device without kernels": (on_meta, {}, RuntimeError, ["'meta'", "'cpu'", "move the module"]),
-    "sync batch norm on CPU": (sync_batch_norm, {}, ValueError, ["SyncBatchNorm", "'1'", "CPU"]),
-    "device_ids on CPU": (small, {"device_ids": [0]}, ValueError, ["device_ids [0]", "cpu"]),
-    "two device_ids": (small, {"device_ids": [0, 1]}, ValueError, ["single element", "[0, 1]"]),
-    "output_device on CPU": (small, {"output_device": 1}, ValueError, ["output_device 1"]),
-    "zero bucket": (small, {"bucket_cap_mb": 0}, ValueError, ["bucket_cap_mb", "positive", "0"]),
-    "negative bucket": (small, {"bucket_cap_mb": -1}, ValueError, ["bucket_cap_mb", "-1"]),
-    "nan bucket": (small, {"bucket_cap_mb": float("nan")}, ValueError, ["finite", "nan"]),
-    "infinite bucket": (small, {"bucket_cap_mb": float("inf")}, ValueError, ["finite", "inf"]),
-    "bucket in words": (small, {"bucket_cap_mb": "25"}, TypeError, ["bucket_cap_mb", "'25'"]),
-    "bucket of truth": (small, {"bucket_cap_mb": True}, TypeError, ["bucket_cap_mb", "True"]),
-    "no list": (small, {"bucket_cap_mb_list": []}, ValueError, ["bucket_cap_mb_list", "empty"]),
-    "bad list": (small, {"bucket_cap_mb_list": [1, -2]}, ValueError, ["bucket_cap_mb_list", "-2"]),
-    "no list at all": (small, {"bucket_cap_mb_list": 5}, TypeError, ["bucket_cap_mb_list", "5"]),
-    "device_ids of another kind": (small, {"device_ids": 0}, TypeError, ["device_ids", "got 0"]),
-    "no mesh": (small, {"device_mesh": "dp"}, TypeError, ["device_mesh", "'dp'"]),
-    "delayed without names": (
-        small,
-        {"delay_all_reduce_named_params": [torch.ones(1)], "param_to_hook_all_reduce": 1},
-        TypeError,
-        ["list of names and parameters"],
+PARAM = nn.Parameter(torch.ones(1))
+REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "no module": (NoModule, {}, TypeError, "torch.nn.Module; NoModule"),
+    "nothing to train": (
+        lambda: small().requires_grad_(False),
+        {},
+        RuntimeError,
+        "requires a gradient; Sequential",
     ),
-    "delayed until nothing": (
-        small,
-        {"delay_all_reduce_named_params": [], "param_to_hook_all_reduce": 1},
-        TypeError,
-        ["param_to_hook_all_reduce", "got 1"],
-    ),
-    "delayed": (
-        small,
-        {"delay_all_reduce_named_params": [("a", nn.Parameter(torch.ones(1)))]},
+    "no parameters": (nn.ReLU, {}, RuntimeError, "requires a gradient; ReLU"),
+    "lazy": (lazy, {}, RuntimeError, "uninitialized; 1.weight, 1.bias; dummy forward"),
+    "complex": (complex_weights, {}, NotImplementedError, "'weight'; torch.complex32"),
+    "two kinds of devices": (
+        lambda: nn.Sequential(nn.Linear(2, 2), on_meta()),
+        {},
         ValueError,
-        ["delay_all_reduce_named_params", "need to be set at the same time"],
+        "'cpu'; 'meta'",
     ),
-    "param hook": (
-        small,
-        {"param_to_hook_all_reduce": nn.Parameter(torch.ones(2))},
-        ValueError,
-        ["param_to_hook_all_reduce", "need to be set at the same time"],
-    ),
-    "delayed strangers": (
-        small,
-        {
-            "delay_all_reduce_named_params": [("a", nn.Parameter(torch.ones(1)))],
-            "param_to_hook_all_reduce": nn.Parameter(torch.ones(2)),
-        },
-        ValueError,
-        ["none of the wrapped module's: a"],
-    ),
-    "mixed precision": (
-        small,
-        {"mixed_precision": object()},
-        TypeError,
-        ["mixed_precision", "_MixedPrecision"],
-    ),
-    "mixed precision of integers": (
-        small,
-        {"mixed_precision": _MixedPrecision(reduce_dtype=torch.int8)},
-        ValueError,
-        ["torch.int8", "reduce_dtype"],
-    ),
-    "reduce_dtype by name": (
-        small,
-        {"reduce_dtype": "bf16"},
-        TypeError,
-        ["reduce_dtype", "'bf16'"],
-    ),
-    "reduce_dtype of integers": (
-        small,
-        {"reduce_dtype": torch.int8},
-        ValueError,
-        ["torch.bfloat16, torch.float16, torch.float32", "torch.int8"],
-    ),
+    "device without kernels": (on_meta, {}, RuntimeError, "'meta'; 'cpu'; move the module"),
+    "sync batch norm on CPU": (sync_batch_norm, {}, ValueError, "SyncBatchNorm; '1'; CPU"),
     "not in the group": (
         small,
         {"process_group": dist.GroupMember.NON_GROUP_MEMBER},
         ValueError,
-        ["does not belong to process_group", "on the ranks of the group only"],
+        "does not belong to process_group; on the ranks of the group only",
     ),
     "group and mesh": (
         small,
         {"process_group": object(), "device_mesh": object()},
         RuntimeError,
-        ["process_group and device_mesh"],
+        "process_group and device_mesh",
     ),
 }
+DELAYED, UNTIL = "delay_all_reduce_named_params", "param_to_hook_all_reduce"
+AT_ONE_TIME = "need to be set at the same time"
+# Options of a small module.
+WRONG_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "device_ids on CPU": ({"device_ids": [0]}, ValueError, "device_ids [0]; cpu"),
+    "two device_ids": ({"device_ids": [0, 1]}, ValueError, "single element; [0, 1]"),
+    "device_ids of another kind": ({"device_ids": 0}, TypeError, "device_ids; got 0"),
+    "output_device on CPU": ({"output_device": 1}, ValueError, "output_device 1"),
+    "zero bucket": ({"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb; positive; 0"),
+    "negative bucket": ({"bucket_cap_mb": -1}, ValueError, "bucket_cap_mb; -1"),
+    "nan bucket": ({"bucket_cap_mb": float("nan")}, ValueError, "finite; nan"),
+    "infinite bucket": ({"bucket_cap_mb": float("inf")}, ValueError, "finite; inf"),
+    "bucket in words": ({"bucket_cap_mb": "25"}, TypeError, "bucket_cap_mb; '25'"),
+    "bucket of truth": ({"bucket_cap_mb": True}, TypeError, "bucket_cap_mb; True"),
+    "no list": ({"bucket_cap_mb_list": []}, ValueError, "bucket_cap_mb_list; empty"),
+    "bad list": ({"bucket_cap_mb_list": [1, -2]}, ValueError, "bucket_cap_mb_list; -2"),
+    "no list at all": ({"bucket_cap_mb_list": 5}, TypeError, "bucket_cap_mb_list; 5"),
+    "no mesh": ({"device_mesh": "dp"}, TypeError, "device_mesh; 'dp'"),
+    "delayed without names": (
+        {DELAYED: [torch.ones(1)], UNTIL: 1},
+        TypeError,
+        "list of names and parameters",
+    ),
+    "delayed until nothing": ({DELAYED: [], UNTIL: 1}, TypeError, UNTIL + "; " + "got 1"),
+    "delayed": ({DELAYED: [("a", PARAM)]}, ValueError, DELAYED + "; " + AT_ONE_TIME),
+    "param hook": ({UNTIL: PARAM}, ValueError, UNTIL + "; " + AT_ONE_TIME),
+    "delayed strangers": (
+        {DELAYED: [("a", PARAM)], UNTIL: PARAM},
+        ValueError,
+        "none of the wrapped module's: a",
+    ),
+    "mixed precision": (
+        {"mixed_precision": object()},
+        TypeError,
+        "mixed_precision; _MixedPrecision",
+    ),
+    "mixed precision of integers": (
+        {"mixed_precision": _MixedPrecision(reduce_dtype=torch.int8)},
+        ValueError,
+        "torch.int8; reduce_dtype",
+    ),
+    "reduce_dtype by name": ({"reduce_dtype": "bf16"}, TypeError, "reduce_dtype; 'bf16'"),
+    "reduce_dtype of integers": (
+        {"reduce_dtype": torch.int8},
+        ValueError,
+        "torch.bfloat16, torch.float16, torch.float32; torch.int8",
+    ),
+    "compression": (
+        {"compression": "int4"},
+        ValueError,
+        "one of 'int8', 'fp8', 'auto' or None, got 'int4'",
+    ),
+    "exact, by another name": (
+        {"compression": "int8", "exact": "wheight"},
+        ValueError,
+        "no parameter 'wheight'",
+    ),
+    "exact, by no name": (
+        {"compression": "int8", "exact": 3},
+        TypeError,
+        "exact should be a name; got 3",
+    ),
+    "grad_norm": ({"grad_norm": "yes"}, TypeError, "grad_norm should be True or False"),
+    "metrics": ({"metrics": "yes"}, TypeError, "metrics"),
+    "buffer_sync": (
+        {"buffer_sync": "sum"},
+        ValueError,
+        "buffer_sync should be None or one of 'broadcast', 'mean', 'off'",
+    ),
+    "buffer_sync of numbers": ({"buffer_sync": 1}, ValueError, "buffer_sync should be"),
+    "buffers off and on": (
+        {"buffer_sync": "off", "forward_sync_buffers": True},
+        ValueError,
+        "contradict each other",
+    ),
+    "means of buffers and off": (
+        {"buffer_sync": "mean", "forward_sync_buffers": False},
+        ValueError,
+        "contradict each other",
+    ),
+    "buffers on and off": (
+        {"buffer_sync": "broadcast", "broadcast_buffers": False},
+        ValueError,
+        "contradict each other",
+    ),
+}
+REFUSED |= {name: (small, *row) for name, row in WRONG_OPTIONS.items()}
+
+
+def assert_says(caught: Any, *parts: str) -> None:
+    for part in "; ".join(parts).split("; "):
+        assert part in str(caught.value), f"{part!r} is not in: {caught.value}"
 
 
 @pytest.mark.parametrize("case", list(REFUSED))
@@ -204,39 +228,36 @@ def test_refused_with_the_reason_and_nothing_left_half_done(case: str) -> None:
     make, options, error, parts = REFUSED[case]
     with pytest.raises(error) as caught:
         DistributedDataParallel(make(), **options)
-    for part in parts:
-        assert part in str(caught.value), f"{part!r} is not in: {caught.value}"
+    assert_says(caught, parts)
     assert type(caught.value) is error
     assert_works()
 
 
 @pytest.mark.parametrize("case", ["nothing to train", "lazy", "complex", "sync batch norm on CPU"])
 @ranks(3)
-def test_a_module_that_one_rank_cannot_wrap_is_an_error_on_every_rank(case: str) -> None:
+def test_a_module_that_one_rank_cannot_wrap_is_an_error_on_every_rank(rank: int, case: str) -> None:
     make, _, _, parts = REFUSED[case]
-    model = make() if dist.get_rank() == 1 else small()
+    model = make() if rank == 1 else small()
     with pytest.raises(RuntimeError) as caught:
         DistributedDataParallel(model)
-    for part in ["rank 1", *parts]:
-        assert part in str(caught.value), f"{part!r} is not in: {caught.value}"
+    assert_says(caught, "rank 1", parts)
     assert_works()
 
 
 @ranks(2)
-def test_where_no_rank_can_wrap_its_module_each_raises_its_own_error() -> None:
+def test_where_no_rank_can_wrap_its_module_each_raises_its_own_error(rank: int) -> None:
     """The commonest mistake: ``device_ids`` with the model still on the CPU."""
-    rank = dist.get_rank()
     with pytest.raises(ValueError, match=rf"device_ids \[{rank}\], output_device None"):
         DistributedDataParallel(small(), device_ids=[rank])
     assert_works()
 
 
 @ranks(2)
-def test_where_a_failure_cannot_be_told_each_rank_raises_its_own_error() -> None:
+def test_where_a_failure_cannot_be_told_each_rank_raises_its_own_error(rank: int) -> None:
     """A module on the CPU in a group for GPUs."""
     group = dist.new_group(backend="cuda:gloo")
     with pytest.raises(ValueError, match=r"device_ids .* only work with"):
-        DistributedDataParallel(small(), device_ids=[dist.get_rank()], process_group=group)
+        DistributedDataParallel(small(), device_ids=[rank], process_group=group)
     assert_works()
 
 
@@ -255,79 +276,60 @@ def test_without_a_process_group_the_error_says_what_to_call() -> None:
 # Models that differ
 
 
-def other_name() -> nn.Module:
-    model = nn.Module()
-    model.first, model.second = nn.Linear(3, 2), nn.BatchNorm1d(2)
-    return model
+def changed(change: Callable[[nn.Sequential], object]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = small()
+        change(model)
+        return model
+
+    return make
 
 
-def other_shape() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
-
-
-def other_shape_same_size() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-
-
-def other_dtype() -> nn.Module:
-    model = small()
-    model[0].bfloat16()
-    return model
-
-
-def other_strides() -> nn.Module:
-    model = small()
-    model[0].weight = nn.Parameter(torch.randn(3, 2).t())
-    return model
-
-
-def one_more() -> nn.Module:
+def one_more() -> nn.Sequential:
     return nn.Sequential(*small(), nn.Linear(2, 2))
 
 
-def one_frozen() -> nn.Module:
-    model = small()
-    model[0].bias.requires_grad_(False)
-    return model
+def other_order(model: nn.Sequential) -> None:
+    model[0]._parameters["weight"] = model[0]._parameters.pop("weight")
 
 
-def other_buffer() -> nn.Module:
-    model = small()
-    model.register_buffer("extra", torch.ones(3))
-    return model
-
-
-def other_order() -> nn.Module:
-    model = small()
-    weight = model[0]._parameters.pop("weight")
-    model[0]._parameters["weight"] = weight
-    return model
-
-
-DIFFERENT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[str]]] = {
-    "name": (other_name, {}, ["'0.weight'", "'first.weight'", "none of this name"]),
-    "shape": (other_shape, {}, ["'0.weight'", "(2, 3)", "(2, 4)"]),
-    "shape of one size": (other_shape_same_size, {}, ["'0.weight'", "(2, 3)", "(3, 2)"]),
-    "dtype": (other_dtype, {}, ["'0.weight'", "torch.float32", "torch.bfloat16"]),
-    "strides": (other_strides, {}, ["'0.weight'", "strides (3, 1)", "strides (1, 2)"]),
-    "number": (one_more, {}, ["Rank 0 has 4 params", "inconsistent 6 params", "'2.weight'"]),
-    "frozen": (one_frozen, {}, ["'0.bias'", "frozen"]),
-    "buffer": (other_buffer, {}, ["buffer 'extra'", "none of this name", "(3,)"]),
-    "order": (other_order, {}, ["another order"]),
-    "bucket_cap_mb": (small, {"bucket_cap_mb": 7}, ["option 'bucket sizes'", str(7 * 2**20)]),
-    "find_unused": (small, {"find_unused_parameters": False}, []),
-    "views": (
-        small,
-        {"gradient_as_bucket_view": True},
-        [],  # each rank may do as it likes: what travels is the same
+DIFFERENT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "name": (
+        lambda: nn.ModuleDict({"first": nn.Linear(3, 2), "second": nn.BatchNorm1d(2)}),
+        {},
+        "'0.weight'; 'first.weight'; none of this name",
     ),
+    "shape": (lambda: normed(4, 2), {}, "'0.weight'; (2, 3); (2, 4)"),
+    "shape of one size": (lambda: normed(2, 3), {}, "'0.weight'; (2, 3); (3, 2)"),
+    "dtype": (
+        changed(lambda model: model[0].bfloat16()),
+        {},
+        "'0.weight'; torch.float32; torch.bfloat16",
+    ),
+    "strides": (
+        changed(lambda m: setattr(m[0], "weight", nn.Parameter(torch.randn(3, 2).t()))),
+        {},
+        "'0.weight'; strides (3, 1); strides (1, 2)",
+    ),
+    "number": (one_more, {}, "Rank 0 has 4 params; inconsistent 6 params; '2.weight'"),
+    "frozen": (changed(lambda model: model[0].bias.requires_grad_(False)), {}, "'0.bias'; frozen"),
+    "buffer": (
+        changed(lambda model: model.register_buffer("extra", torch.ones(3))),
+        {},
+        "buffer 'extra'; none of this name; (3,)",
+    ),
+    "order": (changed(other_order), {}, "another order"),
+    "bucket_cap_mb": (small, {"bucket_cap_mb": 7}, "option 'bucket sizes'" + "; " + str(7 * 2**20)),
+    "find_unused": (small, {"find_unused_parameters": False}, ""),
+    # Each rank may do as it likes: what travels is the same.
+    "views": (small, {"gradient_as_bucket_view": True}, ""),
 }
 
 
 @ranks(2)
-def test_a_buffer_may_have_another_memory_order_on_each_rank() -> None:
+def test_a_buffer_may_have_another_memory_order_on_each_rank(rank: int) -> None:
     """As under stock, which sends its values."""
-    rank, model = dist.get_rank(), small()
+    model = small()
     table = torch.arange(6.0).view(3, 2) + 10 * rank
     model.register_buffer("table", table.t().contiguous().t() if rank else table)
     ddp = DistributedDataParallel(model)
@@ -341,10 +343,10 @@ def test_a_buffer_may_have_another_memory_order_on_each_rank() -> None:
 @pytest.mark.parametrize("case", list(DIFFERENT))
 @ranks(3)
 def test_models_that_differ_are_named_on_every_rank_and_nothing_is_left_half_done(
-    case: str,
+    rank: int, case: str
 ) -> None:
     make, options, parts = DIFFERENT[case]
-    odd = dist.get_rank() == 2
+    odd = rank == 2
     model = make() if odd else small()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     wrap = lambda: DistributedDataParallel(model, **options if odd else {})  # noqa: E731
@@ -354,23 +356,60 @@ def test_models_that_differ_are_named_on_every_rank_and_nothing_is_left_half_don
         return
     with pytest.raises(RuntimeError) as caught:
         wrap()
-    message = str(caught.value)
-    for part in ["same model across all ranks", "rank 2", "on every rank", *parts]:
-        assert part in message, f"{part!r} is not in: {message}"
-    assert set(gather(message)) == {message}, "every rank gets the same message"
-    for name, value in model.state_dict().items():
-        assert_same_bits(value, before[name], name)
+    assert_says(caught, "same model across all ranks", "rank 2", "on every rank", parts)
+    assert len({*gather(str(caught.value))}) == 1, "every rank gets the same message"
+    assert_same_bits(model.state_dict(), before)
     assert_works()
     assert_works(copy.deepcopy(small()))
 
 
+# Options that differ: of rank 0 and of rank 1, and the one that the error names.
+UNLIKE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "compression": ({"compression": "fp8"}, {"compression": "int8"}, "compression"),
+    "feedback": (
+        {"compression": "int8", "error_feedback": False},
+        {"compression": "int8"},
+        "error_feedback",
+    ),
+    "exact": ({"compression": "int8"}, {"compression": "int8", "exact": "0.weight"}, "exact"),
+    "reduce_dtype": (
+        {"reduce_dtype": torch.bfloat16},
+        {"reduce_dtype": torch.float16},
+        r"'reduce_dtype': rank 0 has torch.bfloat16, rank 1",
+    ),
+    "no reduce_dtype": (
+        {"reduce_dtype": None},
+        {"reduce_dtype": torch.float16},
+        r"'reduce_dtype': rank 0 has none",
+    ),
+    "mixed precision": (
+        {"mixed_precision": _MixedPrecision(torch.float16)},
+        {"mixed_precision": _MixedPrecision(torch.bfloat16)},
+        r"mixed_precision.*float16",
+    ),
+    "buffer_sync": ({"buffer_sync": "broadcast"}, {"buffer_sync": "mean"}, "buffer_sync"),
+    "grad_norm": ({"grad_norm": True}, {"grad_norm": False}, "grad_norm"),
+    "metrics": ({"metrics": True}, {"metrics": False}, "metrics"),
+}
+
+
+@pytest.mark.parametrize("case", UNLIKE)
+@pytest.mark.quick
 @ranks(2)
-def test_a_thousand_differences_make_a_short_message() -> None:
-    model = nn.ModuleList(nn.Linear(2, 2 + dist.get_rank()) for _ in range(500))
+def test_options_that_differ_between_ranks_are_named(rank: int, case: str) -> None:
+    *options, named = UNLIKE[case]
+    with pytest.raises(RuntimeError, match=named):
+        DistributedDataParallel(normed(64, 64), **options[rank])
+    assert_works()
+
+
+@ranks(2)
+def test_a_thousand_differences_make_a_short_message(rank: int) -> None:
+    model = nn.ModuleList(nn.Linear(2, 2 + rank) for _ in range(500))
     with pytest.raises(RuntimeError) as caught:
         DistributedDataParallel(model)
     assert len(str(caught.value).splitlines()) < 15
-    assert "990 more" in str(caught.value)
+    assert_says(caught, "990 more")
     assert_works()
 
 
@@ -378,8 +417,8 @@ def test_a_thousand_differences_make_a_short_message() -> None:
 
 
 @ranks(2)
-def test_parameters_become_those_of_rank_0_unless_init_sync_is_off() -> None:
-    torch.manual_seed(dist.get_rank())
+def test_parameters_become_those_of_rank_0_unless_init_sync_is_off(rank: int) -> None:
+    torch.manual_seed(rank)
     models = {
         "contiguous": small(),
         "channels_last": nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last),
@@ -392,12 +431,10 @@ def test_parameters_become_those_of_rank_0_unless_init_sync_is_off() -> None:
         mine = [param.detach().clone() for param in model.parameters()]
         first = gather(mine)[0]
         same = DistributedDataParallel(copy.deepcopy(model), init_sync=False)
-        for param, value in zip(same.parameters(), mine, strict=True):
-            assert_same_bits(param, value, f"{name}, init_sync=False")
+        assert_same_bits(same.parameters(), mine, f"{name}, init_sync=False")
         ddp = DistributedDataParallel(model)
-        for param, value in zip(ddp.parameters(), first, strict=True):
-            assert_same_bits(param, value, name)
-            assert param.is_leaf
+        assert_same_bits(ddp.parameters(), first, name)
+        assert all(param.is_leaf for param in ddp.parameters())
 
 
 @ranks(1)
@@ -405,37 +442,33 @@ def test_a_world_of_one_works() -> None:
     for view in (False, True):
         model = small()
         alone = copy.deepcopy(model)
-        ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
+        ddp = wrap(model, view)
         for _ in range(3):
             x = torch.randn(4, 3)
             for net in (ddp, alone):
-                net.zero_grad()
-                net(x).pow(2).sum().backward()
-            for param, expected in zip(ddp.parameters(), alone.parameters(), strict=True):
-                assert_same_bits(param.grad, expected.grad, "gradient")
+                train_step(net, x)
+            assert_same_bits(gradients(ddp), gradients(alone), "gradient")
 
 
 @ranks(3)
-def test_a_group_of_some_ranks_averages_over_these() -> None:
+def test_a_group_of_some_ranks_averages_over_these(rank: int) -> None:
     group = dist.new_group([2, 1])
-    rank = dist.get_rank()
     if rank:
         model = nn.Linear(1, 1, bias=False)
         nn.init.constant_(model.weight, float(rank))
         ddp = DistributedDataParallel(model, process_group=group)
         for _ in range(3):
-            ddp.zero_grad()
-            ddp(torch.full((1, 1), float(rank))).sum().backward()
+            train_step(ddp, torch.full((1, 1), float(rank)), loss=torch.sum)
             assert model.weight.grad.item() == 1.5
             first = dist.get_global_rank(group, 0)
             assert model.weight.item() == first, "the first rank of the group is its source"
 
 
 @ranks(2)
-def test_a_device_mesh_is_a_group() -> None:
+def test_a_device_mesh_is_a_group(rank: int) -> None:
     mesh = dist.init_device_mesh("cpu", (2,))
     ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False), device_mesh=mesh)
-    ddp(torch.full((1, 1), float(dist.get_rank()))).sum().backward()
+    ddp(torch.full((1, 1), float(rank))).sum().backward()
     assert ddp.module.weight.grad.item() == 0.5
     square = dist.init_device_mesh("cpu", (2, 1))
     with pytest.raises(RuntimeError, match="Only 1D device mesh"):
@@ -475,15 +508,15 @@ def test_arguments_without_effect_are_accepted() -> None:
 
 
 @ranks(2)
-def test_ignored_parameters_and_buffers_are_left_alone() -> None:
+def test_ignored_parameters_and_buffers_are_left_alone(rank: int) -> None:
     model = one_more()
     model._ddp_params_and_buffers_to_ignore = ["2.weight", "1.running_mean"]
-    torch.nn.init.constant_(model[2].weight, float(dist.get_rank()))
-    model[1].running_mean.fill_(float(dist.get_rank()))
+    torch.nn.init.constant_(model[2].weight, float(rank))
+    model[1].running_mean.fill_(float(rank))
     ddp = DistributedDataParallel(model)
-    assert model[2].weight.unique().item() == dist.get_rank()
-    assert model[1].running_mean.unique().item() == dist.get_rank()
-    x = torch.full((4, 3), float(dist.get_rank())) + torch.arange(12.0).view(4, 3)
+    assert model[2].weight.unique().item() == rank
+    assert model[1].running_mean.unique().item() == rank
+    x = torch.full((4, 3), float(rank)) + torch.arange(12.0).view(4, 3)
     ddp(x).pow(2).sum().backward()
     assert "2.weight" not in [name for bucket in ddp.reducer.buckets for name in bucket.names]
     assert gather(model[2].weight.grad)[0].ne(gather(model[2].weight.grad)[1]).any()
@@ -542,17 +575,17 @@ def test_a_wrapper_within_a_wrapper_cannot_share_gradients_by_view() -> None:
 
 @pytest.mark.parametrize("view", [False, True])
 @ranks(2)
-def test_wrappers_that_share_a_parameter_own_its_gradient_in_turns(view: bool) -> None:
+def test_wrappers_that_share_a_parameter_own_its_gradient_in_turns(rank: int, view: bool) -> None:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.weight = first.weight
     nets = [
         DistributedDataParallel(first, gradient_as_bucket_view=True),
-        DistributedDataParallel(second, gradient_as_bucket_view=view),
+        wrap(second, view),
     ]
     for _ in range(3):
         for times, each in enumerate(nets, start=1):
             for accumulated in (1, 2):
-                each(torch.full((1, 2), 2.0 * times * dist.get_rank())).sum().backward()
+                each(torch.full((1, 2), 2.0 * times * rank)).sum().backward()
                 expected = torch.full((2, 2), float(times * accumulated))
                 torch.testing.assert_close(first.weight.grad, expected)
             first.zero_grad()
@@ -576,8 +609,8 @@ def test_wrappers_that_share_a_parameter_cannot_both_own_its_gradient() -> None:
 
 
 @ranks(2)
-def test_a_rank_that_announces_more_than_there_can_be_is_not_believed() -> None:
-    module = nn.Linear(2, 2) if dist.get_rank() else nn.Linear(2, 3)
+def test_a_rank_that_announces_more_than_there_can_be_is_not_believed(rank: int) -> None:
+    module = nn.Linear(2, 2) if rank else nn.Linear(2, 3)
     with (
         mock.patch.object(verify, "_LARGEST", 10),
         pytest.raises(RuntimeError, match=r"a rank announces a description of \d+ bytes"),

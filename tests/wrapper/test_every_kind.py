@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from distributed import ranks
-from oracle import Alone, seed
+from oracle import Alone, play
 from torch import Tensor, nn
+from training import assert_close
 
 from tritonddp import DistributedDataParallel
 
@@ -72,6 +73,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def backwards(net: Any, rank: int, step: int) -> None:
+    net.zero_grad()
+    if step % 2:
+        with net.no_sync():
+            net(2, rank == 0).backward()
+    net(1 + rank + step, rank == 1).backward(create_graph=step == 3)
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 @ranks(2)
 def test_the_mean_of_every_kind_of_gradient(options: str) -> None:
@@ -83,13 +92,7 @@ def test_the_mean_of_every_kind_of_gradient(options: str) -> None:
             torch.manual_seed(0)
             alone.append(Alone(EveryKind()))
         for step in range(4):
-            for rank, net in [*enumerate(alone), (dist.get_rank(), ddp)]:
-                net.zero_grad()
-                seed(rank, step)
-                if step % 2:
-                    with net.no_sync():
-                        net(2, rank == 0).backward()
-                net(1 + rank + step, rank == 1).backward(create_graph=step == 3)
+            play(partial(backwards, step=step), ddp, alone, step)
             for (name, param), *own in zip(
                 ddp.named_parameters(), *(net.parameters() for net in alone), strict=True
             ):
@@ -99,11 +102,6 @@ def test_the_mean_of_every_kind_of_gradient(options: str) -> None:
                 if terms:
                     is_low = torch.bfloat16 in (param.dtype, OPTIONS[options].get("reduce_dtype"))
                     tolerance = 1e-2 if is_low else 1e-5
-                    torch.testing.assert_close(
-                        param.grad.detach().to_dense(),
-                        sum(terms) / 2,
-                        rtol=tolerance,
-                        atol=tolerance,
-                        msg=lambda text, where=where: f"{where}: {text}",
-                    )
+                    found, mean = param.grad.detach().to_dense(), sum(terms) / 2
+                    assert_close(found, mean, where, rtol=tolerance, atol=tolerance)
                     assert param.grad.is_sparse == ("table" in name), where

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
+from modules import Two, normed
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.parallel.distributed import _BufferCommHookLocation
-from two_layers import Two, batch
+from training import assert_gradients_alike, assert_mean_of, drawn, gradients
 
 from tritonddp import DistributedDataParallel
 
@@ -35,7 +35,7 @@ def test_dynamo_finds_the_wrapper_that_is_at_work() -> None:
 
     inner = DistributedDataParallel(Looks(nn.Linear(3, 3)))
     outer = DistributedDataParallel(Looks(inner))
-    outer(batch())
+    outer(drawn(4, 3))
     assert list(map(id, seen)) == [id(outer), id(inner), id(inner), id(outer)]
     assert Stock._active_ddp_module is None
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -48,27 +48,27 @@ def test_a_module_in_tiny_buckets_can_be_compiled() -> None:
     """dynamo splits graphs by the size of buckets, and asserts that it is a MiB at least."""
     model = torch.compile(Two(), backend="eager")
     net: Any = DistributedDataParallel(model, bucket_cap_mb=0.5)
-    net(batch()).sum().backward()
-    assert_same_on_all_ranks([param.grad for param in net.parameters()])
+    net(drawn(4, 3)).sum().backward()
+    assert_gradients_alike(net)
     torch.compiler.reset()
     with pytest.raises(AssertionError, match="First bucket should be smaller"):
-        Stock(model, bucket_cap_mb=0.5)(batch())
+        Stock(model, bucket_cap_mb=0.5)(drawn(4, 3))
     assert Stock._active_ddp_module is None
 
 
 @ranks(2)
-def test_the_parts_of_a_forward_may_be_called_one_by_one() -> None:
+def test_the_parts_of_a_forward_may_be_called_one_by_one(rank: int) -> None:
     """As torch's `replicate` does around the forward of the module itself."""
     net = DistributedDataParallel(Two())
-    inputs, kwargs = net._pre_forward(batch(), both=True)
+    inputs, kwargs = net._pre_forward(drawn(4, 3), both=True)
     with net._inside_ddp_forward():
         output = net.module(*inputs, **kwargs)
     assert net._post_forward(output) is output
     output.sum().backward()
-    assert_same_on_all_ranks([param.grad for param in net.parameters()])
+    assert_gradients_alike(net)
     assert net._lazy_init_ran
-    assert net._distributed_rank == dist.get_rank()
-    x = batch()
+    assert net._distributed_rank == rank
+    x = drawn(4, 3)
     (moved,), (keywords,) = net.to_kwargs((x,), {"a": [x]}, 0)
     assert_same_bits(moved[0], x)
     assert_same_bits(keywords["a"][0], x)
@@ -125,8 +125,7 @@ class HasAnotherForward(DistributedDataParallel):
 @pytest.mark.parametrize("location", [None, *_BufferCommHookLocation])
 @pytest.mark.parametrize("kind", [RunsAnotherMethod, HasAnotherForward])
 @ranks(2)
-def test_subclasses_may_have_a_forward_of_their_own(kind: Any, location: Any) -> None:
-    torch.manual_seed(0)
+def test_subclasses_may_have_a_forward_of_their_own(rank: int, kind: Any, location: Any) -> None:
     module = Trains()
     alone = copy.deepcopy(module)
     net = kind(module)
@@ -135,18 +134,17 @@ def test_subclasses_may_have_a_forward_of_their_own(kind: Any, location: Any) ->
             None, lambda state, buffers: net._default_broadcast_coalesced(), location
         )
     for _ in range(3):
-        x = batch()
+        x = drawn(4, 3)
         net.zero_grad()
         alone.zero_grad()
         net(x).backward()
         alone.train_step(x).backward()
-        for ours, own in zip(net.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, torch.stack(gather(own.grad)).mean(0))
+        assert_mean_of(net, alone)
         assert_same_on_all_ranks([module.began])
     is_last = location is _BufferCommHookLocation.POST_FORWARD
     assert net._check_sync_bufs_post_fwd() is is_last
     assert net._check_sync_bufs_pre_fwd() is not is_last
-    assert (module.seen == gather(module.seen)[0]).item() is (is_last or dist.get_rank() == 0)
+    assert (module.seen == gather(module.seen)[0]).item() is (is_last or rank == 0)
 
 
 class HasStocksForward(DistributedDataParallel):
@@ -166,29 +164,26 @@ class HasAllOfStocksForward(HasStocksForward):
 @pytest.mark.parametrize("kind", [HasStocksForward, HasAllOfStocksForward])
 @ranks(2)
 def test_subclasses_may_have_copied_stocks_forward(kind: Any, options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    module = normed(3, 3)
     ours, theirs = DistributedDataParallel(copy.deepcopy(module)), kind(module, **options)
     for _ in range(3):
-        x = batch()
+        x = drawn(4, 3)
         for net in ours, theirs:
             net.zero_grad()
             with net.no_sync():
                 net(x).square().sum().backward()
             net(x).square().sum().backward()
-        for mine, own in zip(ours.parameters(), theirs.parameters(), strict=True):
-            assert_same_bits(own.grad, mine.grad)
+        assert_same_bits(gradients(theirs), gradients(ours))
         assert_same_bits(theirs.module[1].running_mean, ours.module[1].running_mean)
 
 
 @ranks(2)
-def test_a_copy_of_stocks_forward_can_be_joined() -> None:
-    torch.manual_seed(0)
+def test_a_copy_of_stocks_forward_can_be_joined(rank: int) -> None:
     module = nn.Linear(3, 3)
     nets = [DistributedDataParallel(copy.deepcopy(module)), HasStocksForward(module)]
     for net in nets:
         with net.join():
-            for _ in range(1 + dist.get_rank()):
+            for _ in range(1 + rank):
                 net(torch.ones(2, 3)).sum().backward()
     for mine, own in zip(*(net.parameters() for net in nets), strict=True):
         assert_same_bits(own.grad, mine.grad)

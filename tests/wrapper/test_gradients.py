@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import assert_same_bits, assert_same_on_all_ranks, ranks
+from modules import mlp, normed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Stock
+from training import assert_close, assert_gradients_alike, gradients, train_step, wrap
 
 from tritonddp import DistributedDataParallel
-
-VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 
 
 class MixedDtypes(nn.Module):
@@ -31,19 +31,6 @@ class MixedDtypes(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x.to(layer.weight.dtype)))
         return x.float()
-
-
-class Tied(nn.Module):
-    """One weight under two names, used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode = nn.Linear(8, 8)
-        self.decode = nn.Linear(8, 8)
-        self.decode.weight = self.encode.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.decode(torch.tanh(self.encode(x)))
 
 
 class OddShapes(nn.Module):
@@ -78,19 +65,21 @@ class Expanded(nn.Module):
         return self.summed.sum() * x.mean() + x * self.row.expand(4, 8) + (x @ self.flipped.t())
 
 
-def mlp() -> tuple[nn.Module, tuple[int, ...]]:
-    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 3)), (4, 8)
+def tied() -> nn.Module:
+    """One weight under two names, used twice."""
+    layers = mlp(8, 8, 8)
+    layers[2].weight = layers[0].weight
+    return layers
 
 
-def conv() -> tuple[nn.Module, tuple[int, ...]]:
+def conv() -> nn.Module:
     layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)]
-    model = nn.Sequential(*layers, nn.BatchNorm2d(4))
-    return model.to(memory_format=torch.channels_last), (4, 3, 8, 8)
+    return nn.Sequential(*layers, nn.BatchNorm2d(4)).to(memory_format=torch.channels_last)
 
 
-def transformer() -> tuple[nn.Module, tuple[int, ...]]:
+def transformer() -> nn.Module:
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0, batch_first=True)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), (2, 5, 16)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
 def scripted() -> nn.Module:
@@ -100,16 +89,17 @@ def scripted() -> nn.Module:
         return torch.jit.script(nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)))
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[int, ...]]]] = {
-    "mlp": mlp,
-    "conv-channels-last": conv,
-    "transformer": transformer,
-    "mixed-dtypes": lambda: (MixedDtypes(), (4, 8)),
-    "tied": lambda: (Tied(), (4, 8)),
-    "odd-shapes": lambda: (OddShapes(), (4, 8)),
-    "expanded": lambda: (Expanded(), (4, 8)),
-    "scripted": lambda: (scripted(), (4, 8)),
-    "a scripted part": lambda: (nn.Sequential(nn.Linear(8, 8), scripted()), (4, 8)),
+# Each with the shape of a batch.
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (lambda: mlp(8, 32, 32, 3, activation=nn.ReLU), (4, 8)),
+    "conv-channels-last": (conv, (4, 3, 8, 8)),
+    "transformer": (transformer, (2, 5, 16)),
+    "mixed-dtypes": (MixedDtypes, (4, 8)),
+    "tied": (tied, (4, 8)),
+    "odd-shapes": (OddShapes, (4, 8)),
+    "expanded": (Expanded, (4, 8)),
+    "scripted": (scripted, (4, 8)),
+    "a scripted part": (lambda: nn.Sequential(nn.Linear(8, 8), scripted()), (4, 8)),
 }
 MODEL = pytest.mark.parametrize("model", list(MODELS))
 
@@ -118,15 +108,14 @@ def compare_with_stock(
     name: str, view: bool, set_to_none: bool = True, same_bits: bool = True, **options: Any
 ) -> DistributedDataParallel:
     """Train with stock DDP and with tritonddp beside each other; all that matters is compared."""
-    models = []
-    for _ in range(2):  # (A copy of a scripted module has no leaves.)
+    make, shape = MODELS[name]
+    nets: list[Any] = []
+    for cls in (Stock, DistributedDataParallel):  # (A copy of a scripted module has no leaves.)
         torch.manual_seed(17 + dist.get_rank())  # ranks differ: rank 0's weights must win
-        model, shape = MODELS[name]()
-        models.append(model)
-    stock = Stock(models[0], gradient_as_bucket_view=view, **options)
-    ours = DistributedDataParallel(models[1], gradient_as_bucket_view=view, **options)
+        nets.append(cls(make(), gradient_as_bucket_view=view, **options))
+    stock, ours = nets
     optimizers = [torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9) for ddp in (stock, ours)]
-    names = [name for name, _ in model.named_parameters()]
+    names = [name for name, _ in ours.module.named_parameters()]
     for step in range(4):
         x = torch.randn(shape)
         losses = []
@@ -136,24 +125,22 @@ def compare_with_stock(
             losses[-1].backward()
         if same_bits:
             assert_same_bits(losses[1], losses[0], f"loss of step {step}")
+            assert_same_bits(gradients(ours), gradients(stock), f"gradients of step {step}")
+        else:
+            assert_close(gradients(ours), gradients(stock), f"gradients of step {step}")
         for name, expected, param in zip(names, stock.parameters(), ours.parameters(), strict=True):
             what = f"gradient of {name} in step {step}"
-            if same_bits:
-                assert_same_bits(param.grad, expected.grad, what)
-            else:
-                torch.testing.assert_close(param.grad, expected.grad, msg=lambda m, w=what: w + m)
             if dense(param):
                 assert param.grad.stride() == param.stride(), what
             else:
                 assert param.grad.stride() == expected.grad.stride(), what
             assert (param.grad.dtype, param.grad.shape) == (param.dtype, param.shape), what
-        assert_same_on_all_ranks([param.grad for param in ours.parameters()], f"step {step}")
+        assert_gradients_alike(ours, f"step {step}")
         for optimizer in optimizers:
             optimizer.step()
         assert_same_on_all_ranks(list(ours.parameters()), f"parameters after step {step}")
         if same_bits:
-            for expected, param in zip(stock.parameters(), ours.parameters(), strict=True):
-                assert_same_bits(param, expected, "parameter")
+            assert_same_bits(ours.parameters(), stock.parameters(), "parameter")
     return ours
 
 
@@ -162,23 +149,20 @@ def dense(tensor: Tensor) -> bool:
     return torch.empty_like(tensor).stride() == tensor.stride()
 
 
-@VIEW
 @MODEL
-@ranks(2)
+@ranks(2, views=True)
 def test_bit_equal_to_stock_on_two_ranks(model: str, view: bool) -> None:
     compare_with_stock(model, view)
 
 
-@VIEW
 @MODEL
-@ranks(2)
+@ranks(2, views=True)
 def test_bit_equal_to_stock_with_gradients_zeroed_in_place(model: str, view: bool) -> None:
     compare_with_stock(model, view, set_to_none=False)
 
 
-@VIEW
 @pytest.mark.parametrize("model", ["mlp", "transformer", "mixed-dtypes", "odd-shapes"])
-@ranks(2)
+@ranks(2, views=True)
 def test_bit_equal_to_stock_with_small_buckets(model: str, view: bool) -> None:
     ddp = compare_with_stock(model, view, bucket_cap_mb=1e-6)
     assert all(
@@ -187,8 +171,7 @@ def test_bit_equal_to_stock_with_small_buckets(model: str, view: bool) -> None:
     )
 
 
-@VIEW
-@ranks(2)
+@ranks(2, views=True)
 def test_bit_equal_to_stock_with_a_list_of_bucket_sizes(view: bool) -> None:
     kib = 1 / 1024
     ddp = compare_with_stock("transformer", view, bucket_cap_mb_list=[kib / 4, 2 * kib, 5 * kib])
@@ -203,50 +186,43 @@ def test_bit_equal_to_stock_with_a_list_of_bucket_sizes(view: bool) -> None:
     assert len(sizes) >= 4
 
 
-@VIEW
 @pytest.mark.parametrize("model", ["mlp", "conv-channels-last", "odd-shapes"])
-@ranks(3, 4)
+@ranks(3, 4, views=True)
 def test_equal_to_stock_to_rounding_on_three_and_four_ranks(model: str, view: bool) -> None:
     compare_with_stock(model, view, same_bits=False)
 
 
-@VIEW
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@ranks(2, 3, 4)
-def test_equal_to_one_process_on_the_whole_batch(dtype: torch.dtype, view: bool) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for make in (mlp, transformer):
-        model, (batch, *shape) = make()
-        alone, ddp = (copy.deepcopy(model).to(dtype) for _ in range(2))
-        ddp = DistributedDataParallel(ddp, gradient_as_bucket_view=view)
+@ranks(2, 3, 4, views=True)
+def test_equal_to_one_process_on_the_whole_batch(rank: int, dtype: torch.dtype, view: bool) -> None:
+    size = dist.get_world_size()
+    for make, (batch, *shape) in (MODELS["mlp"], MODELS["transformer"]):
+        alone, ddp = (copy.deepcopy(module).to(dtype) for module in [make()] * 2)
+        ddp = wrap(ddp, view)
         for _ in range(3):
             whole = torch.randn(size * batch, *shape, dtype=dtype)  # ranks are seeded alike
             alone.zero_grad()
             alone(whole).pow(2).mean().backward()
             ddp.zero_grad()
             ddp(whole[rank * batch : (rank + 1) * batch]).pow(2).mean().backward()
-            for expected, param in zip(alone.parameters(), ddp.parameters(), strict=True):
-                torch.testing.assert_close(param.grad, expected.grad)
+            torch.testing.assert_close(gradients(ddp), gradients(alone))
 
 
-@VIEW
 @pytest.mark.parametrize("special", [float("nan"), float("inf"), float("-inf")])
-@ranks(2)
-def test_nan_and_inf_of_one_rank_reach_every_rank(special: float, view: bool) -> None:
-    ddp = DistributedDataParallel(nn.Linear(3, 1, bias=False), gradient_as_bucket_view=view)
+@ranks(2, views=True)
+def test_nan_and_inf_of_one_rank_reach_every_rank(rank: int, special: float, view: bool) -> None:
+    ddp = wrap(nn.Linear(3, 1, bias=False), view)
     for _ in range(3):
         x = torch.ones(1, 3)
-        if dist.get_rank() == 1:
+        if rank == 1:
             x[0, 1] = special
-        ddp.zero_grad()
-        ddp(x).sum().backward()
+        train_step(ddp, x, loss=torch.sum)
         expected = torch.tensor([[1.0, special, 1.0]])
         assert_same_bits(ddp.module.weight.grad, expected, "gradient")
 
 
-@VIEW
-@ranks(2)
-def test_gradients_written_by_users_are_reduced_as_they_are(view: bool) -> None:
+@ranks(2, views=True)
+def test_gradients_written_by_users_are_reduced_as_they_are(rank: int, view: bool) -> None:
     """Hooks of users run before ours, in every place where torch lets them put one."""
     models = [nn.Linear(4, 4), nn.Linear(4, 4)]
     models[1].load_state_dict(models[0].state_dict())
@@ -256,46 +232,12 @@ def test_gradients_written_by_users_are_reduced_as_they_are(view: bool) -> None:
             lambda param: setattr(param, "grad", param.grad.double().float() + 1)
         )
     stock = Stock(models[0], gradient_as_bucket_view=view)
-    ours = DistributedDataParallel(models[1], gradient_as_bucket_view=view)
+    ours = wrap(models[1], view)
     for _ in range(3):
-        x = torch.randn(2, 4) * (1 + dist.get_rank())
+        x = torch.randn(2, 4) * (1 + rank)
         for ddp in (stock, ours):
-            ddp.zero_grad()
-            ddp(x).pow(2).sum().backward()
-        for expected, param in zip(stock.parameters(), ours.parameters(), strict=True):
-            assert_same_bits(param.grad, expected.grad, "gradient")
-
-
-@ranks(2)
-def test_views_alias_the_buckets_and_copies_do_not() -> None:
-    for view in (True, False):
-        ddp = DistributedDataParallel(mlp()[0], gradient_as_bucket_view=view)
-        for _ in range(3):
-            ddp.zero_grad(set_to_none=True)
-            ddp(torch.randn(4, 8)).sum().backward()
-            storages = {
-                bucket.flat.data.untyped_storage().data_ptr() for bucket in ddp.reducer.buckets
-            }
-            for param in ddp.parameters():
-                assert (param.grad.untyped_storage().data_ptr() in storages) is view
-
-
-@ranks(2)
-def test_views_may_move_when_the_module_is_shared() -> None:
-    """``share_memory()`` gives gradients new memory, and with them what the ranks say of them."""
-    ddp = DistributedDataParallel(nn.Linear(64, 64), gradient_as_bucket_view=True)
-    inputs = torch.full((2, 64), 1.0 + dist.get_rank())
-    for _ in range(12):
-        ddp.zero_grad(set_to_none=False)
-        ddp(inputs).sum().backward()
-    ddp.module.share_memory()
-    outputs = ddp(inputs).sum()
-    outputs.backward(retain_graph=True)
-    ddp.zero_grad(set_to_none=False)
-    if dist.get_rank() == 0:
-        outputs = ddp(inputs).sum()
-    with pytest.raises(RuntimeError, match="different places of their programs"):
-        outputs.backward()
+            train_step(ddp, x)
+        assert_same_bits(gradients(ours), gradients(stock), "gradient")
 
 
 @ranks(2)
@@ -330,9 +272,7 @@ def test_a_default_device_is_not_that_of_the_wrappers_own_tensors(options: str) 
 
     As of scripts that say ``torch.set_default_device("cuda")``. "meta" has no values.
     """
-    ddp = DistributedDataParallel(
-        nn.Sequential(nn.Linear(40, 40), nn.BatchNorm1d(40)), **OPTIONS_OF_THE_HOST[options]
-    )
+    ddp = DistributedDataParallel(normed(40, 40), **OPTIONS_OF_THE_HOST[options])
     batches = [torch.randn(8, 40) for _ in range(3)]
     with torch.device("meta"):
         ddp.reduce_gradients([torch.ones_like(param) for param in ddp.parameters()])
@@ -340,11 +280,11 @@ def test_a_default_device_is_not_that_of_the_wrappers_own_tensors(options: str) 
             ddp.zero_grad()
             with ddp.weighted(1):
                 ddp(batch).pow(2).mean().backward()
-            assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+            assert_gradients_alike(ddp)
         for batch in batches:
             ddp.zero_grad()
             ddp(batch).pow(2).mean().backward()
-            assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+            assert_gradients_alike(ddp)
         ddp.load_comm_state_dict(ddp.comm_state_dict())
         with ddp.join():
             ddp(batches[0]).sum().backward()

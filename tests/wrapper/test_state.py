@@ -25,10 +25,18 @@ from distributed import (
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel as Stock
+from training import (
+    assert_gradients_alike,
+    assert_right_step,
+    breaking_off,
+    delayed,
+    drawn,
+    gradients,
+    train_step,
+    wrap,
+)
 
 from tritonddp import DistributedDataParallel
-
-VIEW = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 
 
 def layers() -> nn.Module:
@@ -36,23 +44,15 @@ def layers() -> nn.Module:
 
 
 def batch(seed: int) -> Tensor:
-    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * seed + dist.get_rank()))
+    return drawn(5, 4, step=seed)
 
 
 def step(net: nn.Module, seed: int) -> None:
-    net.zero_grad()
-    net(batch(seed)).pow(2).sum().backward()
+    train_step(net, batch(seed))
 
 
 def assert_averages(net: nn.Module, seed: int) -> None:
-    """One more step of ``net`` gives the mean of what each rank has alone."""
-    alone = copy.deepcopy(net.module)
-    step(net, seed)
-    step(alone, seed)
-    for param, own in zip(net.parameters(), alone.parameters(), strict=True):
-        assert param.grad is not None
-        torch.testing.assert_close(param.grad, sum(gather(own.grad)) / dist.get_world_size())
-    assert_same_on_all_ranks([param.grad for param in net.parameters()])
+    assert_right_step(net, batch(seed))
 
 
 def by_pickle(net: Any) -> Any:
@@ -69,17 +69,16 @@ def by_torch_save(net: Any) -> Any:
 COPY = pytest.mark.parametrize("make_copy", [copy.deepcopy, by_pickle, by_torch_save])
 
 
-@VIEW
 @COPY
 @pytest.mark.parametrize("steps", [0, 2])
-@ranks(2)
+@ranks(2, views=True)
 def test_a_copy_trains_like_its_original_and_beside_it(
     make_copy: Callable[[Any], Any], steps: int, view: bool
 ) -> None:
-    net = DistributedDataParallel(layers(), gradient_as_bucket_view=view)
+    net = wrap(layers(), view)
     for seed in range(steps):
         step(net, seed)
-    before = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+    before = gradients(net)
     with recorded_collectives() as calls:
         other = make_copy(net)
     assert not calls.on_the_group, "a rank may do it alone"
@@ -89,8 +88,7 @@ def test_a_copy_trains_like_its_original_and_beside_it(
         assert theirs.data_ptr() != ours.data_ptr()
     for seed in range(10, 13):
         assert_averages(other, seed)
-    for param, grad in zip(net.parameters(), before, strict=True):
-        assert_same_bits(param.grad, grad, "the original, while its copy trained")
+    assert_same_bits(gradients(net), before, "the original, while its copy trained")
     for seed in range(3):
         assert_averages(net, seed)
         assert_averages(other, seed)
@@ -98,7 +96,7 @@ def test_a_copy_trains_like_its_original_and_beside_it(
 
 @COPY
 @ranks(2)
-def test_a_copy_has_the_options_of_its_original(make_copy: Callable[[Any], Any]) -> None:
+def test_a_copy_has_the_options_of_its_original(rank: int, make_copy: Callable[[Any], Any]) -> None:
     model = layers()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["2.bias"])
     net = DistributedDataParallel(
@@ -118,19 +116,19 @@ def test_a_copy_has_the_options_of_its_original(make_copy: Callable[[Any], Any])
     memory = {param.grad.untyped_storage().data_ptr() for param in other.parameters()}
     assert len(memory) == len(other.reducer.buckets) + 1, "views of the buckets"
     assert len(set(map(tuple, gather(other.module[2].weight.grad.flatten().tolist())))) == 1
-    other.module[2].bias.grad.fill_(dist.get_rank())
+    other.module[2].bias.grad.fill_(rank)
     other(batch(1))
     other.module[0](batch(1)).sum().backward()
-    assert other.module[2].bias.grad.eq(dist.get_rank()).all(), "ignored"
+    assert other.module[2].bias.grad.eq(rank).all(), "ignored"
     with pytest.raises(RuntimeError, match="finished reduction"):
         other(batch(1))
 
 
 @ranks(2)
-def test_copies_on_one_rank_only_do_not_disturb_the_others() -> None:
+def test_copies_on_one_rank_only_do_not_disturb_the_others(rank: int) -> None:
     net = DistributedDataParallel(layers())
     assert_averages(net, 0)
-    kept = [copy.deepcopy(net), by_pickle(net)] if dist.get_rank() == 1 else []
+    kept = [copy.deepcopy(net), by_pickle(net)] if rank == 1 else []
     for each in kept:
         each.eval()
         with torch.no_grad():
@@ -144,7 +142,9 @@ def test_copies_on_one_rank_only_do_not_disturb_the_others() -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 3], ids=["no buffers", "process group", "memory"])
 @ranks(2)
-def test_copies_that_ranks_use_in_different_order_are_an_error_on_all(steps: int) -> None:
+def test_copies_that_ranks_use_in_different_order_are_an_error_on_all(
+    rank: int, steps: int
+) -> None:
     """At the first forward that broadcasts buffers, else in the reduction."""
     net = DistributedDataParallel(layers(), forward_sync_buffers=steps > 0)
     copies = [copy.deepcopy(net), copy.deepcopy(net)]
@@ -152,7 +152,6 @@ def test_copies_that_ranks_use_in_different_order_are_an_error_on_all(steps: int
         for each in copies:
             step(each, number)
     said = "number 1 in its process group", "rank 0 reduces gradients already"
-    rank = dist.get_rank()
     wanted = said[steps == 3] if rank or not steps else "rank 1 failed"
     with pytest.raises(RuntimeError, match=wanted):
         step(copies[rank], 9)
@@ -207,20 +206,16 @@ def test_a_state_can_be_taken_at_any_time() -> None:
         copied = copy.deepcopy(net)
     assert len(net.module.seen) == 2
     step(copied, 1)  # without the weight that the original has at this moment
-    assert_same_on_all_ranks([param.grad for param in copied.parameters()])
+    assert_gradients_alike(copied)
 
 
 @COPY
 @ranks(2)
 def test_delayed_parameters_and_joining_belong_to_each_copy(
-    make_copy: Callable[[Any], Any],
+    rank: int, make_copy: Callable[[Any], Any]
 ) -> None:
     model = layers()
-    net = DistributedDataParallel(
-        model,
-        delay_all_reduce_named_params=[("any", model[0].weight)],
-        param_to_hook_all_reduce=model[0].bias,
-    )
+    net = wrap(model, **delayed(model, "0.weight", until=model[0].bias))
     with net.join():
         assert_averages(net, 0)
         other = make_copy(net)
@@ -229,7 +224,7 @@ def test_delayed_parameters_and_joining_belong_to_each_copy(
     for seed in range(1, 4):
         assert_averages(other, seed)
     with other.join():
-        for seed in range(2 + dist.get_rank()):
+        for seed in range(2 + rank):
             step(other, seed)
     assert_same_on_all_ranks(list(other.state_dict().values()))
 
@@ -257,7 +252,7 @@ def test_state_dicts_are_stocks() -> None:
 @pytest.mark.parametrize("from_stock", [False, True], ids=["from ours", "from stock"])
 @ranks(2)
 def test_distributed_checkpoints_have_the_modules_own_names(
-    from_stock: bool, to_stock: bool
+    rank: int, from_stock: bool, to_stock: bool
 ) -> None:
     folder = gather(tempfile.mkdtemp())[0]
     source: Any = (Stock if from_stock else DistributedDataParallel)(layers())
@@ -283,7 +278,7 @@ def test_distributed_checkpoints_have_the_modules_own_names(
     for theirs, ours in zip(source.parameters(), target.parameters(), strict=True):
         assert_same_bits(other.state[ours]["exp_avg"], optimizer.state[theirs]["exp_avg"])
     dist.barrier()
-    if dist.get_rank() == 0:
+    if rank == 0:
         for file in Path(folder).iterdir():
             file.unlink()
         Path(folder).rmdir()
@@ -292,19 +287,18 @@ def test_distributed_checkpoints_have_the_modules_own_names(
 # Other ranks
 
 
-@VIEW
-@ranks(3)
-def test_a_wrapper_goes_on_with_other_ranks(view: bool) -> None:
-    net = DistributedDataParallel(layers(), gradient_as_bucket_view=view, broadcast_buffers=False)
+@ranks(3, views=True)
+def test_a_wrapper_goes_on_with_other_ranks(rank: int, view: bool) -> None:
+    net = wrap(layers(), view, broadcast_buffers=False)
     for seed in range(2):
         step(net, seed)
     two = dist.new_group([0, 2])
     with recorded_collectives() as calls:
         net._update_process_group(two)
     assert not calls.on_the_group
-    group = dist.group.WORLD if dist.get_rank() == 1 else two
+    group = dist.group.WORLD if rank == 1 else two
     assert net.process_group is group
-    if dist.get_rank() != 1:
+    if rank != 1:
         for seed in range(2, 5):
             alone = copy.deepcopy(net.module)
             step(net, seed)
@@ -321,19 +315,11 @@ def test_a_wrapper_goes_on_with_other_ranks(view: bool) -> None:
 
 @ranks(2)
 def test_a_backward_that_broke_off_does_not_follow_a_wrapper_into_another_group() -> None:
-    class Breaks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            raise RuntimeError("a peer is gone")
 
     net = DistributedDataParallel(layers())
     step(net, 0)
-    with pytest.raises(RuntimeError, match="a peer is gone"):
-        net(Breaks.apply(batch(1).requires_grad_())).sum().backward()
+    with breaking_off(net.module[0].weight):
+        net(batch(1)).sum().backward()
     group, former = dist.new_group([0, 1]), net.reducer  # somebody may keep it
     with recorded_collectives() as calls:
         net._update_process_group(group)

@@ -18,9 +18,9 @@ from torch.nn import Parameter
 
 from tritonddp._device import let_go
 from tritonddp._torch import hooks_after_accumulation
+from tritonddp.buckets.exchange import BucketExchange, LargeSums
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
-from tritonddp.coordination.peers import READ
 from tritonddp.kernels.device_tables import DeviceTables
 from tritonddp.kernels.dispatch import Kernels
 from tritonddp.kernels.flat_buffer import Layout, Squares
@@ -71,7 +71,7 @@ class Bucket:
     """Parameters whose gradients are reduced together, copied into the flat buffer and out of it.
 
     Args:
-        index, params, names: see below.
+        index, params, names, first, quantization: see below.
         kernels: for the gradients' device and dtype.
         counters: count launches.
         headers: bytes of the headers of all ranks, which are sent in this bucket.
@@ -87,38 +87,31 @@ class Bucket:
         flat: the buffer that the collective sends, ``None`` while a lazy bucket has no memory.
         packed: the buffer that gradients are flattened into: ``flat``, or shared memory that other
             ranks read.
-        exchange: sums shared memory over ranks, see :mod:`tritonddp.comm.peer_memory`; ``None`` if
-            the bucket goes through the process group.
-        into_grads: the exchange leaves the sum of gradients to :meth:`unpack`, which makes it in
-            ``.grad``: the buffer gets that of the trailer only.
+        exchange: its way to the other ranks.
+        large_sums: if the exchange leaves the sums of large gradients to :meth:`unpack`, which
+            makes them in ``.grad``: the buffer gets that of the trailer only.
         segments: the parts of the bucket that are flattened at once.
         nbytes: bytes sent: payload and trailer (used flags and headers).
-        direct_nbytes: bytes that decide about a direct exchange: of this bucket and all later ones;
-            for the first bucket, whose headers show whether the ranks agree, its own.
         before: gradients from before the backward, and their versions, by slot.
         used: for each packed slot, whether this rank has a gradient for it.
         quantization: how its gradients are quantised; ``None`` if they are not.
         no_header: zeros, as many as there are bytes of headers.
         has_views: ``.grad`` tensors are views of the buffer.
         is_sparse: a second exchange follows that of the buffer.
-        last_trailer: from the last reduction: the header of this rank, the reduced trailer, and the
-            used flags, empty if all are set. In most steps it is the same again.
         is_lazy: see above.
         is_large: its gradients are so large, on the CPU, that each is worth a call, and they are
             sent in their own dtype and are no views: an exchange may sum them in their memory.
         has_to_prepare: :meth:`prepare` has to be called before each backward.
         squares: receives sums of squares from the kernels, see :meth:`sum_squares`; else ``None``.
         wants_flags: a gradient is missing: the host has to read whether another rank has used it.
-        flags_on_host: the reduced flags, if they have been read for several buckets at once.
     """
 
-    quantization: Quantization | None = None
+    exchange: BucketExchange
+    large_sums: LargeSums | None = None
     wants_flags = False
-    flags_on_host: Sequence[float] | None = None
+    _flags_on_host: Sequence[float] | None = None
     is_sparse = False
     has_views = False
-    exchange: Any = None
-    into_grads = False
     squares: Squares | None = None
 
     def __init__(
@@ -131,11 +124,14 @@ class Bucket:
         headers: int = 0,
         wire_dtype: torch.dtype | None = None,
         lazy: bool = False,
+        first: int = 0,
+        quantization: Quantization | None = None,
     ) -> None:
         self.index = index
         self.params = list(params)
         self.names = list(names)
-        self.first = 0
+        self.first = first
+        self.quantization = quantization
         self.no_header = bytes(headers)
         self.before: dict[int, tuple[Tensor, int]] = {}
         self._kernels = kernels
@@ -151,14 +147,11 @@ class Bucket:
         self._casts = self._wire_dtype not in self._dtypes
         self.is_large = kernels.are_large(self._layout) and not self._casts and not self.has_views
         self.flat: Any = None
-        # See the class.
-        self.last_trailer: tuple[bytes, bytes, Sequence[float]] | None = None
         self._counts: Tensor | None = None  # reduced used flags of a released buffer
         self._tables: DeviceTables | None = None  # of a released buffer
         self.allocate()
         flat: Any = self.flat
         self.nbytes: int = flat.nbytes
-        self.direct_nbytes = self.nbytes
         self.release()
 
     @property
@@ -182,29 +175,35 @@ class Bucket:
         if self._tables is None:
             self._kernels.tables(flat)
         else:
-            getattr(flat, "real", flat).tables = self._tables  # of a complex one its kernels' view
+            flat.tables = self._tables
         self.flat = flat
-        getattr(flat, "real", flat).squares = self.squares
-        if self.exchange is None:
-            self._pack_into(flat)
+        self._pack_into(flat)
 
     def _pack_into(self, flat: Any) -> None:
         self.packed = flat
-        getattr(flat, "real", flat).squares = self.squares  # before parts are made
+        flat.squares = self.squares  # before parts are made
         for segment in self.segments:
             is_whole = segment.last - segment.first == len(self.params)
             segment.flat = flat if is_whole else flat.part(segment.first, segment.last)
 
-    def share(self, exchange: Any, memory: Tensor) -> None:
-        """Flatten into ``memory``, uint8 zeros ``(nbytes,)``, from now on; ``exchange`` sums it.
+    def connect(self, exchange: BucketExchange) -> None:
+        """Go to the other ranks by ``exchange``, from the flat buffer."""
+        if self.packed is not self.flat:
+            self._pack_into(self.flat)
+        self.exchange, self.large_sums = exchange, None
 
-        Not for a bucket that is lazy, sparse or quantised.
+    def share(self, exchange: BucketExchange, large_sums: LargeSums | None, memory: Tensor) -> None:
+        """Go to the other ranks by ``exchange``, from ``memory`` that they read.
+
+        For a bucket on the CPU that is not lazy, sparse or quantised.
+
+        Args:
+            exchange: sums what all ranks have packed.
+            large_sums: see the class.
+            memory: this rank's part of what they have packed, uint8 zeros ``(nbytes,)``.
         """
-        self.exchange, self.into_grads = exchange, exchange.into_grads
+        self.exchange, self.large_sums = exchange, large_sums
         packed = self._kernels.buffer(self._layout, self._wire_dtype, memory.device, memory)
-        if (tables := self._kernels.tables(self.flat)) is not None:  # one copy of addresses serves
-            tables.forget_launches()
-            getattr(packed, "real", packed).tables = tables
         self._pack_into(packed)
 
     def leave_payload(self) -> None:
@@ -218,20 +217,12 @@ class Bucket:
         self.flat.data[first:] = data[first:]
         self.flat.squares = self.squares
 
-    def unshare(self) -> None:
-        """Undo :meth:`share`: flatten into the buffer that the collective sends."""
-        if self.exchange is not None:
-            if (tables := self._kernels.tables(self.flat)) is not None:
-                tables.forget_launches()  # they flatten into the shared memory
-            self.exchange, self.into_grads = None, False
-            self._pack_into(self.flat)
-
     def sum_squares(self) -> None:
         """From now on kernels write sums of squares of the gradients to :attr:`squares`."""
         # On the CPU a pass over the buffer, which holds all means, is faster than one a gradient.
         self.squares = Squares(of_unflattened=self._kernels.by_address or self._casts)
         if self.flat is not None:
-            getattr(self.flat, "real", self.flat).squares = self.squares
+            self.flat.squares = self.squares
             if (tables := self._kernels.tables(self.flat)) is not None:
                 tables.forget_launches()  # they write no sums of squares
             self._pack_into(self.packed)
@@ -274,6 +265,10 @@ class Bucket:
         if grad is not None:
             self.before[slot] = grad, -1
 
+    def forget_before(self) -> None:
+        """The gradients from before the backward are not needed any more."""
+        self.before = {}
+
     def unchanged_slots(self, segment: Segment) -> list[int]:
         """Slots whose gradient has not changed: a custom function returned ``None`` for it."""
         return [
@@ -305,31 +300,27 @@ class Bucket:
         scale: float,
         header: bytes = b"",
         earlier: bool = True,
-        came: Collection[Tensor] = (),
+        arrived: Collection[Tensor] = (),
     ) -> None:
         """Write ``scale * .grad`` of the segment's parameters, and ``used``, into the buffer.
 
         One launch. A parameter without a gradient counts as zero, and as used only if it is in
-        ``came`` and has hooks, of which one has dropped it. A parameter that is not ``used``,
+        ``arrived`` and has hooks, of which one has dropped it. A parameter that is not ``used``,
         but has a gradient of an earlier backward, contributes that gradient, as it would on this
         rank alone; not with ``earlier=False``. A ``scale`` of zero writes zeros, even for NaN.
 
         Raises:
             GradientError: a gradient does not fit its parameter.
-            PeerError: a rank is gone, and has not confirmed that it read the last content.
         """
         first, last = segment.first, segment.last
         if self.flat is None:
             self.allocate()
-        exchange = self.exchange
-        if exchange is not None and exchange.number > exchange.module.free:
-            exchange.wait_for(READ)
         grads: list[Any] = list(map(_grad_of, segment.params))
         if NoneType in map(type, grads):
             self.wants_flags = True
             # A parameter may have been used under no_sync, and its gradient dropped since; or there
             # was none: a custom function has returned no gradient for it, or it is frozen.
-            known = {id(param) for param in came if hooks_after_accumulation(param)}
+            known = {id(param) for param in arrived if hooks_after_accumulation(param)}
             params = segment.params
             used = [
                 flag and (grad is not None or id(param) in known)
@@ -389,12 +380,9 @@ class Bucket:
         self.packed.write_trailer(self.used, header)
 
     def fill_nan(self, header: bytes = b"") -> None:
-        """Fill the buffer with NaN instead of gradients; see :meth:`pack` for a PeerError."""
+        """Fill the buffer with NaN instead of gradients."""
         if self.flat is None:
             self.allocate()
-        exchange = self.exchange
-        if exchange is not None and exchange.number > exchange.module.free:
-            exchange.wait_for(READ)
         self.packed.fill_nan()
         self.packed.write_trailer([False] * len(self.params), header)
 
@@ -417,7 +405,7 @@ class Bucket:
         """
         grads, has_missing = self._grads, self.wants_flags
         made: dict[int, Tensor] = {}
-        in_kernel = self._kernels.by_address or self._casts or self.into_grads
+        in_kernel = self._kernels.by_address or self._casts or self.large_sums is not None
         if factor is not None and not in_kernel:  # one call is less than one for each gradient
             if factor.item() != 1:
                 self.flat.payload.mul_(factor.item())
@@ -429,32 +417,31 @@ class Bucket:
                         grads[slot] = made[slot] = self._empty_gradient(slot)
                     else:  # on the CPU a copy here costs no more
                         self.params[slot].grad = self.flat.views[slot].clone()
-        if self.into_grads:
+        if self.large_sums is not None:
             self._counters.unflattens += 1
-            self.exchange.sum_into(grads, factor)
+            self.large_sums.sum_into(grads, factor)
         elif not has_missing or set(map(type, grads)) != {NoneType}:
             self._counters.unflattens += 1
             self._kernels.unflatten(self.flat, grads, factor)
         for slot, grad in made.items():
             self.params[slot].grad = grad
-        self.flat.known_flags = None  # they were those of this reduction
         # References here would outlive zero_grad. (Until now: what Ctrl-C cuts short is repeated.)
         self._grads, self.before, self.wants_flags = [None] * len(grads), {}, False
 
+    def set_flags(self, flags: Sequence[float]) -> None:
+        """The reduced flags, which have been read for several buckets together."""
+        self._flags_on_host = flags
+
     def _take_flags(self) -> Sequence[float]:
         """The reduced flags, on the host."""
-        flags, self.flags_on_host = self.flags_on_host, None
+        flags, self._flags_on_host = self._flags_on_host, None
         found: Sequence[float] = self.flat.flags.tolist() if flags is None else flags
         return found
 
     def discard(self) -> None:
         """Leave ``.grad`` as it is."""
-        if self.into_grads:
-            self.exchange.confirm()
-        if self.flat is not None:
-            self.flat.known_flags = None
         self._grads = [None] * len(self._grads)
-        self.wants_flags, self.flags_on_host = False, None
+        self.wants_flags, self._flags_on_host = False, None
         self.before = {}
 
     def release(self) -> None:

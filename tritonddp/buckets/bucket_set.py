@@ -9,6 +9,7 @@ from torch.nn import Parameter
 
 from tritonddp.buckets.assignment import UNLIMITED, BucketCaps, assign_buckets
 from tritonddp.buckets.bucket import Bucket, Segment
+from tritonddp.buckets.exchange import Transport
 from tritonddp.buckets.formats import BucketFactory, WireFormat
 
 
@@ -36,6 +37,8 @@ class BucketSet:
         segments_of: for each bucket, the numbers of its segments.
         to_prepare, to_release: buckets whose ``prepare``, or ``release``, has to be called before,
             or after, each backward.
+        averages: see :class:`Transport`.
+        is_on_gpu: some parameters are on a GPU.
         needs_reduction: a bucket changes gradients even if there is only one rank.
     """
 
@@ -51,6 +54,7 @@ class BucketSet:
         assignment = assign(named_params, caps, sparse)
         self.names = [named_params[index][0] for indices in assignment for index in indices]
         self.params = [named_params[index][1] for indices in assignment for index in indices]
+        self.is_on_gpu = any(param.is_cuda for param in self.params)
         self.buckets: list[Bucket] = []
         self.segments: list[tuple[Bucket, Segment]] = []
         self.ranges: list[range] = []
@@ -61,8 +65,7 @@ class BucketSet:
             last = first + len(indices)
             params, names = self.params[first:last], self.names[first:last]
             is_sparse = bool(sparse) and params[0] in sparse
-            bucket = factory.make(index, params, names, is_sparse, wire_of(index))
-            bucket.first = first
+            bucket = factory.make(index, first, params, names, is_sparse, wire_of(index))
             bucket.adopt(in_buffer)
             self.buckets.append(bucket)
             before = len(self.segments)
@@ -71,13 +74,16 @@ class BucketSet:
                 self.ranges.append(range(first + segment.first, first + segment.last))
             self.segments_of.append(range(before, len(self.segments)))
             first = last
-        to_end = 0
-        for bucket in reversed(self.buckets[1:]):
-            to_end += bucket.nbytes
-            bucket.direct_nbytes = to_end
+        self.use(factory.transport)
         self.to_prepare = [bucket for bucket in self.buckets if bucket.has_to_prepare]
         self.needs_reduction = any(b.is_lazy or b.is_sparse for b in self.buckets)
         self.to_release = [bucket for bucket in self.buckets if bucket.is_lazy]
+
+    def use(self, transport: Transport) -> None:
+        """Reduce all buckets by ``transport`` from now on."""
+        self.averages = transport.averages
+        for bucket, exchange in zip(self.buckets, transport.exchanges(self.buckets), strict=True):
+            bucket.connect(exchange)
 
     def make_views(self) -> None:
         """Make gradients views of their buckets, where those want it and nothing is exchanged."""

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from tritonddp._torch import MixedPrecision, backend_name
 from tritonddp.buckets.bucket import Bucket
+from tritonddp.buckets.exchange import Transport
 from tritonddp.buckets.residuals import Left, add_to
 from tritonddp.buckets.sparse_bucket import SparseBucket
 from tritonddp.buckets.view_bucket import ViewBucket
@@ -134,6 +135,7 @@ class BucketFactory:
     wire: WireFormat  # unless make() is told otherwise
     group: Group  # with one rank nothing is quantised
     counters: Counters  # count launches of the buckets
+    transport: Transport  # makes the exchanges of the buckets
     views: bool = False  # .grad are views of the buckets, if gradients are sent in their own dtype
     lazy: bool = False  # buckets have memory during backwards only
     check_finite: bool = False  # buckets record which gradients are not finite, on which ranks
@@ -141,14 +143,23 @@ class BucketFactory:
     # Residuals (quantisation errors) of buckets that are being replaced.
     kept: dict[Tensor, Left] = field(default_factory=dict, init=False)
 
-    def temporary(self, views: bool = False) -> BucketFactory:
-        """A factory of buckets for one reduction, without quantisation."""
+    def temporary(self, transport: Transport, views: bool = False) -> BucketFactory:
+        """A factory of buckets for one reduction by ``transport``, without quantisation."""
         wire = replace(self.wire, compression=None)
-        return replace(self, wire=wire, views=views, lazy=False)
+        return replace(self, wire=wire, transport=transport, views=views, lazy=False)
+
+    def use(self, transport: Transport) -> None:
+        """Buckets that are made from now on go by ``transport``."""
+        self.transport = transport
+
+    def keep(self, residuals: dict[Tensor, Left]) -> None:
+        """Give the buckets that are made next these residuals, of buckets that they replace."""
+        self.kept = residuals
 
     def make(
         self,
         index: int,
+        first: int,
         params: Sequence[Parameter],
         names: Sequence[str],
         is_sparse: bool = False,
@@ -156,8 +167,9 @@ class BucketFactory:
     ) -> Bucket:
         """Bucket number ``index`` for these parameters, which have one dtype and device.
 
-        The first bucket holds the headers. ``is_sparse`` is true for a parameter with sparse
-        gradients. ``wire`` is the wire format, if not that of the factory.
+        The first bucket holds the headers. ``first`` is the number of the first parameter.
+        ``is_sparse`` is true for a parameter with sparse gradients. ``wire`` is the wire format, if
+        not that of the factory.
         """
         wire = wire or self.wire
         device, dtype = params[0].device, params[0].dtype
@@ -166,7 +178,9 @@ class BucketFactory:
         kernels = select(device, dtype, marks)
         if is_sparse:
             args = (index, params, names, kernels, self.counters)
-            return SparseBucket(self.group.rank, self.group.size, *args, headers=headers)
+            return SparseBucket(
+                self.group.rank, self.group.size, *args, headers=headers, first=first
+            )
         quantization = self._quantization(wire, params, names, headers)
         kind: type[Bucket] = Bucket
         wire_dtype = None
@@ -176,9 +190,19 @@ class BucketFactory:
             wire_dtype = wire.reduce_dtype
         elif self.views:
             kind = ViewBucket
-        bucket = kind(index, params, names, kernels, self.counters, headers, wire_dtype, self.lazy)
+        bucket = kind(
+            index,
+            params,
+            names,
+            kernels,
+            self.counters,
+            headers,
+            wire_dtype,
+            self.lazy,
+            first,
+            quantization,
+        )
         if quantization is not None:
-            bucket.quantization = quantization
             for param in bucket.params:
                 if (left := self.kept.pop(param, None)) is not None:
                     add_to(bucket, param, left)

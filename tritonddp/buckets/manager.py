@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tritonddp.buckets.assignment import BucketCaps
+from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.bucket_set import BucketSet, assign
+from tritonddp.buckets.exchange import Transport
 from tritonddp.buckets.formats import BucketFactory, WireFormat
 from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.buckets.residuals import residuals_of
@@ -28,7 +30,7 @@ REBUILD_AFTER = 8
 class Planner(Protocol):
     """Chooses the wire format of each bucket: see :class:`AutoPlanner`."""
 
-    report: str
+    explanation: str
 
     def choose(
         self, buckets: Sequence[Sequence[tuple[str, Tensor]]], sparse: Collection[Tensor]
@@ -54,7 +56,6 @@ class BucketManager:
         is_provisional: the order of gradients is not known yet: the next reduced backward shows it.
         schema: hash of the trainable parameters in the last reduction.
         former_counts: :meth:`rank_counts` of the last reduction, if its buckets were replaced.
-        since_change: number of reductions since a parameter was frozen, unfrozen or added.
         has_moved: the buckets have been replaced at least once.
         ready_order: names, in the order of the gradients in the first reduced backward.
     """
@@ -68,6 +69,9 @@ class BucketManager:
         counters: Counters,
     ) -> None:
         self.factory = factory
+        self._listener: Callable[[Sequence[int | None]], None] | None = None
+        self._captured: list[Bucket] = []
+        self._of_temporary = factory.transport  # for temporary buckets
         self.planner: Planner | None = None
         self._parameters = parameters
         self._group = group
@@ -77,7 +81,6 @@ class BucketManager:
         self._order: list[int] | None = None  # parameter order for the next buckets
         self._is_restored = False  # the order was loaded from an earlier run
         self.schema = parameters.schema
-        self.since_change = 0
         self.has_moved = False
         self.ready_order: list[str] = []
         self.former_counts: list[tuple[list[Parameter], Tensor]] | None = None
@@ -95,7 +98,34 @@ class BucketManager:
         With ``views``, ``.grad`` is replaced by views of them. ``sparse`` are the parameters with
         sparse gradients, by default those of the module.
         """
-        return self._build(named_params, self.factory.temporary(views), sparse=sparse)
+        factory = self.factory.temporary(self._of_temporary, views)
+        return self._build(named_params, factory, sparse=sparse)
+
+    def plan_by(self, planner: Planner) -> None:
+        """Have ``planner`` choose the wire format of each bucket from now on."""
+        self.planner = planner
+
+    def notify(self, listener: Callable[[Sequence[int | None]], None]) -> None:
+        """Call ``listener`` when the buckets are replaced.
+
+        It gets, for each parameter, the former number, ``None`` if it is new.
+        """
+        self._listener = listener
+
+    def capture(self) -> None:
+        """The capture of a CUDA graph that reduces the current buckets begins.
+
+        Graphs use the memory of these buckets as long as they live, so they are kept.
+        """
+        for bucket in self.current.buckets:
+            bucket.capture()
+            if bucket not in self._captured:
+                self._captured.append(bucket)
+
+    def use(self, transport: Transport) -> None:
+        """Reduce backwards by ``transport`` from now on, but no temporary buckets."""
+        self.factory.use(transport)
+        self.current.use(transport)
 
     def _build(
         self,
@@ -130,7 +160,7 @@ class BucketManager:
         """Note the parameters of this reduction. (Headers ensure the same change on all ranks.)"""
         self.former_counts = None
         if self._parameters.schema != self.schema:
-            self.since_change = 0
+            self._counters.since_change = 0
         self.schema = self._parameters.schema
 
     def rank_counts(self) -> list[tuple[list[Parameter], Tensor]]:
@@ -157,25 +187,20 @@ class BucketManager:
         self._order = order.tolist()
         return missing
 
-    def renew(self) -> list[int | None] | None:
-        """After a reduction: rebuild if the order, or the set of parameters, has changed.
-
-        Returns:
-            For each parameter its former number, ``None`` if it is new. ``None`` instead of the
-            list if the buckets stay as they are.
-        """
-        self.since_change += 1
-        is_settled = self.since_change == REBUILD_AFTER
+    def renew(self) -> None:
+        """After a reduction: rebuild if the order, or the set of parameters, has changed."""
+        self._counters.since_change += 1
+        is_settled = self._counters.since_change == REBUILD_AFTER
         if self._order is None and not self._parameters.added and not is_settled:
-            return None
+            return
         parameters, names, params = self._parameters, self.current.names, self.current.params
         held = {param for _, param in (parameters.trainable if is_settled else parameters.params)}
         order = range(len(params)) if self._order is None else self._order
         self._order = None
         kept = [(names[number], params[number]) for number in order if params[number] in held]
-        return self._replace([*kept, *parameters.added])
+        self._replace([*kept, *parameters.added])
 
-    def restore(self, order: Sequence[int], since_change: int) -> list[int | None] | None:
+    def restore(self, order: Sequence[int], since_change: int) -> bool:
         """Restore the buckets of an earlier run. All ranks call this alike, between backwards.
 
         The next backward is observed like a first one, for gradients that the engine does not
@@ -184,32 +209,38 @@ class BucketManager:
         Args:
             order: numbers of the module's parameters; trainable ones that are missing go last.
             since_change: its value in that run.
+
+        Returns:
+            Whether the buckets were replaced.
         """
         self.is_provisional, self._order, self._is_restored = True, None, True
-        self.schema, self.since_change = self._parameters.schema, since_change
+        self.schema = self._parameters.schema
+        self._counters.since_change = since_change
         named = [self._parameters.params[number] for number in order]
         placed = {param for _, param in named}
         named += [each for each in self._parameters.trainable[::-1] if each[1] not in placed]
         return self._replace(named)
 
-    def _replace(self, named: Sequence[tuple[str, Parameter]]) -> list[int | None] | None:
-        """Replace the current buckets by buckets of ``named``; returns what :meth:`renew` does."""
+    def _replace(self, named: Sequence[tuple[str, Parameter]]) -> bool:
+        """Replace the current buckets by buckets of ``named``, if these differ."""
         if not named:
-            return None
+            return False
         sparse, is_rewired = self._parameters.sparse, False
         if self.planner is not None:
             assignment = assign(named, self._caps, sparse)
             planned = [[named[number] for number in bucket] for bucket in assignment]
             is_rewired = self.planner.choose(planned, sparse)
         if not is_rewired and self.current.fits(named, self._caps, sparse):
-            return None
+            return False
         self.former_counts = [(params, counts.clone()) for params, counts in self.rank_counts()]
         self.has_moved = True
         number_of = {param: number for number, param in enumerate(self.current.params)}
         with torch.no_grad():
-            self.factory.kept = {p: left for _, p, left in residuals_of(self.current.buckets)}
+            self.factory.keep({p: left for _, p, left in residuals_of(self.current.buckets)})
             self.current = self._build(named, self.factory, former=self.current)
             # The remaining ones belong to gradients that are not quantised any more. They are
             # views, and would keep the residuals of whole buckets alive.
-            self.factory.kept = {}
-        return [number_of.get(param) for param in self.current.params]
+            self.factory.keep({})
+        if self._listener is not None:
+            self._listener([number_of.get(param) for param in self.current.params])
+        return True

@@ -103,7 +103,7 @@ class SparseBucket(Bucket):
         scale: float,
         header: bytes = b"",
         earlier: bool = True,
-        came: Collection[Tensor] = (),
+        arrived: Collection[Tensor] = (),
     ) -> None:
         """Announce ``scale * .grad``; see :meth:`Bucket.pack`."""
         grad = self.params[0].grad

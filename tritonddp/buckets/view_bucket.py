@@ -33,10 +33,10 @@ class ViewBucket(Bucket):
         scale: float,
         header: bytes = b"",
         earlier: bool = True,
-        came: Collection[Tensor] = (),
+        arrived: Collection[Tensor] = (),
     ) -> None:
         """See :meth:`Bucket.pack`. Used gradients become views, which frees their memory."""
-        super().pack(segment, used, scale, header, earlier, came)
+        super().pack(segment, used, scale, header, earlier, arrived)
         first, last = segment.first, segment.last
         views = self.flat.views[first:last]
         flags = self.used[first:last]
@@ -79,7 +79,6 @@ class ViewBucket(Bucket):
                     self.params[slot].grad = views[slot]
         self._grads = [None] * len(views)
         self.before = {}
-        self.flat.known_flags = None
 
     def discard(self) -> None:
         """See :meth:`Bucket.discard`."""

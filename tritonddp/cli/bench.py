@@ -13,7 +13,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf, prod
+from statistics import median
 from typing import Any
 
 import torch
@@ -21,11 +23,11 @@ import torch
 from tritonddp.cli.kernel_timing import buckets, quantizers
 from tritonddp.cli.kernel_timing.device_timing import (
     WARMUPS,
-    Samples,
     input_sets,
     time_rounds,
 )
-from tritonddp.cli.kernel_timing.paired import Ratio, Spread, paired_ratio
+from tritonddp.cli.kernel_timing.paired import Ratio, paired_ratio
+from tritonddp.cli.terminal import bar, whole
 from tritonddp.kernels.dispatch import select
 
 Shapes = Sequence[tuple[int, ...]]
@@ -35,8 +37,8 @@ MODELS: dict[str, Shapes] = {
     "many_small": ((64,),) * 1000,
     "mlp": ((2048, 784), (2048,), (2048, 2048), (2048,), (2048, 2048), (2048,), (10, 2048), (10,)),
     "transformer": (
-        *((2304, 768), (2304,), (768, 768), (768,), (3072, 768), (3072,), (768, 3072), (768,)),
-        *((768,),) * 4,
+        ((2304, 768), (2304,), (768, 768), (768,), (3072, 768), (3072,), (768, 3072), (768,))
+        + ((768,),) * 4
     ),
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -78,7 +80,7 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of the command."""
+    """Add the arguments of this command."""
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), help="default: cuda if there is a card")
     add("--dtype", choices=DTYPES, nargs="+", default=["fp32"], help="of the gradients")
@@ -86,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sizes", type=_sizes, nargs="+", metavar="SIZE", help=names)
     add("--kernels", choices=KERNELS, nargs="+", help="default: those that the device uses")
     most = "at most, that count (default: 11 on a CPU, 25 on a GPU)"
-    add("--rounds", type=_positive, help=most)
+    add("--rounds", type=whole(1), help=most)
     add("--json", action="store_true", help="for programs")
 
 
@@ -115,9 +117,11 @@ def main(arguments: argparse.Namespace) -> int:
     rows = []
     end = time.monotonic()
     try:
-        for kernel, name, shapes, dtype in _progress(cases):
-            end += _PATIENCE / len(cases)
-            rows.append(measure(kernel, name, shapes, dtype, device, rounds, end))
+        with bar(len(cases), "kernels") as advance:
+            for kernel, name, shapes, dtype in cases:
+                end += _PATIENCE / len(cases)
+                rows.append(measure(kernel, name, shapes, dtype, device, rounds, end))
+                advance(1)
     except RuntimeError as error:  # a wrong result is not timed
         print(f"tritonddp bench: {kernel}, {name}, {dtype}: {error}", file=sys.stderr)
         return 1
@@ -149,44 +153,42 @@ def measure(
     """
     contenders: tuple[Any, ...]
     make: Callable[[], Any]
+    of = DTYPES[dtype]
     if kernel in buckets.DIRECTIONS:
         contenders = buckets.DIRECTIONS[kernel]
-
-        def make() -> buckets.Inputs:
-            return buckets.Inputs.make(shapes, DTYPES[dtype], DTYPES[dtype], device)
-
+        make = partial(buckets.Inputs.make, shapes, of, of, device)
         first: Any = make()
         for each in contenders:
             buckets.check(kernel, each, first)
         nbytes = first.nbytes
     else:
         contenders = quantizers.CONTENDERS[kernel]
-
-        def make() -> quantizers.Inputs:
-            return quantizers.Inputs.make(shapes, DTYPES[dtype], torch.int8, device)
-
+        make = partial(quantizers.Inputs.make, shapes, of, torch.int8, device)
         first = make()
         quantizers.check(first)
-        nbytes = quantizers.nbytes(kernel, first.flat.message_layout, DTYPES[dtype])
+        nbytes = quantizers.nbytes(kernel, first.flat.message_layout, of)
     # So many that no cache holds them, as far as a quarter of a GiB.
     count = min(input_sets(nbytes, device), max(2, (256 << 20) // nbytes))
     rotation = [first, *(make() for _ in range(count - 1))]
     samples = time_rounds(contenders, rotation, _numbers(rounds, end))
-    ours, baseline, copy = (samples[each.name] for each in contenders)
-
-    def median(of: Samples) -> float:
-        return Spread.of(of.seconds).median
-
+    ours, baseline, copy = (samples[each.name].seconds for each in contenders)
     return Row(
-        *(kernel, model, dtype, contenders[1].name, len(shapes), nbytes),
-        *(median(ours), median(baseline), median(copy)),
-        ratio=paired_ratio(ours.seconds, baseline.seconds),
-        rounds=len(ours.seconds),
+        kernel,
+        model,
+        dtype,
+        contenders[1].name,
+        len(shapes),
+        nbytes,
+        median(ours),
+        median(baseline),
+        median(copy),
+        ratio=paired_ratio(ours, baseline),
+        rounds=len(ours),
     )
 
 
 def _numbers(rounds: int, end: float) -> Iterator[int]:
-    """Of rounds, negative for those that do not count."""
+    """Numbers of the rounds; those below zero are for warming up."""
     start = time.monotonic()
     for number in range(-WARMUPS, rounds):
         now = time.monotonic()
@@ -196,7 +198,7 @@ def _numbers(rounds: int, end: float) -> Iterator[int]:
 
 
 def ran(device: torch.device) -> str:
-    """Which of the two forms of the kernels it was."""
+    """The form of the kernels that runs on ``device``, and where."""
     form = "Triton kernels" if device.type == "cuda" else "the kernels' twins in plain torch"
     found = (form, f"{torch.get_num_threads()} threads" if device.type == "cpu" else "")
     if device.type == "cuda":
@@ -243,21 +245,8 @@ def _as_json(rows: Sequence[Row], device: torch.device) -> str:
     return json.dumps(content, indent=1)
 
 
-def _progress(cases: Sequence[Any]) -> Iterator[Any]:
-    """``cases``, with a bar on a terminal where tqdm is installed."""
-    if sys.stderr.isatty():
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            pass
-        else:
-            yield from tqdm(cases, leave=False)
-            return
-    yield from cases
-
-
 def _sizes(text: str) -> tuple[str, Shapes]:
-    """A name and its shapes: of :data:`MODELS`, or as they are given."""
+    """Parse a name of :data:`MODELS`, or shapes; returns the name and the shapes."""
     if text in MODELS:
         return text, MODELS[text]
     try:
@@ -269,10 +258,3 @@ def _sizes(text: str) -> tuple[str, Shapes]:
             f"{text!r} is none of {', '.join(MODELS)}, and no shapes such as 4096x1024,4096"
         )
     return text, shapes
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value

@@ -7,7 +7,6 @@ that both see the same noise: docs/try.md says how, and what the verdict means.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import shlex
@@ -15,62 +14,37 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from tritonddp.cli.comparison.page import page
 from tritonddp.cli.comparison.report import Comparison, as_json, text
 from tritonddp.cli.comparison.turns import LEAST_PAIRS, LEAST_WARMUP, Job, Launches, ScriptError
+from tritonddp.cli.terminal import bar, whole
 
 # A Unix socket's path has 107 bytes at most, of which 34 are for its folder here and its name.
 _LONGEST = 73
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of the comparison, and what torchrun is to start."""
+    """Add the arguments of this command, and those of the script."""
     add = parser.add_argument
-    add(
-        "--steps",
-        type=_at_least(LEAST_PAIRS),
-        help="steps to time in a launch, of each contender (default: as many as are useful)",
+    steps = "steps to time in a launch, of each contender (default: as many as are useful)"
+    add("--steps", type=whole(LEAST_PAIRS), help=steps)
+    warmup = "steps before that (default: %(default)s, of which tritonddp learns in 16)"
+    add("--warmup", type=whole(LEAST_WARMUP), default=LEAST_WARMUP, help=warmup)
+    launches = (
+        "fresh pairs of processes: the interval is that of their means (default: %(default)s)"
     )
-    add(
-        "--warmup",
-        type=_at_least(LEAST_WARMUP),
-        default=LEAST_WARMUP,
-        help="steps before that (default: %(default)s, of which tritonddp learns in 16)",
-    )
-    add(
-        "--launches",
-        type=_at_least(1),
-        default=6,
-        help="fresh pairs of processes: the interval is that of their means (default: %(default)s)",
-    )
-    add(
-        "--nproc-per-node",
-        "--nproc_per_node",
-        default="2",
-        help="ranks, as torchrun takes it (default: %(default)s)",
-    )
+    add("--launches", type=whole(1), default=6, help=launches)
+    ranks = "ranks, as torchrun takes it (default: %(default)s)"
+    add("--nproc-per-node", "--nproc_per_node", default="2", help=ranks)
     add("--nnodes", default="1", help="only 1: both contenders run on this machine")
-    add(
-        "--one-at-a-time",
-        action="store_true",
-        help="whole launches in turn, where there is no memory for two models: noisier",
-    )
-    add(
-        "--against",
-        choices=("tritonddp", "stock"),
-        default="tritonddp",
-        help="what runs beside stock; stock itself tells what is noise (default: %(default)s)",
-    )
-    add(
-        "--stall",
-        type=float,
-        default=600.0,
-        help="seconds without a report after which the script is given up (default: %(default)g)",
-    )
+    alone = "whole launches in turn, where there is no memory for two models: noisier"
+    add("--one-at-a-time", action="store_true", help=alone)
+    against = "what runs beside stock; stock itself tells what is noise (default: %(default)s)"
+    add("--against", choices=("tritonddp", "stock"), default="tritonddp", help=against)
+    stall = "seconds without a report after which the script is given up (default: %(default)g)"
+    add("--stall", type=float, default=600.0, help=stall)
     add("--html", type=Path, metavar="FILE", help="write a report with pictures, in one file")
     add("--json", action="store_true", help="print one JSON object, and nothing else")
     add("-m", "--module", action="store_true", help="the script is the name of a module")
@@ -79,26 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Compare, and print what came of it; returns the exit code."""
-    if arguments.nnodes not in ("1", "1:1"):
-        print(
-            "tritonddp compare: error: --nnodes: it compares on one machine only", file=sys.stderr
-        )
-        return 2
-    if not arguments.module and not Path(arguments.script).is_file():
-        print(f"tritonddp compare: error: there is no file {arguments.script}", file=sys.stderr)
-        return 2
-    if arguments.html is not None and not arguments.html.parent.is_dir():
-        print(
-            f"tritonddp compare: error: there is no folder {arguments.html.parent}", file=sys.stderr
-        )
-        return 2
-    if len(os.fsencode(tempfile.gettempdir())) > _LONGEST:
-        print(
-            "tritonddp compare: error: the name of the folder for temporary files is too long for "
-            f"a Unix socket in it: set TMPDIR to one of {_LONGEST} characters or fewer",
-            file=sys.stderr,
-        )
+    """Compare, and print the report; returns the exit code."""
+    if obstacle := _obstacle(arguments):
+        print(f"tritonddp compare: error: {obstacle}", file=sys.stderr)
         return 2
     # As Ctrl-C does, it ends all that was started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -121,6 +78,22 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if comparison.has_findings else 0
 
 
+def _obstacle(arguments: argparse.Namespace) -> str:
+    """Why this cannot be carried out; empty if it can."""
+    if arguments.nnodes not in ("1", "1:1"):
+        return "--nnodes: it compares on one machine only"
+    if not arguments.module and not Path(arguments.script).is_file():
+        return f"there is no file {arguments.script}"
+    if arguments.html is not None and not arguments.html.parent.is_dir():
+        return f"there is no folder {arguments.html.parent}"
+    if len(os.fsencode(tempfile.gettempdir())) > _LONGEST:
+        return (
+            "the name of the folder for temporary files is too long for a Unix socket in it: set "
+            f"TMPDIR to one of {_LONGEST} characters or fewer"
+        )
+    return ""
+
+
 def _compared(arguments: argparse.Namespace) -> Comparison:
     command = ["--nproc-per-node", arguments.nproc_per_node]
     command += ["-m"] * arguments.module + [arguments.script, *arguments.script_arguments]
@@ -136,8 +109,8 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
     began = time.monotonic()
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     with tempfile.TemporaryDirectory(prefix="tritonddp-compare-") as folder:
-        with _progress(arguments.launches, not arguments.json) as told:
-            launches = Launches(job, Path(folder), told)
+        with bar(arguments.launches, "launches", not arguments.json) as advance:
+            launches = Launches(job, Path(folder), advance)
             play = launches.one_at_a_time if arguments.one_at_a_time else launches.pair
             played = [play() for _ in range(arguments.launches)]
         plan = launches.plan
@@ -146,33 +119,3 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
         typed = shlex.join(["tritonddp", *sys.argv[1:]])
         took = time.monotonic() - began
         return Comparison(typed, job, plan, played, world_size, load, took)
-
-
-@contextmanager
-def _progress(launches: int, is_wanted: bool) -> Iterator[Callable[[int, int], None]]:
-    """What is called with the pairs done and all pairs of a launch: a bar, in a terminal only."""
-    if not is_wanted or not sys.stderr.isatty():
-        yield lambda done, pairs: None
-        return
-    try:
-        tqdm = importlib.import_module("tqdm").tqdm
-    except ImportError:
-        print(f"{launches} launches (pip install tqdm shows how far they are)", file=sys.stderr)
-        yield lambda done, pairs: None
-        return
-    with tqdm(total=launches, unit="launch", leave=False) as bar:
-
-        def told(done: int, pairs: int) -> None:
-            bar.update(1 / pairs)
-
-        yield told
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(word: str) -> int:
-        value = int(word)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{value} is not at least {least}")
-        return value
-
-    return number

@@ -17,26 +17,26 @@ from functools import partial
 import torch
 
 from tritonddp.cli.checks import group, launch
-from tritonddp.cli.checks.launch import Heard, Plan
+from tritonddp.cli.checks.launch import Plan, RankReport
 from tritonddp.cli.checks.limits import limits
 from tritonddp.cli.checks.machine import cards, processors, versions
 from tritonddp.cli.checks.report import Section, as_json, as_text, checked, exit_code
+from tritonddp.cli.terminal import whole
 
-SUMMARY = "look at this machine, its ranks and the line between them"
 _PORT = 29500  # torchrun's
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of the command."""
+    """Add the arguments of this command."""
     add = parser.add_argument
     several = "ranks on each host (default: one for each card, or 2; 1 makes no group)"
-    add("--nproc-per-node", type=_positive, metavar="N", help=several)
+    add("--nproc-per-node", type=whole(1), metavar="N", help=several)
     hosts = "hosts, on each of which this is called (default: 1)"
-    add("--nnodes", type=_positive, default=1, metavar="N", help=hosts)
-    add("--node-rank", type=_number, default=0, metavar="N", help="which of them this is, from 0")
+    add("--nnodes", type=whole(1), default=1, metavar="N", help=hosts)
+    add("--node-rank", type=whole(0), default=0, metavar="N", help="which of them this is, from 0")
     add("--master-addr", default="127.0.0.1", metavar="HOST", help="address of host 0")
     port = f"port there (default: {_PORT}, or any if there is one host)"
-    add("--master-port", type=_number, metavar="PORT", help=port)
+    add("--master-port", type=whole(0), metavar="PORT", help=port)
     device = "where what the ranks exchange lies (default: cuda if there are cards)"
     add("--device", choices=("cpu", "cuda"), help=device)
     model = "gradients of your model, in 10^6 bytes of fp32 (default: 100)"
@@ -68,7 +68,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
-    """Which ranks there are to be: torchrun's, or those of the arguments."""
+    """The ranks of torchrun, or those of the arguments."""
     is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     nproc = arguments.nproc_per_node or (torch.cuda.device_count() if device == "cuda" else 2)
@@ -97,16 +97,16 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
 
 
 def of_group(plan: Plan, shows_names: bool) -> list[Section]:
-    """What the ranks find."""
+    """The sections about the group of ranks."""
     if plan.world_size == 1:
         alone = Section("group")
         alone.fact("ranks", "1: nothing is exchanged, and no line is measured")
         return [alone]
-    heard: list[Heard] = []
+    reports: list[RankReport] = []
 
     def ranks(section: Section) -> None:
         try:
-            heard.extend(launch.run(plan))
+            reports.extend(launch.run(plan))
         except launch.StoreError as error:
             where = f"port {plan.master_port}" if plan.master_port else "any port"
             section.broken(
@@ -119,31 +119,17 @@ def of_group(plan: Plan, shows_names: bool) -> list[Section]:
                 f"the processes of {plan.world_size} ranks cannot be started ({error}): this "
                 "process may have too little memory, or too few threads: see the limits"
             )
-        if heard:
-            group.ranks(section, plan, heard, shows_names)
+        if reports:
+            group.ranks(section, plan, reports, shows_names)
         else:
             section.fact("ranks", f"none of {plan.world_size} could be started")
 
     return [
         checked("group", ranks),
-        checked("transport", partial(group.transport, heard=heard)),
-        checked("line", partial(group.line, heard=heard)),
-        checked("what follows", partial(group.consequences, plan=plan, heard=heard)),
+        checked("transport", partial(group.transport, reports=reports)),
+        checked("line", partial(group.line, reports=reports)),
+        checked("what follows", partial(group.consequences, plan=plan, reports=reports)),
     ]
-
-
-def _number(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is negative")
-    return value
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value
 
 
 def _size(text: str) -> float:

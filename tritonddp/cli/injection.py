@@ -63,7 +63,7 @@ def errors(folder: Path) -> list[str]:
 
 
 def _note_wrapped(folder: Path) -> None:
-    """Write down how many models this process wraps, at each: it may end without notice."""
+    """Write the number of wrapped models into a file at each one: the process may be killed."""
     kind: Any = tritonddp.DistributedDataParallel
     construct = kind.__init__
 

@@ -27,7 +27,7 @@ def parents() -> list[argparse.ArgumentParser]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None but torchrun's."""
+    """Add nothing to the arguments of torchrun."""
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -41,7 +41,7 @@ def main(arguments: argparse.Namespace) -> int:
             record(torch.distributed.run.run)(arguments)
             has_failed = False
         finally:
-            report = told(wrapped_models(Path(folder)), has_failed, errors(Path(folder)))
+            report = summary(wrapped_models(Path(folder)), has_failed, errors(Path(folder)))
             print(f"tritonddp run: {report}", file=sys.stderr)
     return 0
 
@@ -57,8 +57,8 @@ def says_where_to_meet(arguments: argparse.Namespace) -> bool:
     )
 
 
-def told(counts: list[int], has_failed: bool = False, errors: Sequence[str] = ()) -> str:
-    """What is said of the models that each process has wrapped, and of errors of the script."""
+def summary(counts: list[int], has_failed: bool = False, errors: Sequence[str] = ()) -> str:
+    """A line about the models that each process has wrapped, and of errors of the script."""
     if not any(counts):
         if errors:
             return f"the script failed before it wrapped a model: {errors[0]}"

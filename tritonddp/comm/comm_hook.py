@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +27,10 @@ from tritonddp._torch import (
     timeout_of,
 )
 from tritonddp.buckets.bucket import Bucket
+from tritonddp.buckets.exchange import BucketExchange
 from tritonddp.buckets.sparse_bucket import SparseBucket
-from tritonddp.comm.all_reduce import exchange_rows
 from tritonddp.comm.grad_bucket import GradBucket, buffer_of, result_of, those_of_hooks, write_back
-from tritonddp.comm.run import LocalError, ReductionRun
+from tritonddp.comm.reduction import LocalError
 from tritonddp.coordination import collectives
 from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
@@ -58,6 +57,8 @@ class HookError(LocalError):
 class CommHook:
     """Reduces each bucket by ``hook(state, bucket)``, which divides by the number of ranks itself.
 
+    It is the transport, and the exchange of every bucket, since all trailers travel together.
+
     Hooks are called in bucket order. On a GPU, over NCCL, that is when a bucket is full. Over gloo
     the callbacks of a hook run on gloo's threads. If they issue further collectives, these race
     with those of the next bucket, and with all others in the backward. So over gloo only hooks that
@@ -75,6 +76,8 @@ class CommHook:
     """
 
     averages = False
+    before_pack: Callable[[], None] | None = None
+    after_unpack: Callable[[], None] | None = None
 
     def __init__(self, hook: Hook, state: Any, group: Group, counters: Counters) -> None:
         self._hook = hook
@@ -83,45 +86,62 @@ class CommHook:
         self._counters = counters
         self._issues_one = any(hook is known for known in hooks_of_one_collective())
         self._held: dict[int, tuple[Any, Any]] = {}  # names and shapes, by the bucket's index
+        self._last = 0  # index of the last bucket that goes through the hook
+        # Of one reduction.
+        self._calls: list[_Call] = []  # for all buckets so far
+        self._trailers: tuple[Tensor, Work] | None = None  # of all buckets, in flight
+        # By bucket index, after the last all-reduce.
+        self._factors: dict[int, Tensor | None] | None = None
+        self._failure: BaseException | None = None  # of the hook on this rank, to be raised
 
-    def launch(self, run: ReductionRun, bucket: Bucket, is_broken: bool = False) -> None:
-        """See :meth:`Transport.launch`."""
+    def exchanges(self, buckets: Sequence[Bucket]) -> list[BucketExchange]:
+        """See :meth:`Transport.exchanges`. All share this object."""
+        self._last = max((bucket.index for bucket in those_of_hooks(buckets)), default=0)
+        return [self] * len(buckets)
+
+    def launch(self, bucket: Bucket, works: list[Any], is_broken: bool = False) -> None:
+        """See :meth:`BucketExchange.launch`."""
+        if bucket.index == 0:  # a reduction begins
+            self._calls, self._trailers, self._factors, self._failure = [], None, None, None
         if is_broken:
             bucket.flat.payload.zero_()
         holds = bucket.names, bucket.flat.layout.shapes
         if self._held.setdefault(bucket.index, holds) != holds:
             self._held[bucket.index] = holds
             _forget(self._state, bucket.index)
-        if run.is_logged:
-            run.log(bucket, "goes to the communication hook" + " with zeros" * is_broken)
         with Uninterrupted():
-            if run.transport_state is None:
-                run.transport_state = _Calls()
             call = _Call(bucket, is_broken, self)
-            run.transport_state.calls.append(call)
-            run.works.append(call)
+            self._calls.append(call)
+            works.append(call)
             device = bucket.flat.data.device
             if self._issues_one or backend_name(self._group.process_group, device) == "nccl":
-                call.begin(run)
+                call.begin()
 
-    def wait(self, run: ReductionRun, bucket: Bucket) -> Tensor | None:
-        """See :meth:`Transport.wait`. Puts an error of the hook into ``run.failure``."""
+    def wait(self, bucket: Bucket, work: Work) -> Tensor | None:
+        """See :meth:`BucketExchange.wait`.
+
+        Raises:
+            HookError: the hook failed on this rank, for any bucket. (Raised once.)
+        """
         with Uninterrupted():
-            state: _Calls = run.transport_state
-            for call in state.calls:  # in order, up to this bucket
-                call.end(run)
-                if call is run.works[bucket.index]:
+            for call in self._calls:  # in order, up to this bucket
+                call.end()
+                if call is work:
                     break
-            if run.is_logged:
-                run.log(bucket, "is back from the communication hook")
-            if state.factors is None:
-                self._agree(run, state)
-        assert state.factors is not None
-        return state.factors[bucket.index]
+            if self._factors is None:
+                self._agree()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        assert self._factors is not None
+        return self._factors[bucket.index]
 
-    def call(self, run: ReductionRun, bucket: Bucket, buffer: Tensor) -> Any:
+    def abort(self, bucket: Bucket, work: Work) -> None:
+        """See :meth:`BucketExchange.abort`: hooks are not told of it."""
+
+    def call(self, bucket: Bucket, buffer: Tensor) -> Any:
         """Call the hook; returns its future."""
-        is_last = bucket.index == those_of_hooks(run.buckets)[-1].index
+        is_last = bucket.index == self._last
         with torch.no_grad():
             future = self._hook(
                 self._state, GradBucket(bucket.index, is_last, buffer, bucket.params)
@@ -132,6 +152,10 @@ class CommHook:
                 f"but got {type(future).__module__}.{type(future).__qualname__}"
             )
         return future
+
+    def issued(self) -> int:
+        """Number of collectives that have been issued in the process group."""
+        return collectives_issued(self._group.process_group)
 
     def result(self, future: Any, buffer: Tensor) -> Tensor:
         """Wait for the hook's future; returns the tensor in it."""
@@ -147,18 +171,19 @@ class CommHook:
                 )
         return result_of(future.wait(), buffer)
 
-    def _agree(self, run: ReductionRun, state: _Calls) -> None:
+    def _agree(self) -> None:
         """All buckets have been launched: end their calls, then reduce all trailers at once."""
-        calls = state.calls
+        calls = self._calls
+        where = f"rank {self._group.rank}, step {self._counters.reductions}"
         for call in calls:
-            call.end(run)
-            if call.error is not None and run.failure is None:
-                run.failure = _named(run, call.bucket, call.error)
+            call.end()
+            if call.error is not None and self._failure is None:
+                self._failure = _named(where, call.bucket, call.error)
         device = calls[0].bucket.flat.data.device
         group, size = self._group.process_group, self._group.size
         if backend_name(group, device) == "gloo":
             _last_group[:] = [group]
-        if state.trailers is None:
+        if self._trailers is None:
             # Nothing here may make the host wait for the device.
             broken = torch.zeros(len(calls), dtype=_TRAILERS, device=device)
             for number, call in enumerate(calls):
@@ -167,14 +192,14 @@ class CommHook:
             message = torch.cat([*(call.trailer.to(device) for call in calls), broken])
             let_go(*(call.trailer for call in calls))  # allocated on the streams of gradients
         try:
-            if state.trailers is None:
-                state.trailers = message, self._send(message)
-            message, work = state.trailers
+            if self._trailers is None:
+                self._trailers = message, self._send(message)
+            message, work = self._trailers
             work.wait()
         except RuntimeError as error:
-            cause = run.failure or error
+            cause = self._failure or error
             raise self._group.explain(
-                f"{run.where}, buckets up to {calls[-1].bucket.title}",
+                f"{where}, buckets up to {calls[-1].bucket.title}",
                 "all-reduce of their flags, behind the communication hooks",
                 cause,
             ) from cause
@@ -182,9 +207,7 @@ class CommHook:
         *trailers, broken = message.split([*sizes, len(calls)])
         for call, trailer in zip(calls, trailers, strict=True):
             _trailer(call.bucket).copy_(trailer)
-        run.read_headers(calls[0].bucket.flat.headers)
-        factor = 1.0 if run.factor is None else run.factor
-        factors = torch.where(broken > 0, torch.nan, factor).to(torch.float64)
+        factors = torch.where(broken > 0, torch.nan, 1.0).to(torch.float64)
         found: dict[int, Tensor | None] = {}
         for call, own in zip(calls, factors.split(1), strict=True):
             if call.bucket.is_sparse:  # a sum; hooks divide what they get by the number of ranks
@@ -192,10 +215,7 @@ class CommHook:
             data = call.bucket.flat.data  # on the CPU a factor of 1 is cheap to detect
             is_one = data.is_cpu and own.item() == 1
             found[call.bucket.index] = None if is_one else own.to(data.device)
-        state.factors = found
-        for call in calls:  # before a failure is raised on this rank
-            if isinstance(call.bucket, SparseBucket):
-                exchange_rows(run, call.bucket, self._counters)
+        self._factors = found
         calls.clear()  # so that they do not keep old buckets alive
 
     def _send(self, message: Tensor) -> Work:
@@ -203,34 +223,25 @@ class CommHook:
         return collectives.all_reduce(message, self._group.process_group)
 
 
-def _named(run: ReductionRun, bucket: Bucket, error: BaseException) -> BaseException:
+def _named(where: str, bucket: Bucket, error: BaseException) -> BaseException:
     if not isinstance(error, Exception):
         return error
     what = f"the communication hook failed: {type(error).__name__}: {error}"
-    failure = HookError(f"{run.where}, {bucket.title}: {what}")
+    failure = HookError(f"{where}, {bucket.title}: {what}")
     failure.__cause__ = error
     return failure
-
-
-@dataclass
-class _Calls:
-    """The calls of a hook in one run."""
-
-    calls: list[_Call] = field(default_factory=list)  # of all buckets so far
-    trailers: tuple[Tensor, Work] | None = None  # of all buckets, in flight
-    factors: dict[int, Tensor | None] | None = None  # by bucket index, after the last all-reduce
 
 
 class _Call:
     """The hook's work on one bucket, which is packed."""
 
-    def __init__(self, bucket: Bucket, is_broken: bool, transport: CommHook) -> None:
+    def __init__(self, bucket: Bucket, is_broken: bool, hook: CommHook) -> None:
         self.bucket = bucket
         self.is_broken = is_broken  # its gradients do not count
         # Of this rank. Saved before the call: a hook may resize the buffer, and so overwrite it.
         self.trailer = _trailer(bucket).to(_TRAILERS, copy=True)
         self.error: BaseException | None = None  # what the hook raised on this rank
-        self._transport = transport
+        self._hook = hook
         self._has_begun = False
         self._buffer: Tensor | None = None
         self._future: Any = None
@@ -244,34 +255,33 @@ class _Call:
         self._ended = self._ended or Future()
         return self._ended
 
-    def begin(self, run: ReductionRun) -> None:
+    def begin(self) -> None:
         """Call the hook, once."""
         if self._has_begun:
             return
         self._has_begun = True
         if isinstance(self.bucket, SparseBucket):
             return
-        group = run.group.process_group
-        issued = collectives_issued(group)
-        self._try(run)
-        if self.error is not None and collectives_issued(group) == issued:
+        issued = self._hook.issued()
+        self._try()
+        if self.error is not None and self._hook.issued() == issued:
             # The other ranks wait for the hook's collective: call it again, with zeros.
             self.bucket.flat.payload.zero_()
-            self._try(run)
+            self._try()
 
-    def _try(self, run: ReductionRun) -> None:
+    def _try(self) -> None:
         try:
             self._buffer = buffer_of(self.bucket)
-            self._future = self._transport.call(run, self.bucket, self._buffer)
+            self._future = self._hook.call(self.bucket, self._buffer)
         except BaseException as error:
             self._failed(error)
 
-    def end(self, run: ReductionRun) -> None:
+    def end(self) -> None:
         """Wait for the hook and put its result into the bucket, once."""
-        self.begin(run)
+        self.begin()
         if self._buffer is not None:
             try:
-                result = self._transport.result(self._future, self._buffer)
+                result = self._hook.result(self._future, self._buffer)
                 write_back(result, self._buffer, self.bucket)
             except BaseException as error:
                 self._failed(error)

@@ -14,18 +14,17 @@ import atexit
 import contextlib
 import threading
 import weakref
+from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.futures import Future
 
 from tritonddp._device import SideStreams
 from tritonddp._torch import all_gather_single
 from tritonddp.buckets.bucket import Bucket
-from tritonddp.comm.all_reduce import AllReduce
-from tritonddp.comm.run import ReductionRun
 from tritonddp.coordination.collectives import Work
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import close_connections
@@ -41,7 +40,7 @@ _IN_FLIGHT = 4_096
 
 
 class QuantizedAllReduce:
-    """Sums quantised buckets over the ranks, in quantised messages; others by :class:`AllReduce`.
+    """Sums a quantised bucket over the ranks, in quantised messages.
 
     Each of W ranks owns 1/W of a bucket: it gets that part from all ranks, sums in rank order,
     quantises the sum and sends it to all. Every rank dequantises the same bytes, so all get the
@@ -53,47 +52,54 @@ class QuantizedAllReduce:
     both make the sum: without a thread, and without a second rounding.
     """
 
-    averages = True
+    before_pack: Callable[[], None] | None = None
+    after_unpack: Callable[[], None] | None = None
 
-    def __init__(self, group: Group, counters: Counters) -> None:
-        self._group = group
+    def __init__(self, group: Group, counters: Counters, second_step: SecondStep) -> None:
+        self._size = group.size
         self._counters = counters
-        self._plain = AllReduce(group, counters)
-        self._streams = SideStreams()
-        self._queue: SimpleQueue[_Exchange | None] | None = None  # of the thread
+        self._second_step = second_step
 
-    def launch(self, run: ReductionRun, bucket: Bucket, is_broken: bool = False) -> None:
-        """See :meth:`Transport.launch`."""
-        flat = bucket.flat
-        if not isinstance(flat, QuantizedBuffer):
-            self._plain.launch(run, bucket, is_broken)
-            return
-        if run.is_logged:
-            run.log(bucket, "is sent with NaN" if is_broken else "is sent")
+    def launch(self, bucket: Bucket, works: list[Any], is_broken: bool = False) -> None:
+        """See :meth:`BucketExchange.launch`."""
+        flat: QuantizedBuffer = bucket.flat
         is_direct = flat.message_layout.is_direct
         for message in (flat.received,) if is_direct else (flat.received, flat.gathered):
-            self._counters.collective(message.nbytes, self._group.size)
-        start = self._start_on_host if flat.data.is_cpu else self._start_on_stream
-        try:
-            with Uninterrupted():
-                run.works.append(start(flat))
-        except RuntimeError as error:
-            raise run.explain(bucket, error) from error
+            self._counters.collective(message.nbytes, self._size)
+        with Uninterrupted():
+            works.append(self._second_step.begin(flat))
 
-    def wait(self, run: ReductionRun, bucket: Bucket) -> Tensor | None:
-        """See :meth:`Transport.wait`."""
-        factor = self._plain.wait(run, bucket)
-        if isinstance(flat := bucket.flat, QuantizedBuffer):
-            factor = select_quantized(flat.data.device, flat.numbers).receive(flat, factor)
-        return factor
+    def wait(self, bucket: Bucket, work: Work) -> None:
+        """See :meth:`BucketExchange.wait`."""
+        work.wait()
+
+    def abort(self, bucket: Bucket, work: Work) -> None:
+        """See :meth:`BucketExchange.abort`."""
+        work.wait()
+
+
+class SecondStep:
+    """Makes the second collective of quantised buckets when the first one is done.
+
+    On a GPU on a stream of its own, over gloo in a thread; see the module.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._streams = SideStreams()
+        self._queue: SimpleQueue[_Messages | None] | None = None  # of the thread
+
+    def begin(self, flat: QuantizedBuffer) -> Work:
+        """Begin both collectives of a packed buffer."""
+        return self._start_on_host(flat) if flat.data.is_cpu else self._start_on_stream(flat)
 
     def _start_on_host(self, flat: QuantizedBuffer) -> Work:
         group = self._group.process_group
-        exchange = _Exchange(flat, group, self._group.next_exchange())
+        messages = _Messages(flat, group, self._group.next_tag())
         if flat.message_layout.is_direct:
-            return exchange  # nothing follows
+            return messages  # nothing follows
         if self._queue is None:
-            queue: SimpleQueue[_Exchange | None] = SimpleQueue()
+            queue: SimpleQueue[_Messages | None] = SimpleQueue()
             # A daemon: when a rank fails, its exit must not wait for other ranks in this thread.
             thread = threading.Thread(
                 target=_go_on, args=(queue,), name="tritonddp-quantized", daemon=True
@@ -102,8 +108,8 @@ class QuantizedAllReduce:
             _threads[thread] = queue, weakref.ref(group)
             weakref.finalize(self, queue.put, None).atexit = False  # see _end_threads
             self._queue = queue
-        self._queue.put(exchange)
-        return exchange
+        self._queue.put(messages)
+        return messages
 
     def _start_on_stream(self, flat: QuantizedBuffer) -> Work:
         device = flat.data.device
@@ -116,19 +122,19 @@ class QuantizedAllReduce:
             return all_gather_single(flat.gathered, flat.reduced, group)
 
 
-def _go_on(queue: SimpleQueue[_Exchange | None]) -> None:
+def _go_on(queue: SimpleQueue[_Messages | None]) -> None:
     """Main function of the thread. While it waits it must not keep buckets alive."""
     with torch.no_grad():
-        while (exchange := queue.get()) is not None:
-            exchange.go_on()
-            del exchange
+        while (messages := queue.get()) is not None:
+            messages.go_on()
+            del messages
 
 
 # Threads that have not ended. An entry goes away in its thread, as that ends, when it can no longer
 # be joined. So the entry must not hold a group: the thread would destroy it, perhaps while the
 # interpreter exits.
 _threads: weakref.WeakKeyDictionary[
-    threading.Thread, tuple[SimpleQueue[_Exchange | None], weakref.ref[dist.ProcessGroup]]
+    threading.Thread, tuple[SimpleQueue[_Messages | None], weakref.ref[dist.ProcessGroup]]
 ] = weakref.WeakKeyDictionary()
 
 
@@ -151,7 +157,7 @@ def _end_threads() -> None:
             thread.join(1.0)
 
 
-class _Exchange:
+class _Messages:
     """The :class:`Work` of one bucket over gloo. The constructor issues the first messages.
 
     ``number`` counts the exchanges of the group, the same on all of its ranks.

@@ -23,7 +23,7 @@ _ALIGNMENT = 16
 
 
 @torch.no_grad()
-def exchange(bucket: SparseBucket, group: dist.ProcessGroup, counters: Counters) -> None:
+def exchange_rows(bucket: SparseBucket, group: dist.ProcessGroup, counters: Counters) -> None:
     """Give ``bucket``, whose buffer is reduced, the sum of the sparse gradients of all ranks.
 
     One collective, or none if no rank has rows. The host waits for the reduced buffer, which holds

@@ -1,4 +1,4 @@
-"""Names of stock's class that other libraries read or call.
+"""What torch's class has beside its constructor and its forward: names that libraries read or call.
 
 Such libraries are Lightning, Accelerate, torch.distributed.pipelining, ZeRO and dynamo. Values that
 follow from the state of the wrapper are properties, so that they are always current.
@@ -6,54 +6,59 @@ follow from the state of the wrapper are properties, so that they are always cur
 
 from __future__ import annotations
 
+import copy
 import inspect
+import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
-from tritonddp._arguments import plain_names
+from tritonddp._arguments import check_flags, plain_names
 from tritonddp._torch import (
     BufferCommHookLocation,
     active_wrapper,
+    leave_join,
     move_inputs,
     overlapped_optimizer,
     patches_of_stock,
-    preserve_version_counters,
     set_active_wrapper,
 )
 from tritonddp.buckets.assignment import MIB
 from tritonddp.buckets.sparse_bucket import sparse_parameters
 from tritonddp.comm.broadcast import broadcast_coalesced
 from tritonddp.comm.grad_bucket import GradBucket
+from tritonddp.compat.stock_reducer import StockReducer
 from tritonddp.compiled.forward import inlined
-from tritonddp.compiled.operators import BUFFERS_AFTER
-from tritonddp.coordination.group import Group
-from tritonddp.features.join import JoinProtocol
+from tritonddp.config import process_group_of, warn_of_deprecated
+from tritonddp.diagnostics.logging_data import Logger
+from tritonddp.features.buffer_sync import BufferHook
+from tritonddp.features.join import JoinProtocol, ShadowHook, UnevenInputs
+from tritonddp.state import DDPState
 
-# Arguments that stock keeps as attributes, as they were given.
-ARGUMENTS = (
-    *("dim", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"),
-    *("batched_grad_copy", "lazy_bucket_allocation", "mixed_precision"),
-    "skip_all_reduce_unused_params",
-)
+# Attributes that are made again for a new process group, and the group itself. (DDPState has more.)
+_OF_THE_GROUP = {"process_group", "reducer", "logger", "_compiled_call_impl"}
 
 
 class StockDDPNames:
     """A base of :class:`tritonddp.DistributedDataParallel`, which has the state used here."""
 
-    if TYPE_CHECKING:
-        static_graph: bool
-        _ddp_state: Any
+    if TYPE_CHECKING:  # attributes that the derived class, or torch's, sets
+        module: nn.Module
+        process_group: dist.ProcessGroup
+        parameters_to_ignore: set[str]
+        logger: Logger
+        _ddp_state: DDPState
+        _call_impl: Callable[..., Any]
 
-        def __getattr__(self, name: str) -> Any:
-            """Attributes that the derived class sets."""
+        def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any: ...
 
     # Has no effect, since outputs are never cloned: see _set_ddp_sink_clone.
     _ddp_sink_clone = True
@@ -74,6 +79,48 @@ class StockDDPNames:
         for name, value in patches_of_stock().items():
             if not hasattr(cls, name):
                 setattr(StockDDPNames, name, value)
+
+    def _set_arguments(
+        self, arguments: Mapping[str, Any], params: Sequence[tuple[str, Tensor]]
+    ) -> None:
+        """Set what stock's constructor sets, and warn as it does; ``params`` are synchronised."""
+        config = self._ddp_state.config
+        # As they were given. Nothing here reads those of the loop.
+        self.dim: int = arguments["dim"]
+        self.find_unused_parameters: bool | None = arguments["find_unused_parameters"]
+        self.static_graph: bool = arguments["static_graph"]
+        for name in ("gradient_as_bucket_view", "batched_grad_copy", "lazy_bucket_allocation"):
+            setattr(self, name, arguments[name])
+        for name in ("mixed_precision", "skip_all_reduce_unused_params"):
+            setattr(self, name, arguments[name])
+        self.device = self._ddp_state.device
+        self.device_type = self.device.type
+        self.device_ids, self.output_device = config.device_ids, config.output_device
+        self.is_multi_device_module = len({param.device for _, param in params}) > 1
+        self.forward_sync_buffers = config.syncs_buffers
+        self.require_forward_param_sync = True
+        # Read by stock DDP too; the side stream overlaps input copies with compute.
+        variable = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1")
+        self.use_side_stream_for_tensor_copies = variable == "1"
+        self._delay_all_reduce_params = list(config.delay.params) if config.delay else []
+        self._comm_hooks: list[tuple[Callable[..., Any], Any]] = []
+        self._divide_by_initial_world_size, self._authoritative_rank = True, 0
+        warn_of_deprecated(arguments, stacklevel=3)
+        if self.static_graph:
+            warn_of_static_graph(self.find_unused_parameters, stacklevel=3)
+
+    def _enter_group(self) -> None:
+        """Make the objects for the process group and the module's parameters. No collective."""
+        self._ddp_state.enter_group(cast(nn.Module, self), self.parameters_to_ignore)
+
+    def _build_reducer(self) -> None:
+        """Make the reducer, from the options. No collective."""
+        state = self._ddp_state
+        # As in stock, with static_graph unused parameters are no error.
+        finds_unused = True if self.static_graph else self.find_unused_parameters
+        state.build_reducer(self, finds_unused)
+        self.reducer, self.logger = StockReducer(state.core), state.logger
+        self._register_hooks_again()
 
     # Which parameters and buffers
 
@@ -155,7 +202,7 @@ class StockDDPNames:
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
-        return dict(self._ddp_state.core.parameters.buffers())
+        return dict(self._ddp_state.parameters.buffers())
 
     # Buckets
 
@@ -214,7 +261,7 @@ class StockDDPNames:
     @property
     def _lazy_init_ran(self) -> bool:
         """Whether a forward has begun. Stock puts off some of its setup until then."""
-        return self._ddp_state.core.forwards_begun > 0
+        return self._ddp_state.core.statistics.forwards > 0
 
     def _do_nothing(self, *_: Any, **__: Any) -> None:
         """Stock sets up its reducer by these calls. Here nothing needs to be done."""
@@ -227,7 +274,7 @@ class StockDDPNames:
         Raises:
             RuntimeError: always.
         """
-        self.reducer.refuse_to_be_told()
+        self.reducer.refuse_notification()
 
     @property
     def _distributed_rank(self) -> int:
@@ -258,6 +305,31 @@ class StockDDPNames:
     def require_backward_grad_sync(self, value: bool) -> None:
         self._ddp_state.sync.enabled = value
 
+    # Copies, and other process groups
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The attributes without those that belong to the process group.
+
+        Raises:
+            RuntimeError: the process group is not the default one. Only that can be found again
+                when the state is loaded.
+        """
+        self._check_default_group()
+        state = {name: each for name, each in self.__dict__.items() if name not in _OF_THE_GROUP}
+        state["_ddp_state"] = copy.copy(self._ddp_state)  # for shallow copies
+        return state | {"require_backward_grad_sync": self._ddp_state.sync.enabled}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        enabled = state.pop("require_backward_grad_sync")
+        nn.Module.__setstate__(cast(nn.Module, self), state)
+        self.process_group = process_group_of(None, None)
+        self._ddp_state.load(self.process_group, enabled)
+        leave_join(self)
+        self._enter_group()
+        self._build_reducer()
+        if self._ddp_state.low_precision is not None:
+            self._ddp_state.low_precision.remove_hooks_with(self)
+
     def _update_process_group(self, new_process_group: Any) -> None:
         """Average over other ranks from now on, for training in which ranks join and leave.
 
@@ -271,14 +343,12 @@ class StockDDPNames:
                 what ``torch.distributed.new_group`` returned there, and starts again in its old
                 group.
         """
-        state = self._ddp_state
-        state.core.detach()
+        self._ddp_state.core.detach()
         if isinstance(new_process_group, dist.ProcessGroup):
             self.process_group = new_process_group
-            state.group = Group(new_process_group)
-        # The ranks of the new group may have different figures, and would choose differently.
-        state.figures = None
-        self._build_reducer(self._enter_group())
+        self._ddp_state.change_group(self.process_group)
+        self._enter_group()
+        self._build_reducer()
 
     def _set_static_graph(self) -> None:
         """The same as ``static_graph=True``: unused parameters are no error.
@@ -325,8 +395,7 @@ class StockDDPNames:
             self._log_and_throw(TypeError, f"{message} an integer, got {sample_rate!r}")
         if sample_rate < 1:
             self._log_and_throw(ValueError, f"{message} equal or greater than 1, got {sample_rate}")
-        sampler = self._ddp_state.logger.sampler
-        sampler.rate, sampler.next_sample = sample_rate, 0
+        self._ddp_state.logger.sampler.set_rate(sample_rate)
 
     def _noting(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call ``function``; if it raises, put the error into the logging data."""
@@ -349,10 +418,8 @@ class StockDDPNames:
             RuntimeError: as :meth:`register_comm_hook`.
             TypeError: ``comm_hook_type`` is neither of the two.
         """
-        state = self._ddp_state
-        process_group = state.group.process_group
-        state.core.register_comm_hook(process_group, _hook_in_python(comm_hook_type))
-        state.builtin_hook = comm_hook_type
+        hook = _hook_in_python(comm_hook_type)
+        self._ddp_state.register_builtin_hook(comm_hook_type, hook)
 
     def _register_fused_optim(
         self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any
@@ -393,15 +460,14 @@ class StockDDPNames:
         for hook, state in self._comm_hooks:
             own.core.register_comm_hook(state, hook)
         if own.builtin_hook is not None:
-            hook = _hook_in_python(own.builtin_hook)
-            own.core.register_comm_hook(own.group.process_group, hook)
+            own.register_builtin_hook(own.builtin_hook, _hook_in_python(own.builtin_hook))
 
     # Module buffers
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward begins with a broadcast of module buffers."""
         wanted = self.forward_sync_buffers and self.require_forward_param_sync
-        return wanted and len(self._ddp_state.core.parameters.buffers()) > 0
+        return wanted and len(self._ddp_state.parameters.buffers()) > 0
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As ``nn.Module.compile``: the forward is traced as a whole."""
@@ -413,17 +479,13 @@ class StockDDPNames:
 
     def _check_sync_bufs_post_fwd(self) -> bool:
         """Whether the next forward ends with it, as a buffer hook may ask for."""
-        return self._ddp_state.buffer_hook_is_after and self.will_sync_module_buffers()
+        hook = self._ddp_state.buffer_hook
+        return hook is not None and hook.is_after and self.will_sync_module_buffers()
 
     def _sync_buffers(self) -> None:
         """Give all ranks the same module buffers, if there are any."""
         state = self._ddp_state
-        core, hook = state.core, state.buffer_hook
-        if hook is None:
-            state.buffer_sync.synchronise()
-        elif named_buffers := dict(core.parameters.buffers()):
-            with preserve_version_counters([*named_buffers.values()]), torch.no_grad():
-                core.post_backward.extend(hook(named_buffers) or ())
+        state.core.post_backward.extend(state.buffer_sync.synchronise())
 
     def _register_buffer_comm_hook(
         self,
@@ -448,11 +510,8 @@ class StockDDPNames:
         """
         if not callable(hook):
             raise TypeError(f"hook must be callable, got {type(hook).__name__}")
-        own = self._ddp_state
-        own.buffer_hook = partial(hook, state)
-        own.buffer_hook_is_after = comm_hook_location == BufferCommHookLocation.POST_FORWARD
-        if own.buffer_hook_is_after:
-            own.traced.obstacle = BUFFERS_AFTER
+        is_after = comm_hook_location == BufferCommHookLocation.POST_FORWARD
+        self._ddp_state.use_buffer_hook(BufferHook(partial(hook, state), is_after))
 
     def _default_broadcast_coalesced(
         self,
@@ -477,6 +536,68 @@ class StockDDPNames:
         most = bucket_size or self.broadcast_bucket_size
         process_group = self._ddp_state.group.process_group
         broadcast_coalesced(bufs, process_group, authoritative_rank, most)
+
+    # Uneven inputs
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Context: ranks may run out of inputs at different times.
+
+        A rank that leaves the body waits for the others, and makes the collectives of their
+        forwards and backwards, with gradients of zero. When all have left it, every rank gets the
+        parameters and buffers of a rank that left last.
+
+        Inside, as in stock, the *forward* decides what is reduced, since it tells the waiting
+        ranks: exactly one reduced backward must follow each forward that runs with gradients and
+        outside :meth:`no_sync`. Put all other backwards under :meth:`no_sync`. (After a forward
+        without a backward, the next forward or the end of the body makes its reduction, with
+        zeros.) All ranks that have inputs make the same forwards of the same wrapped modules, in
+        the same order. Gradients that a rank has accumulated when its inputs end are not reduced.
+
+        Args:
+            divide_by_initial_world_size: divide the sum of the gradients by the number of ranks;
+                ``False``: by the number of ranks that still have inputs. Weighted means
+                (:meth:`weighted`) are over the latter in any case; communication hooks divide
+                themselves, as in stock.
+            enable: ``False`` makes this context do nothing.
+            throw_on_early_termination: when a rank runs out of inputs, raise an error on all.
+
+        Raises:
+            RuntimeError: on every rank, if one runs out of inputs and
+                ``throw_on_early_termination`` is set; in a forward, if ranks do not agree on
+                whether its backward is reduced; in a reduced backward that its forward did not
+                announce; or the ranks hold different parameters.
+            TypeError: an argument is neither on nor off.
+
+        Example::
+
+            with model.join():
+                for inputs, targets in batches[rank:]:  # fewer of them on some ranks
+                    loss_function(model(inputs), targets).backward()
+                    optimizer.step()
+
+        With other classes that join, such as ``ZeroRedundancyOptimizer``, use torch's
+        ``Join([model, optimizer])``, in the order of their calls. End the body with a backward.
+        """
+        check_flags({"enable": enable, "throw_on_early_termination": throw_on_early_termination})
+        options = {"divide_by_initial_world_size": divide_by_initial_world_size}
+        return UnevenInputs([cast(Joinable, self)], enable, throw_on_early_termination, **options)
+
+    def join_hook(self, **kwargs: Any) -> ShadowHook:
+        """The hook that torch's ``Join`` runs on a rank without inputs; options as :meth:`join`'s.
+
+        Raises:
+            TypeError: an option is neither on nor off.
+        """
+        divides = kwargs.get("divide_by_initial_world_size", True)
+        check_flags({"divide_by_initial_world_size": divides})
+        self._ddp_state.group.refuse_if_forked()
+        self._ddp_state.logger.note_join()
+        return ShadowHook(self, divides)
 
     # What torch's Join reads
 

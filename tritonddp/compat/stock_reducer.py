@@ -18,7 +18,7 @@ from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.comm.grad_bucket import GradBucket, sum_of, zeros_like
 from tritonddp.coordination.counters import Counters
 from tritonddp.features.unused_params import StrictUnused
-from tritonddp.reducer.output_hooks import watch
+from tritonddp.reducer.graph.backward import watch
 from tritonddp.reducer.reducer import Reducer
 
 
@@ -54,7 +54,8 @@ class StockReducer:
         ``no_sync``. (Unlike in stock, other backwards need no call.) ``outputs`` are tensors from
         which the backward starts, if no forward has returned them.
         """
-        watch(self._core, outputs)
+        core = self._core
+        watch(core.reference, core.forwards.ended(core.counters.reductions, True), outputs)
         self._core.forwards.prepare()
 
     def _set_static_graph(self) -> None:
@@ -63,7 +64,7 @@ class StockReducer:
         Raises:
             RuntimeError: a forward has run already.
         """
-        if self._core.forwards_begun:
+        if self._core.statistics.forwards:
             raise RuntimeError(
                 f"{self._core.where()}: set_static_graph() should be called before training loop "
                 "starts and after DistributedDataParallel is constructed. Or wrap with "
@@ -75,16 +76,16 @@ class StockReducer:
 
     def _ddp_graph_static(self) -> bool:
         """Whether all reduced backwards on this rank have reached the same parameters."""
-        return self._core.is_static
+        return self._core.statistics.is_static
 
     def _get_local_used_map(self) -> Tensor:
         """On how many ranks the last reduced backward used each trainable parameter: int32."""
         counts: dict[Parameter, int] = {}
-        alone = self._core.last_alone
+        alone = self._core.statistics.alone
         if alone is not None:
             counts = dict(zip(alone.bucket_set.params, map(int, alone.used), strict=True))
         for index, (params, flags) in enumerate(self._core.manager.rank_counts()):
-            if index not in self._core.skipped_last and alone is None:
+            if index not in self._core.statistics.skipped and alone is None:
                 counts.update(zip(params, flags.tolist(), strict=True))
         params = [param for _, param in self._core.parameters.trainable]
         return torch.tensor(
@@ -101,14 +102,13 @@ class StockReducer:
                 ``find_unused_parameters=False`` it has left parameters unused.
         """
         core = self._core
-        if core.run is not None:
+        if core.backward is not None:
             state = "still runs" if core.backward_runs else "broke off"
             raise RuntimeError(
                 "Expected to have finished reduction in the prior iteration before starting a new "
                 f"one. {core.where()}: a backward {state}. The next forward ends its reduction."
             )
-        if core.deferred_error is not None:
-            raise RuntimeError(core.deferred_error)
+        core.raise_deferred()
 
     def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future]) -> None:
         """Wait for these futures of buffer hooks when the next backward ends or forward begins."""
@@ -127,7 +127,7 @@ class StockReducer:
         """Buckets are rebuilt at the end of a backward, never here."""
         return False
 
-    def refuse_to_be_told(self, *_: Any, **__: Any) -> NoReturn:
+    def refuse_notification(self, *_: Any, **__: Any) -> NoReturn:
         """Raise a RuntimeError: the forward of a subclass notifies other ranks as stock does."""
         raise RuntimeError(
             f"{self._core.where()}: inside join() a forward first tells the ranks without inputs "
@@ -136,13 +136,13 @@ class StockReducer:
             "self._post_forward(output) after it, instead of stock's calls at these places"
         )
 
-    _set_forward_pass_work_handle = refuse_to_be_told
+    _set_forward_pass_work_handle = refuse_notification
 
     def _run_comm_hook(self, bucket: GradBucket) -> Any:
         """A future of the hook's result for ``bucket``; without a hook, of the sum over ranks."""
-        if self._core.comm_hook is None:
+        if self._core.options.comm_hook is None:
             return self._run_allreduce_hook(bucket)
-        state, hook = self._core.comm_hook
+        state, hook = self._core.options.comm_hook
         return hook(state, bucket)
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> Any:

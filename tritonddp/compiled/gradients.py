@@ -35,10 +35,10 @@ from tritonddp._torch import (
 )
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.bucket_set import BucketSet
-from tritonddp.comm.run import ReductionRun
+from tritonddp.comm.reduction import Reduction
 from tritonddp.kernels.memory_order import dims_by_stride, gradient_strides
 from tritonddp.reducer.extension import Extension
-from tritonddp.reducer.output_hooks import Forward
+from tritonddp.reducer.graph.backward import Backward, Forward
 from tritonddp.reducer.reducer import Reducer
 
 logger = logging.getLogger("tritonddp.in_step")
@@ -47,7 +47,7 @@ logger = logging.getLogger("tritonddp.in_step")
 _FORWARDS = 1024
 
 
-class _Told(NamedTuple):
+class _Announced(NamedTuple):
     """A gradient that the graph has announced; its address and version identify it."""
 
     param: Parameter
@@ -78,8 +78,8 @@ class GraphGradients(Extension):
         self._packs: Collection[int] = ()  # segments that may be packed before its end
         self._held: Bucket | None = None  # the bucket that waits for its end
         self._failure = ""  # the error that it will raise
-        self._told: dict[str, _Told] = {}
-        self._came: dict[int, list[Tensor | None]] = {}  # by segment
+        self._announced: dict[str, _Announced] = {}
+        self._incomplete: dict[int, list[Tensor | None]] = {}  # gradients of segments
         self._packed: list[int] = []  # segments
 
     # Forward
@@ -97,7 +97,7 @@ class GraphGradients(Extension):
 
     # Backward
 
-    def on_begin(self, run: ReductionRun) -> None:
+    def on_begin(self, backward: Backward) -> None:
         """A backward begins. If it belongs to several forwards, nothing is packed early.
 
         (Autograd adds their gradients up, so an announced gradient is only a part.)
@@ -105,27 +105,30 @@ class GraphGradients(Extension):
         pending, self._pending = self._pending, 0
         self._forget()
         self._failure = ""
-        self._is_single = pending == 1 and not run.is_local
-        if run.bucket_set is not self._bucket_set():
-            self._follow(run.bucket_set)
-        held = max((index for index in self._dense if index not in run.skipped), default=0)
-        core = self._reducer()
+        reduction, core = backward.reduction, self._reducer()
+        self._is_single = pending == 1 and reduction is not None
+        if reduction is None:
+            return
+        bucket_set = reduction.bucket_set
+        if bucket_set is not self._bucket_set():
+            self._find_early(bucket_set)
+        held = max((index for index in self._dense if index not in reduction.skipped), default=0)
         if not self._is_single or not held or core is None:
             return
-        if run.is_provisional or run.is_alone or run.is_captured:
+        if backward.is_provisional or reduction.is_captured or not reduction.buckets:
             return
         # finalize_backward() may be called in the backward, when all buckets have been launched.
         # Steps of optimizers in the backward could not be undone.
-        if core.finalizes_manually or core.steps_optimizers:
+        if core.options.finalizes_manually or core.options.steps_optimizers:
             return
-        self._held = run.buckets[held]
-        run.unfilled[held] += 1  # until the end of the backward
-        ranges, first_held = run.bucket_set.ranges, run.bucket_set.segments_of[held].start
+        self._held = reduction.buckets[held]
+        reduction.hold(held)  # until the end of the backward
+        ranges, first_held = bucket_set.ranges, bucket_set.segments_of[held].start
         self._packs = {
             each
             for each in self._early
             # (A gradient that is kept for others, which do not come, is copied by autograd.)
-            if each < first_held and all(run.reached[ranges[each].start : ranges[each].stop])
+            if each < first_held and all(backward.reached[ranges[each].start : ranges[each].stop])
         }
 
     def ready(self, name: str, grad: Tensor, forward: int) -> None:
@@ -133,33 +136,38 @@ class GraphGradients(Extension):
         core = self._reducer()
         if core is None:
             return
-        if core.run is None or core.run.end() is None:
+        if core.backward is None or not core.backward.runs:
             core.on_backward(self._forwards.get(forward))
-        run = core.run
-        if run is None or not self._is_single:
+        backward = core.backward
+        if backward is None or backward.reduction is None or not self._is_single:
             return
+        bucket_set = backward.reduction.bucket_set
         number = self._number_of.get(name)
         # Not in a bucket (an input, or an added parameter), or dropped by autograd.
-        if number is None or not run.reached[number] or grad.is_sparse:
+        if number is None or not backward.reached[number] or grad.is_sparse:
             return
-        param = run.bucket_set.params[number]
+        param = bucket_set.params[number]
         if param.grad is not None:  # autograd will add to it
             return
-        self._told[name] = _Told(param, grad.data_ptr(), grad._version)
+        self._announced[name] = _Announced(param, grad.data_ptr(), grad._version)
         segment = core.tracker.segment_of[number]
         if segment not in self._packs:
             return
-        numbers = run.bucket_set.ranges[segment]
-        came = self._came.setdefault(segment, [None] * len(numbers))
-        came[number - numbers.start] = grad
-        if NoneType not in map(type, came):
-            del self._came[segment]
-            self._pack(core, run, segment, came)
+        numbers = bucket_set.ranges[segment]
+        grads = self._incomplete.setdefault(segment, [None] * len(numbers))
+        grads[number - numbers.start] = grad
+        if NoneType not in map(type, grads):
+            del self._incomplete[segment]
+            self._pack(core, backward.reduction, segment, grads)
 
-    def _pack(self, core: Reducer, run: ReductionRun, number: int, grads: list[Any]) -> None:
+    def _pack(self, core: Reducer, reduction: Reduction, number: int, grads: list[Any]) -> None:
         """Pack a segment whose gradients are all made, unless autograd would change one."""
-        bucket, segment = run.bucket_set.segments[number]
-        if run.filled[number] or bucket.is_sparse or not all(map(_is_free, segment.params, grads)):
+        bucket, segment = reduction.bucket_set.segments[number]
+        if (
+            reduction.filled[number]
+            or bucket.is_sparse
+            or not all(map(_is_free, segment.params, grads))
+        ):
             return
         for param, grad in zip(segment.params, grads, strict=True):
             param.grad = grad
@@ -173,62 +181,68 @@ class GraphGradients(Extension):
             bucket.let_go_of(segment)
         self._packed.append(number)
 
-    def on_compute_end(self, run: ReductionRun) -> None:
+    def on_compute_end(self, backward: Backward) -> None:
         """Autograd has handed all gradients over."""
-        core = self._reducer()
-        sent = {name for number in self._packed for name in self._names_in(run, number)}
-        self._learn(run, sent)
+        core, reduction = self._reducer(), backward.reduction
+        if reduction is None:
+            self._forget()
+            return
+        sent = {name for number in self._packed for name in self._names_in(reduction, number)}
+        self._learn(reduction, sent)
         for number in self._packed:
-            bucket, segment = run.bucket_set.segments[number]
+            bucket, segment = reduction.bucket_set.segments[number]
             bucket.take_up(segment)
         changed = next((name for name in sorted(sent) if not self._is_whole[name]), None)
         if changed is not None and self._held is not None:
-            self._failure = _too_early(run, changed, self._held)
+            self._failure = _too_early(reduction.where, changed, self._held)
             logger.error(self._failure)  # since check_finite, for example, may raise before
-            run.spoiled = self._held
-        if run.is_provisional and core is not None:  # buckets will follow the order of this log
-            first = {id(each.param): each.param for each in self._told.values()}
+            reduction.spoil(self._held)
+        if (
+            backward.is_provisional and core is not None
+        ):  # buckets will follow the order of this log
+            first = {id(each.param): each.param for each in self._announced.values()}
             log = core.tracker.log
             log[:] = [*first.values(), *(param for param in log if id(param) not in first)]
         self._forget()
 
-    def on_end(self, run: ReductionRun) -> None:
+    def on_end(self, reduction: Reduction) -> None:
         """Raise the error of this backward, behind the ends of other wrappers in it."""
         failure, self._failure = self._failure, ""
         if failure:
             queue_end_of_backward(partial(_raise, failure))
 
-    def _learn(self, run: ReductionRun, sent: Collection[str]) -> None:
+    def _learn(self, reduction: Reduction, sent: Collection[str]) -> None:
         """Note of each announced gradient whether autograd has handed it over unchanged."""
         # Those that are referenced here had to be copied.
-        kept = {name for number in self._came for name in self._names_in(run, number)}
-        for name, told in self._told.items():
-            was_whole, is_whole = self._is_whole.get(name), told.is_handed_over()
+        kept = {name for number in self._incomplete for name in self._names_in(reduction, number)}
+        for name, announced in self._announced.items():
+            was_whole, is_whole = self._is_whole.get(name), announced.is_handed_over()
             # (One that was changed once, may be again.)
             if name in kept or was_whole is is_whole or was_whole is False:
                 continue
             # Visible hooks are looked for in each backward, before it sends.
-            if not is_whole and name not in sent and _has_hooks(told.param):
+            if not is_whole and name not in sent and _has_hooks(announced.param):
                 continue
             self._is_whole[name] = is_whole
             self._bucket_set = NoneType  # so that the next backward finds early segments again
 
-    def _names_in(self, run: ReductionRun, segment: int) -> Sequence[str]:
-        numbers = run.bucket_set.ranges[segment]
-        return run.bucket_set.names[numbers.start : numbers.stop]
+    def _names_in(self, reduction: Reduction, segment: int) -> Sequence[str]:
+        numbers = reduction.bucket_set.ranges[segment]
+        return reduction.bucket_set.names[numbers.start : numbers.stop]
 
-    def on_abort(self, run: ReductionRun) -> None:
+    def on_abort(self, reduction: Reduction | None) -> None:
         """Forget the gradients, and the error, of the failed backward."""
         self._forget()
         self._failure = ""
 
     def _forget(self) -> None:
-        self._told.clear()
-        self._came.clear()
+        self._announced.clear()
+        self._incomplete.clear()
         self._packed.clear()
         self._packs, self._held = (), None
 
-    def _follow(self, bucket_set: BucketSet) -> None:
+    def _find_early(self, bucket_set: BucketSet) -> None:
+        """Find the segments of new buckets that may be packed early."""
         self._bucket_set = weakref.ref(bucket_set)
         self._number_of = {name: number for number, name in enumerate(bucket_set.names)}
         whole = [self._is_whole.get(name, False) for name in bucket_set.names]
@@ -273,9 +287,9 @@ def _raise(message: str) -> NoReturn:
     raise RuntimeError(message)
 
 
-def _too_early(run: ReductionRun, name: str, spoiled: Bucket) -> str:
+def _too_early(where: str, name: str, spoiled: Bucket) -> str:
     return (
-        f"{run.where}: the gradient of {name!r} was sent when the compiled backward had made it, "
+        f"{where}: the gradient of {name!r} was sent when the compiled backward had made it, "
         "but then autograd gave the parameter another gradient, unlike in the steps before: the "
         "parameter is used outside of the compiled graph too, or in another forward of this "
         "backward, or a hook has changed or kept its gradient, or create_graph=True was set. From "

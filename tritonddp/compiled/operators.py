@@ -48,7 +48,7 @@ _VIEWS = (
     f"buffers that share memory are overwritten before each forward, {_INSIDE}, or wrap it with "
     "broadcast_buffers=False"
 )
-BUFFERS_AFTER = f"a hook for buffers runs after each forward, {_INSIDE}"
+_BUFFERS_AFTER = f"a hook for buffers runs after each forward, {_INSIDE}"
 # Methods that a forward calls if it is not traced, and that subclasses may override.
 _STEPS = ("_pre_forward", "_run_ddp_forward", "_post_forward")
 
@@ -86,6 +86,10 @@ class Traced:
         self.gradients: GraphGradients | None = None
         _traced[number] = self
 
+    def refuse_buffers_after(self) -> None:
+        """A hook for buffers runs after each forward: no forward can be traced any more."""
+        self.obstacle = _BUFFERS_AFTER
+
     def buffers(self) -> Sequence[Tensor]:
         """The buffers that :meth:`begin_forward` may overwrite."""
         ddp = self._wrapper()
@@ -105,7 +109,7 @@ class Traced:
         ddp.require_forward_param_sync = has_grad and syncs
         if not has_grad:
             return -1
-        return self.gradients.begin_forward(core.forwards.ended(core.counters.reductions, syncs))
+        return self.gradients.begin_forward(core.forwards.ended(state.counters.reductions, syncs))
 
 
 def _overlap(tensors: Iterable[Tensor]) -> bool:

@@ -60,6 +60,11 @@ class GradSource(enum.IntEnum):
     CONTEXT = 7, "a backward of torch.distributed.autograd"
 
     @property
+    def is_backward(self) -> bool:
+        """Whether an ordinary backward runs on this rank."""
+        return self in (GradSource.FORWARD, GradSource.AGAIN, GradSource.ELSEWHERE)
+
+    @property
     def is_empty(self) -> bool:
         """Whether no backward runs, and all gradients of this rank count as zero."""
         return self in (GradSource.JOINED, GradSource.SKIPPED)
@@ -210,7 +215,6 @@ class Agreement:
     Attributes:
         group: the ranks.
         nbytes: bytes of a header with its report.
-        on_reports: called with the reports of all ranks, once they are on the host.
         key: the last arguments of :meth:`open`. With the same arguments the header is the same.
         encoded: the bytes that this rank writes into the trailer of the first bucket, with a
             report of zeros.
@@ -219,14 +223,20 @@ class Agreement:
         scale: factor of the gradients before the sum: the weight (else 1), divided by the world
             size unless that is divided by later.
         unit: weights are divided by it before the sum: near the last weights, alike on all ranks.
+        last_headers: on the CPU: bytes of the reduced headers and reports of the last reduction, if
+            the headers were unanimous. Those who find the same need not call :meth:`read`.
         pending: on a GPU: the headers of the last reduction are not checked yet, as the host did
             not wait for them.
     """
 
-    on_reports: Callable[[Sequence[bytes]], None] | None = None
-
-    def __init__(self, group: Group, report_nbytes: int = 0) -> None:
+    def __init__(
+        self,
+        group: Group,
+        report_nbytes: int = 0,
+        on_reports: Callable[[Sequence[bytes]], None] | None = None,
+    ) -> None:
         self.group = group
+        self._on_reports = on_reports
         self.nbytes = BYTES + report_nbytes
         self.key: object = None
         self.encoded = b""
@@ -234,6 +244,7 @@ class Agreement:
         self.scale = 1.0 / group.size
         self.unit = _FIRST_UNIT
         self.pending = False
+        self.last_headers = b""
         self._where = ""
         self._header = RankHeader(bytes(3), GradSource.BROKEN)  # in the last reduction
         self._over_present = False
@@ -274,7 +285,7 @@ class Agreement:
         self._mine = {mine}
         alike = [*mine] * size
         self._all_alike = torch.tensor(alike, dtype=torch.float32, device="cpu")
-        self.is_unanimous = False
+        self.is_unanimous, self.last_headers = False, b""
         self.key = schema, source, weight, skipped, over_present, averages
 
     def with_report(self, report: bytes) -> bytes:
@@ -315,6 +326,8 @@ class Agreement:
             factor = weighted
         if headers.device.type == "cpu":
             self._check(headers)
+            if self.is_unanimous:
+                self.last_headers = string_at(headers.data_ptr(), headers.nbytes)
         elif not is_capturing():  # the host does not wait for the device here
             self._readback.start(headers, work)
             self.pending = True
@@ -328,6 +341,14 @@ class Agreement:
                 self.pending = False
                 self._check(headers)
 
+    def look_again(self) -> None:
+        """Have the next :meth:`check_pending` raise what this one has raised."""
+        self.pending = True
+
+    def set_unit(self, unit: float) -> None:
+        """Go on with the :attr:`unit` of an earlier run."""
+        self.unit = unit
+
     def keep_order(self) -> None:
         """Let the current stream wait for the copy of the headers to the host.
 
@@ -336,12 +357,12 @@ class Agreement:
         self._readback.keep_order()
 
     def _check(self, headers: Tensor) -> None:
-        """On the host: check the headers, then hand the reports to :attr:`on_reports`."""
+        """On the host: check the headers, then hand the reports on."""
         if self.nbytes == BYTES:
             self._check_headers(headers)
             return
-        said = headers.to(torch.uint8)
-        content, size = string_at(said.data_ptr(), said.numel()), self.nbytes
+        in_bytes = headers.to(torch.uint8)
+        content, size = string_at(in_bytes.data_ptr(), in_bytes.numel()), self.nbytes
         begins = range(0, len(content), size)
         # The usual case is that all headers are equal: test that first, with few calls.
         if (
@@ -351,8 +372,8 @@ class Agreement:
             self.is_unanimous = not self._over_present
         else:
             self._check_headers(headers.view(-1, size)[:, :BYTES].reshape(-1))
-        if self.on_reports is not None:
-            self.on_reports([content[at + BYTES : at + size] for at in begins])
+        if self._on_reports is not None:
+            self._on_reports([content[at + BYTES : at + size] for at in begins])
 
     def _check_headers(self, headers: Tensor) -> None:
         if self._header.weight is None and torch.equal(headers.float(), self._all_alike):
@@ -373,9 +394,9 @@ class Agreement:
                     group_backend(self.group.process_group),
                 )
             return
-        said = decode(headers)
-        check(said)
-        broken = [f"rank {rank}" for rank, h in enumerate(said) if h.source is GradSource.BROKEN]
+        decoded = decode(headers)
+        check(decoded)
+        broken = [f"rank {rank}" for rank, h in enumerate(decoded) if h.source is GradSource.BROKEN]
         if broken and self._header.source is not GradSource.BROKEN:
             logger.warning(
                 "%s: the backward of %s broke off: gradients are NaN in this step",
@@ -384,6 +405,6 @@ class Agreement:
             )
         # A power of two near the mean of the weights: to divide by it does not round, and the
         # quotients do not overflow where gradients travel in fp16.
-        weights = [each.weight for each in said if each.weight]
+        weights = [each.weight for each in decoded if each.weight]
         mean = sum(weights) / len(weights) if weights else _FIRST_UNIT
         self.unit = 2.0 ** round(math.log2(mean))

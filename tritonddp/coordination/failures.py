@@ -206,7 +206,7 @@ class FailureReport:
     def _answers(self, posts: _Posts, place: str) -> list[str]:
         """Lines about the other ranks: one line for all ranks of which the same is known."""
         order = list(_SENTENCES)
-        said: dict[tuple[str, str], list[int]] = defaultdict(list)
+        words: dict[tuple[str, str], list[int]] = defaultdict(list)
         for rank in self._others():
             number, theirs = posts.read.get(rank, (0, ""))
             if number == 0:
@@ -217,15 +217,15 @@ class FailureReport:
                 found, what = "elsewhere", theirs
             else:
                 found, what = "here", ""
-            said[found, what].append(rank)
+            words[found, what].append(rank)
         lines = []
         if posts.trouble:
             lines.append(
                 f"The process group's store could not be asked ({posts.trouble}): its host, global "
                 "rank 0 or the launcher, may have died."
             )
-        for found, what in sorted(said, key=lambda each: order.index(each[0])):
-            ranks = said[found, what]
+        for found, what in sorted(words, key=lambda each: order.index(each[0])):
+            ranks = words[found, what]
             have, each = ("has", "it has") if len(ranks) == 1 else ("have", "each has")
             named = self.rank_list(ranks)
             lines.append(_SENTENCES[found].format(ranks=named, what=what, have=have, each=each))

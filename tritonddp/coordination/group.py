@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch.distributed as dist
@@ -18,6 +18,20 @@ from torch import Tensor
 from tritonddp._torch import process_groups
 from tritonddp.coordination import collectives
 from tritonddp.coordination.failures import FailureReport, History
+
+
+class Owner(Protocol):
+    """An object that may owe collectives to the other ranks: of a backward that has failed."""
+
+    @property
+    def order(self) -> tuple[str, int]:
+        """Where it is in an order of all owners that is the same on all ranks."""
+
+    def finish_waiting(self) -> None:
+        """If a backward has ended, make what is left of its collectives."""
+
+    def make_up(self) -> None:
+        """If a backward has failed, make what is left of its collectives."""
 
 
 @dataclass
@@ -29,11 +43,11 @@ class _Shared:
     """
 
     history: History = field(default_factory=History)
-    open_runs: set[ref[Any]] = field(default_factory=set)
+    owners: set[ref[Any]] = field(default_factory=set)
     members: WeakSet[Any] = field(default_factory=WeakSet)
     owing: set[Any] = field(default_factory=set)
     wrappers: Iterator[int] = field(default_factory=count)
-    exchanges: Iterator[int] = field(default_factory=count)
+    tags: Iterator[int] = field(default_factory=count)
     peers: Any = None  # connections of ranks on this host, or why there are none
     is_inherited: bool = False  # this process was forked from the rank that made the group
 
@@ -66,10 +80,10 @@ class Group(FailureReport):
         self.process_group = process_group
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
-        # Weak references to reductions that have begun and not ended. Collectives are matched by
-        # their order, so any other collective of the group must come after those of these.
-        self.open_runs = shared.open_runs
-        # The reducers of those whose backward has failed: their wrapper may be freed before that.
+        # Weak references to owners of backwards that have begun and not ended. Collectives are
+        # matched by their order, so any other collective of the group must come after theirs.
+        self.owners = shared.owners
+        # Those whose backward has failed: their wrapper may be freed before it is made up for.
         self.owing = shared.owing
 
     @property
@@ -82,7 +96,10 @@ class Group(FailureReport):
 
     @property
     def peers(self) -> Any:
-        """What :func:`~tritonddp.coordination.peers.connect` returned; ``None`` before the call."""
+        """What :func:`~tritonddp.coordination.host.connect.connect` has led to.
+
+        ``Peers``, or why there are none; ``None`` before the call.
+        """
         return self._shared.peers
 
     @peers.setter
@@ -93,9 +110,9 @@ class Group(FailureReport):
         """The number of the next wrapper in the group: alike on all ranks."""
         return next(self._shared.wrappers)
 
-    def next_exchange(self) -> int:
-        """The number of the next exchange of messages in the group: alike on all ranks."""
-        return next(self._shared.exchanges)
+    def next_tag(self) -> int:
+        """A number for the next messages between ranks of the group: alike on all ranks."""
+        return next(self._shared.tags)
 
     # Failures, see FailureReport
 
@@ -120,6 +137,24 @@ class Group(FailureReport):
         """Overwrite ``tensor`` with that of rank ``source``, and wait for it; see :meth:`guard`."""
         with self.guard(where, what):
             collectives.broadcast(tensor, self.process_group, source).wait()
+
+    # Backwards that have failed
+
+    def recover(self) -> None:
+        """Make the collectives of failed backwards, in all wrappers of the group.
+
+        Collectives match by order, so each wrapper has to do this before any other collective.
+        """
+        self.refuse_if_forked()
+        for owner in self._living_owners():
+            owner.finish_waiting()
+        for owner in sorted(self._living_owners(), key=lambda each: each.order):
+            owner.make_up()
+        self.owing.clear()
+
+    def _living_owners(self) -> list[Owner]:
+        found = [reference() for reference in list(self.owners)]
+        return [owner for owner in found if owner is not None]
 
     # Forks
 

@@ -17,10 +17,10 @@ class Uninterrupted:
     other threads, which handle no signals, and inside another such context. Takes 1 us.
     """
 
-    __slots__ = ("_came", "_former")
+    __slots__ = ("_former", "_pending")
 
     def __enter__(self) -> None:
-        self._came: tuple[int, FrameType | None] | None = None
+        self._pending: tuple[int, FrameType | None] | None = None
         former = self._former = signal_handler(SIGINT)
         # A handler that is not callable is the system's: it ends the process or ignores the signal.
         if callable(former) and not isinstance(getattr(former, "__self__", None), Uninterrupted):
@@ -32,8 +32,8 @@ class Uninterrupted:
         self._former = None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._came is None:
-            self._came = number, frame
+        if self._pending is None:
+            self._pending = number, frame
         elif self._former is not None:
             # Restore the handler here: the exception may arise in __exit__ and end that early.
             set_signal_handler(SIGINT, self._former)
@@ -44,5 +44,5 @@ class Uninterrupted:
             return
         if signal_handler(SIGINT) == self._note:  # else a hook has set its own: keep that
             set_signal_handler(SIGINT, self._former)
-        if self._came is not None:
-            self._former(*self._came)
+        if self._pending is not None:
+            self._former(*self._pending)

@@ -60,6 +60,12 @@ class Process:
         return "stopped" if state in ("T", "t") else "runs"
 
 
+def usable_cores() -> int:
+    """Cores on which this process may run."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return (len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()) or 1
+
+
 def look_up(store: dist.Store, rank: int) -> Process | None:
     """The process of a rank, ``None`` if the rank has not written it."""
     key = key_of(rank)

@@ -83,17 +83,17 @@ def verify_same(
     with group.guard(place, "comparison of what the ranks hold"):
         # In front: this rank's number, and random bytes, which differ on every rank.
         sent = group.rank.to_bytes(8, "little") + os.urandom(8) + digest
-        came = all_gather_bytes(sent, len(sent), group, device)
-    ranks = [int.from_bytes(each[:8], "little") for each in came]
-    wanted = list(range(len(came)))
-    is_exchanged = len(set(came)) > 1  # torch's fake backend returns each rank its own message
+        gathered = all_gather_bytes(sent, len(sent), group, device)
+    ranks = [int.from_bytes(each[:8], "little") for each in gathered]
+    wanted = list(range(len(gathered)))
+    is_exchanged = len(set(gathered)) > 1  # torch's fake backend returns each rank its own message
     if is_exchanged and ranks != wanted:
         raise RuntimeError(
             f"{place}: the ranks of this process group call themselves {ranks}, but should be "
             f"{wanted}: a group written in Python has to override getRank(), or to pass its rank "
             "to ProcessGroup.__init__()"
         )
-    digests = [each[16:] for each in came]
+    digests = [each[16:] for each in gathered]
     if all(other == digests[0] for other in digests):
         return
     longest = max(int.from_bytes(other[-8:], "little") for other in digests)

@@ -22,7 +22,6 @@ from tritonddp.coordination.collectives import all_gather, all_reduce
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import describe, verify_same
 from tritonddp.diagnostics.checksum import checksums
-from tritonddp.reducer.on_demand import prepare_to_compare
 from tritonddp.reducer.reducer import Reducer
 
 # Most tensors in one error message, and most different contents of one; the rest is counted.
@@ -52,7 +51,7 @@ def check_sync(
     for name, value in (("buffers", buffers), ("gradients", gradients)):
         if value is not None and not isinstance(value, bool):
             raise TypeError(f"{name} should be True, False or None, got {value!r}")
-    reduced = prepare_to_compare(reducer)
+    reduced = reducer.reduced_parameters()
     group, device = reducer.group, reducer.manager.current.params[0].device
     where = f"{reducer.where()}, check_sync()"
     # (A module under tensor parallelism may have other tensors in the places of its parameters.)
@@ -153,7 +152,7 @@ def _differing(
     message = torch.tensor([*sums, *(~each for each in sums), *local], device=device)
     all_reduce(message, group.process_group, dist.ReduceOp.MAX).wait()
     *found, local = (part.tolist() for part in message.split([len(items)] * 2 + [len(gradients)]))
-    may_differ = {number for number, said in zip(gradients, local, strict=True) if said}
+    may_differ = {number for number, is_local in zip(gradients, local, strict=True) if is_local}
     return [
         number
         for number, (greatest, complement) in enumerate(zip(*found, strict=True))
@@ -215,14 +214,14 @@ def _in_words(contents: Sequence[tuple[int, float]], group: Group, of: Sequence[
     for rank in of:
         holders.setdefault(contents[rank][0], []).append(rank)
     shares = sorted(holders.values(), key=lambda ranks: (len(ranks), ranks))
-    said = []
+    texts = []
     for ranks in shares[:_CONTENTS]:
         checksum, norm = contents[ranks[0]]
         what = f"norm {norm:.9g} (checksum {checksum % 2**64:016x})" if checksum else "none"
-        said.append(f"{group.rank_list(ranks)} {'has' if len(ranks) == 1 else 'have'} {what}")
+        texts.append(f"{group.rank_list(ranks)} {'has' if len(ranks) == 1 else 'have'} {what}")
     if more := shares[_CONTENTS:]:
-        said.append(f"{sum(map(len, more))} more ranks have {len(more)} others")
-    return "; ".join(said)
+        texts.append(f"{sum(map(len, more))} more ranks have {len(more)} others")
+    return "; ".join(texts)
 
 
 _REMEDIES = {

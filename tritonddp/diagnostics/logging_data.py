@@ -12,27 +12,23 @@ import torch
 from torch import Tensor, nn
 
 from tritonddp._device import Moments, is_capturing
-from tritonddp._torch import gloo_threads, group_backend
+from tritonddp._torch import CPP_NAMES, gloo_threads, group_backend
 from tritonddp.buckets.bucket import Bucket
-from tritonddp.comm.run import ReductionRun
+from tritonddp.comm.reduction import Reduction
 from tritonddp.reducer.extension import Extension
+from tritonddp.reducer.graph.backward import Backward
 from tritonddp.reducer.reducer import Reducer
 
-# Stock's names of dtypes, which come from C++.
-_DTYPES = {
-    torch.float16: "c10::Half",
-    torch.bfloat16: "c10::BFloat16",
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.complex64: "c10::complex<float>",
-    torch.complex128: "c10::complex<double>",
-}
 _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES")
 _ENVIRONMENT_OF = {
     "gloo": ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
     "nccl": (
-        *("NCCL_SOCKET_IFNAME", "NCCL_BLOCKING_WAIT", "NCCL_ASYNC_ERROR_HANDLING"),
-        *("NCCL_DEBUG", "NCCL_NTHREADS", "NCCL_IB_TIMEOUT"),
+        "NCCL_SOCKET_IFNAME",
+        "NCCL_BLOCKING_WAIT",
+        "NCCL_ASYNC_ERROR_HANDLING",
+        "NCCL_DEBUG",
+        "NCCL_NTHREADS",
+        "NCCL_IB_TIMEOUT",
     ),
 }
 
@@ -72,13 +68,17 @@ class Logger:
         device = None if wrapper.is_multi_device_module else state.device
         self.sampler = Sampler(state.core, device)
         self._noted = {"bucket_sizes": _join(map(_nbytes, _buckets(wrapper)))}
-        self.joins = False  # join() was entered
+        self._joins = False  # join() was entered
         self._has_error = False
+
+    def note_join(self) -> None:
+        """``join()`` was entered."""
+        self._joins = True
 
     def set_error_and_log(self, message: str) -> None:
         self._has_error = True
         self._noted["error"] = message
-        self.sampler.measured = self.sampler.iteration
+        self.sampler.note_error()
 
     def set_runtime_stats_and_log(self) -> None:
         """Called when a forward begins whose backward will be reduced."""
@@ -100,7 +100,7 @@ class Logger:
             "num_parameter_tensors": len(params),
             "total_parameter_size_bytes": _nbytes(params),
             "unused_parameter_size": _nbytes(current.params[n] for n in reducer.missing or ()),
-            "num_buckets_reduced": reducer.buckets_reduced,
+            "num_buckets_reduced": reducer.statistics.reduced,
             "bucket_cap_bytes": wrapper.bucket_bytes_cap,
             "has_rebuilt_buckets": _has_rebuilt(wrapper),
             "has_error": self._has_error or None,
@@ -111,14 +111,14 @@ class Logger:
             "is_multi_device_module": wrapper.is_multi_device_module,
             "output_device": -1 if wrapper.output_device is None else wrapper.output_device,
             "static_graph": wrapper.static_graph or None,
-            "join_uneven_inputs": self.joins or None,
+            "join_uneven_inputs": self._joins or None,
             "gloo_num_threads": gloo_threads(wrapper.process_group) if backend == "gloo" else None,
             **self.sampler.times,
         }
         strs = {
             "module_name": type(wrapper.module).__name__,
             "device_ids": _join(wrapper.device_ids or ()),
-            "dtypes": _join(sorted({_DTYPES.get(p.dtype, str(p.dtype)) for p in params})),
+            "dtypes": _join(sorted({CPP_NAMES.get(p.dtype, str(p.dtype)) for p in params})),
             "backend_name": backend,
             "comm_hook": _comm_hook(wrapper),
             **self._noted,
@@ -164,6 +164,14 @@ class Sampler(Extension):
         self.times: dict[str, int] = {}  # its times in ns, and the means so far, by stock's names
         self._recorded = 0
 
+    def set_rate(self, rate: int) -> None:
+        """After the first ten steps time one in ``rate``."""
+        self.rate, self.next_sample = rate, 0
+
+    def note_error(self) -> None:
+        """A step has failed: it counts as the last one that is known."""
+        self.measured = self.iteration
+
     def forward_begins(self) -> None:
         """A step begins that may be timed: read the times of the last sample first."""
         if self._device is not None and self._device.type == "cuda" and is_capturing():
@@ -186,21 +194,21 @@ class Sampler(Extension):
         if self.moments is not None and FORWARD_ENDED not in self.moments:
             self.moments.mark(FORWARD_ENDED)
 
-    def on_begin(self, run: ReductionRun) -> None:
+    def on_begin(self, backward: Backward) -> None:
         """The first reduced backward belongs to the step."""
         assert self.moments is not None
-        self._is_of = bool(run.reached) and not run.is_local and BACKWARD_BEGAN not in self.moments
+        self._is_of = backward.reduction is not None and BACKWARD_BEGAN not in self.moments
         self._mark(BACKWARD_BEGAN)
 
-    def on_launch(self, run: ReductionRun, bucket: Bucket) -> None:
+    def on_launch(self, reduction: Reduction, bucket: Bucket) -> None:
         """Communication begins with the launch of the first bucket."""
         if self.moments is not None and COMMUNICATION_BEGAN not in self.moments:
             self._mark(COMMUNICATION_BEGAN)
 
-    def on_compute_end(self, run: ReductionRun) -> None:
+    def on_compute_end(self, backward: Backward) -> None:
         self._mark(COMPUTE_ENDED)
 
-    def on_reduced(self, run: ReductionRun, bucket: Bucket) -> None:
+    def on_reduced(self, reduction: Reduction, bucket: Bucket) -> None:
         """Communication ends with the last reduced bucket: each overwrites the time stamp."""
         self._mark(COMMUNICATION_ENDED)
 

@@ -20,12 +20,16 @@ _SAMPLES = {
     "forward_ms": ("forward_seconds", "gauge", 1000, "Of a step: forward and loss."),
     "backward_ms": ("backward_seconds", "gauge", 1000, "Of a step: backward."),
     "exposed_ms": (
-        *("exposed_seconds", "gauge", 1000),
+        "exposed_seconds",
+        "gauge",
+        1000,
         "Of a step: synchronisation that nothing hid.",
     ),
     "contended_ms": ("contended_seconds", "gauge", 1000, "Of a step: waiting for a core."),
     "skew_ms": (
-        *("skew_seconds", "gauge", 1000),
+        "skew_seconds",
+        "gauge",
+        1000,
         "By which the slowest rank is ready later than the fastest.",
     ),
     "sent_bytes": ("sent_bytes", "gauge", 1, "Sent by this rank in the last step."),
@@ -77,7 +81,7 @@ def prometheus_text(
         else:
             continue
         name = f"tritonddp_{name}"
-        inside = ",".join(f'{label}="{_escaped(said)}"' for label, said in own.items())
+        inside = ",".join(f'{label}="{_escaped(text)}"' for label, text in own.items())
         lines += [
             f"# HELP {name} {text}",
             f"# TYPE {name} {kind}",

@@ -7,7 +7,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,10 @@ class Timeline:
     entered: float = 0.0
     group: Group | None = field(default=None, repr=False, compare=False)
 
+    def enter(self, seconds: float) -> None:
+        """The trace is entered, at this time of the host's clock."""
+        self.entered = seconds
+
     def gather(self) -> list[Timeline]:
         """Gather the timelines of all ranks, in rank order, by the clock of rank 0. Collective.
 
@@ -162,15 +166,15 @@ class Timeline:
             "moments": moments,
             "host": Process.own().scope.partition("/")[0],
         }
-        first, *_ = said = gather_json(mine, group, device, where)
+        first, *_ = timelines = gather_json(mine, group, device, where)
         everybody = []
-        for rank, other in enumerate(said):
+        for rank, other in enumerate(timelines):
             behind = 0.0
             if not other["host"] or other["host"] != first["host"]:
                 pairs = zip(other["moments"], first["moments"], strict=True)
                 behind = statistics.median(theirs - its for theirs, its in pairs)
             by = other["entered"] - behind - first["entered"]
-            backwards = [_moved(_backward(each), by) for each in other["backwards"]]
+            backwards = [_backward(each, by) for each in other["backwards"]]
             everybody.append(Timeline(rank, device, backwards, first["entered"]))
         kinds = [[(b.reduced, b.broken) for b in each.backwards] for each in everybody]
         if others := [rank for rank, kind in enumerate(kinds) if kind != kinds[0]]:
@@ -243,47 +247,29 @@ def slowest(timelines: Sequence[Timeline]) -> int | None:
     return timelines[late.index(last)].rank if last - second >= _SLOW * length else None
 
 
-def _backward(said: dict[str, Any]) -> Backward:
-    """A backward from the JSON of its ``asdict``."""
+def _backward(content: dict[str, Any], by: float) -> Backward:
+    """A backward from the JSON of its ``asdict``, with all times ``by`` seconds later."""
+
+    def interval(each: dict[str, float]) -> Interval:
+        return Interval(each["began"] + by, each["ended"] + by)
+
     buckets = [
         BucketPass(
-            **each
-            | {
-                "parameters": tuple(each["parameters"]),
-                "flattens": tuple(Interval(**one) for one in each["flattens"]),
-                "unflatten": Interval(**each["unflatten"]),
-            }
+            each["index"],
+            each["nbytes"],
+            tuple(each["parameters"]),
+            tuple(map(interval, each["flattens"])),
+            each["launched"] + by,
+            each["completed"] + by,
+            interval(each["unflatten"]),
         )
-        for each in said["buckets"]
+        for each in content["buckets"]
     ]
-    gradients = tuple(Gradient(**each) for each in said["gradients"])
-    return Backward(**said | {"gradients": gradients, "buckets": tuple(buckets)})
-
-
-def _moved(backward: Backward, by: float) -> Backward:
-    """The same backward with all times ``by`` seconds later."""
-
-    def later(each: Interval) -> Interval:
-        return Interval(each.began + by, each.ended + by)
-
-    buckets = tuple(
-        replace(
-            each,
-            flattens=tuple(map(later, each.flattens)),
-            launched=each.launched + by,
-            completed=each.completed + by,
-            unflatten=later(each.unflatten),
-        )
-        for each in backward.buckets
-    )
-    return replace(
-        backward,
-        began=backward.began + by,
-        compute_ended=backward.compute_ended + by,
-        ended=backward.ended + by,
-        gradients=tuple(replace(each, ready=each.ready + by) for each in backward.gradients),
-        buckets=buckets,
-    )
+    gradients = [
+        Gradient(each["name"], each["bucket"], each["ready"] + by) for each in content["gradients"]
+    ]
+    times = {name: content[name] + by for name in ("began", "compute_ended", "ended")}
+    return Backward(**content | times | {"gradients": tuple(gradients), "buckets": tuple(buckets)})
 
 
 def _chrome_events(number: int, backward: Backward) -> Iterator[dict[str, Any]]:

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from tritonddp._device import Stamp, settle
 from tritonddp._torch import register_post_accumulate_grad_hook
 from tritonddp.buckets.bucket import Bucket, Segment
-from tritonddp.comm.run import ReductionRun
+from tritonddp.buckets.bucket_set import BucketSet
+from tritonddp.comm.reduction import Reduction
 from tritonddp.diagnostics.timeline import Backward, BucketPass, Gradient, Interval, Timeline
 from tritonddp.reducer import capture
-from tritonddp.reducer.extension import Extension
+from tritonddp.reducer.extension import Events, Extension
+from tritonddp.reducer.graph import backward as graph
 from tritonddp.reducer.reducer import Reducer
 
 
@@ -58,26 +60,28 @@ def trace(module: nn.Module) -> Iterator[Timeline]:
             "trace() takes the module that tritonddp.DistributedDataParallel(...) made, got "
             f"{type(module).__module__}.{type(module).__qualname__}"
         )
-    devices = sorted({str(param.device) for param in reducer.manager.current.params})
+    buckets, events, group = reducer.manager.current, reducer.events, reducer.group
+    devices = sorted({str(param.device) for param in buckets.params})
     if len(devices) > 1:
         raise NotImplementedError(
             "trace() measures by the clock of one device, and the parameters of this module are "
             f"on {', '.join(devices)}"
         )
-    if any(isinstance(each, _Recorder) for each in reducer.events.extensions):
+    if any(isinstance(each, _Recorder) for each in events.extensions):
         raise RuntimeError(
             "this module is being traced already: leave the first trace() before the next"
         )
-    capture.refuse(reducer, "a replay records no times: trace a step without a graph")
-    device = reducer.manager.current.params[0].device
-    timeline = Timeline(reducer.group.rank, str(device), group=reducer.group)
-    recorder = _Recorder(device)
+    message = "a replay records no times: trace a step without a graph"
+    capture.refuse(buckets, reducer.where(), message)
+    device = buckets.params[0].device
+    recorder = _Recorder(device, events)
+    timeline = Timeline(group.rank, str(device), group=group)
     try:
-        recorder.attach(reducer)
-        timeline.entered = recorder.entered.host / 1e9
+        recorder.attach(buckets)
+        timeline.enter(recorder.entered.host / 1e9)
         yield timeline
     finally:
-        recorder.detach(reducer)
+        recorder.detach()
         timeline.backwards.extend(recorder.backwards())
 
 
@@ -117,64 +121,64 @@ class _Recorder(Extension):
 
     reads_device = "when gradients are ready and buckets are reduced (trace)"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, events: Events) -> None:
         self._device = device
+        self._events = events
         self._handles: list[Any] = []
         self._records: list[_Record] = []
-        self._run: ReductionRun | None = None  # the run that is recorded in the last record
+        self._reduction: Reduction | None = None  # of the last record
+        self._is_recorded = False  # the backward that runs is the last record
         self._runs = False  # its backward runs, or waits for finalize_backward()
         self._early: list[tuple[str, Any]] = []  # gradients of a backward that has not begun
 
-    def attach(self, reducer: Reducer) -> None:
+    def attach(self, buckets: BucketSet) -> None:
         # The reducer flattens in a hook that runs after this one, so ready comes before flatten.
-        current = reducer.manager.current
-        for name, param in zip(current.names, current.params, strict=True):
+        for name, param in zip(buckets.names, buckets.params, strict=True):
             if param.requires_grad:  # it may have been frozen since the buckets were built
                 ready = partial(self._gradient_ready, name)
                 hook = register_post_accumulate_grad_hook(param, ready)
                 self._handles.append(hook)
-        reducer.events.install(self)
+        self._events.install(self)
         self.entered = self._now()
 
-    def detach(self, reducer: Reducer) -> None:
-        reducer.events.remove(self)
+    def detach(self) -> None:
+        self._events.remove(self)
         for handle in self._handles:
             handle.remove()
-        self._run = None
+        self._reduction, self._is_recorded = None, False
 
     def backwards(self) -> list[Backward]:
         """All backwards that began since :meth:`attach`."""
         settle(self._device)
         return [self._backward(record) for record in self._records]
 
-    def on_begin(self, run: ReductionRun) -> None:
-        if not run.reached:
-            return  # reduce_gradients() is no backward
+    def on_begin(self, backward: graph.Backward) -> None:
+        reduction, buckets = backward.reduction, backward.bucket_set.buckets
         record = _Record(
             began=self._now(),
-            reduced=not run.is_local,
-            first=run.is_provisional and not run.is_local,
-            buckets=[_BucketStamps(tuple(each.names), each.nbytes) for each in run.buckets],
+            reduced=reduction is not None,
+            first=backward.is_provisional and reduction is not None,
+            buckets=[_BucketStamps(tuple(each.names), each.nbytes) for each in buckets],
             gradients=self._early,
         )
         self._early = []
         self._records.append(record)
-        self._run, self._runs = run, True
+        self._reduction, self._runs, self._is_recorded = reduction, True, True
 
-    def on_pack(self, run: ReductionRun, bucket: Bucket, segment: Segment) -> None:
-        self._stamps(run, bucket).flatten_began = self._now()
+    def on_pack(self, reduction: Reduction, bucket: Bucket, segment: Segment) -> None:
+        self._stamps(reduction, bucket).flatten_began = self._now()
 
-    def on_packed(self, run: ReductionRun, bucket: Bucket) -> None:
-        stamps = self._stamps(run, bucket)
+    def on_packed(self, reduction: Reduction, bucket: Bucket) -> None:
+        stamps = self._stamps(reduction, bucket)
         stamps.flattens.append((stamps.flatten_began, self._now()))
 
-    def on_launch(self, run: ReductionRun, bucket: Bucket) -> None:
-        self._stamps(run, bucket).launched = self._now()
+    def on_launch(self, reduction: Reduction, bucket: Bucket) -> None:
+        self._stamps(reduction, bucket).launched = self._now()
 
-    def on_launched(self, run: ReductionRun, bucket: Bucket, work: Any) -> None:
-        if run is not self._run:
+    def on_launched(self, reduction: Reduction, bucket: Bucket, work: Any) -> None:
+        if reduction is not self._reduction:
             return
-        stamps = self._stamps(run, bucket)
+        stamps = self._stamps(reduction, bucket)
 
         # gloo's threads call this when the result is there. NCCL's future calls it immediately, on
         # a stream that waits for the collective, so the stamp is an event behind the collective.
@@ -183,31 +187,31 @@ class _Recorder(Extension):
 
         work.get_future().add_done_callback(completed)
 
-    def on_compute_end(self, run: ReductionRun) -> None:
-        if run is self._run:
+    def on_compute_end(self, backward: graph.Backward) -> None:
+        if self._is_recorded and backward.reduction is self._reduction:
             record = self._records[-1]
             record.compute_ended = record.ended = self._now()
             self._runs = False
 
-    def on_waited(self, run: ReductionRun, bucket: Bucket) -> None:
-        self._stamps(run, bucket).waited = self._now()
+    def on_waited(self, reduction: Reduction, bucket: Bucket) -> None:
+        self._stamps(reduction, bucket).waited = self._now()
 
-    def on_reduced(self, run: ReductionRun, bucket: Bucket) -> None:
-        self._stamps(run, bucket).unflattened = self._now()
+    def on_reduced(self, reduction: Reduction, bucket: Bucket) -> None:
+        self._stamps(reduction, bucket).unflattened = self._now()
 
-    def on_close(self, run: ReductionRun) -> None:
-        if run is self._run:
+    def on_close(self, reduction: Reduction | None) -> None:
+        if self._is_recorded and reduction is self._reduction:
             record = self._records[-1]
-            is_whole = run.is_local or run.done == len(run.works)
+            is_whole = reduction is None or reduction.done == len(reduction.works)
             if record.ended is not None:
                 record.ended = self._now() if is_whole else None
-            self._run, self._runs = None, False
+            self._reduction, self._runs, self._is_recorded = None, False, False
 
     def _now(self) -> Stamp:
         return Stamp(self._device)
 
-    def _stamps(self, run: ReductionRun, bucket: Bucket) -> _BucketStamps:
-        if run is not self._run:
+    def _stamps(self, reduction: Reduction, bucket: Bucket) -> _BucketStamps:
+        if reduction is not self._reduction:
             # A backward that began before the trace, or temporary buckets: not recorded.
             return _BucketStamps()
         return self._records[-1].buckets[bucket.index]
@@ -247,6 +251,12 @@ class _Recorder(Extension):
                 buckets.append(BucketPass(*described, flattens, launched, completed, unflatten))
             ended = max([at(record.ended), *(each.unflatten.ended for each in buckets)])
         return Backward(
-            *(began, compute_ended, ended, record.reduced, record.first, is_broken),
-            *(tuple(gradients), tuple(buckets)),
+            began,
+            compute_ended,
+            ended,
+            record.reduced,
+            record.first,
+            is_broken,
+            tuple(gradients),
+            tuple(buckets),
         )

@@ -2,34 +2,39 @@
 
 That is rank 0, inside ``join()`` the highest rank that has inputs. Buffers of all dtypes travel in
 one message. On one host, once the ranks are connected, they go through memory that the ranks share
-(:class:`~tritonddp.comm.broadcast.SharedBroadcast`), where unchanged ones cost a comparison. Bytes
-alone decide whether a buffer has changed: versions do not count what is written through ``.data``.
+(:class:`~tritonddp.comm.host.shared_broadcast.SharedBroadcast`), where unchanged ones cost a
+comparison. Bytes alone decide whether a buffer has changed: versions do not count what is written
+through ``.data``.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tritonddp._device import is_capturing
 from tritonddp._torch import preserve_version_counters
+from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.broadcast import (
     Message,
-    Part,
-    SharedBroadcast,
     StateBroadcast,
     average_coalesced,
     bytes_of,
     is_averaged,
     same_bytes,
 )
-from tritonddp.comm.peer_memory import Peers
+from tritonddp.comm.host.shared_broadcast import Part, SharedBroadcast
+from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.failures import listed
-from tritonddp.reducer import capture
-from tritonddp.reducer.reducer import Reducer
+from tritonddp.coordination.group import Group
+from tritonddp.coordination.host.peers import Peers
+from tritonddp.reducer.graph.backward import SyncState
 
 BROADCAST, MEAN, OFF = "broadcast", "mean", "off"
 MODES = (BROADCAST, MEAN, OFF)
@@ -41,21 +46,50 @@ _SAME, _CHANGED, _UNKNOWN = range(3)
 _Named = Sequence[tuple[str, Tensor]]
 
 
+@dataclass(frozen=True)
+class BufferHook:
+    """A function of the user that synchronises buffers.
+
+    Attributes:
+        function: takes the buffers by name, and may return futures.
+        is_after: it runs after the module's forward, not before.
+    """
+
+    function: Callable[[dict[str, Tensor]], Any]
+    is_after: bool
+
+
 class BufferSync:
     """Synchronises the buffers of one wrapper.
 
     Args:
-        core: the reducer of the wrapper.
+        parameters: of the wrapper's module, with the buffers.
+        group: the ranks.
+        sync: says which rank's buffers all take over.
+        counters: of the reductions so far, for errors.
         broadcast: sends buffers through the process group.
         mode: one of ``MODES``.
         transport: of gradients; with ``"process_group"`` ranks share no memory for buffers either.
+        hook: synchronises them instead of this class, if one is registered.
     """
 
-    def __init__(self, core: Reducer, broadcast: StateBroadcast, mode: str, transport: str) -> None:
-        self._core = core
+    def __init__(
+        self,
+        parameters: ModuleParameters,
+        group: Group,
+        sync: SyncState,
+        counters: Counters,
+        broadcast: StateBroadcast,
+        mode: str,
+        transport: str,
+        hook: BufferHook | None,
+    ) -> None:
+        self.hook = hook
+        self._parameters, self._group = parameters, group
+        self._sync, self._counters = sync, counters
         self._broadcast = broadcast
-        self._averages = mode == MEAN and core.group.size > 1
-        is_on_cpu = all(each.is_cpu for _, each in core.parameters.params)
+        self._averages = mode == MEAN and group.size > 1
+        is_on_cpu = all(each.is_cpu for _, each in parameters.params)
         self._uses_memory = is_on_cpu and transport != "process_group"
         self._shared: SharedBroadcast | None = None
         # Of the last broadcast: the buffers, their messages, names and kinds; and what follows.
@@ -66,18 +100,24 @@ class BufferSync:
         # For the mean: names, and the bytes of the buffers after the last synchronisation.
         self._after: tuple[list[str], list[Tensor]] = [], []
 
-    def synchronise(self) -> None:
+    def synchronise(self) -> Iterable[torch.futures.Future]:
         """Give all ranks the same buffers.
+
+        Returns:
+            What the end of the next backward waits for: futures of a hook.
 
         Raises:
             RuntimeError: a rank is missing, or has other buffers; the message names it.
         """
-        core, named = self._core, self._core.parameters.buffers()
+        named = self._parameters.buffers()
         if not named:
-            return
+            return ()
         buffers = [buffer for _, buffer in named]
         with preserve_version_counters(buffers):
-            if core.sync.join is not None:
+            if self.hook is not None:
+                with torch.no_grad():
+                    return self.hook.function(dict(named)) or ()
+            elif self._sync.join is not None:
                 self.reset()  # they may come from a rank that does not have the last means
                 self._send(named)
             elif self._averages:
@@ -85,8 +125,13 @@ class BufferSync:
             elif (shared := self._through_memory()) is None:
                 self._send(named)
             else:
-                step, source = core.counters.reductions + 1, core.sync.source_rank
+                step, source = self._counters.reductions + 1, self._sync.source_rank
                 shared.send(self._part(named, buffers), step, source, lambda: self._send(named))
+        return ()
+
+    def use(self, hook: BufferHook) -> None:
+        """Synchronise by ``hook`` from now on."""
+        self.hook = hook
 
     def reset(self) -> None:
         """Forget what all ranks had after the last synchronisation."""
@@ -95,8 +140,8 @@ class BufferSync:
     def _send(self, named: _Named) -> None:
         """Broadcast these buffers through the process group."""
         names, buffers = zip(*named, strict=True)
-        place = f"step {self._core.counters.reductions + 1}, forward"
-        self._broadcast.send(buffers, place, f"buffers ({listed(names)})", again=True)
+        where = f"step {self._counters.reductions + 1}, forward"
+        self._broadcast.send(buffers, where, f"buffers ({listed(names)})", again=True)
 
     # Through memory
 
@@ -106,7 +151,7 @@ class BufferSync:
         The end of a reduced backward connects the ranks, and gives a copied wrapper its number.
         """
         if self._shared is None and self._uses_memory:
-            group, number = self._core.group, self._core.parameters.number
+            group, number = self._group, self._parameters.number
             if isinstance(group.peers, Peers) and len(group.peers.hosts) == 1 and number >= 0:
                 self._shared = SharedBroadcast(group, group.peers, number)
         return self._shared
@@ -120,8 +165,8 @@ class BufferSync:
                 digest = hashlib.sha256(repr(kinds).encode()).digest()
                 self._kinds, self._layout = kinds, int.from_bytes(digest[:4], "little") or 1
                 self._nbytes = sum(each.nbytes for each in buffers)
-        step = self._core.counters.reductions + 1
-        where = f"rank {self._core.group.rank}, step {step}, forward"
+        step = self._counters.reductions + 1
+        where = f"rank {self._group.rank}, step {step}, forward"
         return Part(messages, self._layout, self._nbytes, named, where)
 
     # The mean
@@ -132,16 +177,20 @@ class BufferSync:
 
         Those that have changed on no rank are alike on all ranks already.
         """
-        core = self._core
-        capture.refuse(core, "buffer_sync='mean' asks all ranks which buffers have changed")
+        group, step = self._group, self._counters.reductions + 1
+        if named[0][1].is_cuda and is_capturing():
+            raise RuntimeError(
+                f"rank {group.rank}, step {step - 1}, while a CUDA graph is captured: "
+                "buffer_sync='mean' asks all ranks which buffers have changed"
+            )
         names = [name for name, _ in named]
         former = self._after[1] if self._after[0] == names else [None] * len(names)
         now = [bytes_of(each) for _, each in named]
         device = named[0][1].device
         changes = torch.stack([_change(*both).to(device) for both in zip(now, former, strict=True)])
-        where = f"rank {core.group.rank}, step {core.counters.reductions + 1}, forward"
+        where = f"rank {group.rank}, step {step}, forward"
         what = f"agreement on which buffers have changed ({listed(names)})"
-        core.group.all_reduce(changes, where, what, dist.ReduceOp.MAX)
+        group.all_reduce(changes, where, what, dist.ReduceOp.MAX)
         means, others = [], []
         for each, change in zip(named, changes.tolist(), strict=True):
             if change == _CHANGED and is_averaged(each[1]):
@@ -151,8 +200,8 @@ class BufferSync:
         if means:
             tensors = [each for _, each in means]
             what = f"mean of buffers ({listed([name for name, _ in means])})"
-            with core.group.guard(where, what):
-                average_coalesced(tensors, core.group.process_group)
+            with group.guard(where, what):
+                average_coalesced(tensors, group.process_group)
         if others:
             self._send(others)
         self._after = (

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from tritonddp._device import read_together
-from tritonddp.comm.run import ReductionRun
+from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.failures import listed
 from tritonddp.coordination.group import Group
 from tritonddp.reducer.extension import Extension
 
-# Most places (bucket and ranks) in one message; the rest is counted.
+# Most buckets, with the ranks, in one message; the rest is counted.
 _SHOWN = 4
 
 
@@ -40,31 +40,31 @@ class FiniteCheck(Extension):
         self._found: dict[tuple[int, tuple[int, ...]], list[str]] = {}
         self._travels_in_fp16 = False
 
-    def on_reduced_all(self, run: ReductionRun) -> None:
+    def on_reduced_all(self, reduction: Reduction) -> None:
         """Read the marks. The host waits, once, until the buckets are there."""
-        sent = [bucket for bucket in run.buckets if bucket.index not in run.skipped]
+        sent = [bucket for bucket in reduction.buckets if bucket.index not in reduction.skipped]
         marks = read_together([bucket.flat.marks for bucket in sent])
         # If ranks reduce different things, the marks mean nothing: raise that error first.
-        run.agreement.check_pending()
+        reduction.agreement.check_pending()
         for bucket, on_host in zip(sent, marks, strict=True):
             if not on_host.any():
                 continue
             for slot, ranks in bucket.flat.marked(on_host).items():
-                place = bucket.index, tuple(ranks)
-                self._found.setdefault(place, []).append(bucket.names[slot])
+                found = self._found.setdefault((bucket.index, tuple(ranks)), [])
+                found.append(bucket.names[slot])
                 self._travels_in_fp16 |= bucket.flat.data.dtype is torch.float16
 
-    def on_abort(self, run: ReductionRun) -> None:
+    def on_abort(self, reduction: Reduction | None) -> None:
         """Forget what was found."""
         self._found, self._travels_in_fp16 = {}, False
 
-    def on_end(self, run: ReductionRun) -> None:
+    def on_end(self, reduction: Reduction) -> None:
         """Raise or warn. A rank without inputs only warns: it has no step to leave out."""
         if not self._found:
             return
-        message = self._message(run.where)
-        self.on_abort(run)
-        if self._mode == "raise" and not run.source.is_empty:
+        message = self._message(reduction.where)
+        self.on_abort(reduction)
+        if self._mode == "raise" and not reduction.source.is_empty:
             raise FloatingPointError(message)
         warnings.warn(message, RuntimeWarning, stacklevel=3)
 

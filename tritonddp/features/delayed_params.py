@@ -15,8 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from tritonddp._torch import gradient_node, register_post_accumulate_grad_hook, will_engine_execute
-from tritonddp.comm.run import ReductionRun
+from tritonddp.comm.reduction import Reduction
 from tritonddp.reducer.extension import Extension
+from tritonddp.reducer.graph.backward import Backward
 
 
 @dataclass(frozen=True)
@@ -77,41 +78,40 @@ class DeferredBuckets(Extension):
         self._node = gradient_node(until)
         self._names = names
         self._launching = launching
-        self._waits: ReductionRun | None = None
+        self._waits: Backward | None = None
         # A parameter keeps its hooks alive, and a graph node keeps its parameter alive. So the hook
         # must not keep this object, which holds the node, alive: that would be a cycle.
         reference = weakref.ref(self)
 
-        def came(_: Tensor) -> None:
+        def gradient_ready(_: Tensor) -> None:
             deferred = reference()
             if deferred is not None:
                 deferred._release()
 
-        hook = register_post_accumulate_grad_hook(until, came)
+        hook = register_post_accumulate_grad_hook(until, gradient_ready)
         weakref.finalize(self, hook.remove).atexit = False
 
-    def on_begin(self, run: ReductionRun) -> None:
+    def on_begin(self, backward: Backward) -> None:
         """Hold the buckets back, if this backward reaches the parameter."""
-        self._waits = None
-        is_backward = bool(run.reached) and not run.is_local
-        if not is_backward or run.is_provisional or run.is_alone:
+        self._waits, reduction = None, backward.reduction
+        if reduction is None or backward.is_provisional:
             return
         if will_engine_execute([self._node]) == [True]:
-            self._waits = run
-            for index in self._delayed(run):
-                run.unfilled[index] += 1
+            self._waits = backward
+            for index in self._delayed(reduction):
+                reduction.hold(index)
 
-    def on_close(self, run: ReductionRun) -> None:
+    def on_close(self, reduction: Reduction | None) -> None:
         self._waits = None
 
     def _release(self) -> None:
         """The gradient is ready: launch the buckets that are full."""
-        run, self._waits = self._waits, None
-        if run is not None and run.end() is not None:
+        backward, self._waits = self._waits, None
+        if backward is not None and backward.runs and backward.reduction is not None:
             with self._launching:
-                for index in self._delayed(run):
-                    run.unfilled[index] -= 1
-                run.launch_ready()
+                for index in self._delayed(backward.reduction):
+                    backward.reduction.let_go(index)
+                backward.reduction.launch_ready()
 
-    def _delayed(self, run: ReductionRun) -> list[int]:
-        return [bucket.index for bucket in run.buckets if bucket.names[0] in self._names]
+    def _delayed(self, reduction: Reduction) -> list[int]:
+        return [each.index for each in reduction.buckets if each.names[0] in self._names]

@@ -7,7 +7,9 @@ differ.
 
 The hash is multilinear: the sum of 32-bit words, each times a random 64-bit number, modulo 2^64, of
 which the upper bits are sent. Two different slices have the same hash in one case of 2^32 (Lemire
-and Kaser, "Strongly universal string hashing is fast", 2014).
+and Kaser, "Strongly universal string hashing is fast", 2014). It takes two operations a word; the
+checksum of check_sync(), which tells tensors of few bits apart more surely, takes eleven, and two
+to seven times as long: too much for each step.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from tritonddp._device import Readback
 from tritonddp.buckets.parameters import ModuleParameters
-from tritonddp.comm.run import ReductionRun
+from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.agreement import GradSource
 from tritonddp.coordination.group import Group
 from tritonddp.reducer.extension import Extension
@@ -90,7 +92,7 @@ class DriftCheck(Extension):
         self._compare = compare
         self._last = -1  # the slice that was hashed last
         # Numbers, from 1, of the slices in the last report sent and in the last ones received.
-        self._said = self._heard = 0
+        self._sent = self._received = 0
         self._readback: Readback | None = None  # copies the last hash of a GPU to the host
         # A slice in which ranks differ, to be compared at the end of the reduction. The tuple has a
         # number for each rank, equal where hashes are equal, -1 without a report.
@@ -102,29 +104,33 @@ class DriftCheck(Extension):
 
     # Reports that are sent
 
-    def report(self, run: ReductionRun) -> bytes:
+    def report(self, reduction: Reduction) -> bytes:
         """The number of a slice and its hash. On a GPU the slice of the report before.
 
         On a GPU the host does not wait for the hash. If its copy is not there yet, which is rare,
         the report is empty.
         """
-        if run.is_captured:
+        if reduction.is_captured:
             return _NOTHING  # each replay would send the same report
         earlier, readback = self._last, self._readback
         # (A rank that has missed a report continues with the slice of the other ranks.)
-        following = self._last + 1 if self._said == self._heard else self._heard + self._is_late
+        following = (
+            self._last + 1 if self._sent == self._received else self._received + self._is_late
+        )
         self._last = following % SLICES
         total = self._hash(self._last)
         if not self._is_late:
-            self._said = self._last + 1
-            return bytes((self._said, *total.view(torch.uint8).tolist()[1:]))
-        came = None if readback is None else readback.peek()
-        said = _NOTHING if came is None else bytes((earlier + 1, *map(int, came.tolist()[1:])))
-        self._said = said[0]
-        if readback is None or came is None:  # the device may still write to the old copy
+            self._sent = self._last + 1
+            return bytes((self._sent, *total.view(torch.uint8).tolist()[1:]))
+        copied = None if readback is None else readback.peek()
+        report = (
+            _NOTHING if copied is None else bytes((earlier + 1, *map(int, copied.tolist()[1:])))
+        )
+        self._sent = report[0]
+        if readback is None or copied is None:  # the device may still write to the old copy
             readback = self._readback = Readback()
         readback.start(total.view(torch.uint8).float())
-        return said
+        return report
 
     @torch.no_grad()
     def _hash(self, number: int) -> Tensor:
@@ -197,8 +203,8 @@ class DriftCheck(Extension):
                 batches[-1].append(piece[:room])
                 room, piece = room - len(batches[-1][-1]), piece[room:]
         for batch in batches:
-            places = ((p.data_ptr(), p.storage_offset(), len(p)) for p in batch)
-            if not any(each % _WORD for place in places for each in place):
+            ends = ((p.data_ptr(), p.storage_offset(), len(p)) for p in batch)
+            if not any(each % _WORD for piece in ends for each in piece):
                 batch[:] = [piece.view(torch.int32) for piece in batch]
         return _Slice(params, list(map(_address, params)), batches, is_copied)
 
@@ -209,49 +215,53 @@ class DriftCheck(Extension):
         number = next((report[0] for report in reports if report[0]), 0)
         if not number:
             return
-        self._heard, number = number, number - 1
-        said = dict.fromkeys(report for report in reports if report[0] == self._heard)
-        if len(said) == 1:
+        self._received, number = number, number - 1
+        distinct = dict.fromkeys(report for report in reports if report[0] == self._received)
+        if len(distinct) == 1:
             self._known.pop(number, None)
             return
-        holders = {report: place for place, report in enumerate(said)}
-        partition = tuple(holders.get(report, -1) for report in reports)
+        index_of = {report: index for index, report in enumerate(distinct)}
+        partition = tuple(index_of.get(report, -1) for report in reports)
         if self._known.get(number, ()) not in (None, partition):
             self._due = number, partition
         else:
             self._known[number] = partition
 
-    def on_end(self, run: ReductionRun) -> None:
+    def on_end(self, reduction: Reduction) -> None:
         """If hashes differ, find out together with all ranks which parameters do.
 
         Raises:
             RuntimeError: parameters differ and the mode is ``"raise"``; or the comparison failed.
         """
-        if self._due is None or run.is_captured:
+        if self._due is None or reduction.is_captured:
             return
-        message = self._differences(run)
+        message = self._differences(reduction)
         if message is None:
             return
         # (A rank that has run out of inputs has no step to repeat.)
-        if self._mode == "raise" and not run.source.is_empty:
+        if self._mode == "raise" and not reduction.source.is_empty:
             raise RuntimeError(message)
         warnings.warn(message, RuntimeWarning, stacklevel=3)
 
-    def on_abort(self, run: ReductionRun) -> None:
+    def on_abort(self, reduction: Reduction | None) -> None:
         """The same on a rank whose backward broke off: the comparison is collective."""
-        if self._due is not None and run.source is GradSource.BROKEN:
-            message = self._differences(run)
+        if (
+            self._due is not None
+            and reduction is not None
+            and reduction.source is GradSource.BROKEN
+        ):
+            message = self._differences(reduction)
             if message is not None:
                 warnings.warn(message, RuntimeWarning, stacklevel=3)
 
-    def _differences(self, run: ReductionRun) -> str | None:
+    def _differences(self, reduction: Reduction) -> str | None:
         """The message about the parameters that differ; ``None`` if none differs any more."""
         assert self._due is not None
         (number, partition), self._due = self._due, None
         self._lay_out()  # of the present parameters
-        counts = not run.source.is_empty
+        counts = not reduction.source.is_empty
         try:
-            numbers, lines = self._compare(self._named, self._group, run.where, counts)
+            numbers, lines = self._compare(self._named, self._group, reduction.where, counts)
         except RuntimeError as error:
             if error.__cause__ is not None:  # the comparison itself has failed
                 raise
@@ -268,7 +278,8 @@ class DriftCheck(Extension):
         again = "" if self._mode == "raise" else " The next warning comes when others differ."
         return "\n".join(
             [
-                f"{run.where}: {len(numbers)} of {len(self._named)} parameters differ between "
+                f"{reduction.where}: {len(numbers)} of {len(self._named)} parameters differ "
+                "between "
                 "ranks (check_drift):",
                 *lines,
                 "Load the last checkpoint on all ranks, or take over the parameters of one rank; "

@@ -18,18 +18,17 @@ from types import NoneType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from tritonddp._device import Readback
 from tritonddp._torch import count_unscaling, foreach_mul_
 from tritonddp.buckets.bucket import Bucket
-from tritonddp.comm.run import ReductionRun
-from tritonddp.coordination.agreement import GradSource
+from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.counters import Counters
 from tritonddp.kernels.reference import norm_of, norms_of
-from tritonddp.reducer import on_demand
 from tritonddp.reducer.extension import Extension
+from tritonddp.reducer.graph.backward import Backward
 from tritonddp.reducer.reducer import Reducer
 
 _grad_of = attrgetter("grad")
@@ -137,7 +136,7 @@ class GradNorm(Extension):
         self._counters = counters
         self._world_size = world_size
         self._reduced: list[_Reduced] = []
-        self._run: Callable[[], object] = NoneType
+        self._reduction: Callable[[], object] = NoneType
         self._is_replayed = False  # a CUDA graph writes gradients, which is not noticed here
         self.local_squares: Tensor | None = None
         self._readback: Readback | None = None
@@ -150,32 +149,34 @@ class GradNorm(Extension):
         """The buckets whose gradients are unchanged since the last reduction."""
         return [] if self._is_replayed else [each for each in self._reduced if each.is_current()]
 
-    def on_begin(self, run: ReductionRun) -> None:
+    def on_begin(self, backward: Backward) -> None:
         """Gradients change from here on: forget the sums of the last reduction."""
         self._reduced.clear()
-        if not run.is_local and run.source is not GradSource.REQUEST:
+        if (reduction := backward.reduction) is not None:
             is_measured = self._counters.reductions % _EVERY == 1 % _EVERY
-            for bucket in run.buckets:
+            for bucket in reduction.buckets:
                 if bucket.squares is None and not bucket.is_sparse:
                     bucket.sum_squares()
                 if bucket.squares is not None and bucket.params[0].is_cpu:
                     bucket.squares.of_flattened = is_measured
                     self._decay = _DECAY**_EVERY
 
-    def on_reduced(self, run: ReductionRun, bucket: Bucket) -> None:
+    def on_reduced(self, reduction: Reduction, bucket: Bucket) -> None:
         """Note the gradients of a reduced bucket."""
-        if not run.of_backwards:
+        if not reduction.of_backwards:
             return
-        if self._run() is not run:  # on a rank without inputs, on_begin() is not called for it
+        if (
+            self._reduction() is not reduction
+        ):  # on a rank without inputs, on_begin() is not called for it
             self._reduced.clear()
-            self._run = weakref.ref(run)
-        self._is_replayed = self._is_replayed or run.is_captured
+            self._reduction = weakref.ref(reduction)
+        self._is_replayed = self._is_replayed or reduction.is_captured
         self._reduced.append(_Reduced(bucket))
 
-    def on_end(self, run: ReductionRun) -> None:
+    def on_end(self, reduction: Reduction) -> None:
         """Sum up the squares for the next report."""
         self.local_squares = self._read = None
-        if self._run() is not run or not _is_plain_mean(run):
+        if self._reduction() is not reduction or not _is_plain_mean(reduction):
             return
         local = [each.local for each in self._reduced]
         mean = [each.squares for each in self._reduced if each.squares is not None]
@@ -191,19 +192,19 @@ class GradNorm(Extension):
         self._readback.start(torch.nan_to_num(both, nan=-1.0, posinf=-1.0))
         self._read = self._readback.wait
 
-    def on_abort(self, run: ReductionRun) -> None:
+    def on_abort(self, reduction: Reduction | None) -> None:
         """The reduction failed: forget its sums."""
         self._reduced.clear()
         self.local_squares = self._read = None
 
-    def report(self, run: ReductionRun) -> bytes:
+    def report(self, reduction: Reduction) -> bytes:
         """This rank's squares in the reduction before; NaN if they are not known.
 
         (On a GPU the host waits here for the end of the backward before. The device has the next
         forward to run meanwhile.)
         """
         local, self._mean_squares = math.nan, math.nan
-        if self._read is not None and not run.is_captured:
+        if self._read is not None and not reduction.is_captured:
             local, self._mean_squares = self._read().tolist()
         self._read = None
         return _REPORT.pack(local)
@@ -228,11 +229,11 @@ class GradNorm(Extension):
         return self._noise / self._signal if self._signal > 0 else math.inf
 
 
-def _is_plain_mean(run: ReductionRun) -> bool:
+def _is_plain_mean(reduction: Reduction) -> bool:
     """Whether the reduction made the mean over all ranks with equal weights."""
-    is_weighted = run.factor is not None  # or is the mean over the ranks that have inputs
-    is_all_here = not (run.skipped or run.is_captured)
-    return run.transport.averages and is_all_here and not is_weighted
+    is_weighted = reduction.factor is not None  # or is the mean over the ranks that have inputs
+    is_all_here = not (reduction.skipped or reduction.is_captured)
+    return reduction.bucket_set.averages and is_all_here and not is_weighted
 
 
 def _total(parts: list[Tensor]) -> Tensor:
@@ -243,21 +244,12 @@ def _total(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts).sum(dtype=torch.float64)
 
 
-def _refuse(model: Any, what: str) -> None:
-    """Raise a RuntimeError if the gradients are not complete now."""
-    core: Reducer = model._ddp_state.core
-    on_demand.check_finalized(core)
-    if core.backward_runs:
-        raise RuntimeError(f"{core.where()}: {what} while a backward runs: wait for its end")
-    if core.steps_optimizers:
-        raise RuntimeError(
-            f"{core.where()}: {what} where optimizers step in the backward: each drops its "
-            "gradients there, so that they never all exist. Use an optimizer that steps after it"
-        )
-
-
 class _Measured:
     """The norm of all gradients of a module.
+
+    Args:
+        module: whose parameters have the gradients.
+        last: what is known of the last reduction; ``None`` without ``grad_norm=True``.
 
     Attributes:
         reduced: buckets whose gradients are unchanged since the last reduction.
@@ -265,14 +257,12 @@ class _Measured:
         total: the norm, without dimensions.
     """
 
-    def __init__(self, model: Any, what: str) -> None:
-        _refuse(model, what)
-        extension = model._ddp_state.core.events.of(GradNorm)
-        params = list(model.module.parameters())
+    def __init__(self, module: nn.Module, last: GradNorm | None) -> None:
+        params = list(module.parameters())
         # Usually all gradients are in buckets. Sets of ids find that out without a Python loop.
         others = set(map(id, params))
         self.reduced: list[_Reduced] = []
-        for each in [] if extension is None else extension.current():
+        for each in [] if last is None else last.current():
             numbers = set(map(id, each.params))
             if numbers <= others:  # the module still has them, and no earlier bucket does
                 others -= numbers
@@ -313,109 +303,67 @@ class _Measured:
             foreach_mul_(alike, factor.to(device))
 
 
-# Methods of tritonddp.DistributedDataParallel, of which ``model`` is one.
+class GradientNorms:
+    """Norms of the gradients of a wrapper's module, of which ``core`` is the reducer."""
 
+    def __init__(self, core: Reducer) -> None:
+        self._core = core
+        self._last = core.events.of(GradNorm)
 
-@torch.no_grad()
-def grad_norm(model: Any, per_parameter: bool = False) -> Tensor | dict[str, Tensor]:
-    """The 2-norm of all gradients, as one vector.
+    @torch.no_grad()
+    def norm(self, module: nn.Module, per_parameter: bool) -> Tensor | dict[str, Tensor]:
+        """See :meth:`tritonddp.DistributedDataParallel.grad_norm`."""
+        self._check_complete("grad_norm()")
+        if not per_parameter:
+            return _Measured(module, self._last).total
+        named = [each for each in module.named_parameters() if each[1].grad is not None]
+        grads: list[Any] = [param.grad for _, param in named]
+        return {name: each for (name, _), each in zip(named, norms_of(grads), strict=True)}
 
-    With ``grad_norm=True`` only gradients that have changed since they were reduced are measured.
-    The host does not wait for the device. A change is noticed by the version of the tensor; writes
-    through ``.data``, NumPy or custom kernels do not change it, and are missed.
+    @torch.no_grad()
+    def clip(self, module: nn.Module, max_norm: float, error_if_nonfinite: bool) -> Tensor:
+        """See :meth:`tritonddp.DistributedDataParallel.clip_grad_norm_`."""
+        self._check_complete("clip_grad_norm_()")
+        measured = _Measured(module, self._last)
+        total = measured.total
+        if error_if_nonfinite and not total.isfinite():
+            raise RuntimeError(
+                f"{self._core.where()}: the total norm of order 2 for gradients is non-finite, so "
+                "it cannot be clipped. To disable this error and scale the gradients by the "
+                "non-finite norm anyway, set `error_if_nonfinite=False`"
+            )
+        factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+        # On a GPU the host would have to wait for the factor, so gradients are multiplied in any
+        # case.
+        if not (factor.is_cpu and factor == 1):
+            measured.scale(factor)
+        return total
 
-    Args:
-        per_parameter: return a dictionary of the norm of each gradient, by parameter name. All are
-            measured.
+    def noise_scale(self) -> float:
+        """See :meth:`tritonddp.DistributedDataParallel.grad_noise_scale`."""
+        if self._last is None:
+            raise RuntimeError(
+                f"rank {self._core.group.rank}: grad_noise_scale() needs grad_norm=True when the "
+                "module is wrapped, and a process group of two ranks or more"
+            )
+        if self._last.scale is None:
+            raise RuntimeError(
+                f"{self._core.where()}: the gradient noise scale is not known yet. It takes two "
+                "reduced backwards. Not counted are backwards that are weighted, are quantised, "
+                "use a communication hook, leave out buckets, have sparse gradients, were captured "
+                "in a CUDA graph, or run inside join() when some ranks have no inputs left"
+            )
+        return self._last.scale
 
-    Returns:
-        The norm, without dimensions, on the gradients' device: fp32, or fp64 if a gradient is fp64.
-        It is summed in that dtype. Alike on all ranks if the gradients are.
-
-    Raises:
-        RuntimeError: during a backward, before ``finalize_backward()``, or where optimizers step in
-            the backward.
-
-    Example::
-
-        loss_function(model(inputs), targets).backward()
-        print(float(model.grad_norm()), model.grad_norm(per_parameter=True))
-    """
-    if not per_parameter:
-        return _Measured(model, "grad_norm()").total
-    _refuse(model, "grad_norm()")
-    named = [each for each in model.module.named_parameters() if each[1].grad is not None]
-    grads = [param.grad for _, param in named]
-    return {name: each for (name, _), each in zip(named, norms_of(grads), strict=True)}
-
-
-@torch.no_grad()
-def clip_grad_norm_(model: Any, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
-    """Multiply all gradients by ``max_norm / (norm + 1e-6)``, if that is below 1.
-
-    As ``torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)``, also for sparse gradients.
-
-    Returns:
-        The norm before clipping, see :meth:`grad_norm`, which also lists further errors.
-
-    Raises:
-        RuntimeError: ``error_if_nonfinite`` is set, and the norm is NaN or infinite.
-
-    Example::
-
-        loss_function(model(inputs), targets).backward()
-        model.clip_grad_norm_(1.0)
-        optimizer.step()
-    """
-    measured = _Measured(model, "clip_grad_norm_()")
-    total = measured.total
-    if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(
-            f"{model._ddp_state.core.where()}: the total norm of order 2 for gradients is "
-            "non-finite, so it cannot be clipped. To disable this error and scale the gradients "
-            "by the non-finite norm anyway, set `error_if_nonfinite=False`"
-        )
-    factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
-    # On a GPU the host would have to wait for the factor, so gradients are multiplied in any case.
-    if not (factor.is_cpu and factor == 1):
-        measured.scale(factor)
-    return total
-
-
-def grad_noise_scale(model: Any) -> float:
-    """The gradient noise scale ``tr(S) / |G|^2``, in batches of one rank. Needs ``grad_norm=True``.
-
-    Beyond about this batch size a larger batch saves fewer and fewer steps: McCandlish et al., "An
-    Empirical Model of Large-Batch Training", 2018, arXiv 1812.06162, appendix A.1. With ``|g|^2``,
-    the squared norm of one rank's gradients, averaged over the ranks, and ``|m|^2``, the squared
-    norm of the mean gradient over ``W`` ranks, ``tr(S)`` is ``(|g|^2 - |m|^2) / (1 - 1 / W)`` and
-    ``|G|^2`` is ``(W |m|^2 - |g|^2) / (W - 1)``. Both are running means over about the last hundred
-    reductions without the latest one; on the CPU one reduction in eight is measured. Infinite while
-    the mean of ``|G|^2`` is not positive. Alike on all ranks. Backwards accumulated under
-    :meth:`no_sync` count as one batch.
-
-    Raises:
-        RuntimeError: the module was wrapped without that, or nothing is known yet.
-
-    Example::
-
-        model = tritonddp.DistributedDataParallel(module, grad_norm=True)
-        for inputs, targets in batches:
-            loss_function(model(inputs), targets).backward()
-        print(f"about {model.grad_noise_scale():.1f} batches of one rank")
-    """
-    state = model._ddp_state
-    extension = state.core.events.of(GradNorm)
-    if extension is None:
-        raise RuntimeError(
-            f"rank {state.group.rank}: grad_noise_scale() needs grad_norm=True when the module is "
-            "wrapped, and a process group of two ranks or more"
-        )
-    if extension.scale is None:
-        raise RuntimeError(
-            f"{state.core.where()}: the gradient noise scale is not known yet. It takes two "
-            "reduced backwards. Not counted are backwards that are weighted, are quantised, use a "
-            "communication hook, leave out buckets, have sparse gradients, were captured in a CUDA "
-            "graph, or run inside join() when some ranks have no inputs left"
-        )
-    return extension.scale
+    def _check_complete(self, what: str) -> None:
+        """Raise a RuntimeError if the gradients are not complete now."""
+        core = self._core
+        core.options.check_finalized(core.backward, core.where())
+        if core.backward_runs:
+            raise RuntimeError(f"{core.where()}: {what} while a backward runs: wait for its end")
+        if core.options.steps_optimizers:
+            raise RuntimeError(
+                f"{core.where()}: {what} where optimizers step in the backward: each drops its "
+                "gradients there, so that they never all exist. Use an optimizer that steps after "
+                "it"
+            )

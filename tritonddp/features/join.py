@@ -26,13 +26,14 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn import Parameter
 
 from tritonddp._torch import CountingJoin, leave_join, throws_on_early_termination
+from tritonddp.buckets.parameters import ModuleParameters
 from tritonddp.comm.broadcast import StateBroadcast
 from tritonddp.coordination.agreement import GradSource
+from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.coordination.verify import describe, verify_same
 from tritonddp.reducer import capture
-from tritonddp.reducer.extension import SyncState
-from tritonddp.reducer.recovery import shadow_backward
+from tritonddp.reducer.graph.backward import SyncState
 from tritonddp.reducer.reducer import Reducer
 
 # Flags of a rank's announcement. A rank without inputs sends 0.
@@ -43,7 +44,7 @@ _OVER_PRESENT = 8
 
 
 class JoinProtocol:
-    """What the ranks tell each other before each forward inside torch's ``Join``.
+    """What the ranks agree on before each forward inside torch's ``Join``.
 
     The host waits for the answer, on a GPU too, as stock DDP does where there are buffers.
     """
@@ -61,17 +62,22 @@ class JoinProtocol:
         self.syncs_buffers = False  # some rank wants to synchronise module buffers
         self.differs = False  # ranks train different parameters
 
+    def reduction_begins(self) -> bool:
+        """The announced reduction begins; returns :attr:`mean_over_present`."""
+        self.is_due = False
+        return self.mean_over_present
+
     def announce(self, where: str, schema: bytes, reduces: bool, syncs_buffers: bool) -> None:
         """Tell that this rank has inputs, and which collectives its forward and backward make.
 
-        ``where`` is its place, for errors, and ``schema`` a hash of its trainable parameters.
-        Raises a RuntimeError, as the methods below do, if the ranks are about to make different
-        collectives.
+        ``where`` is this rank and its step, for errors, and ``schema`` a hash of its trainable
+        parameters. Raises a RuntimeError, as the methods below do, if the ranks are about to make
+        different collectives.
         """
         self.is_open = True
-        said = _PRESENT + _REDUCES * reduces + _SYNCS_BUFFERS * syncs_buffers
-        said += _OVER_PRESENT * self.mean_over_present
-        self.is_due = self._exchange(where, said, schema)
+        flags = _PRESENT + _REDUCES * reduces + _SYNCS_BUFFERS * syncs_buffers
+        flags += _OVER_PRESENT * self.mean_over_present
+        self.is_due = self._agree(where, flags, schema)
 
     def reduces_backward(self, is_enabled: bool, where: str) -> bool:
         """Whether a backward that begins now is the one that a forward has announced."""
@@ -86,14 +92,14 @@ class JoinProtocol:
 
     def receive(self, where: str, schema: bytes) -> bool:
         """Tell that this rank has no inputs; returns whether the others reduce a backward."""
-        return self._exchange(where, 0, schema)
+        return self._agree(where, 0, schema)
 
     def agree_on_last(self, where: str, is_last: bool) -> None:
         """When no rank has inputs: make the highest of the ranks that ended last the source."""
         what = "agreement on whose model all take over"
-        self._exchange(where, _PRESENT * is_last, b"", what)
+        self._agree(where, _PRESENT * is_last, b"", what)
 
-    def _exchange(
+    def _agree(
         self, where: str, mine: int, schema: bytes, what: str = "announcement of a forward"
     ) -> bool:
         rank = self._group.rank
@@ -101,30 +107,30 @@ class JoinProtocol:
         message[rank, 0], message[rank, 1] = mine, int.from_bytes(schema, "little")
         message = message.to(self._device)
         self._group.all_reduce(message, where, f"{what} inside join()")
-        said, schemas = message.T.tolist()
-        present = [number for number, each in enumerate(said) if each]
-        if len({said[number] & _OVER_PRESENT for number in present}) > 1:
+        flags, schemas = message.T.tolist()
+        present = [number for number, each in enumerate(flags) if each]
+        if len({flags[number] & _OVER_PRESENT for number in present}) > 1:
             raise RuntimeError(
                 f"{where}: join(divide_by_initial_world_size=...) is not the same on all ranks"
             )
         self.source_rank = max(present, default=0)
-        self.syncs_buffers = any(each & _SYNCS_BUFFERS for each in said)
+        self.syncs_buffers = any(each & _SYNCS_BUFFERS for each in flags)
         self.differs = len(set(schemas)) > 1
-        reduces = {said[number] & _REDUCES for number in present}
+        reduces = {flags[number] & _REDUCES for number in present}
         if len(reduces) > 1:
             raise RuntimeError(
                 f"{where}: inside join() ranks must agree on which forwards have a backward "
-                f"that is reduced. This one: {_in_words(said)}. Run the same forwards under "
+                f"that is reduced. This one: {_in_words(flags)}. Run the same forwards under "
                 "no_sync() or torch.no_grad() on every rank"
             )
         return reduces == {_REDUCES}
 
 
-def _in_words(said: list[int]) -> str:
+def _in_words(flags: list[int]) -> str:
     return "; ".join(
         f"rank {rank}: "
         + ("has no inputs left" if not each else "yes" if each & _REDUCES else "no")
-        for rank, each in enumerate(said)
+        for rank, each in enumerate(flags)
     )
 
 
@@ -135,13 +141,17 @@ class State(Protocol):
     sync: SyncState
     device: torch.device
     core: Reducer
+    parameters: ModuleParameters
+    counters: Counters
     state_broadcast: StateBroadcast
 
 
 class Wrapper(Protocol):
     """The attributes of a wrapped module that this file needs, beside those of ``Joinable``."""
 
-    _ddp_state: State
+    @property
+    def _ddp_state(self) -> State: ...
+
     forward_sync_buffers: bool
     require_forward_param_sync: bool
     _divide_by_initial_world_size: bool
@@ -204,10 +214,10 @@ class ShadowHook(JoinHook):
         state.core.settle_and_refresh()
         join: JoinProtocol = state.sync.join
         join.mean_over_present = not ddp._divide_by_initial_world_size
-        reduces = join.receive(_coming(ddp), state.core.parameters.schema)
+        reduces = join.receive(_next_forward(ddp), state.parameters.schema)
         if join.differs:
             _train_the_same(ddp, is_present=False)
-        added = [param for _, param in state.core.parameters.added]
+        added = [param for _, param in state.parameters.added]
         for param in [*state.core.manager.current.params, *added]:
             if param not in self._own:
                 # A copy, since a gradient in a bucket's memory is about to be overwritten.
@@ -218,7 +228,7 @@ class ShadowHook(JoinHook):
             ddp._sync_buffers()
         ddp.require_forward_param_sync = reduces  # as on the ranks whose forward this is
         if reduces:
-            shadow_backward(state.core, GradSource.JOINED)
+            state.core.reductions.shadow_backward(GradSource.JOINED)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take over the model of the rank that left last; the highest one if there are several."""
@@ -227,16 +237,16 @@ class ShadowHook(JoinHook):
         state.core.settle_and_refresh()
         for param, grad in self._own.items():
             param.grad = grad
-            state.core.own_gradients_at = state.core.counters.reductions
+            state.core.statistics.own_gradients_at = state.counters.reductions
         where = f"{state.core.where()}, end of join()"
         state.sync.join.agree_on_last(where, is_last_joiner)
         ddp._authoritative_rank = state.sync.source_rank
-        buffers = state.core.parameters.buffers() if ddp.forward_sync_buffers else []
-        held = [*state.core.parameters.params, *buffers]
+        buffers = state.parameters.buffers() if ddp.forward_sync_buffers else []
+        held = [*state.parameters.params, *buffers]
         _verify_held(ddp, held, where)
         state.state_broadcast.send(
             [tensor.detach() for _, tensor in held],
-            f"step {state.core.counters.reductions}, end of join()",
+            f"step {state.counters.reductions}, end of join()",
             "parameters and buffers",
         )
         _leave(ddp)
@@ -245,7 +255,8 @@ class ShadowHook(JoinHook):
 def announce_forward(ddp: Wrapper) -> None:
     """A forward begins: tell the ranks without inputs which collectives it will make."""
     state = ddp._ddp_state
-    capture.refuse(state.core, "inside join() each forward asks the other ranks: leave it first")
+    message = "inside join() each forward asks the other ranks: leave it first"
+    capture.refuse(state.core.manager.current, state.core.where(), message)
     _make_up(ddp)
     protocol: JoinProtocol = state.sync.join
     # With throw_on_early_termination a rank without inputs makes this raise: keep that error as is.
@@ -253,8 +264,8 @@ def announce_forward(ddp: Wrapper) -> None:
         notified = Join.notify_join_context(cast(Joinable, ddp))
     protocol.mean_over_present = not ddp._divide_by_initial_world_size
     protocol.announce(
-        _coming(ddp),
-        state.core.parameters.schema,
+        _next_forward(ddp),
+        state.parameters.schema,
         reduces=torch.is_grad_enabled() and state.sync.enabled,
         syncs_buffers=ddp.will_sync_module_buffers(),
     )
@@ -263,7 +274,7 @@ def announce_forward(ddp: Wrapper) -> None:
             notified.wait()
     if protocol.differs:
         _train_the_same(ddp, is_present=True)
-    if ddp.forward_sync_buffers and state.core.parameters.buffers():
+    if ddp.forward_sync_buffers and state.parameters.buffers():
         ddp.require_forward_param_sync = protocol.syncs_buffers
 
 
@@ -284,7 +295,7 @@ def _make_up(ddp: Wrapper) -> None:
     """
     state = ddp._ddp_state
     if state.sync.join.is_due:
-        shadow_backward(state.core, GradSource.SKIPPED)
+        state.core.reductions.shadow_backward(GradSource.SKIPPED)
 
 
 def _train_the_same(ddp: Wrapper, is_present: bool) -> None:
@@ -293,12 +304,12 @@ def _train_the_same(ddp: Wrapper, is_present: bool) -> None:
     The loops of the other ranks may freeze and unfreeze parameters.
     """
     state = ddp._ddp_state
-    params = state.core.parameters.params
-    _verify_held(ddp, params, _coming(ddp))
+    params = state.parameters.params
+    _verify_held(ddp, params, _next_forward(ddp))
     trains = [param.requires_grad for _, param in params]
     required = torch.tensor(trains, dtype=torch.uint8, device=state.device)
     source_rank = state.sync.source_rank
-    state.group.broadcast(required, source_rank, _coming(ddp), "broadcast of what is frozen")
+    state.group.broadcast(required, source_rank, _next_forward(ddp), "broadcast of what is frozen")
     if not is_present:
         for (_, param), is_trained in zip(params, required.tolist(), strict=True):
             param.requires_grad_(bool(is_trained))
@@ -321,10 +332,10 @@ def _leave(ddp: Wrapper) -> None:
 
 def _counting(ddp: Wrapper) -> AbstractContextManager[None]:
     what = "count of the ranks that have inputs, inside join()"
-    return ddp._ddp_state.group.guard(_coming(ddp), what)
+    return ddp._ddp_state.group.guard(_next_forward(ddp), what)
 
 
-def _coming(ddp: Wrapper) -> str:
-    """This rank's place before the collectives of a forward; the same without inputs."""
+def _next_forward(ddp: Wrapper) -> str:
+    """This rank and its next step, for errors; the same on a rank without inputs."""
     state = ddp._ddp_state
-    return f"rank {state.group.rank}, step {state.core.counters.reductions + 1}, forward"
+    return f"rank {state.group.rank}, step {state.counters.reductions + 1}, forward"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tritonddp._torch import optimizer_hooks, optimizers_in_backward, steps_optimizers
 from tritonddp.buckets.bucket import Bucket
-from tritonddp.comm.run import LocalError, ReductionRun
+from tritonddp.comm.reduction import LocalError, Reduction
 from tritonddp.coordination.agreement import GradSource
 from tritonddp.reducer.extension import Extension
 from tritonddp.reducer.reducer import Reducer
@@ -23,10 +23,10 @@ def step_in_backward(reducer: Reducer) -> None:
         for handle in handles_of.get(param, ()):
             handle.remove()
     if params:
-        hook = reducer.comm_hook  # may be torch's hook that steps optimizers itself
-        if not reducer.steps_optimizers and not (hook and steps_optimizers(hook[1])):
+        hook = reducer.options.comm_hook  # may be torch's hook that steps optimizers itself
+        if not reducer.options.steps_optimizers and not (hook and steps_optimizers(hook[1])):
             reducer.events.install(OptimizerSteps())
-        reducer.steps_optimizers = True
+        reducer.options.step_optimizers()
 
 
 class OptimizerStepError(LocalError):
@@ -41,9 +41,9 @@ class OptimizerSteps(Extension):
     optimizer keep their gradient.
     """
 
-    def on_reduced(self, run: ReductionRun, bucket: Bucket) -> None:
+    def on_reduced(self, reduction: Reduction, bucket: Bucket) -> None:
         """Step. If an optimizer fails, later parameters of the bucket are not stepped."""
-        if run.source in (GradSource.REQUEST, GradSource.SKIPPED, GradSource.CONTEXT):
+        if reduction.source in (GradSource.REQUEST, GradSource.SKIPPED, GradSource.CONTEXT):
             return
         for name, param in zip(bucket.names, bucket.params, strict=True):
             optimizers = optimizers_in_backward(param)
@@ -52,15 +52,15 @@ class OptimizerSteps(Extension):
                     optimizer.step()
                 except Exception as error:
                     raise OptimizerStepError(
-                        f"{run.where}, {bucket.title}: the optimizer of {name!r} failed in the "
-                        f"backward: {type(error).__name__}: {error}"
+                        f"{reduction.where}, {bucket.title}: the optimizer of {name!r} failed in "
+                        f"the backward: {type(error).__name__}: {error}"
                     ) from error
             if optimizers:
                 param.grad = None
 
-    def on_abort(self, run: ReductionRun) -> None:
+    def on_abort(self, reduction: Reduction | None) -> None:
         """Drop gradients without a step: nobody calls ``zero_grad`` before the next backward."""
-        if not run.is_local:
-            for param in run.bucket_set.params:
+        if reduction is not None:
+            for param in reduction.bucket_set.params:
                 if optimizers_in_backward(param):
                     param.grad = None

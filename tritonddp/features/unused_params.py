@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.parameters import ModuleParameters
-from tritonddp.comm.run import ReductionRun
+from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.agreement import GradSource
-from tritonddp.reducer.extension import Extension, SyncState
+from tritonddp.reducer.extension import Extension
+from tritonddp.reducer.graph.backward import Backward, SyncState
 from tritonddp.reducer.reducer import Reducer
 
 # Most names in an error message; the rest is counted.
@@ -56,22 +57,22 @@ class StrictUnused(Extension):
         self._reducer = weakref.ref(reducer)
         self._unused: list[str] = []
 
-    def on_begin(self, run: ReductionRun) -> None:
+    def on_begin(self, backward: Backward) -> None:
         self._unused = []
 
-    def on_launched(self, run: ReductionRun, bucket: Bucket, work: object) -> None:
+    def on_launched(self, reduction: Reduction, bucket: Bucket, work: object) -> None:
         """Note the unused parameters of ``bucket``: which ones are used is final now."""
-        if not run.reached and run.source is not GradSource.CONTEXT:
+        if not (reduction.source.is_backward or reduction.source is GradSource.CONTEXT):
             return
         self._unused += [
             name for name, used in zip(bucket.names, bucket.used, strict=True) if not used
         ]
 
-    def on_reduced_all(self, run: ReductionRun) -> None:
+    def on_reduced_all(self, reduction: Reduction) -> None:
         """Prepare the error for the next forward, if the backward left parameters unused."""
-        if not run.reached and run.source is not GradSource.CONTEXT:
+        if not (reduction.source.is_backward or reduction.source is GradSource.CONTEXT):
             return  # the reduction of no backward
-        skipped = [name for index in run.skipped for name in run.buckets[index].names]
+        skipped = [name for index in reduction.skipped for name in reduction.buckets[index].names]
         unused, self._unused = {*self._unused, *skipped}, []
         if not unused:
             return
@@ -79,7 +80,7 @@ class StrictUnused(Extension):
         found = {name: index for index, name in enumerate(trainable) if name in unused}
         reducer = self._reducer()
         if found and reducer is not None:
-            reducer.deferred_error = unused_error(run.where, self._rank, found)
+            reducer.defer(unused_error(reduction.where, self._rank, found))
 
 
 class SkipUnused(Extension):
@@ -91,15 +92,17 @@ class SkipUnused(Extension):
     def __init__(self, sync: SyncState) -> None:
         self._sync = sync
 
-    def on_begin(self, run: ReductionRun) -> None:
+    def on_begin(self, backward: Backward) -> None:
         """Find out which buckets to skip: none while ranks without inputs take part."""
-        if run.is_local or run.source is GradSource.REQUEST or run.is_provisional:
+        reduction = backward.reduction
+        if reduction is None or backward.is_provisional:
             return
         if self._sync.join is not None and self._sync.join.is_open:
             return
-        run.skipped = []
-        for bucket in run.buckets[1:]:
+        skipped = []
+        for bucket in reduction.buckets[1:]:
             numbers = range(bucket.first, bucket.first + len(bucket.params))
             # Doubtful parameters may get a gradient although the engine does not announce it.
-            if not any(run.used[number] or number in run.doubtful for number in numbers):
-                run.skipped.append(bucket.index)
+            if not any(reduction.used[each] or each in backward.doubtful for each in numbers):
+                skipped.append(bucket.index)
+        reduction.skip(skipped)

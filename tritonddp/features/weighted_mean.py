@@ -30,9 +30,10 @@ from torch import Tensor
 from tritonddp.buckets.bucket import Bucket, Segment
 from tritonddp.buckets.manager import BucketManager
 from tritonddp.buckets.parameters import ModuleParameters
-from tritonddp.comm.run import ReductionRun
+from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.agreement import GradSource, Weight
-from tritonddp.reducer.extension import Extension, SyncState
+from tritonddp.reducer.extension import Extension
+from tritonddp.reducer.graph.backward import Backward, SyncState
 
 
 def weight_of(n: Any, reduction: str) -> Weight:
@@ -78,36 +79,40 @@ class AccumulationWindow(Extension):
         self._aside: dict[Tensor, Tensor | None] = {}
         self._share = 1.0
 
-    def on_begin(self, run: ReductionRun) -> None:
+    def on_begin(self, backward: Backward) -> None:
         weight: Weight | None = self._sync.weight
-        if run.source is not GradSource.REQUEST:
-            self.open(weight, not run.is_local, not any(run.earlier), run.is_late)
-        else:
-            self.clear_if_dropped()
-            if weight is not None and self.weight is not None:
-                raise RuntimeError(
-                    f"{run.where.removesuffix(', reduce_gradients()')}: the accumulated gradients "
-                    "have the weights of their backwards already: call reduce_gradients() outside "
-                    "weighted(n)"
-                )
-            self.weight = weight or self.weight
-        run.weight = self.weight
+        reduction = backward.reduction
+        self.open(weight, reduction is not None, not any(backward.earlier), backward.is_late)
+        if reduction is not None:
+            reduction.weigh(self.weight)
 
-    def on_pack(self, run: ReductionRun, bucket: Bucket, segment: Segment) -> None:
-        if run.of_backwards and not run.source.is_empty:
+    def on_request(self, reduction: Reduction) -> None:
+        weight: Weight | None = self._sync.weight
+        self.clear_if_dropped()
+        if weight is not None and self.weight is not None:
+            raise RuntimeError(
+                f"{reduction.where.removesuffix(', reduce_gradients()')}: the accumulated "
+                "gradients have the weights of their backwards already: call reduce_gradients() "
+                "outside weighted(n)"
+            )
+        self.weight = weight or self.weight
+        reduction.weigh(self.weight)
+
+    def on_pack(self, reduction: Reduction, bucket: Bucket, segment: Segment) -> None:
+        if reduction.of_backwards and not reduction.source.is_empty:
             first = bucket.first + segment.first
-            if run.source is not GradSource.REQUEST:
+            if reduction.source is not GradSource.REQUEST:
                 self.merge(segment.params)
-            self.divide(segment.params, run.used[first : first + len(segment.params)])
+            self.divide(segment.params, reduction.used[first : first + len(segment.params)])
 
-    def on_compute_end(self, run: ReductionRun) -> None:
-        if run.is_local:
+    def on_compute_end(self, backward: Backward) -> None:
+        if backward.reduction is None:
             self.close(self._get_params())
         else:  # added parameters are in no bucket of this backward
             self.merge([param for _, param in self._parameters.added])
 
-    def on_close(self, run: ReductionRun) -> None:
-        if not run.is_local:
+    def on_close(self, reduction: Reduction | None) -> None:
+        if reduction is not None:
             self.clear()
 
     def _get_params(self) -> list[Tensor]:
@@ -200,7 +205,7 @@ class AccumulationWindow(Extension):
             grads = ((param, param.grad) for param in params)
             self._left = {p: (grad, grad._version) for p, grad in grads if grad is not None}
 
-    def on_abort(self, run: ReductionRun) -> None:
+    def on_abort(self, reduction: Reduction | None) -> None:
         """The backward failed: restore ``.grad`` and the weight from before it."""
         for param, mean in self._aside.items():
             param.grad = mean

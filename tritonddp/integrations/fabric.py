@@ -1,9 +1,4 @@
-"""Lightning Fabric: a strategy that wraps the model with tritonddp.
-
-from tritonddp.integrations.fabric import TritonDDPStrategy
-
-Fabric(strategy=TritonDDPStrategy(), devices=2)
-"""
+"""Lightning Fabric: a strategy that wraps the model with tritonddp."""
 
 from __future__ import annotations
 

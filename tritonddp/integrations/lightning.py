@@ -1,9 +1,4 @@
-"""Lightning: a strategy that wraps the model with tritonddp, and a callback that logs metrics().
-
-from tritonddp.integrations.lightning import MetricsCallback, TritonDDPStrategy
-
-Trainer(strategy=TritonDDPStrategy(metrics=True), callbacks=[MetricsCallback()], devices=2)
-"""
+"""Lightning: a strategy that wraps the model with tritonddp, and a callback that logs metrics()."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from tritonddp.ddp import DistributedDataParallel
-from tritonddp.features.metrics.metrics import metrics
 
 
 def check_every(every: Any) -> int:
@@ -28,5 +27,5 @@ def numbers_of(model: Any) -> dict[str, float]:
             f"but the trainer has a {type(model).__module__}.{type(model).__qualname__}: use an "
             "adapter of tritonddp.integrations, and start it with torchrun"
         )
-    found = metrics(model).items()
+    found = DistributedDataParallel.metrics(model).items()
     return {f"ddp/{name}": value for name, value in found if isinstance(value, int | float)}

@@ -7,18 +7,18 @@ import sys
 from typing import Any
 
 
-def lightning_class(user: str, place: str, *packages: str) -> Any:
+def lightning_class(user: str, path: str, *packages: str) -> Any:
     """A class of Lightning, from the one of ``packages`` that is imported already, or installed.
 
     Args:
         user: name of the module that needs it, for the error.
-        place: the module inside the package and the name of the class, with dots.
+        path: the module inside the package and the name of the class, with dots.
         packages: names under which Lightning is published, the preferred one first.
 
     Raises:
         ImportError: none of them is installed.
     """
-    module, _, name = place.rpartition(".")
+    module, _, name = path.rpartition(".")
     for package in sorted(packages, key=lambda package: package not in sys.modules):
         try:
             return getattr(importlib.import_module(f"{package}.{module}"), name)

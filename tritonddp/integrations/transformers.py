@@ -1,11 +1,4 @@
-"""Trainer of transformers: a callback that logs ``metrics()``.
-
-from tritonddp.integrations.accelerate import use_tritonddp
-from tritonddp.integrations.transformers import MetricsCallback
-
-use_tritonddp(trainer.accelerator, metrics=True)
-trainer.add_callback(MetricsCallback(trainer))
-"""
+"""Trainer of transformers: a callback that logs ``metrics()``."""
 
 from __future__ import annotations
 

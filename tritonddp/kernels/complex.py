@@ -15,12 +15,20 @@ from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
 REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
+def _of_real(name: str) -> Any:
+    return property(
+        lambda self: getattr(self.real, name), lambda self, value: setattr(self.real, name, value)
+    )
+
+
 class ComplexBuffer(FlatBuffer):
     """A flat buffer of real numbers, with complex views, and a layout in complex elements.
 
     Attributes:
         real: the same buffer with real views, for kernels and collectives.
     """
+
+    tables, squares = _of_real("tables"), _of_real("squares")
 
     def __init__(
         self,
@@ -30,15 +38,15 @@ class ComplexBuffer(FlatBuffer):
         memory: Tensor | None = None,
     ) -> None:
         """See :class:`FlatBuffer`."""
-        self.real = FlatBuffer(_real_layout(layout), REAL[dtype], device, memory)
-        vars(self).update(vars(self.real), layout=layout, dtype=dtype)  # the same memory
+        real = self.real = FlatBuffer(_real_layout(layout), REAL[dtype], device, memory)
+        super().__init__(real.layout, real.dtype, device, real.data.view(torch.uint8))
+        self.layout, self.dtype = layout, dtype
         self.views = list(map(self.tensor_at, range(len(layout.numels))))
 
-    def part(self, first: int, last: int) -> Any:
-        """See :meth:`FlatBuffer.part`."""
-        part = super().part(first, last)
-        part.real = self.real.part(first, last)
-        return part
+    def cut(self, first: int, last: int) -> None:
+        """See :meth:`FlatBuffer.cut`."""
+        self.real = self.real.part(first, last)
+        super().cut(first, last)
 
     def real_parts(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Real views of these gradients, which do not have the conjugate bit."""

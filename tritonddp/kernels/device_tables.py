@@ -25,7 +25,10 @@ from tritonddp.kernels.flat_buffer import FlatBuffer
 # dtype, which the compiler can rely on without a check per launch.
 ALIGNMENT = 16
 
-# By 4 warps: 4 accesses of 16 bytes in flight per thread at about 30 registers.
+# Elements of a chunk, and warps of a program: 4 accesses of 16 bytes in flight per thread at about
+# 30 registers. The same for all buffers, since no other choice was better: on an H100 buffers of
+# 0.3 to 205 MB reached 97 to 100 % of the bandwidth of the best of 1024 to 8192 elements with 4 or
+# 8 warps (benchmarks/results/gpu-h100/host.txt).
 BLOCK, WARPS = 2048, 4
 
 _ADDRESS_OF = Tensor.data_ptr
@@ -44,17 +47,6 @@ class _Table:
         self.dynamic = dynamic
         self.words = words
         self.launches: dict[tuple[Any, ...], Any] = {}
-
-
-def program_shape(flat: FlatBuffer) -> tuple[int, int]:
-    """Number of elements of a chunk, and of warps of a program.
-
-    They are the same for all buffers, since no other choice was better: on an H100 buffers of 0.3
-    to 205 MB reached 97 to 100 % of the bandwidth of the best of 1024 to 8192 elements with 4 or 8
-    warps (benchmarks/results/gpu-h100/host.txt). If measurements show a better choice for an
-    architecture, or for a size of ``flat``, it belongs here.
-    """
-    return BLOCK, WARPS
 
 
 class DeviceTables:
@@ -82,15 +74,14 @@ class DeviceTables:
     def __init__(
         self, flat: FlatBuffer, block: int | None = None, num_warps: int | None = None
     ) -> None:
-        """Build the chunk rows of ``flat``, by default with :func:`program_shape`.
+        """Build the chunk rows of ``flat``.
 
         Raises:
             ValueError: ``block`` is not a power of two of at least 16, or the layout of the buffer
                 is not aligned for 16-byte accesses.
         """
-        usual = program_shape(flat)
-        block = usual[0] if block is None else block
-        self.num_warps = usual[1] if num_warps is None else num_warps
+        block = BLOCK if block is None else block
+        self.num_warps = WARPS if num_warps is None else num_warps
         if block < 16 or block & (block - 1):
             raise ValueError(f"block should be a power of two of at least 16, but is {block}")
         layout, device = flat.layout, flat.data.device

@@ -11,7 +11,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tritonddp.kernels.complex import REAL, ComplexBuffer, on_real_parts
 from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer, Layout, Marks
@@ -52,12 +51,9 @@ class QuantizedKernels:
 
     quantize: Callable[..., None]  # replaces flatten
     reduce_parts: Callable[[QuantizedBuffer], None]
-    # (flat, factor): called when the sums of all ranks have come; returns the factor that unflatten
-    # still has to apply.
-    receive: Callable[[QuantizedBuffer, Tensor | None], Tensor | None]
     unflatten: Callable[..., None]
     tables: Callable[[FlatBuffer], Any] = _none  # see Kernels
-    # Whether receive() sums the messages of two ranks, see quantized/buffer.py.
+    # Whether unflatten sums the messages of two ranks, see quantized/buffer.py.
     is_direct: bool = False
 
 
@@ -122,13 +118,10 @@ def _check_fp8(device: torch.device) -> None:
 def _quantized_for(device_type: str) -> QuantizedKernels:
     _for_device_type(device_type)  # raises where there are none
     if device_type == "cpu":
-        from tritonddp.kernels import reference
         from tritonddp.kernels.quantized import reference as quantized
 
         return QuantizedKernels(
-            *(quantized.quantize, quantized.reduce_parts, quantized.put_together),
-            reference.unflatten,
-            is_direct=True,
+            quantized.quantize, quantized.reduce_parts, quantized.dequantize, is_direct=True
         )
     return quantized_in_triton()
 
@@ -138,14 +131,11 @@ def quantized_in_triton() -> QuantizedKernels:
     from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
 
     return QuantizedKernels(
-        *(quantize.quantize, reduce_parts.reduce_parts, _leave_factor, dequantize.dequantize),
+        quantize.quantize,
+        reduce_parts.reduce_parts,
+        dequantize.dequantize,
         tables=quantize.QuantizedTables.of,
     )
-
-
-def _leave_factor(flat: QuantizedBuffer, factor: Tensor | None) -> Tensor | None:
-    """On a GPU ``unflatten`` reads the message."""
-    return factor
 
 
 def _of_real_parts(function: Callable[..., Any], flat: Any, *arguments: Any) -> Any:

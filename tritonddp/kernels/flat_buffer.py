@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from ctypes import string_at
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -207,8 +208,8 @@ class FlatBuffer:
         first_slot: number of the first slot of a part in the whole buffer.
         tables: tables of the kernels, made at their first launch.
         squares: receives sums of squares from ``flatten`` and ``unflatten``, or ``None``.
-        known_flags: the reduced :attr:`flags`, empty if all are set; ``None`` if ``unflatten`` has
-            to read them.
+        last_flags: bytes of the reduced flags in the last reduction, and what
+            :meth:`reduced_flags` has returned then.
         batched: state of the CPU's ``flatten``, made at its first call.
     """
 
@@ -221,7 +222,7 @@ class FlatBuffer:
     encoded_headers: bytes = b""
     batched: Any = None
     squares: Squares | None = None
-    known_flags: Sequence[float] | None = None
+    last_flags: tuple[bytes, Sequence[float]] = b"", ()
 
     def __init__(
         self,
@@ -269,14 +270,18 @@ class FlatBuffer:
     def part(self, first: int, last: int) -> Any:
         """Slots ``[first, last)`` as a flat buffer of their own, in the same storage."""
         part = copy.copy(self)
-        part.layout = self.layout.part(first, last)
-        part.flags = self.flags[first:last]
-        part.headers = self.headers[:0]
-        part.marks = self.marks[first:last]
-        part.views = self.views[first:last]
-        part.is_part, part.first_slot = True, first
-        part.tables = part.batched = None
+        part.cut(first, last)
         return part
+
+    def cut(self, first: int, last: int) -> None:
+        """Become the part ``[first, last)`` of the buffer that this is a copy of."""
+        self.layout = self.layout.part(first, last)
+        self.flags = self.flags[first:last]
+        self.headers = self.headers[:0]
+        self.marks = self.marks[first:last]
+        self.views = self.views[first:last]
+        self.is_part, self.first_slot = True, first
+        self.tables = self.batched = None
 
     def write_trailer(self, used: Sequence[bool], headers: Sequence[int]) -> None:
         """Write the used flags, one per gradient, and the headers: see :meth:`encode_trailer`."""
@@ -310,14 +315,21 @@ class FlatBuffer:
         self.encoded = encoded
 
     @cached_property
-    def trailer_nbytes(self) -> int:
-        """Bytes of :attr:`trailer`."""
-        return self.trailer.numel() * self.trailer.element_size()
-
-    @cached_property
     def flags_nbytes(self) -> int:
         """Bytes of :attr:`flags`."""
         return self.flags.numel() * self.flags.element_size()
+
+    def reduced_flags(self) -> Sequence[float]:
+        """The :attr:`flags` on the host, which waits for a GPU; empty if all of them are set."""
+        if not self.data.is_cpu:
+            return self.flags.tolist()
+        # In most steps they are those of the step before. (The address is read each time:
+        # share_memory() moves gradients that are views.)
+        content = string_at(self.flags.data_ptr(), self.flags_nbytes)
+        if content != self.last_flags[0] or not content:
+            flags = self.flags.tolist()
+            self.last_flags = content, () if all(flags) else flags
+        return self.last_flags[1]
 
     @property
     def nbytes(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from ctypes import string_at
 from operator import is_
 from types import NoneType
 from typing import Any
@@ -246,7 +247,10 @@ def unflatten(
         TypeError: the factor is not one fp64 element on the buffer's device.
     """
     targets, sources = grads, flat.views
-    flags = flat.flags.tolist() if flat.known_flags is None else flat.known_flags
+    # (Without a call where they are those of the last step.)
+    content, flags = flat.last_flags
+    if string_at(flat.flags.data_ptr(), flat.flags_nbytes) != content:
+        flags = flat.reduced_flags()
     if not all(flags) or NoneType in map(type, grads):
         flags = flags or [1] * len(grads)
         pairs = [

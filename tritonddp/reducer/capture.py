@@ -8,64 +8,60 @@ capture of a backward that needs the host is refused, and headers from before ar
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 from tritonddp._device import is_capturing, is_default
 from tritonddp._torch import moves_nodes_into_captures
-from tritonddp.coordination.agreement import Mismatch
+from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.coordination.failures import listed
 
 if TYPE_CHECKING:
-    from tritonddp.reducer.reducer import Reducer
+    from tritonddp.reducer.reductions import Reductions
 
 
-def begin(reducer: Reducer, missing: Collection[int], is_reduced: bool) -> None:
+def begin(
+    reductions: Reductions, streams: Sequence[Any], missing: Collection[int], is_reduced: bool
+) -> None:
     """Prepare the buckets for a backward that is captured.
 
     Args:
+        reductions: of the wrapper.
+        streams: on which autograd accumulates gradients.
         missing: numbers of the parameters that the backward does not reach.
         is_reduced: the backward is not under ``no_sync``.
 
     Raises:
         RuntimeError: a replay could not do all that this backward does.
     """
-    problem = _problem(reducer, missing, is_reduced)
+    problem = _problem(reductions, streams, missing, is_reduced)
     if problem is not None:
-        refuse(reducer, problem)
-    for bucket in reducer.manager.current.buckets:
-        bucket.capture()
-        if bucket not in reducer.captured:
-            reducer.captured.append(bucket)
+        refuse(reductions.manager.current, reductions.where(), problem)
+    reductions.manager.capture()
 
 
-def refuse(reducer: Reducer, problem: str) -> None:
+def refuse(current: BucketSet, where: str, problem: str) -> None:
     """Raise a RuntimeError if a CUDA graph is captured now."""
-    if reducer.is_on_gpu and is_capturing():
-        raise RuntimeError(f"{reducer.where()}, while a CUDA graph is captured: {problem}")
+    if current.is_on_gpu and is_capturing():
+        raise RuntimeError(f"{where}, while a CUDA graph is captured: {problem}")
 
 
-def refuse_mismatch(reducer: Reducer, error: Mismatch) -> None:
-    """Like :func:`refuse`, after a step in which the ranks did not reduce the same."""
-    reducer.agreement.pending = True  # a step without a graph then finds out what differs
-    what = str(error) or "the ranks reduce different parameters"
-    refuse(reducer, f"{what}. Run one step without a graph before")
-
-
-def _problem(reducer: Reducer, missing: Collection[int], is_reduced: bool) -> str | None:
+def _problem(
+    reductions: Reductions, streams: Sequence[Any], missing: Collection[int], is_reduced: bool
+) -> str | None:
     """Why this backward cannot be captured, and what to do; ``None`` if it can."""
-    manager, sync = reducer.manager, reducer.sync
+    manager, sync = reductions.manager, reductions.sync
     if not is_reduced:
         return (
             "a backward under no_sync accumulates, and the host does not notice its replays: "
             "capture reduced backwards only, or run the accumulating ones without a graph"
         )
-    if manager.is_provisional or reducer.parameters.is_uncommitted:
+    if manager.is_provisional or reductions.parameters.is_uncommitted:
         return (
             "no backward has been reduced since the module was wrapped, or its parameters changed: "
             "run one step, forward and backward, on a side stream before"
         )
-    if any(map(is_default, reducer.tracker.streams)) and not moves_nodes_into_captures():
+    if any(map(is_default, streams)) and not moves_nodes_into_captures():
         return (
             "autograd accumulates gradients on the stream that the module was wrapped on, here the "
             "default one, which cannot be captured: wrap it on a side stream, inside "
@@ -80,7 +76,7 @@ def _problem(reducer: Reducer, missing: Collection[int], is_reduced: bool) -> st
         )
     if sync.weight is not None:
         return "all replays would use this n of weighted(n): run such backwards without a graph"
-    asks = [each.reads_device for each in reducer.events.extensions if each.reads_device]
+    asks = [each.reads_device for each in reductions.events.extensions if each.reads_device]
     if any(bucket.is_sparse for bucket in manager.current.buckets):
         asks.append("how many rows the sparse gradients have")
     if manager.planner is not None:

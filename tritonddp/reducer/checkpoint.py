@@ -12,18 +12,17 @@ from torch import Tensor
 from tritonddp.buckets.residuals import check_state, load_state, state_of
 
 if TYPE_CHECKING:
-    from tritonddp.reducer.reducer import Reducer
+    from tritonddp.reducer.reductions import Reductions
 
 
-def comm_state(reducer: Reducer) -> dict[str, Any]:
+def comm_state(reductions: Reductions) -> dict[str, Any]:
     """The bucket order, and all other state that the bits of the next reduction depend on."""
-    reducer.settle()
-    manager, unit = reducer.manager, reducer.agreement.unit
+    manager, unit = reductions.manager, reductions.agreement.unit
     return {
-        "rank": reducer.group.rank,
-        "world_size": reducer.group.size,
+        "rank": reductions.group.rank,
+        "world_size": reductions.group.size,
         "bucket_order": manager.order,
-        "reductions_since_change": manager.since_change,
+        "reductions_since_change": reductions.counters.since_change,
         "weight_unit": unit,
         "wires": [] if manager.planner is None else manager.planner.state,
         **state_of(manager.current.buckets, unit),
@@ -31,51 +30,41 @@ def comm_state(reducer: Reducer) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_comm_state(reducer: Reducer, states: Sequence[dict[str, Any]]) -> None:
+def load_comm_state(reductions: Reductions, states: Sequence[dict[str, Any]]) -> None:
     """Go on from the first state that the user has given on rank 0.
 
     Residuals (the quantisation errors that error feedback adds to the next gradients) are summed
     over all states of all ranks.
     """
-    reducer.settle()
-    if reducer.is_detached:
-        return
-    if reducer.run is not None:
-        raise RuntimeError(
-            f"{reducer.where()}: load_comm_state_dict() was called while a backward runs: call "
-            "it between two steps"
-        )
-    reducer.parameters.register()
-    said: tuple[list[float], list[float]] = [], []
+    reductions.parameters.register()
+    numbers: tuple[list[float], list[float]] = [], []
     failure: Exception | None = None
     try:
         for state in states:
             _check(state)
-        check_state(reducer.parameters.params, states)
+        check_state(reductions.parameters.params, states)
         if states:
-            said = _numbers_of(reducer, states[0])
+            numbers = _numbers_of(reductions, states[0])
     except (TypeError, ValueError) as error:
         failure = error
     try:
-        since_change, order, unit, wires = _agree(reducer, *said, failure is not None)
+        since_change, order, unit, wires = _agree(reductions, *numbers, failure is not None)
         if failure is not None:
             raise failure
     finally:
         failure = None  # its traceback holds this frame, which would keep the wrapper alive
     if since_change < 0:
         return  # saved before the first step
-    reducer.agreement.unit = unit
-    manager = reducer.manager
+    reductions.agreement.set_unit(unit)
+    manager = reductions.manager
     if manager.planner is not None:
         manager.planner.load(wires)
-    if (former := manager.restore(order, since_change)) is not None:
-        reducer.renumber(former)
-        if reducer.peer_memory is not None:
-            reducer.follow_memory(reducer.peer_memory)
+    if manager.restore(order, since_change):
+        reductions.move_buckets()
     load_state(manager.current.buckets, states, unit)
 
 
-def _numbers_of(reducer: Reducer, state: dict[str, Any]) -> tuple[list[float], list[float]]:
+def _numbers_of(reductions: Reductions, state: dict[str, Any]) -> tuple[list[float], list[float]]:
     """This state as numbers, which rank 0 sends to the others: the bucket order, and the rest.
 
     Numbers suffice, since all ranks have the same parameters: so nothing that another rank has
@@ -83,9 +72,9 @@ def _numbers_of(reducer: Reducer, state: dict[str, Any]) -> tuple[list[float], l
     """
     if not state["bucket_order"]:
         return [], []
-    number_of = {name: number for number, (name, _) in enumerate(reducer.parameters.params)}
+    number_of = {name: number for number, (name, _) in enumerate(reductions.parameters.params)}
     order = [number_of[name] for name in state["bucket_order"] if name in number_of]
-    planner, wires = reducer.manager.planner, state["wires"]
+    planner, wires = reductions.manager.planner, state["wires"]
     if planner is None:
         wires = []
     elif len(wires) > len(number_of) or not planner.knows(wires):
@@ -97,12 +86,12 @@ def _numbers_of(reducer: Reducer, state: dict[str, Any]) -> tuple[list[float], l
 
 
 def _agree(
-    reducer: Reducer, order: Sequence[float], rest: Sequence[float], has_failed: bool
+    reductions: Reductions, order: Sequence[float], rest: Sequence[float], has_failed: bool
 ) -> tuple[int, list[int], float, list[int]]:
     """The numbers of rank 0's state; a RuntimeError if another rank has failed to read its own."""
     # Two rows of rank 0's numbers, -1 where there is none, and a row of ranks that have failed.
     # Small integers and powers of two are exact in fp64.
-    group, params = reducer.group, reducer.parameters.params
+    group, params = reductions.group, reductions.parameters.params
     message = torch.zeros(3, max(1 + len(params), group.size), dtype=torch.float64, device="cpu")
     if group.rank == 0:
         message[:2] = -1
@@ -110,13 +99,13 @@ def _agree(
             row[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     message[2, group.rank] = has_failed
     message = message.to(params[0][1].device)
-    group.all_reduce(message, reducer.where(), "all-reduce of the state of communication")
-    reducer.counters.collective(message.nbytes, group.size, passes=2)
+    group.all_reduce(message, reductions.where(), "all-reduce of the state of communication")
+    reductions.counters.collective(message.nbytes, group.size, passes=2)
     (since_change, *numbers), (unit, *wires), failed = message.tolist()
     if any(failed) and not has_failed:
         ranks = [str(rank) for rank, one in enumerate(failed) if one]
         raise RuntimeError(
-            f"{reducer.where()}: load_comm_state_dict() failed on rank {', '.join(ranks)}, and "
+            f"{reductions.where()}: load_comm_state_dict() failed on rank {', '.join(ranks)}, and "
             "nothing was loaded on any rank: see the error there"
         )
     numbers, wires = ([int(n) for n in row if n >= 0] for row in (numbers, wires))

@@ -19,9 +19,9 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,14 +35,20 @@ from tritonddp._torch import (
     queue_end_of_backward,
     values_of_rrefs,
 )
-from tritonddp.comm.run import ReductionRun
 from tritonddp.coordination.agreement import GradSource, Mismatch
 from tritonddp.coordination.interrupts import Uninterrupted
-from tritonddp.reducer import recovery
-from tritonddp.reducer.output_hooks import Forward, tell, tensors_in
-
-if TYPE_CHECKING:
-    from tritonddp.reducer.reducer import Reducer
+from tritonddp.reducer.graph.backward import (
+    FAILED,
+    OVER,
+    Backward,
+    Forward,
+    Forwards,
+    call_back,
+    tensors_in,
+)
+from tritonddp.reducer.graph.participation import gradient_nodes
+from tritonddp.reducer.options import ReducerOptions
+from tritonddp.reducer.reductions import Reductions
 
 logger = logging.getLogger("tritonddp.in_context")
 
@@ -52,285 +58,340 @@ _BY_HAND = (
 )
 
 
-class ContextReduction:
-    """One reduction of the gradients in a context, on this rank; ``.grad`` takes no part.
+class ContextBackward:
+    """One backward whose gradients are in a context, on this rank; ``.grad`` takes no part.
 
     Its buckets are made for stand-ins: detached parameters whose ``.grad`` are the tensors of the
     context. The ``.grad`` of the parameters, accumulated under ``no_sync`` perhaps, stays as it is.
     As in ``reduce_gradients()`` gradients are cast to ``reduce_dtype``, but not quantised.
+
+    Attributes:
+        context: id of the context.
+        params: those that the numbers of the buckets' parameters stand for.
+        reduction: of the gradients.
+        backward: its phase.
+        unfilled: for each bucket, the number of gradients that it waits for.
+        bucket_of: for each parameter, the index of its bucket.
+        arrived: for each parameter, whether its gradient has come.
+        hooks: handles.
     """
 
     def __init__(
         self,
-        reducer: Reducer,
+        reductions: Reductions,
         context: int,
         named_params: Iterable[tuple[str, Parameter]],
         source: GradSource = GradSource.CONTEXT,
     ) -> None:
         origin = {param.detach(): (name, param) for name, param in named_params}
         named: list[tuple[str, Any]] = [(name, each) for each, (name, _) in origin.items()]
-        sparse = {each for each, (_, param) in origin.items() if param in reducer.parameters.sparse}
-        bucket_set = reducer.manager.temporary(named, sparse=sparse)
-        self.context = context  # its id
-        # Those that the numbers of the buckets' parameters stand for.
+        of_module = reductions.parameters.sparse
+        sparse = {each for each, (_, param) in origin.items() if param in of_module}
+        bucket_set = reductions.temporary(named, sparse=sparse)
+        where = f"{reductions.where()}, torch.distributed.autograd"
+        self.context = context
         self.params = [origin[each][1] for each in bucket_set.params]
-        self.run = run = ReductionRun(
-            *(bucket_set, reducer.plain, reducer.agreement, reducer.events),
-            *([False] * len(named), source),
+        self.reduction = reductions.open(
+            bucket_set, [False] * len(named), source, where, of_backwards=False
         )
-        run.where, run.of_backwards = f"{reducer.where()}, torch.distributed.autograd", False
-        run.unfilled = [len(bucket.params) for bucket in run.buckets]
-        self.bucket_of = [bucket.index for bucket in run.buckets for _ in bucket.params]
-        self.came = [False] * len(named)  # for each parameter, whether its gradient has come
-        self.hooks: list[Any] = []  # handles
-
-    @property
-    def runs(self) -> bool:
-        """Whether its backward has neither ended nor failed."""
-        return self.run.end() is not None
+        self.backward = Backward(where, bucket_set, (), self.reduction)
+        self.unfilled = [len(bucket.params) for bucket in bucket_set.buckets]
+        self.bucket_of = [bucket.index for bucket in bucket_set.buckets for _ in bucket.params]
+        self.arrived = [False] * len(named)
+        self.hooks: list[Any] = []
 
     def read(self, numbers: range) -> None:
         """Take the gradients of these parameters. A parameter is used if the context has one."""
         found = gradients_in_context(self.context)
         for number in numbers:
-            self.run.bucket_set.params[number].grad = found.get(self.params[number])
-            self.run.used[number] = self.params[number] in found
+            self.reduction.bucket_set.params[number].grad = found.get(self.params[number])
+        self.reduction.note_used(each for each in numbers if self.params[each] in found)
 
     def write(self) -> None:
         """Add means to the context for the gradients that it did not have on this rank."""
         found = gradients_in_context(self.context)
-        for stand_in, param in zip(self.run.bucket_set.params, self.params, strict=True):
+        for stand_in, param in zip(self.reduction.bucket_set.params, self.params, strict=True):
             if stand_in.grad is not None and stand_in.grad is not found.get(param):
                 put_into_context(self.context, param, stand_in.grad)
 
+    def send(self, where: str, rest: bool = False) -> None:
+        """Send the buckets that have all their gradients, in bucket order.
 
-def watch(reducer: Reducer, output: Any, context: int, syncs: bool) -> None:
-    """A forward in the context of this id has returned ``output``; see output_hooks.
+        With ``rest`` send all, with zeros for gradients that the context does not have.
+        """
+        reduction = self.reduction
+        for bucket in reduction.buckets[len(reduction.works) :]:
+            if self.unfilled[bucket.index] and not rest:
+                return
+            numbers = range(bucket.first, bucket.first + len(bucket.params))
+            self.read(numbers)
+            for number in numbers:
+                if self.arrived[number] and not reduction.used[number]:
+                    raise RuntimeError(
+                        f"{where}: this backward was called with another "
+                        "torch.distributed.autograd context than its forward: the context of the "
+                        f"forward has no gradient of {reduction.bucket_set.names[number]!r}"
+                    )
+            reduction.launch_now(bucket)
 
-    Raises:
-        RuntimeError: gradients in a context cannot be averaged as the user has asked for.
+
+class ContextReducer:
+    """Reduces the gradients in contexts, for one wrapper.
+
+    Args:
+        reductions, forwards, options: of the wrapper.
+        launching: held while buckets are launched.
     """
-    if not reducer.is_detached:
-        _check(reducer)
-    reference = weakref.ref(reducer)
-    forward = reducer.forwards.ended(reducer.counters.reductions, syncs)
 
-    def backward(gradient: Tensor) -> None:
-        told = reference()
-        if told is not None and distributed_engine_runs():
-            with _telling_at_end():
-                _begin(told, context, forward)
-        else:  # loss.backward() inside the context: its gradients go to .grad
-            tell(reference, forward, gradient)
+    def __init__(
+        self,
+        reductions: Reductions,
+        forwards: Forwards,
+        options: ReducerOptions,
+        launching: AbstractContextManager[Any],
+    ) -> None:
+        self._reductions = reductions
+        self._forwards = forwards
+        self._options = options
+        self._launching = launching
+        # The backward that is reduced, or has failed; and the id of the last backward that went
+        # through an output, reduced or not.
+        self._current: ContextBackward | None = None
+        self._seen = -1
+        self._is_detached = False
+        self._group = reductions.group
+        self._reference = weakref.ref(self, self._group.owners.discard)
+        hash(self._reference)  # cached now: it cannot be computed after this object is freed
 
-    for tensor in (*tensors_in(output), *tensors_in(values_of_rrefs(output))):
-        if tensor.grad_fn is not None:
-            tensor.register_hook(backward)
+    @property
+    def order(self) -> tuple[str, int]:
+        """See :class:`~tritonddp.coordination.group.Owner`."""
+        return self._group.name, self._reductions.parameters.number
 
+    def watch(self, reducer: weakref.ref[Any], output: Any, context: int, syncs: bool) -> None:
+        """A forward in the context of this id has returned ``output``.
 
-def _check(reducer: Reducer) -> None:
-    inside = f"{reducer.where()}: inside torch.distributed.autograd.context()"
-    if reducer.sync.weight is not None:
-        raise RuntimeError(f"{inside} a mean cannot be weighted by weighted(n): {_BY_HAND}")
-    if reducer.sync.join is not None and reducer.sync.join.is_open:
-        raise RuntimeError(
-            f"{inside} join() cannot be used, since ranks that have no inputs left cannot take "
-            "part in such a backward: leave join() out"
-        )
-    if reducer.comm_hook is not None:
-        raise RuntimeError(f"{inside} no communication hook is called: {_BY_HAND}")
-    if reducer.steps_optimizers:
-        raise RuntimeError(
-            f"{inside} no optimizer can step in the backward, since torch's "
-            "_apply_optimizer_in_backward waits for .grad: use a DistributedOptimizer"
-        )
-    if reducer.finalizes_manually:
-        raise RuntimeError(
-            f"{inside} finalize_backward() has nothing to wait for: set "
-            "require_manual_backward_finalization to False"
-        )
+        Args:
+            reducer: is called back for a ``loss.backward()`` inside the context.
+            output: what the forward returned.
+            context: id of the context.
+            syncs: the forward ran outside ``no_sync``.
 
+        Raises:
+            RuntimeError: gradients in a context cannot be averaged as the user has asked for.
+        """
+        if not self._is_detached:
+            self._check()
+        reference = self._reference
+        forward = self._forwards.ended(self._reductions.counters.reductions, syncs)
 
-# Start of backward
+        def hook(gradient: Tensor) -> None:
+            if distributed_engine_runs():
+                contexts = reference()
+                if contexts is not None:
+                    with _raising_at_end():
+                        contexts._begin(context, forward)
+            else:  # its gradients go to .grad
+                call_back(reducer, forward, gradient)
 
+        for tensor in (*tensors_in(output), *tensors_in(values_of_rrefs(output))):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(hook)
 
-def _begin(reducer: Reducer, context: int, forward: Forward) -> None:
-    """A distributed backward goes through an output of a forward that ran in ``context``."""
-    if reducer.is_detached:
-        reducer.group.refuse_if_forked()
-        return
-    with reducer.launching, torch.no_grad():
-        former, graph_task = reducer.in_context, current_graph_task_id()
-        begun = None if former is None else former.run.graph_task
-        if graph_task in (reducer.seen_in_context, begun):
-            return  # already decided, at another output; its _begin may have failed
-        reducer.seen_in_context = graph_task
-        if not reducer.forwards.decide(forward, reducer.sync, reducer.where):
-            return  # no_sync: the context keeps this rank's gradients
-        if former is not None and former.runs:
+    def _check(self) -> None:
+        inside = f"{self._reductions.where()}: inside torch.distributed.autograd.context()"
+        sync, options = self._reductions.sync, self._options
+        if sync.weight is not None:
+            raise RuntimeError(f"{inside} a mean cannot be weighted by weighted(n): {_BY_HAND}")
+        if sync.join is not None and sync.join.is_open:
             raise RuntimeError(
-                f"{reducer.where()}: a backward in another torch.distributed.autograd context "
-                "still runs, and the order of the two may differ between ranks: run one "
-                "after the other"
+                f"{inside} join() cannot be used, since ranks that have no inputs left cannot take "
+                "part in such a backward: leave join() out"
             )
-        recovery.recover(reducer.group)
-        reducer.check_pending()
-        reducer.parameters.register()
-        current = reducer.manager.current
-        named_params = zip(current.names, current.params, strict=True)
-        backward = ContextReduction(reducer, context, named_params)
-        backward.run.graph_task = graph_task
-        reducer.in_context = backward
-        reducer.mark_open()
-        _check(reducer)  # if it raises, recover() makes the collectives of this rank
-        reducer.announce(backward.run)
-        nodes = dict(zip(current.params, reducer.tracker.nodes, strict=True))
-        reference = weakref.ref(reducer)  # which holds the nodes
-        backward.hooks = [
-            nodes[param].register_hook(partial(_arrived, reference, number))
-            for number, param in enumerate(backward.params)
-        ]
-        # See Reducer._queue_end.
-        end = partial(_end, reducer, backward)
-        backward.run.end = weakref.ref(end)
-        queue_end_of_backward(end)
+        if options.comm_hook is not None:
+            raise RuntimeError(f"{inside} no communication hook is called: {_BY_HAND}")
+        if options.steps_optimizers:
+            raise RuntimeError(
+                f"{inside} no optimizer can step in the backward, since torch's "
+                "_apply_optimizer_in_backward waits for .grad: use a DistributedOptimizer"
+            )
+        if options.finalizes_manually:
+            raise RuntimeError(
+                f"{inside} finalize_backward() has nothing to wait for: set "
+                "require_manual_backward_finalization to False"
+            )
 
+    # Start of backward
 
-def _over() -> None:
-    """Stands in for the reference to the callback of a backward that is over."""
+    def _begin(self, context: int, forward: Forward) -> None:
+        """A distributed backward goes through an output of a forward that ran in ``context``."""
+        group, reductions = self._group, self._reductions
+        if self._is_detached:
+            group.refuse_if_forked()
+            return
+        with self._launching, torch.no_grad():
+            former, graph_task = self._current, current_graph_task_id()
+            begun = None if former is None else former.backward.graph_task
+            if graph_task in (self._seen, begun):
+                return  # already decided, at another output; this may have failed then
+            self._seen = graph_task
+            source = self._forwards.decide(
+                forward, reductions.sync, reductions.counters.reductions, reductions.where
+            )
+            if source is None:
+                return  # no_sync: the context keeps this rank's gradients
+            if former is not None and former.backward.runs:
+                raise RuntimeError(
+                    f"{reductions.where()}: a backward in another torch.distributed.autograd "
+                    "context still runs, and the order of the two may differ between ranks: run "
+                    "one after the other"
+                )
+            group.recover()
+            reductions.check_pending()
+            reductions.parameters.register()
+            current = reductions.manager.current
+            begins = ContextBackward(
+                reductions, context, zip(current.names, current.params, strict=True)
+            )
+            self._current = begins
+            group.owners.add(self._reference)
+            try:
+                self._check()
+                begins.hooks = [
+                    node.register_hook(partial(_arrived, self._reference, number))
+                    for number, node in enumerate(gradient_nodes(begins.params))
+                ]
+                begins.backward.queue_end(
+                    partial(self._end, begins), partial(_broke_off, weakref.ref(begins))
+                )
+            except BaseException:
+                begins.backward.moves_to(FAILED)  # make_up() makes the collectives of this rank
+                raise
 
+    # A gradient, a bucket is ready
 
-# A gradient, a bucket is ready
+    def arrived(self, number: int, has_gradient: bool) -> None:
+        """The context has the gradient of a parameter: called by its autograd node."""
+        current = self._current
+        if current is None or not current.backward.runs:
+            return
+        if current.backward.graph_task != current_graph_task_id():
+            return  # this hook belongs to an earlier backward, which failed
+        # Sends of a context may run on several threads.
+        with _raising_at_end(), self._launching, torch.no_grad():
+            current.arrived[number] = has_gradient
+            current.unfilled[current.bucket_of[number]] -= 1
+            try:
+                current.send(self._reductions.where())
+            except Exception:
+                current.backward.moves_to(FAILED)
+                raise
+
+    # End of backward
+
+    @torch.no_grad()
+    def _end(self, current: ContextBackward) -> None:
+        """The backward is over on this rank: write the means into the context."""
+        reduction, events = current.reduction, self._reductions.events
+        if not current.backward.runs:
+            return
+        try:
+            with self._launching:
+                current.send(self._reductions.where(), rest=True)
+            try:
+                with Uninterrupted():
+                    reduction.finish()
+                    self._reductions.agreement.check_pending()
+                    for call in events.on_reduced_all:
+                        call(reduction)
+                    current.write()
+                    self._reduce_added(current)
+            except Mismatch as error:
+                self._reductions.raise_mismatch(error, reduction)
+            finally:
+                self._leave(current)
+            for call in events.on_end:
+                call(reduction)
+        finally:  # not before: other threads may run forwards meanwhile
+            current.backward.moves_to(OVER)
+
+    def _reduce_added(
+        self, current: ContextBackward, source: GradSource = GradSource.CONTEXT
+    ) -> None:
+        """Reduce gradients of added parameters, which have no bucket and no hooks yet.
+
+        (The headers have shown that all ranks have added the same parameters.)
+        """
+        parameters = self._reductions.parameters
+        if parameters.added:
+            added = ContextBackward(self._reductions, current.context, parameters.added, source)
+            if source is GradSource.BROKEN:
+                added.reduction.take_part()
+            else:
+                added.read(range(len(added.params)))
+                added.reduction.reduce_now()
+                added.write()
+
+    def _leave(self, current: ContextBackward) -> None:
+        self._current = None
+        self._group.owners.discard(self._reference)
+        for hook in current.hooks:
+            hook.remove()
+
+    # After a backward that broke off
+
+    def finish_waiting(self) -> None:
+        """See :class:`~tritonddp.coordination.group.Owner`: here the end itself waits."""
+
+    def make_up(self) -> None:
+        """If a backward failed: take part in the collectives of the other ranks."""
+        current = self._current
+        if current is None or current.backward.runs:
+            return
+        self._leave(current)
+        reduction = current.reduction
+        logger.warning(
+            "%s: the last backward did not come to its end. On the other ranks gradients are NaN "
+            "in this step in %d of %d buckets, which this rank had not sent",
+            reduction.where,
+            len(reduction.buckets) - len(reduction.works),
+            len(reduction.buckets),
+        )
+        try:
+            with Uninterrupted(), torch.no_grad():
+                if not reduction.header:  # it was not prepared yet
+                    reduction.break_off()
+                reduction.take_part()
+                self._reduce_added(current, GradSource.BROKEN)
+        except Mismatch as error:
+            self._reductions.raise_mismatch(error, reduction)
+
+    def detach(self) -> None:
+        """Notice no backward any more."""
+        self._is_detached = True
+        self._group.owners.discard(self._reference)
 
 
 def _arrived(
-    reference: weakref.ref[Reducer], number: int, _: Any, gradients: tuple[Tensor | None, ...]
+    reference: weakref.ref[ContextReducer],
+    number: int,
+    _: Any,
+    gradients: tuple[Tensor | None, ...],
 ) -> None:
-    """The context has the gradient of a parameter: called by its autograd node."""
-    reducer = reference()
-    backward: ContextReduction | None = None if reducer is None else reducer.in_context
-    if reducer is None or backward is None or not backward.runs:
-        return
-    run = backward.run
-    if run.graph_task != current_graph_task_id():
-        return  # this hook belongs to an earlier backward, which failed
-    # Sends of a context may run on several threads.
-    with _telling_at_end(), reducer.launching, torch.no_grad():
-        backward.came[number] = gradients[0] is not None
-        run.unfilled[backward.bucket_of[number]] -= 1
-        try:
-            _send(reducer, backward)
-        except Exception:
-            run.end = _over  # the backward has failed
-            raise
+    contexts = reference()
+    if contexts is not None:
+        contexts.arrived(number, gradients[0] is not None)
 
 
-def _send(reducer: Reducer, backward: ContextReduction, rest: bool = False) -> None:
-    """Send the buckets that have all their gradients, in bucket order.
-
-    With ``rest`` send all, with zeros for gradients that the context does not have.
-    """
-    run = backward.run
-    for bucket in run.buckets[len(run.works) :]:
-        if run.unfilled[bucket.index] and not rest:
-            return
-        numbers = range(bucket.first, bucket.first + len(bucket.params))
-        backward.read(numbers)
-        for number in numbers:
-            if backward.came[number] and not run.used[number]:
-                raise RuntimeError(
-                    f"{reducer.where()}: this backward was called with another "
-                    "torch.distributed.autograd context than its forward: the context of the "
-                    f"forward has no gradient of {run.bucket_set.names[number]!r}"
-                )
-        run.launch_now(bucket)
-
-
-# End of backward
-
-
-@torch.no_grad()
-def _end(reducer: Reducer, backward: ContextReduction) -> None:
-    """The backward is over on this rank: write the means into the context."""
-    run = backward.run
-    if not backward.runs:
-        return
-    try:
-        with reducer.launching:
-            _send(reducer, backward, rest=True)
-        try:
-            with Uninterrupted():
-                run.finish()
-                reducer.agreement.check_pending()
-                for call in reducer.events.on_reduced_all:
-                    call(run)
-                backward.write()
-                _take_up_added(reducer, backward)
-        except Mismatch as error:
-            recovery.raise_mismatch(reducer, error, run)
-        finally:
-            _leave(reducer, backward)
-        for call in reducer.events.on_end:
-            call(run)
-    finally:  # not before: other threads may run forwards meanwhile
-        run.end = _over
-
-
-def _take_up_added(
-    reducer: Reducer, backward: ContextReduction, source: GradSource = GradSource.CONTEXT
-) -> None:
-    """Reduce gradients of added parameters, which have no bucket and no hooks yet.
-
-    (The headers have shown that all ranks have added the same parameters.)
-    """
-    if reducer.parameters.added:
-        added = ContextReduction(reducer, backward.context, reducer.parameters.added, source)
-        reducer.announce(added.run)
-        if source is GradSource.BROKEN:
-            added.run.take_part()
-        else:
-            added.read(range(len(added.params)))
-            added.run.reduce_now()
-            added.write()
-
-
-def _leave(reducer: Reducer, backward: ContextReduction) -> None:
-    reducer.in_context = None
-    reducer.mark_closed()
-    for hook in backward.hooks:
-        hook.remove()
-
-
-# After a backward that broke off
-
-
-def recover(reducer: Reducer) -> None:
-    """If a backward failed: take part in the collectives of the other ranks, see recovery.py."""
-    backward: ContextReduction | None = reducer.in_context
-    if backward is None or backward.runs:
-        return
-    _leave(reducer, backward)
-    run = backward.run
-    logger.warning(
-        "%s: the last backward did not come to its end. On the other ranks gradients are NaN "
-        "in this step in %d of %d buckets, which this rank had not sent",
-        run.where,
-        len(run.buckets) - len(run.works),
-        len(run.buckets),
-    )
-    try:
-        with Uninterrupted(), torch.no_grad():
-            if not run.header:  # the header was not prepared yet
-                run.source = GradSource.BROKEN
-                reducer.announce(run)
-            run.take_part()
-            _take_up_added(reducer, backward, GradSource.BROKEN)
-    except Mismatch as error:
-        recovery.raise_mismatch(reducer, error, run)
+def _broke_off(reference: weakref.ref[ContextBackward], _: object) -> None:
+    """The engine has dropped the callback of a backward without calling it: it failed."""
+    current = reference()
+    if current is not None:
+        current.backward.has_failed()
 
 
 @contextmanager
-def _telling_at_end() -> Iterator[None]:
+def _raising_at_end() -> Iterator[None]:
     """Context inside a hook: an error is raised at the end of the backward.
 
     If a hook raises, the distributed engine only reports "python_error".

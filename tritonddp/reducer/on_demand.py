@@ -1,9 +1,9 @@
-"""What happens when the user asks for it: ``reduce_gradients()`` and ``finalize_backward()``."""
+"""Reductions that the user asks for: ``reduce_gradients()``."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,25 +11,24 @@ from torch.nn import Parameter
 
 from tritonddp.buckets.bucket_set import BucketSet
 from tritonddp.buckets.parameters import schema_of
-from tritonddp.comm.run import ReductionRun
-from tritonddp.coordination.agreement import GradSource, Mismatch
+from tritonddp.comm.reduction import Reduction
+from tritonddp.coordination.agreement import GradSource, Mismatch, Weight
 from tritonddp.coordination.interrupts import Uninterrupted
 from tritonddp.coordination.verify import describe, verify_same
-from tritonddp.reducer import capture, recovery
-
-if TYPE_CHECKING:
-    from tritonddp.reducer.reducer import Reducer
+from tritonddp.reducer.reductions import Reductions
 
 
 def reduce_given(
-    reducer: Reducer,
+    reductions: Reductions,
     gradients: Sequence[Tensor | None] | Mapping[str, Tensor | None],
     params: Iterable[Tensor] | None,
     named: Sequence[tuple[str, Tensor]],
+    prepare: Callable[[], None],
 ) -> tuple[Tensor | None, ...] | dict[str, Tensor | None]:
     """The means of gradients; see ``DistributedDataParallel.reduce_gradients()``.
 
-    ``named`` are all parameters of the module that require gradients.
+    ``named`` are all parameters of the module that require gradients. ``prepare`` ends what was
+    before, with collectives.
     """
     if not isinstance(gradients, Mapping | Sequence) or isinstance(gradients, str | bytes):
         raise TypeError(
@@ -39,9 +38,9 @@ def reduce_given(
     if params is not None:  # ranks with different sizes would crash in the collective
         named = _named(params, named)
         options = {"gradients": "of reduce_gradients()"}
-        device = reducer.manager.current.params[0].device
-        where = f"{reducer.where()}, reduce_gradients()"
-        verify_same(describe(named, [], options), reducer.group, device, where)
+        device = reductions.manager.current.params[0].device
+        where = f"{reductions.where()}, reduce_gradients()"
+        verify_same(describe(named, [], options), reductions.group, device, where)
     if isinstance(gradients, Mapping):
         unknown = sorted(map(str, set(gradients) - {name for name, _ in named}))
         if unknown:
@@ -49,9 +48,9 @@ def reduce_given(
                 f"gradients for {', '.join(unknown[:10])}, which are not trainable "
                 "parameters of the module"
             )
-        means = _means(reducer, named, [gradients.get(name) for name, _ in named])
+        means = _means(reductions, named, [gradients.get(name) for name, _ in named], prepare)
         return {name: mean for (name, _), mean in zip(named, means, strict=True)}
-    return tuple(_means(reducer, named, list(gradients)))
+    return tuple(_means(reductions, named, list(gradients), prepare))
 
 
 def _named(
@@ -67,37 +66,44 @@ def _named(
 
 
 def _means(
-    reducer: Reducer, named: Sequence[tuple[str, Tensor]], gradients: Sequence[Tensor | None]
+    reductions: Reductions,
+    named: Sequence[tuple[str, Tensor]],
+    gradients: Sequence[Tensor | None],
+    prepare: Callable[[], None],
 ) -> list[Tensor | None]:
     """The means of ``gradients``, which belong to ``named``: the same on all ranks."""
     if len(gradients) != len(named):
         raise ValueError(f"{len(gradients)} gradients came for {len(named)} parameters")
     for (name, param), gradient in zip(named, gradients, strict=True):
         if gradient is not None:
-            _check_gradient(name, param, gradient, param in reducer.parameters.sparse)
-    _prepare(reducer)
-    weight = reducer.sync.weight
+            _check_gradient(name, param, gradient, param in reductions.parameters.sparse)
+    prepare()
+    weight = reductions.sync.weight
     # Stand-ins for the parameters, whose own .grad must stay as it is.
     stand_ins: list[tuple[str, Any]] = []
     sparse: dict[Tensor, str] = {}
     for (name, param), gradient in zip(named, gradients, strict=True):
         stand_in = param.detach().requires_grad_(param.requires_grad)
         stand_ins.append((name, stand_in))
-        if param in reducer.parameters.sparse:
+        if param in reductions.parameters.sparse:
             sparse[stand_in] = f"sparse {name}"
         if gradient is not None:
             grad = gradient.detach()
             if weight is not None and weight.is_sum:
                 grad = grad / weight.scale
             # A gradient that is cast is written to.
-            is_cast = reducer.wire.casts(param) and stand_in not in sparse
+            is_cast = reductions.manager.factory.wire.casts(param) and stand_in not in sparse
             stand_in.grad = grad.clone() if is_cast else grad
-    run = _run(reducer, reducer.manager.temporary(stand_ins, views=True, sparse=sparse))
-    run.schema, run.weight = schema_of(stand_ins, *sparse.values()), weight
-    run.of_backwards = False
-    _reduce_now(reducer, run, stand_ins)
-    for call in reducer.events.on_end:
-        call(run)
+    reduction = _open(
+        reductions,
+        reductions.temporary(stand_ins, views=True, sparse=sparse),
+        weight=weight,
+        schema=schema_of(stand_ins, *sparse.values()),
+        of_backwards=False,
+    )
+    _reduce_now(reductions, reduction, stand_ins)
+    for call in reductions.events.on_end:
+        call(reduction)
     return [stand_in.grad for _, stand_in in stand_ins]
 
 
@@ -114,136 +120,67 @@ def _check_gradient(name: str, param: Tensor, gradient: Any, may_be_sparse: bool
         )
 
 
-def reduce_accumulated(reducer: Reducer) -> None:
-    """Average ``.grad`` of all trainable parameters: the end of gradient accumulation."""
-    _prepare(reducer)
-    parameters, current = reducer.parameters, reducer.manager.current
-    parameters.register()
-    reducer.refresh_parameters()
+def reduce_accumulated(reductions: Reductions, accumulated: Sequence[bool]) -> Reduction:
+    """Average ``.grad`` of all trainable parameters: the end of gradient accumulation.
+
+    Args:
+        reductions: of the wrapper.
+        accumulated: for each parameter in a bucket, whether a backward that was not reduced has
+            used it.
+
+    Returns:
+        The last reduction.
+    """
+    parameters, current = reductions.parameters, reductions.manager.current
     # Parameters that were frozen since the last reduction without being used: they are still in a
     # bucket, but their gradients are not part of this reduction.
     stale = {
         param
-        for param, used in zip(current.params, reducer.accumulated, strict=True)
+        for param, used in zip(current.params, accumulated, strict=True)
         if not used and not param.requires_grad
     }
     # First the parameters in buckets, which are the same on all ranks: the headers show whether
     # the parameters added since are the same, too.
     placed = list(zip(current.names, current.params, strict=True))
-    last: ReductionRun | None = None
+    last: Reduction | None = None
     for named_params in filter(None, (placed, parameters.added)):
-        run = _run(reducer, reducer.manager.temporary(named_params), stale)
+        weight = None if last is None else last.weight
+        reduction = _open(reductions, reductions.temporary(named_params), stale, weight)
         if last is None:
-            for call in reducer.events.on_begin:
-                call(run)
-        else:
-            run.weight = last.weight
-        last = run
-        _reduce_now(reducer, run, named_params)
+            for call in reductions.events.on_request:
+                call(reduction)
+        last = reduction
+        _reduce_now(reductions, reduction, named_params)
     assert last is not None
-    reducer.forwards.reduction_begins()
-    reducer.forget_accumulated()
-    for call in (*reducer.events.on_close, *reducer.events.on_end):
-        call(last)
+    return last
 
 
-def _run(reducer: Reducer, bucket_set: BucketSet, stale: Collection[Tensor] = ()) -> ReductionRun:
-    run = ReductionRun(
-        *(bucket_set, reducer.plain, reducer.agreement, reducer.events),
+def _open(
+    reductions: Reductions,
+    bucket_set: BucketSet,
+    stale: Collection[Tensor] = (),
+    weight: Weight | None = None,
+    schema: bytes | None = None,
+    of_backwards: bool = True,
+) -> Reduction:
+    return reductions.open(
+        bucket_set,
         [param.grad is not None and param not in stale for param in bucket_set.params],
         GradSource.REQUEST,
+        f"{reductions.where()}, reduce_gradients()",
+        weight,
+        schema,
+        of_backwards,
     )
-    run.where = f"{reducer.where()}, reduce_gradients()"
-    return run
 
 
 def _reduce_now(
-    reducer: Reducer, run: ReductionRun, named_params: Sequence[tuple[str, Parameter]]
+    reductions: Reductions, reduction: Reduction, named_params: Sequence[tuple[str, Parameter]]
 ) -> None:
-    reducer.announce(run)
     try:
         with Uninterrupted():
-            run.reduce_now()
+            reduction.reduce_now()
     except Mismatch as error:
-        for call in reducer.events.on_abort:
-            call(run)
-        recovery.raise_mismatch(reducer, error, None, named_params)
-
-
-def prepare_to_compare(reducer: Reducer) -> set[Tensor]:
-    """Parameters whose ``.grad`` is still the result of the last reduction, as on all ranks."""
-    _prepare(reducer, "compared")
-    reducer.wait_post_backward()
-    if reducer.is_detached or reducer.counters.reductions == reducer.own_gradients_at:
-        return set()
-    pairs = zip(reducer.manager.current.params, reducer.accumulated, strict=True)
-    return {param for param, is_accumulated in pairs if not is_accumulated}
-
-
-def _prepare(reducer: Reducer, what: str = "reduced on request") -> None:
-    if reducer.backward_runs:
-        raise RuntimeError(
-            f"{reducer.where()}: gradients cannot be {what} while a backward runs: wait for its end"
-        )
-    capture.refuse(reducer, f"gradients are not {what} in a replay: do it without a graph")
-    check_finalized(reducer)
-    recovery.recover(reducer.group)
-    reducer.check_pending()
-
-
-# Backwards that end where the user says (in stock DDP from torch 2.15)
-
-
-def check_finalized(reducer: Reducer) -> None:
-    """Raise a RuntimeError if a backward waits for :func:`finalize_backward`."""
-    if reducer.run is not None and reducer.run.awaits_finalize:
-        raise RuntimeError(
-            f"{reducer.where()}: Expected to have finalized the prior backward pass before "
-            "starting a new one. Call finalize_backward() after backward() when "
-            "require_manual_backward_finalization is true."
-        )
-
-
-def finalize_manually(reducer: Reducer, required: bool) -> None:
-    """Whether backwards end in :func:`finalize_backward`, not by themselves."""
-    # (A backward that failed is over: the next forward makes up for it.)
-    if reducer.backward_runs or (reducer.run is not None and reducer.run.awaits_finalize):
-        raise RuntimeError(
-            f"{reducer.where()}: set_manual_finalization_required cannot be called after forward "
-            "while a backward pass is expected or in progress. Set "
-            "require_manual_backward_finalization before forward or after backward finalization"
-        )
-    reducer.finalizes_manually = required
-
-
-@torch.no_grad()
-def finalize_backward(reducer: Reducer) -> None:
-    """Wait for the buckets of a backward that is over, or has launched all of them."""
-    if not reducer.finalizes_manually:
-        raise RuntimeError(
-            "finalize_backward() called but manual backward finalization is not required. Set "
-            "require_manual_backward_finalization to true first."
-        )
-    run = reducer.run
-    if run is not None and run.awaits_finalize:
-        run.awaits_finalize = False  # if it fails, the next forward makes up for it
-        reducer.finish(run)
-        return
-    if run is not None and reducer.backward_runs and not run.is_local:
-        if len(run.works) < len(run.buckets):
-            raise RuntimeError(
-                f"{reducer.where()}: finalize_backward() called before all DDP buckets were "
-                f"ready. next_bucket_={len(run.works)}. Call finalize_backward() only after "
-                "all DDP-managed parameters have computed gradients."
-            )
-        if any(run.works):
-            try:
-                run.finish()  # the end of the backward does the rest
-            except Mismatch as error:
-                recovery.raise_mismatch(reducer, error, run)
-            return
-    raise RuntimeError(
-        f"{reducer.where()}: finalize_backward() called but no gradient reduction requires "
-        "finalization. This can happen if no_sync() is active or finalize_backward() was "
-        "already called for this backward pass."
-    )
+        for call in reductions.events.on_abort:
+            call(reduction)
+        reductions.raise_mismatch(error, None, named_params)

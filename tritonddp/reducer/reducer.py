@@ -2,19 +2,23 @@
 
 One gradient, from ``backward()`` to ``.grad``::
 
-    backward starts   on_backward       ask the engine which parameters it will reach; open a run
-    gradient ready    (no Python)       a hook in C notes it, see readiness.py
-    segment full      on_segment_ready  run.pack: one flatten; on a GPU a segment is a whole bucket
-    bucket full       run.launch_ready  transport.launch: one asynchronous all-reduce
-    backward ends     _end              launch what is left; run.finish: wait, one unflatten
+    backward starts   on_backward       ask the engine which parameters it will reach; open a
+                                        reduction
+    gradient ready    (no Python)       a hook in C notes it, see graph/readiness.py
+    segment full      on_segment_ready  reduction.pack: one flatten; on a GPU a segment is a whole
+                                        bucket
+    bucket full       launch_ready      bucket.exchange.launch: one asynchronous collective
+    backward ends     _end              launch what is left
+    all have ended    finish_ended      reduction.finish: wait, one unflatten a bucket
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, or_
 from types import NoneType
@@ -26,152 +30,116 @@ from torch.nn import Parameter
 
 from tritonddp._device import is_capturing
 from tritonddp._torch import (
-    compiled_autograd_runs,
-    current_graph_task_id,
-    queue_end_of_backward,
+    COMPILED_AUTOGRAD,
+    IN_COMPILED_AUTOGRAD,
     register_post_accumulate_grad_hook,
 )
-from tritonddp.buckets.assignment import BucketCaps
-from tritonddp.buckets.bucket import Bucket
-from tritonddp.buckets.formats import BucketFactory, WireFormat
-from tritonddp.buckets.manager import REBUILD_AFTER, BucketManager
-from tritonddp.buckets.parameters import ModuleParameters
-from tritonddp.comm.all_reduce import AllReduce
-from tritonddp.comm.broadcast import StateBroadcast
+from tritonddp.buckets.bucket_set import BucketSet
+from tritonddp.buckets.manager import REBUILD_AFTER
 from tritonddp.comm.comm_hook import CommHook, Hook
-from tritonddp.comm.peer_memory import PeerMemory
-from tritonddp.comm.quantized import QuantizedAllReduce
-from tritonddp.comm.run import LocalError, ReductionRun, Transport, begin_logger, run_logger
-from tritonddp.coordination.agreement import Agreement, GradSource, Mismatch
-from tritonddp.coordination.counters import Counters
-from tritonddp.coordination.group import Group
+from tritonddp.comm.reduction import LocalError, Reduction
+from tritonddp.coordination.agreement import GradSource, Mismatch
 from tritonddp.coordination.interrupts import Uninterrupted
-from tritonddp.reducer import capture, on_demand, recovery
-from tritonddp.reducer.extension import Events, Extension, SyncState
-from tritonddp.reducer.output_hooks import (
+from tritonddp.reducer import capture, checkpoint, on_demand
+from tritonddp.reducer.graph.backward import (
+    COMPLETE,
+    FAILED,
+    OPENING,
+    OVER,
+    RUNNING,
+    UNFINALIZED,
+    WAITING,
+    Backward,
     EndsOfBackward,
     Forward,
     Forwards,
-    forget_unreduced,
-    tell,
-    tell_unreduced,
-    unreduced,
+    call_back,
 )
-from tritonddp.reducer.participation import ReentrantGrads, as_trainable, is_of_others
-from tritonddp.reducer.readiness import ReadyTracker
+from tritonddp.reducer.graph.participation import as_trainable, is_of_others
+from tritonddp.reducer.graph.readiness import ReadyTracker
+from tritonddp.reducer.graph.unreduced import Unreduced, noted
+from tritonddp.reducer.in_context import ContextReducer
+from tritonddp.reducer.options import ReducerOptions
+from tritonddp.reducer.reductions import Reductions
 
 _grad_of = attrgetter("grad")
 _NONE: frozenset[int] = frozenset()
 
-
-def _over() -> None:
-    """Stands in for ``ReductionRun.end``: the end was called, or will never be."""
-
-
-def _opening() -> bool:
-    """Stands in for ``ReductionRun.end`` until the engine has the callback: the backward runs."""
-    return True
+logger = logging.getLogger("tritonddp.in_step")
 
 
 class Reducer:
     """Reduces the gradients of a module over a process group during each backward.
 
     Args:
-        parameters: of the module, the same on every rank.
-        group: the ranks to average over.
-        caps: bucket sizes.
-        sync: settings of the next backward, written by the wrapper.
-        broadcast: overwrites added parameters with those of one rank; ``None`` if each rank keeps
-            its own.
-        wire: the dtype and the compression in which gradients are sent.
-        counters: count launches and bytes sent.
-        views: ``.grad`` tensors are views of the buckets.
-        lazy: buckets have memory during backwards only.
-        check_finite: buckets record which gradients are not finite.
-        peer_memory: makes the transport between ranks of one host, from the group, the plain
-            transport and the counters; ``None`` if there shall be none.
-        reporters: extensions that send reports to the other ranks, the same on every rank.
+        reductions: opens reductions, and holds the buckets.
+        counts_dropped: see :class:`ReducerOptions`.
+
+    Attributes:
+        reductions: see above.
+        counters, events, group, parameters, sync, agreement, manager: those of the reductions.
+        options: what users and features have asked for since construction.
+        statistics: what was observed so far.
+        forwards: decides which backwards are reduced.
+        tracker: knows which gradients have come.
+        reentrant: parameters whose gradients come without announcement.
+        contexts: backwards of ``torch.distributed.autograd``.
+        backward: the backward that runs, has failed or waits for ``finalize_backward()``.
+        unreduced: gradients that no reduction has taken yet.
+        missing: numbers of the parameters that the last reduced backward has not reached.
+        post_backward: the end of the next backward waits for these.
+        is_detached: hooks were removed: no backward is noticed any more.
+        launching: held while a segment is packed: hooks of a multi-device module run on a thread
+            per device.
+        reference: a weak one, to this object.
     """
 
-    def __init__(
-        self,
-        parameters: ModuleParameters,
-        group: Group,
-        caps: BucketCaps,
-        sync: SyncState,
-        broadcast: StateBroadcast | None = None,
-        wire: WireFormat | None = None,
-        counters: Counters | None = None,
-        views: bool = False,
-        lazy: bool = False,
-        check_finite: bool = False,
-        peer_memory: Callable[..., PeerMemory] | None = None,
-        reporters: Sequence[Extension] = (),
-    ) -> None:
-        self.counters = counters or Counters()  # of what was launched and sent so far
-        self.events = Events(reporters)  # callbacks of extensions
-        self.group = group
-        self.parameters = parameters
-        self.sync = sync
-        self.broadcast = broadcast
-        self.wire = wire or WireFormat()
-        self.caps = caps
-        self.agreement = Agreement(group, sum(each.report_nbytes for each in reporters))
-        self.agreement.on_reports = self.events.on_reports
-        factory = BucketFactory(self.wire, group, self.counters, views, lazy, check_finite)
-        factory.header_nbytes = self.agreement.nbytes
-        self.manager = BucketManager(parameters, group, caps, factory, self.counters)
-        # For gradients that no backward has put into the current buckets.
-        self.plain = AllReduce(group, self.counters)
-        self.transport: Transport = self.plain  # of a bucket in a backward
-        if self.wire.compression is not None:
-            self.transport = QuantizedAllReduce(group, self.counters)
-        self.peer_memory: PeerMemory | None = None
-        if peer_memory is not None and self.transport is self.plain:
-            self.peer_memory = peer_memory(group, self.plain, self.counters)
-        self.comm_hook: tuple[Any, Hook] | None = None
-        # The backward that runs, has failed or waits for ``finalize_backward()``.
-        self.run: ReductionRun | None = None
-        # For each parameter, whether a backward that was not reduced has used it.
-        self.accumulated: list[bool] = []
-        self.has_accumulated = False
-        self.reentrant = ReentrantGrads()
+    def __init__(self, reductions: Reductions, counts_dropped: bool = True) -> None:
+        self.reductions = reductions
+        self.counters = reductions.counters
+        self.events = reductions.events
+        self.group = group = reductions.group
+        self.parameters = reductions.parameters
+        self.sync = reductions.sync
+        self.agreement = reductions.agreement
+        self.manager = reductions.manager
+        self.where = reductions.where
+        self.options = ReducerOptions(counts_dropped)
+        self.statistics = reductions.statistics
         self.forwards = Forwards()
-        self.has_told_of_unreduced = False  # see UnreducedGradient
-        self.forwards_begun = 0  # with gradients
-        # Numbers of the parameters that the last reduced backward has not reached.
+        self.reentrant = reductions.reentrant
+        self.backward: Backward | None = None
+        self.unreduced = Unreduced()
         self.missing: Collection[int] | None = None
-        self.is_static = True  # all reduced backwards have reached the same parameters
-        self.skipped_last: Collection[int] = ()  # buckets that the last run left out
-        self.buckets_reduced = 0  # number of buckets that the last run reduced
-        self.last_alone: ReductionRun | None = None  # the last run, if it exchanged nothing
-        self.own_gradients_at = 0  # counters.reductions when .grad last became this rank's alone
-        self.deferred_error: str | None = None  # what the next forward raises
-        # The end of the next backward waits for these.
+        self._deferred_error: str | None = None  # what the next forward raises
         self.post_backward: list[torch.futures.Future] = []
-        self.logger: Any = None  # of the wrapper: gets errors that end a backward
-        self.finalizes_manually = False  # backwards end in finalize_backward()
-        self.is_detached = False  # hooks were removed: no backward is noticed any more
-        self.steps_optimizers = False  # in the backward
-        self.counts_dropped = True  # gradients that hooks drop count as zero: see ReductionRun
-        # Buckets that CUDA graphs reduce. The graphs use the buckets' memory as long as they live.
-        self.captured: list[Bucket] = []
-        # Of torch.distributed.autograd: the backward that is reduced, or has failed, and the id of
-        # the last backward that went through an output, reduced or not; see in_context.py.
-        self.in_context: Any = None
-        self.seen_in_context = -1
-        # Held while a segment is packed: hooks of a multi-device module run on a thread per device.
+        self.is_detached = False
         self.launching = threading.RLock()
-        self.reference = weakref.ref(self, group.open_runs.discard)
+        self.contexts = ContextReducer(reductions, self.forwards, self.options, self.launching)
+        self.reference = weakref.ref(self, group.owners.discard)
         hash(self.reference)  # cached now: it cannot be computed after this object is freed
         self._broke_off = partial(_broke_off, self.reference)
         self._added_hooks: list[Any] = []
         group.join_forks(self)
-        self._follow_buckets()
+        self.manager.notify(partial(_renumber, self.reference))
+        self._track()
+        self.unreduced.clear(self.manager.current.params)
 
-    def where(self) -> str:
-        """This rank and its step, for messages."""
-        return f"rank {self.group.rank}, step {self.counters.reductions}"
+    @property
+    def order(self) -> tuple[str, int]:
+        """Where it is in an order of all reducers that is the same on all ranks."""
+        return self.group.name, self.parameters.number
+
+    @property
+    def bucket_set(self) -> BucketSet:
+        """The buckets in force."""
+        return self.manager.current
+
+    @property
+    def backward_runs(self) -> bool:
+        """Whether a backward runs now: False if it failed, or waits to be finalised."""
+        backward = self.backward
+        return backward is not None and (backward.runs or backward.phase is WAITING)
 
     # Before a forward
 
@@ -185,32 +153,46 @@ class Reducer:
             self.group.refuse_if_forked()
             return
         has_grad = torch.is_grad_enabled()
-        if has_grad and self.run is not None:
-            on_demand.check_finalized(self)
-        if self.group.open_runs:
-            recovery.recover(self.group)
+        if has_grad and self.backward is not None:
+            self.options.check_finalized(self.backward, self.where())
+        if self.group.owners:
+            self.group.recover()
         if self.agreement.pending:
-            self.check_pending()
+            self.reductions.check_pending()
         if self.post_backward:
             self.wait_post_backward()
         if not has_grad:
             return
-        self.forwards_begun += 1
+        self.statistics.forwards += 1
         for call in self.events.on_forward:
             call()
-        self.forwards.was_local = False  # a forward inside this one, as in Lightning, is separate
+        if self.forwards.was_local:
+            self.forwards.begins()
         if self.parameters.has_changed():
             self.refresh_parameters()
-        if self.deferred_error is not None:
-            message, self.deferred_error = self.deferred_error, None
+        if self._deferred_error is not None:
+            message, self._deferred_error = self._deferred_error, None
             raise RuntimeError(message)
 
-    def settle(self) -> None:
-        """Make up for a last backward that failed, where no forward follows to do so."""
-        on_demand.check_finalized(self)
-        self.wait_post_backward()
-        recovery.recover(self.group)
-        self.check_pending()
+    def raise_deferred(self) -> None:
+        """Raise now what :meth:`defer` has left for the next forward."""
+        if self._deferred_error is not None:
+            raise RuntimeError(self._deferred_error)
+
+    def defer(self, message: str) -> None:
+        """The next forward raises a RuntimeError with this message."""
+        self._deferred_error = message
+
+    def settle(self, waits: bool = True) -> None:
+        """Make up for a last backward that failed, where no forward follows to do so.
+
+        With ``waits``, wait for :attr:`post_backward` too.
+        """
+        self.options.check_finalized(self.backward, self.where())
+        if waits:
+            self.wait_post_backward()
+        self.group.recover()
+        self.reductions.check_pending()
 
     def settle_and_refresh(self) -> None:
         """Call :meth:`settle`, and look for changed parameters."""
@@ -228,29 +210,15 @@ class Reducer:
         """Notice a backward by a gradient of one of these parameters, which have no bucket yet."""
         while self._added_hooks:
             self._added_hooks.pop().remove()
-        hook = partial(tell, self.reference, None)
+        hook: Any = partial(call_back, self.reference, None)  # type: ignore[arg-type]
         with as_trainable(params):
             self._added_hooks = [register_post_accumulate_grad_hook(p, hook) for p in params]
-
-    def check_pending(self) -> None:
-        """On a GPU: raise a mismatch that was found too late, see :class:`Agreement`."""
-        try:
-            self.agreement.check_pending()
-        except Mismatch as error:
-            if self.is_on_gpu and is_capturing():
-                capture.refuse_mismatch(self, error)
-            recovery.raise_mismatch(self, error, None)
 
     def wait_post_backward(self) -> None:
         """Wait for the futures that buffer hooks have returned."""
         if self.post_backward:
             futures, self.post_backward = self.post_backward, []
             torch.futures.wait_all(futures)
-
-    @property
-    def backward_runs(self) -> bool:
-        """Whether a backward runs now: False if it failed, or waits to be finalised."""
-        return self.run is not None and self.run.end() is not None
 
     # Start of backward
 
@@ -260,19 +228,19 @@ class Reducer:
         Args:
             forward: the forward whose output it goes through; ``None`` if not known.
         """
-        run = self.run
-        if run is not None and run.end() is not None and not run.is_ended:
+        backward = self.backward
+        if backward is not None and (backward.phase is RUNNING or backward.phase is OPENING):
             if forward is not None:
-                if not run.is_local:
-                    forward.reached = True
-                elif run.may_be_reduced and forward.syncs:
-                    self._reduce_after_all(run, forward)
+                if backward.reduction is not None:
+                    forward.is_reached()
+                elif backward.may_be_reduced and forward.syncs:
+                    self._reduce_after_all(backward, forward)
             return
         if self.is_detached:
             self.group.refuse_if_forked()
             return
-        if self.group.open_runs:
-            recovery.recover(self.group)
+        if self.group.owners:
+            self.group.recover()
         tracker = self.tracker
         reached = tracker.query()
         if reached is None:
@@ -283,9 +251,9 @@ class Reducer:
                 return
             missing = {number for number, comes in enumerate(reached) if not comes}
             self.parameters.check_kinds(missing, self.where)
-        if self.run is not None:
-            on_demand.check_finalized(self)
-        if compiled_autograd_runs():
+        if self.backward is not None:
+            self.options.check_finalized(self.backward, self.where())
+        if getattr(sys.modules.get(COMPILED_AUTOGRAD), IN_COMPILED_AUTOGRAD, False):
             raise RuntimeError(
                 f"{self.where()}: Compiled autograd is not compatible with tritonddp, whose "
                 "hooks need autograd's own engine: leave "
@@ -293,196 +261,150 @@ class Reducer:
                 "to compile a forward."
             )
         if self.agreement.pending:
-            self.check_pending()
+            self.reductions.check_pending()
         is_around = forward is None and not self.forwards.was_local
-        if self.forwards.decide(forward, self.sync, self.where):
-            self._open(forward, reached, missing)
+        source = self.forwards.decide(forward, self.sync, self.counters.reductions, self.where)
+        if source is not None:
+            self._open(source, forward is None, reached, missing)
         else:
             self._open_local(forward, reached, is_around)
 
-    def _reduce_after_all(self, local: ReductionRun, forward: Forward) -> None:
+    def _reduce_after_all(self, local: Backward, forward: Forward) -> None:
         """A backward that was local so far goes through an output of a synchronised forward."""
-        if not self.forwards.decide(forward, self.sync, self.where):
-            local.may_be_reduced = False
+        source = self.forwards.decide(forward, self.sync, self.counters.reductions, self.where)
+        if source is None:
+            local.stays_local()
             return
-        came = list(self.tracker.log)
-        reached = list(local.reached)
+        arrived, reached = list(self.tracker.log), list(local.reached)
         missing = {number for number, comes in enumerate(reached) if not comes}
         for call in self.events.on_abort:
-            call(local)
-        self._open(forward, reached, missing, local)
-        for param in came:
+            call(None)
+        self._open(source, True, reached, missing, local)
+        for param in arrived:
             self._note_early(param)
 
     def _open(
         self,
-        forward: Forward | None,
+        source: GradSource,
+        is_late: bool,
         reached: list[bool],
         missing: Collection[int],
-        local: ReductionRun | None = None,
+        local: Backward | None = None,
     ) -> None:
         """A backward begins that is reduced; or ``local``, which has begun, is reduced too."""
-        is_captured = self.is_on_gpu and is_capturing()
+        manager, tracker, group = self.manager, self.tracker, self.group
+        current = manager.current
+        is_captured = current.is_on_gpu and is_capturing()
         if is_captured:
-            capture.begin(self, missing, is_reduced=True)
-        if unreduced:
-            tell_unreduced(self)
-        manager, tracker, events = self.manager, self.tracker, self.events
+            capture.begin(self.reductions, tracker.streams, missing, is_reduced=True)
+        if noted:
+            self.unreduced.reduced_backward_begins(current.params)
         if self.parameters.number < 0:
             self.parameters.register()
         if missing != self.missing:
-            self.is_static = self.is_static and self.missing is None
+            statistics = self.statistics
+            statistics.is_static = statistics.is_static and self.missing is None
             self.missing = missing
-        source = self._source(forward)
-        used = list(map(or_, reached, self.accumulated)) if self.has_accumulated else list(reached)
-        run = ReductionRun(manager.current, self.transport, self.agreement, events, used, source)
-        run.is_provisional = manager.is_provisional
-        run.is_late, run.reached = forward is None or local is not None, reached
-        run.earlier, run.came = self.accumulated, tracker.log
-        run.has_missing, run.counts_dropped = bool(missing), self.counts_dropped
-        if is_captured:
-            run.is_captured = True
         doubtful: Collection[int] = _NONE
         if not manager.is_provisional and (missing or self.reentrant.has_come):
             doubtful = self.reentrant.may_come(set(missing))
-            run.doubtful = doubtful
-        # From here on the other ranks wait for the collectives of this run: see recovery.py.
-        run.end = _opening
-        self.group.open_runs.add(self.reference)
-        self.run = run
+        left = self.unreduced
+        used = list(map(or_, reached, left.used)) if left.has_any else list(reached)
+        is_alone = group.size == 1 and self.reductions.need_no_exchange(self.options)
+        reduction = Reduction(
+            current,
+            () if is_alone else current.buckets,
+            self.agreement,
+            self.events,
+            self.counters,
+            used,
+            source,
+            f"rank {group.rank}, step {self.counters.reductions + 1}",
+            self.parameters.schema,
+            self.sync.join,
+            [False] * len(current.segments),
+            [0] * len(current.buckets),
+            is_captured=is_captured,
+            earlier=left.used,
+            arrived=tracker.log,
+            has_unannounced=bool(missing),
+            counts_dropped=self.options.counts_dropped,
+        )
+        is_provisional = manager.is_provisional
+        backward = Backward(
+            reduction.where,
+            current,
+            reached,
+            reduction,
+            is_late,
+            is_provisional,
+            left.used,
+            doubtful,
+            creates_graph=torch.is_grad_enabled(),
+        )
+        # From here on the other ranks wait for the collectives of this reduction: see make_up.
+        group.owners.add(self.reference)
+        self.backward = backward
         self.counters.reductions += 1
-        run.where = f"rank {self.group.rank}, step {self.counters.reductions}"
         try:
-            run.is_alone = self.group.size == 1 and self._exchanges_nothing()
-            tracker.begin(reached, doubtful, looks=not (run.is_provisional or run.is_alone))
-            run.unfilled = list(tracker.waiting)
-            for call in events.on_begin:
-                call(run)
+            tracker.begin(reached, doubtful, looks=not (is_provisional or is_alone))
+            if not is_alone:
+                reduction.unfilled[:] = tracker.waiting
+            for call in self.events.on_begin:
+                call(backward)
             if manager.former_counts or manager.schema is not self.parameters.schema:
                 manager.reduction_begins()
-            if run.is_alone:
-                self._queue_end(run, local)
+            if is_alone:
+                backward.queue_end(partial(self._end), self._broke_off, local)
                 return
-            self.announce(run)
-            for bucket in manager.current.to_prepare:
+            if is_provisional:
+                self.reductions.announce_buckets()
+            for bucket in current.to_prepare:
                 bucket.prepare()
-            grads = list(map(_grad_of, manager.current.params))
+            grads = list(map(_grad_of, current.params))
             if set(map(type, grads)) != {NoneType}:
-                for bucket in manager.current.buckets:
+                for bucket in current.buckets:
                     bucket.note_before(grads[bucket.first :][: len(bucket.params)])
-            for index in run.skipped:
-                for number in manager.current.segments_of[index]:
-                    run.filled[number] = True  # these segments are never packed
-            self._queue_end(run, local)
+            backward.queue_end(partial(self._end), self._broke_off, local)
         except BaseException:
-            run.end = _over
+            backward.moves_to(FAILED)
             tracker.stop()
             raise
-        if not manager.is_provisional and not all(run.unfilled):
+        if not is_provisional and not all(reduction.unfilled):
             with self.launching:
-                run.launch_ready()
-
-    def _exchanges_nothing(self) -> bool:
-        """Whether the buckets are not needed: the gradients of the only rank are the mean."""
-        current = self.manager.current
-        return (
-            self.transport is self.plain
-            and not self.finalizes_manually
-            and self.sync.join is None
-            and self.wire.reduce_dtype is None
-            and not self.manager.is_provisional
-            and not self.events.has_of_runs
-            and not current.needs_reduction
-        )
+                reduction.launch_ready()
 
     def _open_local(self, forward: Forward | None, reached: list[bool], is_around: bool) -> None:
         """A backward begins that only accumulates."""
-        if self.is_on_gpu and is_capturing():
-            capture.begin(self, (), is_reduced=False)
-        run = ReductionRun(
-            *(self.manager.current, self.transport, self.agreement, self.events),
-            *(self.accumulated, GradSource.ELSEWHERE),
-        )
-        run.is_local = True
-        run.may_be_reduced = self.sync.enabled and self.sync.join is None
+        if self.manager.current.is_on_gpu and is_capturing():
+            capture.begin(self.reductions, self.tracker.streams, (), is_reduced=False)
+        may_be_reduced = self.sync.enabled and self.sync.join is None
+        is_doubted = False
         if self.group.size > 1 and self.sync.join is None:
             is_inside = forward is not None and forward.syncs
-            run.is_doubted = is_inside or (is_around and run.may_be_reduced)
-        run.is_late, run.reached = forward is None, reached
-        run.where = self.where()
-        run.end = _opening
-        self.mark_open()
-        self.run = run
+            is_doubted = is_inside or (is_around and may_be_reduced)
+        backward = Backward(
+            self.where(),
+            self.manager.current,
+            reached,
+            is_late=forward is None,
+            is_provisional=self.manager.is_provisional,
+            earlier=self.unreduced.used,
+            may_be_reduced=may_be_reduced,
+            is_doubted=is_doubted,
+            creates_graph=torch.is_grad_enabled(),
+        )
+        self.group.owners.add(self.reference)
+        self.backward = backward
         try:
             self.tracker.begin(reached, _NONE, looks=False)
             for call in self.events.on_begin:
-                call(run)
-            self._queue_end(run)
+                call(backward)
+            backward.queue_end(partial(self._end), self._broke_off)
         except BaseException:
-            run.end = _over
+            backward.moves_to(FAILED)
             self.tracker.stop()
             raise
-
-    def _source(self, forward: Forward | None) -> GradSource:
-        """The source, for the header, of a backward that begins at an output of ``forward``."""
-        if forward is None:
-            return GradSource.ELSEWHERE
-        was_reached, forward.reached = forward.reached, True
-        if was_reached:
-            return GradSource.AGAIN
-        # The backward of an older forward may not have gone through its outputs, for example.
-        is_new = forward.reductions == self.counters.reductions
-        return GradSource.FORWARD if is_new else GradSource.ELSEWHERE
-
-    def mark_open(self) -> None:
-        """This reducer owes collectives to the other ranks."""
-        self.group.open_runs.add(self.reference)
-
-    def mark_closed(self) -> None:
-        """This reducer has launched all collectives that it owes."""
-        if self.run is None and self.in_context is None:
-            self.group.open_runs.discard(self.reference)
-
-    def announce(self, run: ReductionRun) -> None:
-        """Prepare the header of this rank in ``run``, and the scale of its gradients."""
-        agreement, join, weight = self.agreement, self.sync.join, run.weight
-        over_present = False
-        if join is not None:
-            join.is_due = False
-            # Communication hooks divide by a number of ranks themselves.
-            over_present = join.mean_over_present and run.transport.averages
-        schema = self.parameters.schema if run.schema is None else run.schema
-        key = (
-            *(schema, run.source, weight, tuple(run.skipped)),
-            *(over_present, run.transport.averages),
-        )
-        if key != agreement.key or weight is not None:  # the unit of weights may have changed
-            agreement.open(*key)
-        run.scale = agreement.scale
-        run.header = run.said = agreement.encoded
-        if self.events.reporters:
-            run.said = agreement.with_report(self.events.report(run))
-        if self.manager.is_provisional and self.peer_memory is not None:
-            self.peer_memory.begin()
-        run.is_logged = run_logger.isEnabledFor(logging.DEBUG)
-        if begin_logger.isEnabledFor(logging.DEBUG):
-            run.log_begin(schema)
-
-    def _queue_end(self, run: ReductionRun, local: ReductionRun | None = None) -> None:
-        """Have :meth:`_end` called when this backward is over; it will be if ``local`` is given.
-
-        A backward that fails drops its callbacks. So a weak reference to a callback that only the
-        engine holds tells whether the backward of ``run`` still runs. If it does not, no further
-        gradient is expected, and the next backward finds that out.
-        """
-        run.creates_graph = torch.is_grad_enabled()
-        if local is not None:  # (This may be an inner backward, of a reentrant checkpoint.)
-            run.graph_task, run.end = local.graph_task, local.end
-            return
-        run.graph_task = current_graph_task_id()
-        end = partial(self._end)
-        run.end = weakref.ref(end, self._broke_off)
-        queue_end_of_backward(end)
 
     # A gradient, a segment, a bucket is ready
 
@@ -495,35 +417,34 @@ class Reducer:
     def _note_early(self, param: Tensor) -> None:
         """A gradient had come before the reduction was opened."""
         number = self.tracker.number_of(param)
-        if self.run is not None and not self.run.is_local:
+        if self.backward is not None and self.backward.reduction is not None:
             bucket, _ = self.manager.current.segments[self.tracker.segment_of[number]]
             bucket.note_early(number - bucket.first)
         self.tracker.log.append(param)
 
     def on_segment_ready(self, number: int) -> None:
         """All gradients of a segment are ready."""
-        run = self.run
-        if run is None or run.is_local or run.filled[number]:
+        backward = self.backward
+        reduction = None if backward is None else backward.reduction
+        if backward is None or reduction is None or reduction.filled[number]:
             return
-        if run.creates_graph and torch.is_grad_enabled():
+        if backward.creates_graph and torch.is_grad_enabled():
             with torch.no_grad():
                 return self.on_segment_ready(number)
         with self.launching:
             if self.tracker.streams_beside:
-                self.tracker.follow(number)
-            run.pack(number)
-            index = run.bucket_set.segments[number][0].index
-            run.unfilled[index] -= 1
-            if run.unfilled[index] == 0:
-                run.launch_ready()
+                self.tracker.join_streams(number)
+            reduction.pack(number)
+            if reduction.unfilled[reduction.bucket_set.segments[number][0].index] == 0:
+                reduction.launch_ready()
 
     def on_unusual_order(self, number: int) -> None:
         """Gradients came in another order than last time: launch the segment if it is full."""
-        run = self.run
-        if run is None or run.is_local:
+        reduction = None if self.backward is None else self.backward.reduction
+        if reduction is None:
             return
         if self.tracker.has_unannounced():
-            self._note_unannounced(run)
+            self.tracker.note_unannounced(reduction, self.reentrant)
         if self.tracker.look(number):
             self.on_segment_ready(number)
 
@@ -531,185 +452,198 @@ class Reducer:
 
     def _end(self) -> None:
         """The backward is over: launch the remaining buckets; :class:`EndsOfBackward` waits."""
-        run = self.run
-        if run is None:  # detached
+        backward = self.backward
+        if backward is None:  # detached
             return
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self._end()
-        run.end = _over
+        backward.moves_to(OVER)
         self.tracker.stop()
         for call in self.events.on_compute_end:
-            call(run)
-        is_usual = run.is_alone or self.tracker.is_usual()
-        if run.is_local:
-            self._accumulate(run, is_usual)
+            call(backward)
+        reduction = backward.reduction
+        if reduction is None:
+            self._accumulate(backward)
             self.wait_post_backward()
             return
-        if not run.is_alone:
-            if not is_usual or self.manager.is_provisional:
-                self._look_back(run)
+        if reduction.buckets:
+            arrived_as_usual = self.tracker.is_usual()
+            if not arrived_as_usual or self.manager.is_provisional:
+                self._look_back(reduction)
                 if self.tracker.streams:
-                    self.tracker.follow()
-            if len(run.works) < len(run.buckets):
+                    self.tracker.join_streams()
+            if len(reduction.works) < len(reduction.buckets):
                 with self.launching:
-                    run.launch_ready(rest=True)
-            if self.finalizes_manually and any(run.works):
-                run.awaits_finalize = True
+                    reduction.launch_ready(rest=True)
+            if self.options.finalizes_manually and any(reduction.works):
+                backward.moves_to(UNFINALIZED)
                 self.wait_post_backward()
                 return
-        run.is_ended = True
-        ends = EndsOfBackward.of(run.graph_task)
-        ends.reducers.append(self)
-        run.end = weakref.ref(ends, self._broke_off)
+        backward.wait(self, self._broke_off)
 
-    def _accumulate(self, run: ReductionRun, is_usual: bool) -> None:
+    def _accumulate(self, backward: Backward) -> None:
         """Note which parameters this local backward has used: they are reduced later."""
-        self.has_accumulated = True
-        if is_usual:
-            self.accumulated = list(map(or_, self.accumulated, run.reached))
-        else:
-            for number in self.tracker.arrivals():
-                self.accumulated[number] = True
+        used = backward.reached
+        if not self.tracker.is_usual():
+            arrived = set(self.tracker.arrivals())
+            used = [number in arrived for number in range(len(used))]
             for number, _ in self.tracker.unannounced():
-                self.reentrant.came(number)
+                self.reentrant.note(number)
             self.tracker.learn()
-        if run.is_doubted:
+        self.unreduced.add(used)
+        if backward.is_doubted:
             current = self.manager.current
-            named = zip(current.names, current.params, run.reached, strict=True)
+            named = zip(current.names, current.params, backward.reached, strict=True)
             left = [(name, param) for name, param, comes in named if comes]
-            ends = EndsOfBackward.of(run.graph_task)
-            ends.local.append((self, left, run.where, not run.may_be_reduced))
-        self.close(run)
+            ends = EndsOfBackward.of(backward.graph_task)
+            ends.local.append((self.unreduced, left, backward.where, not backward.may_be_reduced))
+        self._close(backward)
 
-    def _look_back(self, run: ReductionRun) -> None:
+    def _look_back(self, reduction: Reduction) -> None:
         """Handle gradients that came in another order, did not come, or were not announced."""
         tracker = self.tracker
         if self.manager.is_provisional:
-            arrived = tracker.arrivals()
-            run.used[:] = self.accumulated
-            for number in arrived:
-                run.used[number] = True
-            run.arrived = arrived
-        self._note_unannounced(run)
+            reduction.note_used(tracker.arrivals(), self.unreduced.used)
+        tracker.note_unannounced(reduction, self.reentrant)
         tracker.learn()
 
-    def _note_unannounced(self, run: ReductionRun) -> None:
-        """Note gradients of inner backwards, which the engine has not announced.
+    def finish_ended(self) -> None:
+        """The backward has ended, and all its buckets are launched: wait for them.
 
         Raises:
-            RuntimeError: a gradient came after its bucket had been launched.
+            RuntimeError: see :meth:`Reduction.finish`; or the ranks do not reduce the same.
         """
-        tracker = self.tracker
-        late: list[int] = []
-        for number, position in tracker.unannounced():
-            self.reentrant.came(number)
-            run.used[number] = True
-            segment = tracker.segment_of[number]
-            if run.filled[segment] and position >= run.packed_at.get(segment, 0):
-                late.append(number)
-        if late:
-            tracker.learn()
-            bucket, _ = self.manager.current.segments[tracker.segment_of[late[0]]]
-            raise RuntimeError(
-                f"{self.where()}: the gradient of {self.manager.current.names[late[0]]!r} arrived "
-                f"after its bucket {bucket.index} had been flattened or left out. It comes from an "
-                "inner backward (torch.utils.checkpoint with use_reentrant=True), and in "
-                "earlier steps it did not. From the next step on such gradients are waited "
-                "for; with use_reentrant=False they are announced beforehand."
-            )
-
-    def finish(self, run: ReductionRun) -> None:
-        """All buckets have been launched: wait for them, and end the run."""
-        manager, run.end = self.manager, _over
+        backward = self.backward
+        if backward is None or backward.phase not in (WAITING, UNFINALIZED):
+            return
+        reduction, manager = backward.reduction, self.manager
+        assert reduction is not None
+        backward.moves_to(OVER)
         try:
-            if run.is_alone:
-                run.bucket_set.make_views()
-            run.finish()
-            if run.is_captured:
-                run.is_finished = True
+            if not reduction.buckets:
+                reduction.bucket_set.make_views()
+            reduction.finish()
+            if reduction.is_captured:
+                backward.moves_to(COMPLETE)
             elif (
                 manager.is_provisional
-                or manager.since_change + 1 == REBUILD_AFTER
+                or self.counters.since_change + 1 == REBUILD_AFTER
                 or self.parameters.is_uncommitted
                 or self.reentrant.suspected
                 or self.events.on_reduced_all
             ):
                 with Uninterrupted():
                     for call in self.events.on_reduced_all:
-                        call(run)
-                    self.after_reduction(run)
-                    run.is_finished = True
+                        call(reduction)
+                    arrived = self.tracker.arrivals() if manager.is_provisional else ()
+                    self.reductions.complete(reduction, arrived)
+                    backward.moves_to(COMPLETE)
             else:
-                manager.since_change += 1
-                run.is_finished = True
+                self.counters.since_change += 1
+                backward.moves_to(COMPLETE)
         except (RuntimeError, Mismatch) as error:
-            self._fail(run, error)
-        # (After a KeyboardInterrupt, for example, all-reduces may still be in flight: recovery
+            self._fail(backward, error)
+        # (After a KeyboardInterrupt, for example, all-reduces may still be in flight: make_up
         # waits for them.)
-        self.close(run)
+        self._close(backward)
         for call in self.events.on_end:
-            call(run)
+            call(reduction)
         if self.post_backward:
             self.wait_post_backward()
 
-    def _fail(self, run: ReductionRun, error: Exception) -> NoReturn:
-        """``run`` has ended with this error: raise it, with a message."""
+    def _fail(self, backward: Backward, error: Exception) -> NoReturn:
+        """The reduction of ``backward`` has ended with this error: raise it, with a message."""
         try:
             if isinstance(error, Mismatch):
-                recovery.raise_mismatch(self, error, run)
+                self.reductions.raise_mismatch(error, backward.reduction)
             raise error
         except RuntimeError as named:
-            if self.logger is not None:
-                self.logger.set_error_and_log(str(named))
-            # After a local error the other ranks go on: recovery waits for what is in flight.
+            self.options.log_error(str(named))
+            # After a local error the other ranks go on: make_up waits for what is in flight.
             if not isinstance(named, LocalError):
                 for call in self.events.on_abort:
-                    call(run)
-                self.close(run)
+                    call(backward.reduction)
+                self._close(backward)
             raise
 
-    def after_reduction(self, run: ReductionRun) -> None:
-        """Rebuild buckets if the order of gradients, or the set of trainable parameters, changed.
+    def _close(self, backward: Backward) -> None:
+        """The backward is over, with or without an error. (After Ctrl-C it is closed again.)"""
+        if backward.reduction is not None:
+            if self.unreduced.has_any:
+                self.unreduced.clear(self.manager.current.params)
+            reduction, current, facts = backward.reduction, self.manager.current, self.statistics
+            facts.skipped, facts.reduced = reduction.skipped, len(reduction.buckets)
+            facts.alone = None if reduction.buckets else reduction
+            for bucket in current.to_release:
+                bucket.release()
+            if reduction.skipped or not reduction.buckets:
+                facts.reduced = len(current.buckets) - len(reduction.skipped)
+                for bucket in current.buckets:
+                    bucket.forget_before()
+        for call in self.events.on_close:
+            call(backward.reduction)
+        self.backward = None
+        self.group.owners.discard(self.reference)
 
-        Every rank that took part in this reduction calls this, so its collectives match.
+    # After a backward that failed on this rank: all ranks still make the same collectives
+
+    def finish_waiting(self) -> None:
+        """If the engine has not yet called for the end of a backward that has ended: do it now.
+
+        That is so if a callback of a user, at the end of a backward, runs another forward.
         """
-        if self.parameters.is_uncommitted:
-            self.parameters.commit()
-        missing: Collection[int] | None = None
-        if self.manager.is_provisional:
-            missing = self.manager.agree_on_order(run.arrived, self.where(), self.sync.source_rank)
-            if run.source.is_empty:  # this rank ran no backward that could show what is missing
-                missing = ()
-        self.reentrant.stayed_away(missing)
-        failure = recovery.take_up_added(self, run) if self.parameters.added else None
-        if (former := self.manager.renew()) is not None:
-            self.renumber(former)
-        memory = self.peer_memory
-        if memory is not None and memory.followed() is not self.manager.current:
-            self.follow_memory(memory)
-        if failure is not None:
-            raise failure
+        if self.backward is not None:
+            self.backward.finish_waiting()
 
-    def follow_memory(self, memory: PeerMemory) -> None:
-        """Move new buckets to peer memory, if possible. All ranks call this at the same time."""
-        self.transport = memory if memory.follow(self.manager.current, self.where()) else self.plain
+    def make_up(self) -> None:
+        """If the last backward failed with an exception: make its remaining collectives.
+
+        The other ranks will launch, or have launched, all collectives of that step. This rank
+        launches those that it has not launched yet, with NaN, so that later collectives match
+        again.
+        """
+        backward = self.backward
+        if backward is None:
+            self.group.owners.discard(self.reference)
+            return
+        reduction = backward.reduction
+        if backward.phase is UNFINALIZED or backward.still_runs(self.manager.current.is_on_gpu):
+            return
+        if reduction is None or backward.phase is COMPLETE:
+            self._close(backward)
+            return
+        if reduction.is_captured:  # a capture executes no collective
+            self.tracker.stop()
+            for bucket in reduction.buckets:
+                bucket.discard()
+            self._abort(backward)
+            return
+        self.tracker.stop()
+        arrived = self.tracker.arrivals() if self.manager.is_provisional else ()
+        try:
+            self.reductions.make_up(reduction, arrived)
+        finally:
+            self._abort(backward)
+
+    def _abort(self, backward: Backward) -> None:
+        for call in self.events.on_abort:
+            call(backward.reduction)
+        self._close(backward)
+
+    # Buckets
 
     def renumber(self, former: Sequence[int | None]) -> None:
-        """Update numbers: parameter ``i`` had number ``former[i]``, or ``None`` if it is new."""
+        """Buckets are new: parameter ``i`` had number ``former[i]``, or ``None`` if it is new."""
         self.reentrant.renumber(former)
         if self.missing:
             self.missing = {new for new, old in enumerate(former) if old in self.missing}
-        earlier = self.accumulated
-        self._follow_buckets()
-        # (The end of a reduced backward clears this.)
-        self.accumulated = [old is not None and earlier[old] for old in former]
+        self._track()
+        self.unreduced.renumber(former)
 
-    def _follow_buckets(self) -> None:
+    def _track(self) -> None:
         """Make the lists and hooks anew for the parameters in the current buckets."""
         current = self.manager.current
-        self.is_on_gpu = any(param.is_cuda for param in current.params)
-        self.accumulated = [False] * len(current.params)
         self.parameters.set_bucketed(current.names, current.params)
         self._watch_added(())
         former = getattr(self, "tracker", None)
@@ -720,33 +654,93 @@ class Reducer:
         if former is not None:
             self.tracker.inherit(former)
 
-    def close(self, run: ReductionRun) -> None:
-        """``run`` is over, with or without an error. (Recovery calls it again after Ctrl-C.)"""
-        if not run.is_local:
-            self.skipped_last = run.skipped
-            self.buckets_reduced = len(run.buckets) - len(run.skipped)
-            if self.has_accumulated:
-                self.forget_accumulated()
-            for bucket in self.manager.current.to_release:
-                bucket.release()
-            if run.skipped or run.is_alone:
-                for bucket in self.manager.current.buckets:
-                    bucket.before = {}  # gradients of before the backward, not needed any more
-        for call in self.events.on_close:
-            call(run)
-        self.run = None
-        self.last_alone = run if run.is_alone else None
-        if self.in_context is None:
-            self.group.open_runs.discard(self.reference)
+    # What users ask for
 
-    def forget_accumulated(self) -> None:
-        """Clear the accumulated flags: those gradients have been reduced."""
-        if unreduced:
-            forget_unreduced(self)
-        self.accumulated = [False] * len(self.accumulated)
-        self.has_accumulated = False
+    def settle_outside_backward(self, problem: str, waits: bool = True) -> None:
+        """Call :meth:`settle`; a RuntimeError that says ``problem`` if a backward runs."""
+        if self.backward_runs:
+            raise RuntimeError(f"{self.where()}: {problem}")
+        self.settle(waits)
 
-    # What users register
+    def prepare_request(self, what: str = "reduced on request") -> None:
+        """The user asks for something that needs the gradients of the last backward.
+
+        Raises:
+            RuntimeError: gradients cannot be ``what`` now.
+        """
+        message = f"gradients are not {what} in a replay: do it without a graph"
+        capture.refuse(self.manager.current, self.where(), message)
+        problem = f"gradients cannot be {what} while a backward runs: wait for its end"
+        self.settle_outside_backward(problem, waits=False)
+
+    def reduce_given(
+        self,
+        gradients: Sequence[Tensor | None] | Mapping[str, Tensor | None],
+        params: Iterable[Tensor] | None,
+        named: Sequence[tuple[str, Tensor]],
+    ) -> tuple[Tensor | None, ...] | dict[str, Tensor | None]:
+        """The means of gradients; see :func:`on_demand.reduce_given`."""
+        return on_demand.reduce_given(
+            self.reductions, gradients, params, named, self.prepare_request
+        )
+
+    def reduce_accumulated(self) -> None:
+        """Average ``.grad`` of all trainable parameters: the end of gradient accumulation."""
+        self.prepare_request()
+        self.parameters.register()
+        self.refresh_parameters()
+        last = on_demand.reduce_accumulated(self.reductions, self.unreduced.used)
+        self.forwards.reduction_begins()
+        self.unreduced.clear(self.manager.current.params)
+        for close in self.events.on_close:
+            close(last)
+        for end in self.events.on_end:
+            end(last)
+
+    def reduced_parameters(self) -> set[Tensor]:
+        """Parameters whose ``.grad`` is still the result of the last reduction, as on all ranks."""
+        self.prepare_request("compared")
+        self.wait_post_backward()
+        if self.is_detached or self.counters.reductions == self.statistics.own_gradients_at:
+            return set()
+        pairs = zip(self.manager.current.params, self.unreduced.used, strict=True)
+        return {param for param, is_accumulated in pairs if not is_accumulated}
+
+    def load_comm_state(self, states: Sequence[dict[str, Any]]) -> None:
+        """Go on from this state; see :func:`checkpoint.load_comm_state`."""
+        self.settle_outside_backward(
+            "load_comm_state_dict() was called while a backward runs: call it between two steps"
+        )
+        if not self.is_detached:
+            checkpoint.load_comm_state(self.reductions, states)
+
+    def finalize_manually(self, required: bool) -> None:
+        """Whether backwards end in :meth:`finalize_backward`, not by themselves."""
+        waits = self.backward is not None and self.backward.phase is UNFINALIZED
+        self.options.finalize_manually(required, self.backward_runs or waits, self.where())
+
+    @torch.no_grad()
+    def finalize_backward(self) -> None:
+        """Wait for the buckets of a backward that is over, or has launched all of them.
+
+        Raises:
+            RuntimeError: there is no such backward; or see :meth:`finish_ended`.
+        """
+        self.options.check_may_finalize()
+        backward = self.backward
+        if backward is not None and backward.phase is UNFINALIZED:
+            self.finish_ended()
+            return
+        reduction = None if backward is None else backward.reduction
+        if reduction is not None and self.backward_runs:
+            self.options.check_launched(reduction, self.where())
+            if any(reduction.works):
+                try:
+                    reduction.finish()  # the end of the backward does the rest
+                except Mismatch as error:
+                    self.reductions.raise_mismatch(error, reduction)
+                return
+        self.options.refuse_to_finalize(self.where())
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Have ``hook`` reduce the buckets of all backwards from now on.
@@ -754,44 +748,37 @@ class Reducer:
         See :class:`~tritonddp.comm.comm_hook.CommHook`, and for what it raises the method of the
         wrapper.
         """
-        if self.wire.compression is not None:
-            raise RuntimeError(
-                f"compression={self.wire.compression!r} and a communication hook both decide "
-                "how gradients are sent: leave one of them out"
-            )
-        if self.comm_hook is not None:
-            raise RuntimeError(
-                "register_comm_hook or register_builtin_comm_hook can only be called once."
-            )
-        if self.backward_runs:
-            raise RuntimeError(
-                f"{self.where()}: a communication hook cannot be registered during a backward, "
-                "or inside trace()"
-            )
-        on_demand.check_finalized(self)
-        recovery.recover(self.group)
-        self.check_pending()
-        self.comm_hook = state, hook
-        self.peer_memory = self.plain.announce = None
-        for bucket in self.manager.current.buckets:
-            bucket.unshare()
-        self.transport = CommHook(hook, state, self.group, self.counters)
+        self.settle_outside_backward(
+            "a communication hook cannot be registered during a backward, or inside trace()"
+        )
+        self.options.use_comm_hook(state, hook, self.manager.factory.wire.compression)
+        self.reductions.stay_with_process_group()
+        self.manager.use(CommHook(hook, state, self.group, self.counters))
 
     def detach(self) -> None:
         """Let go of the parameters for good, without waiting for any other rank."""
         self.is_detached = True
         self.tracker.remove()
         self._watch_added(())
-        self.group.open_runs.discard(self.reference)
-        self.run = None
+        self.group.owners.discard(self.reference)
+        self.backward = None
+        self.contexts.detach()
+
+
+def _renumber(reference: weakref.ref[Reducer], former: Sequence[int | None]) -> None:
+    """The manager has made new buckets."""
+    reducer = reference()
+    if reducer is not None:
+        reducer.renumber(former)
 
 
 def _broke_off(reference: weakref.ref[Reducer], _: object) -> None:
     """The engine has dropped the callback of a backward without calling it: it failed."""
     reducer = reference()
-    if reducer is not None and reducer.run is not None:
-        if reference in reducer.group.open_runs:
+    if reducer is not None and reducer.backward is not None:
+        reducer.backward.has_failed()
+        if reference in reducer.group.owners:
             reducer.group.owing.add(reducer)
         reducer.tracker.stop()
         for call in reducer.events.on_abort:
-            call(reducer.run)
+            call(reducer.backward.reduction)

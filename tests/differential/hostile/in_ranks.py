@@ -77,7 +77,7 @@ def play_all(seeds: Sequence[int], folder: str, timeout: float, wrapper: str = O
             # In the log of this process, which is shown where it hangs.
             print(f"seed {seed}", flush=True)
             stock = _play(program, STOCK, Stock, groups, timeout)
-            with usual._directly(seed):
+            with usual.configured(seed):
                 ours = _play(program, wrapper, WRAPPERS[wrapper], groups, timeout)
             played = _compared(program, stock, ours)
             path = os.path.join(folder, f"{seed}.{rank}")

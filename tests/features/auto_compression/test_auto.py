@@ -7,13 +7,15 @@ import logging
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import assert_same_on_all_ranks, gather, ranks
+from distributed import assert_same_bits, assert_same_on_all_ranks, gather, ranks
 from logged import logged
 from torch import nn
+from training import assert_gradients_alike, drawn, gradients, train_step
 
 import tritonddp
 from tritonddp._device import Moments
@@ -74,20 +76,13 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
 
 
-def wrap(module: nn.Module | None = None, **options: object) -> tritonddp.DistributedDataParallel:
-    module = module or model()
-    return tritonddp.DistributedDataParallel(
-        module,
-        compression="auto",
-        bucket_cap_mb=0.03,
-        **options,  # type: ignore[arg-type]
-    )
+def wrap(module: nn.Module | None = None, **options: Any) -> tritonddp.DistributedDataParallel:
+    options = {"compression": "auto", "bucket_cap_mb": 0.03, **options}
+    return tritonddp.DistributedDataParallel(module or model(), **options)
 
 
-def step(ddp: tritonddp.DistributedDataParallel, width: int = 64) -> None:
-    ddp.zero_grad()
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    ddp(torch.randn(8, width, generator=generator)).square().sum().backward()
+def step(ddp: tritonddp.DistributedDataParallel) -> None:
+    train_step(ddp, drawn(8, 64))
 
 
 def taken(ddp: tritonddp.DistributedDataParallel) -> list[str]:
@@ -117,7 +112,7 @@ def test_a_slow_line_is_taken_in_int8_from_the_second_step_on() -> None:
         error = (mine.grad - theirs.grad).norm() / theirs.grad.norm()
         assert error < 0.02
         assert (error == 0) == (mine.dim() == 1) or dist.get_world_size() > 2
-    assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+    assert_gradients_alike(ddp)
 
 
 @ranks(2)
@@ -137,27 +132,27 @@ def test_a_fast_line_keeps_the_gradients_own_dtype_and_the_buckets() -> None:
 
 
 @ranks(2)
-def test_ranks_whose_backwards_differ_choose_alike() -> None:
+def test_ranks_whose_backwards_differ_choose_alike(rank: int) -> None:
     # A bucket of 34 kB takes 34 ms: beside 1 ms that is all, beside 10 s nothing.
     for longest, wire in ((10.0, "float32"), (2e-3, "int8")):
-        with line(1e-6), backwards(1e-3 if dist.get_rank() == 0 else longest):
+        with line(1e-6), backwards(1e-3 if rank == 0 else longest):
             ddp = wrap()
             step(ddp)
         assert taken(ddp) == [wire] * 2
 
 
 @ranks(3)
-def test_ranks_that_have_measured_other_groups_travel_alike_in_a_new_one() -> None:
+def test_ranks_that_have_measured_other_groups_travel_alike_in_a_new_one(rank: int) -> None:
     pair, alone = dist.new_group([0, 1]), dist.new_group([2])
     with line(SLOW):
-        ddp = wrap(process_group=alone if dist.get_rank() == 2 else pair)  # one has no figures
+        ddp = wrap(process_group=alone if rank == 2 else pair)  # one has no figures
     step(ddp)
-    assert taken(ddp) == ["float32" if dist.get_rank() == 2 else "int8"] * 2
+    assert taken(ddp) == ["float32" if rank == 2 else "int8"] * 2
     ddp._update_process_group(dist.group.WORLD)
     for _ in range(2):
         step(ddp)
         assert taken(ddp) == ["float32"] * 2
-        assert_same_on_all_ranks([param.grad for param in ddp.parameters()])
+        assert_gradients_alike(ddp)
 
 
 @ranks(2)
@@ -233,14 +228,14 @@ def test_a_reduce_dtype_is_what_buckets_take_that_are_not_quantised() -> None:
 
 
 @ranks(2)
-def test_the_reasons_are_told_once_by_one_rank_and_can_be_asked_for() -> None:
+def test_the_reasons_are_told_once_by_one_rank_and_can_be_asked_for(rank: int) -> None:
     with logged(logging.INFO, "tritonddp.auto") as told:
         with line(SLOW):
             ddp = wrap()
         assert "no backward" in ddp.wire_report()
         for _ in range(9):
             step(ddp)
-    assert told.lines() == ([ddp.wire_report()] if dist.get_rank() == 0 else [])
+    assert told.lines() == ([ddp.wire_report()] if rank == 0 else [])
     report = ddp.wire_report()
     assert "all-to-all of uint8" in report
     assert "0 to 1: int8" in report
@@ -274,8 +269,7 @@ def test_a_run_that_is_resumed_takes_the_wires_of_the_one_before_it() -> None:
             step(each)
             step(each)
         assert taken(resumed) == ["int8"] * 2
-    for mine, theirs in zip(resumed.parameters(), ddp.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
+    assert_same_bits(gradients(resumed), gradients(ddp))
     plain = tritonddp.DistributedDataParallel(model(), bucket_cap_mb=0.03)
     plain.load_comm_state_dict(state)  # has no choice
 
@@ -290,12 +284,10 @@ def test_gradients_stay_when_their_buckets_change(options: dict[str, bool]) -> N
     plain = tritonddp.DistributedDataParallel(copy.deepcopy(ddp.module))
     for each in (ddp, plain):
         step(each)
-    for mine, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
+    assert_same_bits(gradients(ddp), gradients(plain))
     step(ddp)
     assert all(bucket.quantization is not None for bucket in ddp.reducer.buckets)
-    for mine, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0.1, atol=0.1)
+    torch.testing.assert_close(gradients(ddp), gradients(plain), rtol=0.1, atol=0.1)
 
 
 @ranks(1)
@@ -320,10 +312,10 @@ def test_what_is_measured_decides() -> None:
 
 
 @ranks(2)
-def test_where_no_wire_can_be_chosen_none_is_timed() -> None:
+def test_where_no_wire_can_be_chosen_none_is_timed(rank: int) -> None:
     model = nn.Linear(2, 2, dtype=torch.complex64)
     ddp = tritonddp.DistributedDataParallel(model, compression="auto")
-    ddp(torch.full((1, 2), 1 + 1j) * (1 + dist.get_rank())).abs().sum().backward()
+    ddp(torch.full((1, 2), 1 + 1j) * (1 + rank)).abs().sum().backward()
     assert_same_on_all_ranks([torch.view_as_real(param.grad) for param in model.parameters()])
 
 

@@ -96,64 +96,66 @@ def sends(seconds: float, core: float = 0.0) -> Stage:
     return Stage(Kind.ALL_REDUCE, seconds, core)
 
 
-def test_compute_alone_takes_as_long_as_it_takes() -> None:
-    assert step_seconds(Compute([], 3.0), []) == pytest.approx(3.0)
-    empty = Passage(0.0, (), 0.0)
-    assert step_seconds(Compute([1.0, 2.0], 3.0), [empty, empty]) == pytest.approx(3.0)
+def carries(seconds: float, core: float = 0.0) -> Passage:
+    """A bucket that is sent, and has no kernels."""
+    return Passage(0.0, (sends(seconds, core),), 0.0)
 
 
-def test_what_the_line_carries_during_the_backward_costs_nothing() -> None:
-    hidden = Passage(0.0, (sends(1.0),), 0.0)
-    assert step_seconds(Compute([1.0], 3.0), [hidden]) == pytest.approx(3.0)
+NO_KERNELS = Passage(0.0, (), 0.0)
+FILLED = Passage(0.5, (sends(1.0),), 0.25)
+EMPTIED = Passage(0.0, (sends(2.0),), 1.5)
+KERNELS = Passage(0.25, (), 0.25)
+BETWEEN = Passage(0.0, (sends(1.0), Stage(None, 3.0, 3.0), sends(1.0)), 0.0)
 
-
-def test_the_line_carries_buckets_one_behind_the_other() -> None:
-    slow = Passage(0.0, (sends(2.0),), 0.0)
-    # 1 to 3, 3 to 5, although both are ready by 1.5.
-    assert step_seconds(Compute([1.0, 1.5], 2.0), [slow, slow]) == pytest.approx(5.0)
-    # And waits for a late one.
-    assert step_seconds(Compute([1.0, 9.0], 9.0), [slow, slow]) == pytest.approx(11.0)
-
-
-def test_kernels_take_their_time_from_the_backward() -> None:
-    way = Passage(0.5, (sends(1.0),), 0.25)
-    # Filled from 1 to 1.5, sent until 2.5; the backward ends at 3.5 instead of 3.
-    assert step_seconds(Compute([1.0], 3.0), [way]) == pytest.approx(3.5 + 0.25)
-    # The second bucket is ready half a second late; emptied one behind the other.
-    seconds = step_seconds(Compute([1.0, 3.0], 3.0), [way, way])
-    assert seconds == pytest.approx(3.5 + 0.5 + 1.0 + 0.25)
-
-
-def test_a_first_bucket_is_emptied_while_the_second_travels() -> None:
-    way = Passage(0.0, (sends(2.0),), 1.5)
+STEPS: dict[str, list[tuple[Compute, list[Passage], float]]] = {
+    "compute alone takes as long as it takes": [
+        (Compute([], 3.0), [], 3.0),
+        (Compute([1.0, 2.0], 3.0), [NO_KERNELS] * 2, 3.0),
+    ],
+    "what the line carries during the backward costs nothing": [
+        (Compute([1.0], 3.0), [carries(1.0)], 3.0)
+    ],
+    "the line carries buckets one behind the other": [
+        # 1 to 3, 3 to 5, although both are ready by 1.5.
+        (Compute([1.0, 1.5], 2.0), [carries(2.0)] * 2, 5.0),
+        # And waits for a late one.
+        (Compute([1.0, 9.0], 9.0), [carries(2.0)] * 2, 11.0),
+    ],
+    "kernels take their time from the backward": [
+        # Filled from 1 to 1.5, sent until 2.5; the backward ends at 3.5 instead of 3.
+        (Compute([1.0], 3.0), [FILLED], 3.5 + 0.25),
+        # The second bucket is ready half a second late; emptied one behind the other.
+        (Compute([1.0, 3.0], 3.0), [FILLED] * 2, 3.5 + 0.5 + 1.0 + 0.25),
+    ],
     # Sent by 2 and by 4; emptied 2 to 3.5, and 4 to 5.5.
-    assert step_seconds(Compute([0.0, 0.0], 0.0), [way, way]) == pytest.approx(5.5)
-
-
-def test_on_one_core_what_sends_and_what_computes_take_turns() -> None:
-    busy = Passage(0.0, (sends(2.0, core=2.0),), 0.0)
-    # From 1 on each has half: sent by 5, when two of the four seconds that were left are computed.
-    assert step_seconds(Compute([1.0], 5.0, cores=1.0), [busy]) == pytest.approx(7.0)
-    assert step_seconds(Compute([1.0], 5.0, cores=2.0), [busy]) == pytest.approx(5.0)
-    # A line that is slow leaves most of the core to the backward.
-    slow = Passage(0.0, (sends(2.0, core=0.5),), 0.0)
-    assert step_seconds(Compute([1.0], 5.0, cores=1.0), [slow]) == pytest.approx(5.5)
-
-
-def test_ranks_that_share_cores_send_slower() -> None:
-    busy = Passage(0.0, (sends(1.0, core=1.0),), 0.0)
+    "a first bucket is emptied while the second travels": [
+        (Compute([0.0, 0.0], 0.0), [EMPTIED] * 2, 5.5)
+    ],
+    "on one core what sends and what computes take turns": [
+        # From 1 on each has half: sent by 5, when two of the four seconds left are computed.
+        (Compute([1.0], 5.0, cores=1.0), [carries(2.0, core=2.0)], 7.0),
+        (Compute([1.0], 5.0, cores=2.0), [carries(2.0, core=2.0)], 5.0),
+        # A line that is slow leaves most of the core to the backward.
+        (Compute([1.0], 5.0, cores=1.0), [carries(2.0, core=0.5)], 5.5),
+    ],
     # What takes a second of a core takes two where there is half a core; the 2 seconds of the
     # backward are what it took there.
-    assert step_seconds(Compute([2.0], 2.0, cores=0.5), [busy]) == pytest.approx(2.0 + 2.0)
-    kernels = Passage(0.25, (), 0.25)
-    assert step_seconds(Compute([2.0], 2.0, cores=0.5), [kernels]) == pytest.approx(2.0 + 1.0)
-
-
-def test_the_kernel_between_two_collectives_leaves_the_line_to_others() -> None:
-    way = Passage(0.0, (sends(1.0), Stage(None, 3.0, 3.0), sends(1.0)), 0.0)
+    "ranks that share cores send slower": [
+        (Compute([2.0], 2.0, cores=0.5), [carries(1.0, core=1.0)], 2.0 + 2.0),
+        (Compute([2.0], 2.0, cores=0.5), [KERNELS], 2.0 + 1.0),
+    ],
     # Bucket 0: 0-1, kernel 1-4, 4-5. Bucket 1: 1-2, kernel 4-7, 7-8.
-    seconds = step_seconds(Compute([0.0, 0.0], 0.0, cores=math.inf), [way, way])
-    assert seconds == pytest.approx(8.0)
+    "the kernel between two collectives leaves the line to others": [
+        (Compute([0.0, 0.0], 0.0, cores=math.inf), [BETWEEN] * 2, 8.0)
+    ],
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+@pytest.mark.quick
+def test_steps(case: str) -> None:
+    for compute, passages, seconds in STEPS[case]:
+        assert step_seconds(compute, passages) == pytest.approx(seconds)
 
 
 def test_of_a_backward_whose_end_alone_is_known_gradients_take_their_share() -> None:

@@ -21,8 +21,11 @@ CPU = torch.device("cpu")
 STEPS = ("fill", "reduce", "empty")
 
 
-def make(index: int, params: Any, names: list[str], kind: Any = Bucket, **options: Any) -> Bucket:
-    return kind(index, params, names, select(CPU, params[0].dtype), Counters(), **options)
+def make(
+    index: int, first: int, params: Any, names: list[str], kind: Any = Bucket, **options: Any
+) -> Bucket:
+    kernels = select(CPU, params[0].dtype)
+    return kind(index, params, names, kernels, Counters(), first=first, **options)
 
 
 def ways() -> dict[torch.dtype, dict[str, Way]]:
@@ -66,10 +69,10 @@ def test_all_is_measured_and_every_rank_has_the_same_figures() -> None:
 
 
 @ranks(2)
-def test_the_slowest_rank_counts() -> None:
+def test_the_slowest_rank_counts(rank: int) -> None:
     class Slow(Bucket):
         def pack(self, *args: Any) -> None:
-            if dist.get_rank() == 1:
+            if rank == 1:
                 torch.empty(1 << 22).normal_()  # milliseconds
             super().pack(*args)
 

@@ -3,18 +3,12 @@
 Stock: they are this rank's own; the program itself adds up the squares of all ranks.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hostile.record import Record
 
-
-def program(DDP: Any, record: Record) -> None:
+def program(DDP, record):
     net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     ddp = DDP(net)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)

@@ -3,18 +3,12 @@
 Stock: its own affair, and the buffers of BatchNorm go on as rank 0 has them.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hostile.record import Record
 
-
-def program(DDP: Any, record: Record) -> None:
+def program(DDP, record):
     rank = dist.get_rank()
     net = nn.Sequential(
         nn.Conv2d(1, 8, 3),

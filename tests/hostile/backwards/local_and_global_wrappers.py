@@ -3,18 +3,12 @@
 Stock: each wrapper reduces what goes through its own forwards.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from hostile.record import Record
 
-
-def program(DDP: Any, record: Record) -> None:
+def program(DDP, record):
     net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     everyone = DDP(net)

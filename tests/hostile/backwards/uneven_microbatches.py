@@ -4,15 +4,9 @@ Stock: another number of backwards under ``no_sync`` on each rank is legal, also
 whose parameters they reach without its doing.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from hostile.record import Record
 
 
 class Head(nn.Module):
@@ -25,7 +19,7 @@ class Head(nn.Module):
         return self.head(torch.relu(self.encoder(x)))
 
 
-def program(DDP: Any, record: Record) -> None:
+def program(DDP, record):
     rank = dist.get_rank()
     encoder = nn.Linear(16, 32)
     actor, critic = DDP(Head(encoder, 4)), DDP(Head(encoder, 1))

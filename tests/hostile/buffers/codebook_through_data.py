@@ -3,15 +3,9 @@
 Most VQ-VAEs do so. Stock: broadcast before each forward.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from hostile.record import Record
 
 BEGINS = 20  # the step from which on the codebook moves
 CODES = 32
@@ -46,7 +40,7 @@ class VectorQuantised(nn.Module):
         self.codes.data.copy_(self.sums / sizes.unsqueeze(1))
 
 
-def program(DDP: Any, record: Record) -> None:
+def program(DDP, record):
     ddp = DDP(VectorQuantised())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(dist.get_rank())

@@ -3,17 +3,12 @@
 And a BatchNorm in a checkpoint. Stock: buffers are rank 0's at each forward, of either wrapper.
 """
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-from hostile.record import Record
 
 
 class Checkpointed(nn.Module):
@@ -26,7 +21,7 @@ class Checkpointed(nn.Module):
         return self.second(checkpoint(self.first, x, use_reentrant=False))
 
 
-def program(DDP: Any, record: Record) -> None:
+def program(DDP, record):
     ddp = DDP(Checkpointed())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(dist.get_rank())

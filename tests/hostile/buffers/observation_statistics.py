@@ -3,15 +3,9 @@
 Stock: rank 0's count, from the first update of a rollout on.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from hostile.record import Record
 
 
 class Policy(nn.Module):
@@ -29,7 +23,7 @@ class Policy(nn.Module):
         return self.net((observations - self.mean) / self.variance.sqrt())
 
 
-def program(DDP: Any, record: Record) -> None:
+def program(DDP, record):
     rank = dist.get_rank()
     ddp = DDP(Policy())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)

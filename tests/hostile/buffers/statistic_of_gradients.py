@@ -3,15 +3,9 @@
 By a hook, from step 20 on. Stock: rank 0's, from the next forward on.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from hostile.record import Record
 
 
 class Scaled(nn.Module):
@@ -32,7 +26,7 @@ class Scaled(nn.Module):
         self.scale.mul_(0.9).add_(gradient.norm(), alpha=0.1)
 
 
-def program(DDP: Any, record: Record) -> None:
+def program(DDP, record):
     rank = dist.get_rank()
     ddp = DDP(Scaled())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)

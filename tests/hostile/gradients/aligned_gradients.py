@@ -4,18 +4,12 @@ Stock: each lies at a multiple of 64 bytes, as torch's allocator gives memory. A
 that lie elsewhere may have other bits.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from hostile.record import Record
 
-
-def program(DDP: Any, record: Record) -> None:
+def program(DDP, record):
     net = nn.Sequential(
         nn.Linear(64, 256),
         nn.GELU(),

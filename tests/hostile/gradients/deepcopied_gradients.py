@@ -3,20 +3,15 @@
 Stock: a copy costs the bytes of the gradient.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from hostile.record import Record
 
-
-def program(DDP: Any, record: Record) -> None:
+def program(DDP, record):
     net = nn.Sequential(*[nn.Linear(256, 256) for _ in range(19)])  # 5 MB: two buckets
     ddp = DDP(net)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)

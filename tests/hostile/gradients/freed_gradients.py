@@ -3,18 +3,12 @@
 Stock: it is the gradient's alone.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from hostile.record import Record
 
-
-def program(DDP: Any, record: Record) -> None:
+def program(DDP, record):
     net = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
     ddp = DDP(net)
     generator = torch.Generator().manual_seed(dist.get_rank())

@@ -3,15 +3,9 @@
 A checksum reads gradients as 8-byte words. Stock: each gradient begins where its type may begin.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from hostile.record import Record
 
 WIDTH = 129
 
@@ -29,7 +23,7 @@ class Fourier(nn.Module):
         return self.after(torch.fft.irfft(spectrum, n=WIDTH)) * self.scale
 
 
-def program(DDP: Any, record: Record) -> None:
+def program(DDP, record):
     ddp = DDP(Fourier())
     pairs = ddp.module.pairs
     generator = torch.Generator().manual_seed(dist.get_rank())

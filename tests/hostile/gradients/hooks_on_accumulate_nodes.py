@@ -4,16 +4,11 @@ Stock: the gradient has been copied into its bucket by then, so they do not chan
 Elsewhere they do, as hooks on the parameter do everywhere.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from hostile.outcomes import Expected
-from hostile.record import Record
 
 EXPECTED = Expected(
     "A hook on an AccumulateGrad node (`grad_fn.next_functions`), put there after wrapping",
@@ -21,7 +16,7 @@ EXPECTED = Expected(
 )
 
 
-def program(DDP: Any, record: Record) -> None:
+def program(DDP, record):
     net = nn.Sequential(*[nn.Linear(128, 128) for _ in range(4)])
     ddp = DDP(net)
     nodes, seen = [], []

@@ -4,18 +4,12 @@ Stock: they are the same tensors with the same memory, which holds nothing else.
 large gradients may be in memory that ranks share.)
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hostile.record import Record
 
-
-def program(DDP: Any, record: Record) -> None:
+def program(DDP, record):
     net = nn.Sequential(*[nn.Linear(512, 512) for _ in range(12)])
     ddp = DDP(net)
     held: dict[Tensor, tuple[Tensor, int]] = {}

@@ -4,22 +4,16 @@ Another one makes a gradient a tensor of a subclass. Stock: ``.grad`` stays the 
 marked.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from hostile.record import Record
 
 
 class Marked(torch.Tensor):
     pass
 
 
-def program(DDP: Any, record: Record) -> None:
+def program(DDP, record):
     net = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 128))
     ddp = DDP(net)
 

@@ -4,19 +4,13 @@ One is queued by a hook of the output, one by a hook of the last parameter. Stoc
 there when its turn comes.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from hostile.record import Record
 
-
-def program(DDP: Any, record: Record) -> None:
+def program(DDP, record):
     net = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 128))
     ddp = DDP(net)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)

@@ -3,16 +3,11 @@
 Stock: they are kept, and harmless.
 """
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-
-from hostile.record import Record
 
 NAMES = [
     *("config", "group", "sync", "core", "caps", "traced", "buffer_sync", "state_broadcast"),
@@ -20,7 +15,7 @@ NAMES = [
 ]
 
 
-def program(DDP: Any, record: Record) -> None:
+def program(DDP, record):
     for name in NAMES:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 4))

@@ -3,16 +3,12 @@
 Stock: ``ddp.config.hidden`` is the module's.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from hostile.record import Record
 
 NAMES = {
     "config": SimpleNamespace(hidden=32),
@@ -38,7 +34,7 @@ class Net(nn.Module):
         return self.head(torch.relu(self.body(x)))
 
 
-def program(DDP: Any, record: Record) -> None:
+def program(DDP, record):
     class Forwarding(DDP):
         def __getattr__(self, name: str) -> Any:
             try:

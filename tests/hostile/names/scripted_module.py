@@ -3,19 +3,14 @@
 Stock: as any other module.
 """
 
-from __future__ import annotations
-
 import warnings
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from hostile.record import Record
 
-
-def program(DDP: Any, record: Record) -> None:
+def program(DDP, record):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit is deprecated
         scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))

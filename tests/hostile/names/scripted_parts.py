@@ -3,17 +3,12 @@
 Stock: as any other module. With BatchNorm, whose buffers TorchScript keeps.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-
-from hostile.record import Record
 
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fx": torch.fx.symbolic_trace,
@@ -23,7 +18,7 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def program(DDP: Any, record: Record) -> None:
+def program(DDP, record):
     for title, convert in WAYS.items():
         torch.manual_seed(1)
         plain = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 8))

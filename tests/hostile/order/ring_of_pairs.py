@@ -3,22 +3,16 @@
 A domain decomposition. Stock: works, whichever of its two modules a rank takes first.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
-
-from hostile.record import Record
 
 RANKS = 3
 PAIRS = [(0, 1), (1, 2), (0, 2)]
 ORDER_OF_RANK = {0: [0, 2], 1: [1, 0], 2: [2, 1]}  # each waits for another one
 
 
-def program(DDP: Any, record: Record) -> None:
+def program(DDP, record):
     rank = dist.get_rank()
     groups = [dist.new_group(pair) for pair in PAIRS]
     nets = [nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8)) for _ in PAIRS]

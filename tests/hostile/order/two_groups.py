@@ -3,18 +3,12 @@
 Stock: works, since each group has its own collectives.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from hostile.record import Record
 
-
-def program(DDP: Any, record: Record) -> None:
+def program(DDP, record):
     rank = dist.get_rank()
     nets = [nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8)) for _ in range(2)]
     wrapped = [DDP(net, process_group=dist.new_group()) for net in nets]

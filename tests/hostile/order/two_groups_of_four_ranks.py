@@ -3,20 +3,14 @@
 Stock: works, since each group has its own collectives.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from hostile.record import Record
-
 RANKS = 4
 
 
-def program(DDP: Any, record: Record) -> None:
+def program(DDP, record):
     rank = dist.get_rank()
     nets = [nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 256)) for _ in range(2)]
     wrapped = [DDP(net, process_group=dist.new_group()) for net in nets]

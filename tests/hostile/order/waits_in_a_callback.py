@@ -3,17 +3,12 @@
 Stock: works, since its buckets have been launched by then.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 
 from hostile.outcomes import Expected
-from hostile.record import Record
 
 EXPECTED = Expected(
     "A callback at the end of a backward waits for what another rank sends behind its own",
@@ -22,7 +17,7 @@ EXPECTED = Expected(
 )
 
 
-def program(DDP: Any, record: Record, first: int = 0) -> None:
+def program(DDP, record, first=0):
     rank = dist.get_rank()
     net = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
     ddp = DDP(net)

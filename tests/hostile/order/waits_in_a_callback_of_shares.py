@@ -3,16 +3,11 @@
 Stock: works, since its buckets have been launched by then.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 from hostile.order import waits_in_a_callback
-from hostile.record import Record
 
 RANKS = 4
 EXPECTED = waits_in_a_callback.EXPECTED
 
 
-def program(DDP: Any, record: Record) -> None:
+def program(DDP, record):
     waits_in_a_callback.program(DDP, record, first=3)

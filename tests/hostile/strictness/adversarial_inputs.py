@@ -4,15 +4,9 @@ Adversarial training, with ``find_unused_parameters=False`` said. Stock: the fir
 parameter, and misses none.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from hostile.record import Record
 
 
 class Denoiser(nn.Module):
@@ -24,7 +18,7 @@ class Denoiser(nn.Module):
         return x - self.noise(x)
 
 
-def program(DDP: Any, record: Record) -> None:
+def program(DDP, record):
     ddp = DDP(Denoiser(), find_unused_parameters=False)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(dist.get_rank())

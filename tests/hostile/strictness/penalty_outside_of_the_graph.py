@@ -3,16 +3,11 @@
 Stock: works, its hooks wait for the whole gradient.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from hostile.outcomes import Expected
-from hostile.record import Record
 
 EXPECTED = Expected(
     "`torch.compile` of the wrapper: a parameter gets a use outside of the graph in a later step",
@@ -31,7 +26,7 @@ class Tower(nn.Module):
         return x
 
 
-def program(DDP: Any, record: Record) -> None:
+def program(DDP, record):
     ddp = DDP(Tower())
     compiled = torch.compile(ddp, backend="aot_eager")
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)

@@ -3,15 +3,11 @@
 A trainer holds it and is held by it. Stock: works.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from hostile.record import Record
 
 
 class Task(nn.Module):
@@ -29,7 +25,7 @@ class Trainer:
         ddp.trainer = self
 
 
-def program(DDP: Any, record: Record) -> None:
+def program(DDP, record):
     net = nn.Linear(16, 16)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for phase in range(3):

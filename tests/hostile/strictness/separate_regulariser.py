@@ -4,18 +4,12 @@ With ``find_unused_parameters=False`` said. Stock: that backward is local, and i
 added to the means.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from hostile.record import Record
 
-
-def program(DDP: Any, record: Record) -> None:
+def program(DDP, record):
     net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     ddp = DDP(net, find_unused_parameters=False)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)

@@ -4,15 +4,9 @@ Stock: what the backward of one wrapper gives to parameters of the other is none
 business.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from hostile.record import Record
 
 
 class Head(nn.Module):
@@ -25,7 +19,7 @@ class Head(nn.Module):
         return self.head(torch.relu(self.encoder(x)))
 
 
-def program(DDP: Any, record: Record) -> None:
+def program(DDP, record):
     encoder = nn.Linear(16, 32)
     actor, critic = (
         DDP(Head(encoder, outputs), find_unused_parameters=False) for outputs in (4, 1)

@@ -79,7 +79,7 @@ def _buckets(caps: BucketCaps, model_bytes: int) -> list[Load]:
 
 
 def _name(names: Sequence[str], loads: Sequence[Load]) -> str:
-    """The wire of most elements."""
+    """The name of the wire that most elements take."""
     elements = dict.fromkeys(names, 0)
     for name, load in zip(names, loads, strict=True):
         elements[name] += load.total
@@ -88,7 +88,10 @@ def _name(names: Sequence[str], loads: Sequence[Load]) -> str:
 
 
 def _best_size(figures: Figures, model_bytes: int) -> tuple[float | None, float]:
-    """The size of buckets in fp32 with which a backward that could hide them is over soonest."""
+    """The bucket size in MiB for the shortest backward in fp32, and what it saves.
+
+    The backward is as long as its gradients travel.
+    """
     cost, world_size = wires(figures, _DTYPE)[0], figures.world_size
     speed = cost.speeds[Kind.ALL_REDUCE]
     # As long as the gradients travel: shorter or longer, and buckets matter less.

@@ -8,24 +8,24 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from tritonddp.cli.checks.launch import Heard, Plan
+from tritonddp.cli.checks.launch import Plan, RankReport
 from tritonddp.cli.checks.machine import numa_nodes
 from tritonddp.cli.checks.report import Section, amount, duration, rate
 
 # An all-reduce of one element that takes longer than this, in seconds: on one host, on several.
 _SLOW = {True: 5e-3, False: 20e-3}
-# A pair of ranks whose line has less than this share of the median's is told of.
+# A pair of ranks whose line has less than this share of the median's is named.
 _SHARE = 0.5
 # Of packets, in bytes: smaller ones cost more headers and more work.
 _MTU = 1500
 
 
-def ranks(section: Section, plan: Plan, heard: Sequence[Heard], shows_names: bool) -> None:
-    """Did they come up, where are they, and are they alike?"""
+def ranks(section: Section, plan: Plan, reports: Sequence[RankReport], shows_names: bool) -> None:
+    """Fill the section about the ranks: failures, hosts, and differences between them."""
     hosts = f" on {plan.nnodes} hosts" if plan.nnodes > 1 else ""
     section.fact("ranks", f"{plan.world_size}{hosts}, {plan.backend}, tensors on {plan.device}")
     section.fact("started by", "torchrun" if plan.is_launched else "tritonddp doctor")
-    failures = [each for each in heard if each.failure]
+    failures = [each for each in reports if each.failure]
     for each in failures:
         section.fact(f"rank {each.rank} failed", each.failure)
     if failures:
@@ -36,7 +36,7 @@ def ranks(section: Section, plan: Plan, heard: Sequence[Heard], shows_names: boo
             + (" It has not the memory that it needs: see the limits." if memory else "")
         )
         _check_names(section, plan, first.failure)
-    found = _found(heard, "ranks")
+    found = _found(reports, "ranks")
     if found is None:
         return
     by_host: dict[str, list[int]] = {}
@@ -64,9 +64,9 @@ def ranks(section: Section, plan: Plan, heard: Sequence[Heard], shows_names: boo
             )
 
 
-def _found(heard: Sequence[Heard], name: str) -> Any:
-    """What any of the ranks has told: what they tell is alike."""
-    return next((each.found[name] for each in heard if name in each.found), None)
+def _found(reports: Sequence[RankReport], name: str) -> Any:
+    """The entry ``name`` of the first rank that has it; it is alike on all ranks."""
+    return next((each.found[name] for each in reports if name in each.found), None)
 
 
 def _check_names(section: Section, plan: Plan, failure: str) -> None:
@@ -119,9 +119,9 @@ def _check_interfaces(
                 )
 
 
-def transport(section: Section, heard: Sequence[Heard]) -> None:
-    """Which one ``transport="auto"`` takes, and why."""
-    found = _found(heard, "transport")
+def transport(section: Section, reports: Sequence[RankReport]) -> None:
+    """Fill the section about the transport that ``transport="auto"`` takes."""
+    found = _found(reports, "transport")
     if found is None:
         section.fact("not known", "the group failed before")
         return
@@ -138,9 +138,9 @@ def transport(section: Section, heard: Sequence[Heard]) -> None:
         )
 
 
-def line(section: Section, heard: Sequence[Heard]) -> None:
-    """What was measured."""
-    found = _found(heard, "line")
+def line(section: Section, reports: Sequence[RankReport]) -> None:
+    """Fill the section about the measured line."""
+    found = _found(reports, "line")
     if found is None:
         section.fact("not measured", "the group failed before")
         return
@@ -150,7 +150,7 @@ def line(section: Section, heard: Sequence[Heard]) -> None:
         f"{duration(found['seconds'])}: each rank sends {rate(found['rate'])}",
     )
     section.fact("rounds", f"{found['rounds']}, each figure the median of the slowest rank's")
-    hosts = [each["host"] for each in _found(heard, "ranks")]
+    hosts = [each["host"] for each in _found(reports, "ranks")]
     pairs = found["pairs"]
     shares = len(set(hosts)) < 2
     if found["latency"] > _SLOW[shares]:
@@ -176,11 +176,11 @@ def line(section: Section, heard: Sequence[Heard]) -> None:
             )
 
 
-def consequences(section: Section, plan: Plan, heard: Sequence[Heard]) -> None:
-    """For a model of the size that was asked for: wires and buckets."""
-    of_transport, found = _found(heard, "transport"), _found(heard, "consequences")
+def consequences(section: Section, plan: Plan, reports: Sequence[RankReport]) -> None:
+    """Fill the section about wires and buckets for a model of the given size."""
+    of_transport, found = _found(reports, "transport"), _found(reports, "consequences")
     model = f"{plan.model_bytes / 1e6:g} MB"
-    if of_transport is None or _found(heard, "line") is None:
+    if of_transport is None or _found(reports, "line") is None:
         section.fact("not known", "the group failed before")
         return
     if of_transport["taken"] == "peer_memory" and of_transport["hosts"] == 1:
@@ -200,16 +200,16 @@ def consequences(section: Section, plan: Plan, heard: Sequence[Heard]) -> None:
         "to exchange all", f"{predicted} (predicted, by the process group, if nothing hides it)"
     )
     spans = found["wires"]
-    told = []
+    wires = []
     for number, (start, name) in enumerate(spans):
         end = spans[number + 1][0] if number + 1 < len(spans) else None
         if len(spans) == 1:
-            told.append(f"{name}, whatever a backward takes")
+            wires.append(f"{name}, whatever a backward takes")
         elif end is None:
-            told.append(f"{name} from {duration(start)} on")
+            wires.append(f"{name} from {duration(start)} on")
         else:
-            told.append(f"{name} for backwards of less than {duration(end)}")
-    section.fact("wire", "; ".join(told))
+            wires.append(f"{name} for backwards of less than {duration(end)}")
+    section.fact("wire", "; ".join(wires))
     sizes = ", then ".join(f"{each:g}" for each in found["default_sizes"])
     if found["size"] is None:
         section.fact("bucket_cap_mb", f"the default ({sizes} MiB): no size saves a tenth of that")

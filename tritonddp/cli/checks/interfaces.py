@@ -1,25 +1,24 @@
-"""Which network interface has gloo taken? Seen from the sockets on which this process listens."""
+"""The network interface that gloo has taken: that of the sockets on which this process listens."""
 
 from __future__ import annotations
 
 import os
 import socket
 import struct
-import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_LISTENS = "0A"  # the state of a socket in /proc/net/tcp
 _SIOCGIFADDR = 0x8915
 _CLASS = Path("/sys/class/net")
 
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface, as the kernel calls it.
+    """A network interface.
 
     Attributes:
-        name: such as ``eth0``.
+        name: the kernel's, such as ``eth0``.
         mtu: bytes of a packet; ``None`` where it is not known.
         speed: Mbit/s that its driver tells; ``None`` where it does not.
     """
@@ -48,19 +47,14 @@ def _number(path: Path) -> int | None:
 
 
 def listening(besides: int) -> list[Interface]:
-    """On which this process listens, but for port ``besides``: those that gloo has taken."""
-    own = _sockets()
-    addresses = {
-        address
-        for inode, address, port in [*_listeners("tcp"), *_listeners("tcp6")]
-        if inode in own and port != besides
-    }
+    """The interfaces on which this process listens, on any port but ``besides``."""
+    addresses = {address for address, port in _listeners() if port != besides}
     names = {interface for address in addresses if (interface := _interface_of(address))}
     return [Interface.named(name) for name in sorted(names)]
 
 
 def resolves_to_loopback() -> bool:
-    """Whether this host's name, whose address gloo takes by default, stands for itself alone."""
+    """Whether this host's name, whose address gloo takes by default, is a loopback address."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
@@ -68,42 +62,25 @@ def resolves_to_loopback() -> bool:
     return all(str(each[4][0]).startswith(("127.", "::1")) for each in found)
 
 
-def _sockets() -> set[str]:
-    found = set()
+def _listeners() -> Iterator[tuple[str, int]]:
+    """Address and port of all sockets of this process that listen."""
     for path in Path("/proc/self/fd").iterdir():
         try:
-            target = os.readlink(path)
-        except OSError:  # it was closed meanwhile
+            with socket.socket(fileno=os.dup(int(path.name))) as copy:
+                if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    address, port, *_ = copy.getsockname()
+                    yield address.removeprefix("::ffff:"), port
+        except (OSError, TypeError, ValueError):  # closed meanwhile, no socket, or a Unix socket
             continue
-        if target.startswith("socket:["):
-            found.add(target[8:-1])
-    return found
 
 
-def _listeners(kind: str) -> list[tuple[str, bytes, int]]:
-    """Inode, address and port of all sockets of this network namespace that listen."""
-    found = []
-    for line in Path("/proc/self/net", kind).read_text().splitlines()[1:]:
-        _, local, _, state, *rest = line.split()
-        if state != _LISTENS:
-            continue
-        host, port = local.split(":")
-        words = [int(host[at : at + 8], 16) for at in range(0, len(host), 8)]
-        address = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
-        found.append((rest[5], address, int(port, 16)))
-    return found
-
-
-def _interface_of(address: bytes) -> str | None:
-    """Which has this address; ``None`` for that of all interfaces."""
-    mapped = bytes(10) + b"\xff\xff"
-    if len(address) == 16 and address.startswith(mapped):
-        address = address[12:]
-    if len(address) == 16:
+def _interface_of(address: str) -> str | None:
+    """The name of the interface with this address; ``None`` for the address of all."""
+    if ":" in address:
+        packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
         for line in Path("/proc/self/net/if_inet6").read_text().splitlines():
-            fields = line.split()
-            if bytes.fromhex(fields[0]) == address:
-                return fields[5]
+            if line.startswith(packed):
+                return line.split()[5]
         return None
     import fcntl
 
@@ -114,6 +91,6 @@ def _interface_of(address: bytes) -> str | None:
                 answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
             except OSError:  # it has none
                 continue
-            if answer[20:24] == address:
+            if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None

@@ -1,4 +1,4 @@
-"""Start the ranks of this host, hear what they find, and end them: none outlives the call."""
+"""Start the ranks of this host, read what they find, and end them: none outlives the call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,8 +22,8 @@ import torch.distributed as dist
 _IMPORT, _GRACE = 60.0, 5.0
 # Times the timeout: for all that ranks do once they have met.
 _PARTS = 3
-# Of what a rank has written to its standard error: characters that are told of its end.
-_WORDS = 400
+# Characters of the reason for the end of a rank, with what it has written to its standard error.
+_LONGEST = 450
 
 
 class StoreError(RuntimeError):
@@ -33,7 +32,7 @@ class StoreError(RuntimeError):
 
 @dataclass(frozen=True)
 class Plan:
-    """Which ranks this host has.
+    """The ranks of this host, and how they meet.
 
     Attributes:
         nproc, nnodes, node_rank: ranks on each host, hosts, and which one this is.
@@ -41,7 +40,7 @@ class Plan:
             any, which one host alone can have.
         device, backend: such as ``"cpu"`` and ``"gloo"``.
         timeout: seconds until ranks are missing, and of each collective.
-        model_bytes: of the model for which consequences are told.
+        model_bytes: of the model whose consequences are wanted.
         is_launched: by torchrun: this process stands for one rank, and the store is there.
     """
 
@@ -63,19 +62,19 @@ class Plan:
 
     @property
     def options(self) -> str:
-        """What a rank is told, as text."""
+        """The options of a rank, as JSON."""
         names = ("device", "backend", "timeout", "model_bytes")
         return json.dumps({name: getattr(self, name) for name in names})
 
 
 @dataclass
-class Heard:
-    """What a rank has told.
+class RankReport:
+    """What a rank has found.
 
     Attributes:
         rank: in the group.
-        found: what it has told, by name; see :mod:`tritonddp.cli.checks.rank`.
-        stage: what it was at when it told that for the last time.
+        found: by name; see :mod:`tritonddp.cli.checks.rank`.
+        stage: what it was at when it ended.
         failure: why it did not come to its end; empty if it did.
     """
 
@@ -85,22 +84,25 @@ class Heard:
     failure: str = ""
 
 
-def run(plan: Plan) -> list[Heard]:
-    """Run the ranks of this host, and return what they have told, in their order.
+def run(plan: Plan) -> list[RankReport]:
+    """Run the ranks of this host, and return their reports, in order.
 
     Raises:
         StoreError: the store of the group cannot be made: no loopback, or the port is taken.
-        OSError, RuntimeError: a process, or a thread that hears it, cannot be started.
+        OSError: a process cannot be started.
     """
     with contextlib.ExitStack() as stack:
         environments = list(_environments(plan, stack))
         ranks = [stack.enter_context(_Rank(each, plan)) for each in environments]
         _wait(ranks, plan)
-    return [each.heard for each in ranks]
+    return [each.report for each in ranks]
 
 
 def _environments(plan: Plan, stack: contextlib.ExitStack) -> Iterator[dict[str, str]]:
-    """Those of the ranks of this host. The store of the group lives as long as ``stack``."""
+    """The environments of the ranks of this host.
+
+    The store of the group lives as long as ``stack``.
+    """
     if plan.is_launched:
         yield dict(os.environ)
         return
@@ -142,73 +144,72 @@ def _check_address(address: str, port: int) -> None:
 
 
 class _Rank:
-    """Context: the process of one rank, which does not outlive it."""
+    """Context: the process of one rank, which does not outlive it.
+
+    Attributes:
+        ended: why it was not waited for any longer; empty if it was.
+        report: what it has printed, once the context is left.
+    """
 
     def __init__(self, environment: dict[str, str], plan: Plan) -> None:
-        self.heard = Heard(int(environment["RANK"]))
-        # Its text is told if it dies; torch's warnings of hosts without names are not.
+        self.ended = ""
+        self.report = RankReport(int(environment["RANK"]))
+        # Its last line is shown if it dies: no warning of torch about hosts without names.
         environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in __exit__)
+        # Read and closed in __exit__.
+        self._output, self._errors = _temporary_file(), _temporary_file()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tritonddp.cli.checks.rank", plan.options],
             env=environment,
             stdin=subprocess.PIPE,  # it ends when that closes
-            stdout=subprocess.PIPE,
+            stdout=self._output,
             stderr=self._errors,
-            text=True,
         )
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        try:
-            self._listener.start()
-        except RuntimeError:  # there is no memory for one more
-            self.process.kill()
-            self.process.wait()
-            raise
-
-    def _listen(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            try:
-                told = json.loads(line)
-            except ValueError:  # a library prints something
-                continue
-            if isinstance(told, dict):
-                self._note(told)
-
-    def _note(self, told: dict[str, Any]) -> None:
-        for name, content in told.items():
-            if name == "stage":
-                self.heard.stage = content
-            elif name == "failure":
-                self.heard.failure = f"{self.heard.stage}: {content}"
-            else:
-                self.heard.found[name] = content
 
     def __enter__(self) -> _Rank:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
+        self.process.kill()
         self.process.wait()
-        self._listener.join(_GRACE)
-        code = self.process.returncode
-        if code != 0 and not self.heard.failure:
-            self.heard.failure = f"{self.heard.stage}: its process ended with {_told(code)}" + (
-                f": {words}" if (words := self._last_words()) else ""
-            )
-        for pipe in (self.process.stdin, self.process.stdout, self._errors):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        with self._output, self._errors:
+            for line in _lines(self._output):
+                with contextlib.suppress(ValueError):  # a library prints something
+                    message = json.loads(line)
+                    if isinstance(message, dict):
+                        self._note(message)
+            code, last = self.process.returncode, _lines(self._errors)[-1:]
+        if self.ended:
+            self._fail(self.ended)
+        elif code != 0:
+            self._fail(": ".join([f"its process ended with {_in_words(code)}", *last])[:_LONGEST])
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
 
-    def _last_words(self) -> str:
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1].strip()[:_WORDS] if lines else ""
+    def _note(self, message: dict[str, Any]) -> None:
+        for name, content in message.items():
+            if name == "stage":
+                self.report.stage = content
+            elif name == "failure":
+                self._fail(content)
+            else:
+                self.report.found[name] = content
+
+    def _fail(self, why: str) -> None:
+        self.report.failure = self.report.failure or f"{self.report.stage}: {why}"
 
 
-def _told(code: int) -> str:
+def _temporary_file() -> IO[bytes]:
+    return tempfile.TemporaryFile()
+
+
+def _lines(file: IO[bytes]) -> list[str]:
+    file.seek(0)
+    return file.read().decode(errors="replace").strip().splitlines()
+
+
+def _in_words(code: int) -> str:
     if code > 0:
         return f"exit code {code}"
     name = signal.Signals(-code).name
@@ -216,19 +217,19 @@ def _told(code: int) -> str:
 
 
 def _wait(ranks: list[_Rank], plan: Plan) -> None:
-    """Until all have ended, or one has failed and the others have had time to tell so, too."""
+    """Wait until all have ended, or one has failed and the others have had time to report it."""
     end = time.monotonic() + _IMPORT + _PARTS * plan.timeout
     while any(each.process.poll() is None for each in ranks):
         now = time.monotonic()
         if any(each.process.returncode for each in ranks):
             end = min(end, now + _GRACE)
         if now > end:
+            failed = [each.report.rank for each in ranks if each.process.returncode]
             for each in ranks:
-                if each.process.poll() is None and not each.heard.failure:
-                    others = [one.heard.rank for one in ranks if one.process.returncode]
-                    each.heard.failure = f"{each.heard.stage}: " + (
-                        f"it was ended after the failure of rank {others[0]}"
-                        if others
+                if each.process.poll() is None:
+                    each.ended = (
+                        f"it was ended after the failure of rank {failed[0]}"
+                        if failed
                         else f"it was not through after {_IMPORT + _PARTS * plan.timeout:g} s"
                     )
             return

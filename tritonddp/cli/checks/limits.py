@@ -1,37 +1,45 @@
-"""What this process may have: locked memory, files, shared memory, threads; and its network."""
+"""Limits of this process: locked memory, files, shared memory, threads; and its environment."""
 
 from __future__ import annotations
 
-import array
 import os
 import resource
 import shutil
 import socket
-import struct
 from pathlib import Path
 
 import torch
 
-from tritonddp.cli.checks.machine import available_memory, memory_limit, usable_cores
+from tritonddp.cli.checks.machine import available_memory, cores_with_time, memory_limit
 from tritonddp.cli.checks.report import Section, amount
-from tritonddp.coordination.peers import Memory
+from tritonddp.coordination.host.memory import Memory
 
-# Bytes below which each is told of.
+# Bytes below which there is an advice.
 _LOCKED, _SHARED = 64 << 20, 256 << 20
 _FILES = 1024
 # Copies of a model on each rank: parameters, gradients, buckets, what others read of them, and two
 # of an optimizer such as Adam.
 _COPIES = 6
 _VARIABLES = (
-    *("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"),
-    *("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SHM_DISABLE", "NCCL_ALGO", "NCCL_PROTO"),
-    *("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG"),
-    *("TRITON_INTERPRET", "TRITONDDP_PEER_MEMORY"),
+    "OMP_NUM_THREADS",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "TP_SOCKET_IFNAME",
+    "NCCL_P2P_DISABLE",
+    "NCCL_IB_DISABLE",
+    "NCCL_SHM_DISABLE",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_LAUNCH_BLOCKING",
+    "TORCH_DISTRIBUTED_DEBUG",
+    "TRITON_INTERPRET",
+    "TRITONDDP_PEER_MEMORY",
 )
 
 
 def limits(section: Section, ranks: int, model_bytes: int) -> None:
-    """Those that each of ``ranks`` on this host has, with a model of ``model_bytes``."""
+    """Fill the section about limits, for ``ranks`` on this host and a model of ``model_bytes``."""
     on_gpu = torch.cuda.is_available()
     locked, files = _limit(resource.RLIMIT_MEMLOCK), _limit(resource.RLIMIT_NOFILE)
     space = _limit(resource.RLIMIT_AS)
@@ -88,7 +96,7 @@ def _check_memory(section: Section, ranks: int, model_bytes: int, space: int | N
 
 
 def _check_variables(section: Section, ranks: int) -> None:
-    cores = usable_cores()
+    cores = cores_with_time()
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if ranks > cores:
         section.slow(
@@ -110,41 +118,40 @@ def _check_variables(section: Section, ranks: int) -> None:
 
 
 def _shared_memory(section: Section, on_gpu: bool) -> str:
-    place = _shared_mount()
-    usage = shutil.disk_usage(place)
+    folder = _shared_mount()
+    usage = shutil.disk_usage(folder)
     if usage.free < _SHARED:
         who = "NCCL and workers of a DataLoader" if on_gpu else "workers of a DataLoader"
         section.slow(
-            f"{place} has {amount(usage.free)} free, and {who} exchange through it: enlarge it, "
+            f"{folder} has {amount(usage.free)} free, and {who} exchange through it: enlarge it, "
             "in a container with --shm-size=1g"
         )
-    return f"{amount(usage.free)} free of {amount(usage.total)} in {place}"
+    return f"{amount(usage.free)} free of {amount(usage.total)} in {folder}"
 
 
 def _shared_mount() -> str:
-    """Where POSIX shared memory lies."""
+    """The folder of POSIX shared memory."""
     for line in Path("/proc/mounts").read_text().splitlines():
-        _, place, kind, *_ = line.split()
-        if kind == "tmpfs" and place.endswith("/shm"):
-            return place
+        _, folder, kind, *_ = line.split()
+        if kind == "tmpfs" and folder.endswith("/shm"):
+            return folder
     raise OSError("no file system in memory is mounted for it")
 
 
 def _passed_memory(section: Section) -> str:
-    """Hand memory over to oneself, as ranks of a host do."""
+    """Pass memory through a socket to this process itself, as ranks of a host do."""
     size, message = 1 << 20, b"memory"
     try:
         memory = Memory.create(size)
         sender, receiver = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with sender, receiver:
-            rights = array.array("i", [memory.descriptor])
-            sender.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
-            _, ancillary, _, _ = receiver.recvmsg(len(message), socket.CMSG_SPACE(rights.itemsize))
-        if not ancillary:
+            socket.send_fds(sender, [message], [memory.descriptor])
+            _, descriptors, _, _ = socket.recv_fds(receiver, len(message), 1)
+        if not descriptors:
             raise OSError("the descriptor has not come")
-        came = Memory.received(struct.unpack("i", ancillary[0][2])[0], size)
+        received = Memory.received(descriptors[0], size)
         memory.tensor.fill_(7)
-        if int(came.tensor[-1]) != 7:
+        if int(received.tensor[-1]) != 7:
             raise OSError("what was written is not there")
     except (AttributeError, OSError) as error:
         section.slow(

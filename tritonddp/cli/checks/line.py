@@ -1,4 +1,4 @@
-"""How fast are the lines between the ranks? All-reduces and messages, timed in interleaved rounds.
+"""The speed of the lines between ranks: all-reduces and messages, timed in interleaved rounds.
 
 Rounds have everything once, so that what slows the machine down for a while does so for all; each
 figure is the median over rounds of what the slowest rank took.
@@ -82,14 +82,14 @@ class Line:
         }
 
     def _fitting(self, nbytes: int) -> int:
-        """So many bytes, or fewer if they would take too long."""
+        """``nbytes``, or fewer if an all-reduce of them would take too long."""
         trial = torch.zeros(_TRY // 4, device=self._device)
         self._timed(trial)  # makes connections
         took = self._slowest(min(self._timed(trial) for _ in range(2)))
         return min(nbytes, max(_TRY, int(_TRY * _LONGEST / took) & ~1023))
 
     def _pairs(self) -> list[tuple[int, int]]:
-        """Senders and receivers, both ways."""
+        """Pairs of sender and receiver, in both directions."""
         ranks = range(self._group.size)
         if len(ranks) <= _ALL_PAIRS:
             return list(itertools.permutations(ranks, 2))
@@ -131,7 +131,7 @@ class Line:
         self._group.all_reduce(tensor, _WHERE, f"all-reduce of {tensor.nbytes} bytes")
 
     def _slowest(self, seconds: float) -> float:
-        """The largest of all ranks."""
+        """The maximum over the ranks."""
         value = torch.tensor(seconds, dtype=torch.float32, device=self._device)
         self._group.all_reduce(value, _WHERE, "exchange of times", dist.ReduceOp.MAX)
         return value.item()

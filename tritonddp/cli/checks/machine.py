@@ -16,6 +16,7 @@ import torch
 import tritonddp
 from tritonddp._torch import nvlinks
 from tritonddp.cli.checks.report import Section, amount
+from tritonddp.coordination.processes import usable_cores
 from tritonddp.kernels.dispatch import select
 
 # Seconds for nvidia-smi, which hangs where the driver is in trouble.
@@ -25,7 +26,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def versions(section: Section) -> None:
-    """Of all that a step runs through."""
+    """Fill the section about versions of the software."""
     section.fact("tritonddp", tritonddp.__version__)
     section.fact("Python", platform.python_version())
     section.look("torch", _torch_build)
@@ -85,16 +86,16 @@ def _nvidia_smi(*arguments: str) -> str:
 
 
 def processors(section: Section) -> None:
-    """Of the machine, and what of them this process may use."""
+    """Fill the section about processors and memory of the machine and of this process."""
     section.look("model", cpu_model)
-    section.fact("cores", f"{os.cpu_count()}, of which this process may use {usable_cores():g}")
+    section.fact("cores", f"{os.cpu_count()}, of which this process may use {cores_with_time():g}")
     quota = cpu_quota()
     if quota is not None:
         section.fact("limit of the container", f"the time of {quota:.3g} cores")
     section.look("threads of torch", lambda: f"{torch.get_num_threads()} here")
     section.look("NUMA nodes", _numa_nodes)
     section.look("memory", lambda: f"{amount(available_memory())} free of {amount(_memory())}")
-    load, usable = os.getloadavg()[0], usable_cores()
+    load, usable = os.getloadavg()[0], cores_with_time()
     section.fact("load average", f"{load:.1f}")
     if load > usable:
         section.note(
@@ -103,25 +104,18 @@ def processors(section: Section) -> None:
         )
 
 
-def usable_cores() -> float:
+def cores_with_time() -> float:
     """Cores whose time this process can have: by its affinity, and by its container's quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(cores or 1, cpu_quota() or float("inf"))
+    return min(usable_cores(), cpu_quota() or float("inf"))
 
 
 def cpu_quota() -> float | None:
     """Cores whose time the control group allows; ``None`` without a limit."""
     found = []
     for folder in _control_groups("cpu"):
-        try:
-            if (folder / "cpu.max").exists():
-                quota, period = (folder / "cpu.max").read_text().split()
-            else:
-                quota = (folder / "cpu.cfs_quota_us").read_text().strip()
-                period = (folder / "cpu.cfs_period_us").read_text()
-        except (OSError, ValueError):
-            continue
-        if quota not in ("max", "-1"):
+        both = _read(folder, "cpu.max").split()
+        quota, period = both or (_read(folder, f"cpu.cfs_{x}_us") for x in ("quota", "period"))
+        if period and quota not in ("max", "-1"):
             found.append(int(quota) / int(period))
     return min(found, default=None)
 
@@ -130,31 +124,30 @@ def memory_limit() -> int | None:
     """Bytes that the control group allows to all of its processes; ``None`` without a limit."""
     found = []
     for folder in _control_groups("memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            try:
-                text = (folder / name).read_text().strip()
-            except OSError:
-                continue
-            # The first version of control groups says "no limit" by a number of nearly 2^63.
-            if text != "max" and int(text) < 1 << 60:
-                found.append(int(text))
+        text = _read(folder, "memory.max") or _read(folder, "memory.limit_in_bytes")
+        # The first version of control groups says "no limit" by a number of nearly 2^63.
+        if text.isdecimal() and int(text) < 1 << 60:
+            found.append(int(text))
     return min(found, default=None)
 
 
 def memory_in_group() -> int:
     """Bytes that the control group has now, without files that can be dropped; 0 if not known."""
     for folder in _control_groups("memory"):
-        for name in ("memory.current", "memory.usage_in_bytes"):
-            try:
-                used = int((folder / name).read_text())
-                stat = dict(
-                    line.split() for line in (folder / "memory.stat").read_text().splitlines()
-                )
-            except (OSError, ValueError):
-                continue
+        used = _read(folder, "memory.current") or _read(folder, "memory.usage_in_bytes")
+        if used:
+            stat = dict(line.split() for line in _read(folder, "memory.stat").splitlines())
             cached = stat.get("total_inactive_file", stat.get("inactive_file", "0"))
-            return max(0, used - int(cached))
+            return max(0, int(used) - int(cached))
     return 0
+
+
+def _read(folder: Path, name: str) -> str:
+    """What is in a file of a control group; empty if there is none."""
+    try:
+        return (folder / name).read_text().strip()
+    except OSError:
+        return ""
 
 
 def _control_groups(controller: str) -> Iterator[Path]:
@@ -196,7 +189,7 @@ def available_memory() -> int:
 
 
 def cpu_model() -> str:
-    """As the kernel names it, or the platform."""
+    """The model of the processor, or the name of the platform."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -220,7 +213,7 @@ def _numa_nodes() -> str:
 
 
 def cards(section: Section) -> None:
-    """Their names, memory, and how they reach each other."""
+    """Fill the section about CUDA devices: names, memory, and links between them."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         section.fact("CUDA", "none that torch sees")
@@ -240,8 +233,8 @@ def cards(section: Section) -> None:
 def _card(index: int) -> str:
     properties: Any = torch.cuda.get_device_properties(index)
     bus = f"{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    place = f"{properties.pci_domain_id:04x}:{bus}"
-    node = Path("/sys/bus/pci/devices", place, "numa_node")
+    address = f"{properties.pci_domain_id:04x}:{bus}"
+    node = Path("/sys/bus/pci/devices", address, "numa_node")
     on = f", NUMA node {node.read_text().strip()}" if node.exists() else ""
     return (
         f"{properties.name}, {amount(properties.total_memory)}, compute capability "

@@ -16,7 +16,6 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from os import _exit as exit_now  # public, for all its underscore
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,10 +27,8 @@ from tritonddp.buckets.formats import ExactParams, WireFormat
 from tritonddp.cli.checks import consequences
 from tritonddp.cli.checks.interfaces import listening, resolves_to_loopback
 from tritonddp.cli.checks.line import Line
-from tritonddp.comm.all_reduce import goes_by_messages
-from tritonddp.comm.peer_memory import PeerMemory
+from tritonddp.comm.process_group import goes_by_messages
 from tritonddp.coordination.group import Group
-from tritonddp.coordination.peers import Refusal
 from tritonddp.coordination.processes import Process
 from tritonddp.coordination.verify import gather_json
 from tritonddp.ddp import DistributedDataParallel
@@ -43,7 +40,7 @@ _LEAVING = 10.0
 
 
 class MissingRanksError(RuntimeError):
-    """Some ranks have not come."""
+    """Ranks are missing."""
 
 
 def main() -> int:
@@ -54,18 +51,18 @@ def main() -> int:
         _take_part(options)
     except Exception as error:
         kind = "" if isinstance(error, MissingRanksError) else f"{type(error).__name__}: "
-        _tell("failure", f"{kind}{error}".strip())
+        _report("failure", f"{kind}{error}".strip())
         return 1
     return 0
 
 
 def _end_with_parent() -> None:
-    """The other end of the standard input closes when the process is gone that has it."""
+    """End this process when the standard input closes: then the process that started it is gone."""
     sys.stdin.read()
     exit_now(1)
 
 
-def _tell(what: str, content: Any) -> None:
+def _report(what: str, content: Any) -> None:
     print(json.dumps({what: content}), flush=True)
 
 
@@ -76,9 +73,9 @@ def _take_part(options: dict[str, Any]) -> None:
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    _tell("stage", "meeting the other ranks")
+    _report("stage", "meeting the other ranks")
     store = _meet(rank, world_size, options["timeout"])
-    _tell("stage", f"making a group of {options['backend']}")
+    _report("stage", f"making a group of {options['backend']}")
     dist.init_process_group(
         options["backend"],
         store=dist.PrefixStore("group", store),
@@ -88,21 +85,21 @@ def _take_part(options: dict[str, Any]) -> None:
     )
     world: Any = dist.group.WORLD
     group = Group(world)
-    _tell("ranks", gather_json(_introduction(device), group, device, _WHERE))
-    _tell("stage", "asking which transport gradients take")
+    _report("ranks", gather_json(_introduction(device), group, device, _WHERE))
+    _report("stage", "asking which transport gradients take")
     transport = _transport(group, device)
-    _tell("transport", transport)
-    _tell("stage", "measuring the line")
-    _tell("line", Line(group, device).measure())
+    _report("transport", transport)
+    _report("stage", "measuring the line")
+    _report("line", Line(group, device).measure())
     if transport["taken"] != "peer_memory" or transport["hosts"] > 1:
-        _tell("stage", 'measuring what compression="auto" would')
+        _report("stage", 'measuring what compression="auto" would')
         figures = _figures(group, device)
         if group.rank == 0:  # the others would find the same, on cores that this one wants
             found = consequences.of(figures, options["model_bytes"], device.type)
-            _tell("consequences", gather_json(found, group, device, _WHERE)[0])
+            _report("consequences", gather_json(found, group, device, _WHERE)[0])
         else:
-            _tell("consequences", gather_json(None, group, device, _WHERE)[0])
-    _tell("stage", "leaving")
+            _report("consequences", gather_json(None, group, device, _WHERE)[0])
+    _report("stage", "leaving")
     _leave(store, rank, world_size)
 
 
@@ -154,14 +151,13 @@ def _leave(store: dist.Store, rank: int, world_size: int) -> None:
 
 
 def _introduction(device: torch.device) -> dict[str, Any]:
-    """What the others are told of this rank."""
+    """The description of this rank that all ranks get."""
     process = Process.own()
     try:
         namespace = os.readlink("/proc/self/ns/net")
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
-        namespace = boot = ""
-    identity = f"{boot} {namespace} {process.host}".encode()
+        namespace = ""
+    identity = f"{process.scope.partition('/')[0]} {namespace} {process.host}".encode()
     affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return {
         "host": hashlib.blake2b(identity, digest_size=8).hexdigest(),
@@ -188,18 +184,18 @@ def _interfaces() -> Any:
 
 
 def _transport(group: Group, device: torch.device) -> dict[str, Any]:
-    """Which ``transport="auto"`` takes: by wrapping a module, and two backwards."""
+    """The transport that ``transport="auto"`` takes: wraps a module and runs two backwards."""
     module = nn.Linear(64, 64, device=device)
     wrapped = DistributedDataParallel(module)
     for _ in range(2):
         wrapped(torch.ones(1, 64, device=device)).sum().backward()
     core = wrapped._ddp_state.core
-    memory = core.peer_memory
+    memory = core.reductions.memory
     found = {"taken": "process_group", "why": "", "is_failure": False, "hosts": 1}
-    if isinstance(memory, PeerMemory):
-        if core.transport is memory:
+    if memory is not None:
+        if memory.refusal is None:
             found |= {"taken": "peer_memory", "hosts": len(group.peers.hosts)}
-        elif isinstance(memory.refusal, Refusal):
+        else:
             found |= {"why": memory.refusal.why, "is_failure": memory.refusal.is_failure}
     elif device.type == "cuda":
         found["why"] = "on GPUs there is no other transport"

@@ -23,7 +23,7 @@ _ADDRESS = re.compile(
 
 
 class Severity(IntEnum):
-    """How bad it is; the worst comes first."""
+    """How urgent an advice is; the most urgent comes first."""
 
     BROKEN = 0  # training stops, or does not begin
     SLOW = 1  # it costs time or memory
@@ -69,20 +69,20 @@ class Section:
             self.fact(name, value)
 
     def broken(self, text: str) -> None:
-        """Training stops, or does not begin."""
+        """Add advice: training stops, or does not begin."""
         self.advice.append(Advice(Severity.BROKEN, text))
 
     def slow(self, text: str) -> None:
-        """It costs time or memory."""
+        """Add advice: it costs time or memory."""
         self.advice.append(Advice(Severity.SLOW, text))
 
     def note(self, text: str) -> None:
-        """It may matter."""
+        """Add advice: it may matter."""
         self.advice.append(Advice(Severity.NOTE, text))
 
 
 def checked(title: str, check: Callable[[Section], None]) -> Section:
-    """The section that ``check`` fills, as far as it comes; if it fails, that is told."""
+    """The section that ``check`` fills; if it fails, the section says so."""
     section = Section(title)
     try:
         check(section)
@@ -95,7 +95,7 @@ def checked(title: str, check: Callable[[Section], None]) -> Section:
 
 
 def advice_of(sections: Sequence[Section]) -> list[Advice]:
-    """What to change, the worst first, nothing twice."""
+    """The advice of all sections, the most urgent first, each once."""
     found = dict.fromkeys(each for section in sections for each in section.advice)
     return sorted(found, key=lambda advice: advice.severity)
 
@@ -106,37 +106,31 @@ def exit_code(sections: Sequence[Section]) -> int:
 
 
 def as_text(sections: Sequence[Section], shows_names: bool, master_addr: str = "") -> str:
-    """For people. Unless it ``shows_names``, without those of users and hosts."""
+    """The report as text; names of users and hosts are replaced unless ``shows_names``."""
     lines = ["tritonddp doctor"]
     for section in sections:
         lines += ["", section.title]
         for name, value in section.facts:
             # Long names have their value below them.
-            first = f"  {name:{_NAMES}}"
-            lines += textwrap.wrap(
-                f"{first}{value}",
-                _WIDTH,
-                subsequent_indent=" " * (_NAMES + 2),
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
+            lines += _wrapped(f"  {name:{_NAMES}}{value}", " " * (_NAMES + 2))
     lines += ["", "what to change"]
     found = advice_of(sections)
     for number, each in enumerate(found, 1):
-        lines += textwrap.wrap(
-            f"  {number}. {each.severity}: {each.text}",
-            _WIDTH,
-            subsequent_indent="     ",
-            break_on_hyphens=False,
-        )
+        lines += _wrapped(f"  {number}. {each.severity}: {each.text}", " " * 5)
     if not found:
         lines.append("  nothing")
     text = "\n".join(lines)
     return text if shows_names else without_names(text, master_addr)
 
 
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(
+        text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
 def as_json(sections: Sequence[Section], shows_names: bool, master_addr: str = "") -> str:
-    """For programs: ``sections``, ``advice`` and ``exit_code``. For the names see above."""
+    """The report as JSON: ``sections``, ``advice``, ``exit_code``; names as in :func:`as_text`."""
     content = {
         "sections": {section.title: dict(section.facts) for section in sections},
         "advice": [
@@ -149,7 +143,7 @@ def as_json(sections: Sequence[Section], shows_names: bool, master_addr: str = "
 
 
 def without_names(text: str, master_addr: str = "") -> str:
-    """``text`` with neither the user's name, nor hosts', nor addresses of other machines.
+    """``text`` without names of the user and of hosts, and without addresses of other machines.
 
     The hosts are this one and the one at ``master_addr``, if that is a name.
     """
@@ -167,19 +161,16 @@ def without_names(text: str, master_addr: str = "") -> str:
 
 
 def amount(nbytes: float) -> str:
-    """So many bytes, in the unit that fits."""
+    """A number of bytes, in a unit that fits."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= size:
-            return (
-                f"{nbytes / size:.3g} {unit}"
-                if nbytes < 1000 * size
-                else f"{nbytes / size:.0f} {unit}"
-            )
+            digits = ".3g" if nbytes < 1000 * size else ".0f"
+            return f"{nbytes / size:{digits}} {unit}"
     return f"{nbytes:.0f} bytes"
 
 
 def duration(seconds: float) -> str:
-    """So long, in the unit that fits."""
+    """A time, in a unit that fits."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -187,6 +178,6 @@ def duration(seconds: float) -> str:
 
 
 def rate(bytes_per_second: float) -> str:
-    """A line's, in bits, as lines are sold."""
+    """The speed of a line, in bits per second."""
     bits = 8 * bytes_per_second
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"

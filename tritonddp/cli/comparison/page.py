@@ -1,4 +1,4 @@
-"""A report as one HTML file: it needs no network, has its pictures in it, and is light or dark.
+"""The report as one HTML file with its pictures inside, for light and dark screens.
 
 What has words in it is HTML, so that it stays readable on a phone; only dots and lines are SVG.
 """
@@ -58,7 +58,7 @@ th:first-child, td:first-child { text-align: left; padding-left: 0 } th { color:
 
 
 def page(comparison: Comparison) -> str:
-    """The whole file."""
+    """The content of the file."""
     verdict = comparison.verdict()
     kind = ("slower" if verdict.is_slower else "faster") if verdict.is_different else "same"
     sentence = verdict.sentence[0].upper() + verdict.sentence[1:]
@@ -212,7 +212,7 @@ def _strip(comparison: Comparison) -> Iterator[str]:
 
 
 def _dot(x: float, y: float, colour: str, size: int) -> str:
-    """Round whatever the picture is stretched to: a line without length, with round ends."""
+    """A dot that stays round when the picture is stretched: a line without length."""
     return (
         f'<path d="M{x:.2f} {y:.2f}h0" stroke="var({colour})" stroke-width="{size}" '
         'stroke-linecap="round" vector-effect="non-scaling-stroke"/>'

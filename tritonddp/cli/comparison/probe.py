@@ -1,4 +1,4 @@
-"""What some steps are made of. They come after those that are timed, as this costs time."""
+"""The parts of a step, its traffic and its kernels: of steps after those that are timed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tritonddp import DistributedDataParallel
 from tritonddp._torch import logged_times, profiled_collectives, sample_times
 
 _PARTS = ("forward", "backward", "exposed", "communication")
+_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernelEx")
 
 
 class Parts:
@@ -28,7 +29,7 @@ class Parts:
             sample_times(model, 1)
 
     def note(self) -> None:
-        """At the end of each step: what has become known with it."""
+        """At the end of each step: note the times that are known by then."""
         step = dict.fromkeys(_PARTS, 0.0)
         for number, model in enumerate(self._models):
             times = logged_times(model)
@@ -75,30 +76,19 @@ class Traffic:
     def end(self, steps: int) -> dict[str, Any]:
         """Means over the steps."""
         now = [self._through_memory(model) for model in self._ours]
-        through_memory = [
-            sum(
-                after[which] - before[which]
-                for after, before in zip(now, self._before, strict=True)
-            )
-            for which in (0, 1)
-        ]
+        both = list(zip(now, self._before, strict=True))
+        nbytes, exchanges = (sum(after[n] - before[n] for after, before in both) for n in (0, 1))
         if self._profile is None:
             return {"traffic": None}
         self._profile.stop()
         found = profiled_collectives(self._profile)
         traffic: dict[str, Any] = {
-            "group_bytes": sum(nbytes for _, nbytes in found) / steps,
-            "memory_bytes": through_memory[0] / steps,
-            "collectives": (len(found) + through_memory[1]) / steps,
+            "group_bytes": sum(size for _, size in found) / steps,
+            "memory_bytes": nbytes / steps,
+            "collectives": (len(found) + exchanges) / steps,
         }
         if self._device.type == "cuda":
-            names = (
-                "cudaLaunchKernel",
-                "cuLaunchKernel",
-                "cudaLaunchKernelExC",
-                "cuLaunchKernelEx",
-            )
-            launched = sum(event.name in names for event in self._profile.events())
+            launched = sum(event.name in _LAUNCHES for event in self._profile.events())
             traffic["kernels"] = launched / steps
         self._profile = None
         return {"traffic": traffic}

@@ -1,4 +1,4 @@
-"""In a rank of a compared script: what is a step, whose turn is it, and what came of it.
+"""In a rank of a compared script: counts its steps, waits for its turn, and reports times.
 
 A step goes from the end of one step of the optimizer to the end of the next. The optimizer is the
 first that has stepped and holds parameters of a wrapped model. Where there is none a step goes from
@@ -6,7 +6,7 @@ one backward to the next.
 
 At the end of a step the recorder may be out of orders. Then it reports, waits for the next one, and
 the whole rank with it: the other contender runs meanwhile. The launcher gives the orders, see
-``turns.py``; both sides write JSON, one object in a line, into a Unix socket.
+``turns.py``; both sides send JSON through a Unix socket.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import json
 import os
 import random
 import resource
-import socket
 import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from multiprocessing.connection import Client
 from os import _exit as end_process  # public, for all its name: without cleaning up
 from typing import Any, NoReturn
 
@@ -45,7 +45,7 @@ _BACKWARDS_WITHOUT_OPTIMIZER = 20
 
 
 class Recorder:
-    """One for a process.
+    """Follows the script of this process, of which there is one.
 
     Args:
         session: ``socket``, ``launch``, ``contender``, ``kind`` ("stock" or "tritonddp"), ``seed``
@@ -58,8 +58,7 @@ class Recorder:
         self._parameters: set[int] = set()  # ids of those of the models
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # not that one
-        self._channel: Any = None  # the socket, and
-        self._connection: Any = None  # its file
+        self._connection: Any = None  # to the launcher, once a model is wrapped
         self._rank = 0
         self._device = torch.device("cpu")
         self._left = -1  # steps of the order; below 0 there is none
@@ -74,7 +73,7 @@ class Recorder:
         self._traffic = Traffic()
 
     def install(self) -> None:
-        """Once torch has been imported, and before the script begins."""
+        """Install the hooks, when torch has been imported and the script has not begun."""
         self._seed()
         if self._session["kind"] == "tritonddp":
             tritonddp.replace_stock()
@@ -87,7 +86,7 @@ class Recorder:
         os.register_at_fork(after_in_child=self._disconnect)
 
     def _seed(self) -> None:
-        """A script that sets no seeds starts with the same ones each time, other ones each rank."""
+        """Seed the generators, each rank differently, for scripts that do not."""
         seed = self._session["seed"] + int(os.environ.get("RANK", "0"))
         random.seed(seed)
         torch.manual_seed(seed)
@@ -187,14 +186,14 @@ class Recorder:
     # Orders
 
     def _report(self, content: Mapping[str, Any]) -> None:
-        """Say what came of the last order, and go on when there is one that lets the rank run."""
+        """Report the result of the last order, and wait for the next one that lets the rank run."""
         self._left, self._clock_at, self._each_step, self._finish = -1, -1, None, dict
         while True:
             self._send(content)
-            line = self._connection.readline()
-            if not line:
+            try:
+                order = json.loads(self._connection.recv_bytes())
+            except (EOFError, OSError):
                 end_process(1)  # the launcher is gone
-            order = json.loads(line)
             if order["do"] == "steps":
                 self._left, self._clock_at = order["count"], order["timed"]
                 return
@@ -220,7 +219,7 @@ class Recorder:
         self._send({"captured": title, **capture(self._alive(), what, path)})
 
     def _peak(self) -> int:
-        """Bytes: of this GPU that were in use, or of this process in memory."""
+        """The most bytes in use so far, of this GPU or of this process."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         unit = 1 if sys.platform == "darwin" else 1024
@@ -232,14 +231,11 @@ class Recorder:
     # The connection
 
     def _connect(self) -> None:
-        """Before the first model is wrapped: the process group knows the rank by then."""
+        """Connect to the launcher, before the first model is wrapped."""
         if not dist.is_initialized():
             return  # the constructor is about to say so
         self._rank = dist.get_rank()
-        self._channel = socket.socket(socket.AF_UNIX)
-        self._channel.settimeout(None)  # the script may have set one for all sockets
-        self._channel.connect(self._session["socket"])
-        self._connection = self._channel.makefile("rwb")
+        self._connection = Client(self._session["socket"], "AF_UNIX")
         atexit.register(self._leave)
         hello = {name: self._session[name] for name in ("launch", "contender")}
         hello |= {"rank": self._rank, "world_size": dist.get_world_size(), "pid": os.getpid()}
@@ -247,30 +243,29 @@ class Recorder:
 
     def _send(self, content: Mapping[str, Any]) -> None:
         try:
-            self._connection.write(json.dumps(content).encode() + b"\n")
-            self._connection.flush()
+            self._connection.send_bytes(json.dumps(content).encode())
         except OSError:
             end_process(1)  # the launcher is gone
 
     def _disconnect(self) -> None:
-        """In a process that this one has forked: nothing that it does is a step."""
-        if self._channel is None:
+        """In a forked process: close the connection, and count no steps."""
+        if self._connection is None:
             return
         self._left, self._steps = -1, CAPTURED_STEPS
         atexit.unregister(self._leave)
-        os.close(self._channel.detach())  # not by the file: a thread may have held its lock
+        self._connection.close()
 
     def _leave(self) -> None:
-        """The script ends by itself."""
+        """Report the number of steps when the script ends by itself."""
         with suppress(OSError):
-            self._channel.sendall(json.dumps({"made": self._steps}).encode() + b"\n")
+            self._connection.send_bytes(json.dumps({"made": self._steps}).encode())
 
     def _stop(self, why: str) -> NoReturn:
         self._send({"error": why})
         self._end()
 
     def _end(self) -> NoReturn:
-        """The script goes no further. Its own end is not waited for, whatever it would take."""
+        """End the process now, without the end of the script."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         end_process(0)

@@ -1,9 +1,8 @@
-"""What came of a comparison: as a table with a verdict below it, and as JSON."""
+"""The report of a comparison: a table with a verdict below it, or JSON."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
@@ -23,6 +22,7 @@ from tritonddp.cli.comparison.verdict import (
     over_launches,
     ratio_of_parts,
 )
+from tritonddp.coordination.processes import usable_cores
 
 _NAMED = 3  # parameters in a message
 
@@ -45,7 +45,7 @@ class Row:
 
 @dataclass
 class Comparison:
-    """Everything that a report tells.
+    """Everything that is in a report.
 
     Attributes:
         command: as it was typed.
@@ -76,7 +76,7 @@ class Comparison:
         return Verdict.of(over_launches(launches), *self.labels, len(launches))
 
     def _judged(self) -> list[Finding]:
-        """Of the gradients of the first steps, and of the parameters later."""
+        """Findings about the gradients of the first steps, and the parameters later."""
         titles = self.launches[0][0].captures
         findings = []
         for title in titles:
@@ -125,8 +125,7 @@ class Comparison:
         return self.verdict().is_slower or any(each.is_wrong for each in self.findings)
 
     def machine(self) -> str:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        parts = [cpu_model(), f"{cores} cores"]
+        parts = [cpu_model(), f"{usable_cores()} cores"]
         if torch.cuda.is_available():
             parts.append(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
         parts += [f"torch {torch.__version__}", f"tritonddp {tritonddp.__version__}"]
@@ -163,18 +162,18 @@ def text(comparison: Comparison) -> Iterator[str]:
 
 
 def statements(finding: Finding) -> Iterator[str]:
-    """What is to be said of one point of the script."""
-    said = f"{finding.title}: {finding.state}"
+    """Lines about one finding."""
+    statement = f"{finding.title}: {finding.state}"
     if finding.state == ROUNDING:
-        said += f" (largest relative difference {finding.largest:.1e})"
+        statement += f" (largest relative difference {finding.largest:.1e})"
     if finding.state == DIFFERENT:
         names = ", ".join(map(repr, finding.names[:_NAMED]))
         more = f" and {len(finding.names) - _NAMED} more" if len(finding.names) > _NAMED else ""
-        said += (
+        statement += (
             f" by up to {finding.largest:.1e} of their norm, rounding would be "
             f"{finding.tolerance:.0e}: {names}{more}"
         )
-    yield said
+    yield statement
     if finding.of_stock:
         yield (
             "  the script itself is not deterministic: two launches of stock differ by "
@@ -249,7 +248,7 @@ def _number(value: float | None) -> str:
 
 
 def mean_step(launches: Sequence[Sequence[Played]], which: int) -> Mapping[str, float]:
-    """Seconds of the parts of a contender's step; those that the script does around them too."""
+    """Seconds of a contender's mean step and of its parts, by name."""
     played = [launch[which] for launch in launches]
     step = fmean(median(each.blocks) for each in played)
     known = [each.parts for each in played if each.parts]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import selectors
 import signal
 import socket
 import subprocess
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ _LAUNCH_SECONDS = 30.0
 _PARTS_STEPS, _TRAFFIC_STEPS = 12, 2
 _LINES = 25  # of a log, when a script has failed
 _TORCHRUNS = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
-# Seconds for a launch to end. torchrun gives ranks that do not end when told to 30 of them.
+# Seconds for a launch to end. torchrun gives ranks that do not end when asked to 30 of them.
 _ENDING = 40.0
 
 
@@ -138,21 +138,20 @@ class Played:
 class Contender:
     """The processes of one contender in one launch."""
 
-    def __init__(self, job: Job, index: int, launch: str, place: Path, folder: Path) -> None:
+    def __init__(self, job: Job, index: int, launch: str, address: Path, folder: Path) -> None:
         self.label = job.labels[index]
         self.name = f"{launch}-{index}"
-        self.ranks: dict[int, socket.socket] = {}
+        self.ranks: dict[int, Connection] = {}
         self.world_size = 0
         self.played = Played()
         self.token = secrets.token_hex(16)
         self.log = folder / f"{self.name}.log"
         self._stall = job.stall
-        self._texts: dict[int, bytes] = {}
         values = folder / f"{self.name}.values"
         values.mkdir()
         variables = environment(
             COMPARE,
-            socket=str(place),
+            socket=str(address),
             launch=launch,
             contender=self.name,
             kind=job.kinds[index],
@@ -176,7 +175,7 @@ class Contender:
         """All ranks wait before their first model."""
         return self.world_size > 0 and len(self.ranks) == self.world_size
 
-    def greeted(self, connection: socket.socket, hello: Mapping[str, Any]) -> None:
+    def add_rank(self, connection: Connection, hello: Mapping[str, Any]) -> None:
         self.ranks[hello["rank"]] = connection
         self.world_size = hello["world_size"]
 
@@ -185,39 +184,36 @@ class Contender:
 
         Raises:
             ScriptEnded: a rank is gone, or the whole script.
-            ScriptError: it cannot be compared, or nothing was heard of it for too long.
+            ScriptError: it cannot be compared, or it made no step for too long.
         """
-        line = json.dumps({"do": do, **content}).encode() + b"\n"
-        for connection in self.ranks.values():
-            with suppress(OSError):  # found below
-                connection.sendall(line)
+        self._send({"do": do, **content})
         reports: dict[int, dict[str, Any]] = {}
         captured: dict[str, dict[int, dict[str, Any]]] = {}
-        with selectors.DefaultSelector() as selector:
-            for rank, connection in self.ranks.items():
-                selector.register(connection, selectors.EVENT_READ, rank)
-            heard = time.monotonic()
-            while len(reports) < len(self.ranks):
-                ready = selector.select(1.0)
-                if not ready and self.process.poll() is not None:
-                    raise ScriptEnded(self, self.process.returncode)
-                if not ready and time.monotonic() - heard > self._stall:
-                    raise ScriptError(
-                        f"{self.label} took longer than {self._stall:g} s to make its steps. "
-                        f"A larger --stall waits longer.\n{self.last_lines()}"
-                    )
-                for key, _ in ready:
-                    heard = time.monotonic()
-                    for message in self._read(key.data):
-                        if "error" in message:
-                            raise ScriptError(message["error"])
-                        if "made" in message:
-                            self.played.steps = max(self.played.steps, message["made"])
-                        elif "captured" in message:
-                            captured.setdefault(message["captured"], {})[key.data] = message
-                        else:
-                            reports[key.data] = message
-                            selector.unregister(self.ranks[key.data])
+        waiting = {connection: rank for rank, connection in self.ranks.items()}
+        last_news = time.monotonic()
+        while waiting:
+            ready = wait(list(waiting), 1.0)
+            if ready:
+                last_news = time.monotonic()
+            elif self.process.poll() is not None:
+                raise ScriptEnded(self, self.process.returncode)
+            elif time.monotonic() - last_news > self._stall:
+                raise ScriptError(
+                    f"{self.label} took longer than {self._stall:g} s to make its steps. "
+                    f"A larger --stall waits longer.\n{self.last_lines()}"
+                )
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank, message = waiting[connection], self._receive(connection)
+                if "error" in message:
+                    raise ScriptError(message["error"])
+                if "made" in message:
+                    self.played.steps = max(self.played.steps, message["made"])
+                elif "captured" in message:
+                    captured.setdefault(message["captured"], {})[rank] = message
+                else:
+                    reports[rank] = message
+                    del waiting[connection]
         for title, found in captured.items():
             if 0 not in found:  # only other ranks had gradients
                 continue
@@ -228,24 +224,24 @@ class Contender:
         self.played.steps = max([self.played.steps, *(r["step"] for r in reports.values())])
         return [reports[rank] for rank in sorted(reports)]
 
-    def _read(self, rank: int) -> Iterator[dict[str, Any]]:
+    def _send(self, order: Mapping[str, Any]) -> None:
+        for connection in self.ranks.values():
+            with suppress(OSError):  # a rank is gone: found when its report is read
+                connection.send_bytes(json.dumps(order).encode())
+
+    def _receive(self, connection: Connection) -> dict[str, Any]:
         try:
-            came = self.ranks[rank].recv(2**20)
-        except OSError:
-            came = b""
-        if not came:
+            return json.loads(connection.recv_bytes())
+        except (EOFError, OSError):
             # The end of the script. The others may still be at it: torchrun knows how it ended.
             try:
                 code = self.process.wait(_ENDING)
             except subprocess.TimeoutExpired:
                 code = 0
-            raise ScriptEnded(self, code)
-        *lines, rest = (self._texts.pop(rank, b"") + came).split(b"\n")
-        self._texts[rank] = rest
-        yield from map(json.loads, lines)
+            raise ScriptEnded(self, code) from None
 
     def last_lines(self) -> str:
-        """Of what the script has printed."""
+        """The last lines that the script has printed."""
         # torchrun's own report of a failure says less than the script's, and is longer.
         printed = self.log.read_text(errors="replace").partition(_TORCHRUNS)
         if printed[1]:
@@ -255,7 +251,7 @@ class Contender:
         return f"The last lines of {self.label}:\n" + "\n".join(ours[-_LINES:])
 
     def failed(self, code: int, where: str = "") -> ScriptError:
-        """What is said when the script has failed."""
+        """The error of a script that has failed."""
         printed = self.log.read_text(errors="replace").lower()
         advice = ""
         if "out of memory" in printed:
@@ -267,11 +263,8 @@ class Contender:
         return ScriptError(f"{why}\n{self.last_lines()}")
 
     def end(self) -> None:
-        """No process of it is left."""
-        line = json.dumps({"do": "end"}).encode() + b"\n"
-        for connection in self.ranks.values():
-            with suppress(OSError):
-                connection.sendall(line)
+        """End all its processes."""
+        self._send({"do": "end"})
         patience = _ENDING if self.ranks else 0.1
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(patience)
@@ -284,7 +277,7 @@ class Contender:
         self.kill()
 
     def kill(self) -> None:
-        """At once, also whatever a rank has left behind: all have the token in their variables."""
+        """Kill its processes and all that they have started: their variables have the token."""
         token = self.token.encode()
         for entry in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
@@ -300,17 +293,17 @@ class Launches:
 
     Args:
         folder: for logs and values.
-        told: called with the number of pairs done and of all, in a launch.
+        advance: called as a launch goes on, with the part of it that is done since.
     """
 
-    def __init__(self, job: Job, folder: Path, told: Callable[[int, int], None]) -> None:
+    def __init__(self, job: Job, folder: Path, advance: Callable[[float], object]) -> None:
         self.plan: Plan | None = None
         self.world_size = 0
-        self._job, self._folder, self._told = job, folder, told
+        self._job, self._folder, self._advance = job, folder, advance
         self._count = self._finished = 0
 
     def pair(self) -> list[Played]:
-        """Both contenders of one launch, in turns.
+        """Run both contenders of one launch in turns.
 
         Raises:
             ScriptError: it failed or is too short.
@@ -320,7 +313,7 @@ class Launches:
         return played
 
     def one_at_a_time(self) -> list[Played]:
-        """Each contender has the machine for itself. Raises as :meth:`pair`."""
+        """Run one contender after the other. Raises as :meth:`pair`."""
         order = [0, 1] if self._finished % 2 == 0 else [1, 0]
         played: dict[int, Played] = {}
         for index in order:
@@ -329,7 +322,7 @@ class Launches:
         return [played[0], played[1]]
 
     def _again(self, play: Callable[[], list[Played]]) -> list[Played]:
-        """Once more with shorter blocks if the script was too short for the first ones."""
+        """Play, and once more with shorter blocks if the script was too short."""
         played = play()
         if min(len(each.blocks) for each in played) >= LEAST_PAIRS:
             return played
@@ -364,17 +357,17 @@ class Launches:
 
     @contextmanager
     def _started(self, indices: Sequence[int]) -> Iterator[list[Contender]]:
-        """Their ranks wait before the first model is wrapped. None of them outlives the context."""
-        place = self._folder / "socket"
+        """Context: contenders that wait before their first model is wrapped; ended afterwards."""
+        address = self._folder / "socket"
         contenders: list[Contender] = []
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(place))
+            listener.bind(str(address))
             listener.listen(1024)
             listener.settimeout(0.5)
             try:
                 for index in indices:
                     name = f"launch{self._count}"
-                    contenders.append(Contender(self._job, index, name, place, self._folder))
+                    contenders.append(Contender(self._job, index, name, address, self._folder))
                 self._gather(listener, contenders)
                 yield contenders
             except BaseException:
@@ -384,11 +377,11 @@ class Launches:
             finally:
                 for each in contenders:
                     each.end()
-                place.unlink()
+                address.unlink()
 
     def _gather(self, listener: socket.socket, contenders: Sequence[Contender]) -> None:
         by_name = {each.name: each for each in contenders}
-        heard = time.monotonic()
+        last_news = time.monotonic()
         while not all(each.is_there for each in contenders):
             for each in contenders:
                 if each.process.poll() is not None:
@@ -399,23 +392,24 @@ class Launches:
                         f"{each.label}'s script ended, and wrapped no model with torch's "
                         f"DistributedDataParallel.\n{each.last_lines()}"
                     )
-            if time.monotonic() - heard > self._job.stall:
+            if time.monotonic() - last_news > self._job.stall:
                 late = next(each for each in contenders if not each.is_there)
                 raise ScriptError(
                     f"{late.label}: {len(late.ranks)} of {late.world_size or 'its'} ranks wrapped "
                     f"a model with torch's DistributedDataParallel, and for {self._job.stall:g} s "
                     f"no other did. A larger --stall waits longer.\n{late.last_lines()}"
                 )
-            with suppress(TimeoutError):
-                connection, _ = listener.accept()
-                connection.settimeout(None)
-                hello = _line(connection)
-                if hello is not None and hello.get("contender") in by_name:
-                    by_name[hello["contender"]].greeted(connection, hello)
-                    heard = time.monotonic()
+            with suppress(TimeoutError, EOFError):
+                accepted, _ = listener.accept()
+                accepted.settimeout(None)
+                connection = Connection(accepted.detach())
+                hello = json.loads(connection.recv_bytes())
+                if hello.get("contender") in by_name:
+                    by_name[hello["contender"]].add_rank(connection, hello)
+                    last_news = time.monotonic()
 
     def _warm_up(self, contender: Contender) -> float:
-        """Seconds of a step in the end of it."""
+        """Warm up; returns the seconds of a step at its end."""
         timed = min(_TIMED_WARMUP, self._job.warmup - 1)
         reports = contender.order("steps", count=self._job.warmup, timed=timed)
         return max(report["took"] for report in reports) / timed
@@ -437,10 +431,10 @@ class Launches:
                 for each in order:
                     each.played.peak = max(r["peak"] for r in each.order("parameters"))
             if number <= plan.pairs:
-                self._told(number, plan.pairs)
+                self._advance(1 / plan.pairs)
 
     def _probe(self, contender: Contender) -> None:
-        """What a step is made of; not timed."""
+        """Note the parts and the traffic of some steps, which are not timed."""
         played = contender.played
         reports = contender.order("parts", count=_PARTS_STEPS)
         by_rank = [report["parts"] for report in reports if report["parts"]]
@@ -453,18 +447,7 @@ class Launches:
 
 
 def _is_noisy(contenders: Sequence[Contender]) -> bool:
-    """Whether more pairs of blocks are wanted; of a contender alone there are none."""
+    """Whether more pairs of blocks are wanted; never for a contender alone."""
     if len(contenders) != 2:
         return False
     return Launch.of(*(each.played.blocks for each in contenders)).error > _ERROR
-
-
-def _line(connection: socket.socket) -> dict[str, Any] | None:
-    """The first one that comes; a rank says nothing more until it has an answer."""
-    text = b""
-    while not text.endswith(b"\n"):
-        came = connection.recv(2**16)
-        if not came:
-            return None
-        text += came
-    return json.loads(text)

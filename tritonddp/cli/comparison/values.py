@@ -148,13 +148,13 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _finite(tensor: Tensor) -> Tensor:
-    """With zeros for what is not finite."""
+    """``tensor`` with zeros instead of elements that are not finite."""
     return tensor.where(tensor.isfinite(), 0)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is to be said of one point of the script, by the launch that differs most.
+    """How the contenders compare at one point of the script, in the launch that differs most.
 
     Attributes:
         title: which point.

@@ -2,8 +2,8 @@
 
 What is compared are blocks of steps that were taken one right after the other, so that what slows
 the machine down for a while slows both. The logarithm of their ratio is one sample. Samples of one
-launch share what that launch was dealt, above all where its memory lies, which does not average
-out however long the launch runs. So each launch gives one mean, and the interval is Student's over
+launch share what is its own, above all where its memory lies, which does not average out
+however long the launch runs. So each launch gives one mean, and the interval is Student's over
 these: ``mean ± t(0.995, launches - 1) * s / sqrt(launches)``.
 
 ``s`` is the standard deviation of the means of launches, but never less than the standard error
@@ -21,11 +21,12 @@ from statistics import fmean, stdev
 LEAST = 0.02
 CONFIDENCE = "99 %"
 # Student's t at 0.995, for 1 to 30 degrees of freedom; beyond that the normal's is near enough.
-_QUANTILES = (
-    *(63.657, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250, 3.169),
-    *(3.106, 3.055, 3.012, 2.977, 2.947, 2.921, 2.898, 2.878, 2.861, 2.845),
-    *(2.831, 2.819, 2.807, 2.797, 2.787, 2.779, 2.771, 2.763, 2.756, 2.750),
-)
+_TABLE = """
+63.657 9.925 5.841 4.604 4.032 3.707 3.499 3.355 3.250 3.169
+3.106 3.055 3.012 2.977 2.947 2.921 2.898 2.878 2.861 2.845
+2.831 2.819 2.807 2.797 2.787 2.779 2.771 2.763 2.756 2.750
+"""
+_QUANTILES = [float(each) for each in _TABLE.split()]
 _NORMAL = 2.704  # that of 40 degrees
 # Of the samples of a launch, at each end: a neighbour that begins or stops within a pair of blocks
 # makes samples that are far off, and as often to one side as to the other.
@@ -53,7 +54,7 @@ class Launch:
 
     @classmethod
     def of(cls, first: Sequence[float], second: Sequence[float]) -> Launch:
-        """Of the seconds of paired blocks; the ratio is the second's over the first's.
+        """From the seconds of paired blocks; the ratio is the second's over the first's.
 
         The mean is trimmed, and the error is Yuen's for trimmed means (Biometrika 1974).
         """
@@ -84,7 +85,7 @@ def over_launches(launches: Sequence[Launch]) -> Ratio:
 
 
 def ratio_of_parts(first: Sequence[float], second: Sequence[float]) -> Ratio | None:
-    """Of one figure for each launch and contender; None where one is zero."""
+    """The ratio of two lists with a figure for each launch; None if one is zero."""
     if not first or len(first) != len(second) or min([*first, *second]) <= 0:
         return None
     launches = [Launch(math.log(b / a), 0.0) for a, b in zip(first, second, strict=True)]
@@ -95,7 +96,7 @@ def ratio_of_parts(first: Sequence[float], second: Sequence[float]) -> Ratio | N
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to be said of the time of a step.
+    """Which contender has the shorter steps.
 
     Attributes:
         ratio: the second contender's over the first's.
@@ -113,7 +114,7 @@ class Verdict:
 
     @classmethod
     def of(cls, ratio: Ratio, first: str, second: str, launches: int) -> Verdict:
-        """Of contenders with these names, and so many launches."""
+        """From the ratio, the names of the contenders, and the number of launches."""
         alone = "" if launches > 1 else " One launch alone: others may differ from it by more."
         interval = f"{CONFIDENCE}: {ratio.low:.3f} to {ratio.high:.3f}"
         excludes = ratio.high < 1 or ratio.low > 1
@@ -127,10 +128,10 @@ class Verdict:
             )
             return cls(ratio, True, sentence)
         reach = max(LEAST, ratio.value - ratio.low, ratio.high - ratio.value)
-        told = f"{math.ceil(100 * reach - 1e-9)} %" if math.isfinite(reach) else "any size"
+        size = f"{math.ceil(100 * reach - 1e-9)} %" if math.isfinite(reach) else "any size"
         sentence = (
             f"no difference in the time of a step (ratio {ratio.value:.3f}, {interval}; "
-            f"differences below {told} are not told apart).{alone}"
+            f"differences below {size} are not told apart).{alone}"
         )
         return cls(ratio, False, sentence)
 

@@ -5,7 +5,7 @@ Each way is a function of one :class:`Inputs`, so that it can be checked and tim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tritonddp._torch import foreach_copy_
+from tritonddp.cli.kernel_timing import device_timing
 from tritonddp.kernels.dispatch import select
 from tritonddp.kernels.flat_buffer import FlatBuffer, Layout
 
@@ -74,31 +75,27 @@ class Inputs:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that whoever moves the gradients must read and write at least."""
+        """The least number of bytes that must be read and written to move the gradients."""
         sizes = self.block.element_size() + self.plain.data.element_size()
         return sum(self.plain.layout.numels) * sizes
 
 
 def _views(block: Tensor, layout: Layout) -> list[Tensor]:
-    places = zip(layout.shapes, layout.strides, layout.offsets, strict=True)
-    return [block.as_strided(*place) for place in places]
+    views = zip(layout.shapes, layout.strides, layout.offsets, strict=True)
+    return [block.as_strided(*view) for view in views]
 
 
 @dataclass(frozen=True)
-class Contender:
+class Contender(device_timing.Contender):
     """One way to flatten, or to unflatten.
 
     Attributes:
-        name: unique within its direction.
-        run: moves the gradients once.
         ours: works on ``Inputs.ours``, else on ``Inputs.plain``, and every bit has to be right.
         scales: divides by the world size. One that does not has less to do.
         casts: copes with gradients of another dtype than the wire's.
         by_address: only where kernels read gradients by address.
     """
 
-    name: str
-    run: Callable[[Inputs], object]
     ours: bool = False
     scales: bool = True
     casts: bool = True

@@ -37,14 +37,12 @@ class Inputs(Protocol):
     def block(self) -> Tensor: ...
 
 
-class Contender(Protocol):
-    """One way to do something."""
+@dataclass(frozen=True)
+class Contender:
+    """One way to do something: a name, and what does it once with the inputs."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def run(self) -> Callable[[Any], object]: ...
+    name: str
+    run: Callable[[Any], object]
 
 
 @dataclass

@@ -36,7 +36,7 @@ class Ratio:
 
     @property
     def away(self) -> float:
-        """How far from 1 the interval reaches, up or down: at least 1."""
+        """The factor between 1 and the farther end of the interval: at least 1."""
         return max(self.high, 1 / self.low)
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 def overhead_ratio(
     numerators: Sequence[float], denominators: Sequence[float], bare: Sequence[float]
 ) -> Ratio:
-    """Median of what is above ``bare`` in a round, the one over the other; interval likewise.
+    """The ratio of the medians of what exceeds ``bare`` in a round; interval likewise.
 
     Not the median of ratios: a difference may be near zero in a single round.
     """

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tritonddp._torch import foreach_copy_
+from tritonddp.cli.kernel_timing.device_timing import Contender
 from tritonddp.kernels.dispatch import select, select_quantized
 from tritonddp.kernels.flat_buffer import Layout
 from tritonddp.kernels.quantized.buffer import (
@@ -69,7 +70,7 @@ class Inputs:
 
 
 def nbytes(kernel: str, message: MessageLayout, dtype: torch.dtype) -> int:
-    """What has to be read and written at least: gradients, residuals, numbers and scales."""
+    """The least number of bytes that must be read and written by a kernel."""
     elements, blocks = sum(message.numels), message.blocks
     of_block = BLOCK + 4
     if kernel == "quantize":
@@ -78,14 +79,6 @@ def nbytes(kernel: str, message: MessageLayout, dtype: torch.dtype) -> int:
         return elements * dtype.itemsize + blocks * of_block
     owned = message.owned_blocks(0)
     return owned * (2 * 4 * BLOCK + (WORLD_SIZE + 1) * of_block)
-
-
-@dataclass(frozen=True)
-class Contender:
-    """One way to do what one kernel does; as ``device_timing`` wants it."""
-
-    name: str
-    run: Callable[[Inputs], object]
 
 
 def _quantize(inputs: Inputs) -> None:
@@ -102,7 +95,7 @@ def _reduce_parts(inputs: Inputs) -> None:
 def _dequantize(inputs: Inputs) -> None:
     flat = inputs.flat
     kernels = select_quantized(flat.message.device, flat.numbers)
-    kernels.unflatten(flat, inputs.grads, kernels.receive(flat, inputs.one))
+    kernels.unflatten(flat, inputs.grads, inputs.one)
 
 
 def _encoded(values: Tensor, numbers: torch.dtype, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,7 +159,7 @@ CONTENDERS = {
 
 
 def check(inputs: Inputs) -> None:
-    """That what ours sends and what it leaves out are together what came in.
+    """That what ours sends and what it leaves out are together its input.
 
     Raises:
         RuntimeError: they are not.

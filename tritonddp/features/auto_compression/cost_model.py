@@ -257,7 +257,7 @@ class _Step:
         """Share the cores. A task that needs less than an equal share leaves the rest to others."""
         left = self.compute.cores
         by_demand = sorted(running, key=lambda task: task.core)
-        for place, task in enumerate(by_demand):
-            share = min(task.core, left / (len(by_demand) - place))
+        for index, task in enumerate(by_demand):
+            share = min(task.core, left / (len(by_demand) - index))
             left -= share
             task.rate = share / task.core if task.core else 1.0

@@ -21,7 +21,7 @@ from torch import Tensor
 from tritonddp._device import Moments
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.buckets.formats import BucketFactory, WireFormat
-from tritonddp.comm.run import ReductionRun
+from tritonddp.comm.process_group import ProcessGroupTransport
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.features.auto_compression.choice import OWN, Candidates, choose, report
@@ -30,6 +30,7 @@ from tritonddp.features.auto_compression.probe import Figures, Way, measure, nam
 from tritonddp.kernels.dispatch import select_quantized
 from tritonddp.kernels.quantized.buffer import BLOCK
 from tritonddp.reducer.extension import Events, Extension
+from tritonddp.reducer.graph.backward import Backward
 
 logger = logging.getLogger("tritonddp.auto")
 
@@ -96,11 +97,14 @@ def measured(
     """Measure the figures for a choice. Collective: ``dtypes`` are in one order on all ranks."""
     others = _others(wire)
     is_direct = group.size == 2 and select_quantized(device, torch.int8).is_direct
-    steps = (_EXCHANGE, _REDUCE, *(() if is_direct else (_GATHER,)), _EMPTY)
+    gather = () if is_direct else (_GATHER,)
+    steps = (_EXCHANGE, _REDUCE, *gather, _EMPTY)
+    counters = Counters()
+    transport = ProcessGroupTransport(group, counters)
     ways = {
         dtype: {
             name: Way(
-                make=BucketFactory(others.get(name, wire), group, Counters()).make,
+                make=BucketFactory(others.get(name, wire), group, counters, transport).make,
                 collectives=collectives(name, is_direct),
                 steps=steps if name == QUANTISED else Way.steps,
             )
@@ -121,8 +125,11 @@ def _others(wire: WireFormat) -> dict[str, WireFormat]:
     }
 
 
-class AutoPlanner:
-    """Chooses wires for the buckets of one reducer. ``wire`` is the format without a choice."""
+class AutoPlanner(Extension):
+    """Chooses wires for the buckets of one reducer. ``wire`` is the format without a choice.
+
+    As an extension it times the first reduced backwards, and removes itself after them.
+    """
 
     def __init__(
         self,
@@ -143,11 +150,31 @@ class AutoPlanner:
         self._wires: tuple[str, ...] = ()  # by bucket index; empty before the first choice
         self._loaded: tuple[str, ...] = ()  # wires from a loaded state, for the next buckets
         self._shortest = math.inf  # seconds of the shortest reduced backward on this rank
-        self.report = (  # what was chosen, and why
+        self.explanation = (  # what was chosen, and why
             'compression="auto": gradients travel in their own dtypes, as no backward has been '
             "reduced yet"
         )
-        self.timer = BackwardTimer(device)
+        # Time stamps: of timed backwards that were not read yet, and of the one that runs.
+        self._timed: list[Moments] = []
+        self._running: Moments | None = None
+        self._left = _TIMED  # backwards that are still to be timed
+
+    def on_begin(self, backward: Backward) -> None:
+        self._running = None
+        if backward.reduction is not None:
+            self._running = Moments(self._device)
+            self._running.mark(_BEGAN)
+
+    def on_compute_end(self, backward: Backward) -> None:
+        reduction = backward.reduction
+        if self._running is None or reduction is None:
+            return
+        self._running.mark(_ENDED)
+        self._timed.append(self._running)
+        self._running = None
+        self._left -= 1
+        if self._left == 0 and isinstance(reduction.events, Events):
+            reduction.events.remove(self)
 
     def wire_of(self, index: int) -> WireFormat | None:
         """The wire that was chosen for a bucket; ``None`` for its own dtype."""
@@ -164,7 +191,7 @@ class AutoPlanner:
         if self._loaded:
             self._wires, self._loaded = self._loaded, ()
             if len(self._wires) == len(buckets):
-                self.report = 'compression="auto": as in the run whose state was loaded'
+                self.explanation = 'compression="auto": as in the run whose state was loaded'
                 return former != self._wires and set(former + self._wires) != {OWN}
         backward = self._slowest_backward()
         if backward is None:
@@ -179,9 +206,9 @@ class AutoPlanner:
         self._wires = wires
         if former == wires:
             return False
-        self.report = report(choice, candidates, self._figures, self._costs, backward)
+        self.explanation = report(choice, candidates, self._figures, self._costs, backward)
         if self._group.rank == 0:
-            logger.info("%s", self.report)
+            logger.info("%s", self.explanation)
         return bool(former) or set(wires) != {OWN}
 
     @property
@@ -218,10 +245,10 @@ class AutoPlanner:
 
         ``None`` while no rank has timed one. (A rank without inputs times none.)
         """
-        for moments in self.timer.moments:
+        for moments in self._timed:
             moments.wait()
             self._shortest = min(self._shortest, moments.nanoseconds(_BEGAN, _ENDED) / 1e9)
-        self.timer.moments.clear()
+        self._timed.clear()
         mine = 0.0 if self._shortest == math.inf else self._shortest
         seconds = torch.tensor(mine, dtype=torch.float32, device=self._device)
         where = f"rank {self._group.rank}, step {self._counters.reductions}"
@@ -229,32 +256,6 @@ class AutoPlanner:
         self._group.all_reduce(seconds, where, what, dist.ReduceOp.MAX)
         self._counters.collective(seconds.nbytes, self._group.size, passes=2)
         return seconds.item() or None
-
-
-class BackwardTimer(Extension):
-    """Times the first reduced backwards, and removes itself after them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.moments: list[Moments] = []  # time stamps of backwards that were not read yet
-        self._device = device
-        self._timed = 0
-        self._running: Moments | None = None
-
-    def on_begin(self, run: ReductionRun) -> None:
-        self._running = None
-        if run.reached and not run.is_local:
-            self._running = Moments(self._device)
-            self._running.mark(_BEGAN)
-
-    def on_compute_end(self, run: ReductionRun) -> None:
-        if self._running is None:
-            return
-        self._running.mark(_ENDED)
-        self.moments.append(self._running)
-        self._running = None
-        self._timed += 1
-        if self._timed == _TIMED and isinstance(run.events, Events):
-            run.events.remove(self)
 
 
 def _exchange(bucket: Bucket) -> None:
@@ -279,8 +280,7 @@ def _gather(bucket: Bucket) -> None:
 
 
 def _empty(bucket: Bucket) -> None:
-    flat: Any = bucket.flat
-    bucket.unpack(select_quantized(flat.data.device, flat.numbers).receive(flat, None))
+    bucket.unpack()
 
 
 _EXCHANGE, _REDUCE = (None, _exchange), ("reduce", _reduce)

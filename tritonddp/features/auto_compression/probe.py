@@ -7,14 +7,11 @@ faster one less. The module, its gradients and all random states are left alone.
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +24,7 @@ from tritonddp._torch import all_gather_single
 from tritonddp.buckets.bucket import Bucket
 from tritonddp.coordination.collectives import all_gather, all_reduce
 from tritonddp.coordination.point_to_point import all_to_all
+from tritonddp.coordination.processes import Process, usable_cores
 from tritonddp.features.auto_compression.cost_model import Kernel, Kind, Speed, sent_bytes
 
 # Bytes of the messages that are timed. The size is multiplied by four until a message takes longer
@@ -53,7 +51,8 @@ _TAG = 0x7D0FFFFF
 class Way:
     """How buckets of one gradient dtype travel on one wire."""
 
-    make: Callable[[int, list[Parameter], list[str]], Bucket]  # from index, parameters and names
+    # From index, number of the first parameter, parameters and names.
+    make: Callable[[int, int, list[Parameter], list[str]], Bucket]
     collectives: Sequence[tuple[Kind, torch.dtype]]  # in order, with the dtype of the messages
     # Steps after the bucket is filled, with the figure to which their time belongs: "reduce",
     # "empty", or None for a step that stands in for a collective.
@@ -234,7 +233,7 @@ def _time_bucket(
     shape = (1 << 10, numel >> 10)  # of two dimensions: vectors are never quantised
     params = [Parameter(torch.zeros(shape, dtype=dtype, device=device)) for _ in range(_GRADIENTS)]
     names = [f"gradient {number}" for number in range(_GRADIENTS)]
-    bucket = way.make(1, params, names)
+    bucket = way.make(1, 0, params, names)
     values = torch.linspace(-1, 1, numel, device=device).to(dtype).view(shape)
     other = torch.empty(_CACHES, dtype=torch.uint8, device=device)
     passes = []
@@ -287,13 +286,12 @@ def _cores(group: dist.ProcessGroup, device: torch.device) -> float:
     """Cores of this host for each of its ranks, divided by torch's number of threads."""
     if device.type == "cuda":
         return float("inf")
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    identity = f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}"
+    process = Process.own()
+    identity = f"{process.host} {process.scope.partition('/')[0]}"
     number = int.from_bytes(blake2b(identity.encode(), digest_size=7).digest(), "little")
     mine = torch.tensor([number], device="cpu")
     hosts = all_gather(mine, group)
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return (usable or 1) / sum(map(mine.equal, hosts)) / torch.get_num_threads()
+    return usable_cores() / sum(map(mine.equal, hosts)) / torch.get_num_threads()
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -10,12 +10,10 @@ import struct
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
-from tritonddp.comm.run import ReductionRun
-from tritonddp.coordination.agreement import GradSource
+from tritonddp.comm.reduction import Reduction
 from tritonddp.coordination.counters import Counters
 from tritonddp.coordination.group import Group
 from tritonddp.features.metrics.step_times import (
@@ -24,11 +22,12 @@ from tritonddp.features.metrics.step_times import (
     FORWARD,
     INPUT,
     NAMES,
+    StepClock,
     StepTimes,
-    clock_of,
 )
 from tritonddp.features.metrics.stragglers import Straggler, Stragglers
 from tritonddp.reducer.extension import Extension
+from tritonddp.reducer.graph.backward import Backward
 
 logger = logging.getLogger("tritonddp.metrics")
 
@@ -63,7 +62,7 @@ class Metrics(Extension):
     def __init__(self, group: Group, device: torch.device, counters: Counters) -> None:
         self._group = group
         self._counters = counters
-        self._clock = clock_of(device)
+        self._clock = StepClock(device)
         self._mine: StepTimes | None = None  # times of the last step, until they are reported
         self._number = 0  # of the last report
         self._report = bytes(_REPORT.size)
@@ -87,34 +86,34 @@ class Metrics(Extension):
         if self._measures:
             self._clock.lap(FORWARD)
 
-    def on_buffers(self) -> None:
+    def buffers_synchronised(self) -> None:
         """The forward has waited for the buffers of another rank."""
         if self._measures:
             self._clock.lap(FORWARD, EXPOSED)
 
-    def on_begin(self, run: ReductionRun) -> None:
+    def on_begin(self, backward: Backward) -> None:
         """A backward begins."""
-        self._where = run.where
-        if self._measures and run.reached:
+        self._where = backward.where
+        if self._measures:
             self._clock.lap(BACKWARD)
 
-    def on_compute_end(self, run: ReductionRun) -> None:
+    def on_compute_end(self, backward: Backward) -> None:
         """The autograd engine has finished the backward."""
         if self._measures:
-            self._clock.lap(INPUT if run.is_local else EXPOSED)
+            self._clock.lap(INPUT if backward.reduction is None else EXPOSED)
 
-    def on_end(self, run: ReductionRun) -> None:
+    def on_end(self, reduction: Reduction) -> None:
         """The reduction of a backward is over: the step ends here."""
-        if run.source is GradSource.REQUEST or not run.reached:
+        if not reduction.source.is_backward:
             return
         was_measured = self._measures
         self._measures = _is_measured(self._counters.reductions + 1, self._bits)
         if self._measures or was_measured or self._clock.is_behind:
-            items = 1.0 if run.weight is None else run.weight.items
+            items = 1.0 if reduction.weight is None else reduction.weight.items
             mine = self._clock.end_step(self._measures, items)
             if mine is not None:
                 self._mine = mine
-                if run.is_alone:
+                if not reduction.buckets:  # there is only one rank
                     self._take([mine])
         sent = self._counters.sent_bytes
         self._sent, self._sent_before = sent - self._sent_before, sent
@@ -122,14 +121,14 @@ class Metrics(Extension):
         if is_due and self._group.rank == 0:
             self._write(self._line())
 
-    def on_abort(self, run: ReductionRun) -> None:
+    def on_abort(self, reduction: Reduction | None) -> None:
         """The backward failed: do not count its time as a step."""
         self._clock.drop_step()
         self._measures, self._mine = False, None
 
-    # What ranks tell each other
+    # Reports
 
-    def report(self, run: ReductionRun) -> bytes:
+    def report(self, reduction: Reduction) -> bytes:
         """See :meth:`Extension.report`."""
         if self._mine is not None:
             mine, self._mine = self._mine, None
@@ -140,11 +139,11 @@ class Metrics(Extension):
     def take_reports(self, reports: Sequence[bytes]) -> None:
         """See :meth:`Extension.take_reports`."""
         if any(map(operator.eq, reports, self._taken)):
-            return  # some rank says nothing new
-        said = list(map(_REPORT.unpack, reports))
-        if all(number for number, *_ in said):
+            return  # some rank repeats its last report
+        unpacked = list(map(_REPORT.unpack, reports))
+        if all(number for number, *_ in unpacked):
             self._taken = reports
-            self._take([StepTimes(*each[1:]) for each in said])
+            self._take([StepTimes(*times) for _, *times in unpacked])
 
     def _take(self, ranks: list[StepTimes]) -> None:
         self._ranks = ranks
@@ -161,9 +160,9 @@ class Metrics(Extension):
                 self._speeds[rank] += (_SMOOTHING if known else 1.0) * (speed - known)
         before, now = self._stragglers.slowest, self._stragglers.step(ranks)
         if self._group.rank == 0 and (before and before[:2]) != (now and now[:2]):
-            self._tell(now)
+            self._log_slowest(now)
 
-    def _tell(self, slowest: Straggler | None) -> None:
+    def _log_slowest(self, slowest: Straggler | None) -> None:
         """Log that a rank became slow, or that none is slow any more."""
         if slowest is None:
             logger.info("%s: no rank is slower than the others any more", self._where)
@@ -191,11 +190,7 @@ class Metrics(Extension):
         return {
             "step": self._counters.reductions,
             "step_ms": mean and mean.total,
-            "input_ms": mean and mean.input,
-            "forward_ms": mean and mean.forward,
-            "backward_ms": mean and mean.backward,
-            "exposed_ms": mean and mean.exposed,
-            "contended_ms": mean and mean.contended,
+            **{f"{part}_ms": mean and getattr(mean, part) for part in NAMES},
             "skew_ms": max(own) - min(own) if own else None,
             "sent_bytes": self._sent,
             "slowest_rank": slowest and slowest.rank,
@@ -242,98 +237,9 @@ def _is_measured(step: int, bits: int) -> bool:
     Not the first, say, of each block: in a program that does something in every fourth step it
     would always be that one, or never.
     """
-    block, place = step >> bits, step & ((1 << bits) - 1)
-    return place == (block * _GOLDEN & 0xFFFFFFFF) >> (32 - bits)
+    block, offset = step >> bits, step & ((1 << bits) - 1)
+    return offset == (block * _GOLDEN & 0xFFFFFFFF) >> (32 - bits)
 
 
 def _to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-# Methods of tritonddp.DistributedDataParallel, of which ``model`` is one.
-
-
-def metrics(model: Any) -> dict[str, float | int | str | None]:
-    """How long steps take, and for which rank the others wait. Needs ``metrics=True``.
-
-    The times are those of the last step that all ranks have reported: the one before the last, on a
-    GPU perhaps an earlier one. Of steps shorter than 60 ms only one in 2 to 32 is measured, as
-    this takes about 0.3 ms. A step lasts from the end of one reduction to that of the next.
-    The result is alike on all ranks, except ``sent_bytes``. Values that are not known are ``None``.
-
-    Returns:
-        A dictionary. ``step``: reductions so far. ``step_ms`` and its parts, means over the ranks:
-        ``input_ms`` (data, optimizer and all else), ``forward_ms`` (with the loss),
-        ``backward_ms``, ``exposed_ms`` (synchronisation that did not overlap with compute), and on
-        the CPU ``contended_ms`` (the thread was ready to run but had no core; not part of the
-        others). ``skew_ms``: how much later than the fastest rank the slowest one is ready.
-        ``sent_bytes``: sent by this rank through the process group in the last step.
-        ``slowest_rank``: a rank that is later than the others by about 5 % of a step (and at least
-        half a millisecond), over several steps; then ``slowest_phase`` is ``"input"``,
-        ``"forward"`` or ``"backward"``, and ``slowest_by`` is the share of a step. Rank 0 logs each
-        change of ``slowest_rank`` in ``tritonddp.metrics``, a slow rank as a warning.
-
-    Raises:
-        RuntimeError: the module was wrapped without ``metrics=True``.
-
-    Example::
-
-        model = tritonddp.DistributedDataParallel(module, metrics=True)
-        for inputs, targets in batches:
-            loss_function(model(inputs), targets).backward()
-        print(model.metrics()["step_ms"], "ms")
-    """
-    return _of(model, "metrics()").metrics()
-
-
-def suggested_shares(model: Any) -> list[float]:
-    """How to split a global batch over ranks of different speed, so that all end together.
-
-    Returns one share for each rank; they add up to 1. Shares are proportional to the number of
-    items that a rank processes in a millisecond of forward and backward, averaged over about ten
-    measured steps. Items are the ``n`` of ``weighted(n)``, else one for each backward. So use
-    ``weighted(n)`` if batches differ in size already. Needs ``metrics=True``.
-
-    Raises:
-        RuntimeError: the module was wrapped without ``metrics=True``, or no step is known yet.
-
-    Example::
-
-        model = tritonddp.DistributedDataParallel(module, metrics=True)
-        for inputs, targets in batches:
-            loss_function(model(inputs), targets).backward()
-        n = round(256 * model.suggested_shares()[rank])  # this rank's part of a batch of 256
-    """
-    return _of(model, "suggested_shares()").shares()
-
-
-def log_metrics(model: Any, every: int = 100, write: Callable[[str], None] | None = None) -> None:
-    """From now on rank 0 writes a line about ``metrics()`` in one of ``every`` steps.
-
-    Args:
-        every: reduced backwards from one line to the next.
-        write: called with the line. By default it goes to the logger ``tritonddp.metrics`` if that
-            has level INFO, else to stderr.
-
-    Raises:
-        RuntimeError: the module was wrapped without ``metrics=True``.
-        ValueError: ``every`` is no whole number from 1 on.
-
-    Example::
-
-        model = tritonddp.DistributedDataParallel(module, metrics=True)
-        model.log_metrics(every=2, write=print)
-        for inputs, targets in batches:
-            loss_function(model(inputs), targets).backward()
-    """
-    _of(model, "log_metrics()").log(every, write)
-
-
-def _of(model: Any, method: str) -> Metrics:
-    state = model._ddp_state
-    found: Metrics | None = state.core.events.of(Metrics)
-    if found is None:
-        raise RuntimeError(
-            f"rank {state.group.rank}: {method} needs metrics=True when the module is wrapped"
-        )
-    return found

@@ -23,7 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -76,19 +76,19 @@ class RunQueue:
         When another thread calls, counting goes on with the waits of that thread.
         """
         if self._thread != threading.get_ident():
-            self._follow()
+            self._open()
         if self._file >= 0:
             # The file has: nanoseconds on a core, nanoseconds of waiting for one, time slices.
             try:
                 waited = int(os.pread(self._file, 64, 0).split()[1])
             except OSError:  # that thread has ended, and this thread has the same identifier
-                self._follow()
+                self._open()
             else:
                 self._seconds = self._offset + waited * 1e-9
         return self._seconds
 
-    def _follow(self) -> None:
-        """Read the file of the current thread from now on."""
+    def _open(self) -> None:
+        """Open the file of the current thread, to read it from now on."""
         self._close()
         self._thread, self._file, self._close = threading.get_ident(), -1, int
         try:
@@ -102,36 +102,42 @@ class RunQueue:
         self._offset = self._seconds - waited * 1e-9
 
 
-class HostClock:
-    """Times steps on the CPU, by the clock of the host, from a call of :meth:`end_step` on.
+class _Lap(NamedTuple):
+    """The end of a part, at a point in time."""
 
-    Attributes:
-        is_behind: the times of a measured step are not known yet.
+    part: int
+    now: Any  # seconds; on a GPU a Stamp
+    waited: float = 0.0  # seconds in which this thread has waited for a core so far
+    busy: float = 0.0  # seconds on a core so far
+
+
+class StepClock:
+    """Times steps of a module on ``device``, from a call of :meth:`end_step` on.
+
+    On the CPU by the clock of the host; on a GPU by events on the current stream, for which the
+    host does not wait.
     """
 
-    is_behind = False
-
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
         self._queue = RunQueue()
         self._part = INPUT
-        self._last: float | None = None
-        self._last_wait = self._last_busy = 0.0
-        self._times = [0.0] * (len(NAMES) + 1)
+        self._laps: list[_Lap] = []  # the end of the last step, and of each part since
+        # The items and laps of steps whose events were not read yet.
+        self._unread: deque[tuple[float, list[_Lap]]] = deque()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the times of a measured step are not known yet."""
+        return bool(self._unread)
 
     def lap(self, part: int, of: int | None = None) -> None:
         """``part`` begins now. The time since the last call belongs to the part ``of``.
 
         By default that is the part that began in the last call.
         """
-        if self._last is not None:
-            now, wait, busy = time.perf_counter(), self._queue.seconds(), time.thread_time()
-            waited, ended = wait - self._last_wait, self._part if of is None else of
-            passed = now - self._last - waited
-            self._times[ended] += passed
-            self._times[CONTENDED] += waited
-            if ended != EXPOSED:  # (another thread may have another clock)
-                self._times[-1] += min(max(0.0, busy - self._last_busy), passed)
-            self._last, self._last_wait, self._last_busy = now, wait, busy
+        if self._laps:
+            self._laps.append(self._lap(self._part if of is None else of))
         self._part = part
 
     def end_step(self, goes_on: bool, items: float = 1.0) -> StepTimes | None:
@@ -139,67 +145,40 @@ class HostClock:
 
         With ``goes_on`` the next step is measured too.
         """
-        was_measured = self._last is not None
         self.lap(INPUT)
-        times, self._times = self._times, [0.0] * len(self._times)
-        if not goes_on:
-            self._last = None
-        elif not was_measured:
-            self._last, self._last_wait = time.perf_counter(), self._queue.seconds()
-            self._last_busy = time.thread_time()
-        if not was_measured:
+        begin = self._laps[-1:]
+        if self._laps:
+            self._unread.append((items, self._laps))
+        self._laps = (begin or [self._lap(INPUT)]) if goes_on else []
+        found = None
+        while self._unread and _has_passed(self._unread[0][1][-1].now):
+            found = self._unread.popleft()
+        if found is None:
             return None
+        items, laps = found
+        times = [0.0] * (len(NAMES) + 1)
+        for begun, ended in pairwise(laps):
+            waited = ended.waited - begun.waited
+            passed = _seconds(begun.now, ended.now) - waited
+            times[ended.part] += passed
+            times[CONTENDED] += waited
+            if ended.part != EXPOSED:  # (another thread may have another clock)
+                times[-1] += min(max(0.0, ended.busy - begun.busy), passed)
         return StepTimes(*(each * 1e3 for each in times))._replace(items=items)
 
     def drop_step(self) -> None:
         """Forget the time since the last step: it was no whole step."""
-        self._part, self._last = INPUT, None
-        self._times = [0.0] * len(self._times)
-
-
-class DeviceClock:
-    """Times steps on a GPU, by events on the current stream. The host does not wait for them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._part = INPUT
-        self._laps: list[tuple[int, Stamp]] = []  # the end of the last step, and of each part since
-        # The items and laps of steps whose events were not read yet.
-        self._over: deque[tuple[float, list[tuple[int, Stamp]]]] = deque()
-
-    @property
-    def is_behind(self) -> bool:
-        """See :class:`HostClock`."""
-        return bool(self._over)
-
-    def lap(self, part: int, of: int | None = None) -> None:
-        """See :meth:`HostClock.lap`."""
-        if self._laps:
-            self._laps.append((self._part if of is None else of, Stamp(self._device)))
-        self._part = part
-
-    def end_step(self, goes_on: bool, items: float = 1.0) -> StepTimes | None:
-        """See :meth:`HostClock.end_step`."""
-        self.lap(INPUT)
-        if self._laps:
-            self._over.append((items, self._laps))
-        self._laps = [(INPUT, Stamp(self._device))] if goes_on else []
-        found = None
-        while self._over and self._over[0][1][-1][1].has_passed():
-            found = self._over.popleft()
-        if found is None:
-            return None
-        items, laps = found
-        times = [0.0] * len(NAMES)
-        for (_, begin), (part, end) in pairwise(laps):
-            times[part] += begin.seconds_to(end) * 1e3
-        return StepTimes(*times)._replace(items=items)
-
-    def drop_step(self) -> None:
-        """See :meth:`HostClock.drop_step`."""
         self._part, self._laps = INPUT, []
 
+    def _lap(self, part: int) -> _Lap:
+        if self._device is not None:
+            return _Lap(part, Stamp(self._device))
+        return _Lap(part, time.perf_counter(), self._queue.seconds(), time.thread_time())
 
-def clock_of(device: torch.device) -> HostClock | DeviceClock:
-    """The clock for a module on ``device``."""
-    return DeviceClock(device) if device.type == "cuda" else HostClock()
+
+def _has_passed(now: Any) -> bool:
+    return not isinstance(now, Stamp) or now.has_passed()
+
+
+def _seconds(begin: Any, end: Any) -> float:
+    return begin.seconds_to(end) if isinstance(begin, Stamp) else end - begin

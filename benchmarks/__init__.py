@@ -1,0 +1,1 @@
+"""What tritonddp takes, beside stock DDP, measured in one run: see README.md."""

@@ -1,0 +1,1 @@
+"""How long do steps under torch.compile take?"""

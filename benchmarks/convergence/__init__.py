@@ -1,0 +1,1 @@
+"""What becomes of the loss if fewer bytes are sent?"""

@@ -1,0 +1,1 @@
+"""What does an option cost, and does it do what it promises?"""

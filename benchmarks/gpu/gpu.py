@@ -1,0 +1,245 @@
+"""Everything that needs a GPU, in one command of under ten minutes: `make gpu`.
+
+    python benchmarks/gpu/gpu.py [--out FOLDER] [--only PART ...] [--rehearse]
+
+Each part is a process, or one a rank, with a time limit, in the order of what is learnt: the
+description of the machine, tests of the compiled kernels and of the reducer over NCCL with one
+rank and with two on one card, bandwidth of the kernels, the step, the host, CUDA graphs, memory,
+and the kernels under compute-sanitizer. A part that fails, hangs or crashes is ended with all it
+started, and the others go on. Time that a part leaves is the next one's. The result file is written
+anew after each part, so that whatever cuts the run off leaves what was measured. Plots come last,
+and a screen that tells of each part how it ended and of each bound whether it is met.
+
+Tests need pytest, the rest only torch and Triton; nothing is downloaded.
+
+``--rehearse`` runs all of it, small, on the recorded device (``tests/recording``), where there is
+no GPU: what cannot run on a GPU for a mistake in Python fails there too. Its figures mean nothing.
+
+The exit status is 0 if no test and no part failed, whatever was measured; what cannot run here
+(NCCL takes no second rank on a card, no compute-sanitizer) is reported and is no failure, but for
+a rehearsal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
+
+from benchmarks.base import deadline, processes
+from benchmarks.gpu import one_card
+from benchmarks.gpu.parts import PROBE, REHEARSING, Outcome, Part, parts
+from benchmarks.report import bounds as gpu_table
+
+BENCHMARKS = Path(__file__).parents[1]
+# Seconds from the start to the end of the last part, no less than the sum of all limits. What is
+# left of ten minutes is for ending a part that had to be interrupted, and for the plots.
+BUDGET = 553.0
+PLOTS = 20.0
+# Of a part's limit: benchmarks that take as many rounds as they have time for should end by then.
+IN_TIME = 0.85
+
+
+class Report:
+    """The result file, and the clock that all parts share."""
+
+    def __init__(self, path: Path, facts: dict[str, Any], rehearsal: bool, end: float) -> None:
+        self.path = path
+        self.end = end
+        self.later = 0.0  # seconds that the parts to come may take
+        self.content: dict[str, Any] = {
+            "benchmark": "gpu",
+            "machine": facts,
+            "rehearsal": rehearsal,  # without a GPU: no figure means anything
+            "parts": {},
+            "bounds": [],
+        }
+
+    def run(self, part: Part) -> None:
+        """Run a part and write down what came of it."""
+        left = self.end - time.monotonic() - self.later
+        # A rehearsal is no race: it may share its cores with other tests.
+        limit = max(0.0, min((6 if self.content["rehearsal"] else 2) * part.limit, left))
+        print(f"\n--- {part.name}: {part.title} (at most {limit:.0f} s)", flush=True)
+        start = time.monotonic()
+        try:
+            outcome = _outcome(part, limit)
+        except Exception as error:  # in reading a result: the other parts are worth more than it
+            outcome = Outcome("failed", f"{type(error).__name__}: {error}")
+        self.add(part, outcome, time.monotonic() - start)
+
+    def add(self, part: Part, outcome: Outcome, seconds: float) -> None:
+        """Write down what came of a part, and say it."""
+        self.content["parts"][part.name] = {
+            "title": part.title,
+            "status": outcome.status,
+            "reason": outcome.reason,
+            "seconds": round(seconds, 1),
+            "limit": part.limit,
+            "estimate": part.estimate,
+            "result": outcome.result,
+            "log": outcome.log,
+        }
+        self.write()
+        why = f": {outcome.reason}" if outcome.reason else ""
+        print(f"--- {part.name}: {outcome.status}{why} ({seconds:.1f} s)", flush=True)
+
+    def write(self) -> None:
+        from benchmarks.base.machine import (
+            write_json,  # it imports torch, which _facts has shown to be possible
+        )
+
+        self.content["bounds"] = gpu_table.bounds(self.content["parts"])
+        write_json(self.path, self.content)
+
+
+# Imports torch, Triton and the package, and asks the device what it is.
+DESCRIBE = Part(
+    *("describe", "the machine", 21, 8),
+    command=(sys.executable, str(BENCHMARKS / "base" / "machine.py")),
+)
+
+
+def main() -> int:
+    options = _options()
+    start = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(124))  # so that started processes end too
+    _prepare_environment(options.rehearse)
+    facts = _facts(DESCRIBE.rehearsed() if options.rehearse else DESCRIBE)
+    why = "torch and tritonddp cannot be imported" if facts is None else None
+    if facts is not None and facts["gpu"] is None:
+        why = "torch sees no CUDA device"
+    if facts is None or why is not None:
+        print(f"make gpu: nothing was run: {why} ({sys.executable})", file=sys.stderr)
+        return 2
+    path = _result_path(options.out, facts, options.rehearse)
+    report = Report(path, facts, options.rehearse, start + options.budget)
+    report.add(DESCRIBE, Outcome("ok"), time.monotonic() - start)
+    plan = [each for each in parts(options.rehearse) if each.name in (options.only or each.name)]
+    try:
+        for number, part in enumerate(plan):
+            report.later = sum(each.limit for each in plan[number + 1 :])
+            report.run(part)
+        _draw(report.path)
+    finally:  # also when the run is cut off
+        print("\n" + "\n".join(gpu_table.table(report.content)))
+        print(f"written to {report.path}", flush=True)
+    # In a rehearsal nothing is missing but the GPU.
+    fine = ("ok",) if options.rehearse else ("ok", "not run")
+    return int(any(part["status"] not in fine for part in report.content["parts"].values()))
+
+
+def _outcome(part: Part, limit: float) -> Outcome:
+    if limit < 5:
+        return Outcome("not run", "no time was left")
+    missing = [name for name in part.needs if importlib.util.find_spec(name) is None]
+    if missing:
+        return Outcome("not run", f"{', '.join(missing)} is not installed")
+    if part.unavailable is not None:
+        return Outcome("not run", part.unavailable)
+    if part.on_one_card:  # tried by the part "probe", or now
+        why = one_card.refusal(min(limit, PROBE.limit))
+        if why is not None:
+            return Outcome("not run", why)
+    end = time.monotonic() + IN_TIME * min(limit, part.limit)
+    environment = {**part.environment, deadline.VARIABLE: str(end)}
+    with tempfile.TemporaryDirectory(prefix="tritonddp-gpu-") as folder:
+        result, log = Path(folder) / "result", Path(folder) / "log"
+        command = [each.replace("{result}", str(result)) for each in part.command]
+        with log.open("wb") as output:
+            codes = processes.run(command, limit, output, part.ranks, environment)
+        text = log.read_text(errors="replace")
+        print(text, flush=True)
+        return part.read(result, codes, text, limit)
+
+
+def _facts(part: Part) -> dict[str, Any] | None:
+    """What machine.py says, in a process of its own: a sick device may hang whoever asks it.
+
+    ``None`` if torch cannot be imported, or does not answer in time.
+    """
+    with tempfile.TemporaryFile() as output:
+        codes = processes.run(part.command, 2 * part.limit, output)
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+    if codes != [0]:
+        print(text, file=sys.stderr)
+        return None
+    facts = json.loads(text.splitlines()[-1])
+    print(text.rpartition("\n{")[0], flush=True)
+    return facts
+
+
+def _prepare_environment(rehearse: bool) -> None:
+    """For all processes of all parts."""
+    paths = [str(BENCHMARKS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    os.environ["PYTHONUNBUFFERED"] = "1"  # what hangs has said where it was
+    # All ranks are here, and a machine without a network has no other interface.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    os.environ.pop("TRITON_INTERPRET", None)
+    if rehearse:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        os.environ[REHEARSING] = "1"
+        os.environ.setdefault(one_card.ANSWER, "")  # where the part "probe" is not asked for
+
+
+def _draw(result: Path) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        print("\nno plots: matplotlib is not installed")
+        return
+    command = [sys.executable, str(BENCHMARKS / "report" / "gpu_plots.py"), str(result)]
+    with tempfile.TemporaryFile() as output:
+        codes = processes.run(command, PLOTS, output)
+        output.seek(0)
+        text = output.read().decode(errors="replace").strip()
+    print(f"\n{text}" if codes == [0] else f"\nno plots: {codes}\n{text[-2000:]}", flush=True)
+
+
+def _result_path(folder: Path | None, facts: dict[str, Any], rehearsal: bool) -> Path:
+    """``<folder>/<name of the GPU>/gpu.json``."""
+    if folder is None:
+        folder = BENCHMARKS / "results"
+        if rehearsal:
+            folder = Path(tempfile.mkdtemp(prefix="tritonddp-rehearsal-"))
+    name = "rehearsal" if rehearsal else facts["gpu"]["name"]
+    return folder / re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") / "gpu.json"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    names = [part.name for part in parts()]
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=os.environ.get("OUT"),
+        help="folder for <gpu>/gpu.json and the plots (default: $OUT, else benchmarks/results)",
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=names, metavar="PART", help=f"of {', '.join(names)}"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=BUDGET, help=f"seconds for all parts ({BUDGET:.0f})"
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true", help="all of it, small, on a device that is none"
+    )
+    options = parser.parse_args()
+    if options.out is not None:
+        options.out = Path(options.out).resolve()
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

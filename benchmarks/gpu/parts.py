@@ -1,0 +1,284 @@
+"""The parts of `make gpu`: what each runs, for how long at most, and how its result is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from benchmarks.gpu import one_card
+
+BENCHMARKS = Path(__file__).parents[1]
+TESTS = BENCHMARKS.parent / "tests" / "gpu"
+# Runs a script on the recorded device.
+REHEARSE = BENCHMARKS.parent / "tests" / "recording" / "rehearse.py"
+# Set for the tests of a rehearsal, see tests/gpu/worlds.py.
+REHEARSING = "TRITONDDP_REHEARSE"
+KERNEL_TESTS = (TESTS / "test_kernels_gpu.py",)
+NCCL_TESTS = (
+    TESTS / "test_reducer_nccl.py",
+    TESTS / "test_agreement_nccl.py",
+    TESTS / "test_quantized_nccl.py",
+    TESTS / "test_features_nccl.py",
+    TESTS / "test_metrics_nccl.py",
+    TESTS / "test_compiled_nccl.py",
+    TESTS / "test_graphs_nccl.py",
+)
+_PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+_TESTS_FAILED = 1  # pytest's exit status
+_SANITIZER = "compute-sanitizer"
+_MEMORY_ERRORS = 86  # the exit status that it is told to use
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a part.
+
+    Attributes:
+        status: ``"ok"``, ``"failed"``, or ``"not run"``: it cannot run here, which is no failure.
+        reason: why, unless all is well.
+        result: what the part found, as JSON.
+        log: the end of what it printed, if it failed.
+    """
+
+    status: str
+    reason: str | None = None
+    result: Any = None
+    log: str | None = None
+
+
+# From the result file (which may be missing), the exit statuses, what was printed, and the limit.
+Reader = Callable[[Path, Sequence[int | None], str, float], Outcome]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process, or one a rank.
+
+    Attributes:
+        name: on the command line and in the result file.
+        title: what it is about.
+        limit: seconds after which it is ended, unless parts before it have left it more.
+        estimate: seconds that it should take on an H100.
+        command: with ``{result}`` where the name of its result file goes.
+        read: makes an outcome of it.
+        ranks: how many, for a script that wants to be started by torchrun.
+        environment: beyond that of `make gpu` itself.
+        needs: Python modules without which it is not run.
+        on_one_card: it needs two ranks on one card.
+        unavailable: why it cannot run here, known beforehand.
+        small: further arguments in a rehearsal.
+    """
+
+    name: str
+    title: str
+    limit: float
+    estimate: float
+    command: tuple[str, ...] = ()
+    read: Reader = lambda *_: Outcome("ok")
+    ranks: int | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    on_one_card: bool = False
+    unavailable: str | None = None
+    small: str = ""
+
+    def with_arguments(self, more: str, small: str = "") -> Part:
+        return replace(self, command=(*self.command, *shlex.split(more)), small=small)
+
+    def rehearsed(self) -> Part:
+        """The same on the recorded device. Tests see to that themselves."""
+        python, *rest = self.command
+        if "pytest" not in rest:
+            python, rest = sys.executable, [str(REHEARSE), *rest]
+        return replace(self, command=(python, *rest, *shlex.split(self.small)))
+
+
+# The estimates are seconds of an H100. On that of benchmarks/results/gpu-h100, an earlier commit's,
+# test-kernels, probe, step-pair and memcheck took as long; kernels, quantize and host did, which
+# take fewer rounds now where time is short; and both halves of the tests over NCCL together, which
+# are a tenth more now. The others are guesses:
+# step-small, step-large and memory were cut off there, mostly drawing parameters on the host, and
+# sweep, graphs and compiled did not exist.
+def parts(rehearse: bool = False) -> list[Part]:
+    """In the order of what is learnt; each is small in a rehearsal."""
+    one, step = "nccl-1-rank", "step/step.py --backend nccl --builds 1"
+    # Not all: rounds of ten configurations take seconds. "host" measures many small parameters.
+    models = "resnet50 gpt2_small llama3_8b_layer vit_b16 mlp transformer"
+    mlp, both = "--models mlp", f"stock and not {one}"
+    found = [
+        _tests("test-kernels", "the compiled kernels", 85, 80, KERNEL_TESTS, "", "missing"),
+        _tests("test-nccl-1", "one rank over NCCL", 54, 51, NCCL_TESTS, one, f"stock and {one}"),
+        PROBE,
+        _tests("test-nccl-2", "two ranks on one card", 85, 80, NCCL_TESTS, f"not {one}", both),
+        # (No rows with gradients in fp32 and a buffer in bf16: the reducer has no such thing yet.)
+        _script(
+            "kernels", "flatten and unflatten", 40, 36, "plain.py kernels --without wire"
+        ).with_arguments("--rounds 20", "--only many_small-fp32-whole many_small-bf16-25MiB"),
+        _script(
+            "sweep", "blocks and warps of flatten and unflatten", 19, 15, "kernels/sweep.py"
+        ).with_arguments("--rounds 10", "--lists many_small"),
+        _script("quantize", "quantising kernels", 24, 22, "plain.py quantize").with_arguments(
+            "--rounds 4", "--only int8-many_small-fp32 fp8-many_small-bf16"
+        ),
+        _script("step-small", "steps, small batches", 37, 34, step, 1).with_arguments(
+            f"--rounds 6 --models {models}", mlp
+        ),
+        _script("step-large", "steps, large batches", 23, 20, step, 1).with_arguments(
+            "--batch large --rounds 4 --models resnet50", mlp
+        ),
+        replace(
+            _script("step-pair", "steps, two ranks", 25, 22, step, 2), on_one_card=True
+        ).with_arguments("--rounds 3 --models mlp", mlp),
+        _script("host", "the host's work", 34, 31, "plain.py host").with_arguments("--rounds 7"),
+        _script("graphs", "CUDA graphs", 15, 12, "gpu/graphs.py", 1).with_arguments(
+            "--rounds 20 --models mlp transformer", mlp
+        ),
+        _script(
+            "compiled", "torch.compile", 30, 26, "compiled/compiled.py --backend nccl", 1
+        ).with_arguments("--rounds 30 --models mlp transformer", f"{mlp} --compiler none"),
+        _script("memory", "memory", 22, 20, "step/memory.py --backend nccl", 1).with_arguments(
+            "--models resnet50 gpt2_small mlp", mlp
+        ),
+        _sanitizer(15, 11, rehearse),
+    ]
+    return [part.rehearsed() for part in found] if rehearse else found
+
+
+def _tests(
+    name: str, title: str, limit: float, estimate: float, files: Sequence[Path], *which: str
+) -> Part:
+    """``which`` tests, as ``pytest -k`` chooses, on a GPU and in a rehearsal."""
+    command = (*_PYTEST, "-rs", "--junitxml={result}", "-m", "gpu", *map(str, files))
+    command += ("-k", which[0]) if which[0] else ()
+    title, small = f"tests of {title}", shlex.join(("-k", which[1]))
+    return Part(name, title, limit, estimate, command, read_tests, needs=("pytest",), small=small)
+
+
+def _script(
+    name: str, title: str, limit: float, estimate: float, script: str, ranks: int | None = None
+) -> Part:
+    path, *arguments = shlex.split(script)
+    command = (sys.executable, str(BENCHMARKS / path), *arguments, "--out", "{result}")
+    return Part(name, title, limit, estimate, command, read_json, ranks)
+
+
+def _sanitizer(limit: float, estimate: float, rehearse: bool) -> Part:
+    """Memcheck over a few launches of the kernels, in fp32 and with a cast.
+
+    (Racecheck looks at shared memory, which no kernel uses but by Triton's own layout changes.)
+    """
+    tool = shutil.which(_SANITIZER) or shutil.which(_SANITIZER, path="/usr/local/cuda/bin")
+    which = "bits_of_the_reference and torch.float32-torch.bfloat16 or missing_gradients"
+    which += " or torch.int8-torch.float32-aligned"
+    tests = (*_PYTEST, "--junitxml={result}", "-m", "gpu", *map(str, KERNEL_TESTS), "-k", which)
+    checked = (
+        *(tool or _SANITIZER, "--tool", "memcheck", "--report-api-errors", "no"),
+        *("--error-exitcode", str(_MEMORY_ERRORS)),
+    )
+    return Part(
+        "memcheck",
+        f"the kernels under {_SANITIZER}",
+        limit,
+        estimate,
+        tests if rehearse else (*checked, *tests),
+        read_memcheck,
+        # Each tensor is an allocation of its own, or accesses beyond it would go unseen.
+        environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        needs=("pytest",),
+        unavailable=None if tool or rehearse else f"{_SANITIZER} is not installed",
+    )
+
+
+def read_tests(path: Path, codes: Sequence[int | None], text: str, limit: float) -> Outcome:
+    """Of pytest's JUnit report. Tests that were skipped count as not run, with their reasons."""
+    if not path.exists():
+        return _failure(codes, text, limit)
+    groups: dict[str, Counter[str]] = {}
+    skipped: dict[str, Counter[str]] = {}
+    failed = []
+    for case in ElementTree.parse(path).getroot().iter("testcase"):
+        name = case.get("name", "")
+        # Of a test in several worlds (see tests/gpu/worlds.py), else of its file.
+        world = re.search(r"[\[-]((?:nccl|gloo)-(?:\d-ranks?|cpu))\b", name)
+        group = world[1] if world else case.get("classname", "").split(".")[-1]
+        failure = next((case.find(kind) for kind in ("failure", "error") if _has(case, kind)), None)
+        skip = case.find("skipped")
+        kind = "skipped" if skip is not None else "passed" if failure is None else "failed"
+        groups.setdefault(group, Counter())[kind] += 1
+        if skip is not None:
+            skipped.setdefault(group, Counter())[skip.get("message", "")] += 1
+        elif failure is not None:
+            failed.append(name)
+    result = {"groups": groups, "skipped": skipped, "failed": failed}
+    if list(codes) == [0]:
+        return Outcome("ok", result=result)
+    if list(codes) == [_TESTS_FAILED] and failed:
+        return Outcome("failed", f"{len(failed)} tests failed", result, text[-8000:])
+    failure_ = _failure(codes, text, limit)
+    return Outcome(failure_.status, failure_.reason, result, failure_.log)
+
+
+def read_json(path: Path, codes: Sequence[int | None], text: str, limit: float) -> Outcome:
+    """Of a benchmark's result file, which may hold what was measured before it failed."""
+    result = None
+    if path.exists() and path.stat().st_size:
+        result = json.loads(path.read_text())
+    if all(code == 0 for code in codes):
+        if result is None:
+            return Outcome("failed", "it wrote no result", log=text[-8000:])
+        return Outcome("ok", result=result)
+    failure = _failure(codes, text, limit)
+    return Outcome(failure.status, failure.reason, result, failure.log)
+
+
+def read_probe(path: Path, codes: Sequence[int | None], text: str, limit: float) -> Outcome:
+    """Of :mod:`one_card`, for all parts that need to know."""
+    why = one_card.answer(text, codes, limit)
+    os.environ[one_card.ANSWER] = why or ""
+    return Outcome("not run" if why else "ok", why)
+
+
+PROBE = Part(
+    *("probe", "do two ranks on one card find each other over NCCL?", 12, 7),
+    *((sys.executable, str(BENCHMARKS / "gpu" / "one_card.py")), read_probe),
+    ranks=2,
+)
+
+
+def read_memcheck(path: Path, codes: Sequence[int | None], text: str, limit: float) -> Outcome:
+    """Of the sanitizer, which does not work with every driver and is slow with some."""
+    if list(codes) == [_MEMORY_ERRORS]:
+        return Outcome("failed", _last(r"ERROR SUMMARY", text), log=text[-8000:])
+    if re.search(r"not supported|Unable to|Failed to initialize", text) and list(codes) != [0]:
+        return Outcome("not run", _last(r"not supported|Unable to|Failed to initialize", text))
+    if list(codes) == [None]:
+        return Outcome("not run", f"it did not end within {limit:.0f} s")
+    return read_tests(path, codes, text, limit)
+
+
+def _has(element: ElementTree.Element, child: str) -> bool:
+    return element.find(child) is not None
+
+
+def _failure(codes: Sequence[int | None], text: str, limit: float) -> Outcome:
+    if any(codes):  # the others were only interrupted because of it
+        code = next(filter(None, codes))
+        ended = f"exit status {code}" if code > 0 else f"signal {-code}"
+    else:
+        ended = f"ran longer than {limit:.0f} s"
+    return Outcome("failed", f"{ended}; {_last(r'Error|Exception|error:', text)}", log=text[-8000:])
+
+
+def _last(pattern: str, text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if re.search(pattern, line)]
+    return lines[-1][:300] if lines else "it said nothing of an error"

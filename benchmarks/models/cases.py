@@ -1,0 +1,203 @@
+"""The models that the benchmarks wrap, and batches for them.
+
+Each stresses another cost of gradient synchronisation: very many tiny gradients (host work per
+parameter), many large ones (passes over memory), two ordinary networks between the extremes, and
+one of which every batch leaves most parameters unused. The well-known architectures are meant for
+a GPU: on a CPU a step of each takes seconds.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from benchmarks.models.architectures import ARCHITECTURES, GPT2Small, Llama3Layer
+
+# What a model takes, and the targets.
+Batch = tuple[Any, Tensor]
+
+SIZES = ("small", "large")
+
+
+class ManyParameters(nn.Module):
+    """``count`` vectors of ``size`` elements; the output is a weighted sum of dot products.
+
+    Their gradients become ready one by one, last parameter first. Each is a multiple of the
+    input by a factor of its own, so that one gradient in the place of another is noticed.
+    """
+
+    def __init__(self, count: int, size: int) -> None:
+        super().__init__()
+        self.vectors = nn.ParameterList(torch.randn(size) / size for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        products = torch.stack([(vector * x).sum() for vector in self.vectors])
+        return products @ torch.linspace(0.5, 1.5, len(products), device=x.device)
+
+
+class Branchy(nn.Module):
+    """Residual blocks of experts, linear layers of which a batch goes through a few in each block.
+
+    The batch says which, as a router's choice would: it differs between ranks and steps, and is
+    the same for every model that is given the same batch.
+    """
+
+    BLOCKS, EXPERTS, CHOSEN, WIDTH = 50, 8, 2, 32  # 400 layers, of which a batch uses 100
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleList(nn.Linear(self.WIDTH, self.WIDTH) for _ in range(self.EXPERTS))
+            for _ in range(self.BLOCKS)
+        )
+
+    def forward(self, routed: tuple[Tensor, Sequence[Sequence[int]]]) -> Tensor:
+        """``routed``: rows of ``WIDTH`` features, and for each block the experts to take."""
+        x, routes = routed
+        for experts, chosen in zip(self.blocks, routes, strict=True):
+            x = x + 0.1 * torch.relu(sum(experts[index](x) for index in chosen))
+        return x
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and its batches.
+
+    Attributes:
+        name: what the command line calls it.
+        make_model: builds the model in fp32 on the CPU, from torch's global random state.
+        make_batch: draws inputs and targets from a CPU generator, for so many examples.
+        examples: in a small batch, and in a large one.
+        unused: every batch leaves other parameters unused.
+    """
+
+    name: str
+    make_model: Callable[[], nn.Module]
+    make_batch: Callable[[torch.Generator, int], Batch]
+    examples: tuple[int, int] = (1, 1)
+    unused: bool = False
+
+    def model(self, device: torch.device, seed: int = 0) -> nn.Module:
+        """The model on ``device``, with the same parameters for the same seed."""
+        torch.manual_seed(seed)
+        return self.make_model().to(device)
+
+    def copies(self, device: torch.device, seed: int = 0) -> Iterator[nn.Module]:
+        """As many of :meth:`model` as are asked for, drawn once: that takes seconds for some."""
+        first = self.model(device, seed)
+        while True:
+            yield copy.deepcopy(first)
+
+    def batch(self, device: torch.device, seed: int, size: str = "small") -> Batch:
+        """Inputs and targets on ``device``; give every rank a seed of its own."""
+        examples = self.examples[SIZES.index(size)]
+        inputs, targets = self.make_batch(torch.Generator().manual_seed(seed), examples)
+        return _moved(inputs, device), targets.to(device)
+
+
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Cross-entropy where targets are classes (int64), else the mean squared error.
+
+    Random targets give every parameter that is used a gradient that is not zero. (A plain sum
+    would not: behind a LayerNorm its gradients are rounding errors.)
+    """
+    inputs, targets = batch
+    outputs = model(inputs)
+    if targets.dtype == torch.int64:
+        return cross_entropy(outputs.flatten(0, -2), targets.flatten())
+    return mse_loss(outputs, targets)
+
+
+def _moved(inputs: Any, device: torch.device) -> Any:
+    """Tensors on ``device``. A route stays on the host, which has to follow it."""
+    if isinstance(inputs, Tensor):
+        return inputs.to(device)
+    if isinstance(inputs, tuple):
+        return tuple(_moved(each, device) for each in inputs)
+    return inputs
+
+
+def _vectors(size: int) -> Callable[[torch.Generator, int], Batch]:
+    def make(generator: torch.Generator, examples: int) -> Batch:
+        return torch.randn(size, generator=generator), torch.randn((), generator=generator)
+
+    return make
+
+
+def _mlp() -> nn.Module:
+    layers = [layer for _ in range(12) for layer in (nn.Linear(512, 512), nn.ReLU())]
+    return nn.Sequential(*layers)
+
+
+def transformer(width: int, heads: int) -> nn.Module:
+    # No dropout: the gradients of all configurations are compared with each other.
+    layer = nn.TransformerEncoderLayer(
+        d_model=width, nhead=heads, dim_feedforward=4 * width, dropout=0.0, batch_first=True
+    )
+    return nn.TransformerEncoder(layer, num_layers=6, enable_nested_tensor=False)
+
+
+def features(*shape: int) -> Callable[[torch.Generator, int], Batch]:
+    """Inputs and targets of one shape."""
+
+    def make(generator: torch.Generator, examples: int) -> Batch:
+        sizes = (examples, *shape)
+        return torch.randn(sizes, generator=generator), torch.randn(sizes, generator=generator)
+
+    return make
+
+
+def _images(generator: torch.Generator, examples: int) -> Batch:
+    images = torch.randn((examples, 3, 224, 224), generator=generator)
+    return images, torch.randint(1000, (examples,), generator=generator)
+
+
+def _tokens(generator: torch.Generator, examples: int) -> Batch:
+    shape = (examples, 1024)
+    tokens, targets = torch.randint(GPT2Small.vocabulary, (2, *shape), generator=generator)
+    return tokens, targets
+
+
+def _routed(generator: torch.Generator, examples: int) -> Batch:
+    x, targets = features(Branchy.WIDTH)(generator, examples)
+    routes = [
+        torch.randperm(Branchy.EXPERTS, generator=generator)[: Branchy.CHOSEN].tolist()
+        for _ in range(Branchy.BLOCKS)
+    ]
+    return (x, routes), targets
+
+
+ON_CPU = (
+    Case("many_small", lambda: ManyParameters(1000, 64), _vectors(64)),
+    Case("many_large", lambda: ManyParameters(160, 150_000), _vectors(150_000)),
+    Case("mlp", _mlp, features(512), (32, 4096)),
+    Case("transformer", lambda: transformer(256, heads=4), features(32, 256), (4, 256)),
+    Case("branchy", Branchy, _routed, (32, 4096), unused=True),
+)
+
+_BATCHES = {
+    "resnet50": (_images, (4, 64)),
+    "efficientnet_b7": (_images, (4, 32)),
+    "vit_b16": (_images, (4, 64)),
+    "gpt2_small": (_tokens, (1, 8)),
+    "llama3_8b_layer": (features(1024, Llama3Layer.width), (1, 4)),
+}
+
+CASES = {
+    case.name: case
+    for case in (
+        *ON_CPU,
+        *(Case(name, make, *_BATCHES[name]) for name, make in ARCHITECTURES.items()),
+    )
+}
+
+
+def default_names(device: torch.device) -> list[str]:
+    """The cases that a device takes in reasonable time: on the CPU not the architectures."""
+    return [case.name for case in ON_CPU] if device.type == "cpu" else list(CASES)

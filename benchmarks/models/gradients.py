@@ -1,0 +1,165 @@
+"""Do all configurations make the same gradients? Nothing is timed before that is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.base.ranks import Ranks
+from benchmarks.models.cases import Case, loss
+from benchmarks.models.configurations import UNWRAPPED
+
+STEPS = 3
+TOLERANCE = 1e-5  # of the norm of a whole model's gradient
+
+
+class WrongGradients(RuntimeError):
+    """Gradients of two configurations differ; raised on all ranks."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How the gradients of a configuration compare with those of the reference.
+
+    Attributes:
+        same_bits: all bits, in every checked step, and the same parameters without a gradient.
+        error: largest ``|this - reference| / |reference|`` of a whole model's gradient, in norms.
+        same_on_all_ranks: all bits of all ranks, in every checked step.
+    """
+
+    same_bits: bool
+    error: float
+    same_on_all_ranks: bool
+
+
+def check(
+    models: dict[str, nn.Module],
+    case: Case,
+    ranks: Ranks,
+    reference: str,
+    again: str,
+    size: str = "small",
+    errors: Mapping[str, float] | None = None,
+) -> dict[str, Agreement]:
+    """Compare the gradients of all wrapped models with the reference's, and between the ranks.
+
+    Several steps with a batch each: buckets are rebuilt after the first, and stale gradients show.
+
+    Args:
+        models: by configuration, all with the same parameters; among them the unwrapped one.
+        reference: whose gradients the others must have.
+        again: a second model of the reference's configuration. What sets these two apart, the
+            order of a GPU's atomic additions say, is nobody's error.
+        errors: by configuration, how far its gradients may be off by what they travel in.
+
+    Raises:
+        WrongGradients: gradients differ by more than rounding. On the CPU with at most 2 ranks
+            every bit must agree.
+    """
+    exact = ranks.device.type == "cpu" and ranks.world_size <= 2
+    names = [reference, again, *sorted(set(models) - {reference, again})]
+    found: dict[str, list[Agreement]] = {}
+    problems: list[str] = []
+    for step in range(STEPS):
+        batch = case.batch(ranks.device, step * ranks.world_size + ranks.rank, size)
+        expected = Gradient(torch.empty(0), torch.empty(0))
+        tolerance = TOLERANCE
+        for name in names:
+            with _deterministic():
+                loss(models[name], batch).backward()
+            gradient = Gradient.of(models[name])
+            models[name].zero_grad(set_to_none=True)
+            if name == reference:
+                expected = gradient
+                if not (case.unused or expected.present.all()):
+                    problems.append(f"step {step}: {name!r} left parameters without a gradient")
+            same_bits = gradient.equals(expected)
+            if name == UNWRAPPED.name:
+                if ranks.world_size > 1 and same_bits:
+                    problems.append(f"step {step}: nothing was averaged, or all batches are equal")
+                continue
+            error = gradient.off(expected)
+            if name == again:
+                tolerance = max(TOLERANCE, 4 * error)
+            one = Agreement(same_bits, error, gradient.same_on_all(ranks))
+            found.setdefault(name, []).append(one)
+            may_be_off = (errors or {}).get(name, 0.0)
+            if not (same_bits or error <= may_be_off or (error <= tolerance and not exact)):
+                problems.append(
+                    f"step {step}: {name!r} is off {reference!r} by {error} of its norm"
+                )
+            if not one.same_on_all_ranks:
+                problems.append(f"step {step}: gradients of {name!r} differ between ranks")
+    everywhere: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(everywhere, problems)
+    if any(everywhere):
+        raise WrongGradients(f"{case.name}: wrong gradients, nothing was timed: {everywhere}")
+    return {
+        name: Agreement(
+            all(each.same_bits for each in steps),
+            max(each.error for each in steps),
+            all(each.same_on_all_ranks for each in steps),
+        )
+        for name, steps in found.items()
+    }
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """All gradients of a model.
+
+    Attributes:
+        values: one vector; zeros for a parameter without a gradient.
+        present: for each parameter, whether it has a gradient.
+    """
+
+    values: Tensor
+    present: Tensor
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Gradient:
+        params = list(model.parameters())
+        values = torch.cat(
+            [
+                (torch.zeros_like(param) if param.grad is None else param.grad).flatten()
+                for param in params
+            ]
+        )
+        present = [param.grad is not None for param in params]
+        return cls(values.detach(), torch.tensor(present, device=values.device))
+
+    def equals(self, other: Gradient) -> bool:
+        """Whether all bits agree; NaN equals nothing."""
+        return torch.equal(self.values, other.values) and torch.equal(self.present, other.present)
+
+    def off(self, other: Gradient) -> float:
+        """Norm of the difference over the norm of ``other``; infinite where presence differs."""
+        if self.equals(other):
+            return 0.0
+        if not torch.equal(self.present, other.present):
+            return torch.inf
+        return float((self.values - other.values).norm() / other.values.norm())
+
+    def same_on_all(self, ranks: Ranks) -> bool:
+        """Whether this rank has rank 0's bits; collective."""
+        values, present = self.values.clone(), self.present.to(torch.uint8)
+        dist.broadcast(values, src=0)
+        dist.broadcast(present, src=0)
+        return self.equals(Gradient(values, present.bool()))
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """cuDNN adds up in the same order each time; for checking only, as it may be slower."""
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.deterministic = before

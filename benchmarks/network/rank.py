@@ -1,0 +1,302 @@
+"""What network.py runs on each host: one rank that times training steps at several line rates.
+
+Every rank holds the unwrapped model and all configurations of stock DDP and tritonddp side by side,
+as in step.py, and limits its own line. In each round every configuration takes one step and the
+bytes of all its buckets are all-reduced once more by themselves, in an order shuffled anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
+
+from benchmarks.base import deadline
+from benchmarks.base.ranks import Ranks, process_group
+from benchmarks.models.cases import CASES, Case, features, loss, transformer
+from benchmarks.models.configurations import (
+    UNWRAPPED,
+    Configuration,
+    Family,
+    chosen_wire,
+    families,
+    wires,
+)
+from benchmarks.network.namespaces import Host, tx_bytes
+from benchmarks.step.step import check
+
+ALL_REDUCE = "all-reduce alone"
+LEAST_ROUNDS = 2
+# After so many steps compression="auto" has chosen for good, and its buckets are what they stay.
+_CHOOSING = 9
+
+
+MODELS = {
+    **CASES,
+    # 16 tokens: little compute for many gradients
+    "transformer_10m": Case(
+        "transformer_10m", partial(transformer, 384, heads=6), features(16, 384), (2, 2)
+    ),
+}
+
+
+def families_at(rate: float | None, by_wire: bool) -> tuple[Family, ...]:
+    """What is compared on a line of this rate.
+
+    By wire: ways to send fewer bytes. Otherwise copies and views, all in full precision: below
+    1 Gbit/s a step takes seconds, of which stock's ways to copy gradients, and views of buckets,
+    could save no more than a few milliseconds: there it is stock's default and ours.
+    """
+    if by_wire:
+        return *wires(), chosen_wire()
+    copies, views = (replace(each, beside=()) for each in families())
+    if rate is None or rate >= 1e9:
+        return copies, views
+    return (replace(copies, stock=copies.stock[:1]),)
+
+
+def contenders_of(groups: Sequence[Family]) -> list[Configuration]:
+    """Each configuration once."""
+    members = [each for group in groups for each in (*group.stock, group.ours, *group.beside)]
+    return list({each.name: each for each in members}.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a rank is to measure.
+
+    Attributes:
+        namespace, address: of its host.
+        rates: bits per second of every host's line, ``None`` for no limit.
+        models: names in :data:`MODELS`.
+        by_wire: see :func:`families_at`.
+        rounds: at each rate, at most.
+        seconds: that the rounds at a rate should take, once there are two; less if a deadline
+            comes first.
+    """
+
+    namespace: str
+    address: str
+    rates: Sequence[float | None]
+    models: Sequence[str]
+    by_wire: bool
+    rounds: int
+    seconds: float
+
+
+class ReadyClock:
+    """Notes when the gradients of a model become ready."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.times: list[float] = []
+        self.order: list[torch.Size] = []
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(self._note)
+
+    def restart(self) -> None:
+        self.times.clear()
+        self.order.clear()
+
+    def _note(self, param: Tensor) -> None:
+        self.times.append(time.perf_counter())
+        self.order.append(param.shape)
+
+
+class Contenders:
+    """All configurations of one model, their gradients checked, their buckets at rest.
+
+    Attributes:
+        facts: ``model``, ``parameters`` (how many elements they have), ``gradient_bytes`` of each
+            in the order of sending, ``bucket_counts`` (gradients in each of our buckets),
+            ``gradients`` (how those of each configuration compare with stock's).
+        ready: seconds until each gradient was there, in the same order, if the last step was
+            unwrapped.
+    """
+
+    def __init__(self, case: Case, ranks: Ranks, by_wire: bool) -> None:
+        groups = families_at(None, by_wire)
+        configurations = [UNWRAPPED, *contenders_of(groups)]
+        self._models = {each.name: each.wrap(case.model(ranks.device)) for each in configurations}
+        self._batch = case.batch(ranks.device, seed=1000 + ranks.rank)
+        self._ranks = ranks
+        again = "ours fp32" if by_wire else "stock views"
+        errors = {each.name: each.error for each in configurations}
+        agreements = check(self._models, case, ranks, "stock", again, errors=errors)
+        buckets = [bucket.params for bucket in self._models[groups[0].ours.name].reducer.buckets]
+        sent = [param for params in buckets for param in params]
+        self.facts: dict[str, Any] = {
+            "model": case.name,
+            "parameters": sum(param.numel() for param in sent),
+            "gradient_bytes": [param.numel() * param.element_size() for param in sent],
+            "bucket_counts": list(map(len, buckets)),
+            "gradients": {name: asdict(each) for name, each in agreements.items()},
+        }
+        self._case, self._sent = case, [param.shape for param in sent]
+        self._flat = [torch.zeros(sum(param.numel() for param in params)) for params in buckets]
+        self._clock = ReadyClock(self._models[UNWRAPPED.name])
+        self.step(UNWRAPPED.name)
+        if self._clock.order != [param.shape for param in sent]:
+            raise RuntimeError(
+                f"{case.name}: tritonddp's buckets do not hold the gradients in the order in which "
+                "those of the unwrapped model become ready, so the line's limit cannot be computed"
+            )
+
+    def choose_wire(self) -> dict[str, Any]:
+        """Have ``compression="auto"`` choose for the line as it is now.
+
+        Returns:
+            what the cost model starts from (scale.py), and what it has said: ``figures``, measured,
+            ``gradient_exact``, whether each gradient is never quantised, ``wire_counts``, how many
+            gradients each bucket has, by configuration, ``chosen``, the wires, and ``report``.
+        """
+        one = chosen_wire().ours
+        del self._models[one.name]
+        model = one.wrap(self._case.model(self._ranks.device))
+        self._models[one.name] = model
+        for _ in range(_CHOOSING):
+            self.step(one.name)
+        named = {param: name for name, param in model.module.named_parameters()}
+        buckets = [bucket.params for bucket in model.reducer.buckets]
+        params = [param for params in buckets for param in params]
+        if [param.shape for param in params] != self._sent:
+            raise RuntimeError(
+                f"{self._case.name}: its wrappers send gradients in different orders"
+            )
+        exact, planner = model._ddp_state.config.wire.exact, model._ddp_state.core.manager.planner
+        return {
+            "figures": asdict(model._ddp_state.figures),
+            "gradient_exact": exact.find([named[param] for param in params], params),
+            "wire_counts": {
+                name: [len(bucket.params) for bucket in each.reducer.buckets]
+                for name, each in self._models.items()
+                if name.startswith("ours")
+            },
+            "chosen": planner.state,
+            "report": model.wire_report(),
+        }
+
+    def step(self, name: str) -> float:
+        """Seconds of a step of this rank: forward, backward, gradients synchronised."""
+        model = self._models[name]
+        model.zero_grad(set_to_none=True)
+        self._clock.restart()
+        self._ranks.barrier()
+        start = time.perf_counter()
+        loss(model, self._batch).backward()
+        end = time.perf_counter()
+        self.ready = [each - start for each in self._clock.times]
+        return end - start
+
+    def sent_bytes(self, name: str) -> int | None:
+        """What tritonddp has counted so far; ``None`` for others."""
+        counters = getattr(getattr(self._models.get(name), "reducer", None), "counters", None)
+        return None if counters is None else counters.sent_bytes
+
+    def all_reduce(self, buckets: int | None = None) -> float:
+        """Seconds of an all-reduce of as many bytes as the (first) buckets have, all at once."""
+        self._ranks.barrier()
+        start = time.perf_counter()
+        works = [dist.all_reduce(flat, async_op=True) for flat in self._flat[:buckets]]
+        for work in works:
+            assert work is not None  # None is for ranks outside the group only
+            work.wait()
+        return time.perf_counter() - start
+
+
+def main() -> None:
+    connection = Connection(int(sys.argv[1]))
+    plan = Plan(**connection.recv())
+    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    host = Host(plan.namespace, plan.address)
+    with process_group("gloo") as ranks:
+        left = len(plan.models) * len(plan.rates)
+        for model in plan.models:
+            host.limit(None)
+            contenders = Contenders(MODELS[model], ranks, plan.by_wire)
+            for rate in plan.rates:
+                host.limit(rate)
+                end = min(deadline.share(1 / left), time.monotonic() + plan.seconds)
+                samples = measure(contenders, rate, host, ranks, plan, end)
+                left -= 1
+                connection.send({"rate": rate, **contenders.facts, **samples})
+    connection.send(None)  # all is done
+
+
+def measure(
+    contenders: Contenders,
+    rate: float | None,
+    host: Host,
+    ranks: Ranks,
+    plan: Plan,
+    end: float,
+) -> dict[str, Any]:
+    """Time all contenders at one rate until ``end``.
+
+    Returns:
+        Of this rank, by contender, in the order of rounds: ``seconds``, and ``tx_bytes``, what this
+        host has sent. ``sent_bytes``, what tritonddp counts in a step. ``ready_seconds`` of the
+        gradients in each unwrapped step. By wire ``choice``, see :meth:`Contenders.choose_wire`.
+        ``line_bytes``, ``dropped``, ``retransmitted``: of all rounds together, see
+        :class:`LineCounters`.
+    """
+    compared = contenders_of(families_at(rate, plan.by_wire))
+    names = [UNWRAPPED.name, ALL_REDUCE, *(each.name for each in compared)]
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    sent: dict[str, list[int]] = {name: [] for name in names}
+    counted: dict[str, int] = {}
+    ready: list[list[float]] = []
+    shuffle = random.Random(f"{rate}")  # the same on all ranks
+    contenders.all_reduce(1)  # TCP gets to know the rate
+    choice = contenders.choose_wire() if plan.by_wire else {}
+    before = host.counters()
+    for _ in deadline.rounds(plan.rounds, end, LEAST_ROUNDS, agreed=ranks.agreed):
+        shuffle.shuffle(names)
+        for name in names:
+            ranks.barrier()
+            tx_before, counted_before = tx_bytes(), contenders.sent_bytes(name)
+            if name == ALL_REDUCE:
+                seconds[name].append(contenders.all_reduce())
+            else:
+                seconds[name].append(contenders.step(name))
+            # What this rank has written to its sockets has left before the barrier's messages.
+            ranks.barrier()
+            sent[name].append(tx_bytes() - tx_before)
+            if counted_before is not None:
+                counted[name] = contenders.sent_bytes(name) - counted_before
+            if name == UNWRAPPED.name:
+                ready.append(contenders.ready)
+    after = host.counters()
+    return {
+        "seconds": seconds,
+        "tx_bytes": sent,
+        "sent_bytes": counted,
+        "ready_seconds": ready,
+        "counters": [asdict(before), asdict(after)],
+        "choice": choice,
+    }
+
+
+def _end_with(connection: Connection) -> None:
+    """End this process as soon as the other end of the connection has, however it did."""
+    with contextlib.suppress(EOFError, OSError):
+        connection.recv()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

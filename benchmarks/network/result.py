@@ -1,0 +1,144 @@
+"""What network.py says about one number of hosts, one line rate and one model."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.models.configurations import UNWRAPPED, Configuration
+from benchmarks.network.line import Limit, effective_rate, frame_bytes, ring_bytes, step_limit
+from benchmarks.network.namespaces import burst_bytes
+from benchmarks.network.rank import ALL_REDUCE, families_at
+from tritonddp.cli.kernel_timing.paired import Spread, paired_ratio
+
+
+def evaluate(
+    ranks: Sequence[dict[str, Any]], by_wire: bool = False, ranks_per_host: int = 1
+) -> dict[str, Any]:
+    """An entry of the result file.
+
+    Three limits, each less ideal than the one before: the line's own, with every gradient sent as
+    soon as it is ready; the same with our buckets, which leave when they are full; and that with a
+    line as slow as gloo drives it in a bare all-reduce of these buckets. What a step takes beyond
+    the last is the wrapper's own work, and what computing and sending at once cost each other.
+
+    Args:
+        ranks: of each rank what :func:`network_rank.measure` returned, and the model's facts.
+        by_wire: what they sent differs: the limits of each are those of as many bytes.
+        ranks_per_host: the limits are those of a ring over all ranks all the same, which crosses
+            each line once.
+    """
+    hosts, first = len(ranks), ranks[0]
+    rate, sizes, counts = first["rate"], first["gradient_bytes"], first["bucket_counts"]
+    payload = sum(sizes)
+    ends = list(itertools.accumulate(counts))
+    buckets = [sum(sizes[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+    slowest = {
+        name: _largest([rank["seconds"][name] for rank in ranks]) for name in first["seconds"]
+    }
+    # When the gradients were there on all ranks, in the median round.
+    rounds = zip(*(rank["ready_seconds"] for rank in ranks), strict=True)
+    latest = [_largest(of_ranks) for of_ranks in rounds]
+    ready = [statistics.median(gradient) for gradient in zip(*latest, strict=True)]
+    full = [ready[end - 1] for end in ends]
+    burst = 0 if rate is None else burst_bytes(rate)
+    alone = statistics.median(slowest[ALL_REDUCE])
+    reached = frame_bytes(ring_bytes(payload, hosts)) * 8 / alone
+
+    def limits_of(share: float = 1.0) -> dict[str, Limit]:
+        """Of steps that send this share of the gradients' bytes."""
+        gradients, full_buckets = ([share * size for size in each] for each in (sizes, buckets))
+        return {
+            "limit": step_limit(ready, gradients, hosts, rate, burst),
+            "bucket_limit": step_limit(full, full_buckets, hosts, rate, burst),
+            "gloo_limit": step_limit(full, full_buckets, hosts, reached, 0),
+        }
+
+    limits = limits_of()
+    all_at_once = step_limit([0.0], [payload], hosts, rate, burst)
+    of_all_reduce = {
+        "limit": all_at_once,
+        "bucket_limit": all_at_once,
+        "gloo_limit": Limit(line=alone, compute=0.0),
+    }
+
+    def contender(name: str) -> dict[str, Any]:
+        median = statistics.median(slowest[name])
+        sent = statistics.median(_largest([rank["tx_bytes"][name] for rank in ranks]))
+        own_limits = of_all_reduce if name == ALL_REDUCE else limits
+        if by_wire and name not in (UNWRAPPED.name, ALL_REDUCE):
+            own_limits = limits_of(sent / ring_bytes(payload, hosts))
+        return {
+            "seconds": asdict(Spread.of(slowest[name])),
+            "over": {
+                which: median / each.seconds if each.seconds else None
+                for which, each in own_limits.items()
+            },
+            "effective_bits_per_s": effective_rate(payload, hosts, median),
+            "tx_bytes": sent,
+            "sent_bytes": first["sent_bytes"].get(name),
+            "raw_seconds_per_rank": [rank["seconds"][name] for rank in ranks],
+        }
+
+    return {
+        "hosts": hosts,
+        "ranks_per_host": ranks_per_host,
+        "rate_bits_per_s": rate,
+        **{name: first[name] for name in ("model", "parameters", "gradients")},
+        "payload_bytes": payload,
+        "ring_bytes": ring_bytes(payload, hosts),
+        "burst_bytes": burst,
+        "rounds": len(latest),
+        "bucket_bytes": buckets,
+        "bucket_ready_seconds": full,
+        "gradient_bytes": sizes,
+        "gradient_ready_seconds": ready,
+        **{f"{name}_seconds": each.seconds for name, each in limits.items()},
+        "limit_parts": {name: asdict(each) for name, each in limits.items()},
+        "contenders": {name: contender(name) for name in slowest},
+        "comparisons": _comparisons(rate, slowest, by_wire),
+        "line": _line([rank["counters"] for rank in ranks]),
+        "choice": first["choice"],
+    }
+
+
+def _largest(of_ranks: Sequence[Sequence[float]]) -> list[float]:
+    """Element by element, over the ranks."""
+    return [max(each) for each in zip(*of_ranks, strict=True)]
+
+
+def _comparisons(
+    rate: float | None, seconds: dict[str, list[float]], by_wire: bool
+) -> dict[str, Any]:
+    """Ours against stock's configuration with the lowest median, each family by itself."""
+
+    def median(configuration: Configuration) -> float:
+        return statistics.median(seconds[configuration.name])
+
+    found = {}
+    for family in families_at(rate, by_wire):
+        best = min(family.stock, key=median).name
+        ratio = paired_ratio(seconds[family.ours.name], seconds[best])
+        found[family.name] = {"contender": family.ours.name, "best": best, "ours": asdict(ratio)}
+    return found
+
+
+def _line(counters: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+    """What the hosts' lines have carried in all rounds, barriers included; a list, by rank.
+
+    ``framing`` is how many bytes the token bucket counted for each that the interface counted.
+    """
+    names = counters[0][0]
+    grown = {
+        name: [
+            None if before[name] is None else after[name] - before[name]
+            for before, after in counters
+        ]
+        for name in names
+    }
+    if None in grown["line_bytes"]:
+        return {**grown, "framing": None}
+    return {**grown, "framing": sum(grown["line_bytes"]) / sum(grown["tx_bytes"])}

@@ -1,0 +1,127 @@
+"""The plots of `make gpu`, drawn from its result file and put beside it.
+
+python benchmarks/report/gpu_plots.py benchmarks/results/<gpu>/gpu.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
+
+from benchmarks.base.results import Result, Row
+from benchmarks.report.bounds import OURS
+from benchmarks.report.drawing import Axes, Figure, in_legend, pyplot, save
+from benchmarks.report.tables import CEILING
+
+COLOURS = {OURS: "#0b6e4f", CEILING: "#9a9a9a"}
+OTHERS = ("#c8553d", "#e39774", "#5c7aa8", "#8d6ba6", "#c9a227")
+DTYPES = ("fp32", "bf16")
+DIRECTIONS = ("flatten", "unflatten")
+
+
+def main() -> None:
+    path = Path(sys.argv[1])
+    for name, figure in figures(Result(json.loads(path.read_text()))):
+        target = path.with_name(name)
+        save(figure, target, dpi=130)
+        print(f"plot: {target}")
+
+
+def figures(result: Result) -> Iterator[tuple[str, Figure]]:
+    """File names and figures of what was measured."""
+    where = ", ".join(result.source.split(", ")[:4])
+    if result.content.get("rehearsal"):
+        where = "REHEARSAL WITHOUT A GPU, MEANINGLESS"
+    kernels = result.part("kernels")
+    if kernels is not None:
+        yield "bandwidth.png", bandwidth(kernels.rows, where)
+    steps = {size: result.part(f"step-{size}") for size in ("small", "large")}
+    if any(steps.values()):
+        yield "overhead.png", overhead({k: v for k, v in steps.items() if v}, where)
+
+
+def bandwidth(rows: Sequence[Row], where: str) -> Figure:
+    """Bars of GB/s per parameter list, a panel for each direction and dtype."""
+    figure, panels = pyplot.subplots(
+        len(DIRECTIONS), len(DTYPES), figsize=(15, 9), sharey=True, squeeze=False
+    )
+    for direction, line in zip(DIRECTIONS, panels, strict=True):
+        for dtype, axes in zip(DTYPES, line, strict=True):
+            wanted = (direction, dtype, "whole")
+            _bars(axes, [row for row in rows if (row.direction, row.dtype, row.bucket) == wanted])
+            axes.set_title(f"{direction}, {dtype}")
+        line[0].set_ylabel("GB/s, read and written")
+        line[-1].legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
+    figure.suptitle(
+        f"Whole parameter lists, device time, caches cold; % of the device copy\n{where}"
+    )
+    figure.tight_layout()
+    return figure
+
+
+def _bars(axes: Axes, rows: Sequence[Row]) -> None:
+    lists = list(dict.fromkeys(row.parameters for row in rows))
+    names = list(dict.fromkeys(row.contender for row in rows))
+    speeds = {(row.parameters, row.contender): row for row in rows}
+    width = 0.8 / max(1, len(names))
+    others = iter(OTHERS * len(names))
+    for number, name in enumerate(names):
+        places = [place + (number - (len(names) - 1) / 2) * width for place in range(len(lists))]
+        found = [speeds.get((each, name)) for each in lists]
+        heights = [row.gb_per_s if row else 0.0 for row in found]
+        colour = COLOURS.get(name) or next(others)
+        axes.bar(places, heights, width, label=in_legend(name), color=colour)
+        for place, height, row in zip(places, heights, found, strict=True):
+            if name == OURS and row:
+                share = f"{100 * row.of_ceiling.median:.0f}%"
+                beside = {"xytext": (0, 2), "ha": "center", "va": "bottom", "rotation": 90}
+                _annotate(axes, share, (place, height), **beside)
+    sizes = {row.parameters: row.bytes / 2e6 for row in rows}
+    axes.set_xticks(range(len(lists)), [f"{each}\n{sizes[each]:.4g} MB" for each in lists])
+    axes.tick_params(axis="x", labelsize=8)
+    axes.margins(y=0.12)
+
+
+def _annotate(axes: Axes, text: str, at: tuple[float, float], **options: Any) -> None:
+    axes.annotate(text, at, textcoords="offset points", fontsize=7, **options)
+
+
+def overhead(steps: Mapping[str, Result], where: str) -> Figure:
+    """Milliseconds above the unwrapped model: ours, and stock's best, for each model."""
+    figure, panels = pyplot.subplots(
+        1, len(steps), figsize=(8 * len(steps), 6), squeeze=False, layout="constrained"
+    )
+    for (size, step), axes in zip(steps.items(), panels[0], strict=True):
+        labels, ours, stock, notes = [], [], [], []
+        for name, model, one in step.compared:
+            extra = model.overhead_seconds
+            labels.append(f"{name}, {one.gradients}")
+            mode = one.gradients.removeprefix("copies")
+            ours.append(1e3 * extra[f"ours {mode}".strip()])
+            stock.append(1e3 * extra[one.best])
+            noisy = one.verdict == "too noisy"
+            notes.append("too noisy to say" if noisy else f"{one.overhead:.2f} of stock's")
+        places = list(range(len(labels)))
+        axes.barh([p - 0.2 for p in places], ours, 0.4, label="tritonddp", color=COLOURS[OURS])
+        axes.barh([p + 0.2 for p in places], stock, 0.4, label="stock's best", color=OTHERS[0])
+        for place, value, note in zip(places, ours, notes, strict=True):
+            _annotate(axes, note, (max(0.0, value), place - 0.2), xytext=(3, 0), va="center")
+        axes.set_yticks(places, labels, fontsize=8)
+        axes.invert_yaxis()
+        axes.axvline(0, color="black", linewidth=0.8)
+        axes.set_xlabel("ms above the unwrapped model, per step")
+        axes.set_title(f"{size} batches")
+        axes.margins(x=0.2)
+    names = panels[0][0].get_legend_handles_labels()
+    figure.legend(*names, loc="outside lower center", ncols=2, frameon=False)
+    figure.suptitle(f"Step overhead, one rank\n{where}")
+    return figure
+
+
+if __name__ == "__main__":
+    main()

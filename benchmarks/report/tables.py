@@ -1,0 +1,598 @@
+"""Result files as tables: of each machine's folder, of the pages, and of a benchmark's terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from statistics import mean
+
+from benchmarks.base.results import Comparison, Ratio, Result, Results, Row, show_rate
+from benchmarks.report import verdicts
+from benchmarks.report.table import Blocks, Table, markdown, mib, ms, number, or_dash, quartiles
+from benchmarks.report.verdicts import words
+
+_NOT_MEASURED = "Not measured."
+CPU = "cpu"
+CEILING = "device copy"
+
+
+# A table of each kind of result
+
+
+def comparisons(step: Result, unused: bool | None = None) -> Blocks:
+    """Ours against stock's best; with ``unused``, of the models that leave parameters unused only
+    (or of the others only)."""
+    header = ("model", "gradients", "stock's best", "ours / it", "95% interval")
+    rows = [
+        (
+            name,
+            one.gradients,
+            one.best,
+            *_both(one),
+            f"{one.bound_on or ''} {one.bound or ''}".strip(),
+            words(one.verdict, model.rounds),
+        )
+        for name, model, one in step.compared
+        if unused is None or (one.of == "whole steps") == unused
+    ]
+    yield Table((*header, "stock / itself", "95% interval", "bound", "verdict"), rows)
+    yield from _errors(step)
+
+
+def _both(one: Comparison) -> tuple[str, ...]:
+    """Ours, and what it is held against against itself."""
+    return (
+        f"{one.ours.median:.3f}",
+        one.ours.interval,
+        f"{one.again.median:.3f}",
+        one.again.interval,
+    )
+
+
+def _errors(step: Result) -> Iterator[str]:
+    for name, model in step.models.items():
+        if model.error:
+            yield f"\n{name}: not timed: {model.error}"
+
+
+def configurations(step: Result) -> Blocks:
+    """All that was timed: medians and quartiles in ms, overhead, bytes and launches."""
+    header = ("model", "configuration", "backward, ms", "quartiles", "step above unwrapped, ms")
+    rows = [
+        (
+            name,
+            label,
+            ms(spread.median),
+            quartiles(spread),
+            ms(model.overhead_seconds.get(label)),
+            f"{model.wire_bytes[label] / 1e6:.2f}",
+            str(model.collectives[label]),
+            or_dash(model.launches[label], str),
+        )
+        for name, model in step.models.items()
+        for label, spread in model.seconds.items()
+    ]
+    yield Table((*header, "on the wire, MB", "collectives", "launches"), rows)
+
+
+def launches_of_steps(step: Result) -> Blocks:
+    """Kernels, copies and fills of one backward, as the profiler counted them."""
+    names = ("unwrapped", "stock", "ours", "stock views", "ours views")
+    rows = [
+        (name, *(str(model.launches.get(each) or "-") for each in names))
+        for name, model in step.models.items()
+        if any(model.launches.values())
+    ]
+    if rows:
+        yield Table(("launches of a backward", *names), rows)
+
+
+def detection(result: Result) -> Blocks:
+    """Backwards that ask which parameters they will reach against those that are told, and ours
+    against stock that searches."""
+    header = ("model", "gradients", "of", "ours against", "ours / it", "95% interval")
+    rows = [
+        (
+            name,
+            one.gradients,
+            one.of,
+            one.best,
+            *_both(one),
+            or_dash(one.bound, str),
+            words(one.verdict, model.rounds),
+        )
+        for name, model, one in result.compared
+    ]
+    yield Table((*header, "that / itself", "95% interval", "bound", "verdict"), rows)
+    yield from _errors(result)
+
+
+def detection_parts(result: Result) -> Blocks:
+    """What detection is made of, on rank 0, in microseconds and bytes of a backward."""
+    header = ("model", "gradients", "query, us", "flags written, us", "flags read, us")
+    rows = [
+        (
+            name,
+            mode,
+            *(
+                or_dash(part[key], lambda seconds: number(seconds * 1e6))
+                for key in ("query", "write_flags", "read_flags")
+            ),
+            number(model["seconds"][part["of"]]["median"] * 1e6),
+            f"{part['flag_bytes']} of {part['wire_bytes']}",
+        )
+        for name, model in result.content["models"].items()
+        for mode, part in model.get("parts", {}).items()
+    ]
+    yield Table((*header, "backward that is told, us", "bytes of flags"), rows)
+
+
+def exchange(result: Result) -> Blocks:
+    """One exchange of a bucket between ranks of one host, in ms, by ranks and size."""
+    rows = []
+    for row in result.content["rows"]:
+        seconds = row["seconds"]
+        memory, mpich = seconds["memory"], seconds.get("mpich")
+        rows.append(
+            (
+                str(row["ranks"]),
+                f"{row['bytes'] / 1024:g}",
+                ms(seconds["gloo"]),
+                ms(memory),
+                f"{seconds['gloo'] / memory:.2f}",
+                ms(mpich),
+                "-" if mpich is None else f"{memory / mpich:.2f}",
+                f"{seconds['copies'] / memory:.2f}",
+            )
+        )
+    header = ("ranks", "KiB", "gloo, ms", "memory, ms", "gloo / memory", "MPICH, ms")
+    yield Table((*header, "memory / MPICH", "share of what memory allows"), rows)
+
+
+def host(result: Result, chosen: Sequence[str] | None = None) -> Blocks:
+    """Medians and quartiles in microseconds, of the ``chosen`` configurations or of all."""
+    cells: dict[str, dict[str, str]] = {}
+    for row in result.rows:
+        for column, us in row.us.items():
+            text = f"{number(us.median)} ({quartiles(us, per=1)})"
+            cells.setdefault(row.configuration, {})[f"{row.kind}: {column}"] = text
+    columns = list(dict.fromkeys(column for row in cells.values() for column in row))
+    rows = [
+        (name, *(row.get(column, "-") for column in columns))
+        for name, row in cells.items()
+        if chosen is None or name in chosen
+    ]
+    yield Table(("us, median (quartiles)", *columns), rows)
+
+
+def memory(result: Result) -> Blocks:
+    """Peaks above the unwrapped model in MiB, in the first steps and in steady ones."""
+    header = ("model", "configuration", "buckets, MiB", "first steps", "steady", "claim")
+    rows = []
+    for name, model in result.peaks.items():
+        for label, row in model.items():
+            claim = ("holds" if row.holds else "**broken**") if label.startswith("ours") else ""
+            peaks = (mib(row.above[phase]) for phase in ("first", "steady"))
+            rows.append((name, label, mib(row.buckets), *peaks, claim))
+    yield Table(header, rows)
+
+
+def steady_memory(result: Result) -> Blocks:
+    """The same in short: stock's default and ours in steady steps, and whether the claim holds."""
+    rows, claims = [], []
+    for name, model in result.peaks.items():
+        cells = []
+        for is_view in (False, True):
+            for whose in ("stock", "ours"):  # the first of stock's is its default
+                found = (
+                    mib(row.above["steady"])
+                    for label, row in model.items()
+                    if label.startswith(whose) and label.endswith("views") == is_view
+                )
+                cells.append(next(found, "-"))
+        claims += [row.holds for label, row in model.items() if label.startswith("ours")]
+        rows.append((name, mib(model["ours"].buckets if "ours" in model else 0), *cells))
+    yield Table(("MiB", "buckets", "stock", "ours", "stock views", "ours views"), rows)
+    yield ""
+    yield (
+        "Of steady steps. That ours take no more than the buckets and one bucket of gradients in "
+        f"any step, the first ones too, holds in {sum(claims)} of {len(claims)} cases."
+    )
+
+
+_AGAINST_SPREAD = {
+    "within": "within the spread",
+    "below": "below the spread",
+    "above": "**above the spread**",
+    None: "-",
+}
+
+
+def convergence(result: Result) -> Blocks:
+    """Final held-out losses of each wire against those of fp32, in nats per target."""
+    rows, notes = [], []
+    for name, task in result.content["tasks"].items():
+        for wire, one in task["comparisons"].items():
+            away = one["differences"]
+            against = f"{mean(away):+.4f} ({min(away):+.4f} to {max(away):+.4f})"
+            rows.append(
+                (
+                    name,
+                    wire,
+                    f"{task['sent_bytes'][wire] / 1e3:.0f}",
+                    f"{one['mean']:.4f}",
+                    f"{one['low']:.4f} to {one['high']:.4f}",
+                    "-" if one["verdict"] is None else against,
+                    _AGAINST_SPREAD[one["verdict"]],
+                )
+            )
+        notes.append(
+            f"- {name}: {task['parameters']:,} parameters, {task['steps']:,} steps of "
+            f"{task['batch_size']} samples per rank, {task['optimizer']}; "
+            f"held out {task['held_out_targets']:,} {task['target']}s. All ranks held the same "
+            f"bits after each of {task['same_bits_after_steps']:,} steps of each wire."
+        )
+    header = ("task", "wire", "sent a step, kB", "final held-out loss", "of the seeds")
+    yield Table((*header, "minus fp32's of the same seed", "mean against fp32's seeds"), rows)
+    yield from ("", *notes)
+
+
+def network(result: Result) -> Blocks:
+    """Ours and stock's best against the line's limit."""
+    header = ("hosts", "line", "gradients", "least time, ms", "ours, ms", "ours / least time")
+    rows = []
+    for line in result.lines:
+        of_each = line.ranks_per_host or 1
+        hosts = str(line.hosts) if of_each == 1 else f"{line.hosts // of_each} of {of_each}"
+        for one in line.compared:
+            ours, best = line.contenders[one.contender or ""], line.contenders[one.best]
+            rows.append(
+                (
+                    hosts,
+                    line.rate,
+                    one.gradients,
+                    ms(line.limit_seconds),
+                    ms(ours.seconds.median),
+                    *(or_dash(each.over["limit"], "{:.3f}".format) for each in (ours, best)),
+                    f"{one.ours.median:.3f}",
+                    one.ours.interval,
+                )
+            )
+    more = ("stock's best / least time", "ours / stock's best", "95% interval")
+    yield Table((*header, *more), rows)
+
+
+_LIMITS = {
+    "limit": "least time on this line",
+    "bucket_limit": "when gradients wait for their buckets",
+    "gloo_limit": "on a line as fast as gloo drives it alone",
+}
+
+
+def contenders(result: Result) -> Blocks:
+    """All that took a step on each line, beside its limits."""
+    for line in result.lines:
+        of_each = line.ranks_per_host or 1
+        hosts = f"{line.hosts // of_each} hosts" + f" of {of_each} ranks" * (of_each > 1)
+        yield (
+            f"{hosts}, {line.rate}, {line.model}: {line.parameters / 1e6:.2f} M "
+            f"parameters, {line.payload_bytes / 1e6:.1f} MB of gradients, {line.rounds} rounds"
+        )
+        for name, what in _LIMITS.items():
+            parts = line.limit_parts[name]
+            yield (
+                f"  {what}: {ms(sum(parts.values()))} ms = line {ms(parts['line'])} "
+                f"+ nothing to send {ms(parts['compute'])}"
+            )
+        rows = [
+            (
+                name,
+                ms(one.seconds.median),
+                quartiles(one.seconds),
+                *(or_dash(over, "{:.3f}".format) for over in one.over.values()),
+                f"{one.effective_bits_per_s / 1e6:.0f}",
+                f"{one.tx_bytes / line.ring_bytes:.4f}",
+            )
+            for name, one in line.contenders.items()
+        ]
+        header = ("step, ms", "median", "quartiles", "/ line", "/ buckets", "/ gloo", "Mbit/s")
+        yield Table((*header, "sent / ring"), rows)
+        if line.rate_bits_per_s is not None:
+            yield (
+                f"  line bytes / sent {line.line['framing']:.4f}, dropped "
+                f"{sum(line.line['dropped'])}, segments sent again "
+                f"{sum(line.line['retransmitted'])}"
+            )
+
+
+# Of issue 6: how many times as fast as stock in fp32, by hosts, rate and wire.
+_WIRE_TARGETS = {
+    (2, 1e8, "int8"): 3.6,
+    (2, 1e9, "bf16"): 1.8,
+    (2, 1e9, "int8"): 2.5,
+    (2, None, "auto"): 1 / 1.02,
+}
+
+
+def network_wire(result: Result) -> Blocks:
+    """Steps that send fewer bytes, against stock in fp32."""
+    rows = []
+    for line in result.lines:
+        for one in line.compared:
+            ours, stock = line.contenders[one.contender or ""], line.contenders[one.best]
+            faster, low, high = (
+                1 / each for each in (one.ours.median, one.ours.high, one.ours.low)
+            )
+            target = _WIRE_TARGETS.get((line.hosts, line.rate_bits_per_s, one.gradients))
+            verdict = "met" if target is None or faster >= target else "**missed**"
+            rows.append(
+                (
+                    str(line.hosts),
+                    line.rate,
+                    one.gradients,
+                    f"{(ours.sent_bytes or 0) / 1e6:.2f}",
+                    ms(stock.seconds.median),
+                    ms(ours.seconds.median),
+                    or_dash(ours.over["limit"], "{:.3f}".format),
+                    f"{faster:.2f}",
+                    f"{low:.2f} to {high:.2f}",
+                    "-" if target is None else f"{target:.2f}: {verdict}",
+                )
+            )
+    header = ("hosts", "line", "wire", "a rank sends, MB", "stock fp32, ms", "ours, ms")
+    more = ("ours / least time", "times as fast as stock", "95% interval", "target")
+    yield Table((*header, *more), rows)
+
+
+def scale(result: Result) -> Blocks:
+    """What the cost model predicts of measured steps, and of hosts that nobody has."""
+    content = result.content
+    rows = [
+        (
+            str(each["hosts"]),
+            show_rate(each["rate_bits_per_s"]),
+            each["contender"],
+            ms(each["measured_seconds"]),
+            ms(each["predicted_seconds"]),
+            f"{each['error']:+.1%}",
+        )
+        for each in content["checked"]
+    ]
+    yield Table(("hosts", "line", "what", "measured, ms", "predicted, ms", "off by"), rows)
+    worst = max((abs(each["error"]) for each in content["checked"]), default=0.0)
+    verdict = "met" if worst <= content["tolerance"] else "**missed**"
+    yield f"\nThe largest error is {worst:.1%}, {content['tolerance']:.0%} allowed: {verdict}.\n"
+    curves = content["curves"]
+    yield (
+        f"Predicted ms a step on lines of {show_rate(curves['rate_bits_per_s'])}, "
+        f"{content['latency_seconds'] * 1e6:g} us a message, algorithms of {content['library']}:\n"
+    )
+    seconds = zip(*curves["seconds"].values(), strict=True)
+    rows = [
+        (str(hosts), *map(ms, of_hosts))
+        for hosts, of_hosts in zip(curves["hosts"], seconds, strict=True)
+    ]
+    yield Table(("hosts", *curves["seconds"]), rows)
+
+
+def kernels(result: Result) -> Blocks:
+    """Bandwidths, and the share of a plain copy's that each contender reaches."""
+    yield from _by_contender(
+        result.rows, "share of the copy", lambda row: f"{row.of_ceiling.median:.3f}"
+    )
+
+
+def launches(result: Result) -> Blocks:
+    """Of kernels on a GPU: how many, and microseconds of the host."""
+    if result.rows and result.rows[0].device == "cuda":
+        yield from _by_contender(result.rows, "launches", lambda row: str(row.launches or "?"))
+        yield from _by_contender(
+            result.rows,
+            "host, us",
+            lambda row: or_dash(row.host_us and row.host_us.median, number),
+        )
+
+
+def _by_contender(all_rows: Sequence[Row], what: str, show: Callable[[Row], str]) -> Blocks:
+    """For each direction a table: a line for each group, a column for each contender."""
+    groups: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in all_rows:
+        key = filter(None, (row.direction, row.numbers, row.parameters, row.dtype, row.bucket))
+        groups.setdefault(tuple(key), {})[row.contender] = row
+    for direction in dict.fromkeys(key[0] for key in groups):
+        found = {key: row for key, row in groups.items() if key[0] == direction}
+        names = list(dict.fromkeys(name for row in found.values() for name in row))
+        names = [name for name in names if name != CEILING]
+        rows = [
+            (
+                " ".join(key[1:]),
+                number(next(iter(row.values())).bytes / 1e6),
+                or_dash(row.get(CEILING), lambda copy: number(copy.gb_per_s)),
+                *(or_dash(row.get(name), show) for name in names),
+            )
+            for key, row in found.items()
+        ]
+        yield ""
+        yield Table((f"{direction}: {what}", "MB", "copy, GB/s", *names), rows)
+
+
+def gpu(result: Result, with_met: bool = True) -> Blocks:
+    """The bounds, and how they stand."""
+    rows = []
+    for bound in result.content["bounds"]:
+        sign, worst = "≥" if bound["at_least"] else "≤", bound["worst"]
+        shown = f"{worst['value']:.3g} ({worst['where']})" if worst else "; ".join(bound["not_run"])
+        limit = f"{sign} {bound['limit']:g} {bound['unit']}".strip()
+        met = f"{bound['met_by']} of {bound['of']}"
+        if with_met or bound["verdict"] != "met":
+            rows.append((bound["bound"], limit, bound["verdict"], met, shown))
+    yield Table(("bound", "limit", "verdict", "met by", "worst, or why not"), rows)
+
+
+def compiled(result: Result) -> Blocks:
+    """Whole steps under torch.compile, in ms, beside stock's."""
+    rows = []
+    for name, model in result.content["models"].items():
+        for label, each in model["contenders"].items():
+            above, exposed = model["above_bare"].get(label), model["exposed"].get(label)
+            spread = each["seconds"]
+            ratio = model["ratios"].get(f"{label} / stock")
+            rows.append(
+                (
+                    name,
+                    label,
+                    str(each["graphs"]),
+                    ms(spread["median"]),
+                    f"{ms(spread['q1'])} to {ms(spread['q3'])}",
+                    ms(above and above["median"]),
+                    ms(exposed and exposed["seconds"]["median"]),
+                    or_dash(ratio, lambda one: _ratio(Ratio(**one))),
+                )
+            )
+    header = ("model", "compiled", "graphs", "step, ms", "quartiles", "above bare, ms")
+    yield Table((*header, "exposed, ms", "step / stock (95% interval)"), rows)
+
+
+def sweep(result: Result) -> Blocks:
+    """Blocks and warps of flatten and unflatten, as shares of the copy, and the best for each."""
+    names = list(result.content["rows"][0]["choices"])  # the file is written after the first
+    rows = []
+    for row in result.content["rows"]:
+        shares = [f"{row['choices'][name]['of_ceiling']['median']:.3f}" for name in names]
+        bucket = " ".join(row[key] for key in ("direction", "parameters", "dtype", "bucket"))
+        rows.append((bucket, number(row["bytes"] / 1e6), *shares, row["best"]))
+    yield ""
+    yield Table(("block x warps: share of the copy", "MB", *names, "best"), rows)
+
+
+def gpu_kernels(result: Result) -> Blocks:
+    for name, table in (("kernels", kernels), ("sweep", sweep)):
+        part = result.part(name)
+        if part is not None:
+            yield from table(part)
+
+
+# What is made of them
+
+# Of the first page, by what was timed: each with its conditions.
+GAINS = {
+    "backward, transformer, copies": "2 processes on one host without a GPU: "
+    "backward of a transformer",
+    "step, 2 hosts, 1 Gbit/s: int8 to stock's fp32": "2 hosts, 1 Gbit/s: "
+    'step with `compression="int8"`, beside stock in fp32',
+    "step, branchy, copies": "a batch uses a quarter of the layers: "
+    "step with nothing to set, beside stock's `find_unused_parameters`",
+}
+
+Show = Callable[[Result], Blocks]
+
+# By file: title, plots, tables.
+_SECTIONS: dict[str, tuple[str, Sequence[str], Sequence[Show]]] = {
+    "step": ("Step", ("step", "overhead"), (comparisons, configurations)),
+    "detection": ("Detection of unused parameters", (), (detection, detection_parts)),
+    "network": ("Slow lines", ("network",), (network,)),
+    "network_wire": ("Fewer bytes on slow lines", ("network_wire",), (network_wire,)),
+    "convergence": (
+        "Convergence",
+        [f"convergence-{name}" for name in ("text", "digits", "opposed")],
+        (convergence,),
+    ),
+    "scale": ("Where fewer bytes pay", ("scale",), (scale,)),
+    "memory": ("Peak memory above the unwrapped model", ("memory",), (memory,)),
+    "host": ("Host cost", ("host",), (host,)),
+    "kernels": ("Flatten and unflatten", ("kernels",), (kernels,)),
+    "compiled": ("torch.compile", (), (compiled,)),
+    "compiled_gloo": ("torch.compile, through the process group", (), (compiled,)),
+    "gpu": ("make gpu", (), (gpu, gpu_kernels)),  # it draws its own plots
+}
+
+
+def machine_tables(name: str, results: Results) -> Iterator[str]:
+    """``tables.md`` of a machine."""
+    command = "python benchmarks/report/report.py"
+    yield f"# Measured on: {name}"
+    yield from ("", f"Written by `{command}` from the JSON files beside it; do not edit.")
+    judged = list(verdicts.rows(results))
+    if judged:
+        yield from ("", "## Verdicts", "", *markdown([Table(verdicts.HEADER, judged)]))
+    for benchmark, (title, plots, tables) in _SECTIONS.items():
+        if benchmark in results:
+            yield from ("", f"## {title}", "", results[benchmark].source)
+            for table in tables:
+                yield ""
+                yield from markdown(table(results[benchmark]))
+            for plot in plots:
+                yield from ("", f"![{title}: {plot}]({plot}.png)")
+
+
+def figures(results: Mapping[str, Results]) -> dict[str, list[str]]:
+    """What stands between the pages' markers, by name of the figure, from all machines' results."""
+    on_cpu = results.get(CPU, {})
+
+    def of(benchmark: str, table: Show) -> list[str]:
+        if benchmark not in on_cpu:
+            return [_NOT_MEASURED]
+        result = on_cpu[benchmark]
+        return [*markdown(table(result)), "", _credit(CPU, benchmark, result)]
+
+    gpus = [(name, each["gpu"]) for name, each in results.items() if "gpu" in each]
+    on_gpus: list[str] = []
+    for name, result in gpus:
+        tables = markdown([*gpu(result), *gpu_kernels(result)])
+        on_gpus += ["", *tables, "", _credit(name, "gpu", result)]
+    return {
+        "headline": list(headline(on_cpu, gpus)) or [_NOT_MEASURED],
+        "step": of("step", lambda result: comparisons(result, unused=False)),
+        "branchy": of("step", lambda result: comparisons(result, unused=True)),
+        "detection": of("detection", detection),
+        "exchange": of("exchange", exchange),
+        "host": of("host", lambda result: host(result, ("stock", "stock batched", "ours"))),
+        "memory": of("memory", steady_memory),
+        "network": of("network", network),
+        "network_hosts": of("network_hosts", network),
+        "network_wire": of("network_wire", network_wire),
+        "convergence": of("convergence", convergence),
+        "compiled": of("compiled", compiled),
+        "compiled_gloo": of("compiled_gloo", compiled),
+        "gpu": on_gpus[1:] or [_NOT_MEASURED],
+    }
+
+
+def headline(on_cpu: Results, gpus: Iterable[tuple[str, Result]]) -> Iterator[str]:
+    """What the first page shows: gains with their conditions, and all that was lost or missed."""
+    ratios = dict(_against_stock(on_cpu))
+    rows = [(text, _gain(ratios[name])) for name, text in GAINS.items() if name in ratios]
+    rows += [(name, _gain(one)) for name, one in ratios.items() if one.low > 1]
+    if rows:
+        yield from markdown([Table(("time, ours / stock's best (95% interval)", ""), rows)])
+        yield ""
+        measured = ("step", "network_wire")
+        yield from (_credit(CPU, name, on_cpu[name]) for name in measured if name in on_cpu)
+    for name, result in gpus:
+        verdicts_ = [bound["verdict"] for bound in result.content["bounds"]]
+        met = f"{verdicts_.count('met')} of {len(verdicts_)}"
+        yield from ("", f"On one GPU {met} bounds are met. The others:", "")
+        yield from (*markdown(gpu(result, with_met=False)), "", _credit(name, "gpu", result))
+
+
+def _ratio(one: Ratio) -> str:
+    return f"{one.median:.3f} ({one.interval})"
+
+
+def _gain(one: Ratio) -> str:
+    return f"**{_ratio(one)}**: slower" if one.low > 1 else _ratio(one)
+
+
+def _against_stock(on_cpu: Results) -> Iterator[tuple[str, Ratio]]:
+    """Ratios of times, by what was timed."""
+    for name, _, one in on_cpu["step"].compared if "step" in on_cpu else ():
+        what = "step" if one.of == "whole steps" else "backward"
+        yield f"{what}, {name}, {one.gradients}", one.ours
+    for line in on_cpu["network_wire"].lines if "network_wire" in on_cpu else ():
+        for one in line.compared:
+            if one.gradients in ("bf16", "int8"):
+                where = f"step, {line.hosts} hosts, {line.rate}"
+                yield f"{where}: {one.gradients} to stock's fp32", one.ours
+
+
+def _credit(machine: str, benchmark: str, result: Result) -> str:
+    return f"(`benchmarks/results/{machine}/{benchmark}.json`: {result.source})"

@@ -1,0 +1,1 @@
+"""How long does a backward take, what does it send, and how much memory does it need?"""

@@ -1,0 +1,285 @@
+"""Peak memory of stock DDP and tritonddp above the unwrapped model.
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/step/memory.py [--models mlp ...]
+        [--out FILE]
+
+On the CPU every allocation and release of tensor storage on rank 0 is counted exactly: torch's
+profiler records each with its size and time (``profile_memory``), from before the model is made
+to after it is gone, C++ code included. It does not see what another thread releases, and now and
+then gloo's thread is the last to hold a tensor: a run after which bytes seem to live on is thrown
+away and repeated. On CUDA the caching allocator's own peak is read, which rounds sizes up to 512
+bytes. Memory that gloo or NCCL take for themselves is in neither.
+
+Two phases of a run are told apart: wrapping plus the *first* two steps, in which buckets are built
+and rebuilt, and *steady* steps. Gradients are set to None before each backward. The peak of a
+phase is compared with that of the same phase of the unwrapped model.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this tree, whatever is installed
+
+from benchmarks.base import command
+from benchmarks.base.command import Output
+from benchmarks.base.deadline import deadline
+from benchmarks.base.ranks import Ranks, process_group
+from benchmarks.models.cases import CASES, Case, default_names, loss
+from benchmarks.models.configurations import UNWRAPPED, Configuration, families
+from benchmarks.report import tables
+from benchmarks.report.table import text
+from benchmarks.step.traffic import bucket_bytes
+
+PHASES = ("wrapping", "first", "steady")
+FIRST_STEPS = 2  # torch rebuilds its buckets at the second forward
+STEADY_STEPS = 3
+ATTEMPTS = 30
+_MARK = "memory benchmark: "
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Highest number of live bytes in each phase, the model's own parameters included.
+
+    Attributes:
+        drift: by how many live bytes grew from the last step but one to the last.
+        left: bytes that live when everything is gone.
+    """
+
+    wrapping: int
+    first: int
+    steady: int
+    drift: int
+    left: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration beside the unwrapped model, in bytes.
+
+    Attributes:
+        buckets: all bucket buffers.
+        largest_bucket: the largest of them.
+        above: peak above the unwrapped model's, by phase.
+        drift: see :class:`Peaks`.
+    """
+
+    buckets: int
+    largest_bucket: int
+    above: dict[str, int]
+    drift: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether the steps take at most the buckets and one bucket of gradients in flight."""
+        limit = self.buckets + self.largest_bucket
+        return self.drift == 0 and max(self.above["first"], self.above["steady"]) <= limit
+
+
+def main() -> None:
+    options = command.parser(__doc__, models=(CASES, ()), backend=True).parse_args()
+    with process_group(options.backend) as ranks:
+        facts = {"world_size": ranks.world_size, "backend": ranks.backend}
+        facts["device"] = ranks.device.type
+        output = Output("memory", options.out, ranks.rank == 0, **facts)
+        results: dict[str, dict[str, Any]] = {}
+        left_out: list[str] = []
+        for name in options.models or default_names(ranks.device):
+            for label, row in measure(CASES[name], ranks, needed=not results):
+                if row is None:
+                    left_out.append(f"{name} {label}")
+                else:
+                    results.setdefault(name, {})[label] = {**asdict(row), "holds": row.holds}
+                output.write({"models": results, "left_out": left_out})
+            if ranks.rank == 0 and name in results:
+                output.say("", *text(tables.memory(output.only("models", name))))
+                drifts = {label: row["drift"] for label, row in results[name].items()}
+                output.say(
+                    *(f"  {at} drifts by {size} bytes" for at, size in drifts.items() if size)
+                )
+        if left_out:
+            output.say(f"\nno time was left for: {', '.join(left_out)}")
+        output.end()
+
+
+def measure(case: Case, ranks: Ranks, needed: bool) -> Iterator[tuple[str, Row | None]]:
+    """All configurations on one model by name, one after the other, ours first; collective.
+
+    After the deadline there is ``None`` instead, but for the first if it is ``needed``.
+    """
+    if ranks.device.type == "cuda":
+        # The allocator's figures do not see what is on the host, where drawing takes long.
+        drawn = case.model(torch.device("cpu"))
+        _cuda_peaks(
+            UNWRAPPED, case, ranks, True, drawn, 0
+        )  # cuBLAS takes its workspace, and keeps it
+        # What stock leaves behind, its buckets for example, is only freed in the next run. Counted
+        # from what was there when that began, the next one would seem to need less.
+        floor = torch.cuda.memory_allocated(ranks.device)
+        peaks_of = partial(_cuda_peaks, drawn=drawn, floor=floor)
+    else:
+        peaks_of = _cpu_peaks
+    groups = families(case.unused)
+    stock = (each for group in groups for each in group.stock)
+    bare: Peaks | None = None
+    for configuration in (*(group.ours for group in groups), *stock):
+        found = None
+        if needed or not _late(ranks):
+            bare = bare or peaks_of(UNWRAPPED, case, ranks, needed=True)[0]
+            found = peaks_of(configuration, case, ranks, needed=needed)
+        if found is None:
+            yield configuration.name, None
+            continue
+        needed = False
+        peaks, buckets = found
+        above = {phase: getattr(peaks, phase) - getattr(bare, phase) for phase in PHASES}
+        yield configuration.name, Row(sum(buckets), max(buckets), above, peaks.drift)
+
+
+def _late(ranks: Ranks) -> bool:
+    """Whether there is a deadline and it has come; collective."""
+    return deadline() < math.inf and ranks.agreed(time.monotonic() > deadline())
+
+
+def _cpu_peaks(
+    configuration: Configuration, case: Case, ranks: Ranks, needed: bool
+) -> tuple[Peaks, list[int]] | None:
+    """Run until the profiler of rank 0 has seen the release of whatever was allocated.
+
+    Returns:
+        ``None`` if that did not happen before the deadline and is not ``needed``.
+
+    Raises:
+        RuntimeError: on all ranks, if that never happened: then something leaks.
+    """
+    for _ in range(ATTEMPTS):
+        peaks, buckets = _profiled(configuration, case, ranks)
+        left = torch.tensor(peaks.left)
+        dist.broadcast(left, src=0)
+        if left == 0:
+            return peaks, buckets
+        if not needed and _late(ranks):
+            return None
+    raise RuntimeError(
+        f"{configuration.name!r} on {case.name!r}: {peaks.left} bytes live on after the model, in "
+        f"each of {ATTEMPTS} runs"
+    )
+
+
+def _profiled(configuration: Configuration, case: Case, ranks: Ranks) -> tuple[Peaks, list[int]]:
+    """Run once under the profiler and replay its record of allocations and releases."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        batch = case.batch(ranks.device, seed=ranks.rank)
+        model = case.model(ranks.device)
+        with record_function(_MARK + "wrapping"):
+            model = configuration.wrap(model)
+        for _ in range(FIRST_STEPS):
+            with record_function(_MARK + "first"):
+                _step(model, batch)
+        for _ in range(STEADY_STEPS):
+            with record_function(_MARK + "steady"):
+                _step(model, batch)
+        buckets = bucket_bytes(model)
+        del model, batch
+        gc.collect()  # within the profile, so that nothing of this run is released in the next
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    return replay(events), buckets
+
+
+def replay(events: Sequence[dict[str, Any]]) -> Peaks:
+    """Peaks by phase from the events of a Chrome trace."""
+    changes = sorted(
+        (event["ts"], event["args"]["Ev Idx"], event["args"]["Bytes"])
+        for event in events
+        if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0
+    )
+    marks = sorted(
+        (event["ts"], event["ts"] + event["dur"], event["name"].removeprefix(_MARK))
+        for event in events
+        if event.get("ph") == "X" and event.get("name", "").startswith(_MARK)
+    )
+    peaks = dict.fromkeys(PHASES, 0)
+    ends = []
+    live, position = 0, 0
+    for start, end, phase in marks:
+        while position < len(changes) and changes[position][0] < start:
+            live += changes[position][2]
+            position += 1
+        peaks[phase] = max(peaks[phase], live)
+        while position < len(changes) and changes[position][0] <= end:
+            live += changes[position][2]
+            position += 1
+            peaks[phase] = max(peaks[phase], live)
+        ends.append(live)
+    left = live + sum(size for _, _, size in changes[position:])
+    return Peaks(**peaks, drift=ends[-1] - ends[-2], left=left)
+
+
+def _cuda_peaks(
+    configuration: Configuration,
+    case: Case,
+    ranks: Ranks,
+    needed: bool,
+    drawn: nn.Module,
+    floor: int,
+) -> tuple[Peaks, list[int]]:
+    """Run a copy of ``drawn`` once and read the caching allocator's peak of each phase.
+
+    Above ``floor`` bytes, which are there all the time.
+    """
+    gc.collect()
+    ranks.synchronize()
+    peaks = dict.fromkeys(PHASES, 0)
+    ends = []
+
+    def run(phase: str, step: Any, *arguments: Any) -> Any:
+        torch.cuda.reset_peak_memory_stats(ranks.device)
+        result = step(*arguments)
+        ranks.synchronize()
+        peak = torch.cuda.max_memory_allocated(ranks.device) - floor
+        peaks[phase] = max(peaks[phase], peak)
+        ends.append(torch.cuda.memory_allocated(ranks.device))
+        return result
+
+    batch = case.batch(ranks.device, seed=ranks.rank)
+    model = copy.deepcopy(drawn).to(ranks.device)
+    model = run("wrapping", configuration.wrap, model)
+    for _ in range(FIRST_STEPS):
+        run("first", _step, model, batch)
+    for _ in range(STEADY_STEPS):
+        run("steady", _step, model, batch)
+    buckets = bucket_bytes(model)
+    del model, batch
+    gc.collect()
+    left = torch.cuda.memory_allocated(ranks.device) - floor
+    return Peaks(**peaks, drift=ends[-1] - ends[-2], left=left), buckets
+
+
+def _step(model: nn.Module, batch: Any) -> None:
+    model.zero_grad(set_to_none=True)
+    loss(model, batch).backward()
+
+
+if __name__ == "__main__":
+    main()

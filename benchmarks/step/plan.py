@@ -1,0 +1,126 @@
+"""How much a benchmark in rounds measures, from its command line to its result file."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.base import command
+from benchmarks.base.command import Output
+from benchmarks.base.deadline import shares
+from benchmarks.base.ranks import Ranks, process_group
+from benchmarks.base.results import Result
+from benchmarks.models.cases import CASES, SIZES, Case, default_names
+from benchmarks.models.gradients import WrongGradients
+
+# Rounds before the timed ones of each build. torch and tritonddp rebuild their buckets after the
+# first backward, and allocators come to rest. On a GPU stock also records events for its own
+# statistics in its first steps (10 of them, and every 100th), which would be held against it.
+DISCARDED = {"cpu": 3, "cuda": 11}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured.
+
+    Attributes:
+        models: names of cases; none for the default of the device.
+        rounds: timed ones of each build, fewer if a deadline comes first.
+        builds: how often all models are built anew, so that where memory lies is sampled too.
+        size: of the batches, one of ``models.SIZES``.
+        zeros: gradients are zeroed in place, not by setting them to None.
+    """
+
+    models: tuple[str, ...]
+    rounds: int
+    builds: int
+    size: str
+    zeros: bool
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Plan:
+        return cls(
+            tuple(options.models), options.rounds, options.builds, options.batch, options.zeros
+        )
+
+    def summary(self, ranks: Ranks) -> str:
+        return (
+            f"{ranks.world_size} ranks over {ranks.backend} on {ranks.device.type}, "
+            f"at most {self.builds} builds of {self.rounds} rounds, "
+            f"{DISCARDED[ranks.device.type]} more discarded, {self.size} batches, "
+            f"gradients zeroed to {self._zeroed_to}"
+        )
+
+    def content(self, ranks: Ranks) -> dict[str, Any]:
+        """The same for the result file."""
+        return {
+            "world_size": ranks.world_size,
+            "backend": ranks.backend,
+            "device": ranks.device.type,
+            "rounds": self.rounds,
+            "builds": self.builds,
+            "discarded": DISCARDED[ranks.device.type],
+            "batch": self.size,
+            "zero_grad_to": self._zeroed_to,
+        }
+
+    @property
+    def _zeroed_to(self) -> str:
+        return "zeros" if self.zeros else "None"
+
+
+def parser(doc: str, rounds: int, models: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The arguments of :meth:`Plan.of`, ``--backend`` and ``--out``.
+
+    ``rounds`` and ``models`` are defaults; no models: those that the device takes.
+    """
+    made = command.parser(doc, rounds, (CASES, models), backend=True)
+    made.add_argument(
+        "--builds", type=command.positive, default=3, help="of all models, with the rounds of each"
+    )
+    made.add_argument("--batch", choices=SIZES, default="small", help="size of the batches")
+    made.add_argument(
+        "--zeros", action="store_true", help="zero gradients in place, not by setting them to None"
+    )
+    return made
+
+
+# What JSON says of one case, until a time; and what is printed of it, as one of the results.
+Measure = Callable[[Case, Ranks, Plan, float], dict[str, Any]]
+Show = Callable[[Result], Iterable[str]]
+
+
+def run(
+    benchmark: str,
+    options: argparse.Namespace,
+    measure: Measure,
+    show: Show,
+    refused: tuple[type[Exception], ...] = (WrongGradients,),
+    **heading: Any,
+) -> tuple[int, dict[str, Any]]:
+    """Measure all cases, each in its share of the time.
+
+    Args:
+        refused: what is no more than one model's error: it is raised on all ranks, and the next
+            model can be measured.
+
+    Returns:
+        An exit status, and what was found of all models.
+    """
+    plan, models = Plan.of(options), {}
+    with process_group(options.backend) as ranks:
+        more = {**heading, **plan.content(ranks)}
+        output = Output(benchmark, options.out, ranks.rank == 0, **more)
+        output.say(plan.summary(ranks))
+        for name, end in shares(plan.models or default_names(ranks.device)):
+            try:
+                models[name] = measure(CASES[name], ranks, plan, end)
+            except refused as error:
+                models[name] = {"error": str(error)}
+            output.write({"models": models})
+            if ranks.rank == 0:
+                output.say("", *show(output.only("models", name)))
+        output.end()
+    return int(any("error" in model for model in models.values())), models

@@ -1,0 +1,1 @@
+"""When does each gradient become ready, and when is each bucket on its way?"""

@@ -1,0 +1,77 @@
+"""Buckets are formed anew in the order of the first backward, which rank 0 decides, and once."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from distributed import assert_same_bits, gather, in_rings, ranks, recorded_collectives
+from modules import Layers
+from training import assert_mean_of, gradients, train_step, wrap
+
+from tritonddp import DistributedDataParallel
+
+
+def layers(order: str) -> Layers:
+    """Used in this order, so that their gradients come in the reverse one."""
+    return Layers("abcdef", order=order, bias=False)
+
+
+def placed(ddp: DistributedDataParallel) -> str:
+    """The layers in the order of the buckets."""
+    names = (name for bucket in ddp.reducer.buckets for name in bucket.names)
+    return "".join(name.split(".")[1] for name in names)
+
+
+@ranks(2, views=True)
+def test_buckets_follow_the_order_of_the_first_backward_once(view: bool) -> None:
+    ddp = in_rings(layers("dafbec"), bucket_cap_mb=1e-6, gradient_as_bucket_view=view)
+    assert placed(ddp) == "fedcba", "the first guess is the reverse of registration"
+    x = torch.randn(2, 4)
+    with recorded_collectives() as calls:
+        ddp(x).sum().backward()
+    assert calls.names == ["all_reduce"] * 6 + ["broadcast"]
+    assert calls[-1][1].numel() == 6
+    assert placed(ddp) == "cebfad"
+    buckets = list(ddp.reducer.buckets)
+    with recorded_collectives() as calls:
+        for _ in range(3):
+            ddp(x, "abcdef").sum().backward()
+    assert calls.names == ["all_reduce"] * 18, "agreed once, whatever comes later"
+    sent = [tensor.data_ptr() for _, tensor in calls]
+    assert sent == [bucket.flat.data.data_ptr() for bucket in buckets] * 3, "not as they came"
+    assert ddp.reducer.buckets == buckets
+    assert ddp.reducer.counters.collectives == 6 + 1 + 18
+
+
+@ranks(3, views=True)
+def test_rank_0_decides_where_ranks_see_different_orders(rank: int, view: bool) -> None:
+    ddp = wrap(layers(["dafbec", "abcdef", "fb"][rank]), view, bucket_cap_mb=1e-6)
+    alone = copy.deepcopy(ddp.module)
+    for step in range(3):
+        x = torch.randn(2, 4)
+        for net in (alone, ddp):
+            train_step(net, x, loss=torch.sum)
+        assert gather(placed(ddp)) == ["cebfad"] * 3
+        assert_mean_of(ddp, alone, f"step {step}")
+
+
+@ranks(2)
+def test_parameters_that_did_not_arrive_on_rank_0_go_last() -> None:
+    ddp = DistributedDataParallel(layers("eb"), bucket_cap_mb=1e-6)
+    ddp(torch.randn(2, 4)).sum().backward()
+    assert placed(ddp) == "befdca"
+
+
+@ranks(2, views=True)
+def test_gradients_survive_the_rebuild(view: bool) -> None:
+    """The values in .grad, and .grad as a view where views were asked for."""
+    model = layers("dafbec")
+    ddp, alone = wrap(model, view, bucket_cap_mb=1e-4), copy.deepcopy(model)
+    x = torch.randn(2, 4)
+    for net in (ddp, alone):
+        net(x).sum().backward()
+    assert_same_bits(gradients(ddp), gradients(alone), "gradient after the rebuild")
+    if view:
+        views = {id(v) for bucket in ddp.reducer.buckets for v in bucket.flat.views}
+        assert {id(param.grad) for param in model.parameters()} <= views

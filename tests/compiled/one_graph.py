@@ -1,0 +1,302 @@
+"""A wrapper that torch.compile traces as a whole: networks, backends, and a step beside its means.
+
+with one_graph(Layers) as net:
+    for number in range(3):
+        net.step(number)
+        net.assert_means(number)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+import torch.distributed as dist
+from distributed import assert_same_on_all_ranks
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from tritonddp import DistributedDataParallel
+from tritonddp.compiled.gradients import GraphGradients
+
+WIDTH = 128  # 64 KiB a layer
+SMALL = {"bucket_cap_mb": 0.05}  # a bucket a layer
+CLOSE = {"rtol": 1e-4, "atol": 1e-6}
+LOOSE = {"rtol": 2e-2, "atol": 2e-3}
+
+
+class Layers(nn.Module):
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+class Tied(nn.Module):
+    """A transformer whose output layer has the weights of its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, 32)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.last = nn.Linear(32, 40, bias=False)
+        self.last.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = (x[:, :6].abs() * 13).long() % 40
+        return self.last(self.encoder(self.embedding(tokens)))
+
+
+class Conv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for channels in (1, 8):
+            layers += [nn.Conv2d(channels, 8, 3), nn.BatchNorm2d(8), nn.ReLU()]
+        self.net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 4 * 12, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.view(-1, 1, 8, 16))
+
+
+class Branches(nn.Module):
+    """Another layer on each rank, and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.own = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.nobodys = nn.Linear(5, 5)
+        self.unreached = nn.Parameter(torch.ones(WIDTH))
+        self.rank = dist.get_rank()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.own[self.rank](self.first(x).relu())
+        return x + (self.unreached * 2).detach()
+
+
+class Checkpointed(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(lambda y, layer=layer: layer(y).relu(), x, use_reentrant=False)
+        return x
+
+
+class Reused(Layers):
+    """Each layer twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
+
+
+class Sign(Layers):
+    """A gradient that is a constant: forward graphs may hold it too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.layers[1].bias.sign() + self.layers[2].bias.round()
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": Layers,
+    "tied": Tied,
+    "conv": Conv,
+    "unused": Branches,
+    "checkpointed": Checkpointed,
+    "reused": Reused,
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "views": {"gradient_as_bucket_view": True},
+    "process group": {"transport": "process_group"},
+    "bf16": {"reduce_dtype": torch.bfloat16},
+    "int8": {"compression": "int8"},
+    "lazy": {"lazy_bucket_allocation": True},
+    "lazy views": {"lazy_bucket_allocation": True, "gradient_as_bucket_view": True},
+    "strict": {"find_unused_parameters": False},
+    "reports": {"metrics": True, "grad_norm": True, "check_drift": "raise"},
+    "finite": {"check_finite": "raise"},
+    "large buckets": {"bucket_cap_mb": 25},
+}
+
+
+class Backend:
+    """Compiles by ``name``; keeps the forward graphs of dynamo, and AOT's backward graphs."""
+
+    def __init__(self, name: str = "aot_eager") -> None:
+        self.graphs: list[Any] = []
+        self.backwards: list[torch.fx.GraphModule] = []
+        self.compile = lookup_backend(name)
+        if name == "aot_eager":
+            self.compile = aot_autograd(fw_compiler=_boxed, bw_compiler=self._keep)
+
+    def __call__(self, graph: Any, inputs: Any, **options: Any) -> Any:
+        self.graphs.append(graph)
+        return self.compile(graph, inputs, **options)
+
+    def _keep(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.backwards.append(graph)
+        return _boxed(graph, inputs)
+
+
+def _boxed(graph: Any, _: Any) -> Any:
+    from functorch.compile import make_boxed_func
+
+    return make_boxed_func(graph.forward)
+
+
+@contextlib.contextmanager
+def fresh_dynamo(**settings: Any) -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    # torch keeps graphs on disk, also those that this package had put its operators in before.
+    cacheless = torch._functorch.config.patch(enable_autograd_cache=False)
+    with torch._dynamo.config.patch(**settings), cacheless:
+        yield
+    torch._dynamo.reset()
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[tuple[int, int]]]:
+    """Context: of each backward, segments packed before autograd had their gradients; and all.
+
+    Without those of the last bucket, which always waits for the end.
+    """
+    left: list[tuple[int, int]] = []
+    ends = GraphGradients.on_compute_end
+
+    def on_compute_end(self: Any, backward: Any) -> None:
+        buckets = backward.bucket_set
+        left.append((len(self._packed), len(buckets.segments) - len(buckets.segments_of[-1])))
+        ends(self, backward)
+
+    with mock.patch.object(GraphGradients, "on_compute_end", on_compute_end):
+        yield left
+
+
+def batch(number: int, rank: int | None = None) -> Tensor:
+    """Of this rank, if it is left out."""
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    return torch.randn(4, WIDTH, generator=generator)
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        name.removeprefix("module."): param.grad
+        for name, param in module.named_parameters()
+        if param.grad is not None
+    }
+
+
+def means(module: nn.Module, *numbers: int) -> dict[str, Tensor]:
+    """Gradients of these steps together by a copy that plays all ranks, not compiled."""
+    alone = copy.deepcopy(module)
+    for number in numbers:
+        for rank in range(dist.get_world_size()):
+            if isinstance(alone, Branches):
+                alone.rank = rank
+            (loss_of(alone(batch(number, rank))) / dist.get_world_size()).backward()
+    return gradients(alone)
+
+
+def gradients_alone(module: nn.Module, number: int) -> dict[str, Tensor]:
+    """Of this rank, in one step."""
+    module.zero_grad()
+    loss_of(module(batch(number))).backward()
+    return gradients(module)
+
+
+def seeded(net: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return net()
+
+
+class Net:
+    """A wrapper as one graph.
+
+    Attributes:
+        module: a copy of what was wrapped.
+        ddp: the wrapper, and ``call`` what is compiled of it.
+    """
+
+    def __init__(self, ddp: nn.Module, backend: Any = "aot_eager", **settings: Any) -> None:
+        self.ddp: Any = ddp
+        self.module: Any = copy.deepcopy(ddp.module)
+        self.call = torch.compile(ddp, backend=backend, fullgraph=True, **settings)
+
+    @property
+    def penalty(self) -> Tensor:
+        """A loss of a weight that does not go through the forward."""
+        return self.ddp.module.layers[1].weight.square().sum()
+
+    def loss(self, number: int) -> Tensor:
+        """Of this rank in a step, whose gradients are the first."""
+        self.ddp.zero_grad()
+        return loss_of(self.call(batch(number)))
+
+    def step(self, number: int) -> None:
+        self.loss(number).backward()
+
+    def assert_means(self, *numbers: int, penalised: float = 0.0, **tolerance: float) -> None:
+        """Of these steps together, and of the penalty on this share of the ranks."""
+        expected = means(self.module, *numbers)
+        if penalised:
+            weight = self.module.layers[1].weight.detach()
+            expected["layers.1.weight"] += 2 * penalised * weight
+        self.assert_gradients(expected, **tolerance)
+
+    def assert_gradients(self, expected: dict[str, Tensor], **tolerance: float) -> None:
+        """These, alike on all ranks."""
+        found = gradients(self.ddp)
+        torch.testing.assert_close(found, expected, **(tolerance or CLOSE))
+        assert_same_on_all_ranks(list(found.values()))
+
+
+@contextlib.contextmanager
+def one_graph(
+    net: Callable[[], nn.Module] = Layers, backend: Any = "aot_eager", **options: Any
+) -> Iterator[Net]:
+    """Context: a wrapped network as one graph, a bucket a layer; no other was compiled before."""
+    with fresh_dynamo():
+        yield Net(DistributedDataParallel(seeded(net), **{**SMALL, **options}), backend)
+
+
+def train(
+    net: Callable[[], nn.Module],
+    backend: Backend,
+    steps: int = 5,
+    loose: bool = False,
+    **options: Any,
+) -> tuple[DistributedDataParallel, list[tuple[int, int]]]:
+    """Some steps, each compared, on one forward graph and one backward graph."""
+    with one_graph(net, backend, **options) as compiled, watched() as left:
+        for number in range(steps):
+            compiled.step(number)
+            compiled.assert_means(number, **(LOOSE if loose else CLOSE))
+            assert len(backend.graphs) == 1, f"a graph was compiled in step {number}"
+        assert not counters["graph_break"]
+    assert len(left) == steps
+    return compiled.ddp, left
+
+
+def assert_all_left(left: list[tuple[int, int]]) -> None:
+    """Buckets leave while the graph runs; the first backward only looks at the order."""
+    assert left[0][0] == 0
+    assert all(gone == of for gone, of in left[1:]), left

@@ -1,0 +1,360 @@
+"""Gradients of a wrapper that is one graph: accumulated, hooked, penalised, weighted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import gather, ranks
+from one_graph import (
+    CLOSE,
+    LOOSE,
+    OPTIONS,
+    SMALL,
+    WIDTH,
+    Backend,
+    Branches,
+    Layers,
+    Net,
+    batch,
+    fresh_dynamo,
+    gradients,
+    gradients_alone,
+    loss_of,
+    means,
+    one_graph,
+    seeded,
+    watched,
+)
+from torch import Tensor, nn
+from training import raises_if
+
+from tritonddp import DistributedDataParallel
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@ranks(2, timeout=300)
+def test_what_was_accumulated_is_reduced_with_the_next(view: bool) -> None:
+    with one_graph(gradient_as_bucket_view=view) as net, watched() as left:
+        for number in range(0, 8, 2):
+            net.ddp.zero_grad(set_to_none=number != 4)
+            with net.ddp.no_sync():
+                loss_of(net.call(batch(number))).backward()
+            loss_of(net.call(batch(number + 1))).backward()
+            net.assert_means(number, number + 1)
+    assert all(gone == 0 for gone, _ in left)
+
+
+@ranks(2, timeout=300)
+def test_several_forwards_before_a_backward_wait_for_its_end() -> None:
+    with one_graph() as net:
+        for number in range(6):
+            numbers = [number, number + 100] if number % 2 else [number]
+            net.ddp.zero_grad()
+            torch.stack([loss_of(net.call(batch(each))) for each in numbers]).sum().backward()
+            net.assert_means(*numbers)
+
+
+@ranks(2, timeout=300)
+def test_parameters_that_the_loss_uses_too_wait_for_the_end() -> None:
+    with one_graph() as net, watched() as left:
+        for number in range(4):
+            (net.loss(number) + net.penalty).backward()
+            net.assert_means(number, penalised=1)
+    assert all(0 < gone < of for gone, of in left[1:]), left
+
+
+class WithUnused(Layers):
+    """Has a layer that nobody uses, which fills the last bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nobodys = nn.Linear(WIDTH, WIDTH)
+
+
+@pytest.mark.parametrize("option", ["views", "process group", "int8", "hook", "finite"])
+@pytest.mark.parametrize("kind", [Layers, WithUnused])
+@ranks(2, timeout=300)
+def test_a_penalty_that_comes_later_is_an_error_once_and_no_rank_takes_the_step(
+    kind: type[nn.Module], option: str
+) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    with one_graph(kind, **OPTIONS.get(option, {})) as net:
+        if option == "hook":
+            net.ddp.register_comm_hook(None, allreduce_hook)
+        is_first = dist.get_rank() == 0
+        for number in range(8):
+            loss = net.loss(number)
+            if number >= 4 and is_first:
+                loss = loss + net.penalty
+            if number != 4:
+                loss.backward()
+                tolerance = LOOSE if option == "int8" else CLOSE
+                net.assert_means(number, penalised=0.5 * (number > 4), **tolerance)
+                continue
+            error: Any = raises_if(is_first, RuntimeError, r"rank 0, step 5: .*layers\.1\.weight")
+            if option == "finite":
+                error = pytest.raises(FloatingPointError, match="on rank 0")
+            with error:
+                loss.backward()
+            broken = [name for name, grad in gradients(net.ddp).items() if grad.isnan().all()]
+            assert gather(broken) == [["layers.0.weight", "layers.0.bias"]] * 2
+
+
+class Shorter(Layers):
+    """Leaves its first layer out, whose bucket is the last, if the input is small."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[1 if len(x) < 4 else 0 :]:
+            x = layer(x).relu()
+        return x
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@ranks(2, timeout=300)
+def test_a_rank_that_raises_and_uses_nothing_of_the_last_bucket_has_nan_too(view: bool) -> None:
+    with fresh_dynamo():
+        ddp = DistributedDataParallel(seeded(Shorter), gradient_as_bucket_view=view, **SMALL)
+        net = Net(ddp, dynamic=False)
+        for number in range(6):
+            ddp.zero_grad()
+            is_wrong = number == 4
+            is_first = is_wrong and dist.get_rank() == 0
+            loss = loss_of(net.call(batch(number)[: 3 if is_wrong else 4]))
+            with raises_if(is_first, RuntimeError, r"layers\.1\.weight"):
+                (loss + net.penalty if is_first else loss).backward()
+            broken = sum(bool(grad.isnan().any()) for grad in gradients(ddp).values())
+            assert gather(broken) == ([2, 2] if is_wrong else [0, 0])
+
+
+@ranks(2, timeout=300)
+def test_the_error_comes_behind_the_ends_of_all_wrappers_in_a_backward() -> None:
+    """So a rank may tell the others of it by a collective."""
+    with fresh_dynamo():
+        nets = [Net(DistributedDataParallel(seeded(Layers), **SMALL)) for _ in range(2)]
+        for number in range(6):
+            loss = sum(net.loss(number) for net in nets)
+            if number == 4 and dist.get_rank() == 0:
+                loss = loss + sum(net.penalty for net in nets)
+            failed = torch.zeros(1)
+            try:
+                loss.backward()
+            except RuntimeError:
+                failed += 1
+            dist.all_reduce(failed)
+            assert failed.item() == (number == 4)
+            broken = [
+                name
+                for net in nets
+                for name, grad in gradients(net.ddp).items()
+                if number != 4 or grad.isnan().any()
+            ]
+            assert len(broken) == (4 if number == 4 else 16)
+
+
+@ranks(2, timeout=300)
+def test_with_optimizers_in_the_backward_nothing_is_sent_too_early() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    def trained(compiles: bool) -> list[Tensor]:
+        module = seeded(Layers)
+        _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+        ddp = DistributedDataParallel(module, **SMALL)
+        step = torch.compile(ddp, backend="aot_eager", fullgraph=True) if compiles else ddp
+        for number in range(6):
+            loss = loss_of(step(batch(number)))
+            if number == 4 and dist.get_rank() == 0:
+                loss = loss + module.layers[1].weight.square().sum()
+            loss.backward()
+        return [param.detach() for param in ddp.parameters()]
+
+    with fresh_dynamo():
+        torch.testing.assert_close(trained(True), trained(False), **CLOSE)
+
+
+@ranks(2, timeout=300)
+def test_a_hook_behind_all_parameters_may_finalize_the_backward() -> None:
+    with one_graph() as net:
+        net.ddp.require_manual_backward_finalization = True
+        for number in range(5):
+            net.ddp.zero_grad()
+            inputs = batch(number).requires_grad_()
+            if number:  # in the first backward only at its end
+                inputs.register_hook(lambda _: net.ddp.finalize_backward())
+            loss_of(net.call(inputs * 1)).backward()
+            if not number:
+                net.ddp.finalize_backward()
+            net.assert_means(number)
+
+
+@ranks(2, timeout=300)
+def test_in_the_last_bucket_nothing_is_sent_too_early() -> None:
+    with one_graph(bucket_cap_mb=25) as net:
+        assert len(net.ddp._ddp_state.core.manager.current.buckets) == 1
+        for number in range(6):
+            loss = net.loss(number)
+            (loss + net.penalty if number == 4 else loss).backward()
+            net.assert_means(number, penalised=number == 4)
+
+
+@ranks(2, timeout=300)
+def test_a_hook_that_looks_at_gradients_for_one_step_holds_up_that_step_only() -> None:
+    kept: list[Tensor] = []
+    with one_graph() as net, watched() as left:
+        for number in range(5):
+            loss = net.loss(number)
+            hooked = net.ddp.parameters() if number == 2 else ()
+            handles = [param.register_hook(kept.append) for param in hooked]
+            loss.backward()
+            for handle in handles:
+                handle.remove()
+            kept.clear()
+            net.assert_means(number)
+    (_, of), *_ = left
+    assert [gone for gone, _ in left] == [0, of, 0, of, of]
+
+
+@pytest.mark.parametrize("compiles", [True, False], ids=["one graph", "not compiled"])
+@ranks(2, timeout=300)
+def test_hooks_of_parameters_that_the_forward_does_not_use_are_not_called(compiles: bool) -> None:
+    with fresh_dynamo():
+        module: Any = seeded(Branches)
+        # torch.compile calls those of a parameter that is detached, also without a wrapper.
+        module.unreached.requires_grad_(False)
+        ddp = DistributedDataParallel(module, **SMALL)
+        calls: list[str] = []
+        for name, param in module.named_parameters():
+            if param.requires_grad:
+                param.register_hook(lambda grad, name=name: calls.append(name))
+                param.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name))
+        step = torch.compile(ddp, backend="aot_eager", fullgraph=True) if compiles else ddp
+        layers = "first", f"own.{dist.get_rank()}"
+        used = [f"{layer}.{of}" for layer in layers for of in ("weight", "bias")]
+        for number in range(3):
+            ddp.zero_grad()
+            loss_of(step(batch(number))).backward()
+            assert sorted(calls) == sorted([*used, *used])
+            calls.clear()
+        # The mean of the branches of both ranks came all the same.
+        assert all(module.own[rank].weight.grad is not None for rank in range(2))
+        assert module.nobodys.weight.grad is None
+
+
+@ranks(2, timeout=300)
+def test_a_parameter_that_one_rank_has_frozen_is_named() -> None:
+    with one_graph() as net:
+        for number in range(3):
+            net.step(number)
+        net.ddp.module.layers[1].weight.requires_grad_(dist.get_rank() == 0)
+        with pytest.raises(RuntimeError, match=r"layers\.1\.weight"):
+            loss_of(net.call(batch(3))).backward()
+
+
+@ranks(2, timeout=300)
+def test_hooks_of_users_see_and_change_gradients() -> None:
+    def times_5(param: Tensor) -> None:
+        param.grad.mul_(5)
+
+    with one_graph() as net:
+        net.ddp.module.layers[1].weight.register_hook(lambda grad: grad * 3)
+        net.ddp.module.layers[2].weight.register_post_accumulate_grad_hook(times_5)
+        for number in range(4):
+            net.step(number)
+            expected = means(net.module, number)
+            expected["layers.1.weight"] *= 3
+            expected["layers.2.weight"] *= 5
+            net.assert_gradients(expected)
+
+
+class Kept(Layers):
+    """Holds a weight in a list too, and uses that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [self.layers[1].weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.kept[0].sum() * 0.01
+
+
+@ranks(2, timeout=300)
+def test_a_weight_that_the_graph_reads_in_another_way_too() -> None:
+    backend = Backend()
+    with one_graph(Kept, backend) as net:
+        original = seeded(Kept)
+        for number in range(3):
+            net.step(number)
+            alone = gather(gradients_alone(original, number))
+            net.assert_gradients({n: sum(each[n] for each in alone) / 2 for n in alone[0]})
+    # All of its gradient is told of.
+    (node,) = (
+        node
+        for node in backend.backwards[0].graph.nodes
+        if "ready" in str(node.target) and node.args[2] == "layers.1.weight"
+    )
+    assert "add" in str(node.args[0].target)
+
+
+@ranks(2, timeout=300)
+def test_weighted_means() -> None:
+    with one_graph() as net:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        total = size * (size + 1) / 2
+        for number in range(4):
+            net.ddp.zero_grad()
+            with net.ddp.weighted(rank + 1):
+                loss_of(net.call(batch(number))).backward()
+            alone = gather(gradients_alone(net.module, number))
+            net.assert_gradients(
+                {
+                    name: sum((r + 1) / total * each[name] for r, each in enumerate(alone))
+                    for name in alone[0]
+                }
+            )
+
+
+@ranks(2, timeout=300)
+def test_gradients_of_some_parameters_only() -> None:
+    with one_graph() as net:
+        chosen = {f"layers.{number}.weight" for number in (0, 3)}
+        inputs = [net.ddp.module.get_parameter(name) for name in chosen]
+        for number in range(5):
+            net.loss(number).backward(inputs=inputs if number >= 3 else None)
+            expected = means(net.module, number)
+            if number >= 3:
+                expected = {name: expected[name] for name in expected if name in chosen}
+            net.assert_gradients(expected)
+
+
+@ranks(2, timeout=300)
+def test_inputs_that_need_gradients() -> None:
+    with one_graph() as net:
+        for number in range(3):
+            net.ddp.zero_grad()
+            x, y = (batch(number).requires_grad_() for _ in range(2))
+            loss_of(net.call(x)).backward()
+            net.assert_means(number)
+            loss_of(net.module(y)).backward()
+            torch.testing.assert_close(x.grad, y.grad)
+            net.module.zero_grad()
+
+
+@ranks(2, timeout=300)
+def test_a_backward_that_breaks_off_is_made_up_for() -> None:
+    def fail(_: Tensor) -> None:
+        raise ValueError("breaks off")
+
+    with one_graph() as net:
+        for number in range(6):
+            loss = net.loss(number)
+            if number == 3:
+                handle = net.ddp.module.layers[0].weight.register_hook(fail)
+                with pytest.raises(ValueError, match="breaks off"):
+                    loss.backward()
+                handle.remove()
+                continue
+            loss.backward()
+            net.assert_means(number)

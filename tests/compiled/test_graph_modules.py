@@ -1,0 +1,165 @@
+"""What is wrapped and compiled as one graph, and by what: buffers, subclasses, copies, join()."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_on_all_ranks, ranks
+from one_graph import (
+    SMALL,
+    Conv,
+    Layers,
+    Net,
+    batch,
+    fresh_dynamo,
+    gradients,
+    loss_of,
+    one_graph,
+    seeded,
+)
+from torch import Tensor, nn
+
+from tritonddp import DistributedDataParallel
+
+
+@ranks(2, timeout=300)
+def test_buffers_are_those_of_rank_0_at_each_forward() -> None:
+    with one_graph(Conv) as net:
+        twin = DistributedDataParallel(seeded(Conv))
+        for number in range(24):
+            for step in (net.call, twin):
+                loss_of(step(batch(number))).backward()
+            for (name, buffer), other in zip(net.ddp.named_buffers(), twin.buffers(), strict=True):
+                torch.testing.assert_close(buffer, other, msg=lambda m, n=name: n + m)
+        with torch.no_grad():
+            for each in (net.ddp.eval(), twin.eval()):
+                each(batch(0, 0))
+
+
+@ranks(2, timeout=300)
+def test_join() -> None:
+    with one_graph() as net:
+        steps = 0
+        with net.ddp.join():
+            for number in range(3 + 2 * dist.get_rank()):
+                net.step(number)
+                steps += 1
+        assert steps == 3 + 2 * dist.get_rank()
+    assert_same_on_all_ranks([param.detach() for param in net.ddp.parameters()])
+
+
+@ranks(2, timeout=300)
+def test_what_no_graph_can_hold_says_so() -> None:
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    precision = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with one_graph(mixed_precision=precision) as net:
+        with pytest.raises(Exception, match="mixed_precision casts parameters before each forward"):
+            net.call(batch(0, 0))
+        assert_compiles_in_parts(net.ddp)
+
+
+def assert_compiles_in_parts(ddp: nn.Module) -> Tensor:
+    """What is no graph as a whole; returns its output."""
+    with fresh_dynamo():
+        found = torch.compile(ddp, backend="aot_eager")(batch(0, 0))
+        loss_of(found).backward()
+    assert_same_on_all_ranks(list(gradients(ddp).values()))
+    return found
+
+
+class Overlapping(Layers):
+    """Has two buffers in one storage, the second from this element on."""
+
+    begin = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = torch.arange(6.0)
+        self.register_buffer("table", values[:3])
+        self.register_buffer("row", values[self.begin :])
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = super().forward(x) * (1 + self.row.sum() + self.table.sum())
+        return found
+
+
+class Neighbouring(Overlapping):
+    begin = 3
+
+
+@ranks(2, timeout=300)
+def test_buffers_that_share_memory_say_so() -> None:
+    with one_graph(Neighbouring) as net:
+        torch.testing.assert_close(net.call(batch(0, 0)), net.module(batch(0, 0)))
+    with one_graph(Overlapping) as net:
+        with pytest.raises(Exception, match="buffers that share memory are overwritten"):
+            net.call(batch(0, 0))
+        torch.testing.assert_close(assert_compiles_in_parts(net.ddp), net.module(batch(0, 0)))
+
+
+class Overriding(DistributedDataParallel):
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return 2 * super()._run_ddp_forward(*inputs, **kwargs)
+
+
+@ranks(2, timeout=300)
+def test_what_a_subclass_does_in_a_forward_is_done() -> None:
+    with fresh_dynamo():
+        net = Net(Overriding(seeded(Layers), **SMALL))
+        with pytest.raises(Exception, match="a subclass of the wrapper overrides _run_ddp_forward"):
+            net.call(batch(0, 0))
+        torch.testing.assert_close(assert_compiles_in_parts(net.ddp), 2 * net.module(batch(0, 0)))
+
+
+class Particular(Layers):
+    """Looks at what its parameters are, and has buffers that it replaces, or changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("replaced", torch.zeros(2))
+        self.register_buffer("changed", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Any:
+        self.replaced = self.replaced * 0.5 + 1
+        self.changed.add_(1)
+        are_parameters = all(isinstance(each, nn.Parameter) for each in self.parameters())
+        return {"x": super().forward(x) * (1 if are_parameters else 2), "w": self.layers[0].weight}
+
+
+@ranks(2, timeout=300)
+def test_the_module_is_what_it_is_without() -> None:
+    with fresh_dynamo():
+        ddp, twin = (DistributedDataParallel(seeded(Particular), **SMALL) for _ in range(2))
+        ddp.compile(backend="aot_eager", fullgraph=True)
+        for number in range(4):
+            for net in (ddp, twin):
+                net.zero_grad()
+                output = net(batch(number))
+                assert output["w"] is net.module.layers[0].weight
+                loss_of(output["x"]).backward()
+            torch.testing.assert_close(gradients(ddp), gradients(twin))
+            torch.testing.assert_close(dict(ddp.named_buffers()), dict(twin.named_buffers()))
+        assert ddp.module.replaced.tolist() == [1.875] * 2
+        other = copy.deepcopy(ddp)
+        with torch.no_grad():
+            for param in other.parameters():
+                param.zero_()
+        assert other(batch(0, 0))["x"].abs().max() == 0
+        assert ddp(batch(0, 0))["x"].abs().max() > 0
+
+
+@ranks(2, timeout=300)
+def test_two_wrappers_of_a_module_and_a_copy() -> None:
+    with one_graph() as net:
+        other = Net(copy.deepcopy(net.ddp))
+        for each in (net, other):
+            for number in range(3):
+                each.step(number)
+                each.assert_means(number)
+        state, others = (each.ddp._ddp_state.traced.state[0] for each in (net, other))
+        assert int(state) != int(others)

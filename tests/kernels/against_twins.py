@@ -1,0 +1,572 @@
+"""Kernels against their twins in plain torch, wherever the kernels run: see :class:`Place`.
+
+The module that imports these tests has a fixture ``place``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from guarded_ranks import Guarded, assert_same_messages, assert_same_residuals
+from poisoned import (
+    POISON,
+    SLOTS,
+    Arena,
+    assert_gaps_intact,
+    assert_same_bits,
+    dense,
+    embedded_flat,
+    embedded_gradients,
+    raw,
+    values,
+)
+from quantized_ranks import all_reduce, exchange, gather, quantized_buffers
+from torch import Tensor
+
+from tritonddp.kernels import launch, reference
+from tritonddp.kernels.flat_buffer import DTYPES, FlatBuffer, Marks, Squares
+from tritonddp.kernels.quantized import reference as quantized_reference
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the kernels of a GPU run: in Triton's interpreter, on the recorded device, on a GPU.
+
+    Attributes:
+        device: of their tensors.
+        flatten, unflatten, quantize, reduce_parts, dequantize: the kernels.
+        block, quantized_block: elements of a chunk, few for an interpreter; ``None`` for the usual.
+        many: elements of a large gradient.
+    """
+
+    device: str
+    flatten: Any
+    unflatten: Any
+    quantize: Any
+    reduce_parts: Any
+    dequantize: Any
+    block: int | None = 256
+    quantized_block: int | None = 512
+    many: int = 1_000
+
+    @classmethod
+    def of(cls, device: str, **options: Any) -> Place:
+        """With the kernels of this process."""
+        from tritonddp.kernels import flatten, unflatten
+        from tritonddp.kernels.quantized import dequantize, quantize, reduce_parts
+
+        return cls(
+            device,
+            flatten.flatten,
+            unflatten.unflatten,
+            quantize.quantize,
+            reduce_parts.reduce_parts,
+            dequantize.dequantize,
+            **options,
+        )
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.block is None
+
+    def flat(self, slots: Any, wire: torch.dtype, **options: Any) -> tuple[FlatBuffer, Arena]:
+        """A buffer that the kernels cut into chunks of this place."""
+        from tritonddp.kernels.device_tables import DeviceTables
+
+        flat, arena = embedded_flat(slots, wire, self.device, **options)
+        flat.tables = DeviceTables(flat, self.block)
+        return flat, arena
+
+    def factor(self, value: float | None) -> Tensor | None:
+        """On the device."""
+        return None if value is None else torch.tensor([value], dtype=torch.float64).to(self.device)
+
+
+PAIRS = pytest.mark.parametrize(
+    ("dtype", "wire"), [(dtype, wire) for dtype in DTYPES for wire in DTYPES], ids=str
+)
+WIRE = pytest.mark.parametrize("wire", DTYPES, ids=str)
+ALIGNED = pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
+# Among them what fp32 cannot hold, and numbers that only fp64 tells apart from others.
+FACTORS = [1 / 3, -2.0, 0.0, -0.0, 1 + 2.0**-40, 2.0**-130, 1e300, -1e-300, math.inf, math.nan]
+
+
+def fill(*flats: FlatBuffer, flags: Any = None) -> None:
+    """As an all-reduce leaves them."""
+    for flat in flats:
+        for slot, view in enumerate(flat.views):
+            content = values(view.numel(), flat.data.dtype, slot).to(view.device)
+            view.copy_(content.as_strided(view.shape, view.stride()))
+        flat.flags.copy_(torch.tensor([1.0] * len(flat.views) if flags is None else flags))
+
+
+def assert_same_views(flat: FlatBuffer, twin: FlatBuffer) -> None:
+    for slot, (view, expected) in enumerate(zip(flat.views, twin.views, strict=True)):
+        assert_same_bits(view, expected, f"slot {slot} {tuple(view.shape)}")
+
+
+def assert_intact(flat: FlatBuffer, memory: Arena) -> None:
+    assert_gaps_intact(flat)
+    memory.assert_guards_intact("the flat buffer")
+
+
+# Into the buffer
+
+
+@ALIGNED
+@PAIRS
+def test_flatten_has_the_bits_of_the_reference(place, dtype, wire, aligned):
+    grads, arenas = embedded_gradients(SLOTS, dtype, aligned, place.device)
+    twins, _ = embedded_gradients(SLOTS, dtype)
+    before = [raw(arena.memory).clone() for arena in arenas]
+    flat, memory = place.flat(SLOTS, wire)
+    expected, _ = embedded_flat(SLOTS, wire)
+    used = [slot % 3 != 1 for slot in range(len(SLOTS))]
+    place.flatten(flat, grads, used, 1 / 3)
+    reference.flatten(expected, twins, used, 1 / 3)
+    assert flat.tables.aligned is aligned
+    assert_same_views(flat, expected)
+    assert flat.flags.tolist() == list(map(float, used))
+    assert_intact(flat, memory)
+    for arena, bits_before in zip(arenas, before, strict=True):
+        assert torch.equal(raw(arena.memory), bits_before), "a gradient was written"
+
+
+@pytest.mark.parametrize("beside_a_misaligned_one", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gradient_that_is_its_bucket_view_is_scaled_once_and_there(
+    place, dtype, beside_a_misaligned_one
+):
+    # Misaligned, loads and stores may be laid out differently over the threads of a program.
+    slots = [*SLOTS, dense([3 * place.many]), dense([33]), dense([4])]
+    flat, memory = place.flat(slots, dtype)
+    expected, _ = embedded_flat(slots, dtype)
+    fill(flat)
+    twins, grads = [view.cpu().clone() for view in flat.views], list(flat.views)
+    if beside_a_misaligned_one:
+        odd = Arena(4, dtype, aligned=False, device=place.device)
+        odd.inside().copy_(grads[-1])
+        grads[-1] = odd.inside()
+    place.flatten(flat, grads, [True] * len(slots), 0.3)
+    reference.flatten(expected, twins, [True] * len(slots), 0.3)
+    assert flat.tables.aligned is not beside_a_misaligned_one
+    assert_same_views(flat, expected)
+    assert_intact(flat, memory)
+
+
+@WIRE
+@pytest.mark.parametrize("scale", [0.5, math.inf, math.nan], ids=str)
+def test_missing_gradients_become_zeros_whatever_the_scale(place, wire, scale):
+    slots = [dense([37]), dense([300]), dense([]), dense([place.many]), dense([0])]
+    flat, memory = place.flat(slots, wire)
+    ones, used = torch.ones(300, device=place.device), [False, True, False, True, False]
+    place.flatten(flat, [None, ones, None, None, None], used, scale)
+    for slot in (0, 2, 3):
+        assert_same_bits(flat.views[slot], torch.zeros_like(flat.views[slot]), f"slot {slot}")
+    assert_same_bits(flat.views[1], torch.full((300,), scale).to(wire), "slot 1")
+    assert flat.flags.tolist() == used
+    place.flatten(flat, [None] * len(slots), [False] * len(slots), scale)
+    assert not any(view.count_nonzero() for view in flat.views)
+    assert flat.flags.tolist() == [0] * len(slots)
+    assert_intact(flat, memory)
+
+
+@pytest.mark.parametrize("count", [1, 126, 200, 265, 12 * 1024])  # a program writes 128
+@WIRE
+def test_headers_are_written_behind_the_flags_in_the_same_launch(place, wire, count):
+    slots = [dense([20]), dense([0]), dense([5000]), dense([17])]
+    grads, _ = embedded_gradients(slots, torch.float32, True, place.device)
+    twins, _ = embedded_gradients(slots, torch.float32)
+    flat, memory = place.flat(slots, wire, headers=count)
+    expected, twin_memory = embedded_flat(slots, wire, headers=count)
+    used, headers = [True, False, True, False], [(7 * at + 255) % 256 for at in range(count)]
+    for given in (headers, bytes(reversed(headers))):
+        before = launch.launches
+        place.flatten(flat, grads, used, 1 / 3, given)
+        assert launch.launches - before == 1
+        reference.flatten(expected, twins, used, 1 / 3, given)
+        for buffer, arena in ((flat, memory), (expected, twin_memory)):
+            assert buffer.flags.tolist() == used
+            assert buffer.headers.tolist() == list(given)
+            assert_intact(buffer, arena)
+        assert_same_views(flat, expected)
+
+
+@pytest.mark.sampled(4, 1)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+@PAIRS
+def test_a_number_that_is_not_finite_marks_its_gradient_wherever_it_is(place, dtype, wire, value):
+    slots = [dense([5000]), dense([0]), dense([17]), dense([30, 25], [1, 0]), dense([])]
+    options: dict[str, Any] = {"headers": 3, "marks": Marks(rank=11, world_size=19)}
+    flat, memory = place.flat(slots, wire, **options)
+    twin, _ = embedded_flat(slots, wire, **options)
+    places = [(0, 0), (0, 255), (0, 256), (0, 2048), (0, 4999), (2, 16), (3, 749), (4, 0), None]
+    for broken in places:  # and at last one without marks of an earlier reduction
+        ones = [torch.ones(math.prod(shape), dtype=dtype) for shape, _ in slots]
+        if broken is not None:
+            ones[broken[0]][broken[1]] = value
+        ones = [line.as_strided(*slot) for line, slot in zip(ones, slots, strict=True)]
+        place.flatten(flat, [each.to(place.device) for each in ones], [True] * 5, 0.5, b"\1\2\3")
+        reference.flatten(twin, ones, [True] * 5, 0.5, b"\1\2\3")
+        assert flat.marked() == twin.marked() == ({broken[0]: [11]} if broken else {}), broken
+    assert flat.flags.tolist() == [1] * 5
+    assert flat.headers.tolist() == [1, 2, 3]
+    assert_intact(flat, memory)
+
+
+@pytest.mark.parametrize("other", DTYPES, ids=str)
+@pytest.mark.parametrize("narrow", [torch.float16, torch.bfloat16], ids=str)
+def test_every_16_bit_pattern_is_cast_as_torch_does(place, narrow, other):
+    pattern = torch.arange(-(2**15), 2**15).to(torch.int16).view(narrow)
+    given = pattern.to(place.device)
+    place = replace(place, block=8192)
+    (flat, _), (twin, _) = (
+        make([dense([len(pattern)])], other) for make in (place.flat, embedded_flat)
+    )
+    place.flatten(flat, [given], [True], 0.7)
+    reference.flatten(twin, [pattern], [True], 0.7)
+    assert_same_views(flat, twin)
+    flat, _ = place.flat([dense([len(pattern)])], narrow)
+    flat.views[0].copy_(pattern)
+    flat.flags.fill_(1)
+    grad = torch.zeros(len(pattern), dtype=other, device=place.device)
+    place.unflatten(flat, [grad])
+    assert_same_bits(grad, pattern.to(other))
+
+
+@pytest.mark.parametrize("count", [1, 7, 60])
+def test_any_number_of_gradients_is_one_launch_each_way(place, count):
+    slots = [dense([5 + slot]) for slot in range(count)]
+    flat, _ = place.flat(slots, torch.float32)
+    grads, _ = embedded_gradients(slots, torch.float32, True, place.device)
+    targets = [torch.zeros_like(grad) for grad in grads]
+    before = launch.launches
+    place.flatten(flat, grads, [True] * count, 1.0)
+    place.unflatten(flat, targets)
+    assert launch.launches - before == 2
+    for view, grad, target in zip(flat.views, grads, targets, strict=True):
+        assert_same_bits(view, grad)
+        assert_same_bits(target, grad)
+
+
+# Out of the buffer
+
+
+@ALIGNED
+@PAIRS
+def test_unflatten_has_the_bits_of_the_reference(place, dtype, wire, aligned):
+    (flat, _), (twin, _) = place.flat(SLOTS, wire), embedded_flat(SLOTS, wire)
+    flags = [1.0] * len(SLOTS)
+    flags[8] = 0.0
+    fill(flat, twin, flags=flags)
+    before = raw(flat.data).clone()
+    wide = torch.float64 if torch.float64 in (dtype, wire) else torch.float32
+    for number, value in enumerate((None, *(FACTORS if aligned else FACTORS[4:6]))):
+        if number == 1:  # an interpreter takes its time for each program
+            flat.tables = None
+        grads, arenas = embedded_gradients(SLOTS, dtype, aligned, place.device)
+        expected, twin_arenas = embedded_gradients(SLOTS, dtype)
+        raw(arenas[8].memory).fill_(POISON[dtype.itemsize])
+        place.unflatten(flat, grads, place.factor(value))
+        factor = None if value is None else torch.tensor([value], dtype=torch.float64)
+        reference.unflatten(twin, expected, factor)
+        assert flat.tables.aligned is aligned
+        for slot, (grad, arena) in enumerate(zip(grads, arenas, strict=True)):
+            where = f"factor {value}, slot {slot} {SLOTS[slot]}"
+            if flags[slot]:
+                scaled = twin.views[slot].to(wide) * (1 if factor is None else factor.to(wide))
+                assert_same_bits(grad, expected[slot], where)
+                assert_same_bits(grad, scaled.to(dtype), where)
+            arena.assert_guards_intact(f"gradient {slot}")
+            twin_arenas[slot].assert_guards_intact(f"gradient {slot}")
+        assert (raw(arenas[8].memory) == POISON[dtype.itemsize]).all(), "an unused one was written"
+    assert torch.equal(raw(flat.data), before), "the flat buffer was written"
+
+
+@pytest.mark.parametrize("value", FACTORS, ids=str)
+@WIRE
+def test_gradients_that_live_in_the_buffer_are_scaled_once_and_there(place, wire, value):
+    slots = [*SLOTS, dense([3 * place.many])]
+    flags = [1.0] * len(slots)
+    flags[7] = 0.0
+    flat, memory = place.flat(slots, wire)
+    twin, twin_memory = embedded_flat(slots, wire)
+    fill(flat, twin, flags=flags)
+    before = [view.clone() for view in twin.views]
+    launches = launch.launches
+    place.unflatten(flat, flat.views, place.factor(value))
+    assert launch.launches - launches == 1
+    factor = torch.tensor([value], dtype=torch.float64)
+    reference.unflatten(twin, twin.views, factor)
+    assert_same_views(flat, twin)
+    wide = torch.promote_types(wire, torch.float32)
+    for slot, (view, was) in enumerate(zip(twin.views, before, strict=True)):
+        scaled = (was.to(wide) * factor.to(wide)).to(wire) if flags[slot] else was
+        assert_same_bits(view, scaled, f"slot {slot}")
+    for buffer, arena in ((flat, memory), (twin, twin_memory)):
+        assert_same_bits(buffer.flags, torch.tensor(flags, dtype=wire), "the flags")
+        assert_intact(buffer, arena)
+
+
+# Sums of squares beside what is moved
+
+
+def normal(device: str, dtype: torch.dtype, slots: Any, aligned: bool = True) -> list[Any]:
+    grads, _ = embedded_gradients(slots, dtype, aligned, device)
+    for seed, grad in enumerate(grads):
+        grad.copy_(torch.randn(grad.shape, generator=torch.Generator().manual_seed(seed)))
+    return grads
+
+
+def squares_of(grads: Any) -> Any:
+    total = sum(grad.double().square().sum().item() for grad in grads if grad is not None)
+    return pytest.approx(total, rel=2e-6)  # sums are in fp32, or in fp64 of fp64
+
+
+def total(squares: Tensor | None) -> float:
+    assert squares is not None
+    assert squares.dtype in (torch.float32, torch.float64)
+    return squares.double().sum().item()
+
+
+@pytest.mark.sampled(5, 3)
+@ALIGNED
+@PAIRS
+def test_flatten_sums_the_squares_of_gradients_before_they_are_scaled(place, dtype, wire, aligned):
+    slots = [*SLOTS, dense([3 * place.many])]
+    used, missing = [True] * len(slots), 8
+    grads, twins = normal(place.device, dtype, slots, aligned), normal("cpu", dtype, slots)
+    grads[missing] = twins[missing] = None
+    (flat, _), (plain, _), (twin, _) = (
+        *(place.flat(slots, wire), place.flat(slots, wire)),
+        embedded_flat(slots, wire),
+    )
+    flat.squares, twin.squares = Squares(), Squares()
+    place.flatten(plain, grads, used, 0.25)
+    before = launch.launches
+    place.flatten(flat, grads, used, 0.25)
+    assert launch.launches == before + 1
+    reference.flatten(twin, twins, used, 0.25)
+    assert_same_views(flat, plain)
+    assert_same_views(flat, twin)
+    found = flat.squares.flattened[0].clone()
+    assert total(found) == squares_of(twins)
+    assert total(twin.squares.flattened[0]) == squares_of(twins)
+    place.flatten(flat, grads, used, 0.25)
+    assert torch.equal(flat.squares.flattened[0], found), "the order of the sum is not fixed"
+
+
+@pytest.mark.sampled(5, 3)
+@pytest.mark.parametrize("value", [None, 0.3], ids=["plain", "scaled"])
+@PAIRS
+def test_unflatten_sums_the_squares_of_what_is_in_gradients_afterwards(place, dtype, wire, value):
+    slots = [*SLOTS, dense([3 * place.many])]
+    flags = torch.ones(len(slots))
+    flags[[5, 8]] = 0  # no rank used these: .grad stays, and counts
+    (flat, _), (plain, _), (twin, _) = (
+        *(place.flat(slots, wire), place.flat(slots, wire)),
+        embedded_flat(slots, wire),
+    )
+    for each in (flat, plain, twin):
+        for view, grad in zip(each.views, normal("cpu", wire, slots), strict=True):
+            view.copy_(grad * 2)
+        each.flags.copy_(flags)
+    flat.squares, twin.squares = Squares(), Squares()  # before the first launch
+    found, without = (normal(place.device, dtype, slots) for _ in range(2))
+    expected = normal("cpu", dtype, slots)
+    for each in (found, without, expected):
+        each[6] = None
+    before = launch.launches
+    place.unflatten(flat, found, place.factor(value))
+    assert launch.launches == before + 1
+    place.unflatten(plain, without, place.factor(value))
+    factor = None if value is None else torch.tensor([value], dtype=torch.float64)
+    reference.unflatten(twin, expected, factor)
+    for slot, (mine, theirs, twins) in enumerate(zip(found, without, expected, strict=True)):
+        if slot != 6:
+            assert_same_bits(mine, theirs, f"slot {slot}")
+            assert_same_bits(mine, twins, f"slot {slot}")
+    assert total(flat.squares.unflattened) == squares_of(expected)
+    assert total(twin.squares.unflattened) == squares_of(expected)
+
+
+@pytest.mark.parametrize("value", [None, 1.0, 0.5], ids=str)
+@WIRE
+def test_gradients_that_live_in_the_buffer_are_scaled_and_summed_there(place, wire, value):
+    for run, (flat, _) in (
+        (place.unflatten, place.flat(SLOTS, wire)),
+        (reference.unflatten, embedded_flat(SLOTS, wire)),
+    ):
+        grads = normal("cpu", wire, SLOTS)
+        for view, grad in zip(flat.views, grads, strict=True):
+            view.copy_(grad)
+        flat.flags.fill_(1)
+        flat.squares = Squares()
+        factor = None if value is None else torch.tensor([value], dtype=torch.float64)
+        run(flat, flat.views, None if factor is None else factor.to(flat.data.device))
+        for view, was in zip(flat.views, grads, strict=True):
+            assert_same_bits(view, (was.double() * (value or 1)).to(wire))
+        assert total(flat.squares.unflattened) == squares_of(flat.views)
+
+
+# Quantised
+
+# (On GPUs that have no fp8 these are left out.)
+NUMBERS = pytest.mark.parametrize("numbers", [torch.int8, torch.float8_e4m3fn], ids=str)
+NARROW = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+# Around the edges of blocks, of chunks and of the 16-wide tail, and whether they are quantised.
+SMALL = [(dense([17, 9], [1, 0]), True), (dense([5]), False), (dense([]), False)]
+SMALL += [(dense([256]), True), (dense([0]), True)]
+COMPILED = [*((dense([n]), True) for n in (1, 15, 16, 17, 255, 257, 5000)), (dense([33]), False)]
+COMPILED += [(dense([17, 900], [1, 0]), True), (dense([20_000]), False)]
+
+
+def quantized_slots(place: Place) -> tuple[list[Any], list[bool]]:
+    found = [(dense([place.many]), True), *SMALL, *(COMPILED if place.is_compiled else ())]
+    return [slot for slot, _ in found], [is_quantized for _, is_quantized in found]
+
+
+def like(slots: Any, device: str = "cpu") -> list[Tensor]:
+    return [torch.empty_strided(shape, stride, device=device) for shape, stride in slots]
+
+
+def guarded(place: Place, numbers: Any, size: int, feedback: bool = True) -> tuple[Any, Any]:
+    """Buffers of all ranks for the kernels, and for the twins."""
+    from tritonddp.kernels.quantized.quantize import QuantizedTables
+
+    slots, quantized = quantized_slots(place)
+    mine = Guarded(like(slots), quantized, numbers, size, feedback, place.device)
+    twins = Guarded(like(slots), quantized, numbers, size, feedback)
+    for flat in mine.flats:
+        flat.tables = QuantizedTables(flat, place.quantized_block)
+    return mine, twins
+
+
+@pytest.mark.parametrize(
+    ("size", "feedback"),
+    [*((size, True) for size in (1, 2, 3, 4, 8)), *((size, False) for size in (1, 3, 8))],
+)
+@NUMBERS
+def test_all_ranks_have_the_bits_of_the_reference(place, numbers, size, feedback):
+    mine, twins = guarded(place, numbers, size, feedback)
+    slots, _ = quantized_slots(place)
+    unused = 4
+    # The second step with NaN, infinities and what is too small. In the third some ranks do not use
+    # what has a residual, and none uses one slot.
+    for step in range(3):
+        torch.manual_seed(step)
+        grads: list[list[Any]] = [embedded_gradients(slots, torch.float32)[0] for _ in range(size)]
+        for rank, each in enumerate(grads):
+            # (One is finite on most ranks: else every block would have an infinity.)
+            for grad in each if step != 1 else each[: rank > 0]:
+                grad.normal_()
+            if step != 1:
+                each[0][::7] = -0.0
+        used = [[True] * len(slots)] * size
+        if step == 2:
+            used = [
+                [slot != unused and (rank + slot) % 3 != 1 for slot in range(len(slots))]
+                for rank in range(size)
+            ]
+            for each in grads:
+                each[unused] = None
+        there = [[g if g is None else g.to(place.device) for g in each] for each in grads]
+        before = launch.launches
+        results = all_reduce(mine.flats, there, used, 1 / 3, place)
+        assert launch.launches - before == 3 * size
+        expected = all_reduce(twins.flats, grads, used, 1 / 3, quantized_reference)
+        for flat, twin in zip(mine.flats, twins.flats, strict=True):
+            assert_same_residuals(flat, twin)
+            assert flat.flags.tolist() == twin.flags.tolist()
+            assert flat.headers.tolist() == twin.headers.tolist()
+            assert_same_bits(flat.result.scales, twin.result.scales, "scales")
+        for rank in range(size):
+            for slot in range(len(slots)):
+                assert_same_bits(results[rank][slot], expected[rank][slot], f"slot {slot}")
+                assert_same_bits(results[rank][slot], results[0][slot], f"rank {rank}")
+        mine.assert_guards_intact()
+        twins.assert_guards_intact()
+    assert results[0][unused].isnan().all(), "it was written, though no rank has used it"
+
+
+@ALIGNED
+@NARROW
+@NUMBERS
+def test_gradients_of_any_dtype_come_and_go_as_by_the_reference(place, numbers, dtype, aligned):
+    (mine, twins), (slots, _) = guarded(place, numbers, 2), quantized_slots(place)
+    unused, missing = 4, 2
+    grads, arenas = embedded_gradients(slots, dtype, aligned, place.device)
+    given, _ = embedded_gradients(slots, dtype)
+    finite = torch.randn(place.many) * 3e4  # one that stays finite
+    for each in (grads, given):
+        each[0].copy_(finite)
+    before = [raw(arena.memory).clone() for arena in arenas]
+    used, headers = [slot != unused for slot in range(len(slots))], bytes([0, 7, 255, 8, 0, 1])
+    for rank, (flat, twin) in enumerate(zip(mine.flats, twins.flats, strict=True)):
+        place.quantize(flat, grads, used, 1 / 3, headers)
+        quantized_reference.quantize(twin, given, used, 1 / 3, headers)
+        assert flat.tables.aligned is aligned
+        assert_same_messages(flat.message.cpu(), twin.message, twin)
+        assert_same_residuals(flat, twin)
+        own = [*map(int, used), *headers[3 * rank : 3 * rank + 3]]
+        assert flat.outgoing.trailers.tolist() == [own] * 2
+    for arena, bits_before in zip(arenas, before, strict=True):
+        assert torch.equal(raw(arena.memory), bits_before), "a gradient was written"
+    for kernels, flats in ((place, mine.flats), (quantized_reference, twins.flats)):
+        exchange(flats)
+        for flat in flats:
+            kernels.reduce_parts(flat)
+        gather(flats)
+    flat, twin = mine.flats[0], twins.flats[0]
+    sums = flat.message.clone()
+    for value in (None, 1 / 3, -1e-40, math.inf):
+        targets, arenas = embedded_gradients(slots, dtype, aligned, place.device)
+        expected, _ = embedded_gradients(slots, dtype)
+        raw(arenas[unused].memory).fill_(POISON[dtype.itemsize])
+        targets[missing] = expected[missing] = None
+        place.dequantize(flat, targets, place.factor(value))
+        factor = None if value is None else torch.tensor([value], dtype=torch.float64)
+        quantized_reference.dequantize(twin, expected, factor)
+        for slot, arena in enumerate(arenas):
+            if slot not in (unused, missing):
+                assert_same_bits(targets[slot], expected[slot], f"factor {value}, slot {slot}")
+            arena.assert_guards_intact(f"gradient {slot}")
+        assert (raw(arenas[unused].memory) == POISON[dtype.itemsize]).all(), (
+            "an unused one was written"
+        )
+    assert torch.equal(flat.message, sums), "the message was written"
+    mine.assert_guards_intact()
+
+
+@NUMBERS
+def test_every_rank_learns_what_each_has_quantised(place, numbers):
+    slots, quantized = quantized_slots(place)
+    found: list[dict[int, int]] = [{}, {0: place.many - 1, 2: 4}, {0: 0, 1: 152, 3: 0}]
+    for kernels, device in ((place, place.device), (quantized_reference, "cpu")):
+        flats = quantized_buffers(
+            *(like(slots, device), quantized, numbers, 3),
+            device=torch.device(device),
+            has_marks=True,
+        )
+        for step in range(3):
+            for rank, flat in enumerate(flats):
+                grads = [torch.ones_like(each, device=device) for each in like(slots)]
+                for slot, at in found[rank].items() if step == 1 else ():
+                    line = grads[slot].as_strided((grads[slot].numel(),), (1,))
+                    line[at] = (math.nan, math.inf)[rank % 2]
+                headers = bytes(3 * rank) + bytes([rank + 1] * 3) + bytes(3 * (2 - rank))
+                kernels.quantize(flat, grads, [True] * len(slots), 1 / 3, headers)
+            exchange(flats)
+            for flat in flats:
+                marked = {0: [1, 2], 1: [2], 2: [1], 3: [2]} if step == 1 else {}
+                assert flat.marked() == marked
+                kernels.reduce_parts(flat)
+                assert flat.flags.tolist() == [3] * len(slots)
+                assert flat.headers.tolist() == [1] * 3 + [2] * 3 + [3] * 3
+        flats[1].fill_nan()
+        exchange(flats)
+        assert flats[0].marked() == {slot: [1] for slot in range(len(slots))}

@@ -1,0 +1,165 @@
+"""Modules that tests wrap, and inputs for them.
+
+Small ones, named after what is odd about them; what one file alone needs is in that file.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+Shape = int | tuple[int, ...]
+
+
+def linears(*widths: int, **options: Any) -> nn.Sequential:
+    """Linear layers of these widths, from the inputs to the outputs."""
+    return nn.Sequential(*(nn.Linear(*each, **options) for each in itertools.pairwise(widths)))
+
+
+def mlp(*widths: int, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
+    """Linear layers with something that is not linear after each but the last."""
+    layers = linears(*widths)
+    return nn.Sequential(*[each for layer in layers for each in (layer, activation())][:-1])
+
+
+def normed(inputs: int = 3, outputs: int = 4) -> nn.Sequential:
+    """A layer and a batch norm: a model with buffers."""
+    return nn.Sequential(nn.Linear(inputs, outputs), nn.BatchNorm1d(outputs))
+
+
+class Layers(nn.Module):
+    """Layers of one width. A call goes through those that it names, in that order; or through all.
+
+    Args:
+        names: of the layers, in the order in which they are registered.
+        width: of each.
+        order: what a call names that names none.
+        checkpointed: which of them run in reentrant checkpoints.
+    """
+
+    def __init__(
+        self,
+        names: Iterable[str] = "abc",
+        width: int = 4,
+        order: Iterable[str] | None = None,
+        checkpointed: str = "",
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(width, width, bias=bias) for name in names})
+        self.order, self.checkpointed = order, checkpointed
+
+    def forward(self, x: Tensor, order: Iterable[str] | None = None) -> Tensor:
+        order = self.order if order is None else order
+        for name in self.layers if order is None else order:
+            layer = self.layers[name]
+            is_checkpointed = name in self.checkpointed
+            x = checkpoint(layer, x, use_reentrant=True) if is_checkpointed else layer(x)
+            x = torch.tanh(x)
+        return x
+
+
+class Two(nn.Module):
+    """The second layer is used on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3, bias=False)
+        self.second = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, both: bool = True) -> Tensor:
+        x = self.first(x)
+        return self.second(x) if both else x
+
+
+class OnDemand(nn.Module):
+    """A first and a last layer, between them ``extra`` if a call wants it, and one never used."""
+
+    def __init__(self, inputs: int = 3, width: int = 40, outputs: int = 2) -> None:
+        super().__init__()
+        self.first, self.extra = nn.Linear(inputs, width), nn.Linear(width, width)
+        self.unused, self.last = nn.Linear(2, 2), nn.Linear(width, outputs)
+
+    def forward(self, x: Tensor, extra: bool = False) -> Tensor:
+        x = self.first(x).tanh()
+        return self.last(self.extra(x).tanh() if extra else x)
+
+
+class Squares(nn.Module):
+    """Tensors of some shapes, all ones; the output is the sum of their squares.
+
+    So a gradient is twice the tensor, times the factor that the module is called with. Those whose
+    numbers a call names are left out.
+    """
+
+    def __init__(self, *shapes: Shape, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.params = nn.ParameterList(torch.ones(shape, dtype=dtype) for shape in shapes)
+
+    def forward(self, factor: Any = 1.0, without: Iterable[int] = ()) -> Tensor:
+        without = set(without)
+        used = [param for number, param in enumerate(self.params) if number not in without]
+        # The last one is used first: gradients come in the order of the parameters.
+        return sum(
+            ((each.abs().square() * factor).sum() for each in reversed(used)), torch.zeros(())
+        )
+
+
+class Given(nn.Module):
+    """Tensors of some shapes, whose gradients are what the module is called with."""
+
+    def __init__(self, *shapes: Shape, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.params = nn.ParameterList(torch.zeros(shape, dtype=dtype) for shape in shapes)
+
+    def forward(self, *gradients: Tensor) -> Tensor:
+        pairs = zip(self.params, map(torch.conj, gradients), strict=True)
+        return torch.stack([(param * gradient).sum() for param, gradient in pairs]).sum()
+
+
+class TiedTable(nn.Module):
+    """A table with sparse gradients, and the dense layer that shares its weight."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, width, sparse=True)
+        self.out = nn.Linear(width, rows, bias=False)
+        self.out.weight = self.table.weight
+
+    def forward(self, indices: Tensor, is_dense: bool = True) -> Tensor:
+        rows = self.table(indices)
+        return (self.out(rows) if is_dense else rows).square().sum()
+
+
+class Kinds(nn.Module):
+    """Parameters of several dtypes, and a table with sparse gradients.
+
+    The output is the sum of all, real and imaginary parts, each times its factor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4, sparse=True)
+        self.complex_ = nn.Parameter(torch.ones(5, dtype=torch.complex64))
+        self.double_ = nn.Parameter(torch.ones(5, dtype=torch.float64))
+        self.half_ = nn.Parameter(torch.ones(5, dtype=torch.float16))
+        self.single = nn.Parameter(torch.ones(5))
+
+    def forward(self, indices: Tensor, factor: Any = 1.0, **factors: Any) -> Tensor:
+        """``factor`` is for what ``factors`` do not name; ``real`` and ``imag`` parts of one."""
+        terms = {
+            "table": self.table(indices),
+            "real": self.complex_.real,
+            "imag": self.complex_.imag,
+            "double_": self.double_,
+            "half_": self.half_,
+            "single": self.single,
+        }
+        return sum(
+            (each * factors.get(name, factor)).sum().double() for name, each in terms.items()
+        )

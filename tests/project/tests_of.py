@@ -1,0 +1,79 @@
+"""Which tests reach a line of the package?
+
+    python tests/project/tests_of.py tritonddp/reducer/reducer.py:120
+    make tests-of AT=tritonddp/reducer/reducer.py:120         REFRESH=1 measures first
+
+prints them, sorted. Of a ``def`` or ``class`` it is those that run anything in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from pathlib import Path
+
+from measured import FOLDER, ROOT, measure, owner_of
+
+_REFRESH = "make tests-of REFRESH=1 measures (half an hour, or longer on a busy machine)"
+
+
+def lines_of(path: Path, line: int) -> range:
+    """Of the innermost statement at this line, or of what is in it, if that is a definition."""
+    found = range(line, line + 1)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0):
+            body = getattr(node, "body", None)
+            if body is None:
+                found = range(node.lineno, (node.end_lineno or 0) + 1)
+            elif line < body[0].lineno:
+                is_definition = isinstance(node, ast.FunctionDef | ast.ClassDef)
+                first, last = body[0], body[-1].end_lineno or 0
+                found = (
+                    range(first.lineno, last + 1)
+                    if is_definition
+                    else range(node.lineno, first.lineno)
+                )
+    return found
+
+
+def reaching(path: Path, line: int, folder: Path = FOLDER) -> list[str]:
+    """Their names, sorted. (What runs in no test, as when a module is imported, is none.)"""
+    from coverage import CoverageData
+
+    data = CoverageData(str(folder / "data"))
+    data.read()
+    contexts = data.contexts_by_lineno(str(path))
+    found = {owner_of(each) for at in lines_of(path, line) for each in contexts.get(at, [])}
+    return sorted(found - {""})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("at", nargs="?", help="FILE:LINE")
+    parser.add_argument("--refresh", action="store_true", help="measure first")
+    arguments, rest = parser.parse_known_args()
+    file, _, line = (arguments.at or "").rpartition(":")
+    path = ROOT / file
+    if arguments.at and not (path.is_file() and line.isdecimal()):
+        parser.error(f"{arguments.at} is no FILE:LINE, as tritonddp/reducer/reducer.py:120 is")
+    if arguments.refresh:
+        measure(rest)
+    if not arguments.at:
+        return 0
+    data = FOLDER / "data"
+    if not data.exists():
+        print(f"Nothing was measured yet: {_REFRESH}", file=sys.stderr)
+        return 2
+    if path.stat().st_mtime > data.stat().st_mtime:
+        print(
+            f"{file} has changed since it was measured, lines may have moved: {_REFRESH}",
+            file=sys.stderr,
+        )
+    found = reaching(path, int(line))
+    print("\n".join([*found, f"tests that reach {arguments.at}: {len(found)}"]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

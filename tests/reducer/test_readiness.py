@@ -1,0 +1,252 @@
+"""Buckets leave as they fill, and gradients that no engine announces are waited for or found."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases.models import Branches, batch, branch
+from distributed import in_rings, ranks, recorded_collectives
+from modules import Layers
+from oracle import Alone, Net, assert_mean, in_step, one_per_rank
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from training import delayed, filled, raises_if, train_step, wrap
+
+from tritonddp import DistributedDataParallel
+from tritonddp.reducer.graph.readiness import ReadyTracker
+
+
+@ranks(2, views=True)
+def test_buckets_are_launched_as_they_fill_while_the_backward_goes_on(view: bool) -> None:
+    model = Layers("abcdef", bias=False)
+    ddp = in_rings(model, bucket_cap_mb=1e-6, gradient_as_bucket_view=view)
+    for _ in range(2):
+        ddp(torch.randn(2, 4)).sum().backward()
+    launched = []
+    with recorded_collectives() as calls:
+        for name in "abcdef":  # the hook runs just before the gradient is accumulated
+            model.layers[name].weight.register_hook(lambda _: launched.append(len(calls)))
+        for order, expected in (
+            ("abcdef", [0, 1, 2, 3, 4, 5]),
+            # Nothing in the first two buckets. They wait only the first time: what is not announced
+            # might come from a reentrant checkpoint.
+            ("abcd", [0] * 4),
+            ("abcd", [2, 3, 4, 5]),
+            ("fedcba", [0] * 6),  # all wait for the first bucket
+        ):
+            launched.clear()
+            calls.clear()
+            ddp(torch.randn(2, 4), order).sum().backward()
+            assert launched == expected, order
+        assert len(calls) == 6
+
+
+@ranks(2, views=True)
+def test_other_layers_in_each_step_cost_few_looks(rank: int, view: bool) -> None:
+    """Each look goes through all gradients that have come."""
+    ddp = wrap(Layers(map(str, range(60)), 2), view)
+    draw = random.Random(rank)
+    looks = 0
+    look = ReadyTracker.look
+
+    def counting(self: ReadyTracker, number: int) -> bool:
+        nonlocal looks
+        looks += 1
+        return look(self, number)
+
+    with mock.patch.object(ReadyTracker, "look", counting):
+        for _ in range(20):
+            ddp.zero_grad()
+            route = sorted(draw.sample(range(60), 15))
+            ddp(torch.ones(1, 2), map(str, route)).sum().backward()
+    assert 20 < looks < 20 * 8, looks
+
+
+# Inner backwards, which no engine announces
+
+
+def checkpoint_behind(net: Net, rank: int) -> None:
+    output = net(batch(), "ab")
+    (output + checkpoint(branch(net, "c"), output, use_reentrant=True)).sum().backward()
+
+
+def checkpoint_in_front(net: Net, rank: int) -> None:
+    net(checkpoint(branch(net, "c"), batch(), use_reentrant=True), "ab").sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [
+        pytest.param(checkpoint_behind, None, id="in time"),
+        pytest.param(
+            checkpoint_in_front, r"rank \d.*'branches.c.*use_reentrant=False", id="late: an error"
+        ),
+    ],
+)
+@pytest.mark.quick
+@ranks(2, views=True)
+def test_reentrant_checkpoint_that_is_new_in_the_second_step_is_waited_for_from_then_on(
+    rank: int, step: Callable[[Net, int], None], error: str | None, view: bool
+) -> None:
+    ddp = wrap(Branches().double(), view, bucket_cap_mb=1e-6)
+    alone = one_per_rank(ddp.module)
+    ddp(batch(), "ab").sum().backward()
+    if error is not None:
+        with pytest.raises(RuntimeError, match=error):
+            step(ddp, rank)
+    for number in range(3):
+        for net in (ddp, *alone):
+            net.zero_grad()
+        in_step(step, ddp, alone, number)
+
+
+class Inner(nn.Module):
+    """Two vectors; the second one on demand, in a reentrant checkpoint behind the first, or before.
+
+    Args:
+        size: of each.
+        is_before: where.
+    """
+
+    def __init__(self, size: int, is_before: bool = False) -> None:
+        super().__init__()
+        self.is_before = is_before
+        self.first = nn.Parameter(torch.ones(size))
+        self.second = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        if both and self.is_before:
+            x = checkpoint(self._inner, x, use_reentrant=True)
+        x = (self.first * x).mean()
+        if both and not self.is_before:
+            x = checkpoint(self._inner, x, use_reentrant=True)
+        return x
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return (self.second * x).mean()
+
+
+def use_the_second_again(ddp: DistributedDataParallel, factor: Tensor) -> None:
+    """After steps enough without it that nobody waits for its gradient."""
+    alone = one_per_rank(ddp.module)
+    for number, both in enumerate([False] * 3 + [True] * 2 + [False, True]):
+        for net in (ddp, *alone):
+            net.zero_grad()
+        for rank, net in [*enumerate(alone), (dist.get_rank(), ddp)]:
+            net(factor * (1.0 + rank), both).backward()
+        assert_mean(ddp, alone, f"step {number}")
+
+
+@pytest.mark.parametrize("size", [100, 1_100_000], ids=["one segment", "two segments"])
+@ranks(2, views=True)
+def test_a_gradient_of_an_inner_backward_counts_in_the_first_step_that_has_it(
+    size: int, view: bool
+) -> None:
+    """Also where nothing of its segment was announced: that is packed behind it all the same."""
+    ddp = wrap(Inner(size), view, bucket_cap_mb=100)
+    use_the_second_again(ddp, torch.ones((), requires_grad=True))
+    assert [len(bucket.segments) for bucket in ddp.reducer.buckets] == [1 if size == 100 else 2]
+
+
+@ranks(2, views=True)
+def test_a_gradient_of_an_inner_backward_counts_in_a_bucket_that_is_sent_later(view: bool) -> None:
+    """No gradient comes behind it but the one that its bucket waits for."""
+    module, outside = Inner(100, is_before=True), nn.Parameter(torch.ones(()))
+    ddp = wrap(module, view, **delayed(module, "second", until=outside))
+    use_the_second_again(ddp, outside)
+    assert [bucket.names for bucket in ddp.reducer.buckets] == [["first"], ["second"]]
+
+
+@ranks(2, views=True)
+def test_a_layer_that_is_back_has_the_mean_in_that_very_step(view: bool) -> None:
+    """Nobody uses it for some steps, then both ranks, or one of them, in a bucket of its own."""
+    ddp = wrap(Branches().double(), view, bucket_cap_mb=1e-6)
+    alone: list[Alone] = one_per_rank(ddp.module)
+    used = [*2 * ["ab ab"], *3 * ["a a"], *2 * ["ab ab"], *2 * ["a a"], "a ab", "ab ab"]
+    for number, names in enumerate(map(str.split, used)):
+        for net in (ddp, *alone):
+            net.zero_grad()
+        in_step(
+            lambda net, rank, names=names: net(batch(), names[rank]).sum().backward(),
+            ddp,
+            alone,
+            number,
+        )
+
+
+class Lines:
+    """For ``sys.settrace``: the lines of a function that run, and Ctrl-C in one of them.
+
+    Args:
+        function: which one.
+        strikes_at: number of the line before which Ctrl-C comes, by the order in which they run.
+    """
+
+    def __init__(self, function: Callable[..., Any], strikes_at: int | None = None) -> None:
+        self.seen: list[int] = []
+        self._code = function.__code__
+        self._strikes_at = strikes_at
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> Any:
+        return self._in_function if frame.f_code is self._code else None
+
+    def _in_function(self, frame: FrameType, event: str, _: object) -> Any:
+        if event == "line" and frame.f_lineno not in self.seen:
+            if len(self.seen) == self._strikes_at:
+                raise KeyboardInterrupt
+            self.seen.append(frame.f_lineno)
+        return self._in_function
+
+
+@contextlib.contextmanager
+def traced(lines: Lines) -> Iterator[None]:
+    former = sys.gettrace()
+    sys.settrace(lines)
+    try:
+        yield
+    finally:
+        sys.settrace(former)
+
+
+@ranks(2)
+def test_what_an_interrupt_leaves_half_made_is_made_again(rank: int) -> None:
+    """Before each line in turn of what is prepared for other layers than those of the last step."""
+    layers = nn.ModuleList(nn.Linear(4, 3) for _ in range(2))
+    layers.forward = lambda x, used: sum(each(x).sum() for each in layers[:used])  # type: ignore
+    ddp = DistributedDataParallel(layers, bucket_cap_mb=1e-6)
+    prepare = ReadyTracker._expect
+
+    def step(used: int) -> None:
+        train_step(ddp, filled(2, 4), used, loss=torch.sum)
+
+    def right_step(used: int, where: str) -> None:
+        step(used)
+        for layer in layers[:used]:
+            torch.testing.assert_close(layer.weight.grad, torch.full((3, 4), 3.0), msg=where)
+            torch.testing.assert_close(layer.bias.grad, torch.full((3,), 2.0), msg=where)
+        assert used == 2 or layers[1].weight.grad is None, where
+
+    for used in (2, 1, 1, 2, 1):
+        right_step(used, "before any interrupt")
+    with traced(lines := Lines(prepare)):
+        step(2)
+    assert len(lines.seen) > 5
+    for number, line in enumerate(lines.seen):
+        where = f"behind an interrupt before line {line}"
+        right_step(1, where)
+        strikes = traced(Lines(prepare, number)) if rank == 1 else contextlib.nullcontext()
+        with raises_if(rank == 1, KeyboardInterrupt), strikes:
+            step(2)
+        if rank == 0:
+            assert all(param.grad.isnan().all() for param in ddp.parameters()), where
+        for used in (1 + number % 2, 2, 1):
+            right_step(used, where)

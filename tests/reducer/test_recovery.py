@@ -1,0 +1,214 @@
+"""After a backward that breaks off no gradient is wrong, no rank waits, and the next is right."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import ranks
+from modules import mlp
+from torch import Tensor, nn
+from training import (
+    assert_gradients_alike,
+    assert_mean_of,
+    assert_right_step,
+    breaking_off,
+    drawn,
+    gradients,
+    raises_if,
+    train_step,
+    wrap,
+)
+
+from tritonddp import DistributedDataParallel
+
+
+def layers() -> nn.Sequential:
+    return mlp(4, 4, 4, 2)
+
+
+def batch(number: int) -> Tensor:
+    return drawn(3, 4, step=number)
+
+
+class Broken(RuntimeError):
+    pass
+
+
+def break_off(model: nn.Module, layer: int, ranks_that_fail: list[int]) -> Any:
+    """Let the backward fail behind ``layer``: later layers have their gradients by then."""
+
+    def fail(_: Tensor) -> None:
+        if dist.get_rank() in ranks_that_fail:
+            raise Broken("boom")
+
+    def on_output(_: Any, __: Any, output: Tensor) -> None:
+        output.register_hook(fail)
+
+    return model[layer].register_forward_hook(on_output)
+
+
+# A hook on the output of the last layer runs before the wrapper sees that a backward has begun.
+# Then a rank that fails alone looks like one that ran no backward, which no rank can tell.
+@pytest.mark.parametrize(
+    ("who", "layer"),
+    [([0, 1], 0), ([0, 1], 2), ([0, 1], 4), ([0], 0), ([0], 2), ([1], 0), ([1], 2)],
+)
+@pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
+@ranks(2, views=True)
+def test_after_a_backward_that_broke_off_the_next_step_is_right(
+    rank: int, who: list[int], layer: int, first: bool, view: bool
+) -> None:
+    """Ranks that did not fail wait for the others' part and see NaN, not a mean without them."""
+    model = layers()
+    ddp = wrap(model, view, bucket_cap_mb=1e-6)
+    for number in range(0 if first else 2):
+        assert_right_step(ddp, batch(number))
+    handle = break_off(model, layer, who)
+    failed = rank in who
+    with raises_if(failed, Broken):
+        # Its peers take part in this reduction when they begin their next forward.
+        train_step(ddp, batch(5))
+    handle.remove()
+    if not failed:
+        mixed = gradients(ddp)
+        nan = [bool(grad.isnan().any()) for grad in mixed]
+        # In the first step all is sent at the end. Later on, what was full before it broke was
+        # sent as it should be: the layers above the one whose output raised.
+        sent = 0 if first else {0: 4, 2: 2}[layer]
+        assert nan == [True] * (6 - sent) + [False] * sent, nan
+        train_step(model, batch(5))
+        for grad, own in zip(mixed, gradients(model), strict=True):
+            assert grad.isnan().any() or grad.ne(own).any(), "a mean of one"
+    for number in (6, 7, 8):
+        assert_right_step(ddp, batch(number))
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "dropped"])
+@ranks(2)
+def test_a_new_wrapper_after_a_backward_that_broke_off_on_one_rank(rank: int, keeps: bool) -> None:
+    """As after an error of memory: the old wrapper's collectives come before those of wrapping."""
+
+    def broken_off() -> list[Any]:
+        ddp = DistributedDataParallel(layers(), bucket_cap_mb=1e-6)
+        train_step(ddp, batch(0))
+        break_off(ddp.module, 2, [1])
+        with raises_if(rank == 1, Broken):
+            train_step(ddp, batch(1))
+        return [ddp] if keeps else [weakref.ref(ddp._ddp_state.core)]
+
+    kept = broken_off()
+    ddp = DistributedDataParallel(layers())
+    for number in (2, 3):
+        assert_right_step(ddp, batch(number))
+    gc.collect()
+    assert keeps or kept[0]() is None
+
+
+@ranks(2, views=True)
+def test_a_backward_that_broke_off_under_no_sync_costs_nothing(rank: int, view: bool) -> None:
+    ddp = wrap(layers(), view)
+    assert_right_step(ddp, batch(0))
+    with ddp.no_sync(), breaking_off(ddp.module[2].weight, rank == 1):
+        train_step(ddp, batch(5))
+    for number in (6, 7):
+        assert_right_step(ddp, batch(number))
+
+
+@ranks(2, views=True)
+def test_a_forward_that_raises_leaves_the_next_step_right(view: bool) -> None:
+    ddp = wrap(layers(), view)
+    for number in range(3):
+        with pytest.raises(RuntimeError):
+            ddp(torch.randn(3, 5))
+        assert_right_step(ddp, batch(number))
+
+
+def made_sparse(param: Any) -> None:
+    param.grad = param.grad.to_sparse()
+
+
+def cut_to(rows: int) -> Any:
+    def cut(param: Any) -> None:
+        grad, param.grad = param.grad, None
+        param.data = param.data[:rows].clone()
+        param.grad = grad[:rows].clone()
+
+    return cut
+
+
+@pytest.mark.parametrize("amiss", ["sparse", "two rows", "one row"])
+@ranks(2, views=True)
+def test_a_gradient_that_does_not_fit_is_named(amiss: str, view: bool) -> None:
+    """On every rank. One row of four would fit by broadcasting: it is an error all the same."""
+    ddp = wrap(layers(), view)
+    for number in range(2):
+        train_step(ddp, batch(number))
+    hook = {"sparse": made_sparse, "two rows": cut_to(2), "one row": cut_to(1)}[amiss]
+    ddp.module[2].weight.register_post_accumulate_grad_hook(hook)
+    name = None if amiss == "one row" else r"rank \d.*'2.weight'"
+    with pytest.raises(RuntimeError, match=name):
+        train_step(ddp, batch(3))
+
+
+@ranks(2, views=True)
+def test_evaluation_after_a_broken_backward_hangs_nobody(rank: int, view: bool) -> None:
+    """The other rank waits in its all-reduces while this one would broadcast buffers."""
+    ddp = wrap(nn.Sequential(layers(), nn.BatchNorm1d(2)), view)
+    for number in range(2):
+        train_step(ddp, batch(number))
+    with breaking_off(next(ddp.parameters()), rank == 1):
+        train_step(ddp, batch(2))
+    ddp.eval()
+    with torch.no_grad():
+        ddp(batch(3))
+    ddp.train()
+    train_step(ddp, batch(4))
+    assert all(param.grad.isfinite().all() for param in ddp.parameters())
+    assert_gradients_alike(ddp)
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["reduced", "no_sync"])
+@ranks(2, views=True)
+def test_a_backward_right_after_a_broken_one_is_reduced(local: bool, view: bool) -> None:
+    """Without a forward between them: the second one runs on the same graph."""
+    ddp, alone = wrap(layers(), view), layers()
+    alone.load_state_dict(ddp.module.state_dict())
+    for number in range(2):
+        train_step(ddp, batch(number))
+    outputs = {net: net(batch(5)) for net in (ddp, alone)}
+    ddp.require_backward_grad_sync = not local
+    with breaking_off(next(ddp.parameters())):
+        outputs[ddp].sum().backward(retain_graph=True)
+    ddp.require_backward_grad_sync = True
+    for net, output in outputs.items():
+        net.zero_grad()
+        output.pow(2).sum().backward()
+    assert_mean_of(ddp, alone)
+
+
+@ranks(2, views=True)
+def test_an_interrupt_at_the_end_of_a_backward_leaves_nothing_on_its_way(
+    rank: int, view: bool
+) -> None:
+    ddp = wrap(layers(), view, bucket_cap_mb=1e-5)
+
+    def interrupted(bucket: Any, work: Any) -> Any:
+        if bucket.index == 1:
+            raise KeyboardInterrupt
+        return wait(bucket, work)
+
+    for number in (0, 10):  # the first reduction ends with the order of gradients
+        exchange: Any = ddp.reducer.buckets[1].exchange
+        wait = exchange.wait
+        if rank == 0:
+            exchange.wait = interrupted
+        with raises_if(rank == 0, KeyboardInterrupt):
+            train_step(ddp, batch(number))
+        exchange.wait = wait
+        assert_right_step(ddp, batch(number + 1))
+        assert_right_step(ddp, batch(number + 2))

@@ -1,0 +1,184 @@
+"""Exact counts of launches, collectives and bytes, each by the reducer's word and from outside."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from distributed import in_rings, ranks, recorded_collectives
+from modules import Squares
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from training import counted, train_step, wrap
+
+from tritonddp.coordination.agreement import BYTES as HEADER_BYTES
+from tritonddp.coordination.counters import Counters
+
+
+def train(ddp: nn.Module, steps: int) -> None:
+    for _ in range(steps):
+        train_step(ddp, 1.0, loss=torch.sum)
+
+
+@pytest.mark.parametrize("number", [1, 10, 1000])
+@ranks(2, views=True)
+def test_launches_and_collectives_per_bucket_not_per_parameter(number: int, view: bool) -> None:
+    ddp = in_rings(Squares(*[64] * number), gradient_as_bucket_view=view)
+    train(ddp, 2)
+    with recorded_collectives() as calls, counted(ddp) as found:
+        train(ddp, 5)
+    assert len(ddp.reducer.buckets) == 1
+    assert calls.names == ["all_reduce"] * 5
+    assert calls.on_the_group == 5
+    nbytes = 4 * ((64 + 1) * number + 2 * HEADER_BYTES)
+    assert found == Counters(
+        reductions=5,
+        flattens=5,
+        unflattens=0 if view else 5,
+        collectives=5,
+        wire_bytes=5 * nbytes,
+        sent_bytes=5 * nbytes,  # 2 (W-1)/W of it
+    )
+
+
+@ranks(2, views=True)
+def test_large_parameters_are_flattened_in_segments_and_still_sent_together(view: bool) -> None:
+    ddp = in_rings(Squares(*[200_000] * 10), gradient_as_bucket_view=view)
+    train(ddp, 2)
+    with recorded_collectives() as calls, counted(ddp) as found:
+        train(ddp, 1)
+    buckets = ddp.reducer.buckets
+    assert [len(bucket.params) for bucket in buckets] == [2, 8]  # 1 MiB, 25 MiB
+    segments = sum(len(bucket.segments) for bucket in buckets)
+    assert segments == 1 + 2
+    assert calls.names == ["all_reduce"] * 2
+    assert (found.flattens, found.unflattens) == (segments, 0 if view else 2)
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run on this thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators_beyond_the_backward(number: int, view: bool) -> int:
+    model = Squares(*[64] * number)
+    ddp = wrap(copy.deepcopy(model), view)
+    train(ddp, 3)
+    counts = []
+    for net in (model, ddp):
+        net.zero_grad()
+        loss = net(1.0)
+        with Operators() as operators:
+            loss.backward()
+        counts.append(operators.counts)
+    return (counts[1] - counts[0]).total()
+
+
+@ranks(2, views=True)
+def test_no_operator_runs_per_parameter(view: bool) -> None:
+    few, many = (operators_beyond_the_backward(number, view) for number in (10, 1000))
+    assert few == many <= 10, (few, many)
+
+
+def living_bytes() -> int:
+    """Bytes of all tensors that Python can reach."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, Tensor) and thing.layout is torch.strided:
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+@ranks(2, views=True)
+def test_memory_kept_is_the_buckets_and_no_more(view: bool) -> None:
+    before = living_bytes()
+    sizes = [1000] * 20 + [50_000] * 4
+    model = Squares(*sizes)
+    ddp = in_rings(model, bucket_cap_mb=0.1, gradient_as_bucket_view=view)
+    train(ddp, 3)
+    parameters = 4 * sum(sizes)
+    buckets = sum(bucket.nbytes for bucket in ddp.reducer.buckets)
+    # One flag a parameter, a header a rank, no padding on the CPU.
+    assert buckets == parameters + 4 * (len(sizes) + 2 * HEADER_BYTES)
+    gradients = 0 if view else parameters
+    slack = 1024
+    most = parameters + gradients + buckets + slack
+    for _ in range(50):  # gloo's threads let go of what they have sent soon after it came
+        if living_bytes() - before <= most:
+            return
+        time.sleep(0.1)
+    raise AssertionError(living_bytes() - before - most)
+
+
+def peak_bytes(function: Any) -> int:
+    """The most bytes that tensors on the CPU held during ``function()`` beyond those before."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        function()
+    changes = [
+        (event.start_ns(), event.nbytes())
+        for event in profile.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
+    held = peak = 0
+    for _, change in sorted(changes, key=lambda change: change[0]):
+        held += change
+        peak = max(peak, held)
+    return peak
+
+
+@ranks(2, views=True)
+def test_peak_memory_is_that_of_the_model_and_one_bucket_of_gradients(view: bool) -> None:
+    """And what the first and the last bucket take, which are so small that they go directly."""
+    sizes = [20_000] * 20
+    model = Squares(*sizes)
+    ddp = wrap(copy.deepcopy(model), view, bucket_cap_mb=0.15)
+    train(ddp, 3)
+    peaks = []
+    for net in (model, ddp):
+        net.zero_grad()
+        peaks.append(peak_bytes(net(1.0).backward))
+    alone, wrapped = peaks
+    gradients, bucket = 4 * sum(sizes), max(bucket.nbytes for bucket in ddp.reducer.buckets)
+    first, *_, last = (bucket.nbytes for bucket in ddp.reducer.buckets)
+    direct = 4 * (first + last)
+    assert max(first, last) < 2**18 < last + bucket
+    assert alone >= gradients
+    if view:  # the gradients' memory is that of the buckets, which are there already
+        assert wrapped <= bucket + 4 * 20_000 * 3 + direct, (wrapped, bucket)
+    else:
+        assert wrapped <= alone + bucket + direct, (wrapped, alone, bucket)
+
+
+@ranks(2, views=True)
+def test_layout_copies_are_none_on_the_cpu(view: bool) -> None:
+    ddp = wrap(nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), view)
+    for _ in range(3):
+        ddp(torch.randn(2, 3, 8, 8)).sum().backward()
+    assert ddp.reducer.counters.layout_copies == 0
+
+
+@ranks(2, views=True)
+def test_no_sync_sends_nothing_and_flattens_nothing(view: bool) -> None:
+    ddp = wrap(Squares(*[64] * 10), view)
+    train(ddp, 2)
+    with recorded_collectives() as calls, counted(ddp) as found, ddp.no_sync():
+        train(ddp, 3)
+    assert not calls.names
+    assert calls.on_the_group == 0
+    assert found == Counters()

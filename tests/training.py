@@ -1,0 +1,275 @@
+"""What tests train with: inputs of each rank, a step, and its gradients beside others.
+
+    ddp = wrap(mlp(4, 8, 2), view)
+    for number in range(3):
+        train_step(ddp, drawn(5, 4, step=number))
+    assert_right_step(ddp, drawn(5, 4, step=3))
+
+What compares gradients takes those of all parameters at once; the error says which one is wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import assert_same_on_all_ranks, gather
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as Stock
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from tritonddp import DistributedDataParallel
+from tritonddp.coordination.counters import Counters
+
+# Inputs
+
+
+def drawn(*shape: int, step: int = 0, rank: int | None = None, dtype: Any = None) -> Tensor:
+    """Random numbers: the inputs of ``rank``, this one if it is left out, in ``step``."""
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(*shape, generator=generator, dtype=dtype)
+
+
+def filled(*shape: int, requires_grad: bool = False, dtype: Any = None) -> Tensor:
+    """The same number in each place: 1 on rank 0, 2 on rank 1, and so on."""
+    return torch.full(shape, 1.0 + dist.get_rank(), requires_grad=requires_grad, dtype=dtype)
+
+
+# Models
+
+
+def wrap(module: nn.Module, view: bool = False, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(module, gradient_as_bucket_view=view, **options)
+
+
+def beside_stock(module: nn.Module, **options: Any) -> tuple[DistributedDataParallel, Stock]:
+    """Wrapped by ours, and a copy by torch's own."""
+    return DistributedDataParallel(module, **options), Stock(copy.deepcopy(module), **options)
+
+
+def delayed(module: nn.Module, *names: str, until: Tensor) -> dict[str, Any]:
+    """Options of a wrapper: these gradients are sent last, when that of ``until`` is there."""
+    params = [(name, module.get_parameter(name)) for name in names]
+    return {"delay_all_reduce_named_params": params, "param_to_hook_all_reduce": until}
+
+
+# How gradients may travel, and what they are afterwards.
+WAYS: dict[str, dict[str, Any]] = {
+    "copies": {},
+    "views": {"gradient_as_bucket_view": True},
+    "lazy": {"lazy_bucket_allocation": True},
+    "lazy views": {"lazy_bucket_allocation": True, "gradient_as_bucket_view": True},
+    "process group": {"transport": "process_group"},
+    "bf16": {"reduce_dtype": torch.bfloat16},
+    "bf16 views": {"reduce_dtype": torch.bfloat16, "gradient_as_bucket_view": True},
+    "fp16": {"reduce_dtype": torch.float16},
+    "int8": {"compression": "int8"},
+    "fp8": {"compression": "fp8"},
+    "mixed": {"mixed_precision": _MixedPrecision(torch.bfloat16, torch.float32)},
+    "finite": {"check_finite": "warn"},
+}
+
+
+def ways(*names: str) -> dict[str, dict[str, Any]]:
+    """Options of a wrapper, by their names."""
+    return {name: WAYS[name] for name in names}
+
+
+# Steps
+
+
+def squares(outputs: Tensor) -> Tensor:
+    return outputs.square().sum()
+
+
+def train_step(
+    net: nn.Module, *inputs: Any, loss: Callable[[Tensor], Tensor] = squares, **options: Any
+) -> Tensor:
+    """Drop the gradients and make new ones, those of the ``loss`` of the outputs.
+
+    Returns:
+        The outputs.
+    """
+    net.zero_grad()
+    outputs = net(*inputs, **options)
+    loss(outputs).backward()
+    return outputs
+
+
+def descend(net: nn.Module, rate: float = 0.1) -> None:
+    """One step down the gradients, which stay."""
+    with torch.no_grad():
+        for param in net.parameters():
+            if param.grad is not None:
+                param -= rate * param.grad
+
+
+def gradients(net: nn.Module) -> list[Tensor | None]:
+    """Copies of them, in the order of the parameters."""
+    grads = [param.grad for param in net.parameters()]
+    return [None if grad is None else grad.detach().clone() for grad in grads]
+
+
+def varied_steps(net: nn.Module, width: int) -> list[Tensor | None]:
+    """The gradients of steps of :class:`modules.Layers` named a, b and c.
+
+    All are used, also in a window of two backwards; then some; other ones on each rank; and one
+    alone, in a backward beside the outputs.
+    """
+    grads: list[Tensor | None] = []
+    for number, used in enumerate(["abc", "abc", "cb", "ab c", "ac", "", "abc"]):
+        x = filled(2, width) * (number + 1)
+        if number == 1:
+            with net.no_sync():
+                net(x, "a").sum().backward()
+        if used:
+            net(x, used.split()[dist.get_rank() % len(used.split())]).sum().backward()
+        else:
+            net(x)  # arms the reduction
+            net.module.layers["a"](x).sum().backward()
+        grads += gradients(net)
+        net.zero_grad(set_to_none=number % 2 == 0)
+    return grads
+
+
+@contextmanager
+def counted(ddp: DistributedDataParallel) -> Iterator[Counters]:
+    """Context: at its end these are the launches, collectives and bytes inside of it."""
+    before, found = copy.copy(ddp.reducer.counters), Counters()
+    yield found
+    for name, value in vars(ddp.reducer.counters).items():
+        setattr(found, name, value - getattr(before, name))
+
+
+def in_threads(*calls: Callable[[], Any], limit: float = 60.0) -> None:
+    """Run each in a thread of its own; the first error of one is raised here."""
+    errors: list[BaseException] = []
+
+    def run(call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,), daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(limit)
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    if errors:
+        raise errors[0]
+
+
+# Errors
+
+
+def raises_if(
+    condition: bool, error: type[BaseException], match: str | None = None
+) -> AbstractContextManager[Any]:
+    """``pytest.raises`` where the condition holds: on some ranks, in some steps."""
+    return pytest.raises(error, match=match) if condition else nullcontext()
+
+
+def fail(*_: Any) -> Any:
+    """A hook of a gradient that ends the backward."""
+    raise ZeroDivisionError
+
+
+@contextmanager
+def breaking_off(at: Tensor, condition: bool = True) -> Iterator[None]:
+    """Context: a backward inside breaks off at the gradient of ``at`` where the condition holds."""
+    handle = at.register_hook(fail) if condition else None
+    with raises_if(condition, ZeroDivisionError):
+        yield
+    if handle is not None:
+        handle.remove()
+
+
+class Failing(torch.autograd.Function):
+    """``Failing.apply(x)`` is ``x``, and its backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise ArithmeticError("on purpose")
+
+
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    """Context: the warnings inside, each as often as it comes; those of ours name our file."""
+    messages: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield messages
+    ours = [each for each in caught if each.category is RuntimeWarning]
+    assert all("tritonddp" in each.filename for each in ours)  # which filters by module go by
+    messages += [str(each.message) for each in ours]
+
+
+@contextmanager
+def unwarned() -> Iterator[None]:
+    """Context: a warning is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+# Gradients beside others
+
+
+def means(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Over the ranks; one that has none counts as zero, and where none has one there is no mean."""
+    found: list[Tensor | None] = []
+    here = [None if each is None else each.detach() for each in tensors]
+    for row in zip(*gather(here), strict=True):
+        total = sum(each for each in row if each is not None)
+        found.append(total / len(row) if isinstance(total, Tensor) else None)
+    return found
+
+
+def assert_close(actual: Any, expected: Any, what: str = "", **tolerance: Any) -> None:
+    """Tensors, or lists of them and of ``None``: equal to rounding."""
+    torch.testing.assert_close(actual, expected, msg=lambda text: f"{what}: {text}", **tolerance)
+
+
+def assert_gradients_alike(ddp: nn.Module, what: str = "") -> None:
+    """Bit for bit on all ranks."""
+    assert_same_on_all_ranks([param.grad for param in ddp.parameters()], what)
+
+
+def assert_mean_of(
+    ddp: nn.Module, alone: nn.Module, what: str = "", within: float = 0.0, **tolerance: Any
+) -> None:
+    """Gradients are the means of what ``alone`` has on each rank, and alike on all.
+
+    To rounding; or to this share of the largest number, where they are quantised.
+    """
+    for number, (grad, mean) in enumerate(
+        zip(gradients(ddp), means(gradients(alone)), strict=True)
+    ):
+        if within and mean is not None:
+            tolerance = {"rtol": 0, "atol": within * float(mean.abs().max())}
+        assert_close(grad, mean, f"{what}, gradient {number}", **tolerance)
+    assert_gradients_alike(ddp, what)
+
+
+def assert_right_step(
+    ddp: nn.Module, *inputs: Any, alone: nn.Module | None = None, what: str = "", **tolerance: Any
+) -> None:
+    """One more step has the means of what ``alone``, or a copy of the module, has in that step."""
+    alone = alone or copy.deepcopy(ddp.module)
+    for net in (ddp, alone):
+        train_step(net, *inputs)
+    assert_mean_of(ddp, alone, what, **tolerance)

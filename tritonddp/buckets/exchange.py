@@ -1,0 +1,87 @@
+"""How a bucket gets to the other ranks: what the buckets need to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from tritonddp.coordination.collectives import Work
+
+if TYPE_CHECKING:
+    from tritonddp.buckets.bucket import Bucket
+
+
+class BucketExchange(Protocol):
+    """One bucket's way to the other ranks: it turns local gradients into their sum over all ranks.
+
+    It is chosen when the bucket is made, and used in one reduction after the other. It owns what
+    the way needs: memory, messages, numbers.
+
+    Attributes:
+        before_pack: waits until the memory that gradients are flattened into is free, or raises a
+            :class:`~tritonddp.coordination.host.peers.PeerError`; ``None`` where it always is.
+        after_unpack: tells the other ranks that this rank has unpacked the bucket; ``None`` where
+            they need not know.
+    """
+
+    @property
+    def before_pack(self) -> Callable[[], None] | None: ...
+
+    @property
+    def after_unpack(self) -> Callable[[], None] | None: ...
+
+    def launch(self, bucket: Bucket, works: list[Any], is_broken: bool = False) -> None:
+        """Begin to reduce the bucket, which is packed, and append the work to ``works``.
+
+        Nothing may come between the two, not even a KeyboardInterrupt: otherwise this rank would
+        reduce the bucket again, and its collectives would no longer match those of the others.
+
+        Args:
+            bucket: the bucket. (It holds this object, which therefore does not hold it.)
+            works: of the buckets before this one, in launch order.
+            is_broken: the bucket holds NaN instead of gradients.
+
+        Raises:
+            RuntimeError: the collective failed.
+        """
+
+    def wait(self, bucket: Bucket, work: Work) -> Tensor | None:
+        """Wait until the sum is in the bucket: on a GPU the current stream does, not the host.
+
+        May be called again for the same work.
+
+        Returns:
+            A factor of this bucket's sum alone, fp64 ``(1,)``; ``None`` for 1.
+
+        Raises:
+            RuntimeError: the collective failed.
+            Mismatch: the ranks do not reduce the same.
+        """
+
+    def abort(self, bucket: Bucket, work: Work) -> None:
+        """The ranks do not reduce the same: wait until the bucket is not on its way any more.
+
+        All ranks call this. The sum is not needed.
+        """
+
+
+class LargeSums(Protocol):
+    """What an exchange has left to :meth:`Bucket.unpack`: the sums of large gradients."""
+
+    def sum_into(self, grads: Sequence[Tensor | None], factor: Tensor | None = None) -> None:
+        """Write the sums, times ``factor``, fp64 ``(1,)``, into ``grads``. May be repeated."""
+
+
+class Transport(Protocol):
+    """Makes the exchanges of buckets.
+
+    Attributes:
+        averages: gradients are divided by the number of ranks before they are sent.
+    """
+
+    averages: bool
+
+    def exchanges(self, buckets: Sequence[Bucket]) -> list[BucketExchange]:
+        """An exchange for each bucket of a set, in launch order."""

@@ -1,0 +1,1 @@
+"""Buckets and buffers that go through memory which the ranks of one host share."""

@@ -1,0 +1,381 @@
+"""The sum of one bucket over the ranks of one host, in memory that they share.
+
+Sums are numbered, the same on all ranks. A sum goes into memory of its own, so ``.grad`` is not
+touched before all have packed::
+
+    before_pack    wait until all have READ the former content
+    launch         one message: PACKED, with the number of the sum
+    wait           wait until all have PACKED; add; after the last bucket send READ
+    after_unpack   of large gradients, which unpack() adds: after the last bucket send READ
+
+With few ranks, or little data, each rank adds up whole buckets (*one shot*). Otherwise a bucket is
+cut into one *share* per rank: each rank adds up its own share, in place, sends SUMMED, and copies
+the shares of the others (*two shots*). So it reads 2 buckets instead of ``world_size``, and waits
+twice. With several hosts of several ranks each, the ranks with the same share exchange it between
+the two shots: see ``cross_host.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import get_ident
+from typing import Any, NoReturn
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from tritonddp.buckets.bucket import Bucket
+from tritonddp.buckets.exchange import BucketExchange
+from tritonddp.comm.host.cross_host import CrossHost
+from tritonddp.comm.host.rank_buffers import RankBuffers
+from tritonddp.coordination.agreement import Mismatch
+from tritonddp.coordination.collectives import Work
+from tritonddp.coordination.counters import Counters
+from tritonddp.coordination.group import Group
+from tritonddp.coordination.host.peers import (
+    ANY,
+    MESSAGE,
+    PACKED,
+    READ,
+    SUMMED,
+    Peer,
+    PeerError,
+    Peers,
+    WaitPoint,
+)
+from tritonddp.coordination.interrupts import Uninterrupted
+
+# From so many ranks, and bytes of a bucket, on: two shots.
+_RANKS_OF_SHARES, _BYTES_OF_SHARES = 4, 256 * 1024
+
+
+class HostSums:
+    """All sums of a group in memory of this host: of all its wrappers, numbered in one sequence.
+
+    Like collectives they are matched by their order, so ranks notice if they do not reduce the
+    same.
+
+    Attributes:
+        launched: number of the last sum.
+        thread: id of the thread that has launched the last sum of two shots; ``None`` if there was
+            none.
+    """
+
+    def __init__(self) -> None:
+        self.launched = 0
+        self.thread: int | None = None
+        self._with_shares: WeakSet[MemoryExchange] = WeakSet()
+
+    @classmethod
+    def of(cls, peers: Peers) -> HostSums:
+        """That of the group."""
+        if not isinstance(peers.background, cls):
+            peers.set_background(cls())
+        assert isinstance(peers.background, cls)
+        return peers.background
+
+    def goes_elsewhere(self, bucket: Bucket, peers: Peers) -> None:
+        """Tell the others that this bucket goes through the process group, not through memory."""
+        number = self.launched + 1
+        peers.say(PACKED, ANY, bucket.index, number, bucket.nbytes)
+        self.launched = number
+        for peer in peers.others:
+            for at in [n for n, what in peer.announced.items() if what[0] == ANY and n < number]:
+                del peer.announced[at]
+
+    # Sums of two shots: other ranks may wait for the shares of this one
+
+    def add(self, exchange: MemoryExchange, peers: Peers) -> None:
+        """An exchange with two shots."""
+        self._with_shares.add(exchange)
+        peers.work_while_waiting()
+
+    def _in_order(self) -> list[MemoryExchange]:
+        return sorted(self._with_shares, key=lambda each: each.number)
+
+    def sum_packed(self) -> None:
+        """See :meth:`Background.sum_packed`."""
+        if self.thread is not None:
+            for exchange in self._in_order():
+                if exchange.started < exchange.number:
+                    exchange.sum_share()
+
+    def go_on(self) -> bool:
+        """See :meth:`Background.go_on`. (Sums of another thread make progress there.)"""
+        if self.thread != get_ident():
+            return False
+        for exchange in self._in_order():
+            if exchange.summed < exchange.number:
+                exchange.wait_for(PACKED, waits=False)
+                self.sum_packed()
+                return True
+        return False
+
+    def begin_shares(self, exchange: MemoryExchange) -> None:
+        """An exchange with two shots has been launched: sum the shares that can be summed."""
+        self.thread = get_ident()
+        exchange.wait_for(PACKED, waits=False)
+        self.sum_packed()
+
+    def finish_shares(self, last: int) -> None:
+        """Finish this rank's shares up to sum ``last``, in the same order on all hosts.
+
+        All ranks of this host have packed these buckets.
+        """
+        self.sum_packed()
+        for exchange in self._in_order():
+            if exchange.number <= last:
+                exchange.finish_share()
+
+
+class Progress:
+    """How far a wrapper is with its sums.
+
+    Attributes:
+        wrapper: its number, the same on all ranks.
+        last: number of its last sum.
+        read: number of the last sum that this rank has confirmed with READ.
+        free: number of the last sum that all have read: its memory may be overwritten.
+        exchanges: those of its buckets; weak references, to avoid a cycle.
+    """
+
+    def __init__(self, wrapper: int) -> None:
+        self.wrapper = wrapper
+        self.last = self.read = self.free = 0
+        self.exchanges: WeakSet[MemoryExchange] = WeakSet()
+
+
+class MemoryExchange(WaitPoint):
+    """The sums of one bucket, one after the other; a :class:`BucketExchange`, and a work object.
+
+    Args:
+        progress: of its wrapper.
+        group, peers: all ranks, and the others of this host.
+        memory: in which each rank of the host packs the bucket, in the order of ranks.
+        bucket: the bucket.
+        counters: count bytes.
+
+    Attributes:
+        number: of the last sum.
+        taken: number of the last sum that is in the bucket.
+        started: number of the last sum of which the share of this rank is summed over this host.
+        summed: number of the last sum of which the share of this rank is complete.
+        buffers: what the ranks have packed, and its sum.
+        has_shares: it has two shots.
+        content: wrapper, bucket and bytes; the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        group: Group,
+        peers: Peers,
+        memory: Sequence[Tensor],
+        bucket: Bucket,
+        counters: Counters,
+    ) -> None:
+        super().__init__(progress.wrapper, peers)
+        self._progress, self._sums, self._counters = progress, HostSums.of(peers), counters
+        progress.exchanges.add(self)
+        self.taken = self.started = self.summed = 0
+        self.content = progress.wrapper, bucket.index, bucket.nbytes
+        is_large = bucket.nbytes >= _BYTES_OF_SHARES
+        is_shared = is_large and len(memory) >= _RANKS_OF_SHARES
+        self.has_shares = is_shared or len(peers.hosts) > 1
+        if self.has_shares:
+            self._sums.add(self, peers)
+        self.buffers = RankBuffers(bucket.flat, memory, bucket.is_large, self.has_shares)
+        if not self.buffers.into_grads:
+            self.after_unpack = None  # type: ignore[method-assign,assignment]
+        self._future: torch.futures.Future[None] | None = None
+        self._cross_host: CrossHost | None = None
+        self._sent_bytes = 0  # through the process group, in one sum
+        if len(peers.hosts) > 1:
+            at = peers.local_rank
+            partners = [ranks[at] for ranks in peers.hosts]
+            share = self.buffers.shares(self.buffers.packed[at])[at]
+            self._cross_host = CrossHost(group.process_group, partners, peers.host, share)
+            self._sent_bytes = self._cross_host.sent_bytes
+
+    def before_pack(self) -> None:
+        """See :class:`BucketExchange`: wait until all ranks have read the last content."""
+        progress = self._progress
+        if self.number > progress.free:
+            if self.number > progress.read:
+                self._give_up()
+            self.wait_for(READ)
+            progress.free = progress.read  # the last sum of that reduction
+
+    def launch(self, bucket: Bucket, works: list[Any], is_broken: bool = False) -> None:
+        """See :meth:`BucketExchange.launch`."""
+        sums, peers, counters, nbytes = self._sums, self.peers, self._counters, bucket.nbytes
+        counters.collectives += 1
+        counters.wire_bytes += nbytes
+        counters.memory_bytes += nbytes
+        counters.memory_exchanges += 1
+        counters.sent_bytes += self._sent_bytes
+        number = sums.launched + 1
+        message = MESSAGE.pack(PACKED, self.wrapper, bucket.index, number, nbytes)
+        try:
+            for send in peers.sends:
+                send(message)
+            self.number = self._progress.last = sums.launched = number
+            works.append(self)
+        except BaseException as error:
+            # Ctrl-C; a full socket buffer; or a rank that is gone, which the wait will report.
+            with Uninterrupted():
+                if len(works) == bucket.index:
+                    peers.send(message)
+                    self.number = self._progress.last = sums.launched = number
+                    works.append(self)
+            if not isinstance(error, OSError):
+                raise
+        if self.has_shares:
+            sums.begin_shares(self)
+
+    def wait(self, bucket: Bucket, work: Work) -> None:
+        """See :meth:`BucketExchange.wait`."""
+        progress = self._progress
+        if self.taken < self.number:
+            self.wait_for(PACKED)
+            for peer in self.peers.others:
+                if peer.announced.get(self.number) != self.content:
+                    self._refuse(peer)
+            if (pair := self.buffers.pair) is not None:
+                torch.add(*pair, out=self.buffers.result)
+            else:
+                self._sum()
+            self.taken = self.number
+            for peer in self.peers.others:
+                peer.announced.pop(self.number, None)
+        if self.number == progress.last != progress.read and not self.buffers.into_grads:
+            self._confirm()
+        if self._future is not None:
+            future, self._future = self._future, None
+            future.set_result(None)
+
+    def _sum(self) -> None:
+        if self.has_shares:
+            self._sums.finish_shares(self.number)
+            self.wait_for(SUMMED)
+        self.buffers.sum()
+
+    def after_unpack(self) -> None:
+        """See :class:`BucketExchange`: after large gradients, which :meth:`Bucket.unpack` adds."""
+        progress = self._progress
+        if self.number == progress.last != progress.read:
+            self._confirm()
+
+    def _confirm(self) -> None:
+        """This rank needs nothing more of what the others have packed."""
+        progress, peers = self._progress, self.peers
+        message = MESSAGE.pack(READ, self.wrapper, 0, progress.last, 0)
+        try:
+            for send in peers.sends:
+                send(message)
+        except OSError:  # a full socket buffer; or a rank that is gone, which the wait will report
+            peers.send(message)
+        progress.read = progress.last
+        if peers.sends is not peers.direct_sends:
+            peers.flush()
+
+    def abort(self, bucket: Bucket, work: Work) -> None:
+        """See :meth:`BucketExchange.abort`."""
+        self.wait_for(PACKED)
+        self._forget()
+        # All ranks come here, so none of them waits for READ.
+        self._progress.read = self._progress.free = self._progress.last
+
+    def _give_up(self) -> None:
+        """The last reduction has failed on this rank: confirm it with READ, without its sums."""
+        for exchange in sorted(self._progress.exchanges, key=lambda each: each.number):
+            if exchange.has_shares and exchange.summed < exchange.number:
+                exchange.wait_for(PACKED)
+                self._sums.finish_shares(exchange.number)  # the others wait for these
+            exchange._forget()
+        self._confirm()
+
+    def _forget(self) -> None:
+        self.taken = self.number
+        for peer in self.peers.others:
+            peer.announced.pop(self.number, None)
+
+    # The share of this rank
+
+    def sum_share(self) -> None:
+        """If all have packed, add up the share of this rank, and tell them, or send it to hosts."""
+        if any(peer.announced.get(self.number) != self.content for peer in self.peers.others):
+            return  # not packed yet; or another bucket, for which wait() raises
+        with Uninterrupted():  # it adds in place, so it must not run twice
+            self.buffers.sum_share(self.peers.local_rank)
+            self.started = self.number
+            if self._cross_host is None:
+                self._say_summed()
+            else:
+                self._cross_host.start(self.number)
+
+    def finish_share(self) -> None:
+        """Wait for the sum of the share over hosts, and tell the others."""
+        if self.summed < self.started and self._cross_host is not None:
+            self._cross_host.finish()
+            self._say_summed()
+
+    def _say_summed(self) -> None:
+        with Uninterrupted():
+            self.summed = self.number
+            self.peers.say(SUMMED, *self.content[:2], self.number)
+
+    def _refuse(self, peer: Peer) -> NoReturn:
+        """Raise: ``peer`` has announced another bucket under the number of this sum.
+
+        Raises:
+            Mismatch: it goes through memory too, so all ranks find out.
+            PeerError: it goes through the process group, where ``peer`` waits for this rank.
+        """
+        theirs = peer.announced.get(self.number)
+        message = (
+            f"rank {peer.rank} reduces {'nothing' if theirs is None else _words(*theirs)}, and "
+            f"this rank {_words(*self.content)}: the ranks do not run the same backwards in the "
+            "same order"
+        )
+        if theirs is None or theirs[0] == ANY:
+            raise PeerError(message)
+        raise Mismatch(message)
+
+    def get_future(self) -> torch.futures.Future[None]:
+        """A future that completes when the sum is in the bucket, for traces."""
+        self._future = torch.futures.Future()
+        return self._future
+
+
+def _words(wrapper: int, bucket: int, nbytes: int) -> str:
+    if wrapper == ANY:
+        return f"{nbytes} bytes through the process group (a first backward, or on request)"
+    return f"bucket {bucket} of {nbytes} bytes of module {wrapper}"
+
+
+class Announced:
+    """Another exchange of a bucket, of which the ranks of this host are told.
+
+    Other buckets go through their memory. So a rank may expect one of those where this one comes,
+    if the ranks do not reduce the same.
+    """
+
+    def __init__(self, exchange: BucketExchange, peers: Peers) -> None:
+        self._exchange, self._peers, self._sums = exchange, peers, HostSums.of(peers)
+        self.before_pack, self.after_unpack = exchange.before_pack, exchange.after_unpack
+
+    def launch(self, bucket: Bucket, works: list[Any], is_broken: bool = False) -> None:
+        """See :meth:`BucketExchange.launch`."""
+        with Uninterrupted():
+            self._sums.goes_elsewhere(bucket, self._peers)
+            self._exchange.launch(bucket, works, is_broken)
+
+    def wait(self, bucket: Bucket, work: Work) -> Tensor | None:
+        """See :meth:`BucketExchange.wait`."""
+        return self._exchange.wait(bucket, work)
+
+    def abort(self, bucket: Bucket, work: Work) -> None:
+        """See :meth:`BucketExchange.abort`."""
+        self._exchange.abort(bucket, work)

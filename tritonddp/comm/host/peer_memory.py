@@ -1,0 +1,218 @@
+"""Moves the buckets of a wrapper to memory that the ranks of this host share.
+
+gloo moves each byte through the kernel several times, even between two processes of one host. Here
+each rank packs (flattens) its buckets into memory that the others have mapped, sends them a
+message, and adds up what all ranks have packed, in the order of the ranks, so that all hold the
+same bits: see ``memory_exchange.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import NoneType
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from tritonddp.buckets.bucket import Bucket
+from tritonddp.buckets.bucket_set import BucketSet
+from tritonddp.comm.host.memory_exchange import Announced, MemoryExchange, Progress
+from tritonddp.comm.process_group import ProcessGroupTransport
+from tritonddp.coordination.counters import Counters
+from tritonddp.coordination.group import Group
+from tritonddp.coordination.host.connect import Refusal, connect, first_failure
+from tritonddp.coordination.host.memory import Memory
+from tritonddp.coordination.host.peers import HANDED, Peers, WaitPoint
+from tritonddp.kernels.flat_buffer import round_up
+
+logger = logging.getLogger("tritonddp.comm.peer_memory")
+
+# An environment variable: 0 disables this transport.
+_VARIABLE = "TRITONDDP_PEER_MEMORY"
+
+# Alignment of buckets in shared memory, in bytes.
+_ALIGNMENT = 4096
+
+
+class PeerMemory:
+    """Moves the buckets of one wrapper to memory that the other ranks of this host can read.
+
+    Buckets that are lazy, sparse or quantised go through the process group.
+
+    Args:
+        group: all ranks.
+        transport: reduces the buckets that do not move.
+        counters: count bytes sent.
+        is_required: raise an error if this is not possible.
+
+    Attributes:
+        refusal: why it is not possible; ``None`` if it is, or nobody has tried yet.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        transport: ProcessGroupTransport,
+        counters: Counters,
+        is_required: bool,
+    ) -> None:
+        self._group, self._transport, self._counters = group, transport, counters
+        self._is_required = is_required
+        self.refusal: Refusal | None = None
+        self._peers: Peers | None = None
+        self._progress = Progress(0)  # gets its number when the ranks are connected
+        self._handed = 0  # number of handovers
+        self._moved: Callable[[], object] = NoneType  # weak reference: buckets refer to exchanges
+
+    def begin(self, current: BucketSet) -> None:
+        """A reduction begins before :meth:`move`: announce its buckets to the other ranks.
+
+        If other wrappers have connected the ranks, a rank may expect a bucket of those instead.
+        """
+        if isinstance(self._group.peers, Peers) and self.refusal is None:
+            self._transport.announce(partial(Announced, peers=self._group.peers))
+            current.use(self._transport)
+
+    def leave(self) -> None:
+        """Move no more buckets: no rank waits for announcements any more."""
+        self._transport.announce(None)
+
+    def is_due(self, current: BucketSet) -> bool:
+        """Whether :meth:`move` was not called for these buckets yet."""
+        return self._moved() is not current
+
+    def move(self, current: BucketSet, where: str) -> None:
+        """Move these buckets to memory that the other ranks can read, if all ranks can do that.
+
+        All ranks call this, at the same time, when they have new buckets.
+
+        Raises:
+            RuntimeError: that is not possible, and required; or a collective failed.
+        """
+        self._moved = ref(current)
+        if self.refusal is not None:
+            return
+        with self._group.guard(where, "agreement to exchange through memory"):
+            refusal = self._connect(where) or self._share(current)
+        if refusal is None:
+            return
+        self.refusal = refusal
+        self._transport.announce(None)
+        current.use(self._transport)
+        message = f"{where}: gradients cannot go through memory of the host: {refusal.why}"
+        if self._is_required:
+            raise RuntimeError(
+                f"{message}. With transport='auto' they go through the process group"
+            )
+        is_warning = refusal.is_failure and self._group.rank == 0
+        level = logging.WARNING if is_warning else logging.DEBUG
+        logger.log(level, "%s. They go through the process group", message)
+
+    def _connect(self, where: str) -> Refusal | None:
+        if self._peers is not None:
+            return None
+        if self._group.peers is None:
+            found = connect(self._group, _refusal())
+            if isinstance(found, Refusal):
+                self._group.peers = found
+            else:
+                self._group.peers = Peers(self._group, found)
+                has_line = len(found.hosts) > 1
+                if self._group.rank == 0:
+                    logger.info(
+                        "%s: gradients go through memory that the %d ranks of %s share, not "
+                        "through the process group%s; transport='process_group' or %s=0 changes "
+                        "that",
+                        where,
+                        len(found.connections) + 1,
+                        "a host" if has_line else "this host",
+                        ", but between hosts" if has_line else "",
+                        _VARIABLE,
+                    )
+        if isinstance(self._group.peers, Refusal):
+            return self._group.peers
+        self._peers = self._group.peers
+        self._progress = Progress(self._peers.next_wrapper())
+        return None
+
+    def _share(self, current: BucketSet) -> Refusal | None:
+        assert self._peers is not None
+        found = [
+            bucket
+            for bucket in current.buckets
+            if not (bucket.is_lazy or bucket.is_sparse or bucket.quantization is not None)
+        ]
+        starts = [0]
+        for bucket in found:
+            starts.append(starts[-1] + round_up(bucket.nbytes, _ALIGNMENT))
+        memory, failure = Memory(torch.empty(0, dtype=torch.uint8, device="cpu")), ""
+        try:
+            if found:
+                memory = Memory.create(starts[-1])
+        except OSError as error:
+            failure = f"{starts[-1]} bytes cannot be allocated: {error}"
+        if failure := first_failure(failure, self._group):
+            return Refusal(failure, is_failure=True)
+        self._progress.exchanges.clear()
+        # If no bucket goes through memory, no rank waits for announcements.
+        self._transport.announce(partial(Announced, peers=self._peers) if found else None)
+        current.use(self._transport)
+        if found:
+            failure, of_ranks = self._hand_over(memory)
+            if failure := first_failure(failure, self._group):
+                return Refusal(failure, is_failure=True)
+            for bucket, start in zip(found, starts, strict=False):
+                self._share_bucket(bucket, [each[start:][: bucket.nbytes] for each in of_ranks])
+        return None
+
+    def _share_bucket(self, bucket: Bucket, memory: Sequence[Tensor]) -> None:
+        """``memory`` of all ranks of this host is that of the bucket from now on."""
+        assert self._peers is not None
+        if bucket.is_large:
+            bucket.leave_payload()
+        exchange = MemoryExchange(
+            self._progress, self._group, self._peers, memory, bucket, self._counters
+        )
+        large_sums = exchange.buffers if bucket.is_large else None
+        bucket.share(exchange, large_sums, memory[self._peers.local_rank])
+
+    def _hand_over(self, memory: Memory) -> tuple[str, list[Tensor]]:
+        """Exchange memory with the other ranks of this host.
+
+        All ranks wait here, so that few descriptors are in flight at a time: there is a limit.
+
+        Returns:
+            What failed, or ``""``; and the memory of all ranks of this host.
+        """
+        assert self._peers is not None
+        peers, failure = self._peers, ""
+        self._handed += 1
+        point = WaitPoint(self._progress.wrapper, peers, self._handed)
+        try:
+            point.hand_over(HANDED, memory)
+        except OSError as error:
+            failure = f"memory cannot be handed over: {error}"
+            # Without a descriptor, so that the others do not hang.
+            peers.say(HANDED, point.wrapper, 0, point.number, memory.tensor.numel())
+        finally:
+            memory.close_descriptor()
+        point.wait_for(HANDED)
+        of_ranks: dict[int, Memory | str] = {self._group.rank: memory}
+        of_ranks.update((peer.rank, peer.handed.pop(point.wrapper)) for peer in peers.others)
+        tensors = []
+        for rank in peers.hosts[peers.host]:
+            each = of_ranks[rank]
+            if isinstance(each, str):
+                return failure or each, []
+            tensors.append(each.tensor)
+        return failure, tensors
+
+
+def _refusal() -> str:
+    """Why the user has disabled this transport; empty if it is enabled."""
+    value = os.environ.get(_VARIABLE, "1")
+    return f"{_VARIABLE} is {value}" if value.lower() in ("0", "false", "off", "no") else ""

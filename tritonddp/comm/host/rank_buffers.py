@@ -1,0 +1,156 @@
+"""What the ranks of one host have packed of a bucket, in memory that all of them read, and its sum.
+
+All ranks get the same bits: they add in the order of the ranks, and each addition is rounded. With
+few ranks each adds up everything. Otherwise a buffer is cut into one *share* per rank: each rank
+first adds up its own share, in place, and then reads the shares of the others.
+
+The sum of small gradients goes into the bucket's buffer, in one call, from where it is copied. That
+of large gradients goes straight into ``.grad``, and the buffer gets only that of the trailer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tritonddp.kernels.flat_buffer import FlatBuffer
+
+# With more than two ranks, so many bytes are added at a time: they stay in the cache between two
+# additions.
+_PIECE = 512 * 1024
+
+# Elements ``[start, end)`` of something, and the tensors whose sum belongs there.
+_Part = tuple[int, int, Sequence[Tensor]]
+
+
+class RankBuffers:
+    """The buffers of one bucket that the ranks of a host have packed, in the order of the ranks.
+
+    Args:
+        flat: the bucket's buffer.
+        memory: of each rank, uint8 ``(nbytes,)``.
+        into_grads, has_shares: see below, and above.
+
+    Attributes:
+        packed: the buffers, 1-D, of the dtype that is sent.
+        has_shares: see above.
+        into_grads: the gradients are large: :meth:`sum` leaves them to :meth:`sum_into`.
+        result: the part of the bucket's buffer that :meth:`sum` writes.
+        pair: of two ranks, the two parts whose sum that is; else ``None``.
+    """
+
+    def __init__(
+        self, flat: FlatBuffer, memory: Sequence[Tensor], into_grads: bool, has_shares: bool
+    ) -> None:
+        layout = flat.layout
+        self.packed = [each.view(flat.data.dtype) for each in memory]
+        self.has_shares = has_shares
+        self.into_grads = into_grads
+        self._flat = flat
+        first = layout.flags_offset if self.into_grads else 0
+        self.result = flat.data[first:]
+        self._parts = self._parts_of(first, len(flat.data))
+        whole = len(self._parts) == 1 and self._parts[0][2]
+        self.pair = whole if whole and len(whole) == 2 else None
+        # For each gradient: tensors of its shape, whose sum it is; or the parts it is made of.
+        self._terms: list[Sequence[Tensor]] = []
+        self._cuts: list[Sequence[_Part]] = []
+        if self.into_grads:
+            places = zip(layout.shapes, layout.strides, layout.offsets, layout.numels, strict=True)
+            for shape, strides, offset, numel in places:
+                parts = self._parts_of(offset, offset + numel)
+                is_whole = len(parts) == 1
+                terms = parts[0][2] if is_whole else ()
+                self._terms.append([each.as_strided(shape, strides) for each in terms])
+                self._cuts.append(() if is_whole else parts)
+
+    def shares(self, whole: Tensor) -> Sequence[Tensor]:
+        """Cut ``whole`` into one share for each rank."""
+        return whole.tensor_split(len(self.packed))
+
+    def sum(self) -> None:
+        """Write the sum into the bucket's buffer, after all have packed, or summed their shares."""
+        for start, end, terms in self._parts:
+            _add(terms, self.result[start:end])
+
+    def sum_share(self, rank: int) -> None:
+        """Add up the share of ``rank``, in place, after all have packed. Not to be repeated."""
+        terms = [self.shares(each)[rank] for each in self.packed]
+        size = _PIECE // terms[0].element_size()
+        for *pieces, target in zip(
+            *(each.split(size) for each in (*terms, terms[rank])), strict=True
+        ):
+            _add(pieces, target)
+
+    def sum_into(self, grads: Sequence[Tensor | None], factor: Tensor | None = None) -> None:
+        """Write the sum, times ``factor``, into large gradients, after :meth:`sum`.
+
+        As :func:`tritonddp.kernels.reference.unflatten` does: a gradient whose reduced used flag is
+        zero is not written, nor a slot whose gradient is ``None``. It may be repeated.
+
+        Args:
+            grads: one per slot, of the slot's shape, in any memory order.
+            factor: one fp64 element; the sum is rounded before.
+        """
+        flat, number = self._flat, 1.0 if factor is None else factor.item()
+        flags = flat.reduced_flags()
+        if not all(flags):
+            grads = [grad if flag else None for grad, flag in zip(grads, flags, strict=True)]
+        for slot, (grad, terms) in enumerate(zip(grads, self._terms, strict=True)):
+            if grad is None:
+                continue
+            if len(terms) == 2:
+                torch.add(terms[0], terms[1], out=grad)
+            elif terms:
+                _add(terms, grad)
+            else:
+                self._put_together(slot, grad)
+            if number != 1:
+                grad.mul_(number)
+
+    def _put_together(self, slot: int, grad: Tensor) -> None:
+        """Write a gradient that is summed in parts, each of which is consecutive in memory."""
+        shape, strides = self._flat.layout.shapes[slot], self._flat.layout.strides[slot]
+        is_in_order = grad.stride() == strides
+        dense = grad if is_in_order else torch.empty_strided(shape, strides, dtype=grad.dtype)
+        line = dense.as_strided((dense.numel(),), (1,))
+        for start, end, terms in self._cuts[slot]:
+            _add(terms, line[start:end])
+        if not is_in_order:
+            grad.copy_(dense)
+
+    def _parts_of(self, first: int, last: int) -> list[_Part]:
+        """Cut elements ``[first, last)`` of the buffers into parts, relative to ``first``."""
+        if not self.has_shares:
+            few, size = len(self.packed) == 2, _PIECE // self.packed[0].element_size()
+            step = max(1, last - first if few else size)
+            cuts = [(start, min(start + step, last)) for start in range(first, last, step)]
+            return [(a - first, b - first, [each[a:b] for each in self.packed]) for a, b in cuts]
+        parts: list[_Part] = []
+        begin = 0
+        for share, packed in zip(self.shares(self.packed[0]), self.packed, strict=True):
+            end = begin + len(share)
+            a, b = max(first, begin), min(last, end)
+            if a < b:
+                parts.append((a - first, b - first, [packed[a:b]]))
+            begin = end
+        return parts
+
+
+def _add(terms: Sequence[Tensor], target: Tensor) -> None:
+    """Write the sum of ``terms``, in order, into ``target``, which may be one of them."""
+    first, *others = terms
+    if not others:
+        target.copy_(first)
+        return
+    second, *others = others
+    if not others:
+        torch.add(first, second, out=target)
+        return
+    *others, last = others
+    total = torch.add(first, second)
+    for other in others:
+        total.add_(other)
+    torch.add(total, last, out=target)

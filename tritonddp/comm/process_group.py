@@ -1,0 +1,75 @@
+"""Buckets that go through the process group, each in the way that suits it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from tritonddp._torch import backend_name, is_checked
+from tritonddp.buckets.bucket import Bucket
+from tritonddp.buckets.exchange import BucketExchange
+from tritonddp.comm.all_reduce import AllReduce, DirectSum
+from tritonddp.comm.quantized import QuantizedAllReduce, SecondStep
+from tritonddp.coordination.counters import Counters
+from tritonddp.coordination.group import Group
+
+# Up to so many bytes two ranks send each other a bucket directly. Above, the ring is no slower: it
+# adds half as much on each rank. The limit holds for the last buckets together, whose exchange no
+# backward hides, so that memory is bounded; and for the first bucket, whose headers show whether
+# the ranks agree, alone.
+_DIRECT = 256 * 1024
+
+
+class ProcessGroupTransport:
+    """The transport through the process group; see :class:`Transport`."""
+
+    averages = True
+
+    def __init__(self, group: Group, counters: Counters) -> None:
+        self._group, self._counters = group, counters
+        self._all_reduce = AllReduce(group, counters)
+        self._most_direct = _DIRECT // (group.size - 1) ** 2 if goes_by_messages(group) else 0
+        self._second_step: SecondStep | None = None  # of quantised buckets
+        self._announced: Callable[[BucketExchange], BucketExchange] | None = None
+
+    def announce(self, announced: Callable[[BucketExchange], BucketExchange] | None) -> None:
+        """Have ``announced`` put around exchanges that are made from now on; ``None`` for nothing.
+
+        See :class:`tritonddp.comm.host.memory_exchange.Announced`.
+        """
+        self._announced = announced
+
+    def exchanges(self, buckets: Sequence[Bucket]) -> list[BucketExchange]:
+        """See :meth:`Transport.exchanges`."""
+        made: list[BucketExchange] = []
+        to_end = 0  # bytes of a bucket and all behind it
+        for bucket in reversed(buckets):
+            to_end += bucket.nbytes
+            made.append(self._exchange(bucket, to_end if bucket.index else bucket.nbytes))
+        made.reverse()
+        return made if self._announced is None else list(map(self._announced, made))
+
+    def _exchange(self, bucket: Bucket, nbytes: int) -> BucketExchange:
+        if bucket.quantization is not None:
+            if self._second_step is None:
+                self._second_step = SecondStep(self._group)
+            return QuantizedAllReduce(self._group, self._counters, self._second_step)
+        if nbytes <= self._most_direct and bucket.params[0].is_cpu:
+            return DirectSum(self._group, self._counters)
+        return self._all_reduce
+
+
+def goes_by_messages(group: Group) -> bool:
+    """Whether direct messages may replace all-reduces on the CPU; the same on all ranks.
+
+    (In debug mode they may not: torch then compares sizes between ranks, of all-reduces only.)
+    """
+    process_group, device = group.process_group, torch.device("cpu")
+    return (
+        group.size > 1
+        and type(process_group) is dist.ProcessGroup
+        and backend_name(process_group, device) == "gloo"
+        and not is_checked(process_group, device)
+    )

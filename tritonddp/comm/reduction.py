@@ -1,0 +1,510 @@
+"""One reduction, from the first gradient that is packed to the last mean in ``.grad``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+from ctypes import string_at
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tritonddp._device import read_together
+from tritonddp.buckets.bucket import Bucket, GradientError, Segment
+from tritonddp.buckets.bucket_set import BucketSet
+from tritonddp.buckets.sparse_bucket import SparseBucket
+from tritonddp.comm.sparse import exchange_rows
+from tritonddp.coordination.agreement import Agreement, GradSource, Weight
+from tritonddp.coordination.counters import Counters
+from tritonddp.coordination.group import Group
+from tritonddp.coordination.host.peers import PeerError
+from tritonddp.coordination.interrupts import Uninterrupted
+
+logger = logging.getLogger("tritonddp.comm.reduction")
+begin_logger = logging.getLogger("tritonddp.in_step")
+
+_wants_flags = attrgetter("wants_flags")
+
+
+class LocalError(RuntimeError):
+    """User code (a hook, for example) failed on this rank. The other ranks finish the backward."""
+
+
+class ReductionEvents:
+    """Callbacks for the progress of a reduction, see ``Extension``. An empty loop costs no call."""
+
+    on_pack: Sequence[Callable[[Reduction, Bucket, Segment], None]] = ()
+    on_packed: Sequence[Callable[[Reduction, Bucket], None]] = ()
+    on_launch: Sequence[Callable[[Reduction, Bucket], None]] = ()
+    on_launched: Sequence[Callable[[Reduction, Bucket, Any], None]] = ()
+    on_waited: Sequence[Callable[[Reduction, Bucket], None]] = ()
+    on_reduced: Sequence[Callable[[Reduction, Bucket], None]] = ()
+    on_reduced_all: Sequence[Callable[[Reduction], None]] = ()
+
+    reporters: Sequence[Any] = ()  # extensions that send reports to the other ranks
+
+    def report(self, reduction: Reduction) -> bytes:
+        """The reports of this rank, of all extensions, one after the other."""
+        return b""
+
+
+@dataclass(eq=False)
+class Reduction:
+    """The gradients of this rank become the mean over all ranks, once.
+
+    Whoever opens a reduction owes its collectives to the other ranks. :meth:`launch_ready` and
+    :meth:`finish` make them; if this rank cannot go on, :meth:`launch_nan` and :meth:`discard` do.
+
+    A *segment* is a range of parameters of one bucket that are flattened together. To *pack* it is
+    to flatten its gradients into the bucket. The *header* is what a rank tells the others of the
+    reduction, in the first bucket; a *report* is what its extensions add.
+
+    Attributes:
+        bucket_set: the buckets of its parameters.
+        buckets: those to reduce, in launch order; none if nothing is exchanged.
+        agreement: writes the header of this rank, and compares those of all ranks.
+        events: callbacks for progress.
+        counters: count what is sent.
+        used: for each parameter, whether this rank has a gradient for it.
+        source: where the gradients come from.
+        where: this rank and its step, for messages.
+        schema: hash of its parameters.
+        join: the join protocol inside ``join()``, else ``None``.
+        of_backwards: its gradients are in ``.grad``, where backwards have accumulated them. Else
+            the user has given them, or they are in a context of ``torch.distributed.autograd``.
+        earlier: for each parameter, whether an earlier backward that was not reduced has used it.
+        weight: weight of the gradients of this rank; ``None`` if the mean is not weighted.
+        skipped: indices of buckets that are not sent.
+        scale: factor of the gradients before they are sent.
+        header: what this rank writes into the first bucket.
+        arrived: the parameters in the order of their gradients, as far as these have come.
+        has_unannounced: the engine has not announced the gradients of all parameters, and some may
+            come all the same.
+        counts_dropped: a gradient that has come, and that a hook has dropped, counts as zero; else
+            the parameter counts as unused.
+        filled: for each segment, whether it is packed.
+        packed_at: for packed segments, how many gradients had come then.
+        unfilled: for each bucket, the number of segments, or of other events, that it waits for.
+        works: work objects of the launched buckets, in launch order; ``None`` where there is
+            nothing to wait for.
+        done: number of buckets that are reduced and unpacked.
+        factor: factor of the sums, once it is known.
+        is_captured: it is captured in a CUDA graph, whose replays make it.
+    """
+
+    bucket_set: BucketSet
+    buckets: Sequence[Bucket]
+    agreement: Agreement
+    events: ReductionEvents
+    counters: Counters
+    used: list[bool]
+    source: GradSource
+    where: str
+    schema: bytes
+    join: Any
+    filled: list[bool]
+    unfilled: list[int]
+    weight: Weight | None = None
+    of_backwards: bool = True
+    is_captured: bool = False
+    earlier: Sequence[bool] = ()
+    arrived: Sequence[Tensor] = ()
+    has_unannounced: bool = False
+    counts_dropped: bool = True
+    skipped: Collection[int] = ()
+    scale: float = 1.0
+    header: bytes = b""
+    packed_at: dict[int, int] = field(default_factory=dict)
+    works: list[Any] = field(default_factory=list)
+    done: int = 0
+    factor: Tensor | None = None
+    _spoiled: Bucket | None = None  # is sent with NaN, since another one was sent wrong
+    _exchanged: Collection[int] = ()  # indices of sparse buckets whose rows have been exchanged
+    _has_headers: bool = False  # the headers of all ranks have been read
+    _is_logged: bool = False  # each bucket, at level DEBUG
+
+    # Before the first bucket
+
+    def weigh(self, weight: Weight | None) -> None:
+        """The gradients of this rank have this weight. Before the first bucket is packed."""
+        self.weight = weight
+
+    def skip(self, indices: Collection[int]) -> None:
+        """Do not send these buckets: not the first, and the same on all ranks."""
+        self.skipped = indices
+        for index in indices:
+            for number in self.bucket_set.segments_of[index]:
+                self.filled[number] = True  # these segments are never packed
+
+    def hold(self, index: int) -> None:
+        """Do not launch this bucket, and those behind it, before :meth:`let_go` or the end."""
+        self.unfilled[index] += 1
+
+    def let_go(self, index: int) -> None:
+        """Undo one :meth:`hold`."""
+        self.unfilled[index] -= 1
+
+    def note_used(self, numbers: Iterable[int], earlier: Sequence[bool] | None = None) -> None:
+        """This rank has gradients for these parameters, and for those that it had used earlier.
+
+        Without ``earlier`` for those that are noted already.
+        """
+        if earlier is not None:
+            self.used[:] = earlier
+        for number in numbers:
+            self.used[number] = True
+
+    def break_off(self) -> None:
+        """The backward has failed on this rank. If nothing was sent yet, it has no gradients."""
+        self.source = GradSource.BROKEN
+        if not self.works:
+            self.weight, self.header = None, b""
+
+    def _announce(self) -> None:
+        """Prepare the header of this rank, and the scale of its gradients."""
+        agreement, weight, averages = self.agreement, self.weight, self.bucket_set.averages
+        over_present = False
+        if self.join is not None:
+            # Communication hooks divide by a number of ranks themselves.
+            over_present = self.join.reduction_begins() and averages
+        key = self.schema, self.source, weight, tuple(self.skipped), over_present, averages
+        if key != agreement.key or weight is not None:  # the unit of weights may have changed
+            agreement.open(*key)
+        self.scale = agreement.scale
+        self.header = agreement.encoded
+        if self.events.reporters:
+            self.header = agreement.with_report(self.events.report(self))
+        self._is_logged = logger.isEnabledFor(logging.DEBUG)
+        if begin_logger.isEnabledFor(logging.DEBUG):
+            begin_logger.debug(
+                "%s: a reduction begins: %s, %s, hash of its parameters %s, buckets left out: %s",
+                self.where,
+                self.source.words,
+                "no weight" if weight is None else f"weight {weight.items:g}",
+                self.schema.hex(),
+                list(self.skipped) or "none",
+            )
+
+    # Into the buckets
+
+    def pack(self, number: int) -> None:
+        """The gradients of a segment are final: flatten them into its bucket.
+
+        Raises:
+            GradientError: a gradient does not fit its parameter.
+            RuntimeError: another rank is gone, and has not confirmed that it read the last content.
+        """
+        if not self.header:
+            self._announce()
+        bucket, segment = self.bucket_set.segments[number]
+        first, last = bucket.first + segment.first, bucket.first + segment.last
+        if bucket.before:
+            for slot in bucket.unchanged_slots(segment):
+                self.used[bucket.first + slot] = self.earlier[bucket.first + slot]
+        if bucket.quantization is not None:
+            bucket.quantization.rescale(self.agreement.unit)
+        for call in self.events.on_pack:
+            call(self, bucket, segment)
+        # The sum of no items counts all the same, but gradients from before it do not.
+        counts_earlier = self.weight is None or self.weight.items != 0
+        try:
+            if (before_pack := bucket.exchange.before_pack) is not None:
+                before_pack()
+            bucket.pack(
+                segment,
+                self.used[first:last],
+                self.scale,
+                b"" if bucket.index else self.header,
+                counts_earlier,
+                self.arrived if self.counts_dropped else (),
+            )
+        except GradientError as error:
+            raise GradientError(f"{self.where}: {error}") from None
+        except PeerError as error:
+            raise self.explain(bucket, error) from error
+        self.filled[number] = True
+        self.unfilled[bucket.index] -= 1
+        self.packed_at[number] = len(self.arrived)
+        for observe in self.events.on_packed:
+            observe(self, bucket)
+
+    # On the way
+
+    def launch_ready(self, rest: bool = False, until: int | None = None) -> None:
+        """Launch the buckets that have all their gradients, in bucket order.
+
+        Args:
+            rest: launch incomplete buckets too: a gradient that has not come counts as zero.
+            until: stop before the bucket with this index.
+        """
+        works, buckets, unfilled = self.works, self.buckets, self.unfilled
+        end = len(buckets) if until is None else until
+        while len(works) < end and (rest or not unfilled[len(works)]):
+            bucket = buckets[len(works)]
+            if bucket.index in self.skipped:
+                works.append(None)
+                continue
+            for number in self.bucket_set.segments_of[bucket.index]:
+                if not self.filled[number]:
+                    if self.has_unannounced:
+                        self._note_arrived(number)
+                    self.pack(number)
+            if len(bucket.segments) > 1:
+                bucket.finish_trailer(b"" if bucket.index else self.header)
+            if is_spoiled := bucket is self._spoiled:
+                bucket.overwrite_nan()
+            for call in self.events.on_launch:
+                call(self, bucket)
+            if self._is_logged:
+                self._log_launch(bucket, is_spoiled)
+            try:
+                bucket.exchange.launch(bucket, works, is_spoiled)
+            except RuntimeError as error:
+                raise self.explain(bucket, error) from error
+            for observe in self.events.on_launched:
+                observe(self, bucket, works[bucket.index])
+
+    def _note_arrived(self, number: int) -> None:
+        """Mark parameters of this segment as used whose gradients came without announcement."""
+        arrived = set(map(id, self.arrived))
+        for index in self.bucket_set.ranges[number]:
+            if not self.used[index]:
+                self.used[index] = id(self.bucket_set.params[index]) in arrived
+
+    def launch_now(self, bucket: Bucket) -> None:
+        """Launch the next bucket, with gradients that do not come from a backward that runs.
+
+        Raises:
+            GradientError: a gradient does not fit its parameter.
+        """
+        bucket.prepare()
+        try:
+            bucket.to_slot_layout()
+        except GradientError as error:
+            raise GradientError(f"{self.where}: {error}") from None
+        self.launch_ready(rest=True, until=bucket.index + 1)
+
+    def spoil(self, bucket: Bucket) -> None:
+        """Send NaN in this bucket, which is not the first: an earlier one was sent too early."""
+        self._spoiled = bucket
+
+    def launch_nan(self) -> None:
+        """Launch all remaining buckets, with NaN instead of gradients.
+
+        So the collectives of the ranks match, and the others get NaN, not a mean without this rank.
+        """
+        if not self.header:
+            self._announce()
+        while len(self.works) < len(self.buckets):
+            bucket = self.buckets[len(self.works)]
+            if bucket.index in self.skipped:
+                self.works.append(None)
+                continue
+            if self._is_logged:
+                self._log_launch(bucket, is_broken=True)
+            try:
+                if (before_pack := bucket.exchange.before_pack) is not None:
+                    before_pack()
+                bucket.fill_nan(b"" if bucket.index else self.header)
+                bucket.exchange.launch(bucket, self.works, is_broken=True)
+            except RuntimeError as error:
+                raise self.explain(bucket, error) from error
+
+    # Back
+
+    def finish(self, discards: bool = False) -> None:
+        """Wait for the buckets in launch order, unpacking one while the next is on its way.
+
+        Args:
+            discards: leave ``.grad`` as it is.
+
+        Raises:
+            RuntimeError: a collective failed.
+            Mismatch: the ranks do not reduce the same, see
+                :func:`tritonddp.coordination.agreement.check`.
+            LocalError: user code failed on this rank.
+        """
+        events, works, agreement = self.events, self.works, self.agreement
+        if not discards and any(map(_wants_flags, self.buckets)):
+            self._read_flags()
+        while self.done < len(works):
+            bucket, work = self.buckets[self.done], works[self.done]
+            if work is None:
+                self.done += 1
+                continue
+            exchange, factor = bucket.exchange, None
+            try:
+                factor = exchange.wait(bucket, work)
+            except LocalError:
+                self._finish_for_others()
+                if not discards:
+                    raise
+            except RuntimeError as error:
+                raise self.explain(bucket, error) from error
+            if not self._has_headers:  # the first bucket comes first
+                headers = bucket.flat.headers
+                if (
+                    agreement.is_unanimous
+                    and headers.is_cpu
+                    and string_at(headers.data_ptr(), headers.nbytes) == agreement.last_headers
+                ):
+                    self._has_headers = True  # they are those of the last step
+                else:
+                    self._read_headers()
+            if isinstance(bucket, SparseBucket):
+                self._exchange_rows(bucket)
+            if self._is_logged:
+                self._log_wait(bucket)
+            if discards:
+                bucket.discard()
+            else:
+                for call in events.on_waited:
+                    call(self, bucket)
+                if self.factor is not None:
+                    factor = self.factor if factor is None else self.factor * factor
+                bucket.unpack(factor)
+            if exchange.after_unpack is not None:
+                exchange.after_unpack()
+            self.done += 1
+            works[bucket.index] = None
+            if not discards:
+                for call in events.on_reduced:
+                    call(self, bucket)
+        if agreement.pending:
+            agreement.keep_order()
+
+    def _finish_for_others(self) -> None:
+        """User code has failed on this rank: make the collectives that the other ranks make."""
+        self._read_headers()
+        for bucket in self.buckets:
+            if isinstance(bucket, SparseBucket):
+                self._exchange_rows(bucket)
+
+    def _read_headers(self) -> None:
+        """Read the headers of all ranks in the first bucket, once; see :meth:`Agreement.read`."""
+        if self._has_headers:
+            return
+        headers, work = self.buckets[0].flat.headers, self.works[0]
+        is_torchs = type(self.group.process_group) is dist.ProcessGroup
+        if headers.is_cpu or not (is_torchs and isinstance(work, dist.Work)):
+            work = None
+        self.factor = self.agreement.read(headers, self.where, work)
+        self._has_headers = True
+
+    def _exchange_rows(self, bucket: SparseBucket) -> None:
+        """The second step of sparse gradients, after the all-reduce of the buffer."""
+        self.agreement.check_pending()  # after a mismatch the announced row counts mean nothing
+        if bucket.index in self._exchanged:  # already done, before an interrupt
+            return
+        try:
+            with Uninterrupted():
+                exchange_rows(bucket, self.group.process_group, self.counters)
+                self._exchanged = {*self._exchanged, bucket.index}
+        except RuntimeError as error:
+            raise self.explain(bucket, error, "exchange of sparse gradients") from error
+
+    def _read_flags(self) -> None:
+        """On a GPU: used flags that the host has to know, in one copy for all buckets."""
+        asking = [
+            bucket
+            for bucket in self.buckets[self.done :]
+            if bucket.wants_flags
+            and self.works[bucket.index] is not None
+            and not bucket.flat.data.is_cpu
+        ]
+        if not asking:
+            return
+        for bucket in self.buckets[self.done : asking[-1].index + 1]:
+            if (work := self.works[bucket.index]) is not None:
+                try:
+                    bucket.exchange.wait(bucket, work)
+                except RuntimeError as error:
+                    raise self.explain(bucket, error) from error
+        flags = read_together([bucket.flat.flags for bucket in asking])
+        for bucket, each in zip(asking, flags, strict=True):
+            bucket.set_flags(each.tolist())
+
+    def discard(self) -> None:
+        """Wait for the launched buckets, and leave ``.grad`` as it is."""
+        self.finish(discards=True)
+
+    def abort(self, what: str) -> None:
+        """The ranks do not reduce the same: wait for all collectives in flight.
+
+        If the ranks have sent different numbers of buckets, this takes the group's timeout.
+
+        Raises:
+            RuntimeError: a collective failed; ``what`` says why it may have.
+        """
+        for bucket, work in zip(self.buckets, self.works, strict=False):
+            if work is not None and bucket.index >= self.done:
+                try:
+                    bucket.exchange.abort(bucket, work)
+                except RuntimeError as error:
+                    message = f"all-reduce of {bucket.nbytes} bytes ({what})"
+                    raise self.explain(bucket, error, message) from error
+
+    @torch.no_grad()
+    def reduce_now(self) -> None:
+        """Replace ``.grad`` of all parameters by their mean over the ranks.
+
+        For gradients that do not come from a backward that runs. If one cannot be reduced, all
+        collectives are made before the error is raised, so that the other ranks do not hang.
+
+        Raises:
+            GradientError: a gradient does not fit its parameter.
+            RuntimeError, Mismatch: see :meth:`finish`.
+        """
+        try:
+            for bucket in self.buckets:
+                self.launch_now(bucket)
+        except BaseException:
+            self.launch_nan()
+            self.discard()
+            raise
+        self.finish()
+        self.agreement.check_pending()
+        for call in self.events.on_reduced_all:
+            call(self)
+
+    @torch.no_grad()
+    def take_part(self) -> None:
+        """Make the collectives of :meth:`reduce_now` on a rank whose backward failed."""
+        self.launch_nan()
+        self.discard()
+
+    # Messages
+
+    @property
+    def group(self) -> Group:
+        """The ranks."""
+        return self.agreement.group
+
+    def explain(
+        self, bucket: Bucket, error: BaseException, what: str | None = None
+    ) -> RuntimeError:
+        """The error to raise if a collective of ``bucket`` failed."""
+        return self.group.explain(
+            f"{self.where}, {bucket.title}",
+            what or f"all-reduce of {bucket.nbytes} bytes",
+            error,
+        )
+
+    def _log_launch(self, bucket: Bucket, is_broken: bool) -> None:
+        if self.bucket_set.averages:
+            self._log(bucket, "is sent with NaN" if is_broken else "is sent")
+        else:
+            self._log(bucket, "goes to the communication hook" + " with zeros" * is_broken)
+
+    def _log_wait(self, bucket: Bucket) -> None:
+        # On a GPU the host goes on before the sum is there.
+        here = "is reduced" if bucket.flat.data.is_cpu else "is waited for by the device"
+        averages = self.bucket_set.averages
+        self._log(bucket, here if averages else "is back from the communication hook")
+
+    def _log(self, bucket: Bucket, what: str) -> None:
+        logger.debug("%s, %s: %s, %d bytes", self.where, bucket.title, what, bucket.nbytes)

@@ -1,0 +1,412 @@
+"""The other ranks of this host, and how a rank waits for them.
+
+Messages go over Unix sockets. A message orders memory (what was written before it was sent can be
+read after it has come), and wakes the receiver. When a process dies, its connections close. A
+message may come twice without harm, so work that Ctrl-C interrupted is simply repeated.
+
+Each message has five numbers: its kind; the wrapper that it is of, or :data:`ANY`; two numbers
+whose meaning depends on the kind; and between them a number that grows from one message of this
+kind and wrapper to the next.
+"""
+
+from __future__ import annotations
+
+import errno
+import select
+import socket
+import struct
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from itertools import count
+from time import monotonic, sleep
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+
+from tritonddp._torch import timeout_of
+from tritonddp.coordination.group import Group
+from tritonddp.coordination.host.connect import Neighbours
+from tritonddp.coordination.host.memory import Memory
+from tritonddp.coordination.interrupts import Uninterrupted
+
+# Kinds of messages. Of a rank about a sum in memory: its part is packed; its share of the sum is
+# there; it has read what the others packed.
+PACKED, SUMMED, READ = range(3)
+# About a broadcast of buffers: the source has it ready; a receiver has read it, or has mapped the
+# memory that the source lends.
+SHOWN, SEEN, MAPPED = range(3, 6)
+# With a descriptor of memory: for buckets, of each rank; for buffers, of the source.
+HANDED, LENT = range(6, 8)
+
+# Instead of a wrapper's number: the bucket goes through the process group; or any wrapper.
+ANY = 0
+
+# Kind, wrapper, bucket or another number, number of the message, bytes.
+MESSAGE = struct.Struct("<IIIQQ")
+# Arguments of recvmsg, for map(): a message, room for one descriptor, and its close-on-exec flag.
+# (Windows has no CMSG_SPACE, and none of these connections.)
+_ROOM = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
+_RECEIVE = (MESSAGE.size,), (_ROOM,), (getattr(socket, "MSG_CMSG_CLOEXEC", 0),)
+# Seconds of waiting after which the timeout of the group is checked.
+_PATIENCE = 1.0
+_NO_TIMEOUT = 1800.0  # seconds, if the group has none
+# Seconds of trying to send a message to a rank whose buffer is full, and between two tries.
+_SENDING, _PAUSE = 10.0, 1e-3
+
+
+class PeerError(RuntimeError):
+    """A rank of this host is gone, or does not answer."""
+
+
+class Peer:
+    """The connection with one other rank of the host.
+
+    Attributes:
+        rank: rank of the peer in the group.
+        counts: number of its last message, by kind and wrapper.
+        announced: wrapper, bucket and bytes of the buckets it has packed, by number of the sum.
+        last: third and last number of its last message about buffers, by kind and wrapper.
+        seen: number of its last broadcast of buffers that this rank has read, by wrapper.
+        handed: its memory for buckets, or why it could not be mapped, by wrapper.
+        lent: memory with its buffers, or why it could not be mapped, by wrapper.
+        is_open: messages may still come.
+        received: messages that are not handled yet. Python handles signals between any two
+            instructions, so one call in C both receives a message and appends it here.
+        receive, send_now: methods of the connection, which do not block.
+        unsent: messages to the peer that did not fit into the socket buffer.
+    """
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.rank = rank
+        self.counts: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self.announced: dict[int, tuple[int, int, int]] = {}
+        self.last: dict[tuple[int, int], tuple[int, int]] = {}
+        self.seen: defaultdict[int, int] = defaultdict(int)
+        self.handed: dict[int, Memory | str] = {}
+        self.lent: dict[int, Memory | str] = {}
+        self.is_open = True
+        self.received: deque[Any] = deque()
+        self.receive, self.send_now = connection.recvmsg, connection.send
+        self.unsent: deque[bytes] = deque()
+        self.descriptor = connection.fileno()
+        self._connection = connection
+
+    def send(self, message: bytes) -> None:
+        """Send now, or later if the socket buffer is full, which takes hundreds of messages.
+
+        (If the peer is gone, waiting for its messages raises the error.)
+        """
+        self.unsent.append(message)
+        self.send_rest()
+
+    def send_rest(self) -> None:
+        """Send as many of the unsent messages as fit into the socket buffer now."""
+        while self.unsent:
+            try:
+                self.send_now(self.unsent[0])
+            except BlockingIOError:
+                return
+            except OSError:
+                pass
+            self.unsent.popleft()
+
+    def hand_over(self, message: bytes, descriptor: int) -> bool:
+        """Send a message with a file descriptor of memory; returns False if the buffer is full.
+
+        Raises:
+            OSError: it cannot be sent.
+        """
+        self.send_rest()
+        if self.unsent:
+            return False
+        try:
+            socket.send_fds(self._connection, [message], [descriptor])
+        except OSError as error:
+            # (The system limits the descriptors of a user that are in flight.)
+            if isinstance(error, BlockingIOError) or error.errno == errno.ETOOMANYREFS:
+                return False
+            raise
+        return True
+
+    def end(self) -> None:
+        """The connection has ended: expect no more messages."""
+        self.received.clear()
+        self.is_open = False
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.is_open = False
+        self._connection.close()
+        self.unsent.clear()
+
+
+class Background(Protocol):
+    """Work that other ranks may wait for while this rank waits for one of them."""
+
+    def sum_packed(self) -> None:
+        """Do what can be done now, with the messages that have come."""
+
+    def go_on(self) -> bool:
+        """Receive messages, and do what can be done; returns whether there was something to do.
+
+        Called while this thread waits in another group.
+        """
+
+
+class Peers:
+    """The other ranks of a group that are on this host.
+
+    There is one object for a group.
+
+    Attributes:
+        hosts: the ranks of each host, in their order.
+        host, local_rank: index of this rank's host in ``hosts``, and of this rank on its host.
+        others: the connections, in the order of ranks.
+        direct_sends: functions that send a message to each peer, if its socket buffer has room.
+        sends: ``direct_sends``; or, while messages are unsent, a function that queues behind them.
+        background: other work to do while this rank waits; ``None`` if there is none.
+        poll, pause: function that waits for messages, and its timeout in milliseconds.
+    """
+
+    def __init__(self, group: Group, found: Neighbours) -> None:
+        self.others: list[Peer] = []
+        self.hosts = found.hosts
+        self.host = next(at for at, ranks in enumerate(found.hosts) if group.rank in ranks)
+        self.local_rank = found.hosts[self.host].index(group.rank)
+        self.others = [Peer(rank, each) for rank, each in sorted(found.connections.items())]
+        self.direct_sends = [peer.send_now for peer in self.others]
+        self.sends: Sequence[Callable[[bytes], Any]] = self.direct_sends
+        self.background: Background | None = None
+        self._numbers = count(ANY + 1)
+        self._process_group = ref(group.process_group)  # weak: the group may hold this object
+        self._poll = select.poll()
+        for peer in self.others:
+            self._poll.register(peer.descriptor, select.POLLIN)
+        self.poll, self.pause = self._poll.poll, 1000 * _PATIENCE
+        group.join_forks(self)
+        group.close_on_failure(self)
+
+    def next_wrapper(self) -> int:
+        """A number for a wrapper. All ranks call this at the same time, so it is the same there."""
+        return next(self._numbers)
+
+    # Sending
+
+    def send(self, message: bytes) -> None:
+        """Send to all peers, or queue where a socket buffer is full. Does not block."""
+        for peer in self.others:
+            peer.send(message)
+        self._note_unsent()
+
+    def say(self, kind: int, wrapper: int, bucket: int, number: int, nbytes: int = 0) -> None:
+        """Send a message to all peers; see :meth:`send`."""
+        self.send(MESSAGE.pack(kind, wrapper, bucket, number, nbytes))
+
+    def answer(self, peer: Peer, kind: int, wrapper: int, bucket: int, number: int) -> None:
+        """Send a message to one peer; see :meth:`send`."""
+        peer.send(MESSAGE.pack(kind, wrapper, bucket, number, 0))
+        self._note_unsent()
+
+    def flush(self) -> None:
+        """Wait until all unsent messages are sent, except READ, which peers need only at a pack.
+
+        Peers receive, since they wait for these messages. Gives up after ``_SENDING`` seconds, if a
+        peer is suspended, for example.
+        """
+        if self.sends is self.direct_sends:
+            return
+        end = monotonic() + _SENDING
+        while monotonic() < end:
+            self.send_rest()
+            if all(message[0] == READ for peer in self.others for message in peer.unsent):
+                return
+            sleep(_PAUSE)
+
+    def send_rest(self) -> None:
+        """Send as many of the unsent messages as fit into the socket buffers now."""
+        for peer in self.others:
+            peer.send_rest()
+        self._note_unsent()
+
+    def _note_unsent(self) -> None:
+        has_unsent = any(peer.unsent for peer in self.others)
+        self.sends = [self.send] if has_unsent else self.direct_sends
+        self.pause = 1.0 if has_unsent else 1000 * _PATIENCE
+
+    # Receiving
+
+    def take_unusual(self, peer: Peer) -> None:
+        """Handle the next message of ``peer``, which is its end, or hands over memory."""
+        content, ancillary, _, _ = peer.received[0]
+        if not content:
+            self.has_ended(peer)
+            return
+        kind, wrapper, _, number, nbytes = MESSAGE.unpack(content)
+        with Uninterrupted():
+            memory: Memory | str
+            try:
+                if not ancillary:  # sending failed; or this process has too many open files
+                    raise OSError("no descriptor was received")
+                memory = Memory.received(struct.unpack("i", ancillary[0][2])[0], nbytes)
+            except OSError as error:
+                memory = f"memory of rank {peer.rank} cannot be mapped: {error}"
+            if kind == LENT:
+                peer.lent[wrapper] = memory
+                self.answer(peer, MAPPED, wrapper, isinstance(memory, str), number)
+            else:
+                peer.handed[wrapper] = memory
+            peer.counts[kind, wrapper] = number
+            peer.received.popleft()
+
+    def has_ended(self, peer: Peer) -> None:
+        """The connection of ``peer`` has ended: expect no more messages."""
+        if peer.is_open:
+            self._poll.unregister(peer.descriptor)
+        peer.end()
+
+    def attend(self, late: Peer, waited: float) -> None:
+        """Do other work while this rank waits for ``late``, since ``waited`` seconds.
+
+        Raises:
+            PeerError: ``late`` was not there within the group's timeout.
+        """
+        self.send_rest()
+        if self.background is not None:
+            self.background.sum_packed()
+        # ``late`` may wait for this rank in another group.
+        for peers in [each() for each in list(_working)]:
+            background = None if peers is None or peers is self else peers.background
+            if background is not None and background.go_on():
+                self.pause = 1.0
+        if waited < _PATIENCE:
+            return
+        process_group = self._process_group()
+        timeout = process_group and timeout_of(process_group, torch.device("cpu"))
+        seconds = timeout.total_seconds() if timeout else _NO_TIMEOUT
+        left = seconds - waited
+        if left <= 0:
+            raise PeerError(f"rank {late.rank} did not reach this exchange within {seconds:g} s")
+        if left < _PATIENCE:
+            self.poll(1000 * left)
+
+    def set_background(self, background: Background) -> None:
+        """See :attr:`background`."""
+        self.background = background
+
+    def work_while_waiting(self) -> None:
+        """Call :attr:`background` in every wait from now on, also in the waits of other groups."""
+        _working.add(ref(self, _working.discard))
+
+    def close(self) -> None:
+        """Close all connections: the others find that this rank is gone."""
+        for peer in self.others:
+            peer.close()
+
+    detach = close  # in a forked process: its messages would be taken for those of this rank
+
+    def __del__(self) -> None:
+        self.close()
+
+
+# Groups that have work to do while a rank waits. (Threads may add to it while others read it.)
+_working: set[ref[Peers]] = set()
+
+
+class WaitPoint:
+    """A point that all ranks reach repeatedly, and where they wait for each other.
+
+    Attributes:
+        wrapper: the wrapper's number, the same on all ranks.
+        number: counts the times.
+    """
+
+    def __init__(self, wrapper: int, peers: Peers, number: int = 0) -> None:
+        self.wrapper, self.number = wrapper, number
+        self.peers = peers
+        self._keys = [(kind, wrapper) for kind in range(LENT + 1)]
+        self._keys[PACKED] = PACKED, ANY
+
+    def at(self, number: int) -> WaitPoint:
+        """This point, with this :attr:`number`."""
+        self.number = number
+        return self
+
+    def wait_for(self, kind: int, waits: bool = True, source: Peer | None = None) -> None:
+        """Wait until all peers, or the one given, have sent ``kind`` with this ``number``.
+
+        With ``waits=False`` only receive the messages that have come, of all kinds and wrappers.
+
+        Raises:
+            PeerError: a rank is gone, or was not there within the group's timeout.
+        """
+        peers, key, number = self.peers, self._keys[kind], self.number
+        if peers.sends is not peers.direct_sends:
+            peers.send_rest()
+        since = 0.0
+        while True:
+            late = None
+            for peer in peers.others:
+                received, counts = peer.received, peer.counts
+                # While this rank waits it takes all messages: poll() would return for each that is
+                # left.
+                while received or (peer.is_open and (since or not waits or counts[key] < number)):
+                    try:
+                        if not received:
+                            received.extend(map(peer.receive, *_RECEIVE))
+                    except BlockingIOError:
+                        break
+                    except ConnectionResetError:  # raised once, before the last messages
+                        continue
+                    except OSError:  # closed by this rank
+                        peers.has_ended(peer)
+                        break
+                    content = received[0][0]
+                    if len(content) == 0 or content[0] >= HANDED:  # the first byte is the kind
+                        peers.take_unusual(peer)
+                        continue
+                    what, wrapper, bucket, at, nbytes = MESSAGE.unpack(content)
+                    of = what, ANY if what == PACKED else wrapper
+                    if counts[of] < at:  # not a message that came twice
+                        if what == PACKED:
+                            peer.announced[at] = wrapper, bucket, nbytes
+                        elif what >= SHOWN:
+                            peer.last[of] = bucket, nbytes
+                        counts[of] = at
+                    received.popleft()
+                if waits and counts[key] < number and (source is None or peer is source):
+                    if not peer.is_open:
+                        raise PeerError(f"rank {peer.rank} has closed its connection")
+                    late = late or peer
+            if late is None:
+                return
+            now = monotonic()
+            since = since or now
+            is_busy = _working or peers.sends is not peers.direct_sends
+            if is_busy or now - since > _PATIENCE:
+                peers.attend(late, now - since)
+                if now - since > _PATIENCE:
+                    self.check(late)
+            peers.poll(peers.pause)
+
+    def check(self, late: Peer) -> None:
+        """This rank has waited for ``late`` for long: raise a PeerError if that is in vain."""
+
+    def hand_over(self, kind: int, memory: Memory) -> None:
+        """Send ``memory`` to all peers, and receive messages meanwhile.
+
+        Few descriptors may be in flight at a time, so a peer has to take it before the next one
+        gets its own.
+
+        Raises:
+            OSError: it cannot be sent.
+        """
+        message = MESSAGE.pack(kind, self.wrapper, 0, self.number, memory.tensor.numel())
+        end = monotonic() + _SENDING
+        for peer in self.peers.others:
+            while not peer.hand_over(message, memory.descriptor):
+                if monotonic() > end:
+                    raise TimeoutError("too many file descriptors are in flight")
+                self.wait_for(kind, waits=False)
+                sleep(_PAUSE)

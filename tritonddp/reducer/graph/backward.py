@@ -1,0 +1,444 @@
+"""One backward of the module: where it begins, how far it is, and where it ends."""
+
+from __future__ import annotations
+
+import enum
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
+from types import NoneType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.hooks import unserializable_hook
+
+from tritonddp._torch import (
+    backward_hooks_of,
+    current_graph_task_id,
+    queue_end_of_backward,
+    tree_leaves,
+)
+from tritonddp.buckets.bucket_set import BucketSet
+from tritonddp.comm.reduction import Reduction
+from tritonddp.coordination.agreement import GradSource
+from tritonddp.reducer.graph.unreduced import Unreduced
+
+
+class Listener(Protocol):
+    """What notices the start of a backward: a reducer."""
+
+    def on_backward(self, forward: Forward | None) -> None:
+        """A gradient has come, through an output of ``forward`` or elsewhere."""
+
+
+class SyncState:
+    """Settings of the next backward: the wrapper writes them, the reducer reads them."""
+
+    __slots__ = ("enabled", "join", "weight")
+
+    def __init__(self) -> None:
+        self.enabled = True  # the backward is reduced; False inside no_sync
+        self.weight: Any = None  # the weight of its gradients, None for an unweighted mean
+        self.join: Any = None  # the join protocol of the ranks inside join(), None outside
+
+    @property
+    def source_rank(self) -> int:
+        """The rank whose buffers and order of gradients all ranks use."""
+        return 0 if self.join is None else self.join.source_rank
+
+
+@dataclass(eq=False, slots=True)
+class Forward:
+    """One forward of the module, as long as its graph lives."""
+
+    number: int  # counts the forwards of this wrapper
+    reductions: int  # number of reductions before it
+    syncs: bool  # it ran outside no_sync, so that backwards through its outputs may be reduced
+    reached: bool = False  # a reduced backward has gone through its outputs
+
+    def is_reached(self) -> None:
+        """A reduced backward goes through one more of its outputs."""
+        self.reached = True
+
+
+class Forwards:
+    """Decides, from the forwards until now, whether a backward is reduced or only accumulates.
+
+    A *local* backward only accumulates. As in stock DDP, a forward outside ``no_sync`` arms the
+    reduction: the next backward is reduced, whichever outputs it goes through, and disarms it.
+    While the reduction is not armed, a backward is reduced if it goes through an output of a
+    forward that ran outside ``no_sync``. All others are local: those of forwards inside
+    ``no_sync``, and those that go through no forward of the wrapper at all. Unlike in stock, a
+    backward that starts inside ``no_sync`` is local in any case.
+
+    The decision does not depend on the order in which autograd runs hooks, which differs between
+    ranks that use different parameters: a backward that is local so far, and then goes through such
+    an output, is reduced from there on (``Reducer._reduce_after_all``).
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._prepared = 0  # the last forward whose next backward is reduced, also inside no_sync
+        self._is_armed = False
+        self.was_local = False  # the last forward ran inside no_sync, and had no backward yet
+
+    def begins(self) -> None:
+        """A forward begins. One inside another, as in Lightning, is separate."""
+        self.was_local = False
+
+    def ended(self, reductions: int, syncs: bool) -> Forward:
+        """A forward has run; see :class:`Forward`."""
+        self._number += 1
+        self._is_armed = self._is_armed or syncs
+        self.was_local = not syncs
+        return Forward(self._number, reductions, syncs)
+
+    def prepare(self) -> None:
+        """Reduce the next backward, also that of a forward that ran under ``no_sync``."""
+        self._is_armed = True
+        self._prepared = self._number
+
+    def decide(
+        self,
+        forward: Forward | None,
+        sync: SyncState,
+        reductions: int,
+        where: Callable[[], str],
+    ) -> GradSource | None:
+        """A backward begins: is it reduced, or does it only accumulate?
+
+        Inside ``join()`` the ranks decide together.
+
+        Args:
+            forward: whose output it goes through; ``None`` if it has gone through none so far.
+            sync: what the user wants.
+            reductions: number of reductions so far.
+            where: returns this rank and its step, for messages.
+
+        Returns:
+            The source of its gradients, for the header; ``None`` if it only accumulates.
+        """
+        join = sync.join
+        is_joined = join is not None and join.is_open
+        number = self._number if forward is None else forward.number
+        # (Inside join() ranks without inputs know only what the forward has told them.)
+        if is_joined:
+            is_wanted = forward is None or forward.syncs
+        else:
+            is_wanted = self._is_armed or (forward is not None and forward.syncs)
+        if 0 < number <= self._prepared and not is_joined:
+            reduced = True
+        elif not is_wanted:
+            reduced = False
+        else:
+            reduced = sync.enabled if join is None else join.reduces_backward(sync.enabled, where())
+        self.was_local, self._prepared = False, 0
+        self._is_armed = self._is_armed and not reduced
+        if not reduced:
+            return None
+        if forward is None:
+            return GradSource.ELSEWHERE
+        was_reached, forward.reached = forward.reached, True
+        if was_reached:
+            return GradSource.AGAIN
+        # The backward of an older forward may not have gone through its outputs, for example.
+        is_new = forward.reductions == reductions
+        return GradSource.FORWARD if is_new else GradSource.ELSEWHERE
+
+    def reduction_begins(self) -> None:
+        """A reduction on request begins: it disarms all forwards until now."""
+        self.was_local, self._prepared, self._is_armed = False, 0, False
+
+
+# How often, and for how many seconds, to wait for a thread that still holds a failed backward.
+_TRIES, _PAUSE = 200, 1e-4
+
+
+class Phase(enum.Enum):
+    """How far a backward is."""
+
+    OPENING = enum.auto()  # the engine does not have the callback for its end yet
+    RUNNING = enum.auto()  # gradients come
+    WAITING = enum.auto()  # it has ended; the engine's last callback waits for the buckets
+    UNFINALIZED = enum.auto()  # it has ended; finalize_backward() will wait for the buckets
+    OVER = enum.auto()  # nothing comes any more; its reduction may have to be completed
+    COMPLETE = enum.auto()  # no collective is left to be made
+    FAILED = enum.auto()  # like OVER, after an error: the engine has dropped the callback
+
+
+# (Reading a member from its class costs a call in Python 3.10.)
+OPENING, RUNNING, WAITING, UNFINALIZED, OVER, COMPLETE, FAILED = Phase
+
+
+@dataclass(eq=False)
+class Backward:
+    """One backward; without a reduction it only accumulates (*local*: ``no_sync``, for example).
+
+    Attributes:
+        where: this rank and its step, for messages.
+        bucket_set: the buckets in force.
+        reached: for each parameter, whether the engine has announced its gradient.
+        reduction: of its gradients; ``None`` if it is local.
+        is_late: a gradient had come before the backward was noticed.
+        is_provisional: the order of gradients is observed, and buckets are launched at the end.
+        earlier: for each parameter, whether an earlier backward that was not reduced has used it.
+        doubtful: parameters that may get a gradient that was not announced.
+        may_be_reduced: it is local because it has gone through no output of a forward outside
+            ``no_sync`` so far.
+        is_doubted: it is local, and its gradients should be dropped, or reduced later.
+        phase: see :class:`Phase`.
+        graph_task: the engine's id of it; -1 before it is known.
+        creates_graph: it runs with ``create_graph=True``.
+    """
+
+    where: str
+    bucket_set: BucketSet
+    reached: Sequence[bool]
+    reduction: Reduction | None = None
+    is_late: bool = False
+    is_provisional: bool = False
+    earlier: Sequence[bool] = ()
+    doubtful: Collection[int] = ()
+    may_be_reduced: bool = False
+    is_doubted: bool = False
+    phase: Phase = OPENING
+    graph_task: int = -1
+    creates_graph: bool = False
+    # Weak reference to the callback that only the engine holds.
+    _end: Callable[[], object] | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether gradients may still come."""
+        return self.phase is OPENING or self.phase is RUNNING
+
+    def queue_end(
+        self,
+        end: Callable[[], None],
+        broke_off: Callable[[object], None],
+        local: Backward | None = None,
+    ) -> None:
+        """Have ``end`` called when this backward is over.
+
+        A backward that fails drops its callbacks. So a weak reference to a callback that only the
+        engine holds tells whether the backward still runs.
+
+        Args:
+            end: called if it comes to its end.
+            broke_off: called if it fails. No further gradient is expected then.
+            local: the same backward, if it was local until now: its callback is queued already.
+        """
+        if local is not None:  # (This may be an inner backward, of a reentrant checkpoint.)
+            self.graph_task, self._end, local._end = local.graph_task, local._end, None
+        else:
+            self.graph_task = current_graph_task_id()
+            self._end = weakref.ref(end, broke_off)
+            queue_end_of_backward(end)
+        self.phase = RUNNING
+
+    def stays_local(self) -> None:
+        """A forward outside ``no_sync`` does not make it a reduced one."""
+        self.may_be_reduced = False
+
+    def moves_to(self, phase: Phase) -> None:
+        """It has ended, and is in this phase now."""
+        self.phase, self._end = phase, None
+
+    def wait(self, reducer: Ending, broke_off: Callable[[object], None]) -> None:
+        """It has ended, and all buckets are launched: see :attr:`Phase.WAITING`."""
+        ends = EndsOfBackward.of(self.graph_task)
+        ends.reducers.append(reducer)
+        self.phase, self._end = WAITING, weakref.ref(ends, broke_off)
+
+    def finish_waiting(self) -> None:
+        """If it waits for the engine's last callback: do now what that would do."""
+        if self.phase is WAITING and self._end is not None:
+            ends = self._end()
+            if isinstance(ends, EndsOfBackward):
+                ends.finish()
+
+    def still_runs(self, is_on_gpu: bool) -> bool:
+        """Whether it has neither ended nor failed.
+
+        When a backward fails on a GPU, ``backward()`` may raise a moment before the thread of the
+        device lets the backward go.
+        """
+        tries = _TRIES if is_on_gpu and current_graph_task_id() == -1 else 0
+        while self.runs:
+            if tries == 0:
+                return True
+            tries -= 1
+            time.sleep(_PAUSE)
+        return False
+
+    def has_failed(self) -> None:
+        """The engine has dropped the callback without calling it."""
+        if self.phase in (OPENING, RUNNING, WAITING):
+            self.phase, self._end = FAILED, None
+
+
+class Ending(Protocol):
+    """A reducer of which a backward has ended."""
+
+    @property
+    def order(self) -> tuple[str, int]:
+        """Where it is in an order of all reducers that is the same on all ranks."""
+
+    @property
+    def bucket_set(self) -> BucketSet:
+        """Its buckets."""
+
+    def where(self) -> str:
+        """This rank and its step, for messages."""
+
+    def finish_ended(self) -> None:
+        """Wait for the buckets of the backward that has ended."""
+
+
+@dataclass(eq=False)
+class EndsOfBackward:
+    """The ends of all wrappers in one backward: all have launched when the first one waits.
+
+    So two wrappers may be used in another order on each rank. The first end queues :meth:`finish`
+    behind all callbacks that the engine has by then; only the engine holds this object. Waiting
+    makes collectives of its own at times (a new order of gradients, for example), which block. So
+    reductions are finished in an order that is the same on all ranks: by the name of the process
+    group, which ``new_group`` gives, and the number of the wrapper in it.
+
+    Attributes:
+        reducers: their backward is over, and their reductions are launched.
+        local: of local backwards: gradients that :class:`Unreduced` may have to note.
+    """
+
+    reducers: list[Ending] = field(default_factory=list)
+    local: list[tuple[Unreduced, list[tuple[str, Parameter]], str, bool]] = field(
+        default_factory=list
+    )
+
+    @classmethod
+    def of(cls, graph_task: int) -> EndsOfBackward:
+        """That of the backward with this id, which is called by its end."""
+        found = _ends.get(graph_task)
+        if found is None:
+            found = _ends[graph_task] = cls()
+            queue_end_of_backward(partial(cls.finish, found))
+        return found
+
+    def finish(self) -> None:
+        """Wait for all reductions. An error of one does not keep the others from their end."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.finish()
+        waiting = self.reducers
+        if self.local:
+            self._note_unreduced()
+        failure: Exception | None = None
+        if len(waiting) > 1:
+            waiting.sort(key=lambda each: each.order)
+            failure = _shared_views(waiting)
+        while waiting:
+            reducer = waiting.pop(0)  # what Ctrl-C leaves is made up for
+            try:
+                reducer.finish_ended()
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _note_unreduced(self) -> None:
+        """Note gradients that no wrapper reduces."""
+        reduced = {param for each in self.reducers for param in each.bucket_set.params}
+        for unreduced, left, where, is_inside in self.local:
+            unreduced.note([each for each in left if each[1] not in reduced], where, is_inside)
+        self.local = []
+
+
+# Of backwards that have ended, by id.
+_ends: weakref.WeakValueDictionary[int, EndsOfBackward] = weakref.WeakValueDictionary()
+
+
+def _shared_views(reducers: Sequence[Ending]) -> RuntimeError | None:
+    """The error if a gradient would have to be a view of the buckets of two wrappers.
+
+    The second one has taken the gradient, divided already, from the bucket of the first. (In
+    backwards of their own such wrappers are right.)
+    """
+    sets = [each.bucket_set for each in reducers]
+    names: dict[Tensor, str] = {}
+    if any(each.buckets[0].has_views for each in sets):
+        for each in sets:
+            for name, param in zip(each.names, each.params, strict=True):
+                if param in names:
+                    return RuntimeError(
+                        f"{reducers[0].where()}: this backward is reduced by two wrapped modules "
+                        f"that hold {names[param]!r} both, one of them with "
+                        "gradient_as_bucket_view=True: .grad is not the mean, as it would have to "
+                        "be a view of the buckets of both. Leave the option off, or make two "
+                        "backwards"
+                    )
+                names[param] = name
+    return None
+
+
+def watch(reference: weakref.ref[Any], forward: Forward, outputs: Iterable[Tensor]) -> None:
+    """Notice the start of each backward through one of these tensors, which a forward returned.
+
+    The hook of the first gradient alone would not do: a backward that reaches no parameter of this
+    rank must take part too, and a backward that starts with a reentrant checkpoint must be noticed
+    before its inner backward. An output may outlive the reducer.
+
+    Args:
+        reference: to the :class:`Listener` that is called.
+        forward: the forward.
+        outputs: of it.
+    """
+    for output in outputs:
+        if output.grad_fn is None:
+            continue
+        hooks = backward_hooks_of(output)
+        # A tensor that the module passes through may live long: it gets one hook only.
+        if hooks and any(
+            isinstance(hook, partial) and hook.func is call_back and hook.args[0] is reference
+            for hook in hooks.values()
+        ):
+            continue
+        output.register_hook(unserializable_hook(partial(call_back, reference, forward)))
+
+
+def call_back(reference: weakref.ref[Listener], forward: Forward | None, _: Tensor) -> None:
+    """The hook: a gradient has come, through an output of ``forward`` or elsewhere."""
+    listener = reference()
+    if listener is not None:
+        listener.on_backward(forward)
+
+
+# Types of values that hold no tensor.
+_PLAIN = frozenset({NoneType, bool, bytes, float, int, str})
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """Tensors in any nesting of containers, dataclasses and types known to pytree."""
+    tensors: list[Tensor] = []
+    seen: dict[int, Any] = {}  # a container may hold itself
+    stack = [output]
+    while stack:
+        item = stack.pop()
+        if id(item) in seen:
+            continue
+        seen[id(item)] = item
+        if isinstance(item, Tensor):
+            tensors.append(item)
+        elif isinstance(item, Mapping):
+            stack.extend(item.values())
+        elif isinstance(item, list | tuple | set | frozenset):
+            if not _PLAIN.issuperset(map(type, item)):  # a long list of numbers costs little
+                stack.extend(item)
+        elif is_dataclass(item):
+            stack.extend(getattr(item, each.name, None) for each in fields(item))
+        else:
+            stack.extend(tree_leaves(item))
+    return tensors

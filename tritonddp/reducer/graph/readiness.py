@@ -1,0 +1,318 @@
+"""Which gradients have come? A log that C writes, and one Python hook per segment that reads it.
+
+A *segment* is a range of parameters of one bucket that are flattened together; on a GPU it is the
+whole bucket.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
+from itertools import count
+from operator import is_
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from tritonddp._device import current_stream, join_streams
+from tritonddp._torch import captures_leaves, register_post_accumulate_grad_hook, will_execute
+from tritonddp.comm.reduction import Reduction
+from tritonddp.reducer.graph.participation import ReentrantGrads, gradient_nodes
+
+# Position in the log of a segment that no hook waits for: it is packed at the end of the backward.
+_NEVER = -1
+# While hooks do nothing: the backward only accumulates, or its buckets are launched at its end.
+_NOBODY_LOOKS = -1
+
+
+class Listener(Protocol):
+    """What a tracker calls back: a reducer."""
+
+    def on_first_gradient(self, param: Tensor) -> None:
+        """The first gradient of a backward that has not begun at an output of the module."""
+
+    def on_segment_ready(self, number: int) -> None:
+        """All gradients of a segment are ready."""
+
+    def on_unusual_order(self, number: int) -> None:
+        """Gradients came in another order than last time."""
+
+
+class ReadyTracker:
+    """Knows which gradients of a backward have come, and calls back when a segment is full.
+
+    In a steady step no Python runs for a gradient. All parameters have the same hook, a
+    ``functools.partial``. C calls it, and its function can be replaced. While a backward runs the
+    function is ``list.append``, so that the *log* holds the parameters in the order of their
+    gradients. Between backwards it calls the reducer: a gradient that comes then is the first of a
+    backward that does not begin at an output of the module.
+
+    The parameter whose gradient comes last in its segment also has an *end hook* in Python, on its
+    autograd node. The engine runs it after all hooks that a user has put on the parameter. It
+    compares the log with that of the last backward, in C. Where they differ, it looks for missing
+    gradients of the segment. If there are any, one missing parameter gets an end hook, and is
+    waited for. So if the order changes in each step, end hooks are added until each parameter has
+    one.
+
+    Args:
+        params: the parameters, those of a segment side by side.
+        ranges: for each segment, the numbers of its parameters, without gaps.
+        segments_of: for each bucket, the numbers of its segments.
+        listener: the reducer that is called back; held by a weak reference.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Parameter],
+        ranges: Sequence[range],
+        segments_of: Sequence[range],
+        listener: Listener,
+    ) -> None:
+        # Holding AccumulateGrad nodes keeps them, and the hooks registered on them, alive: autograd
+        # itself refers to them only weakly.
+        self.nodes = gradient_nodes(params)
+        self.log: list[Tensor] = []  # the parameters in the order of their gradients
+        self.reached: list[bool] = []  # for each parameter, whether the engine has announced it
+        self.waiting: list[int] = []  # for each bucket, how many segments wait for gradients
+        # On a GPU, the known streams of these nodes. A node runs on the stream that was current
+        # when it was made, by us, or earlier by other code that still holds it.
+        self.streams: list[Any] = []
+        self.streams_beside: list[Any] = []  # all but the first
+        self._unheard = {param for param in params if param.is_cuda}  # their stream is not known
+        self._hears = False  # this backward will show the streams of some of them
+        self._params = list(params)
+        self._ranges = ranges
+        self._segments_of = segments_of
+        # For each parameter, the number of its segment.
+        self.segment_of = [number for number, each in enumerate(ranges) for _ in each]
+        self._number_of = dict(zip(map(id, params), count()))
+        self._order = list(range(len(params)))  # the last known order of gradients, by numbers
+        self._doubtful: Collection[int] = ()
+        # What the end hooks read: lists that are changed in place.
+        self._usual: list[Tensor] = []  # the log that is expected
+        self._expected: list[Tensor] = []  # its content
+        self._full_at = [_NEVER] * len(ranges)  # for each segment, length of the log when full
+        self._last = [_NEVER] * len(ranges)  # for each segment, the parameter expected last
+        self._looked = [_NOBODY_LOOKS]  # length of the part of the log that is as expected
+        self._listener = weakref.ref(listener)
+        self._end_hooks: dict[int, Any] = {}
+        # Functions and arguments of the hook. Held here: the hook may be exchanged while it runs.
+        self._idle: tuple[Any, ...] = (_first_gradient, (self._listener,), {}, None)
+        self._logging: tuple[Any, ...] = (self.log.append, (), {}, None)
+        heard = (self.log, self.streams, self.streams_beside, self._unheard)
+        self._hearing: tuple[Any, ...] = (_gradient_on_stream, heard, {}, None)
+        self._hook: Any = partial(_first_gradient, self._listener)
+        self._handles = [register_post_accumulate_grad_hook(param, self._hook) for param in params]
+        # Parameters may outlive the wrapper. (Their autograd nodes, and the end hooks, do not.)
+        self._remove = weakref.finalize(self, _remove_all, self._handles)
+        self._remove.atexit = False
+
+    def query(self) -> list[bool] | None:
+        """For each parameter, whether the backward that runs on this thread will reach it.
+
+        No graph is walked and no output is read: the engine has just computed which nodes it will
+        run, so the answer is right for any loss. It does not include inner backwards of reentrant
+        checkpoints. To be called from a hook only.
+
+        Returns:
+            ``None`` for ``torch.autograd.grad`` with respect to some of the parameters.
+        """
+        try:
+            return list(map(will_execute, self.nodes))
+        except RuntimeError as error:
+            if captures_leaves(error):
+                return None
+            raise
+
+    def begin(self, reached: list[bool], doubtful: Collection[int], looks: bool) -> None:
+        """A backward begins that will reach these parameters.
+
+        Args:
+            reached: for each parameter, whether the engine announces its gradient.
+            doubtful: parameters that may get a gradient, or a second one, from inner backwards,
+                which the engine does not announce: their segments are packed at the end.
+            looks: call back when a segment is full.
+        """
+        self.log.clear()
+        if reached != self.reached or doubtful != self._doubtful:
+            self._expect(reached, doubtful)
+        self._hook.__setstate__(self._hearing if self._hears else self._logging)
+        self._looked[0] = 0 if looks else _NOBODY_LOOKS
+
+    def stop(self) -> None:
+        """The backward is over: a gradient that comes now begins another one."""
+        self._hook.__setstate__(self._idle)
+        self._looked[0] = _NOBODY_LOOKS
+        self._hears = False
+
+    def join_streams(self, number: int | None = None) -> None:
+        """Make the current stream wait for all gradients, so that it may read a segment's, or all.
+
+        In a hook, autograd has synchronised the current stream with the stream of that node only.
+        (At the end of a backward it has with all. But the allocator keeps the memory of a gradient
+        for the stream of its node only.)
+        """
+        params = self._params
+        if number is not None:
+            params = [params[each] for each in self._ranges[number]]
+        join_streams(self.streams, [param.grad for param in params])
+
+    def inherit(self, former: ReadyTracker) -> None:
+        """Take over the streams of the nodes that ``former`` holds too."""
+        self.streams[:], self.streams_beside[:] = former.streams, former.streams_beside
+        self._unheard.difference_update(set(former._params).difference(former._unheard))
+
+    def remove(self) -> None:
+        """Take all hooks away."""
+        self._remove()
+        _remove_all(self._end_hooks.values())
+        self._end_hooks.clear()
+
+    def _expect(self, reached: list[bool], doubtful: Collection[int]) -> None:
+        self.reached = []  # not valid until the end of this method
+        usual = [number for number in self._order if reached[number]]
+        self._usual[:] = self._expected = [self._params[number] for number in usual]
+        self._full_at[:] = self._last[:] = [_NEVER] * len(self._ranges)
+        for position, number in enumerate(usual, start=1):
+            segment = self.segment_of[number]
+            self._full_at[segment], self._last[segment] = position, number
+        self._hears = not self._unheard.isdisjoint(self._expected)
+        waits = [number != _NEVER for number in self._last]
+        for number in doubtful:
+            segment = self.segment_of[number]
+            self._last[segment], waits[segment] = _NEVER, True
+        self.waiting = [sum(waits[each.start : each.stop]) for each in self._segments_of]
+        for number in self._last:
+            self._hook_end(number)
+        self.reached, self._doubtful = reached, doubtful
+
+    def look(self, number: int) -> bool:
+        """Whether segment ``number`` has all gradients that it waits for.
+
+        If not, wait for the missing parameter with the highest number, which is likely to come
+        last: parameters are numbered in the order of an earlier backward.
+        """
+        arrived = set(map(id, self.log))
+        missing = [
+            index
+            for index in self._ranges[number]
+            if self.reached[index] and id(self._params[index]) not in arrived
+        ]
+        if missing:
+            self._last[number] = missing[-1]
+            self._hook_end(missing[-1])
+        return not missing
+
+    def has_unannounced(self) -> bool:
+        """Whether a gradient came that was not announced, or came a second time."""
+        arrived = set(map(id, self.log))
+        return len(arrived) < len(self.log) or not arrived.issubset(map(id, self._expected))
+
+    def is_usual(self) -> bool:
+        """At the end: whether all announced gradients came, each once, in the usual order."""
+        log, usual = self.log, self._usual
+        return len(log) == len(usual) and (self._looked[0] == len(log) or all(map(is_, log, usual)))
+
+    def arrivals(self) -> list[int]:
+        """The log, as numbers of parameters."""
+        return [self._number_of[id(param)] for param in self.log]
+
+    def unannounced(self) -> list[tuple[int, int]]:
+        """Gradients that were not announced, or came again: parameter and position in the log."""
+        found, seen = [], set()
+        for position, number in enumerate(self.arrivals()):
+            if number in seen or not self.reached[number]:
+                found.append((number, position))
+            seen.add(number)
+        return found
+
+    def note_unannounced(self, reduction: Reduction, reentrant: ReentrantGrads) -> None:
+        """Note gradients of inner backwards, which the engine has not announced.
+
+        Raises:
+            RuntimeError: a gradient came after its bucket had been launched.
+        """
+        late: list[int] = []
+        for number, position in self.unannounced():
+            reentrant.note(number)
+            reduction.note_used([number])
+            segment = self.segment_of[number]
+            if reduction.filled[segment] and position >= reduction.packed_at.get(segment, 0):
+                late.append(number)
+        if late:
+            self.learn()
+            bucket, _ = reduction.bucket_set.segments[self.segment_of[late[0]]]
+            raise RuntimeError(
+                f"{reduction.where}: the gradient of {reduction.bucket_set.names[late[0]]!r} "
+                f"arrived after its bucket {bucket.index} had been flattened or left out. It comes "
+                "from an inner backward (torch.utils.checkpoint with use_reentrant=True), and in "
+                "earlier steps it did not. From the next step on such gradients are waited "
+                "for; with use_reentrant=False they are announced beforehand."
+            )
+
+    def learn(self) -> None:
+        """Expect the order of this backward in the next one."""
+        arrived = list(dict.fromkeys(self.arrivals()))
+        others = set(self._order).difference(arrived)
+        self._order = arrived + [number for number in self._order if number in others]
+        self.reached = []  # so that the next begin() calls _expect()
+
+    def number_of(self, param: Tensor) -> int:
+        """The number of a parameter."""
+        return self._number_of[id(param)]
+
+    # Hooks are plain functions that refer to this object weakly: parameters and autograd nodes
+    # hold them, and this object holds those, a cycle through C++ that the garbage collector could
+    # not see.
+
+    def _hook_end(self, number: int) -> None:
+        """Add an end hook: it runs when parameter ``number`` has its gradient, after its hooks."""
+        if number == _NEVER or number in self._end_hooks:
+            return
+        segment = self.segment_of[number]
+        last, full_at, looked = self._last, self._full_at, self._looked
+        log, usual, listener = self.log, self._usual, self._listener
+
+        def gradient_is_final(*_: Any) -> None:
+            if last[segment] != number or looked[0] == _NOBODY_LOOKS:
+                return
+            reducer = listener()
+            if reducer is None:
+                return
+            start, end = looked[0], full_at[segment]
+            if end > start and all(map(is_, log[start:end], usual[start:end])) and len(log) >= end:
+                looked[0] = start = end
+            if end <= start:
+                reducer.on_segment_ready(segment)
+            else:
+                reducer.on_unusual_order(segment)
+
+        self._end_hooks[number] = self.nodes[number].register_hook(gradient_is_final)
+
+
+def _first_gradient(listener: weakref.ref[Listener], param: Tensor) -> None:
+    reducer = listener()
+    if reducer is not None:
+        reducer.on_first_gradient(param)
+
+
+def _gradient_on_stream(
+    log: list[Tensor],
+    streams: list[Any],
+    beside: list[Any],
+    unheard: set[Tensor],
+    param: Tensor,
+) -> None:
+    log.append(param)
+    unheard.discard(param)
+    stream = current_stream(param.device)
+    if stream not in streams:
+        streams.append(stream)
+        beside[:] = streams[1:]
+
+
+def _remove_all(handles: Iterable[Any]) -> None:
+    for handle in handles:
+        handle.remove()

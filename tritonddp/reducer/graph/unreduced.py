@@ -1,0 +1,169 @@
+"""Gradients that stay on their rank, though perhaps they should not: said once for each wrapper."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Sequence
+from operator import or_
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from tritonddp._device import is_capturing
+from tritonddp.coordination.failures import listed
+
+logger = logging.getLogger("tritonddp.in_step")
+
+_AROUND = (
+    "a backward that went through no forward of the wrapped module (a call of .module, of a method "
+    "or of a submodule is none), which stays on its rank, as in stock DDP. If that was not meant, "
+    "call the wrapper itself, or reduce_gradients() after the backward. If it was, drop the "
+    "gradients by zero_grad() before others use them, or let this be"
+)
+_INSIDE = (
+    "a backward that started inside no_sync(), and none was reduced after it. (Stock DDP reduces "
+    "it, if its forward ran outside.) Run the last backward before a step outside no_sync()"
+)
+
+
+class UnreducedGradient(NamedTuple):
+    """A gradient that a backward has left on its rank, though perhaps it should not.
+
+    Such are backwards that went through no forward of the wrapper: stock DDP leaves them alone
+    without a word, and whoever trains through ``.module`` by mistake trains each rank by itself.
+    And backwards inside ``no_sync`` of a forward outside, which stock reduces. So it is said once
+    for each wrapper, when an optimizer, or for the former the wrapper's next reduced backward,
+    finds such a gradient. Nothing is said of gradients that were dropped, zeroed or reduced before.
+
+    Attributes:
+        param, grad: the parameter, and the gradient that was left.
+        name, where: the parameter's name; the rank and its step.
+        origin: ``_AROUND`` or ``_INSIDE``.
+        owner: of the wrapper.
+    """
+
+    param: weakref.ref[Tensor]
+    grad: weakref.ref[Tensor]
+    name: str
+    where: str
+    origin: str
+    owner: weakref.ref[Unreduced]
+
+    def is_left(self) -> bool:
+        """Whether the parameter still has this gradient, and that is not zero."""
+        param = self.param()
+        grad = None if param is None else param.grad
+        if grad is None or self.grad() is not grad or (grad.is_cuda and is_capturing()):
+            return False
+        return grad.is_sparse or bool(grad.any())
+
+
+# Of all wrappers in this process, by the id of the parameter. Empty unless there are some.
+noted: dict[int, UnreducedGradient] = {}
+# The hook of all optimizers that looks for them, once there was one. (It cannot be removed: an
+# optimizer of another thread may be iterating over the hooks.)
+_hooks: list[Any] = []
+
+
+class Unreduced:
+    """The gradients of one wrapper that no reduction has taken yet.
+
+    Those that perhaps should have been reduced are in :data:`noted`.
+
+    Attributes:
+        used: for each parameter, whether a backward that was not reduced has used it.
+        has_any: there was such a backward.
+    """
+
+    def __init__(self) -> None:
+        self.used: list[bool] = []
+        self.has_any = False
+        self._has_warned = False
+
+    def add(self, used: Iterable[bool]) -> None:
+        """A backward that is not reduced has used these parameters."""
+        self.used = list(map(or_, self.used, used))
+        self.has_any = True
+
+    def clear(self, params: Sequence[Tensor]) -> None:
+        """All gradients of these parameters, which are all in buckets, are reduced."""
+        if noted:
+            for param in params:
+                noted.pop(id(param), None)
+        self.used = [False] * len(params)
+        self.has_any = False
+
+    def renumber(self, former: Sequence[int | None]) -> None:
+        """Parameter ``i`` had number ``former[i]``, or ``None`` if it is new."""
+        # (The end of a reduced backward clears this.)
+        self.used = [old is not None and self.used[old] for old in former]
+
+    def note(self, named_params: Iterable[tuple[str, Tensor]], where: str, is_inside: bool) -> None:
+        """A backward has left gradients in these parameters.
+
+        Args:
+            named_params: the parameters.
+            where: this rank and step.
+            is_inside: it started inside ``no_sync``.
+        """
+        if self._has_warned:
+            return
+        origin = _INSIDE if is_inside else _AROUND
+        for name, param in named_params:
+            if param.grad is not None:
+                noted[id(param)] = UnreducedGradient(
+                    weakref.ref(param),
+                    weakref.ref(param.grad),
+                    name,
+                    where,
+                    origin,
+                    weakref.ref(self),
+                )
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_before_step))
+
+    def reduced_backward_begins(self, params: Iterable[Tensor]) -> None:
+        """Warn of gradients of these parameters that it should not find, and forget all."""
+        found = [noted[id(param)] for param in params if id(param) in noted]
+        around = [each for each in found if each.owner() is self and each.origin is _AROUND]
+        _warn_of(around, "a reduced backward")
+        for param in params:
+            noted.pop(id(param), None)
+
+    def warn(self, found: Sequence[UnreducedGradient], who: str) -> None:
+        """Warn that ``who`` finds these, the first time."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        logger.warning(
+            "%s: %s finds gradients that are not averaged over the ranks, those of %s. They come "
+            "from %s. It is said once",
+            found[0].where,
+            who,
+            listed([each.name for each in found]),
+            found[0].origin,
+        )
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    """Hook of all optimizers."""
+    if noted:
+        params = [id(param) for group in optimizer.param_groups for param in group["params"]]
+        found = [noted[key] for key in params if key in noted]
+        _warn_of(found, "an optimizer")
+        for key in params:
+            noted.pop(key, None)
+        for key, each in list(noted.items()):
+            if each.param() is None or each.owner() is None:
+                noted.pop(key, None)
+
+
+def _warn_of(found: Sequence[UnreducedGradient], who: str) -> None:
+    """``who`` uses these gradients now, if they are left: warn of those of each wrapper."""
+    left = [each for each in found if each.is_left()]
+    for owner in dict.fromkeys(each.owner() for each in left):
+        if owner is not None:
+            owner.warn([each for each in left if each.owner() is owner], who)

@@ -1,0 +1,356 @@
+"""The reductions of one wrapper: what all of them need, whether a backward runs or not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from tritonddp._device import is_capturing
+from tritonddp._torch import preserve_version_counters
+from tritonddp.buckets.assignment import BucketCaps
+from tritonddp.buckets.bucket import GradientError
+from tritonddp.buckets.bucket_set import BucketSet
+from tritonddp.buckets.formats import BucketFactory, WireFormat
+from tritonddp.buckets.manager import BucketManager
+from tritonddp.buckets.parameters import ModuleParameters
+from tritonddp.comm.broadcast import StateBroadcast
+from tritonddp.comm.host.peer_memory import PeerMemory
+from tritonddp.comm.process_group import ProcessGroupTransport
+from tritonddp.comm.reduction import Reduction
+from tritonddp.coordination.agreement import (
+    NOTHING,
+    Agreement,
+    Disagreement,
+    GradSource,
+    Mismatch,
+    SkippedMismatch,
+    Weight,
+)
+from tritonddp.coordination.counters import Counters
+from tritonddp.coordination.failures import listed
+from tritonddp.coordination.group import Group
+from tritonddp.coordination.interrupts import Uninterrupted
+from tritonddp.reducer import capture
+from tritonddp.reducer.extension import Events, Extension
+from tritonddp.reducer.graph.backward import SyncState
+from tritonddp.reducer.graph.participation import ReentrantGrads
+from tritonddp.reducer.options import ReducerOptions
+from tritonddp.reducer.statistics import Statistics
+
+logger = logging.getLogger("tritonddp.in_step")
+
+
+class Reductions:
+    """Opens reductions, and does what follows one: new buckets, added parameters, errors.
+
+    Args:
+        parameters: of the module, the same on every rank.
+        group: the ranks to average over.
+        caps: bucket sizes.
+        sync: settings of the next backward, written by the wrapper.
+        broadcast: overwrites added parameters with those of one rank; ``None`` if each rank keeps
+            its own.
+        wire: the dtype and the compression in which gradients are sent.
+        counters: count launches and bytes sent.
+        views: ``.grad`` tensors are views of the buckets.
+        lazy: buckets have memory during backwards only.
+        check_finite: buckets record which gradients are not finite.
+        peer_memory: makes what moves buckets to memory of one host, from the group, the transport
+            and the counters; ``None`` if they shall not move.
+        reporters: extensions that send reports to the other ranks, the same on every rank.
+
+    Attributes:
+        parameters, group, sync, counters: see above.
+        events: callbacks of extensions.
+        agreement: writes and compares the headers of the ranks.
+        manager: holds the buckets.
+        memory: moves buckets to memory of the host; ``None`` if they stay with the process group.
+        reentrant: parameters whose gradients come without announcement.
+        statistics: facts about the steps so far.
+    """
+
+    def __init__(
+        self,
+        parameters: ModuleParameters,
+        group: Group,
+        caps: BucketCaps,
+        sync: SyncState,
+        broadcast: StateBroadcast | None = None,
+        wire: WireFormat | None = None,
+        counters: Counters | None = None,
+        views: bool = False,
+        lazy: bool = False,
+        check_finite: bool = False,
+        peer_memory: Callable[..., PeerMemory] | None = None,
+        reporters: Sequence[Extension] = (),
+    ) -> None:
+        self.counters = counters = counters or Counters()
+        self.parameters = parameters
+        self.group = group
+        self.sync = sync
+        self.events = Events(reporters)
+        report_nbytes = sum(each.report_nbytes for each in reporters)
+        self.agreement = Agreement(group, report_nbytes, self.events.on_reports)
+        wire = wire or WireFormat()
+        transport = ProcessGroupTransport(group, counters)
+        factory = BucketFactory(
+            wire, group, counters, transport, views, lazy, check_finite, self.agreement.nbytes
+        )
+        self.manager = BucketManager(parameters, group, caps, factory, counters)
+        self.memory: PeerMemory | None = None
+        if peer_memory is not None and wire.compression is None:
+            self.memory = peer_memory(group, transport, counters)
+        self.reentrant = ReentrantGrads()
+        self.statistics = Statistics()
+        self._broadcast = broadcast
+
+    def where(self) -> str:
+        """This rank and its step, for messages."""
+        return f"rank {self.group.rank}, step {self.counters.reductions}"
+
+    def open(
+        self,
+        bucket_set: BucketSet,
+        used: list[bool],
+        source: GradSource,
+        where: str = "",
+        weight: Weight | None = None,
+        schema: bytes | None = None,
+        of_backwards: bool = True,
+    ) -> Reduction:
+        """A reduction that no running backward makes; see :class:`Reduction`."""
+        return Reduction(
+            bucket_set,
+            bucket_set.buckets,
+            self.agreement,
+            self.events,
+            self.counters,
+            used,
+            source,
+            where or self.where(),
+            self.parameters.schema if schema is None else schema,
+            self.sync.join,
+            [False] * len(bucket_set.segments),
+            [0] * len(bucket_set.buckets),
+            weight,
+            of_backwards,
+            earlier=used,  # no gradient is of before it
+        )
+
+    def temporary(
+        self,
+        named_params: Sequence[tuple[str, Parameter]],
+        views: bool = False,
+        sparse: Collection[Tensor] | None = None,
+    ) -> BucketSet:
+        """See :meth:`BucketManager.temporary`."""
+        self.announce_buckets()
+        return self.manager.temporary(named_params, views, sparse)
+
+    def stay_with_process_group(self) -> None:
+        """Do not move buckets to memory of the host any more."""
+        if self.memory is not None:
+            self.memory.leave()
+            self.memory = None
+
+    def announce_buckets(self) -> None:
+        """Before a reduction of buckets that may still move: see :meth:`PeerMemory.begin`."""
+        if self.memory is not None and self.manager.is_provisional:
+            self.memory.begin(self.manager.current)
+
+    def need_no_exchange(self, options: ReducerOptions) -> bool:
+        """Whether the only rank needs no buckets: its gradients are the mean."""
+        manager = self.manager
+        wire = manager.factory.wire
+        return (
+            options.comm_hook is None
+            and not options.finalizes_manually
+            and self.sync.join is None
+            and wire.reduce_dtype is None
+            and wire.compression is None
+            and not manager.is_provisional
+            and not self.events.needs_buckets
+            and not manager.current.needs_reduction
+        )
+
+    # After a reduction
+
+    def complete(self, reduction: Reduction, arrived: Sequence[int] = ()) -> None:
+        """Rebuild buckets if the order of gradients, or the set of trainable parameters, changed.
+
+        Every rank that took part in this reduction calls this, so its collectives match.
+
+        Args:
+            reduction: it is over, and its headers have shown that all ranks make the same.
+            arrived: in a first backward, numbers of the parameters in the order of their gradients.
+        """
+        manager = self.manager
+        if self.parameters.is_uncommitted:
+            self.parameters.commit()
+        missing: Collection[int] | None = None
+        if manager.is_provisional:
+            missing = manager.agree_on_order(arrived, self.where(), self.sync.source_rank)
+            if reduction.source.is_empty:  # no backward of this rank could show what is missing
+                missing = ()
+        self.reentrant.stayed_away(missing)
+        failure = self._reduce_added(reduction) if self.parameters.added else None
+        manager.renew()
+        self.move_buckets()
+        if failure is not None:
+            raise failure
+
+    def move_buckets(self) -> None:
+        """Move new buckets to memory of the host. All ranks call this at the same time."""
+        if self.memory is not None and self.memory.is_due(self.manager.current):
+            self.memory.move(self.manager.current, self.where())
+
+    def _reduce_added(self, reduction: Reduction) -> GradientError | None:
+        """Reduce the gradients of added parameters, in buckets of their own.
+
+        The headers of ``reduction`` have shown that all ranks have added the same parameters.
+        Returns an error of this rank, after which the other ranks go on.
+        """
+        self.agreement.check_pending()
+        parameters = self.parameters
+        params = [param for _, param in parameters.added]
+        if self._broadcast is not None:
+            # (The values are mostly equal already, so a graph that is kept may be used again.)
+            with preserve_version_counters(params):
+                names = [name for name, _ in parameters.added]
+                self._broadcast.send(
+                    [param.detach() for param in params],
+                    f"step {self.counters.reductions}",
+                    f"parameters that were added ({listed(names)})",
+                )
+        source, is_empty = reduction.source, reduction.source.is_empty
+        bucket_set = self.temporary(parameters.added)
+        added = self.open(
+            bucket_set,
+            # (Buckets may hold them in another order than the module.)
+            [not is_empty and parameters.has_new_gradient(each) for each in bucket_set.params],
+            source,
+            reduction.where,
+            NOTHING if is_empty else reduction.weight,
+        )
+        try:
+            if source is GradSource.BROKEN:
+                added.take_part()
+            else:
+                added.reduce_now()
+        except GradientError as error:
+            return error
+        return None
+
+    def make_up(self, reduction: Reduction, arrived: Sequence[int]) -> None:
+        """The backward of this reduction has failed on this rank: make its remaining collectives.
+
+        The other ranks will launch, or have launched, all collectives of that step. This rank
+        launches those that it has not launched yet, with NaN, so that later collectives match
+        again. See also :meth:`complete`.
+        """
+        capture.refuse(
+            self.manager.current,
+            self.where(),
+            "the last backward did not come to its end, and the other ranks wait for its remaining "
+            "buckets: run one step without a graph before",
+        )
+        buckets = reduction.buckets
+        unsent = {each.index for each in buckets[len(reduction.works) :]}
+        unsent.difference_update(reduction.skipped)
+        logger.warning(
+            "%s: the last backward did not come to its end%s",
+            self.where(),
+            # (In a bucket that was sent, a communication hook may have failed.)
+            f". On ranks whose backward went on gradients are NaN in this step in {len(unsent)} of "
+            f"{len(buckets)} buckets, which this rank had not sent"
+            if unsent
+            else "",
+        )
+        with Uninterrupted(), torch.no_grad():
+            try:
+                if not reduction.works:
+                    reduction.break_off()
+                    self.announce_buckets()
+                reduction.take_part()
+                reduction.break_off()
+                self.complete(reduction, arrived)
+            except Mismatch as error:
+                self.raise_mismatch(error, reduction)
+
+    # Without a backward
+
+    def shadow_backward(self, source: GradSource) -> None:
+        """Make the collectives of a reduced backward; ``source`` says why this rank runs none.
+
+        The gradients of this rank count as zero. Its ``.grad`` gets the mean, too.
+        """
+        capture.refuse(
+            self.manager.current,
+            self.where(),
+            "this rank has no inputs, and a replay cannot take part in the reduction without them: "
+            "use join() without a graph",
+        )
+        self.check_pending()
+        self.parameters.register()
+        self.counters.reductions += 1
+        self.manager.reduction_begins()
+        self.announce_buckets()
+        current = self.manager.current
+        shadow = self.open(current, [False] * len(current.params), source, weight=NOTHING)
+        try:
+            with Uninterrupted(), torch.no_grad():
+                shadow.reduce_now()
+                self.complete(shadow)
+        except Mismatch as error:
+            self.raise_mismatch(error, shadow)
+        finally:
+            for bucket in self.manager.current.to_release:
+                bucket.release()
+        for call in self.events.on_end:
+            call(shadow)
+
+    # Ranks that do not reduce the same
+
+    def check_pending(self) -> None:
+        """On a GPU: raise a mismatch that was found too late, see :class:`Agreement`."""
+        try:
+            self.agreement.check_pending()
+        except Mismatch as error:
+            if self.manager.current.is_on_gpu and is_capturing():
+                self.agreement.look_again()  # a step without a graph then finds out what differs
+                what = str(error) or "the ranks reduce different parameters"
+                message = f"{what}. Run one step without a graph before"
+                capture.refuse(self.manager.current, self.where(), message)
+            self.raise_mismatch(error, None)
+
+    def raise_mismatch(
+        self,
+        error: Exception,
+        reduction: Reduction | None,
+        requested: Sequence[tuple[str, Parameter]] | None = None,
+    ) -> NoReturn:
+        """Ranks do not reduce the same: wait for all collectives in flight, and raise the error.
+
+        ``reduction`` is this rank's, if it is not over; ``requested`` are the parameters of a
+        reduction on request.
+        """
+        if isinstance(error, SkippedMismatch):  # collectives in flight may never end
+            skipped = self.statistics.skipped if reduction is None else reduction.skipped
+            buckets = self.manager.current.buckets
+            here = [bucket.title for bucket in buckets if bucket.index in skipped]
+            raise RuntimeError(
+                f"{self.where()}, bucket 0: skip_all_reduce_unused_params=True needs the same "
+                "parameters to be unused on all ranks, but the ranks leave out different buckets. "
+                f"This rank leaves out: {', '.join(here) or 'none'}. The process group cannot be "
+                "used any more: restart with skip_all_reduce_unused_params=False"
+            ) from None
+        if reduction is not None:
+            reduction.abort(str(error) or "the ranks reduce different parameters")
+        if isinstance(error, Disagreement):
+            raise RuntimeError(f"{self.where()}, bucket 0: {error}") from None
+        self.parameters.verify(self.where(), requested)
