@@ -115,17 +115,20 @@ class Reduction:
     arrived: Sequence[Tensor] = ()
     has_unannounced: bool = False
     counts_dropped: bool = True
-    skipped: Collection[int] = ()
-    scale: float = 1.0
-    header: bytes = b""
     packed_at: dict[int, int] = field(default_factory=dict)
     works: list[Any] = field(default_factory=list)
-    done: int = 0
-    factor: Tensor | None = None
-    _spoiled: Bucket | None = None  # is sent with NaN, since another one was sent wrong
-    _exchanged: Collection[int] = ()  # indices of sparse buckets whose rows have been exchanged
-    _has_headers: bool = False  # the headers of all ranks have been read
-    _is_logged: bool = False  # each bucket, at level DEBUG
+    # Without arguments: they stay on the class until they are set.
+    skipped: Collection[int] = field(default=(), init=False)
+    scale: float = field(default=1.0, init=False)
+    header: bytes = field(default=b"", init=False)
+    done: int = field(default=0, init=False)
+    factor: Tensor | None = field(default=None, init=False)
+    # A bucket that is sent with NaN, since another one was sent wrong.
+    _spoiled: Bucket | None = field(default=None, init=False)
+    # Indices of sparse buckets whose rows have been exchanged.
+    _exchanged: Collection[int] = field(default=(), init=False)
+    _has_headers: bool = field(default=False, init=False)  # those of all ranks have been read
+    _is_logged: bool = field(default=False, init=False)  # each bucket, at level DEBUG
 
     # Before the first bucket
 

@@ -205,11 +205,11 @@ class Backward:
     doubtful: Collection[int] = ()
     may_be_reduced: bool = False
     is_doubted: bool = False
-    phase: Phase = OPENING
-    graph_task: int = -1
     creates_graph: bool = False
+    phase: Phase = field(default=OPENING, init=False)
+    graph_task: int = field(default=-1, init=False)
     # Weak reference to the callback that only the engine holds.
-    _end: Callable[[], object] | None = None
+    _end: Callable[[], object] | None = field(default=None, init=False)
 
     @property
     def runs(self) -> bool:
