@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from distributed import in_rings, ranks, recorded_collectives
-from modules import Squares
+from modules import Layers, Squares
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from training import counted, train_step, wrap
+from training import counted, drawn, train_step, wrap
 
+from tritonddp import DistributedDataParallel
 from tritonddp.coordination.agreement import BYTES as HEADER_BYTES
 from tritonddp.coordination.counters import Counters
 
@@ -182,3 +183,15 @@ def test_no_sync_sends_nothing_and_flattens_nothing(view: bool) -> None:
     assert not calls.names
     assert calls.on_the_group == 0
     assert found == Counters()
+
+
+@ranks(2)
+def test_a_reduction_whose_buckets_are_renewed_is_none_of_a_world_of_one() -> None:
+    """The first backward brings a new order, and with it new buckets."""
+    ddp = DistributedDataParallel(Layers(order="bac"), bucket_cap_mb=1e-5, metrics=True)
+    train_step(ddp, drawn(2, 4))
+    core = ddp._ddp_state.core
+    assert core.manager.has_moved
+    assert core.statistics.alone is None
+    assert core.statistics.reduced == len(core.manager.current.buckets)
+    assert ddp.metrics()["step_ms"] is None  # no rank has reported a step yet

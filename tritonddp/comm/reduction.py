@@ -65,7 +65,7 @@ class Reduction:
 
     Attributes:
         bucket_set: the buckets of its parameters.
-        buckets: those to reduce, in launch order; none if nothing is exchanged.
+        buckets: those to reduce, in launch order. (They are dropped when buckets are renewed.)
         agreement: writes the header of this rank, and compares those of all ranks.
         events: callbacks for progress.
         counters: count what is sent.
@@ -74,6 +74,7 @@ class Reduction:
         where: this rank and its step, for messages.
         schema: hash of its parameters.
         join: the join protocol inside ``join()``, else ``None``.
+        is_alone: there is only one rank, and no bucket is needed.
         of_backwards: its gradients are in ``.grad``, where backwards have accumulated them. Else
             the user has given them, or they are in a context of ``torch.distributed.autograd``.
         earlier: for each parameter, whether an earlier backward that was not reduced has used it.
@@ -108,6 +109,7 @@ class Reduction:
     join: Any
     filled: list[bool]
     unfilled: list[int]
+    is_alone: bool = False
     weight: Weight | None = None
     of_backwards: bool = True
     is_captured: bool = False

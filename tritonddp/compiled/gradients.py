@@ -115,7 +115,7 @@ class GraphGradients(Extension):
         held = max((index for index in self._dense if index not in reduction.skipped), default=0)
         if not self._is_single or not held or core is None:
             return
-        if backward.is_provisional or reduction.is_captured or not reduction.buckets:
+        if backward.is_provisional or reduction.is_captured or reduction.is_alone:
             return
         # finalize_backward() may be called in the backward, when all buckets have been launched.
         # Steps of optimizers in the backward could not be undone.

@@ -324,6 +324,7 @@ class Reducer:
             self.sync.join,
             [False] * len(current.segments),
             [0] * len(current.buckets),
+            is_alone,
             is_captured=is_captured,
             earlier=left.used,
             arrived=tracker.log,
@@ -467,7 +468,7 @@ class Reducer:
             self._accumulate(backward)
             self.wait_post_backward()
             return
-        if reduction.buckets:
+        if not reduction.is_alone:
             arrived_as_usual = self.tracker.is_usual()
             if not arrived_as_usual or self.manager.is_provisional:
                 self._look_back(reduction)
@@ -521,7 +522,7 @@ class Reducer:
         assert reduction is not None
         backward.moves_to(OVER)
         try:
-            if not reduction.buckets:
+            if reduction.is_alone:
                 reduction.bucket_set.make_views()
             reduction.finish()
             if reduction.is_captured:
@@ -573,12 +574,13 @@ class Reducer:
             if self.unreduced.has_any:
                 self.unreduced.clear(self.manager.current.params)
             reduction, current, facts = backward.reduction, self.manager.current, self.statistics
-            facts.skipped, facts.reduced = reduction.skipped, len(reduction.buckets)
-            facts.alone = None if reduction.buckets else reduction
+            facts.skipped = reduction.skipped
+            # (Its buckets may have been replaced.)
+            facts.reduced = len(reduction.unfilled) - len(reduction.skipped)
+            facts.alone = reduction if reduction.is_alone else None
             for bucket in current.to_release:
                 bucket.release()
-            if reduction.skipped or not reduction.buckets:
-                facts.reduced = len(current.buckets) - len(reduction.skipped)
+            if reduction.skipped or reduction.is_alone:
                 for bucket in current.buckets:
                     bucket.forget_before()
         for call in self.events.on_close:

@@ -137,8 +137,8 @@ class Reductions:
             self.sync.join,
             [False] * len(bucket_set.segments),
             [0] * len(bucket_set.buckets),
-            weight,
-            of_backwards,
+            weight=weight,
+            of_backwards=of_backwards,
             earlier=used,  # no gradient is of before it
         )
 

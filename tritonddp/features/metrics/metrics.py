@@ -113,7 +113,7 @@ class Metrics(Extension):
             mine = self._clock.end_step(self._measures, items)
             if mine is not None:
                 self._mine = mine
-                if not reduction.buckets:  # there is only one rank
+                if reduction.is_alone:
                     self._take([mine])
         sent = self._counters.sent_bytes
         self._sent, self._sent_before = sent - self._sent_before, sent
