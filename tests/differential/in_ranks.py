@@ -52,7 +52,7 @@ COMMUNICATION_HOOKS: dict[str, Callable[[Any], None]] = {
     "ALLREDUCE": lambda net: net._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
 }
 
-_groups: dict[str, Any] = {}
+groups: dict[str, Any] = {}  # of the scenarios, made once; to be cleared with the default one
 
 
 def play_all(
@@ -63,7 +63,7 @@ def play_all(
     Raises:
         RuntimeError: something was raised; the message says in which scenario, and where.
     """
-    _groups.clear()
+    groups.clear()
     logging.getLogger("tritonddp").setLevel(logging.ERROR)  # of backwards that break off
     with warnings.catch_warnings(), planted(mutation) if mutation else contextlib.nullcontext():
         warnings.simplefilter("ignore")
@@ -81,7 +81,7 @@ def play_recorded(seeds: Sequence[int]) -> list[Played]:
     """
     from recording.device import recording  # and Triton, which no other scenario needs
 
-    _groups.clear()
+    groups.clear()
     logging.getLogger("tritonddp").setLevel(logging.ERROR)
     found = []
     for seed in seeds:
@@ -251,9 +251,9 @@ def arguments_of(options: Options) -> dict[str, Any]:
 
 
 def _made_once(name: str, make: Callable[[], Any]) -> Any:
-    if name not in _groups:
-        _groups[name] = make()
-    return _groups[name]
+    if name not in groups:
+        groups[name] = make()
+    return groups[name]
 
 
 def configured(

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from differential.comparison import Judge
 from differential.generator import scenario_of
-from differential.in_ranks import OURS, arguments_of, configured, play
+from differential.in_ranks import OURS, arguments_of, configured, groups, play
 from differential.player import Player
 from differential.scenario import Options, Scenario, Step, ZeroGrad
 from distributed import gather
@@ -226,6 +226,7 @@ def soak(
 
 def _warm_up() -> None:
     """Have all that is made once, by whichever scenario asks for it first."""
+    groups.clear()
     for options in (
         Options(process_group="new"),
         Options(device_mesh=True),
