@@ -179,7 +179,7 @@ class Oracle:
         if action.by == "copy":
             return
         self._syncs_next_forward = options.syncs_buffers
-        if False not in (options.init_sync, options.broadcast_buffers):
+        if options.syncs_first_buffers:
             for buffers in zip(*self._broadcast, strict=True):
                 for buffer in buffers:
                     buffer.copy_(buffers[0])

@@ -51,6 +51,12 @@ class Options:
             return self.forward_sync_buffers
         return self.broadcast_buffers is not False
 
+    @property
+    def syncs_first_buffers(self) -> bool:
+        """Whether wrapping does."""
+        is_kept = self.forward_sync_buffers is None and self.broadcast_buffers is False
+        return self.init_sync is not False and not is_kept
+
     def __str__(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.given.items()) or "none"
 
