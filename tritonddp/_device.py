@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from ctypes import memset
 from functools import lru_cache
 from types import NoneType
 from typing import Any
@@ -68,12 +69,16 @@ class Readback:
     """Copies a small tensor from a GPU to the host, which waits for it later or not at all.
 
     Pinned memory and events are expensive to make, so they are reused.
+
+    Attributes:
+        memory: address of the copy on the host, and its bytes: NaN where it is not complete.
     """
 
     def __init__(self) -> None:
         self._copy: Any = None
         self._event: Any = None
         self._kind: Any = None
+        self.memory = (0, 0)
         self._stream: Any = None
         self._source: Callable[[], Tensor | None] = NoneType  # of the last copy, not kept alive
 
@@ -88,7 +93,7 @@ class Readback:
         if is_new:
             self._prepare(tensor)
         copy, event = self._copy, self._event
-        copy.fill_(torch.nan)  # see peek()
+        memset(self.memory[0], 0xFF, self.memory[1])  # NaN, in any dtype: see peek()
         if work is None:
             copy.copy_(tensor, non_blocking=True)
             event.record(current_stream(self._kind[2]))
@@ -112,6 +117,7 @@ class Readback:
             self._event = torch.cuda.Event()
             self._stream = None
             self._kind = kind
+            self.memory = self._copy.data_ptr(), self._copy.nbytes
         self._source = weakref.ref(tensor)
 
     def keep_order(self) -> None:

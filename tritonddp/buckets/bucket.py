@@ -362,7 +362,13 @@ class Bucket:
         except RuntimeError:
             self._all_to_slot_layout(segment, grads)
             raise
-        self._grads[first:last] = grads
+        if not self.has_views:
+            self._grads[first:last] = grads
+        elif not all(used) or not all(map(is_, grads, self.flat.views[first:last])):
+            self._become_views(segment, grads)
+
+    def _become_views(self, segment: Segment, grads: Sequence[Any]) -> None:
+        """Replace gradients, which are packed, by views of the buffer."""
 
     def let_go_of(self, segment: Segment) -> None:
         """Drop the references to the gradients of a packed segment, until :meth:`take_up`."""

@@ -13,6 +13,34 @@ from tritonddp.buckets.exchange import Transport
 from tritonddp.buckets.formats import BucketFactory, WireFormat
 
 
+class JointUnpack:
+    """All buckets of a set, unpacked together once the last one is reduced.
+
+    On a GPU, where a launch for each bucket would cost the host more time than the device saves.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._buckets = buckets
+
+    @classmethod
+    def of(cls, buckets: Sequence[Bucket]) -> JointUnpack | None:
+        """For these buckets; ``None`` if some have to be unpacked one by one."""
+        if any(each.is_lazy or each.is_sparse or each.quantization for each in buckets):
+            return None
+        return cls(buckets)
+
+    def __call__(self, factor: Tensor | None) -> None:
+        """Write the reduced gradients, times ``factor``, into ``.grad``: see :meth:`Bucket.unpack`.
+
+        No bucket may want flags, or sums of squares.
+        """
+        for bucket in self._buckets:
+            if factor is not None or not bucket.has_views:
+                bucket.unpack(factor)
+            elif bucket.before:
+                bucket.forget_before()
+
+
 class BucketSet:
     """Buckets in launch order, and the place of each parameter in them.
 
@@ -40,7 +68,10 @@ class BucketSet:
         averages: see :class:`Transport`.
         is_on_gpu: some parameters are on a GPU.
         needs_reduction: a bucket changes gradients even if there is only one rank.
+        joint: unpacks all buckets together, if that is possible.
     """
+
+    joint: JointUnpack | None
 
     def __init__(
         self,
@@ -82,8 +113,12 @@ class BucketSet:
     def use(self, transport: Transport) -> None:
         """Reduce all buckets by ``transport`` from now on."""
         self.averages = transport.averages
-        for bucket, exchange in zip(self.buckets, transport.exchanges(self.buckets), strict=True):
+        exchanges = transport.exchanges(self.buckets)
+        for bucket, exchange in zip(self.buckets, exchanges, strict=True):
             bucket.connect(exchange)
+        self.joint = None
+        if self.is_on_gpu and transport.ends_in_order and len(set(map(id, exchanges))) == 1:
+            self.joint = JointUnpack.of(self.buckets)
 
     def make_views(self) -> None:
         """Make gradients views of their buckets, where those want it and nothing is exchanged."""

@@ -79,9 +79,14 @@ class Transport(Protocol):
 
     Attributes:
         averages: gradients are divided by the number of ranks before they are sent.
+        ends_in_order: on a GPU the works of buckets that share an exchange end in the order of
+            their launch: to wait for the last one is to wait for all.
     """
 
     averages: bool
+
+    @property
+    def ends_in_order(self) -> bool: ...
 
     def exchanges(self, buckets: Sequence[Bucket]) -> list[BucketExchange]:
         """An exchange for each bucket of a set, in launch order."""

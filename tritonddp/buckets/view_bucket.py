@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,26 +26,17 @@ class ViewBucket(Bucket):
         # Gradients of earlier backwards, by slot.
         self._stashed: dict[int, Tensor] = {}
 
-    def pack(
-        self,
-        segment: Segment,
-        used: Sequence[bool],
-        scale: float,
-        header: bytes = b"",
-        earlier: bool = True,
-        arrived: Collection[Tensor] = (),
-    ) -> None:
-        """See :meth:`Bucket.pack`. Used gradients become views, which frees their memory."""
-        super().pack(segment, used, scale, header, earlier, arrived)
+    def _become_views(self, segment: Segment, grads: Sequence[Any]) -> None:
+        """Used gradients become views, which frees their memory."""
         first, last = segment.first, segment.last
         views = self.flat.views[first:last]
         flags = self.used[first:last]
         if all(flags):
             for param, view in zip(segment.params, views, strict=True):
                 param.grad = view
-            self._grads[first:last] = views
             return
         self.wants_flags = True
+        self._grads[first:last] = grads
         for slot, flag in enumerate(flags):
             if flag:
                 segment.params[slot].grad = self._grads[first + slot] = views[slot]

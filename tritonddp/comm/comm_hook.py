@@ -76,6 +76,7 @@ class CommHook:
     """
 
     averages = False
+    ends_in_order = False
     before_pack: Callable[[], None] | None = None
     after_unpack: Callable[[], None] | None = None
 

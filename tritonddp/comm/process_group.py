@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,6 +21,8 @@ from tritonddp.coordination.group import Group
 # backward hides, so that memory is bounded; and for the first bucket, whose headers show whether
 # the ranks agree, alone.
 _DIRECT = 256 * 1024
+
+_OFF = ("0", "n", "no", "f", "false", "off", "")  # of an environment variable
 
 
 class ProcessGroupTransport:
@@ -40,6 +43,19 @@ class ProcessGroupTransport:
         See :class:`tritonddp.comm.host.memory_exchange.Announced`.
         """
         self._announced = announced
+
+    @property
+    def ends_in_order(self) -> bool:
+        """See :class:`Transport`. NCCL runs the collectives of a group on one stream.
+
+        If the host waits for each of them, an error names the bucket.
+        """
+        group = self._group.process_group
+        return (
+            type(group) is dist.ProcessGroup
+            and backend_name(group, torch.device("cuda")) == "nccl"
+            and os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0").lower() in _OFF
+        )
 
     def exchanges(self, buckets: Sequence[Bucket]) -> list[BucketExchange]:
         """See :meth:`Transport.exchanges`."""

@@ -44,6 +44,7 @@ class ReductionEvents:
     on_waited: Sequence[Callable[[Reduction, Bucket], None]] = ()
     on_reduced: Sequence[Callable[[Reduction, Bucket], None]] = ()
     on_reduced_all: Sequence[Callable[[Reduction], None]] = ()
+    needs_buckets = False  # somebody is called for one of these
 
     reporters: Sequence[Any] = ()  # extensions that send reports to the other ranks
 
@@ -131,6 +132,8 @@ class Reduction:
     _exchanged: Collection[int] = field(default=(), init=False)
     _has_headers: bool = field(default=False, init=False)  # those of all ranks have been read
     _is_logged: bool = field(default=False, init=False)  # each bucket, at level DEBUG
+    # Nobody looks at single buckets: they may be launched and unpacked with fewer calls.
+    _is_plain: bool = field(default=False, init=False)
 
     # Before the first bucket
 
@@ -184,6 +187,7 @@ class Reduction:
         if self.events.reporters:
             self.header = agreement.with_report(self.events.report(self))
         self._is_logged = logger.isEnabledFor(logging.DEBUG)
+        self._is_plain = not (self._is_logged or self.events.needs_buckets or self.skipped)
         if begin_logger.isEnabledFor(logging.DEBUG):
             begin_logger.debug(
                 "%s: a reduction begins: %s, %s, hash of its parameters %s, buckets left out: %s",
@@ -196,12 +200,17 @@ class Reduction:
 
     # Into the buckets
 
-    def pack(self, number: int) -> None:
+    def pack(self, number: int, launches: bool = False) -> None:
         """The gradients of a segment are final: flatten them into its bucket.
+
+        Args:
+            number: of the segment.
+            launches: launch the bucket too, and those behind it, as far as they are full.
 
         Raises:
             GradientError: a gradient does not fit its parameter.
-            RuntimeError: another rank is gone, and has not confirmed that it read the last content.
+            RuntimeError: another rank is gone, and has not confirmed that it read the last content;
+                or a collective failed.
         """
         if not self.header:
             self._announce()
@@ -236,6 +245,17 @@ class Reduction:
         self.packed_at[number] = len(self.arrived)
         for observe in self.events.on_packed:
             observe(self, bucket)
+        if launches and not self.unfilled[bucket.index]:
+            works = self.works
+            if self._is_plain and len(works) == bucket.index and len(bucket.segments) == 1:
+                # As launch_ready() does, which has more to look at.
+                try:
+                    bucket.exchange.launch(bucket, works)
+                except RuntimeError as error:
+                    raise self.explain(bucket, error) from error
+                if len(works) == len(self.buckets) or self.unfilled[len(works)]:
+                    return
+            self.launch_ready()
 
     # On the way
 
@@ -295,7 +315,7 @@ class Reduction:
 
     def spoil(self, bucket: Bucket) -> None:
         """Send NaN in this bucket, which is not the first: an earlier one was sent too early."""
-        self._spoiled = bucket
+        self._spoiled, self._is_plain = bucket, False
 
     def launch_nan(self) -> None:
         """Launch all remaining buckets, with NaN instead of gradients.
@@ -336,6 +356,25 @@ class Reduction:
         events, works, agreement = self.events, self.works, self.agreement
         if not discards and any(map(_wants_flags, self.buckets)):
             self._read_flags()
+        elif (
+            (unpack := self.bucket_set.joint) is not None
+            and self._is_plain
+            and not (discards or self.done)
+        ):
+            # The works end in the order of their launch: wait for the last one, and unpack all.
+            last = self.buckets[-1]
+            try:
+                last.exchange.wait(last, works[-1])
+            except RuntimeError as error:
+                raise self.explain(last, error) from error
+            if not self._has_headers and agreement.last_headers and not self.is_captured:
+                agreement.read_later(self.buckets[0].flat.headers)
+                self._has_headers = True
+            else:
+                self._read_headers()
+            unpack(self.factor)
+            self.done = len(works)
+            works[:] = [None] * len(works)
         while self.done < len(works):
             bucket, work = self.buckets[self.done], works[self.done]
             if work is None:
@@ -379,7 +418,7 @@ class Reduction:
             if not discards:
                 for call in events.on_reduced:
                     call(self, bucket)
-        if agreement.pending:
+        if agreement.is_urgent:
             agreement.keep_order()
 
     def _finish_for_others(self) -> None:
@@ -394,7 +433,7 @@ class Reduction:
         if self._has_headers:
             return
         headers, work = self.buckets[0].flat.headers, self.works[0]
-        is_torchs = type(self.group.process_group) is dist.ProcessGroup
+        is_torchs = type(self.agreement.group.process_group) is dist.ProcessGroup
         if headers.is_cpu or not (is_torchs and isinstance(work, dist.Work)):
             work = None
         self.factor = self.agreement.read(headers, self.where, work)

@@ -223,10 +223,12 @@ class Agreement:
         scale: factor of the gradients before the sum: the weight (else 1), divided by the world
             size unless that is divided by later.
         unit: weights are divided by it before the sum: near the last weights, alike on all ranks.
-        last_headers: on the CPU: bytes of the reduced headers and reports of the last reduction, if
-            the headers were unanimous. Those who find the same need not call :meth:`read`.
+        last_headers: bytes of the reduced headers and reports of the last reduction, if the headers
+            were unanimous; on a GPU if there are no reports. On the CPU those who find the same
+            need not call :meth:`read`.
         pending: on a GPU: the headers of the last reduction are not checked yet, as the host did
-            not wait for them.
+            not wait for them. They have to be before the next reduction.
+        is_urgent: they have to be before the next forward; see :meth:`read_later` for the others.
     """
 
     def __init__(
@@ -243,7 +245,7 @@ class Agreement:
         self.is_unanimous = False
         self.scale = 1.0 / group.size
         self.unit = _FIRST_UNIT
-        self.pending = False
+        self.pending = self.is_urgent = False
         self.last_headers = b""
         self._where = ""
         self._header = RankHeader(bytes(3), GradSource.BROKEN)  # in the last reduction
@@ -330,16 +332,34 @@ class Agreement:
                 self.last_headers = string_at(headers.data_ptr(), headers.nbytes)
         elif not is_capturing():  # the host does not wait for the device here
             self._readback.start(headers, work)
-            self.pending = True
+            self.pending = self.is_urgent = True
         return factor
+
+    def read_later(self, headers: Tensor) -> None:
+        """On a GPU: check before the next reduction that headers are those of the last one.
+
+        For ranks whose headers were unanimous, and that send no reports. The copy is made on the
+        current stream, and nobody waits for it if the host is not far ahead.
+        """
+        self._readback.start(headers)
+        self.pending = True
+
+    def is_as_before(self) -> bool:
+        """Whether pending headers have come, and are those of the last reduction."""
+        if not self.last_headers or string_at(*self._readback.memory) != self.last_headers:
+            return False
+        self.pending = self.is_urgent = False
+        return True
 
     def check_pending(self) -> None:
         """Wait for headers that are not checked yet, and check them: raises as :meth:`read`."""
         if self.pending:
             headers = self._readback.peek() if is_capturing() else self._readback.wait()
             if headers is not None:
-                self.pending = False
+                self.pending = self.is_urgent = False
                 self._check(headers)
+                is_steady = self.is_unanimous and self.nbytes == BYTES
+                self.last_headers = string_at(*self._readback.memory) if is_steady else b""
 
     def look_again(self) -> None:
         """Have the next :meth:`check_pending` raise what this one has raised."""

@@ -110,7 +110,6 @@ class Events(ReductionEvents):
     on_abort: Sequence[Callable[[Reduction | None], None]] = ()
 
     extensions: tuple[Extension, ...] = ()
-    needs_buckets = False  # an extension overrides an event of buckets
 
     def __init__(self, reporters: Sequence[Extension] = ()) -> None:
         self.reporters = tuple(reporters)  # fixed: the length of a header depends on them

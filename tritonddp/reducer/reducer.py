@@ -32,6 +32,7 @@ from tritonddp._device import is_capturing
 from tritonddp._torch import (
     COMPILED_AUTOGRAD,
     IN_COMPILED_AUTOGRAD,
+    current_graph_task_id,
     register_post_accumulate_grad_hook,
 )
 from tritonddp.buckets.bucket_set import BucketSet
@@ -157,7 +158,7 @@ class Reducer:
             self.options.check_finalized(self.backward, self.where())
         if self.group.owners:
             self.group.recover()
-        if self.agreement.pending:
+        if self.agreement.is_urgent:
             self.reductions.check_pending()
         if self.post_backward:
             self.wait_post_backward()
@@ -242,7 +243,8 @@ class Reducer:
         if self.group.owners:
             self.group.recover()
         tracker = self.tracker
-        reached = tracker.query()
+        # (What begins with a backward may depend on which parameters it reaches.)
+        reached = tracker.query(assumes=self.group.size > 1 and not self.events.on_begin)
         if reached is None:
             return  # torch.autograd.grad: it returns gradients
         missing: Collection[int] = _NONE
@@ -260,7 +262,7 @@ class Reducer:
                 "torch._dynamo.config.compiled_autograd at False. torch.compile does not need it "
                 "to compile a forward."
             )
-        if self.agreement.pending:
+        if self.agreement.pending and not self.agreement.is_as_before():
             self.reductions.check_pending()
         is_around = forward is None and not self.forwards.was_local
         source = self.forwards.decide(forward, self.sync, self.counters.reductions, self.where)
@@ -302,9 +304,7 @@ class Reducer:
         if self.parameters.number < 0:
             self.parameters.register()
         if missing != self.missing:
-            statistics = self.statistics
-            statistics.is_static = statistics.is_static and self.missing is None
-            self.missing = missing
+            self._note_missing(missing)
         doubtful: Collection[int] = _NONE
         if not manager.is_provisional and (missing or self.reentrant.has_come):
             doubtful = self.reentrant.may_come(set(missing))
@@ -375,6 +375,11 @@ class Reducer:
             with self.launching:
                 reduction.launch_ready()
 
+    def _note_missing(self, missing: Collection[int]) -> None:
+        """A reduced backward does not reach the same parameters as the one before."""
+        self.statistics.is_static = self.statistics.is_static and self.missing is None
+        self.missing = missing
+
     def _open_local(self, forward: Forward | None, reached: list[bool], is_around: bool) -> None:
         """A backward begins that only accumulates."""
         if self.manager.current.is_on_gpu and is_capturing():
@@ -432,12 +437,12 @@ class Reducer:
         if backward.creates_graph and torch.is_grad_enabled():
             with torch.no_grad():
                 return self.on_segment_ready(number)
+        if self.tracker.is_assumed and current_graph_task_id() != backward.graph_task:
+            return self.tracker.wait_for_end()
         with self.launching:
             if self.tracker.streams_beside:
                 self.tracker.join_streams(number)
-            reduction.pack(number)
-            if reduction.unfilled[reduction.bucket_set.segments[number][0].index] == 0:
-                reduction.launch_ready()
+            reduction.pack(number, launches=True)
 
     def on_unusual_order(self, number: int) -> None:
         """Gradients came in another order than last time: launch the segment if it is full."""
@@ -460,16 +465,15 @@ class Reducer:
             with torch.no_grad():
                 return self._end()
         backward.moves_to(OVER)
-        self.tracker.stop()
+        arrived_as_usual = self.tracker.stop()
         for call in self.events.on_compute_end:
             call(backward)
         reduction = backward.reduction
         if reduction is None:
-            self._accumulate(backward)
+            self._accumulate(backward, arrived_as_usual)
             self.wait_post_backward()
             return
         if not reduction.is_alone:
-            arrived_as_usual = self.tracker.is_usual()
             if not arrived_as_usual or self.manager.is_provisional:
                 self._look_back(reduction)
                 if self.tracker.streams:
@@ -483,10 +487,10 @@ class Reducer:
                 return
         backward.wait(self, self._broke_off)
 
-    def _accumulate(self, backward: Backward) -> None:
+    def _accumulate(self, backward: Backward, arrived_as_usual: bool) -> None:
         """Note which parameters this local backward has used: they are reduced later."""
         used = backward.reached
-        if not self.tracker.is_usual():
+        if not arrived_as_usual:
             arrived = set(self.tracker.arrivals())
             used = [number in arrived for number in range(len(used))]
             for number, _ in self.tracker.unannounced():
@@ -507,6 +511,8 @@ class Reducer:
         if self.manager.is_provisional:
             reduction.note_used(tracker.arrivals(), self.unreduced.used)
         tracker.note_unannounced(reduction, self.reentrant)
+        if missing := tracker.assumed_too_much():
+            self._note_missing(missing)
         tracker.learn()
 
     def finish_ended(self) -> None:

@@ -75,6 +75,10 @@ class ReadyTracker:
         self.nodes = gradient_nodes(params)
         self.log: list[Tensor] = []  # the parameters in the order of their gradients
         self.reached: list[bool] = []  # for each parameter, whether the engine has announced it
+        # The engine was not asked for each of them. What is not reached is found at the end.
+        self.is_assumed = False
+        self._all = [True] * len(params)
+        self._reach_all: bool | None = None  # all backwards until now; None before the first
         self.waiting: list[int] = []  # for each bucket, how many segments wait for gradients
         # On a GPU, the known streams of these nodes. A node runs on the stream that was current
         # when it was made, by us, or earlier by other code that still holds it.
@@ -109,22 +113,48 @@ class ReadyTracker:
         self._remove = weakref.finalize(self, _remove_all, self._handles)
         self._remove.atexit = False
 
-    def query(self) -> list[bool] | None:
+    def query(self, assumes: bool = False) -> list[bool] | None:
         """For each parameter, whether the backward that runs on this thread will reach it.
 
         No graph is walked and no output is read: the engine has just computed which nodes it will
         run, so the answer is right for any loss. It does not include inner backwards of reentrant
         checkpoints. To be called from a hook only.
 
+        Args:
+            assumes: if all backwards until now have reached all parameters, ask for one alone, and
+                assume that the others will be reached too: see :attr:`is_assumed`.
+
         Returns:
             ``None`` for ``torch.autograd.grad`` with respect to some of the parameters.
         """
+        self.is_assumed = False
         try:
-            return list(map(will_execute, self.nodes))
+            if assumes and self._reach_all and will_execute(self.nodes[-1]):
+                self.is_assumed = True
+                return self._all
+            reached = list(map(will_execute, self.nodes))
         except RuntimeError as error:
             if captures_leaves(error):
                 return None
             raise
+        if self._reach_all is not False and any(reached):
+            self._reach_all = reached == self._all
+        return reached
+
+    def assumed_too_much(self) -> list[int]:
+        """At the end: parameters that were assumed to be reached, and were not.
+
+        From now on each backward is asked for all parameters, if there are any.
+        """
+        if not self.is_assumed:
+            return []
+        missing = sorted({*range(len(self._params))}.difference(self.arrivals()))
+        self._reach_all = self._reach_all and not missing
+        return missing
+
+    def wait_for_end(self) -> None:
+        """An inner backward runs, whose gradients were assumed to be announced: look at the end."""
+        self._reach_all, self._looked[0] = False, _NOBODY_LOOKS
 
     def begin(self, reached: list[bool], doubtful: Collection[int], looks: bool) -> None:
         """A backward begins that will reach these parameters.
@@ -141,11 +171,17 @@ class ReadyTracker:
         self._hook.__setstate__(self._hearing if self._hears else self._logging)
         self._looked[0] = 0 if looks else _NOBODY_LOOKS
 
-    def stop(self) -> None:
-        """The backward is over: a gradient that comes now begins another one."""
+    def stop(self) -> bool:
+        """The backward is over: a gradient that comes now begins another one.
+
+        Returns:
+            Whether all announced gradients have come, each once, in the usual order.
+        """
+        log, usual, looked = self.log, self._usual, self._looked[0]
         self._hook.__setstate__(self._idle)
         self._looked[0] = _NOBODY_LOOKS
         self._hears = False
+        return len(log) == len(usual) and (looked == len(log) or all(map(is_, log, usual)))
 
     def join_streams(self, number: int | None = None) -> None:
         """Make the current stream wait for all gradients, so that it may read a segment's, or all.
@@ -209,11 +245,6 @@ class ReadyTracker:
         """Whether a gradient came that was not announced, or came a second time."""
         arrived = set(map(id, self.log))
         return len(arrived) < len(self.log) or not arrived.issubset(map(id, self._expected))
-
-    def is_usual(self) -> bool:
-        """At the end: whether all announced gradients came, each once, in the usual order."""
-        log, usual = self.log, self._usual
-        return len(log) == len(usual) and (self._looked[0] == len(log) or all(map(is_, log, usual)))
 
     def arrivals(self) -> list[int]:
         """The log, as numbers of parameters."""
