@@ -615,18 +615,19 @@ class Reducer:
         if reduction is None or backward.phase is COMPLETE:
             self._close(backward)
             return
+        self.tracker.stop()
         if reduction.is_captured:  # a capture executes no collective
-            self.tracker.stop()
             for bucket in reduction.buckets:
                 bucket.discard()
             self._abort(backward)
             return
-        self.tracker.stop()
+        self.reductions.before_make_up(reduction)
         arrived = self.tracker.arrivals() if self.manager.is_provisional else ()
-        try:
-            self.reductions.make_up(reduction, arrived)
-        finally:
-            self._abort(backward)
+        with Uninterrupted():  # whoever owes collectives is not forgotten before they are made
+            try:
+                self.reductions.make_up(reduction, arrived)
+            finally:
+                self._abort(backward)
 
     def _abort(self, backward: Backward) -> None:
         for call in self.events.on_abort:
