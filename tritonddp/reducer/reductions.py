@@ -360,4 +360,6 @@ class Reductions:
             reduction.abort(str(error) or "the ranks reduce different parameters")
         if isinstance(error, Disagreement):
             raise RuntimeError(f"{self.where()}, bucket 0: {error}") from None
+        if self.memory is not None:  # all ranks come here, and wait for each other in verify()
+            self.memory.end()
         self.parameters.verify(self.where(), requested)
