@@ -386,7 +386,7 @@ class Reduction:
         """User code has failed on this rank: make the collectives that the other ranks make."""
         self._read_headers()
         for bucket in self.buckets:
-            if isinstance(bucket, SparseBucket):
+            if isinstance(bucket, SparseBucket) and bucket.index not in self.skipped:
                 self._exchange_rows(bucket)
 
     def _read_headers(self) -> None:
