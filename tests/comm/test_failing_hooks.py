@@ -20,7 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from training import assert_gradients_alike, breaking_off, gradients, raises_if, train_step
 
+from tritonddp.comm.comm_hook import HookError
 from tritonddp.comm.grad_bucket import GradBucket
+from tritonddp.comm.reduction import Reduction, ReductionEvents
+from tritonddp.coordination.agreement import GradSource
+from tritonddp.coordination.counters import Counters
 
 
 @ranks(2)
@@ -287,3 +291,15 @@ def test_rows_of_a_sparse_bucket_that_is_not_sent_are_not_exchanged(rank: int) -
         with raises_if(step == 5 and rank == 0, RuntimeError, match="what the user said"):
             train_step(model, step not in (2, 3, 5))  # unused again and again: it is skipped
     assert_gradients_alike(model)
+
+
+def test_where_flags_are_read_first_an_error_of_a_hook_is_not_one_of_a_collective() -> None:
+    """On a GPU the host waits for them before it unpacks, if a gradient is missing."""
+    bucket, agreement = mock.Mock(index=0, wants_flags=True), mock.Mock()
+    bucket.flat.data.is_cpu = False
+    bucket.exchange.wait.side_effect = HookError("what the user said")
+    of_rank: Any = (ReductionEvents(), Counters(), [], GradSource.FORWARD, "rank 0", b"", None)
+    reduction = Reduction(mock.Mock(), [bucket], agreement, *of_rank, [], [], works=[mock.Mock()])
+    with pytest.raises(HookError, match="what the user said"):
+        reduction.finish()
+    agreement.read.assert_called_once()

@@ -344,12 +344,8 @@ class Reduction:
             exchange, factor = bucket.exchange, None
             try:
                 factor = exchange.wait(bucket, work)
-            except LocalError:
-                self._finish_for_others()
-                if not discards:
-                    raise
             except RuntimeError as error:
-                raise self.explain(bucket, error) from error
+                self._wait_failed(bucket, error, discards)
             if not self._has_headers:  # the first bucket comes first
                 headers = bucket.flat.headers
                 if (
@@ -382,12 +378,20 @@ class Reduction:
         if agreement.pending:
             agreement.keep_order()
 
-    def _finish_for_others(self) -> None:
-        """User code has failed on this rank: make the collectives that the other ranks make."""
+    def _wait_failed(self, bucket: Bucket, error: RuntimeError, discards: bool = False) -> None:
+        """The exchange of ``bucket`` has raised this error: raise it, with an explanation.
+
+        If user code has failed on this rank, first make the collectives that the other ranks make;
+        with ``discards`` the error is dropped then.
+        """
+        if not isinstance(error, LocalError):
+            raise self.explain(bucket, error) from error
         self._read_headers()
-        for bucket in self.buckets:
-            if isinstance(bucket, SparseBucket) and bucket.index not in self.skipped:
-                self._exchange_rows(bucket)
+        for each in self.buckets:
+            if isinstance(each, SparseBucket) and each.index not in self.skipped:
+                self._exchange_rows(each)
+        if not discards:
+            raise error
 
     def _read_headers(self) -> None:
         """Read the headers of all ranks in the first bucket, once; see :meth:`Agreement.read`."""
@@ -428,7 +432,7 @@ class Reduction:
                 try:
                     bucket.exchange.wait(bucket, work)
                 except RuntimeError as error:
-                    raise self.explain(bucket, error) from error
+                    self._wait_failed(bucket, error)
         self._read_headers()  # on their way to the host before that waits
         flags = read_together([bucket.flat.flags for bucket in asking])
         for bucket, each in zip(asking, flags, strict=True):
