@@ -254,8 +254,8 @@ class ContextReducer:
                 reductions, context, zip(current.names, current.params, strict=True)
             )
             self._current = begins
-            group.owners.add(self._reference)
             try:
+                group.owners.add(self._reference)
                 self._check()
                 begins.hooks = [
                     node.register_hook(partial(_arrived, self._reference, number))

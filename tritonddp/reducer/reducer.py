@@ -344,10 +344,10 @@ class Reducer:
             creates_graph=torch.is_grad_enabled(),
         )
         # From here on the other ranks wait for the collectives of this reduction: see make_up.
-        group.owners.add(self.reference)
         self.backward = backward
         self.counters.reductions += 1
         try:
+            group.owners.add(self.reference)
             tracker.begin(reached, doubtful, looks=not (is_provisional or is_alone))
             if not is_alone:
                 reduction.unfilled[:] = tracker.waiting
@@ -395,9 +395,9 @@ class Reducer:
             is_doubted=is_doubted,
             creates_graph=torch.is_grad_enabled(),
         )
-        self.group.owners.add(self.reference)
         self.backward = backward
         try:
+            self.group.owners.add(self.reference)
             self.tracker.begin(reached, _NONE, looks=False)
             for call in self.events.on_begin:
                 call(backward)
