@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from training import assert_gradients_alike, breaking_off, gradients, raises_if, train_step
 
+from tritonddp.comm import reduction
 from tritonddp.comm.comm_hook import HookError
 from tritonddp.comm.grad_bucket import GradBucket
 from tritonddp.comm.reduction import Reduction, ReductionEvents
@@ -293,13 +294,41 @@ def test_rows_of_a_sparse_bucket_that_is_not_sent_are_not_exchanged(rank: int) -
     assert_gradients_alike(model)
 
 
+@ranks(2)
+def test_an_interrupt_in_a_hook_does_not_keep_rows_from_the_other_ranks(rank: int) -> None:
+    model, strikes = OURS(Looked()), [False]
+
+    def hook(state: None, bucket: GradBucket) -> Any:
+        future = default_hooks.allreduce_hook(None, bucket)
+        if strikes.pop() and rank == 0:
+            future.wait()
+            strikes.append(False)
+            raise KeyboardInterrupt
+        strikes.append(False)
+        return future
+
+    hook.__annotations__.clear()
+    model.register_comm_hook(None, hook)
+    for step in range(6):
+        strikes[:] = [step in (2, 4)]
+        with (
+            mock.patch.object(reduction, "exchange_rows", wraps=reduction.exchange_rows) as rows,
+            raises_if(step == 2 and rank == 0, KeyboardInterrupt),
+            # In step 4 the hook is struck while the collectives of this backward are made up for.
+            breaking_off(model.module.last.weight, step == 3 and rank == 0),
+        ):
+            train_step(model)
+        assert rows.call_count == {(3, 0): 0, (4, 0): 2}.get((step, rank), 1)
+    assert_gradients_alike(model)
+
+
 def test_where_flags_are_read_first_an_error_of_a_hook_is_not_one_of_a_collective() -> None:
     """On a GPU the host waits for them before it unpacks, if a gradient is missing."""
     bucket, agreement = mock.Mock(index=0, wants_flags=True), mock.Mock()
     bucket.flat.data.is_cpu = False
     bucket.exchange.wait.side_effect = HookError("what the user said")
     of_rank: Any = (ReductionEvents(), Counters(), [], GradSource.FORWARD, "rank 0", b"", None)
-    reduction = Reduction(mock.Mock(), [bucket], agreement, *of_rank, [], [], works=[mock.Mock()])
+    begun = Reduction(mock.Mock(), [bucket], agreement, *of_rank, [], [], works=[mock.Mock()])
     with pytest.raises(HookError, match="what the user said"):
-        reduction.finish()
+        begun.finish()
     agreement.read.assert_called_once()

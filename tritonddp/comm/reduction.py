@@ -31,7 +31,10 @@ _wants_flags = attrgetter("wants_flags")
 
 
 class LocalError(RuntimeError):
-    """User code (a hook, for example) failed on this rank. The other ranks finish the backward."""
+    """User code (a hook, for example) failed on this rank. The other ranks finish the backward.
+
+    If that raised no Exception but a KeyboardInterrupt, for example, users get that instead.
+    """
 
 
 class ReductionEvents:
@@ -391,7 +394,8 @@ class Reduction:
             if isinstance(each, SparseBucket) and each.index not in self.skipped:
                 self._exchange_rows(each)
         if not discards:
-            raise error
+            cause = error.__cause__
+            raise error if cause is None or isinstance(cause, Exception) else cause
 
     def _read_headers(self) -> None:
         """Read the headers of all ranks in the first bucket, once; see :meth:`Agreement.read`."""
