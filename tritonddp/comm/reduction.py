@@ -178,7 +178,7 @@ class Reduction:
         over_present = False
         if self.join is not None:
             # Communication hooks divide by a number of ranks themselves.
-            over_present = self.join.reduction_begins() and averages
+            over_present = self.join.mean_over_present and averages
         key = self.schema, self.source, weight, tuple(self.skipped), over_present, averages
         if key != agreement.key or weight is not None:  # the unit of weights may have changed
             agreement.open(*key)

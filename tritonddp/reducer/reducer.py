@@ -348,6 +348,8 @@ class Reducer:
         self.counters.reductions += 1
         try:
             group.owners.add(self.reference)
+            if reduction.join is not None:
+                reduction.join.reduction_begins()
             tracker.begin(reached, doubtful, looks=not (is_provisional or is_alone))
             if not is_alone:
                 reduction.unfilled[:] = tracker.waiting

@@ -124,6 +124,8 @@ class Reductions:
         of_backwards: bool = True,
     ) -> Reduction:
         """A reduction that no running backward makes; see :class:`Reduction`."""
+        if self.sync.join is not None:
+            self.sync.join.reduction_begins()
         return Reduction(
             bucket_set,
             bucket_set.buckets,
