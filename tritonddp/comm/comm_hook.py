@@ -93,7 +93,7 @@ class CommHook:
         self._trailers: tuple[Tensor, Work] | None = None  # of all buckets, in flight
         # By bucket index, after the last all-reduce.
         self._factors: dict[int, Tensor | None] | None = None
-        self._failure: BaseException | None = None  # of the hook on this rank, to be raised
+        self._failure: HookError | None = None  # on this rank, to be raised
 
     def exchanges(self, buckets: Sequence[Bucket]) -> list[BucketExchange]:
         """See :meth:`Transport.exchanges`. All share this object."""
@@ -224,9 +224,7 @@ class CommHook:
         return collectives.all_reduce(message, self._group.process_group)
 
 
-def _named(where: str, bucket: Bucket, error: BaseException) -> BaseException:
-    if not isinstance(error, Exception):
-        return error
+def _named(where: str, bucket: Bucket, error: BaseException) -> HookError:
     what = f"the communication hook failed: {type(error).__name__}: {error}"
     failure = HookError(f"{where}, {bucket.title}: {what}")
     failure.__cause__ = error
