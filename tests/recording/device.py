@@ -108,6 +108,8 @@ class Device:
             recorder.host_waits(stream.clock, "copy of memory that is not pinned")
         elif not non_blocking:
             recorder.host_waits(stream.clock, "copy that blocks")
+        elif host is target and not recorder.capturing:
+            recorder.hide(target)
 
     def read(self, tensor: Tensor, what: str) -> None:
         """The host reads ``tensor``: it waits for the device, or should have."""

@@ -13,12 +13,14 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from ctypes import memmove, memset, string_at
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 import tritonddp
 
@@ -167,6 +169,7 @@ class Recorder:
         self.captured: list[Callable[[], object]] | None = None
         self.steps = 0
         self.pinned_allocations = self.nbytes = self.peak = 0
+        self._hidden: dict[int, tuple[Tensor, bytes]] = {}  # copies to the host, by addresses
         # Of the caching host allocator, for each size: how far what uses a free block has come.
         self._free_pinned: dict[int, list[dict[Timeline, int]]] = {}
 
@@ -206,6 +209,15 @@ class Recorder:
             if self.capturing:
                 self.races.append(f"{what} while a CUDA graph is captured\n    {stack}")
         self.host.join(clock)
+        for target, content in self._hidden.values():
+            memmove(target.data_ptr(), content, len(content))
+        self._hidden.clear()
+
+    def hide(self, target: Tensor) -> None:
+        """The host sees NaN in this copy of the device's memory until it waits for something."""
+        address, nbytes = target.data_ptr(), target.nbytes
+        self._hidden[address] = target, string_at(address, nbytes)
+        memset(address, 0xFF, nbytes)
 
     def step_begins(self) -> None:
         """A step of the program begins: what is counted begins anew."""
