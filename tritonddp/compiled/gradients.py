@@ -63,6 +63,8 @@ class _Announced(NamedTuple):
 class GraphGradients(Extension):
     """Packs (flattens) segments for which a compiled backward has announced all gradients."""
 
+    needs_reached = True
+
     def __init__(self, reducer: Reducer) -> None:
         self._reducer: Callable[[], Reducer | None] = weakref.ref(reducer)
         self._forwards: dict[int, Forward] = {}

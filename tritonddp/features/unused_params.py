@@ -89,6 +89,8 @@ class SkipUnused(Extension):
     The first bucket is always sent: the ranks' headers in it tell whether all skip the same ones.
     """
 
+    needs_reached = True
+
     def __init__(self, sync: SyncState) -> None:
         self._sync = sync
 

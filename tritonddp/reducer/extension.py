@@ -20,11 +20,13 @@ class Extension:
     Attributes:
         reads_device: what the host reads from the device in each backward, in words, for errors:
             such a backward cannot be captured in a CUDA graph. Empty if the host reads nothing.
+        needs_reached: it has to know which parameters a backward will reach when that begins.
         report_nbytes: length of :meth:`report` in bytes. An extension with a report has to be among
             the ``reporters`` of :class:`Reductions`.
     """
 
     reads_device = ""
+    needs_reached = False
     report_nbytes = 0
 
     def report(self, reduction: Reduction) -> bytes:
@@ -110,6 +112,7 @@ class Events(ReductionEvents):
     on_abort: Sequence[Callable[[Reduction | None], None]] = ()
 
     extensions: tuple[Extension, ...] = ()
+    needs_reached = False  # an extension does
 
     def __init__(self, reporters: Sequence[Extension] = ()) -> None:
         self.reporters = tuple(reporters)  # fixed: the length of a header depends on them
@@ -151,5 +154,6 @@ class Events(ReductionEvents):
                 if getattr(type(each), event) is not nothing
             )
             setattr(self, event, tuple(methods))
+        self.needs_reached = any(each.needs_reached for each in extensions)
         of_buckets = (each for each in vars(ReductionEvents) if each.startswith("on_"))
         self.needs_buckets = any(getattr(self, event) for event in of_buckets)

@@ -243,8 +243,7 @@ class Reducer:
         if self.group.owners:
             self.group.recover()
         tracker = self.tracker
-        # (What begins with a backward may depend on which parameters it reaches.)
-        reached = tracker.query(assumes=self.group.size > 1 and not self.events.on_begin)
+        reached = tracker.query(assumes=self.group.size > 1 and not self.events.needs_reached)
         if reached is None:
             return  # torch.autograd.grad: it returns gradients
         missing: Collection[int] = _NONE
