@@ -37,6 +37,19 @@ class LocalError(RuntimeError):
     """
 
 
+class ExchangeError(RuntimeError):
+    """A collective failed that is not of one bucket alone: raised by an exchange, from the cause.
+
+    Args:
+        buckets: those that it is of, for the message.
+        what: the collective.
+    """
+
+    def __init__(self, buckets: str, what: str) -> None:
+        super().__init__(f"{buckets}, {what}")
+        self.buckets, self.what = buckets, what
+
+
 class ReductionEvents:
     """Callbacks for the progress of a reduction, see ``Extension``. An empty loop costs no call."""
 
@@ -387,6 +400,10 @@ class Reduction:
         If user code has failed on this rank, first make the collectives that the other ranks make;
         with ``discards`` the error is dropped then.
         """
+        if isinstance(error, ExchangeError):
+            cause = error.__cause__ or error
+            where = f"{self.where}, {error.buckets}"
+            raise self.group.explain(where, error.what, cause) from cause
         if not isinstance(error, LocalError):
             raise self.explain(bucket, error) from error
         self._read_headers()
