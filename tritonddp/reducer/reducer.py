@@ -126,9 +126,9 @@ class Reducer:
         self.unreduced.clear(self.manager.current.params)
 
     @property
-    def order(self) -> tuple[str, int]:
+    def order(self) -> tuple[str, int, int]:
         """Where it is in an order of all reducers that is the same on all ranks."""
-        return self.group.name, self.parameters.number
+        return self.group.name, self.parameters.number, 1
 
     @property
     def bucket_set(self) -> BucketSet:
