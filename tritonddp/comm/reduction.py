@@ -400,8 +400,8 @@ class Reduction:
         If user code has failed on this rank, first make the collectives that the other ranks make;
         with ``discards`` the error is dropped then.
         """
-        if isinstance(error, ExchangeError):
-            cause = error.__cause__ or error
+        cause = error.__cause__
+        if isinstance(error, ExchangeError) and cause is not None:
             where = f"{self.where}, {error.buckets}"
             raise self.group.explain(where, error.what, cause) from cause
         if not isinstance(error, LocalError):
@@ -411,7 +411,6 @@ class Reduction:
             if isinstance(each, SparseBucket) and each.index not in self.skipped:
                 self._exchange_rows(each)
         if not discards:
-            cause = error.__cause__
             raise error if cause is None or isinstance(cause, Exception) else cause
 
     def _read_headers(self) -> None:
